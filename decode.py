@@ -1,0 +1,264 @@
+"""Text in, text out, by any method; shows who proposed each token and what it was worth.
+
+    python decode.py --method specgen                                # solve a built-in long reasoning problem
+    python decode.py --method specgen --compare                      # and say how much faster that was, and whether identical
+    python decode.py --method draft --task story --n 8 --batch 4     # eight held-out problems, four at a time
+    python decode.py --method ngram --prompt "Once upon a time"      # your own prompt
+    python decode.py --method specgen --prompts questions.jsonl --temperature 0.7 --top-p 0.9 --json out.json
+"""
+import argparse
+import codecs
+import json
+import os
+import signal
+import sys
+
+import minispec  # before torch: it tunes the allocator
+import torch
+from tqdm import tqdm
+
+from minispec import gpt, methods, tasks
+from minispec.attention import dense_attend
+from minispec.engine import Request
+from minispec.tokenizer import Tokenizer
+from minispec.verify import Sampling
+
+COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m", "plain": ""}
+RESET = "\033[0m"
+BUILT_IN = ("trace", 5, 40)      # family, seed and size of the problem solved when none is given
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):    # one line, without the usage text
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parse_args(argv=None):
+    p = Parser(prog="decode.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    methods.add_arguments(p)
+    source = p.add_mutually_exclusive_group()
+    source.add_argument("--prompt", help="a prompt of your own")
+    source.add_argument("--prompts", metavar="FILE", help="JSON lines with 'prompt', 'question' or 'turns', and 'answer' if known")
+    source.add_argument("--task", metavar="FAMILY", help=f"held-out problems: {', '.join(tasks.FAMILIES)}; or a file of the data folder: {', '.join(tasks.PROMPT_FILES)}")
+    p.add_argument("--n", type=int, default=None, help="how many problems (default 1 of a task, all of a file)")
+    p.add_argument("--size", type=int, help="difficulty of --task: lines, digits, events, rooms (default: drawn from the trained range)")
+    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR", help="folder of real prompt files (default $MINISPEC_DATA)")
+    p.add_argument("--batch", type=int, default=1, help="requests decoded together (default 1)")
+    p.add_argument("--max-new-tokens", type=int, default=None, help="limit of an answer (default: twice a known solution's length, else 1024)")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    p.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 is off")
+    p.add_argument("--top-p", type=float, default=1.0, help="keep the most likely tokens that reach this mass; 1 is off")
+    p.add_argument("--seed", type=int, default=0, help="of sampling, and of the first problem of --task")
+    p.add_argument("--compare", action="store_true", help="decode autoregressively too: speed-up, and whether the output is identical")
+    p.add_argument("--json", metavar="PATH", help="write the result as JSON")
+    p.add_argument("--quiet", action="store_true", help="no streamed text, only the table")
+    return p.parse_args(argv)
+
+
+def problems_of(args):
+    """What to solve. ValueError names what is wrong."""
+    if args.n is not None and args.n < 1:
+        raise ValueError(f"n {args.n} is out of range; allowed is 1 or more")
+    if args.prompt is not None:
+        return [tasks.Problem("prompt", args.prompt, "", "")]
+    if args.prompts:
+        return tasks.load_prompts(args.prompts)[:args.n]
+    if args.task in tasks.PROMPT_FILES:
+        return tasks.load_named(args.task, args.data)[:args.n or 1]
+    if args.task:
+        limits = {"trace": tasks.TRACE_MAX, "arith": 26, "story": 40, "search": 60, "revise": 60}
+        top = limits.get(args.task, 0)
+        if args.size is not None and args.task in limits and not 3 <= args.size <= top:
+            raise ValueError(f"size {args.size} is out of range for '{args.task}'; allowed is 3 to {top}")
+        return [tasks.make(args.task, args.seed + i, "heldout", args.size) for i in range(args.n or 1)]
+    family, seed, size = BUILT_IN
+    return [tasks.make(family, seed, "heldout", size)]
+
+
+def requests_of(problems, tokenizer, model, args):
+    """One engine request a problem. ValueError where a prompt does not fit the context."""
+    block, eos, out = model.config.block_size, model.config.eos_id, []
+    for i, p in enumerate(problems):
+        ids = tokenizer.prompt_ids(p.prompt)
+        known = len(tokenizer.response_ids(p.think, p.answer)) if p.think else 512
+        n = args.max_new_tokens or 2 * known
+        room = block - len(ids)
+        if room < 1 or (args.max_new_tokens and args.max_new_tokens > room):
+            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {n} more; the context of this model is {block}")
+        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed + i)
+        out.append(Request(ids, min(n, room), sampling, [eos]))
+    return out
+
+
+class Printer:
+    """Streams the text of one request, coloured by who proposed each token when the output is a terminal."""
+
+    def __init__(self, tokenizer, colour):
+        self.tokenizer, self.colour = tokenizer, colour
+        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self.marks = {tokenizer.special.get("<|answer|>"): "\n=> ", tokenizer.special.get("<|eos|>"): "\n"}
+
+    def __call__(self, tokens, who):
+        out = []
+        for token, by in zip(tokens, who):
+            text = self.marks.get(token)
+            if text is None:
+                text = self.utf8.decode(self.tokenizer.decode_bytes([token]))
+            out.append(f"{COLOURS[by]}{text}{RESET}" if self.colour and COLOURS[by] else text)
+        sys.stdout.write("".join(out))
+        sys.stdout.flush()
+
+
+def run(engine, requests, tokenizer, quiet=False, title=None):
+    """Decode, showing text (one request at a time) or progress (a batch). Returns the generations."""
+    stream = engine.stream(requests)
+    if quiet:
+        for _ in stream:
+            pass
+    elif engine.batch_size > 1 and len(requests) > 1:
+        with tqdm(total=len(requests), unit="request", desc=title) as bar:
+            n = 0
+            for request, tokens in stream:
+                n += len(tokens)
+                bar.set_postfix(tokens=n, refresh=False)
+                bar.update(int(request.finished))
+    else:
+        printers = {}
+        for request, tokens in stream:
+            if request not in printers:
+                printers[request] = Printer(tokenizer, sys.stdout.isatty())
+                if len(requests) > 1:
+                    print(f"--- {len(printers)} of {len(requests)}")
+            printers[request](tokens, request.generation.who[-len(tokens):])
+        print()
+    return [r.generation for r in requests]
+
+
+def summary(generations, engine):
+    """The figures of one run, over all its requests, as a dict (see README for what each one means)."""
+    steps = [s for g in generations for s in g.steps]
+    k = max((s.proposed for s in steps), default=0)
+    tokens, seconds = sum(len(g.token_ids) for g in generations), sum(engine.seconds.values())
+    by_position = []
+    for i in range(k):
+        tried = [s for s in steps if s.proposed > i]
+        by_position.append(round(sum(s.accepted > i for s in tried) / len(tried), 4))
+    return {
+        "new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds,
+        "tau": sum(s.committed for s in steps) / len(steps) if steps else 0.0,
+        "accepted_per_round": sum(s.accepted for s in steps) / len(steps) if steps else 0.0,
+        "acceptance_by_position": by_position,
+        "phase_seconds": dict(engine.seconds),
+    }
+
+
+@torch.inference_mode()
+def tie_gap(model, prompt_ids, a, b):
+    """Gap between the target's two largest logits where outputs a and b first differ; 0 when they do not."""
+    i = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
+    if i is None:
+        return 0.0
+    ids = torch.tensor([prompt_ids + a[:i]], device=model.device)
+    hidden = model(ids, torch.arange(ids.shape[1], device=model.device)[None], dense_attend())[0, -1]
+    top = model.logits(hidden).float().topk(2).values
+    return (top[0] - top[1]).item()
+
+
+def verdict(problem, generation, tokenizer):
+    """True or False where the problem has a checkable answer, else None."""
+    if not problem.answer:
+        return None
+    return tasks.check(problem, tokenizer.answer_text(generation.token_ids))
+
+
+def describe(problem, generation, tokenizer):
+    return {"prompt_token_ids": generation.prompt_ids, "token_ids": generation.token_ids, "text": tokenizer.decode(generation.token_ids),
+            "who": generation.who, "finish": generation.finish, "correct": verdict(problem, generation, tokenizer)}
+
+
+def table(result):
+    """The closing lines of a run."""
+    phases, seconds = result["phase_seconds"], result["seconds"]
+    lines = [f"{result['method']} on {result['device']}, {result['dtype']}: {result['new_tokens']} tokens in {seconds:.2f} s = {result['tokens_per_second']:.1f} tokens/s",
+             f"tau {result['tau']:.2f} tokens per verifying forward of the target (bonus token included)"]
+    if result["acceptance_by_position"]:
+        lines.append("accepted by draft position: " + " ".join(f"{a:.2f}" for a in result["acceptance_by_position"]))
+    lines.append("time: " + ", ".join(f"{name} {100 * phases[name] / seconds:.0f} %" for name in ("prefill", "draft", "verify", "other")))
+    if "speedup" in result:
+        lines.append(f"autoregressive: {result['ar_tokens_per_second']:.1f} tokens/s, so the speed-up is {result['speedup']:.2f}x; output "
+                     + ("identical" if result["identical"] else f"differs (top-2 logit gap there: {result['tie_gap']:.2g})"))
+    correct = result["correct"]
+    if correct is not None:
+        lines.append("answer: " + (f"{correct} of {len(result['requests'])} correct" if "requests" in result else "correct" if correct else "wrong"))
+    return "\n".join(lines)
+
+
+def check_writable(path):
+    """Fail before the work, not after it."""
+    try:
+        with open(path + ".tmp", "w"):
+            pass
+        os.remove(path + ".tmp")
+        if os.path.isdir(path):
+            raise IsADirectoryError(21, "Is a directory")
+    except OSError as e:
+        raise ValueError(f"cannot write {path}: {e.strerror}") from None
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.method not in methods.METHODS:
+        raise ValueError(f"unknown method '{args.method}'; choose from {', '.join(methods.METHODS)}")
+    for name, value in (("batch", args.batch), ("max-new-tokens", args.max_new_tokens)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
+    Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    if args.json:
+        check_writable(args.json)
+    problems = problems_of(args)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("no CUDA device on this machine; use --device cpu")
+    dtype = getattr(torch, args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32"))
+    model, tokenizer = gpt.load(args.model, args.device, dtype), Tokenizer.load(args.model)
+    engine = methods.make_engine(args.method, model, args, args.batch)
+    requests = requests_of(problems, tokenizer, model, args)
+
+    if not args.quiet:
+        if len(problems) == 1:
+            print(problems[0].prompt)
+        if sys.stdout.isatty() and args.method != "ar" and args.batch == 1:
+            print("legend: " + "  ".join(f"{c}{name}{RESET}" for name, c in COLOURS.items() if c) + "  plain\n")
+    generations = run(engine, requests, tokenizer, args.quiet, args.method)
+
+    each = [describe(p, g, tokenizer) for p, g in zip(problems, generations)]
+    result = {"method": args.method, "device": args.device, "dtype": str(dtype).removeprefix("torch."), **summary(generations, engine)}
+    if args.compare:
+        baseline = methods.make_engine("ar", model, args, args.batch)
+        ar = run(baseline, requests_of(problems, tokenizer, model, args), tokenizer, True)
+        reference = summary(ar, baseline)
+        for one, a, g in zip(each, ar, generations):
+            one["identical"] = a.token_ids == g.token_ids
+            one["tie_gap"] = tie_gap(model, g.prompt_ids, a.token_ids, g.token_ids) if args.temperature == 0 else 0.0
+        result |= {"ar_tokens_per_second": reference["tokens_per_second"],
+                   "speedup": result["tokens_per_second"] / reference["tokens_per_second"],
+                   "identical": all(one["identical"] for one in each), "tie_gap": max(one["tie_gap"] for one in each)}
+    if len(each) == 1:
+        result |= each[0]
+    else:
+        known = [one["correct"] for one in each if one["correct"] is not None]
+        result |= {"correct": sum(known) if known else None, "requests": each}
+    print(table(result))
+    if args.json:
+        gpt.write_json(args.json, result)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)     # also where a shell started us in the background
+    try:
+        main()
+    except ValueError as e:
+        sys.exit(print(f"decode.py: {e}", file=sys.stderr) or 2)
+    except KeyboardInterrupt:
+        sys.exit(print("\ninterrupted", file=sys.stderr) or 130)
+    except torch.OutOfMemoryError:
+        sys.exit(print("decode.py: out of memory; use a smaller --batch or --max-new-tokens", file=sys.stderr) or 2)

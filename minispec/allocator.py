@@ -1,0 +1,25 @@
+"""One machine fact in one place: keep freed memory instead of handing it back to the kernel.
+
+A PyTorch step on a CPU allocates and frees the same megabytes again and again. By default glibc returns large
+blocks to the kernel at once, and the next step pays a page fault for every 4 KiB it touches again. Where page
+faults are slow (virtual machines), this costs more than the arithmetic: on two such machines these three calls
+made training 2.5 to 6 times faster. They must run before the first large allocation, that is, before `import
+torch`; `import minispec` does it. Only glibc has these knobs, so elsewhere nothing happens.
+"""
+import ctypes
+import sys
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4   # from glibc's malloc.h
+
+
+def tune_allocator():
+    """Serve every request from the heap and never shrink it. Returns True where it took effect."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return all((libc.mallopt(M_MMAP_MAX, 0),               # no private mapping per large block
+                    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1),   # never give the top of the heap back
+                    libc.mallopt(M_TOP_PAD, 1 << 28)))           # grow it 256 MiB at a time
+    except (OSError, AttributeError):                            # not glibc
+        return False

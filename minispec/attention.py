@@ -1,0 +1,112 @@
+"""Which keys may a query see? The `attend` callables that are handed to the model.
+
+Training:  `dense_attend(mask)` sees whole sequences.
+Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number of
+           query rows. Each segment brings its own *keys* object, which stores the rows' k and v where they belong and
+           lets the rows' queries read what they may:
+             FullKeys   all cached positions, causal among the new rows; optionally records attention scores
+             (specgen.py adds PillarKeys, a short list of positions per layer and head)
+"""
+import torch
+import torch.nn.functional as F
+
+
+def dense_attend(mask=None):
+    """attend over whole sequences q (B, T, H, D), k and v (B, T, G, D). mask: bool (T, T) or (B, 1, T, T), True where
+    a query (row) sees a key (column); None means causal."""
+    def attend(layer, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                       # (B, heads, T, D)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return out.transpose(1, 2)                                             # (B, T, H, D)
+    return attend
+
+
+def packed_attend(segments):
+    """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows."""
+    if len(segments) == 1:
+        return segments[0][2].attend
+
+    def attend(layer, q, k, v):
+        return torch.cat([keys.attend(layer, q[a:b], k[a:b], v[a:b]) for a, b, keys in segments])
+    return attend
+
+
+def group_rows(q, n_groups):
+    """(n, H, D) -> (G, g * n, D): the g = H / G query heads that share a key head become rows of one product."""
+    n, h, d = q.shape
+    return q.view(n, n_groups, h // n_groups, d).permute(1, 2, 0, 3).reshape(n_groups, -1, d)
+
+
+def ungroup_rows(out, n):
+    """(G, g * n, D) -> (n, H, D), the inverse of group_rows."""
+    groups, gn, d = out.shape
+    return out.view(groups, gn // n, n, d).permute(2, 0, 1, 3).reshape(n, -1, d)
+
+
+def causal_tail(n, length, dtype, device):
+    """Additive mask (n, length): row i of the last n positions does not see the n - 1 - i positions after its own."""
+    mask = torch.zeros(n, length, dtype=dtype, device=device)
+    mask[:, length - n:] += torch.full((n, n), float("-inf"), dtype=dtype, device=device).triu(1)
+    return mask
+
+
+class FullKeys:
+    """n new rows at positions start.. of the request whose slots begin at `base`: append their keys and values to the
+    cache, and let row i see every position up to start + i.
+
+    record=True also leaves, in `scores` (L, G, start + n), the softmax probability each position received, averaged
+    over the n rows and the g query heads of a group. Positions from `start` on are not seen by every row; their
+    average is over all n rows all the same and should not be compared with the others'.
+    """
+
+    def __init__(self, cache, base, start, n, record=False):
+        self.cache, self.new, self.all = cache, slice(base + start, base + start + n), slice(base, base + start + n)
+        self.n, self.first = n, start == 0
+        layers, groups, _, _ = cache.k.shape
+        self.scores = torch.empty(layers, groups, start + n, device=cache.k.device) if record else None
+        if n > 1 and (start > 0 or record):
+            self.mask = causal_tail(n, start + n, torch.float32 if record else cache.k.dtype, cache.k.device)
+        else:
+            self.mask = None
+
+    def attend(self, layer, q, k, v):
+        """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
+        keys, values = self.cache.k[layer], self.cache.v[layer]                # (G, n_slots, D)
+        keys[:, self.new], values[:, self.new] = k.transpose(0, 1), v.transpose(0, 1)
+        keys, values = keys[:, self.all], values[:, self.all]                  # views: nothing is copied
+        groups, share = k.shape[1], q.shape[1] // k.shape[1]
+        if self.scores is None and self.first and self.n > 1:                  # a prompt from its beginning
+            return F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys[None], values[None], is_causal=True,
+                                                  enable_gqa=True)[0].transpose(0, 1)
+        rows = group_rows(q, groups)                                           # (G, g * n, D)
+        if self.scores is None:
+            mask = self.mask if self.mask is None else self.mask.repeat(share, 1)
+            return ungroup_rows(F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)[0], self.n)
+        logits = (rows @ keys.transpose(1, 2)).float() * q.shape[-1] ** -0.5   # (G, g * n, T)
+        if self.mask is not None:
+            logits = logits + self.mask.repeat(share, 1)
+        probs = logits.softmax(-1)
+        self.scores[layer] = probs.mean(1)
+        return ungroup_rows(probs.to(values.dtype) @ values, self.n)
+
+
+@torch.no_grad()
+def mass_in_top(model, tokens, fraction=0.05, rows=64):
+    """How sharply the heads look: the attention mass that the last `rows` queries of tokens (1, T) put on their own
+    `fraction` largest keys, mean over the rows. Returns (n_layer, H); 1 means that this part of the keys is all a
+    head reads. The premise of sparse attention, PillarAttn included, is that this is close to 1."""
+    c, t = model.config, tokens.shape[1]
+    out = torch.zeros(c.n_layer, c.n_head)
+    top = max(int(fraction * t), 1)
+    seen = torch.arange(t, device=tokens.device) <= torch.arange(t - rows, t, device=tokens.device)[:, None]
+    dense = dense_attend()
+
+    def attend(layer, q, k, v):
+        keys = k[0].repeat_interleave(c.n_head // c.n_kv_head, dim=1)          # (T, H, D)
+        scores = torch.einsum("qhd,khd->hqk", q[0, -rows:].float(), keys.float()) / c.head_dim ** 0.5
+        probs = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        out[layer] = probs.topk(top, dim=-1).values.sum(-1).mean(-1)
+        return dense(layer, q, k, v)
+
+    model(tokens, torch.arange(t, device=tokens.device)[None], attend)
+    return out

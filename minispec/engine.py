@@ -1,0 +1,264 @@
+"""The decoding loop, seen once. Every iteration is the same three lines:
+
+    plan    which rows does each request feed, and which keys may they see?
+    forward one packed pass of the target over all rows of all requests
+    settle  accept, commit, roll back
+
+Who plans is the method. `Lockstep` lets a drafter (n-gram, small model, ...) propose and verifies every request in every
+iteration; without a drafter it is plain autoregressive decoding. SpecGen (specgen.py) is the other planner: its requests
+sit in different phases.
+
+Invariant between iterations, for a request that has been prefilled: all committed tokens but the last have keys and
+values in the cache. The last one is the first row of the next forward, so no pass is spent on updating the cache.
+
+Requests are independent: each has its own keys, its own random stream and its own limits, and what it gets does not
+depend on its neighbours.
+"""
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from .attention import FullKeys, packed_attend
+from .kv_cache import KVCache
+from .verify import Sampling, greedy_chain, rejection_chain, warp
+
+
+@dataclass
+class Step:
+    """One round of a request: `proposed` drafts by `proposer` when `position` tokens had been generated, `accepted`
+    of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended inside)."""
+    position: int
+    proposed: int
+    accepted: int
+    committed: int
+    proposer: str
+
+
+@dataclass
+class Generation:
+    """What a request got. who[i] tells where token_ids[i] came from: "draft" (accepted), "correction" (the target's
+    token in place of a rejected draft), "bonus" (after a fully accepted chain), "plain" (nothing was proposed)."""
+    prompt_ids: list
+    token_ids: list = field(default_factory=list)
+    who: list = field(default_factory=list)
+    steps: list = field(default_factory=list)
+    finish: str = ""                     # "stop": end of text; "length": token limit; "cancelled"
+
+
+class Request:
+    """A prompt being answered. `tokens` are all committed ids, the first n_cached of which are in the cache."""
+
+    def __init__(self, prompt_ids, max_new_tokens=256, sampling=Sampling(), stop_ids=()):
+        if not prompt_ids:
+            raise ValueError("an empty prompt has no last token to continue from")
+        self.tokens, self.max_new_tokens, self.sampling, self.stop_ids = list(prompt_ids), max_new_tokens, sampling, set(stop_ids)
+        self.rng = torch.Generator().manual_seed(sampling.seed)
+        self.generation = Generation(list(prompt_ids))
+        self.n_cached, self.base, self.state = 0, None, None       # state: the method's own notes on this request
+
+    @property
+    def remaining(self):
+        return self.max_new_tokens - len(self.generation.token_ids)
+
+    @property
+    def finished(self):
+        return bool(self.generation.finish)
+
+    def coins(self, n):
+        """n uniform numbers from this request's random stream."""
+        return torch.rand(n, generator=self.rng)
+
+    def commit(self, tokens, proposed, accepted, proposer):
+        """Append a round's tokens (accepted drafts, then one more), cut at the end of text and at the length limit.
+        Returns the tokens that were kept."""
+        kept, g = tokens[:self.remaining], self.generation
+        stop = next((i for i, t in enumerate(kept) if t in self.stop_ids), None)
+        if stop is not None:
+            kept, g.finish = kept[:stop + 1], "stop"
+        elif len(kept) == self.remaining:
+            g.finish = "length"
+        if len(kept) <= accepted:                        # drafts behind the end were never asked for
+            proposed = accepted = len(kept)
+        if proposer:
+            g.steps.append(Step(len(g.token_ids), proposed, accepted, len(kept), proposer))
+        last = "plain" if proposed == 0 else "bonus" if accepted == proposed else "correction"
+        g.who += ["draft"] * accepted + [last] * (len(kept) > accepted)
+        g.token_ids += kept
+        self.tokens += kept
+        return kept
+
+
+@dataclass
+class Segment:
+    """The rows one request feeds in one forward: `tokens` at positions `start`.., which may see `keys`."""
+    request: Request
+    tokens: list
+    start: int
+    keys: object
+    kind: str                            # "prefill", "draft", "verify" (plain decoding verifies no drafts)
+    n_logits: int                        # logits are wanted for the last n_logits rows
+    drafts: list = field(default_factory=list)
+    q: torch.Tensor = None               # (k, V) distributions the drafts were drawn from; None: point masses
+
+
+class Engine:
+    """Serves requests with continuous batching. planner(engine) makes the planner; see Lockstep.
+
+    batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size contexts of the
+    longest request seen at `stream`). prefill_chunk: prompt tokens a request feeds in one iteration.
+    """
+
+    def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512):
+        self.model, self.batch_size, self.cache_tokens, self.prefill_chunk = model, batch_size, cache_tokens, prefill_chunk
+        self.planner = planner(self)
+        self.cache = None
+        self.active, self.waiting = [], []
+        self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
+        self.n_forwards = 0
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def stream(self, requests):
+        """Answer the requests; yields (request, newly committed tokens) as they are committed."""
+        self._prepare(requests)
+        while self.waiting or self.active:
+            started, counted = time.perf_counter(), sum(self.seconds.values())
+            self._admit()
+            plan = self.planner.plan(self.active)
+            logits = self.forward(plan)
+            committed = list(self.planner.settle(plan, logits))
+            self._retire()
+            # Whatever the phases did not count is "other"; what the caller does with the tokens is nobody's.
+            self.seconds["other"] += time.perf_counter() - started - (sum(self.seconds.values()) - counted)
+            yield from committed
+
+    def generate(self, requests):
+        """Answer the requests and return their generations, in order."""
+        for _ in self.stream(requests):
+            pass
+        return [r.generation for r in requests]
+
+    def forward(self, plan):
+        """One packed pass of the target. Returns the logits (n, V) of all rows that want them, in plan order."""
+        started, device = time.perf_counter(), self.model.device
+        tokens, positions, segments, wanted, n = [], [], [], [], 0
+        for s in plan:
+            rows = len(s.tokens)
+            tokens += s.tokens
+            positions += range(s.start, s.start + rows)
+            segments.append((n, n + rows, s.keys))
+            n += rows
+            wanted += range(n - s.n_logits, n)
+        hidden = self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), packed_attend(segments))
+        logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
+        if logits.is_cuda:
+            torch.cuda.synchronize()
+        self.n_forwards += 1
+        spent = time.perf_counter() - started
+        for s in plan:                                   # a mixed forward is charged by rows
+            self.seconds[s.kind] += spent * len(s.tokens) / n
+        return logits
+
+    # -- what planners share -------------------------------------------------------------------------------------------
+
+    def prefill(self, request):
+        """The next chunk of a request whose prompt is not cached yet; the chunk that ends it yields the first token."""
+        start = request.n_cached
+        chunk = request.tokens[start:start + self.prefill_chunk]
+        done = start + len(chunk) == len(request.tokens)
+        return Segment(request, chunk, start, FullKeys(self.cache, request.base, start, len(chunk)), "prefill", int(done))
+
+    def judge(self, segments, logits):
+        """Apply the acceptance rule to segments whose drafts and last token fed len(drafts) + 1 rows each.
+        Returns [(accepted, next token)]; logits (n, V) are theirs, in order."""
+        results, row, sampled = [None] * len(segments), 0, {}
+        best = logits.argmax(-1).tolist() if any(s.request.sampling.temperature == 0 for s in segments) else None
+        for i, s in enumerate(segments):
+            n = len(s.drafts) + 1
+            if s.request.sampling.temperature == 0:
+                results[i] = greedy_chain(s.drafts, best[row:row + n])
+            else:                                        # equal chains are judged together
+                key = (n, s.q is None, s.request.sampling.temperature, s.request.sampling.top_k, s.request.sampling.top_p)
+                sampled.setdefault(key, []).append((i, s, row))
+            row += n
+        for (n, point_mass, *_), group in sampled.items():
+            rows = torch.tensor([[row + j for j in range(n)] for _, _, row in group], device=logits.device)
+            p = warp(logits[rows], group[0][1].request.sampling)                         # (B, n, V)
+            draft = torch.tensor([s.drafts for _, s, _ in group], dtype=torch.long, device=logits.device).view(len(group), n - 1)
+            q = None if point_mass else torch.stack([s.q for _, s, _ in group])
+            coins = torch.stack([s.request.coins(n) for _, s, _ in group]).to(logits.device)
+            accepted, token = rejection_chain(draft, q, p, coins)
+            for (i, _, _), a, t in zip(group, accepted.tolist(), token.tolist()):
+                results[i] = (a, t)
+        return results
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, requests):
+        block = self.model.config.block_size
+        for r in requests:
+            if len(r.tokens) + r.max_new_tokens > block:
+                raise ValueError(f"prompt of {len(r.tokens)} tokens and {r.max_new_tokens} new ones exceed the context of {block}")
+        sizes = [len(r.tokens) + r.max_new_tokens for r in requests]
+        slots = self.cache_tokens or max(sizes) * min(self.batch_size, len(requests))
+        if max(sizes) > slots:
+            raise ValueError(f"a cache of {slots} tokens cannot hold a request of {max(sizes)}")
+        if self.cache is None or self.cache.n_slots < slots:
+            self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device)
+        self.waiting += requests
+
+    def _admit(self):
+        while self.waiting and len(self.active) < self.batch_size:
+            request = self.waiting[0]
+            request.base = self.cache.open(len(request.tokens) + request.max_new_tokens)
+            if request.base is None:
+                break
+            self.active.append(self.waiting.pop(0))
+
+    def _retire(self):
+        for request in [r for r in self.active if r.finished]:
+            self.cache.close(request.base)
+            self.planner.release(request)
+            self.active.remove(request)
+
+
+class Lockstep:
+    """The plan in which every request verifies in every iteration. drafter None: autoregressive decoding."""
+
+    def __init__(self, engine, drafter=None, k=0):
+        self.engine, self.drafter, self.k = engine, drafter, k
+
+    def plan(self, active):
+        ready = [r for r in active if r.n_cached == len(r.tokens) - 1]
+        drafts = self._propose(ready) if self.drafter and ready else {}
+        return [self._verify(r, *drafts.get(r, ([], None))) if r.n_cached == len(r.tokens) - 1 else self.engine.prefill(r)
+                for r in active]
+
+    def _propose(self, ready):
+        started = time.perf_counter()
+        # A round commits at least one token beside its drafts, so the last one needs no draft.
+        drafts = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
+        self.engine.seconds["draft"] += time.perf_counter() - started
+        return dict(zip(ready, drafts))
+
+    def _verify(self, request, drafts, q):
+        rows = [request.tokens[-1], *drafts]
+        keys = FullKeys(self.engine.cache, request.base, request.n_cached, len(rows))
+        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q)
+
+    def settle(self, plan, logits):
+        judged = [s for s in plan if s.n_logits]
+        for s in plan:
+            if s.kind == "prefill":
+                s.request.n_cached += len(s.tokens)
+        for s, (accepted, token) in zip(judged, self.engine.judge(judged, logits)):
+            if s.kind == "verify":
+                s.request.n_cached += 1 + accepted       # rejected rows are simply overwritten by the next ones
+            proposer = (self.drafter.name if self.drafter else "target") if s.kind == "verify" else ""
+            yield s.request, s.request.commit(s.drafts[:accepted] + [token], len(s.drafts), accepted, proposer)
+
+    def release(self, request):
+        if self.drafter:
+            self.drafter.release(request)

@@ -1,0 +1,280 @@
+"""The one model of this repository: a decoder-only GPT in today's shape that does not know how it is decoded.
+
+    hidden = gpt(tokens, positions, attend)          # attend(layer, q, k, v) -> out
+
+RMSNorm, rotary positions (RoPE), grouped-query attention, SwiGLU; QK-norm, QKV bias and a tied head are options.
+With them the class covers the Llama and Qwen3 families, whose Hugging Face folders `load` and `save` read and
+write. What a query may see is not decided here: `attend` is handed in. Training passes a dense causal one, decoding
+one that writes k and v into a cache and reads what the step may see (see attention.py). A method of this repository
+is a new `attend`, a new drafter, or both; the body below never changes.
+
+Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests, in
+decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
+"""
+import json
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = 2048
+    n_layer: int = 6
+    n_head: int = 4             # H, query heads
+    n_kv_head: int = 2          # G, key/value heads; H / G query heads share one
+    d_model: int = 256          # C
+    head_dim: int = 64          # D
+    d_ff: int = 768             # inner width of the SwiGLU feed-forward layer
+    block_size: int = 10240     # longest context, in tokens
+    rope_theta: float = 500_000.0  # a large base leaves many slow dimensions, which content look-ups over 8k tokens need
+    norm_eps: float = 1e-5
+    qk_norm: bool = False       # True: Qwen3; it caps attention logits, and so how sharply a head can look
+    qkv_bias: bool = False      # True: Qwen2
+    tied: bool = True           # output head = token embedding
+    bos_id: int = 2040
+    eos_id: int = 2041
+
+
+# One dial that makes everything smaller. `micro` is the drafter of `nano`, `tiny` is for tests.
+SIZES = {
+    "tiny": dict(n_layer=2, n_head=4, n_kv_head=2, d_model=32, head_dim=8, d_ff=64),
+    "micro": dict(n_layer=2, n_head=2, n_kv_head=1, d_model=96, head_dim=48, d_ff=256),
+    "nano": dict(n_layer=6, n_head=4, n_kv_head=2, d_model=256, head_dim=64, d_ff=768),
+    "small": dict(vocab_size=4096, n_layer=10, n_head=7, n_kv_head=7, d_model=448, head_dim=64, d_ff=1344),
+}
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rope_table(config, device=None):
+    """cos and sin of every position's rotation angles, each (block_size, D), in fp32."""
+    half = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+    angle = torch.outer(torch.arange(config.block_size, device=device).float(), config.rope_theta ** -half)
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding of x (..., heads, D) by cos and sin (..., 1, D): dimension i pairs with i + D/2."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)). The projections that read the same input are fused."""
+
+    def __init__(self, layer, c):
+        super().__init__()
+        self.layer, self.config = layer, c
+        self.norm1, self.norm2 = RMSNorm(c.d_model, c.norm_eps), RMSNorm(c.d_model, c.norm_eps)
+        self.qkv = nn.Linear(c.d_model, (c.n_head + 2 * c.n_kv_head) * c.head_dim, bias=c.qkv_bias)
+        self.out = nn.Linear(c.n_head * c.head_dim, c.d_model, bias=False)
+        self.gate_up = nn.Linear(c.d_model, 2 * c.d_ff, bias=False)
+        self.down = nn.Linear(c.d_ff, c.d_model, bias=False)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x, cos, sin, attend):
+        c = self.config
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, c.head_dim))         # (..., H + 2G, D)
+        if c.qk_norm:
+            q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], dim=-2)
+            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        else:
+            qk, v = qkv.split([c.n_head + c.n_kv_head, c.n_kv_head], dim=-2)
+            q, k = rotate(qk, cos, sin).split([c.n_head, c.n_kv_head], dim=-2)
+        x = x + self.out(attend(self.layer, q, k, v).flatten(-2))             # (..., H, D) -> (..., C)
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.embed = nn.Embedding(c.vocab_size, c.d_model)
+        self.blocks = nn.ModuleList(Block(i, c) for i in range(c.n_layer))
+        self.norm = RMSNorm(c.d_model, c.norm_eps)
+        self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        if c.tied:
+            self.head.weight = self.embed.weight
+        cos, sin = rope_table(c)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.apply(self._init)
+
+    def _init(self, module):
+        """GPT-2's initialisation: N(0, 0.02), the projections that write to the residual stream scaled by depth."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+            if getattr(module, "bias", None) is not None:
+                nn.init.zeros_(module.bias)
+        if isinstance(module, Block):
+            for linear in (module.out, module.down):
+                nn.init.normal_(linear.weight, std=0.02 / (2 * self.config.n_layer) ** 0.5)
+
+    @property
+    def device(self):
+        return self.embed.weight.device
+
+    @property
+    def dtype(self):
+        return self.embed.weight.dtype
+
+    def forward(self, tokens, positions, attend, taps=None):
+        """Final hidden states (..., C), after the last norm, of tokens (...) at positions (...).
+
+        attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D) with rotary positions already
+        applied to q and k. `taps`, a dict, asks for hidden states on the way: {layer: None} is filled with the
+        input of that layer (layer n_layer: the output of the last one, before the norm).
+        """
+        x = self.embed(tokens)
+        cos, sin = self.cos[positions][..., None, :].to(x.dtype), self.sin[positions][..., None, :].to(x.dtype)
+        for block in self.blocks:
+            if taps is not None and block.layer in taps:
+                taps[block.layer] = x
+            x = block(x, cos, sin, attend)
+        if taps is not None and len(self.blocks) in taps:
+            taps[len(self.blocks)] = x
+        return self.norm(x)
+
+    def logits(self, hidden):
+        """(..., C) -> (..., V)."""
+        return self.head(hidden)
+
+    def n_params(self):
+        """Number of parameters; a tied head counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+
+# -- Hugging Face folders ----------------------------------------------------------------------------------------------
+
+def _hf_names(layer, c):
+    """(our parameter, [its parts' Hugging Face names], rows of each part) of one block; parts are stacked rows."""
+    p, a, m = f"blocks.{layer}.", f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+    heads = [c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim]
+    rows = [("qkv.weight", [a + f"{x}_proj.weight" for x in "qkv"], heads),
+            ("out.weight", [a + "o_proj.weight"], [c.d_model]),
+            ("gate_up.weight", [m + "gate_proj.weight", m + "up_proj.weight"], [c.d_ff, c.d_ff]),
+            ("down.weight", [m + "down_proj.weight"], [c.d_model]),
+            ("norm1.weight", [f"model.layers.{layer}.input_layernorm.weight"], [c.d_model]),
+            ("norm2.weight", [f"model.layers.{layer}.post_attention_layernorm.weight"], [c.d_model])]
+    if c.qkv_bias:
+        rows.append(("qkv.bias", [a + f"{x}_proj.bias" for x in "qkv"], heads))
+    if c.qk_norm:
+        rows += [(f"{x}_norm.weight", [a + f"{x}_norm.weight"], [c.head_dim]) for x in "qk"]
+    return [(p + ours, theirs, sizes) for ours, theirs, sizes in rows]
+
+
+def _all_names(c):
+    names = [("embed.weight", ["model.embed_tokens.weight"], [c.vocab_size]), ("norm.weight", ["model.norm.weight"], [c.d_model])]
+    names += [] if c.tied else [("head.weight", ["lm_head.weight"], [c.vocab_size])]
+    return names + [row for layer in range(c.n_layer) for row in _hf_names(layer, c)]
+
+
+def to_hf_config(c, dtype="float32"):
+    """The `config.json` of the family whose shape c has: Llama, Qwen2 (QKV bias) or Qwen3 (QK-norm)."""
+    kind = "Qwen3" if c.qk_norm else "Qwen2" if c.qkv_bias else "Llama"
+    return {
+        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "vocab_size": c.vocab_size,
+        "hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.n_layer,
+        "num_attention_heads": c.n_head, "num_key_value_heads": c.n_kv_head, "head_dim": c.head_dim,
+        "max_position_embeddings": c.block_size, "rope_theta": c.rope_theta, "rms_norm_eps": c.norm_eps,
+        "hidden_act": "silu", "tie_word_embeddings": c.tied, "attention_bias": False, "mlp_bias": False,
+        "initializer_range": 0.02, "bos_token_id": c.bos_id, "eos_token_id": c.eos_id, "torch_dtype": dtype,
+    }
+
+
+def from_hf_config(d):
+    """GPTConfig of a Llama, Qwen2 or Qwen3 `config.json`. ValueError names what this model does not do."""
+    kinds = ("llama", "qwen2", "qwen3")
+    if d.get("model_type") not in kinds:
+        raise ValueError(f"model_type '{d.get('model_type')}' is not supported; supported are {', '.join(kinds)}")
+    rope = d.get("rope_parameters") or {}                       # transformers 5 nests what 4 kept flat
+    scaling = d.get("rope_scaling") or rope
+    if (scaling.get("rope_type") or scaling.get("type") or "default") != "default":
+        raise ValueError(f"rope scaling {scaling} is not supported")
+    if d.get("use_sliding_window"):
+        raise ValueError("sliding-window layers are not supported")
+    eos = d.get("eos_token_id")
+    return GPTConfig(
+        vocab_size=d["vocab_size"], n_layer=d["num_hidden_layers"], n_head=d["num_attention_heads"],
+        n_kv_head=d.get("num_key_value_heads") or d["num_attention_heads"], d_model=d["hidden_size"],
+        head_dim=d.get("head_dim") or d["hidden_size"] // d["num_attention_heads"], d_ff=d["intermediate_size"],
+        block_size=d["max_position_embeddings"], norm_eps=d["rms_norm_eps"],
+        rope_theta=rope.get("rope_theta") or d.get("rope_theta") or 10000.0, qk_norm=d["model_type"] == "qwen3",
+        qkv_bias=d["model_type"] == "qwen2" or bool(d.get("attention_bias")), tied=bool(d.get("tie_word_embeddings")),
+        bos_id=d.get("bos_token_id") or 0, eos_id=(eos[0] if isinstance(eos, list) else eos) or 0)
+
+
+def write_json(path, data):
+    """Write to a temporary name, then rename: a reader sees the old file or the new one, never half of one."""
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        json.dump(data, f, indent=1)
+        f.write("\n")
+    os.replace(path + ".tmp", path)
+
+
+def save(model, folder, tokenizer_json=None):
+    """Write `config.json`, `model.safetensors`, `generation_config.json` and, if given, `tokenizer.json`."""
+    from safetensors.torch import save_file
+    os.makedirs(folder, exist_ok=True)
+    c, state, tensors = model.config, model.state_dict(), {}
+    for ours, theirs, sizes in _all_names(c):
+        for name, part in zip(theirs, state[ours].split(sizes)):
+            tensors[name] = part.contiguous()
+    file = os.path.join(folder, "model.safetensors")
+    save_file(tensors, file + ".tmp", metadata={"format": "pt"})
+    os.replace(file + ".tmp", file)
+    write_json(os.path.join(folder, "config.json"), to_hf_config(c, str(model.dtype).removeprefix("torch.")))
+    write_json(os.path.join(folder, "generation_config.json"), {"bos_token_id": c.bos_id, "eos_token_id": c.eos_id})
+    if tokenizer_json:
+        write_json(os.path.join(folder, "tokenizer.json"), tokenizer_json)
+
+
+def load(folder, device="cpu", dtype=None):
+    """The GPT in a Hugging Face folder. ValueError, in one line, names what is missing, damaged or does not fit."""
+    from safetensors import SafetensorError, safe_open
+    if not os.path.isdir(folder):
+        raise ValueError(f"no model folder {folder}")
+    try:
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+            config = from_hf_config(json.load(f))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no config.json") from None
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as e:
+        raise ValueError(f"{folder}/config.json is damaged or lacks a field: {e}") from None
+    except ValueError as e:
+        raise ValueError(f"{folder}/config.json: {e}") from None
+    file = os.path.join(folder, "model.safetensors")
+    if not os.path.exists(file):
+        raise ValueError(f"{folder} holds no model.safetensors")
+    model = GPT(config)
+    state = {}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            missing = [n for _, theirs, _ in _all_names(config) for n in theirs if n not in tensors.keys()]
+            if missing:
+                raise ValueError(f"{file} lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
+            for ours, theirs, _ in _all_names(config):
+                state[ours] = torch.cat([tensors.get_tensor(n) for n in theirs])
+                want = model.get_parameter(ours).shape
+                if state[ours].shape != want:
+                    raise ValueError(f"{file}: {theirs[0]} has shape {tuple(state[ours].shape)}, config.json says {tuple(want)}")
+    except SafetensorError as e:
+        raise ValueError(f"{file} is damaged: {e}") from None
+    with torch.no_grad():
+        for name, tensor in state.items():
+            model.get_parameter(name).copy_(tensor)
+    return model.to(device=device, dtype=dtype or tensor.dtype).eval()

@@ -1,0 +1,51 @@
+"""The methods by name: how `decode.py` and `bench.py` turn `--method NAME` and its settings into an engine.
+
+A method is a planner for the engine; `METHODS` says in a line what each one does and who proposes. Errors are
+ValueError with one line that names what is wrong and what is allowed.
+"""
+import os
+
+from . import drafters, gpt, specgen
+from .engine import Engine, Lockstep
+
+METHODS = {
+    "ar": "plain autoregressive decoding, the baseline",
+    "ngram": "prompt lookup: drafts copied from earlier text",
+    "draft": "a small model drafts, rejection sampling",
+    "specgen": "the model drafts for itself with sparse attention (PillarAttn)",
+}
+MAX_K = 32
+
+
+def add_arguments(parser):
+    """The settings of all methods, for argparse."""
+    parser.add_argument("--method", default="ar", metavar="NAME", help="; ".join(f"{k}: {v}" for k, v in METHODS.items()))
+    parser.add_argument("--model", default="checkpoints/target", metavar="DIR", help="target model, a Hugging Face folder (default %(default)s)")
+    parser.add_argument("--draft-model", default="checkpoints/draft", metavar="DIR", help="draft: the small model (default %(default)s)")
+    parser.add_argument("--k", type=int, default=None, help="draft tokens a round (default: specgen 8, ngram 8, draft 4)")
+    parser.add_argument("--sparsity", type=float, default=0.05, help="specgen: part of the context that a draft step reads (default 0.05)")
+    parser.add_argument("--min-budget", type=int, default=64, help="specgen: but at least so many positions (default 64)")
+    parser.add_argument("--recent-share", type=float, default=0.5, help="specgen: part of them that are the newest (default 0.5; 0: the paper's rule)")
+    parser.add_argument("--select", default="pillar", help=f"specgen: who chooses the rest: {', '.join(specgen.SELECTIONS)}")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16"), help="default: float32 on the CPU, bfloat16 on a GPU")
+
+
+def make_engine(name, model, settings, batch_size, cache_tokens=None):
+    """Engine of method `name` for a loaded target. settings: a namespace with the arguments above."""
+    if name not in METHODS:
+        raise ValueError(f"unknown method '{name}'; choose from {', '.join(METHODS)}")
+    k = settings.k if settings.k is not None else 4 if name == "draft" else 8
+    if not 1 <= k <= MAX_K:
+        raise ValueError(f"k {k} is out of range; allowed is 1 to {MAX_K} draft tokens a round")
+    if name == "ar":
+        planner = Lockstep
+    elif name == "ngram":
+        planner = lambda engine: Lockstep(engine, drafters.NGram(), k)
+    elif name == "draft":
+        small = gpt.load(settings.draft_model, model.device, model.dtype)
+        drafter = drafters.SmallLM(small, model)
+        planner = lambda engine: Lockstep(engine, drafter, k)
+    else:
+        planner = lambda engine: specgen.SpecGen(engine, k, settings.sparsity, settings.min_budget, settings.recent_share, settings.select)
+    return Engine(model, planner, batch_size, cache_tokens)

@@ -1,0 +1,350 @@
+"""The workloads: five families of procedural reasoning problems whose answers a checker verifies, and prompt files.
+
+    problem = make("trace", seed=7, split="heldout", size=40)
+    problem.prompt, problem.think, problem.answer      # text; `think` is one correct chain of thought
+    check(problem, text)                               # does the text of an answer solve it?
+
+The families differ in what a drafter can exploit:
+
+| family | problem | size counts | drafting behaviour |
+|---|---|---|---|
+| trace  | run a program of assignments, restating each line with looked-up values | lines | long-range, sparse retrieval |
+| arith  | column addition, subtraction, multiplication by a digit | digits | rigid form, computed digits |
+| story  | word problem with distractors | events | prose, copying with few computed numbers |
+| search | find a way through a tree of rooms, with dead ends | rooms | high entropy: any order of trying is right |
+| revise | apply an edit to a text or to code and print all of it | lines | n-gram friendly copying |
+
+A step of a chain needs one look-up, one single-digit operation or one carry, so that a model of a few million
+parameters can do it; difficulty lies in the number of steps. Splits are disjoint by construction: a problem whose
+prompt hashes to 0 modulo 8 is held out, all others are for training, and `make` draws until the split fits.
+"""
+import json
+import os
+import random
+import re
+import zlib
+from dataclasses import dataclass, field
+
+NAMES = """ant ape arm ash axe bag ball band bank barn bat bean bear bed bee bell belt bird boat bolt bone book boot bow
+bowl box bread brick broom brush bud bulb bull bun bus bush cage cake calf camp can cap car card cart case cat cave chain
+chair chalk chest chin clam claw clay clip clock cloth cloud club coal coat cod coin comb cone cook cord cork corn crab
+crane crow crown cube cup curb dam deck deer desk dice dish dock doll dome door dove drum duck dust ear egg elk elm eye fan
+farm fawn fern fig film fin fire fish fist flag flame flax flea flute foam fog foil fork fort fox frog fruit fur gate gear
+gem goat gold goose grape grass gull gum hall ham hare harp hat hawk hay heel hen herb hill hive hoe hog hook horn horse
+hose ice ink iris iron ivy jam jar jaw jet jug kelp key kite knee knot lace lake lamb lamp lark leaf lens lid lily lime
+line lion lip loaf lock log loom maple map mask mast mat maze melon mill mint mist moat mole moon moss moth mud mug mule
+nail neck nest net newt node noon nose note nut oak oar oat oil olive onion orb owl ox pail palm pan pea peach pear pearl
+pen perch pie pig pike pin pine pipe plum pond pony pool post pot prism pump quail queen quilt quiz rail rain rake ram rat
+reed reef rice ring road robe rock rod roof root rope rose rug rye sack sage sail salt sand scarf seal seed shed sheep
+shell ship shirt shoe silk silo skate sled sloth snail snow soap sock sofa soil soup spade spoon spur star stem stone stool
+stork straw suit sun swan sword tack tail tank tape tar tea tent tile tin toad tooth torch tower toy train tray tree trout
+truck tub tulip tuna tusk twig urn vase veal veil vest vine wagon wall wand wasp wave wax web well whale wheat wheel whip
+wick wig wind wing wire wolf wood wool worm wren yak yam yard yarn yew yolk zebra zinc""".split()
+PEOPLE = "Mia Tom Ana Ben Eva Max Ida Leo Amy Sam Zoe Dan Kim Ned Uma Raj Lia Jon Fay Gus Ivy Hal Meg Ron".split()
+ITEMS = "shells books coins apples stamps cards pens marbles stones tickets beads nuts plums cups eggs buttons".split()
+FAMILIES = ("trace", "arith", "story", "search", "revise")
+SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}   # trained range
+TRACE_MAX = 200             # lines of the longest program: a chain of about 8,000 tokens
+TOKENS_PER_LINE = 41        # of a `trace` chain, on average, with the shipped tokenizer
+
+
+@dataclass
+class Problem:
+    family: str
+    prompt: str
+    think: str                # a correct chain of thought; "" when unknown (prompt files)
+    answer: str               # "" when unknown
+    size: int = 0
+    seed: int = 0
+    facts: dict = field(default_factory=dict)   # what the checker needs beyond the answer
+
+
+def is_heldout(prompt):
+    return zlib.crc32(prompt.encode()) % 8 == 0
+
+
+def make(family, seed, split="train", size=None):
+    """The problem of this family, seed and split ("train" or "heldout"). size None: drawn from the trained range."""
+    if family not in FAMILIES:
+        raise ValueError(f"unknown task family '{family}'; choose from {', '.join(FAMILIES)}")
+    rng = random.Random(f"{family}/{split}/{seed}/{size}")
+    while True:
+        n = size if size is not None else rng.randint(*SIZES[family])
+        prompt, think, answer, facts = GENERATORS[family](rng, n)
+        if is_heldout(prompt) == (split == "heldout"):
+            return Problem(family, prompt, think, answer, n, seed, facts)
+
+
+def check(problem, text):
+    """Whether `text`, what was written after the answer mark, solves the problem."""
+    if problem.family == "search":
+        path = text.split()
+        edges, start, goal = problem.facts["edges"], problem.facts["start"], problem.facts["goal"]
+        return (len(path) > 0 and path[0] == start and path[-1] == goal
+                and all(b in edges.get(a, ()) for a, b in zip(path, path[1:])))
+    return text.strip() == problem.answer.strip()
+
+
+# -- trace: run a program ----------------------------------------------------------------------------------------------
+
+def _apply(a, op, b):
+    """One operation modulo ten: what to say, and the value kept."""
+    if op == "+":
+        total = a + b
+        return (f"{a} plus {b} is {total}", total) if total < 10 else (f"{a} plus {b} is {total}, keep {total - 10}", total - 10)
+    if a >= b:
+        return f"{a} minus {b} is {a - b}", a - b
+    return f"{a} is too small, so {a + 10} minus {b} is {a + 10 - b}", a + 10 - b
+
+
+TRACE_STYLES = (  # (state a value, open a step)
+    ("{} is {}", "Next comes {}, which is {}. "),
+    ("{} holds {}", "Now I work out {}, and it gets {}. "),
+    ("{} equals {}", "The line after that sets {} to {}. "),
+)
+
+
+def trace(rng, size):
+    """Single-assignment programs modulo ten. Operands are mostly recent results, sometimes one of the givens."""
+    given = rng.randint(3, 8)
+    names = rng.sample(NAMES, size + given)
+    value = {name: rng.randrange(10) for name in names[:given]}
+    says, opens = rng.choice(TRACE_STYLES)
+    lines, steps = [], []
+    for i in range(given, len(names)):
+        def operand():
+            if i == given or rng.random() < 0.15:
+                return names[rng.randrange(given)]
+            return names[max(i - 1 - int(rng.expovariate(1 / 4)), 0)]
+        name, op, a = names[i], rng.choice("+-"), operand()
+        b = operand() if rng.random() < 0.4 else str(rng.randint(1, 9))
+        lines.append(f" {name} = {a} {op} {b}")
+        recall = "I recall that " + says.format(a, value[a])
+        if b in value and b != a:
+            recall += " and " + says.format(b, value[b])
+        sum_, value[name] = _apply(value[a], op, value.get(b) if b in value else int(b))
+        steps.append(opens.format(name, f"{a} {'plus' if op == '+' else 'minus'} {b}")
+                     + f"{recall}. Then {sum_}, so " + says.format(name, value[name]) + ".\n")
+    ask = rng.choice(["Run this program, keeping one digit. What is the last value?",
+                      "What does the last line of this program give? Keep one digit everywhere.",
+                      "Work through the program line by line, modulo ten. What is its result?"])
+    givens = ", ".join(says.format(n, value[n]) for n in names[:given])
+    prompt = f"{ask}\nGiven: {givens}.\n" + "\n".join(lines) + "\n"
+    think = "I start with the first line.\n" + "".join(steps) + f"That was the last line, and {says.format(names[-1], value[names[-1]])}.\n"
+    return prompt, think, str(value[names[-1]]), {}
+
+
+# -- arith: column arithmetic ------------------------------------------------------------------------------------------
+
+def arith(rng, size):
+    """Columns are lettered from the right, capitals for the upper number, so that every digit has a name."""
+    op = rng.choice(["plus", "minus", "times"])
+    x = [rng.randrange(10) for _ in range(size - 1)] + [rng.randint(1, 9)]     # least significant digit first
+    y = [rng.randrange(10) for _ in range(size - 1)] + [rng.randint(1, 9)]
+    if op == "minus" and x[::-1] < y[::-1]:
+        x, y = y, x
+    number = lambda digits: "".join(map(str, reversed(digits)))
+    low, up = "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    lay = lambda digits, letters: " ".join(f"{letters[i]}{digits[i]}" for i in reversed(range(len(digits))))
+    if op == "times":
+        y = [rng.randint(2, 9)]
+    think = f"The upper number has the digits {lay(x, up)}. "
+    think += f"The factor is {y[0]}.\n" if op == "times" else f"The lower number has the digits {lay(y, low)}.\n"
+    carry, result = 0, []
+    for i in range(size):
+        head = f"Column {low[i]}: "
+        if op == "plus":
+            total = x[i] + y[i] + carry
+            text = f"{up[i]}{x[i]} and {low[i]}{y[i]} make {x[i] + y[i]}, with the carry {carry} that is {total}"
+            digit, carry = total % 10, total // 10
+        elif op == "minus":
+            take = y[i] + carry
+            text = f"{low[i]}{y[i]} and the borrow {carry} make {take}, and {up[i]}{x[i]} "
+            borrow = int(x[i] < take)
+            text += f"is too small, {x[i] + 10} minus {take} is {x[i] + 10 - take}" if borrow else f"minus {take} is {x[i] - take}"
+            digit, carry = x[i] + 10 * borrow - take, borrow
+        else:
+            total = x[i] * y[0] + carry
+            text = f"{up[i]}{x[i]} times {y[0]} makes {x[i] * y[0]}, with the carry {carry} that is {total}"
+            digit, carry = total % 10, total // 10
+        think += f"{head}{text}. So slot {low[i]} gets {digit} and {'borrow' if op == 'minus' else 'carry'} {carry}.\n"
+        result.append(digit)
+    if carry:
+        think += f"The last carry goes in front, so slot {low[size]} gets {carry}.\n"
+        result.append(carry)
+    think += "From the top: " + ", ".join(f"slot {low[i]} gets {result[i]}" for i in reversed(range(len(result)))) + ".\n"
+    think += f"Written together that is {number(result)}.\n"
+    while len(result) > 1 and result[-1] == 0:
+        result.pop()
+    ask = rng.choice(["What is {} {} {}?", "Work out {} {} {} column by column.", "Please calculate {} {} {}."])
+    return ask.format(number(x), op, number(y)) + "\n", think, number(result), {}
+
+
+# -- story: word problems ----------------------------------------------------------------------------------------------
+
+SCENERY = ("It rains all morning.", "A dog barks outside.", "The sun comes out.", "Lunch is late today.", "The bus is full.",
+           "Somebody opens a window.", "The clock strikes nine.", "A cat sleeps on the stairs.")
+
+
+def story(rng, size):
+    """Follow one person's count of one thing through events, some of which do not matter."""
+    hero, *others = rng.sample(PEOPLE, 3)
+    thing, other_thing = rng.sample(ITEMS, 2)
+    start = count = rng.randint(5, 20)
+    opening = [f"{hero} has {count} {thing}.", f"{hero} also has {rng.randint(2, 9)} {other_thing}.",
+               f"{others[0]} has {rng.randint(5, 20)} {thing}."]
+    scenery, seen = rng.sample(SCENERY, len(SCENERY)), set()
+    events, think = [], f"I follow the {thing} of {hero}, who starts with {count}.\n"
+    while len(events) < size:
+        n, who, kind = rng.randint(1, 9), rng.choice(others), rng.random()
+        if kind < 0.2 and scenery:
+            event, change, why = scenery.pop(), 0, "That changes nothing"
+        elif kind < 0.32:
+            event, change, why = f"{hero} buys {n} {other_thing}.", 0, f"Those are {other_thing}"
+        elif kind < 0.44:
+            event, change, why = f"{who} finds {n} {thing}.", 0, f"Those belong to {who}"
+        else:
+            up, down = [f"{hero} finds {n} {thing}.", f"{hero} buys {n} more {thing}.", f"{who} gives {n} {thing} to {hero}."], \
+                [f"{hero} loses {n} {thing}.", f"{hero} sells {n} of the {thing}.", f"{hero} gives {n} {thing} to {who}."]
+            if rng.random() < 0.5 and count - n >= 0 or count + n > 60:
+                event, change = rng.choice(down), -n
+            else:
+                event, change = rng.choice(up), n
+        if event in seen:
+            continue
+        seen.add(event)
+        events.append(event)
+        if change:
+            after = count + change
+            why = f"From {count} I {'add' if change > 0 else 'take away'} {n}, which makes {after}"
+            count = after
+        think += f"{event} {why}, so {hero} has {count} {thing}.\n"
+    think += f"In the end {hero} has {count} {thing}.\n"
+    ask = rng.choice(["How many {t} does {h} have in the end?", "What is the number of {t} that {h} has now?"])
+    prompt = " ".join(opening + events) + " " + ask.format(t=thing, h=hero) + "\n"
+    return prompt, think, str(count), {}
+
+
+# -- search: a way through rooms ---------------------------------------------------------------------------------------
+
+def search(rng, size):
+    """A tree of rooms; try open rooms in any order, abandon dead ends, then walk back from the goal."""
+    rooms = rng.sample(NAMES, size)
+    edges, parent, inner = {room: [] for room in rooms}, {}, [rooms[0]]
+    for room in rooms[1:]:
+        parent[room] = rng.choice(inner)
+        edges[parent[room]].append(room)
+        if len(edges[parent[room]]) == 3:
+            inner.remove(parent[room])
+        inner.append(room)
+    start, goal = rooms[0], rng.choice(rooms[max(2, size // 2):])
+    listing = rng.sample(rooms, size)
+    say = lambda room: f"{room} leads to {' and '.join(edges[room])}" if edges[room] else f"{room} leads nowhere"
+    prompt = f"{'. '.join(say(r) for r in listing)}. Find the way from {start} to {goal}.\n"
+    think, stack = f"I start in {start} and look for {goal}.\n", [start]
+    while True:
+        room = stack.pop(-1 if rng.random() < 0.7 else rng.randrange(len(stack)))
+        if room == goal:
+            think += f"I try {room}, and that is the goal.\n"
+            break
+        stack += edges[room]
+        think += f"I try {room}. {say(room)}{'' if edges[room] else ', a dead end'}. Still open: {' '.join(stack)}.\n"
+    path = [goal]
+    while path[-1] != start:
+        think += f"I came to {path[-1]} from {parent[path[-1]]}.\n"
+        path.append(parent[path[-1]])
+    think += f"That is the start, so I turn the way around.\n"
+    return prompt, think, " ".join(reversed(path)), {"edges": edges, "start": start, "goal": goal}
+
+
+# -- revise: edit and print --------------------------------------------------------------------------------------------
+
+def revise(rng, size):
+    """A list in prose or a piece of code; rename a word, change a number, or drop a line, then print all of it."""
+    subjects = rng.sample(NAMES, size + 1)
+    new, lines = subjects.pop(), []
+    code = rng.random() < 0.4
+    for i, name in enumerate(subjects):
+        n, friend = rng.randint(2, 99), rng.choice(subjects[:i]) if i else "zero"
+        lines.append(rng.choice([
+            f"{name} = make({n}, {friend})", f"{name} = {friend} + {n}", f"def {name}(x): return x * {n}",
+            f"print({name}, {n})"] if code else [
+            f"The {name} costs {n} coins.", f"Put the {name} next to the {friend}.", f"We saw {n} of the {name} kind.",
+            f"{PEOPLE[rng.randrange(24)]} painted the {name} in {n} minutes.", f"Every {name} needs a {friend}."]))
+    target = rng.randrange(size)
+    name, text = subjects[target], "\n".join(lines)
+    kind = rng.choice(["rename", "rename", "drop"])
+    if kind == "drop":
+        order = f"Leave out the line that begins with: {lines[target]}"
+        answer = "\n".join(line for i, line in enumerate(lines) if i != target)
+        think = f"I copy every line except this one: {lines[target]}\n"
+    else:
+        order = f"Write {new} in place of {name} everywhere."
+
+        answer = re.sub(rf"\b{name}\b", new, text)
+        think = f"I copy every line, and where I see {name} I write {new}.\n"
+    prompt = f"{order} Print the whole {'code' if code else 'text'}.\n{text}\n"
+    return prompt, think, answer, {}
+
+
+GENERATORS = {"trace": trace, "arith": arith, "story": story, "search": search, "revise": revise}
+
+
+# -- real prompts from files -------------------------------------------------------------------------------------------
+
+PROMPT_FILES = {    # name: (path under the data folder, public source)
+    "gsm8k": ("gsm8k/test.jsonl", "github.com/openai/grade-school-math, grade_school_math/data"),
+    "humaneval": ("humaneval/HumanEval.jsonl", "github.com/openai/human-eval, data (unpack HumanEval.jsonl.gz)"),
+    "spec_bench": ("spec_bench/question.jsonl", "github.com/hemingkx/Spec-Bench, data/spec_bench"),
+    "aime": ("aime/qwq_aime24.jsonl", "github.com/QwenLM/QwQ, eval/data (aime24.jsonl)"),
+}
+
+
+def load_named(name, data):
+    """The prompts of a known public file under the data folder. ValueError says where to get the file."""
+    path, source = PROMPT_FILES[name]
+    if not data:
+        raise ValueError(f"'{name}' is read from a data folder: give --data DIR or set MINISPEC_DATA, with {path} in it from {source}")
+    file = os.path.join(data, path)
+    if not os.path.exists(file):
+        raise ValueError(f"{file} is not there; get it from {source}")
+    return load_prompts(file)
+
+
+def load_prompts(file):
+    """Problems from JSON lines: the prompt under `prompt` (HumanEval, AIME), `question` (GSM8K), `turns` (Spec-Bench,
+    MT-bench: the first turn) or `instruction`; the answer, if any, under `answer`. ValueError names file and line."""
+    problems = []
+    try:
+        with open(file, encoding="utf-8") as f:
+            lines = f.read().splitlines()
+    except FileNotFoundError:
+        raise ValueError(f"no prompt file {file}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {file}: {e}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{file}:{number}: not a JSON line ({e.msg} at column {e.colno})") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{file}:{number}: a JSON object is needed, this is a {type(row).__name__}")
+        text = next((row[key] for key in ("prompt", "question", "turns", "instruction") if row.get(key)), None)
+        text = text[0] if isinstance(text, list) and text else text
+        if not isinstance(text, str):
+            raise ValueError(f"{file}:{number}: no text under 'prompt', 'question', 'turns' or 'instruction'")
+        think, answer = "", row.get("answer", "")
+        if isinstance(answer, str) and "\n#### " in answer:
+            think, answer = split_gsm8k(answer)
+        problems.append(Problem("file", text.rstrip("\n") + "\n", think, str(answer), seed=number))
+    if not problems:
+        raise ValueError(f"{file} holds no prompts")
+    return problems
+
+
+def split_gsm8k(answer):
+    """GSM8K's answer field into (chain of thought, final answer); its <<calculator>> marks are dropped."""
+    think, _, final = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
+    return think + "\n", final.strip().replace(",", "")

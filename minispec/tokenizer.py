@@ -1,0 +1,162 @@
+"""Text to token ids and back: byte-level BPE. tiktoken is the engine, `tokenizer.json` (Hugging Face) the format.
+
+`Tokenizer.load` reads a `tokenizer.json` and builds a tiktoken `Encoding` of it; `train_bpe` makes the merges of our
+own small vocabulary: 256 bytes, 1,785 merges, 7 special tokens. Digits are always single tokens, since arithmetic
+is learned digit by digit. Any bytes round-trip.
+
+Special tokens come only from the templates below, never from user text: a prompt that contains the string
+"<|eos|>" is encoded as plain characters.
+"""
+import heapq
+import json
+import os
+import re
+from collections import Counter, defaultdict
+
+import tiktoken
+
+SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|>", "<|answer|>")
+PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The same split for counting words while training; Python's `re` has no \p{..} classes.
+PATTERN_RE = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+
+
+def byte_letters():
+    """GPT-2's printable stand-in for each byte, in which `tokenizer.json` spells its tokens: list of 256 characters."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [b for b in range(256) if b not in printable]
+    letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
+    return [letter[b] for b in range(256)]
+
+
+class Tokenizer:
+    """ids in, text out and back. `special` maps names like "<|eos|>" to ids."""
+
+    def __init__(self, ranks, special, pattern=PATTERN):
+        self.encoding = tiktoken.Encoding("minispec", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        self.special = special
+        self.vocab_size = self.encoding.n_vocab
+
+    @classmethod
+    def load(cls, path):
+        """From a folder holding tokenizer.json, or from that file. ValueError names what is wrong."""
+        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        try:
+            with open(file, encoding="utf-8") as f:
+                data = json.load(f)
+            if data["model"]["type"] != "BPE":
+                raise KeyError("model.type 'BPE'")
+            byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
+            special = {t["content"]: t["id"] for t in data["added_tokens"]}
+            ranks = {bytes(byte_of[c] for c in token): i for token, i in data["model"]["vocab"].items()
+                     if token not in special}
+            steps = data["pre_tokenizer"].get("pretokenizers", [data["pre_tokenizer"]])
+            pattern = next(s["pattern"]["Regex"] for s in steps if s["type"] == "Split")
+            return cls(ranks, special, pattern)
+        except FileNotFoundError:
+            raise ValueError(f"no tokenizer: {file} does not exist") from None
+        except (KeyError, TypeError, AttributeError, StopIteration, json.JSONDecodeError) as e:
+            raise ValueError(f"{file} is not a byte-level BPE tokenizer.json ({type(e).__name__}: {e})") from None
+
+    def encode(self, text):
+        """Plain text to ids. Lone surrogates (from undecodable command-line bytes) keep their original bytes' place."""
+        return self.encoding.encode_ordinary(text.encode("utf-8", "replace").decode("utf-8"))
+
+    def decode_bytes(self, ids):
+        """Ids to bytes; ids outside the vocabulary (a padded embedding has some) are skipped."""
+        out = []
+        for i in ids:
+            try:
+                out.append(self.encoding.decode_single_token_bytes(i))
+            except KeyError:
+                pass
+        return b"".join(out)
+
+    def decode(self, ids):
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def prompt_ids(self, text):
+        """What the model reads before it starts to think: <bos><prompt>text<think>."""
+        s = self.special
+        return [s["<|bos|>"], s["<|prompt|>"], *self.encode(text), s["<|think|>"]]
+
+    def response_ids(self, think, answer):
+        """What the model is trained to write: think<answer>answer<eos>."""
+        s = self.special
+        return [*self.encode(think), s["<|answer|>"], *self.encode(answer), s["<|eos|>"]]
+
+    def answer_text(self, ids):
+        """The text after the (first) answer mark, up to the end of text; "" where no answer was given."""
+        s = self.special
+        if s["<|answer|>"] not in ids:
+            return ""
+        tail = ids[ids.index(s["<|answer|>"]) + 1:]
+        return self.decode(tail[:tail.index(s["<|eos|>"])] if s["<|eos|>"] in tail else tail)
+
+
+def train_bpe(texts, n_merges):
+    """Byte-level BPE by word counts: merge the most frequent adjacent pair, n_merges times. Returns [(left, right)]
+    as bytes, in order. Ties go to the pair that sorts first, so the result does not depend on hashing."""
+    words = Counter()
+    for text in texts:
+        words.update(PATTERN_RE.findall(text))
+    pieces = [[bytes([b]) for b in w.encode()] for w in words]
+    counts = list(words.values())
+    total, where = Counter(), defaultdict(set)          # pair -> occurrences, pair -> words that hold it
+    for i, piece in enumerate(pieces):
+        for pair in zip(piece, piece[1:]):
+            total[pair] += counts[i]
+            where[pair].add(i)
+    heap = [(-n, pair) for pair, n in total.items()]    # lazily updated: stale entries are skipped when popped
+    heapq.heapify(heap)
+    merges = []
+    while len(merges) < n_merges and heap:
+        n, pair = heapq.heappop(heap)
+        if -n != total[pair]:
+            continue
+        merges.append(pair)
+        changed = set()
+        for i in where.pop(pair):
+            old, new, j = pieces[i], [], 0
+            while j < len(old):
+                if j + 1 < len(old) and (old[j], old[j + 1]) == pair:
+                    new.append(old[j] + old[j + 1])
+                    j += 2
+                else:
+                    new.append(old[j])
+                    j += 1
+            for p in zip(old, old[1:]):
+                total[p] -= counts[i]
+                changed.add(p)
+            for p in zip(new, new[1:]):
+                total[p] += counts[i]
+                where[p].add(i)
+                changed.add(p)
+            pieces[i] = new
+        for p in changed:
+            if total[p] > 0 and p != pair:
+                heapq.heappush(heap, (-total[p], p))
+        total[pair] = 0
+    return merges
+
+
+def to_json(merges, specials=SPECIALS):
+    """The `tokenizer.json` of these merges: bytes are ids 0-255, merges follow in order, special tokens come last."""
+    letters = byte_letters()
+    spell = lambda piece: "".join(letters[b] for b in piece)
+    vocab = {letters[b]: b for b in range(256)}
+    for left, right in merges:
+        vocab.setdefault(spell(left + right), len(vocab))
+    added = [{"id": len(vocab) + i, "content": s, "single_word": False, "lstrip": False, "rstrip": False,
+              "normalized": False, "special": True} for i, s in enumerate(specials)]
+    return {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+                  "vocab": vocab, "merges": [[spell(a), spell(b)] for a, b in merges]},
+    }

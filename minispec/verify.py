@@ -1,0 +1,99 @@
+"""Who checks the draft, and how: acceptance rules as pure functions, and the one place where logits become
+probabilities.
+
+Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes a chain of k
+tokens; the target sees k + 1 rows (the last committed token, then the k drafts), so row i judges draft i and row k
+gives the bonus token. Every rule returns how many drafts were accepted and the token that follows them, so a round
+always commits at least one token.
+
+    greedy      accept while the draft is the target's argmax; then the target's argmax
+    rejection   accept draft d with probability min(1, p(d) / q(d)); at the first rejection draw from
+                max(p - q, 0), normalised (Leviathan et al. 2211.17192, Theorem 3.5; Chen et al. 2302.01318)
+
+The rejection rule returns exactly the target's distribution only if d was drawn from q. A drafter that proposes its
+argmax, or copies from the prompt, drew from a point mass, and must be judged as one (q = None): dividing by its
+softmax instead is a common mistake, and a test here shows the bias. Randomness comes in as explicit coins, so rules
+are deterministic functions and a request's draws do not depend on its neighbours.
+"""
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw: temperature 0 is greedy; top_k 0 and top_p 1 keep everything. seed: a request's own random stream."""
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 <= self.temperature <= 100:
+            raise ValueError(f"temperature {self.temperature} is out of range; allowed is 0 (greedy) to 100")
+        if self.top_k < 0:
+            raise ValueError(f"top-k {self.top_k} is out of range; allowed is 0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top-p {self.top_p} is out of range; allowed is above 0 up to 1 (off)")
+
+
+def warp(logits, sampling):
+    """logits (..., V) -> probabilities (..., V) in fp32 after temperature, then top-k, then top-p. Temperature 0 gives
+    the point mass on the argmax. top-p keeps the smallest set of most likely tokens that reaches top_p."""
+    logits = logits.float()
+    if sampling.temperature == 0:
+        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    probs = logits.softmax(-1)
+    if sampling.top_p < 1:
+        sorted_, order = probs.sort(dim=-1, descending=True, stable=True)
+        before = sorted_.cumsum(-1) - sorted_                        # mass of the more likely tokens
+        kept = sorted_.masked_fill(before >= sampling.top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter_(-1, order, kept)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def draw(weights, coin):
+    """Tokens (...) from weights (..., V), which need not sum to one, by inverse transform of coins (...) in [0, 1)."""
+    total = weights.double().cumsum(-1)                              # fp64: with a large V, fp32 sums lose the tail
+    token = torch.searchsorted(total, (coin.double() * total[..., -1])[..., None], right=True)[..., 0]
+    # Rounding may land behind the last token with weight; the last one with weight is then meant.
+    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
+    return torch.minimum(token, last)
+
+
+def greedy_chain(draft, best):
+    """draft: k token ids; best: the target's argmax in each of the k + 1 rows (lists of ints).
+    Returns (number accepted, next token)."""
+    n = 0
+    while n < len(draft) and draft[n] == best[n]:
+        n += 1
+    return n, best[n]
+
+
+def rejection_chain(draft, q, p, coins):
+    """Rejection sampling of B chains at once.
+
+    draft (B, k) token ids; q (B, k, V) the distributions they were drawn from, or None for point masses on them;
+    p (B, k + 1, V) the target's; coins (B, k + 1) independent and uniform in [0, 1): coin i < k judges draft i, the
+    last one draws the token that follows. Returns (accepted (B,), next token (B,)).
+    """
+    b, k = draft.shape
+    p_draft = p[:, :k].gather(-1, draft[..., None])[..., 0]                              # (B, k)
+    q_draft = torch.ones_like(p_draft) if q is None else q.gather(-1, draft[..., None])[..., 0]
+    accept = coins[:, :k] * q_draft < p_draft                                            # coin < p / q, without dividing
+    n = accept.long().cumprod(-1).sum(-1)                                                # (B,) length of the accepted prefix
+    p_next = p[torch.arange(b), n]                                                       # (B, V)
+    if q is None:
+        q_all = torch.zeros_like(p[:, :k]).scatter_(-1, draft[..., None], 1.0)
+    else:
+        q_all = q
+    q_next = torch.cat([q_all, torch.zeros_like(p[:, :1])], dim=1)[torch.arange(b), n]   # nothing to subtract for the bonus
+    residual = (p_next - q_next).clamp(min=0)
+    # p == q leaves no residual; then rejection has probability 0 but for rounding, and p itself is the right draw.
+    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
+    return n, draw(residual, coins[:, k])

@@ -1,0 +1,203 @@
+"""Train the target model, and distil the small draft model from it. One page, nanoGPT style.
+
+    python train_gpt.py --out checkpoints/target --tokens 15e6                  # about 90 minutes on 2 CPU cores
+    python train_gpt.py --out checkpoints/draft --size micro --teacher checkpoints/target --tokens 5e6
+    python train_gpt.py --out /tmp/toy --size tiny --tokens 2e5                 # seconds; see the whole chain run
+
+Interrupt it at any time: the same command continues where the last checkpoint was, on the same loss curve.
+Writes a Hugging Face folder (config.json, model.safetensors, tokenizer.json), log.jsonl and, while it runs,
+resume.pt with the optimiser's state.
+"""
+import argparse
+import json
+import math
+import os
+import random
+import time
+
+import minispec  # before torch: it tunes the allocator
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from minispec import corpus, gpt, tasks
+from minispec.attention import dense_attend, mass_in_top
+from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
+
+# Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Attention must be
+# trained at the lengths it will decode, but long sequences cost 3 to 4 times as much a token on a CPU.
+CURRICULUM = ((0.5, {1024: 1.0}),
+              (0.8, {1024: 0.5, 5120: 0.35, 10240: 0.15}),
+              (1.0, {1024: 0.3, 5120: 0.4, 10240: 0.3}))
+
+
+def parse_args():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--out", required=True, help="folder to write the model to")
+    p.add_argument("--size", default="nano", choices=gpt.SIZES, help="model size (default nano, about 5M parameters)")
+    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), help="folder with real text; without it, procedural text alone")
+    p.add_argument("--real-share", type=float, default=0.12, help="share of documents that are real text")
+    p.add_argument("--tokenizer", help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
+    p.add_argument("--teacher", help="folder of a target to distil from: the loss is the KL divergence to its distribution")
+    p.add_argument("--tokens", type=float, default=15e6, help="training tokens in all")
+    p.add_argument("--batch-tokens", type=int, default=10240, help="tokens an optimiser step")
+    p.add_argument("--max-length", type=int, default=10240, help="longest sequence; longer ones of the curriculum are cut to it")
+    p.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
+    p.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
+    p.add_argument("--seed", type=int, default=1337)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--compile", action="store_true", help="torch.compile the model: 15 %% faster on a CPU, a few minutes to start")
+    p.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    return p.parse_args()
+
+
+def new_tokenizer(real, seed):
+    """Merges counted on a sample of the training mix; returns the `tokenizer.json` as a dict."""
+    rng = random.Random(seed)
+    texts = ["".join(corpus.procedural_document(rng, 1500)) for _ in range(3000)]
+    for documents in real.values():
+        texts += ["".join(part for part in d if part) for d in rng.sample(documents, min(len(documents), 400))]
+    return to_json(train_bpe(texts, 2048 - 256 - len(SPECIALS)))
+
+
+def length_of_step(seed, step, progress, longest):
+    """The sequence length of this step, drawn by the curriculum."""
+    shares = next(shares for until, shares in CURRICULUM if progress <= until)
+    return min(random.Random(f"{seed}/{step}").choices(list(shares), list(shares.values()))[0], longest)
+
+
+def batch_of_step(stream, step, length, batch_tokens, block_size, device):
+    """(inputs, positions, targets, learn), each (B, T)."""
+    n = max(batch_tokens // length, 1)
+    rows = [stream.sequence(step * 64 + i, length, block_size) for i in range(n)]
+    tokens, positions, learn = (torch.from_numpy(np.stack(x)).to(device) for x in zip(*rows))
+    return tokens[:, :-1], positions[:, :-1], tokens[:, 1:], learn[:, 1:]
+
+
+def learning_rate(step, steps, args):
+    """Linear warm-up, then a cosine down to a twentieth."""
+    if step < args.warmup:
+        return args.lr * (step + 1) / args.warmup
+    return args.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - args.warmup) / max(steps - args.warmup, 1))))
+
+
+def optimizers(model, lr):
+    """Muon for the matrices inside the blocks, AdamW for embeddings; gains of norms see no weight decay."""
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks.")]
+    tables = [p for n, p in model.named_parameters() if p.ndim == 2 and not n.startswith("blocks.")]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
+                              lr=lr, betas=(0.9, 0.95))]
+
+
+@torch.no_grad()
+def evaluate(model, tokenizer, device):
+    """Teacher-forced loss per token of held-out chains by family, and how sharply the heads look at long contexts."""
+    out, bf16 = {}, torch.autocast(device.split(":")[0], torch.bfloat16)
+
+    def hidden(ids):
+        x = torch.tensor([ids[:-1]], device=device)
+        with bf16:
+            return model.logits(model(x, torch.arange(x.shape[1], device=device)[None], dense_attend())).float()[0]
+
+    for family in tasks.FAMILIES:
+        loss, hits, n = 0.0, 0, 0
+        for seed in range(6):
+            p = tasks.make(family, seed, "heldout")
+            head, body = tokenizer.prompt_ids(p.prompt), tokenizer.response_ids(p.think, p.answer)
+            logits, target = hidden(head + body)[len(head) - 1:], torch.tensor(body, device=device)
+            loss += F.cross_entropy(logits, target, reduction="sum").item()
+            hits += (logits.argmax(-1) == target).sum().item()
+            n += len(body)
+        out[family] = {"loss": round(loss / n, 4), "top1": round(hits / n, 4)}
+    p = tasks.make("trace", 0, "heldout", size=92)
+    ids = torch.tensor([tokenizer.prompt_ids(p.prompt) + tokenizer.encode(p.think)], device=device)
+    if model.config.block_size >= 4200 and ids.shape[1] >= 4064:
+        for at in (2000, 4000):
+            mass = mass_in_top(model, ids[:, :at + 64], 0.05, rows=64)
+            out[f"top5_mass_{at}"] = [round(m, 3) for m in mass.mean(-1).tolist()]
+    return out
+
+
+def main():
+    args = parse_args()
+    if args.teacher and not os.path.isdir(args.teacher):
+        raise SystemExit(f"train_gpt.py: no teacher folder {args.teacher}")
+    torch.manual_seed(args.seed)
+    os.makedirs(args.out, exist_ok=True)
+    resume_file, log_file = os.path.join(args.out, "resume.pt"), os.path.join(args.out, "log.jsonl")
+    real = corpus.real_documents(args.data)
+    print("real text: " + (", ".join(f"{k} {len(v):,}" for k, v in real.items()) or "none")
+          + ("" if args.data else " (no --data folder given; SOURCES in minispec/corpus.py says where to get more)"))
+
+    # tokenizer
+    source = next((f for f in (args.tokenizer, args.teacher, args.out) if f and os.path.exists(os.path.join(f, "tokenizer.json"))), None)
+    if source:
+        with open(os.path.join(source, "tokenizer.json"), encoding="utf-8") as f:
+            tokenizer_json = json.load(f)
+    else:
+        tokenizer_json = new_tokenizer(real, args.seed)
+        gpt.write_json(os.path.join(args.out, "tokenizer.json"), tokenizer_json)
+    tokenizer = Tokenizer.load(source or args.out)
+
+    # model, teacher, optimisers
+    config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size, "block_size": max(args.max_length, 1024),
+                              "bos_id": tokenizer.special["<|bos|>"], "eos_id": tokenizer.special["<|eos|>"]})
+    model = gpt.GPT(config).to(args.device)
+    teacher = gpt.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
+    opts = optimizers(model, args.lr)
+    steps, first = int(args.tokens // args.batch_tokens), 0
+    if os.path.exists(resume_file):
+        saved = torch.load(resume_file, map_location=args.device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        for opt, state in zip(opts, saved["optimizers"]):
+            opt.load_state_dict(state)
+        first = saved["step"]
+        print(f"resuming at step {first} of {steps}")
+    print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {steps} steps of {args.batch_tokens:,} tokens")
+
+    stream = corpus.Stream(tokenizer, real, args.real_share, args.seed)
+    forward = torch.compile(model) if args.compile else model
+    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
+
+    def loss_of(x, positions, y, learn):
+        with bf16:
+            logits = model.logits(forward(x, positions, dense_attend())[learn]).float()
+            if teacher is None:
+                return F.cross_entropy(logits, y[learn])
+            with torch.no_grad():
+                goal = teacher.logits(teacher(x, positions, dense_attend())[learn]).float().log_softmax(-1)
+        return F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")
+
+    def checkpoint(step, record):
+        torch.save({"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, resume_file + ".tmp")
+        os.replace(resume_file + ".tmp", resume_file)
+        gpt.save(model, args.out, tokenizer_json)
+        with open(log_file, "a", encoding="utf-8") as f:
+            f.write(json.dumps(record) + "\n")
+
+    bar, recent, started = tqdm(range(first, steps), initial=first, total=steps, unit="step"), [], time.time()
+    for step in bar:
+        length = length_of_step(args.seed, step, (step + 1) / steps, args.max_length)
+        batch = batch_of_step(stream, step, length, args.batch_tokens, config.block_size, args.device)
+        loss = loss_of(*batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = learning_rate(step, steps, args)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        recent = recent[-49:] + [loss.item()]
+        bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", T=length)
+        if (step + 1) % args.save_every == 0 or step + 1 == steps:
+            checkpoint(step + 1, {"step": step + 1, "tokens": (step + 1) * args.batch_tokens, "loss": sum(recent) / len(recent),
+                                  "seconds": round(time.time() - started), **evaluate(model, tokenizer, args.device)})
+    with open(os.path.join(args.out, "command.txt"), "w", encoding="utf-8") as f:
+        f.write("python train_gpt.py " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if v not in (None, False)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
