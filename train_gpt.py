@@ -1,7 +1,7 @@
 """Train the target model, and distil the small draft model from it. One page, nanoGPT style.
 
-    python train_gpt.py --out checkpoints/target --tokens 15e6                  # about 90 minutes on 2 CPU cores
-    python train_gpt.py --out checkpoints/draft --size micro --teacher checkpoints/target --tokens 5e6
+    python train_gpt.py --out checkpoints/target --compile                      # about 70 minutes on 2 CPU cores
+    python train_gpt.py --out checkpoints/draft --size micro --teacher checkpoints/target --tokens 4e6
     python train_gpt.py --out /tmp/toy --size tiny --tokens 2e5                 # seconds; see the whole chain run
 
 Interrupt it at any time: the same command continues where the last checkpoint was, on the same loss curve.
@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import sys
 import time
 
 import minispec  # before torch: it tunes the allocator
@@ -25,23 +26,27 @@ from minispec import corpus, gpt, tasks
 from minispec.attention import dense_attend, mass_in_top
 from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 
-# Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Attention must be
-# trained at the lengths it will decode, but long sequences cost 3 to 4 times as much a token on a CPU.
-CURRICULUM = ((0.5, {1024: 1.0}),
-              (0.8, {1024: 0.5, 5120: 0.35, 10240: 0.15}),
-              (1.0, {1024: 0.3, 5120: 0.4, 10240: 0.3}))
-
+# Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Short ones first: with
+# 256 tokens and small batches the model learns to copy a name from its context within a million tokens, with 1,024
+# tokens and batches of 10,000 it had not after four. Then up to the lengths that will be decoded, for attention must be
+# trained there, though a token costs 3 to 4 times as much on a CPU.
+CURRICULUM = ((0.15, {256: 1.0}),
+              (0.28, {512: 1.0}),
+              (0.55, {1024: 1.0}),
+              (0.82, {1024: 0.5, 4096: 0.3, 10240: 0.2}),
+              (1.0, {1024: 0.3, 4096: 0.35, 10240: 0.35}))
+BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 4096, 4096: 4096, 10240: 10240}
 
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", required=True, help="folder to write the model to")
     p.add_argument("--size", default="nano", choices=gpt.SIZES, help="model size (default nano, about 5M parameters)")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), help="folder with real text; without it, procedural text alone")
-    p.add_argument("--real-share", type=float, default=0.12, help="share of documents that are real text")
+    p.add_argument("--real-share", type=float, default=0.1, help="share of documents that are real text")
     p.add_argument("--tokenizer", help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
     p.add_argument("--teacher", help="folder of a target to distil from: the loss is the KL divergence to its distribution")
-    p.add_argument("--tokens", type=float, default=15e6, help="training tokens in all")
-    p.add_argument("--batch-tokens", type=int, default=10240, help="tokens an optimiser step")
+    p.add_argument("--tokens", type=float, default=12e6, help="training tokens in all")
+    p.add_argument("--batch-scale", type=int, default=1, help="multiplies the tokens an optimiser step (a GPU wants 8 or more)")
     p.add_argument("--max-length", type=int, default=10240, help="longest sequence; longer ones of the curriculum are cut to it")
     p.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     p.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
@@ -61,25 +66,30 @@ def new_tokenizer(real, seed):
     return to_json(train_bpe(texts, 2048 - 256 - len(SPECIALS)))
 
 
-def length_of_step(seed, step, progress, longest):
-    """The sequence length of this step, drawn by the curriculum."""
-    shares = next(shares for until, shares in CURRICULUM if progress <= until)
-    return min(random.Random(f"{seed}/{step}").choices(list(shares), list(shares.values()))[0], longest)
+def schedule(seed, tokens, longest, scale):
+    """The sequence length of every step until `tokens` are used up, drawn by the curriculum: [(length, tokens so far)]."""
+    rng, out, used = random.Random(seed), [], 0
+    while used < tokens:
+        shares = next(shares for until, shares in CURRICULUM if used / tokens <= until)
+        lengths = [length for length in shares if length <= longest] or [min(shares)]
+        # Steps of long sequences hold more tokens; dividing keeps `shares` shares of tokens.
+        length = rng.choices(lengths, [shares[length] / BATCH_TOKENS[length] for length in lengths])[0]
+        used += BATCH_TOKENS[length] * scale
+        out.append((length, used))
+    return out
 
 
-def batch_of_step(stream, step, length, batch_tokens, block_size, device):
+def batch_of_step(stream, step, length, scale, block_size, device):
     """(inputs, positions, targets, learn), each (B, T)."""
-    n = max(batch_tokens // length, 1)
-    rows = [stream.sequence(step * 64 + i, length, block_size) for i in range(n)]
+    n = BATCH_TOKENS[length] * scale // length
+    rows = [stream.sequence(step * 4096 + i, length, block_size) for i in range(n)]
     tokens, positions, learn = (torch.from_numpy(np.stack(x)).to(device) for x in zip(*rows))
     return tokens[:, :-1], positions[:, :-1], tokens[:, 1:], learn[:, 1:]
 
 
-def learning_rate(step, steps, args):
-    """Linear warm-up, then a cosine down to a twentieth."""
-    if step < args.warmup:
-        return args.lr * (step + 1) / args.warmup
-    return args.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - args.warmup) / max(steps - args.warmup, 1))))
+def learning_rate(step, progress, args):
+    """Linear warm-up over steps, then a cosine over tokens down to a twentieth."""
+    return args.lr * min((step + 1) / args.warmup, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def optimizers(model, lr):
@@ -123,8 +133,9 @@ def evaluate(model, tokenizer, device):
 
 def main():
     args = parse_args()
-    if args.teacher and not os.path.isdir(args.teacher):
-        raise SystemExit(f"train_gpt.py: no teacher folder {args.teacher}")
+    if args.tokens < 1 or args.batch_scale < 1 or args.save_every < 1:
+        raise ValueError("tokens, batch-scale and save-every must be 1 or more")
+    teacher = gpt.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
     resume_file, log_file = os.path.join(args.out, "resume.pt"), os.path.join(args.out, "log.jsonl")
@@ -146,20 +157,20 @@ def main():
     config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size, "block_size": max(args.max_length, 1024),
                               "bos_id": tokenizer.special["<|bos|>"], "eos_id": tokenizer.special["<|eos|>"]})
     model = gpt.GPT(config).to(args.device)
-    teacher = gpt.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
     opts = optimizers(model, args.lr)
-    steps, first = int(args.tokens // args.batch_tokens), 0
+    plan, first = schedule(args.seed, args.tokens, args.max_length, args.batch_scale), 0
+    steps, spent = len(plan), 0.0
     if os.path.exists(resume_file):
         saved = torch.load(resume_file, map_location=args.device, weights_only=True)
         model.load_state_dict(saved["model"])
         for opt, state in zip(opts, saved["optimizers"]):
             opt.load_state_dict(state)
-        first = saved["step"]
+        first, spent = saved["step"], saved["seconds"]
         print(f"resuming at step {first} of {steps}")
-    print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {steps} steps of {args.batch_tokens:,} tokens")
+    print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {steps} steps, {plan[-1][1]:,} tokens")
 
     stream = corpus.Stream(tokenizer, real, args.real_share, args.seed)
-    forward = torch.compile(model) if args.compile else model
+    forward = torch.compile(model, dynamic=False) if args.compile else model
     bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
 
     def loss_of(x, positions, y, learn):
@@ -172,32 +183,37 @@ def main():
         return F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")
 
     def checkpoint(step, record):
-        torch.save({"step": step, "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, resume_file + ".tmp")
+        torch.save({"step": step, "seconds": time.time() - started, "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, resume_file + ".tmp")
         os.replace(resume_file + ".tmp", resume_file)
         gpt.save(model, args.out, tokenizer_json)
         with open(log_file, "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
 
-    bar, recent, started = tqdm(range(first, steps), initial=first, total=steps, unit="step"), [], time.time()
+    bar, recent, started = tqdm(range(first, steps), initial=first, total=steps, unit="step"), [], time.time() - spent
     for step in bar:
-        length = length_of_step(args.seed, step, (step + 1) / steps, args.max_length)
-        batch = batch_of_step(stream, step, length, args.batch_tokens, config.block_size, args.device)
+        length, used = plan[step]
+        batch = batch_of_step(stream, step, length, args.batch_scale, config.block_size, args.device)
         loss = loss_of(*batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for opt in opts:
             for group in opt.param_groups:
-                group["lr"] = learning_rate(step, steps, args)
+                group["lr"] = learning_rate(step, used / args.tokens, args)
             opt.step()
             opt.zero_grad(set_to_none=True)
         recent = recent[-49:] + [loss.item()]
         bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", T=length)
         if (step + 1) % args.save_every == 0 or step + 1 == steps:
-            checkpoint(step + 1, {"step": step + 1, "tokens": (step + 1) * args.batch_tokens, "loss": sum(recent) / len(recent),
+            checkpoint(step + 1, {"step": step + 1, "tokens": used, "loss": sum(recent) / len(recent),
                                   "seconds": round(time.time() - started), **evaluate(model, tokenizer, args.device)})
     with open(os.path.join(args.out, "command.txt"), "w", encoding="utf-8") as f:
         f.write("python train_gpt.py " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if v not in (None, False)) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as e:
+        sys.exit(print(f"train_gpt.py: {e}", file=sys.stderr) or 2)
+    except KeyboardInterrupt:
+        sys.exit(print("\ninterrupted; the same command continues from the last checkpoint", file=sys.stderr) or 130)

@@ -64,10 +64,7 @@ class FullKeys:
         self.n, self.first = n, start == 0
         layers, groups, _, _ = cache.k.shape
         self.scores = torch.empty(layers, groups, start + n, device=cache.k.device) if record else None
-        if n > 1 and (start > 0 or record):
-            self.mask = causal_tail(n, start + n, torch.float32 if record else cache.k.dtype, cache.k.device)
-        else:
-            self.mask = None
+        self.mask = None
 
     def attend(self, layer, q, k, v):
         """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
@@ -79,13 +76,12 @@ class FullKeys:
             return F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys[None], values[None], is_causal=True,
                                                   enable_gqa=True)[0].transpose(0, 1)
         rows = group_rows(q, groups)                                           # (G, g * n, D)
+        if self.mask is None and self.n > 1:                                   # the same in every layer
+            self.mask = causal_tail(self.n, keys.shape[1], q.dtype, q.device).repeat(share, 1)
         if self.scores is None:
-            mask = self.mask if self.mask is None else self.mask.repeat(share, 1)
-            return ungroup_rows(F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)[0], self.n)
+            return ungroup_rows(F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=self.mask)[0], self.n)
         logits = (rows @ keys.transpose(1, 2)).float() * q.shape[-1] ** -0.5   # (G, g * n, T)
-        if self.mask is not None:
-            logits = logits + self.mask.repeat(share, 1)
-        probs = logits.softmax(-1)
+        probs = (logits if self.mask is None else logits + self.mask).softmax(-1)
         self.scores[layer] = probs.mean(1)
         return ungroup_rows(probs.to(values.dtype) @ values, self.n)
 

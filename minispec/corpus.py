@@ -68,11 +68,13 @@ def _chunks(path, size):
 def procedural_document(rng, max_tokens, longest=False):
     """(prompt, think, answer) of a random training problem. `trace` programs get as long as max_tokens allows:
     log-uniform, or the full length where `longest`."""
-    family = rng.choices(tasks.FAMILIES, weights=(0.36, 0.18, 0.16, 0.16, 0.14))[0] if not longest else "trace"
-    size = None
+    family = "trace" if longest else rng.choices(tasks.FAMILIES, weights=(0.26, 0.20, 0.18, 0.20, 0.16))[0]
+    low, high = tasks.SIZES[family]
     if family == "trace":
-        low, high = tasks.SIZES["trace"][0], min(int(max_tokens / (tasks.TOKENS_PER_LINE + 10)), tasks.TRACE_MAX)   # 10: a line's share of the prompt
+        low, high = 3, max(min(int(max_tokens / (tasks.TOKENS_PER_LINE + 10)), tasks.TRACE_MAX), 4)   # 10: its prompt line
         size = high if longest else int(low * (high / low) ** rng.random())
+    else:
+        size = rng.randint(low, max(low, round(high * min(max_tokens / 768, 1))))
     p = tasks.make(family, rng.randrange(1 << 40), "train", size)
     return p.prompt, p.think, p.answer
 

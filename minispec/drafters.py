@@ -11,8 +11,8 @@ what it drafted before tells what to keep.
 import torch
 
 from .attention import FullKeys, packed_attend
+from .engine import draw_drafts
 from .kv_cache import KVCache
-from .verify import draw, warp
 
 
 class NGram:
@@ -70,18 +70,14 @@ class SmallLM:
         for step in range(max(limits)):
             rows = [i for i in range(len(requests)) if limits[i] > step]
             logits = self._forward([(self.notes[requests[i]], feeds[i]) for i in rows])
-            best = logits.argmax(-1).tolist()
-            for row, i in enumerate(rows):
-                r, token = requests[i], best[row]
-                if r.sampling.temperature > 0:
-                    qs[i].append(warp(logits[row], r.sampling))
-                    token = draw(qs[i][-1], r.coins(1)[0].to(logits.device)).item()
+            for i, token, q in zip(rows, *draw_drafts([requests[i] for i in rows], logits)):
                 drafts[i].append(token)
+                qs[i].append(q)
                 feeds[i] = [token]
         for i, r in enumerate(requests):
             if drafts[i]:
                 self.notes[r].cached, self.notes[r].fed = len(r.tokens), drafts[i][:-1]
-        return [(d, torch.stack(q) if q else None) for d, q in zip(drafts, qs)]
+        return [(d, torch.stack(q) if q and q[0] is not None else None) for d, q in zip(drafts, qs)]
 
     def _forward(self, work):
         """Feed each (note, tokens); returns the logits (len(work), V) after the last token of each."""

@@ -21,7 +21,7 @@ import torch
 
 from .attention import FullKeys, packed_attend
 from .kv_cache import KVCache
-from .verify import Sampling, greedy_chain, rejection_chain, warp
+from .verify import Sampling, draw, greedy_chain, rejection_chain, warp
 
 
 @dataclass
@@ -87,6 +87,22 @@ class Request:
         g.token_ids += kept
         self.tokens += kept
         return kept
+
+
+def draw_drafts(requests, logits):
+    """The next draft token of each request from its drafter's logits (n, V), by the request's own sampling settings.
+    Returns the tokens and the distributions they were drawn from: (V,) each, None for a greedy argmax."""
+    tokens, q = logits.argmax(-1).tolist(), [None] * len(requests)
+    alike = {}                                           # rows with the same settings are warped and drawn together
+    for i, r in enumerate(requests):
+        if r.sampling.temperature > 0:
+            alike.setdefault(r.sampling.settings, []).append(i)
+    for rows in alike.values():
+        probs = warp(logits[rows], requests[rows[0]].sampling)
+        coins = torch.cat([requests[i].coins(1) for i in rows]).to(logits.device)
+        for i, token, row in zip(rows, draw(probs, coins).tolist(), probs):
+            tokens[i], q[i] = token, row
+    return tokens, q
 
 
 @dataclass
@@ -180,10 +196,9 @@ class Engine:
             if s.request.sampling.temperature == 0:
                 results[i] = greedy_chain(s.drafts, best[row:row + n])
             else:                                        # equal chains are judged together
-                key = (n, s.q is None, s.request.sampling.temperature, s.request.sampling.top_k, s.request.sampling.top_p)
-                sampled.setdefault(key, []).append((i, s, row))
+                sampled.setdefault((n, s.q is None, s.request.sampling.settings), []).append((i, s, row))
             row += n
-        for (n, point_mass, *_), group in sampled.items():
+        for (n, point_mass, _), group in sampled.items():
             rows = torch.tensor([[row + j for j in range(n)] for _, _, row in group], device=logits.device)
             p = warp(logits[rows], group[0][1].request.sampling)                         # (B, n, V)
             draft = torch.tensor([s.drafts for _, s, _ in group], dtype=torch.long, device=logits.device).view(len(group), n - 1)

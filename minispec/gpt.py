@@ -107,19 +107,22 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(i, c) for i in range(c.n_layer))
         self.norm = RMSNorm(c.d_model, c.norm_eps)
         self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
-        if c.tied:
-            self.head.weight = self.embed.weight
         cos, sin = rope_table(c)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.apply(self._init)
+        if c.tied:
+            self.head.weight = self.embed.weight
 
     def _init(self, module):
-        """GPT-2's initialisation: N(0, 0.02), the projections that write to the residual stream scaled by depth."""
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        """GPT-2's initialisation, N(0, 0.02) with the projections that write to the residual stream scaled by depth, but
+        wider embeddings: tokens that start out far apart are told apart, and so copied, after half the training."""
+        if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
-            if getattr(module, "bias", None) is not None:
+            if module.bias is not None:
                 nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.2)
         if isinstance(module, Block):
             for linear in (module.out, module.down):
                 nn.init.normal_(linear.weight, std=0.02 / (2 * self.config.n_layer) ** 0.5)

@@ -27,8 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from .attention import FullKeys, group_rows, ungroup_rows
-from .engine import Segment
-from .verify import draw, warp
+from .engine import Segment, draw_drafts
 
 SELECTIONS = ("pillar", "window", "random")
 N_SINKS = 4                                  # first positions that a plain window keeps (StreamingLLM)
@@ -114,33 +113,27 @@ class SpecGen:
     # -- settle: accept, select ----------------------------------------------------------------------------------------
 
     def settle(self, plan, logits):
-        judged, rows, row = [], [], 0
+        row, drafting, judged = 0, ([], []), ([], [])          # (segments or requests, their rows of logits)
         for s in plan:
             if s.kind == "prefill":
                 s.request.n_cached += len(s.tokens)
-            if s.kind == "draft":
-                self._draft(s.request, logits[row])
-            elif s.n_logits:
-                judged.append(s)
+            if s.n_logits:
+                segments, rows = drafting if s.kind == "draft" else judged
+                segments.append(s)
                 rows += range(row, row + s.n_logits)
             row += s.n_logits
-        if not judged:
-            return
-        for s, (accepted, token) in zip(judged, self.engine.judge(judged, logits[rows])):
-            r = s.request
-            if s.kind == "verify":
-                r.n_cached += 1 + accepted
-                r.state = self._select(r, s.keys, accepted)
-            yield r, r.commit(s.drafts[:accepted] + [token], len(s.drafts), accepted, self.name if s.kind == "verify" else "")
-
-    def _draft(self, request, logits):
-        """Draw the next draft token from the sparse model's logits (V,), with the request's own sampling settings."""
-        state, sampling = request.state, request.sampling
-        if sampling.temperature == 0:
-            state.drafts.append(logits.argmax().item())
-        else:
-            state.q.append(warp(logits, sampling))
-            state.drafts.append(draw(state.q[-1], request.coins(1)[0].to(logits.device)).item())
+        if drafting[0]:
+            requests = [s.request for s in drafting[0]]
+            for r, token, q in zip(requests, *draw_drafts(requests, logits[drafting[1]])):
+                r.state.drafts.append(token)
+                r.state.q += [] if q is None else [q]
+        if judged[0]:
+            for s, (accepted, token) in zip(judged[0], self.engine.judge(judged[0], logits[judged[1]])):
+                if s.kind == "verify":
+                    s.request.n_cached += 1 + accepted
+                    s.request.state = self._select(s.request, s.keys, accepted)
+                proposer = self.name if s.kind == "verify" else ""
+                yield s.request, s.request.commit(s.drafts[:accepted] + [token], len(s.drafts), accepted, proposer)
 
     def _select(self, request, keys, accepted):
         """The next round's positions from this verification's scores: the accepted + 2 newest (not every row saw

@@ -36,6 +36,11 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p {self.top_p} is out of range; allowed is above 0 up to 1 (off)")
 
+    @property
+    def settings(self):
+        """What makes two requests draw alike: everything but the seed."""
+        return self.temperature, self.top_k, self.top_p
+
 
 def warp(logits, sampling):
     """logits (..., V) -> probabilities (..., V) in fp32 after temperature, then top-k, then top-p. Temperature 0 gives

@@ -1,0 +1,70 @@
+"""How fast is our autoregressive loop beside the transformers `generate` loop, and are the logits the same?
+
+    python tests/compare_transformers.py             # needs transformers; writes results/transformers.json
+
+Same folder, same prompts, same process and allocator settings, batch 1, fp32, greedy, no stop token, so both
+produce the same number of tokens; repeats alternate, the ratio is the median of the pairwise ratios.
+"""
+import argparse
+import os
+import statistics
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+import minispec  # noqa: E402  before torch
+import torch  # noqa: E402
+
+import bench  # noqa: E402
+from minispec import gpt, tasks  # noqa: E402
+from minispec.attention import dense_attend  # noqa: E402
+from minispec.engine import Engine, Lockstep, Request  # noqa: E402
+from minispec.tokenizer import Tokenizer  # noqa: E402
+
+
+def compare(folder, new_tokens=128, repeats=5, n=5):
+    """Returns {"minispec": [tokens/s], "transformers": [tokens/s], "ratio", "logit_difference", "same_tokens"}."""
+    import transformers
+    ours, tokenizer = gpt.load(folder), Tokenizer.load(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [tokenizer.prompt_ids(tasks.make(f, 900 + i, "heldout").prompt) for i, f in enumerate(tasks.FAMILIES[:n])]
+    difference = 0.0
+    for ids in prompts:
+        x = torch.tensor([ids])
+        with torch.inference_mode():
+            mine = ours.logits(ours(x, torch.arange(len(ids))[None], dense_attend()))
+            difference = max(difference, (theirs(x).logits - mine).abs().max().item())
+
+    def run_ours():
+        return [Engine(ours, Lockstep, 1).generate([Request(ids, new_tokens)])[0].token_ids for ids in prompts]
+
+    def run_theirs():
+        settings = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        with torch.inference_mode():
+            return [theirs.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), **settings)[0, len(ids):].tolist()
+                    for ids in prompts]
+
+    rates, outputs = {"minispec": [], "transformers": []}, {}
+    for repeat in range(repeats + 1):
+        for name, run in (("minispec", run_ours), ("transformers", run_theirs)):
+            started = time.perf_counter()
+            outputs[name] = run()
+            if repeat:                                   # the first one warms up
+                rates[name].append(n * new_tokens / (time.perf_counter() - started))
+    return {**rates, "ratio": statistics.median(a / b for a, b in zip(rates["minispec"], rates["transformers"])),
+            "logit_difference": difference, "same_tokens": outputs["minispec"] == outputs["transformers"], "transformers_version": transformers.__version__}
+
+
+if __name__ == "__main__":
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--model", default=os.path.join(ROOT, "checkpoints", "target"))
+    p.add_argument("--repeats", type=int, default=5)
+    args = p.parse_args()
+    begun = time.perf_counter()
+    result = compare(args.model, repeats=args.repeats)
+    print(bench.render("transformers", result))
+    print(f"largest logit difference {result['logit_difference']:.2g}, same tokens: {result['same_tokens']}")
+    bench.write_result("transformers", result, time.perf_counter() - begun)
+    bench.report(os.path.join(ROOT, "README.md"))

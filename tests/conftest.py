@@ -1,0 +1,57 @@
+"""Toy models for tests: tiny, untied and drawn with large weights, so that their greedy output wanders instead of
+repeating a token, and sampled distributions are neither flat nor peaked."""
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+import minispec  # noqa: E402  before torch: it tunes the allocator
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from minispec import gpt  # noqa: E402
+
+TARGET = os.path.join(ROOT, "checkpoints", "target")
+DRAFT = os.path.join(ROOT, "checkpoints", "draft")
+
+
+def toy_model(vocab=64, seed=0, gain=4.0, **changes):
+    torch.manual_seed(seed)
+    shape = {**gpt.SIZES["tiny"], "vocab_size": vocab, "block_size": 512, "tied": False, **changes}
+    model = gpt.GPT(gpt.GPTConfig(**shape)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim == 2:
+                p.mul_(gain)
+    return model
+
+
+def dense_logits(model, ids):
+    """Logits (T, V) of one sequence without any cache: the slow, obvious reference."""
+    from minispec.attention import dense_attend
+    x = torch.tensor([ids])
+    with torch.inference_mode():
+        return model.logits(model(x, torch.arange(len(ids))[None], dense_attend()))[0]
+
+
+def chi_square(counts, probs):
+    """p-value of the observed counts (n,) under probabilities (n,). Cells that expect fewer than 5 are pooled."""
+    counts, expected = counts.double(), probs.double() * counts.sum()
+    rare = expected < 5
+    if rare.any():
+        counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
+        expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+        if expected[-1] < 5:                        # too little even together: nothing may be there but a handful
+            if counts[-1] > 20:
+                return 0.0
+            counts, expected = counts[:-1], expected[:-1]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2).item()
+
+
+@pytest.fixture(scope="session")
+def shipped():
+    """(target, tokenizer) of the checkpoints that come with the repository."""
+    from minispec.tokenizer import Tokenizer
+    return gpt.load(TARGET), Tokenizer.load(TARGET)

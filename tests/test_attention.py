@@ -1,0 +1,78 @@
+import pytest
+import torch
+from conftest import dense_logits, toy_model
+
+from minispec.attention import FullKeys, dense_attend, group_rows, mass_in_top, packed_attend, ungroup_rows
+from minispec.kv_cache import KVCache
+
+
+def cached_logits(model, cache, base, ids, chunks, record=False):
+    """Feed ids in chunks through the cache; logits (T, V), and the keys objects."""
+    out, start, used = [], 0, []
+    for n in chunks:
+        keys = FullKeys(cache, base, start, n, record)
+        with torch.inference_mode():
+            hidden = model(torch.tensor(ids[start:start + n]), torch.arange(start, start + n), packed_attend([(0, n, keys)]))
+            out.append(model.logits(hidden))
+        used.append(keys)
+        start += n
+    return torch.cat(out), used
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (5, 1)])
+@pytest.mark.parametrize("record", [False, True])
+def test_cached_equals_dense(heads, record):
+    model = toy_model(n_head=heads[0], n_kv_head=heads[1])
+    cache = KVCache(model.config, 80)
+    base = cache.open(5) + cache.open(40)
+    ids = torch.randint(0, 64, (30,)).tolist()
+    got, _ = cached_logits(model, cache, base, ids, [1, 7, 1, 12, 9], record)
+    assert (got - dense_logits(model, ids)).abs().max() < 1e-4
+    assert cache.k[:, :, :base].abs().max() == 0 and cache.k[:, :, base + 30:].abs().max() == 0    # nobody else's slots
+
+
+def test_packed_requests_do_not_see_each_other():
+    model = toy_model()
+    cache, sequences = KVCache(model.config, 200), [torch.randint(0, 64, (n,)).tolist() for n in (1, 13, 6, 30)]
+    bases, segments, n = [cache.open(40) for _ in sequences], [], 0
+    for base, ids in zip(bases, sequences):
+        segments.append((n, n + len(ids), FullKeys(cache, base, 0, len(ids))))
+        n += len(ids)
+    with torch.inference_mode():
+        hidden = model(torch.tensor(sum(sequences, [])), torch.cat([torch.arange(len(s)) for s in sequences]), packed_attend(segments))
+        logits = model.logits(hidden)
+    for (a, b, _), ids in zip(segments, sequences):
+        assert (logits[a:b] - dense_logits(model, ids)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (5, 1)])
+def test_scores_are_mean_probabilities_over_every_row_and_grouped_head(heads):
+    model = toy_model(n_head=heads[0], n_kv_head=heads[1])
+    cache, ids, n = KVCache(model.config, 64), torch.randint(0, 64, (40,)).tolist(), 17
+    probs = {}
+
+    def reference(layer, q, k, v):                                  # explicit softmax over a dense causal matrix
+        g = q.shape[2] // k.shape[2]
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(g, 2)) / q.shape[-1] ** 0.5
+        probs[layer] = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), float("-inf")).softmax(-1)[0]
+        return dense_attend()(layer, q, k, v)
+
+    with torch.inference_mode():
+        model(torch.tensor([ids]), torch.arange(40)[None], reference)
+    _, used = cached_logits(model, cache, cache.open(64), ids, [40 - n, n], True)
+    for layer in range(2):
+        want = probs[layer][:, -n:].unflatten(0, (heads[1], -1)).mean((1, 2))     # (H, n, T) -> (G, T)
+        assert (used[1].scores[layer] - want).abs().max() < 1e-5
+    assert (used[1].scores.sum(-1) - 1).abs().max() < 1e-4          # a mean of distributions is one
+
+
+def test_group_rows_round_trip():
+    q = torch.randn(7, 6, 4)
+    assert torch.equal(ungroup_rows(group_rows(q, 2), 7), q)
+    assert torch.equal(group_rows(q, 2)[1, 7 * 2 + 3], q[3, 5])    # group 1, third head of it, row 3
+
+
+def test_mass_in_top_of_uniform_attention_is_the_fraction():
+    model = toy_model(gain=0.0)
+    mass = mass_in_top(model, torch.randint(0, 64, (1, 400)), 0.05, rows=8)
+    assert (mass - 0.05).abs().max() < 0.002

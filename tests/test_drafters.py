@@ -1,0 +1,40 @@
+import pytest
+from conftest import toy_model
+
+from minispec.drafters import NGram, SmallLM
+from minispec.engine import Request
+
+
+def test_ngram_proposes_what_followed_last_time():
+    drafter = NGram(max_n=3, min_n=2)
+    propose = lambda r, limit=4: drafter.propose([r], [limit])[0][0]
+    r = Request([1, 2, 3, 4, 5, 9, 2, 3])
+    assert propose(r) == [4, 5, 9, 2]                  # the only earlier 2, 3
+    assert propose(r, 2) == [4, 5] and propose(r, 0) == []
+    r.tokens += [7, 8, 2, 3]
+    assert propose(r) == [7, 8, 2, 3]                  # now the most recent one
+    r.tokens += [4]
+    assert propose(r) == [5, 9, 2, 3]                  # the longest match, 2 3 4, before the most recent one
+    assert propose(Request([1, 2, 3])) == [] and propose(Request([1])) == []
+    drafter.release(r)
+    assert r not in drafter.index
+
+
+def test_ngram_finds_a_match_that_overlaps_its_end():
+    assert NGram(2, 1).propose([Request([6, 6, 6])], [3])[0][0] == [6]
+
+
+def test_small_model_keeps_its_cache_in_step():
+    """Whatever was accepted, the drafts equal those of a drafter that starts afresh from the committed tokens."""
+    model = toy_model(seed=2)
+    drafter, request = SmallLM(model, model), Request(list(range(20)), 100)
+    for committed in ([], [1], [5, 9], [7, 7, 7, 7]):
+        request.tokens += committed
+        drafts, _ = drafter.propose([request], [4])[0]
+        assert drafts == SmallLM(model, model).propose([Request(request.tokens, 50)], [4])[0][0]
+        request.tokens += drafts[:len(committed)]      # some of them accepted, then a correction follows
+
+
+def test_vocabularies_must_match():
+    with pytest.raises(ValueError, match="64 tokens in its vocabulary, the target 32"):
+        SmallLM(toy_model(), toy_model(vocab=32))

@@ -1,0 +1,172 @@
+"""Losslessness of the whole loop, on toy models: greedy output equals autoregressive output token by token, sampled
+output has the target's distribution, and no request notices its neighbours."""
+import itertools
+import random
+
+import pytest
+import torch
+from conftest import chi_square, dense_logits, toy_model
+
+from minispec.drafters import NGram, SmallLM
+from minispec.engine import Engine, Lockstep, Request
+from minispec.specgen import SpecGen
+from minispec.verify import Sampling, warp
+
+TARGET, OTHER = toy_model(seed=0), toy_model(seed=1)
+PLANNERS = {
+    "ar": lambda model, other: Lockstep,
+    "ngram": lambda model, other: lambda e: Lockstep(e, NGram(3, 1), 5),
+    "draft": lambda model, other: lambda e: Lockstep(e, SmallLM(other, model), 4),
+    "specgen": lambda model, other: lambda e: SpecGen(e, k=4, sparsity=0.2, min_budget=4),
+}
+
+
+def prompts(n=8, vocab=64, seed=0):
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(rng.choice([1, 2, 9, 16, 17, 40, 100]))] for _ in range(n)]
+
+
+def run(name, prompt_list, batch=4, max_new=50, temperature=0.0, stop=(), model=TARGET, other=OTHER, seeds=None, **kw):
+    engine = Engine(model, PLANNERS[name](model, other), batch, prefill_chunk=16, **kw)
+    seeds = seeds or range(len(prompt_list))
+    requests = [Request(p, max_new, Sampling(temperature, seed=s), stop) for p, s in zip(prompt_list, seeds)]
+    return engine.generate(requests), engine
+
+
+def reference(prompt, n):
+    """Greedy tokens from dense forwards alone."""
+    ids = list(prompt)
+    for _ in range(n):
+        ids.append(dense_logits(TARGET, ids)[-1].argmax().item())
+    return ids[len(prompt):]
+
+
+def test_autoregressive_equals_dense_forwards():
+    some = prompts()
+    generations, engine = run("ar", some)
+    assert [g.token_ids for g in generations] == [reference(p, 50) for p in some]
+    assert len(set(generations[-1].token_ids)) > 10    # the toy wanders, so equality means something
+    assert engine.cache.runs == []
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft", "specgen"])
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_greedy_is_identical_to_autoregressive(name, batch):
+    some = prompts(12)
+    want, _ = run("ar", some)
+    got, engine = run(name, some, batch)
+    assert [g.token_ids for g in got] == [g.token_ids for g in want]
+    assert engine.cache.runs == [] and not engine.active
+
+
+def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
+    import minispec.engine
+    monkeypatch.setattr(minispec.engine, "greedy_chain", lambda draft, best: (len(draft), best[len(draft)]))
+    some = prompts(12)
+    assert [g.token_ids for g in run("draft", some)[0]] != [g.token_ids for g in run("ar", some)[0]]
+
+
+@pytest.mark.parametrize("name", list(PLANNERS))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_gets_the_same_alone_and_among_seven_others(name, temperature):
+    some = prompts(8)
+    together, _ = run(name, some, 8, temperature=temperature)
+    for i in (0, 3, 7):
+        alone, _ = run(name, [some[i]], 1, temperature=temperature, seeds=[i])
+        assert alone[0].token_ids == together[i].token_ids
+
+
+@pytest.mark.parametrize("name", list(PLANNERS))
+def test_end_of_text_inside_an_accepted_run(name):
+    """Any token may be the stop token: output is the autoregressive one cut after its first occurrence."""
+    some = prompts(6)
+    full, _ = run("ar", some)
+    for stop in {g.token_ids[i] for g in full for i in (0, 7, 23)}:
+        got, _ = run(name, some, stop=[stop])
+        for g, f in zip(got, full):
+            cut = f.token_ids[:f.token_ids.index(stop) + 1] if stop in f.token_ids else f.token_ids
+            assert g.token_ids == cut and g.finish == ("stop" if stop in f.token_ids else "length")
+            assert len(g.who) == len(g.token_ids)
+
+
+@pytest.mark.parametrize("name", list(PLANNERS))
+@pytest.mark.parametrize("limit", [1, 2, 3, 6])
+def test_length_limit_is_exact_and_context_may_be_full(name, limit):
+    some = prompts(4) + [[1] * (TARGET.config.block_size - limit)]
+    got, _ = run(name, some, max_new=limit)
+    assert [len(g.token_ids) for g in got] == [limit] * 5
+    with pytest.raises(ValueError, match="exceed the context of 512"):
+        run(name, [[1] * (TARGET.config.block_size - limit + 1)], max_new=limit)
+
+
+@pytest.mark.parametrize("name", list(PLANNERS))
+def test_record_adds_up(name):
+    got, _ = run(name, prompts(8))
+    for g in got:
+        assert sum(s.committed for s in g.steps) in (len(g.token_ids), len(g.token_ids) - 1)    # a prefill gives the first token
+        assert sum(s.accepted for s in g.steps) == g.who.count("draft")
+        assert all(0 <= s.accepted <= s.proposed and s.committed in (s.accepted, s.accepted + 1) for s in g.steps)
+    if name == "ar":
+        assert all(s.proposed == 0 for g in got for s in g.steps)
+
+
+def test_small_pool_serves_all_requests_in_turn():
+    some = prompts(10)
+    got, engine = run("specgen", some, batch=8, cache_tokens=160)
+    assert engine.cache.n_slots == 160
+    assert [g.token_ids for g in got] == [g.token_ids for g in run("ar", some)[0]]
+    with pytest.raises(ValueError, match="cannot hold a request"):
+        run("ar", [[1] * 140], cache_tokens=160)
+
+
+def test_tokens_are_streamed_as_they_are_committed():
+    some = prompts(3)
+    engine = Engine(TARGET, PLANNERS["specgen"](TARGET, OTHER), 2)
+    requests, seen = [Request(p, 30) for p in some], {}
+    for request, tokens in engine.stream(requests):
+        seen.setdefault(request, []).extend(tokens)
+        assert request.generation.token_ids == seen[request]
+    assert all(len(seen[r]) == 30 for r in requests)
+
+
+def test_a_drafter_identical_to_the_target_is_always_accepted():
+    some = prompts(6)
+    for temperature in (0.0, 1.0):
+        got, _ = run("draft", some, temperature=temperature, other=TARGET)
+        assert all(s.accepted == s.proposed for g in got for s in g.steps)
+
+
+# -- sampling: chi-square over all outputs of three tokens, vocabulary 8 ------------------------------------------------
+
+SMALL, SMALL_OTHER = (toy_model(vocab=8, seed=s, gain=3.0, n_layer=1, n_head=2, n_kv_head=1) for s in (3, 4))
+ROUNDS = 100_000
+PROMPT = [1, 5, 2, 1]
+
+
+def exact(sampling):
+    """Probability of every output of three tokens, (512,)."""
+    p1 = warp(dense_logits(SMALL, PROMPT)[-1], sampling)
+    out = torch.zeros(8, 8, 8)
+    for a in range(8):
+        p2 = warp(dense_logits(SMALL, PROMPT + [a])[-1], sampling)
+        for b in range(8):
+            out[a, b] = p1[a] * p2[b] * warp(dense_logits(SMALL, PROMPT + [a, b])[-1], sampling)
+    return out.flatten()
+
+
+def sampled(name, sampling, rounds=ROUNDS):
+    counts, accepted = torch.zeros(512, dtype=torch.long), 0
+    for first in range(0, rounds, 2000):
+        requests = [Request(PROMPT, 4, Sampling(sampling.temperature, 0, sampling.top_p, first + i)) for i in range(2000)]
+        engine = Engine(SMALL, PLANNERS[name](SMALL, SMALL_OTHER), 2000)
+        for g in engine.generate(requests):
+            a, b, c = g.token_ids[:3]
+            counts[a * 64 + b * 8 + c] += 1
+            accepted += sum(s.accepted for s in g.steps)
+    return counts, accepted
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft", "specgen"])
+def test_sampling_engine_speed_probe(name):
+    import time
+    t = time.time(); sampled(name, Sampling(1.0), 4000); print(name, (time.time() - t) / 4000 * 1e5, "s per 100k")

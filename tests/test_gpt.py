@@ -1,0 +1,120 @@
+import json
+import os
+
+import pytest
+import torch
+from conftest import TARGET, dense_logits, toy_model
+from safetensors.torch import load_file, save_file
+
+from minispec import gpt
+from minispec.attention import dense_attend
+
+
+def test_rope_depends_on_distances_only():
+    c = gpt.GPTConfig(head_dim=16, block_size=200)
+    cos, sin = gpt.rope_table(c)
+    q, k = torch.randn(2, 1, 16)
+    score = lambda i, j: (gpt.rotate(q, cos[i], sin[i]) * gpt.rotate(k, cos[j], sin[j])).sum()
+    assert torch.allclose(score(7, 3), score(150, 146), atol=1e-4)
+    assert not torch.allclose(score(7, 3), score(7, 4), atol=1e-3)
+
+
+def test_attention_is_causal_and_grouped():
+    model = toy_model()
+    ids = list(range(20))
+    full, cut = dense_logits(model, ids), dense_logits(model, ids[:11])
+    assert torch.allclose(full[:11], cut, atol=1e-5)
+    changed = dense_logits(model, ids[:10] + [60] + ids[11:])
+    assert torch.equal(full[:10], changed[:10]) and not torch.allclose(full[10:], changed[10:], atol=1e-3)
+
+
+def test_taps_are_inputs_of_the_layers():
+    model, taps = toy_model(), {0: None, 1: None, 2: None}
+    x = torch.tensor([[3, 1, 4]])
+    hidden = model(x, torch.arange(3)[None], dense_attend(), taps)
+    assert torch.equal(taps[0], model.embed(x)) and torch.equal(model.norm(taps[2]), hidden)
+    assert not torch.equal(taps[1], taps[0])
+
+
+SHAPES = [dict(), dict(tied=True), dict(qk_norm=True), dict(qkv_bias=True, n_kv_head=1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_save_and_load_keep_every_bit(tmp_path, shape):
+    model = toy_model(**shape)
+    gpt.save(model, tmp_path)
+    again = gpt.load(str(tmp_path))
+    assert again.config == model.config
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    assert not [f for f in os.listdir(tmp_path) if f.endswith(".tmp")]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_computes_the_same_logits(tmp_path, shape):
+    """The folder is a Hugging Face folder: transformers, from its own code, agrees to 1e-4."""
+    transformers = pytest.importorskip("transformers")
+    model = toy_model(gain=2.0, **shape)
+    gpt.save(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, 64, (1, 50)).tolist()[0]
+    with torch.inference_mode():
+        assert (theirs(torch.tensor([ids])).logits[0] - dense_logits(model, ids)).abs().max() < 1e-4
+
+
+def damage_truncate(folder):
+    with open(folder / "model.safetensors", "r+b") as f:
+        f.truncate(1000)
+    return "damaged"
+
+
+def damage_header(folder):
+    with open(folder / "model.safetensors", "wb") as f:
+        f.write(b"\xff" * 64)
+    return "damaged"
+
+
+def damage_missing_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    return "lacks model.layers.1.mlp.up_proj.weight"
+
+
+def damage_shape(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] = torch.ones(7)
+    save_file(tensors, folder / "model.safetensors")
+    return "model.norm.weight has shape (7,)"
+
+
+def damage_config(folder):
+    (folder / "config.json").write_text("{")
+    return "config.json is damaged"
+
+
+def damage_family(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    return "'mamba' is not supported"
+
+
+def damage_no_weights(folder):
+    os.remove(folder / "model.safetensors")
+    return "no model.safetensors"
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_header, damage_missing_tensor, damage_shape, damage_config,
+                                    damage_family, damage_no_weights])
+def test_damaged_folders_are_named(tmp_path, damage):
+    gpt.save(toy_model(), tmp_path)
+    message = damage(tmp_path)
+    with pytest.raises(ValueError) as e:
+        gpt.load(str(tmp_path))
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_shipped_target_loads(shipped):
+    model, tokenizer = shipped
+    assert model.config.vocab_size == tokenizer.vocab_size and model.config.eos_id == tokenizer.special["<|eos|>"]
+    assert not model.config.qk_norm and model.config.block_size >= 8192
+    assert sorted(os.listdir(TARGET))[:1] and {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(TARGET))

@@ -1,0 +1,71 @@
+"""What the README says of the shipped models, on held-out problems. Results with the full numbers are in results/."""
+import argparse
+import os
+
+import pytest
+import torch
+from conftest import DRAFT, ROOT, TARGET
+
+import bench
+from minispec import gpt, methods, tasks
+from minispec.engine import Request
+
+SETTINGS = argparse.Namespace(k=None, sparsity=0.05, min_budget=16, recent_share=0.5, select="pillar", draft_model=DRAFT)
+PROBLEMS = [tasks.make(family, 2000 + i, "heldout") for family in tasks.FAMILIES for i in range(20)]
+
+
+def generate(name, model, tokenizer, limit=64):
+    requests = [Request(tokenizer.prompt_ids(p.prompt), limit, stop_ids=[model.config.eos_id]) for p in PROBLEMS]
+    return methods.make_engine(name, model, SETTINGS, 25).generate(requests)
+
+
+@pytest.fixture(scope="module")
+def reference(shipped):
+    return [g.token_ids for g in generate("ar", *shipped)]
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft", "specgen"])
+def test_greedy_output_is_identical_on_100_heldout_prompts(name, shipped, reference):
+    generations = generate(name, *shipped)
+    assert [g.token_ids for g in generations] == reference
+    assert sum(s.accepted for g in generations for s in g.steps) > 100       # and it did speculate
+
+
+def test_bf16_differs_at_near_ties_only(shipped):
+    """A first difference sits where the two best logits are closer than four times the row-count noise of this model."""
+    model = gpt.load(TARGET, dtype=torch.bfloat16)
+    noise = bench.row_count_noise(model, shipped[1])
+    want, got = (generate(name, model, shipped[1]) for name in ("ar", "specgen"))
+    for a, b in zip(want, got):
+        assert bench.tie_gap(model, a.prompt_ids, a.token_ids, b.token_ids) <= 4 * noise
+
+
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_solves_what_it_was_trained_for(family, shipped):
+    """12 problems a family; the README's accuracies make 6 or fewer right by bad luck rarer than one in a thousand."""
+    model, tokenizer = shipped
+    problems = [tasks.make(family, 3000 + i, "heldout", sum(tasks.SIZES[family]) // 2) for i in range(12)]
+    requests = bench.requests_of(problems, tokenizer, model)
+    generations = methods.make_engine("ar", model, SETTINGS, 12).generate(requests)
+    assert sum(bench.verdict(p, g, tokenizer) for p, g in zip(problems, generations)) > 6
+
+
+def test_transformers_agrees_on_the_shipped_folder():
+    pytest.importorskip("transformers")
+    from compare_transformers import compare
+    result = compare(TARGET, new_tokens=24, repeats=1)
+    assert result["logit_difference"] < 1e-4 and result["same_tokens"]
+
+
+def test_readme_tables_are_rendered_from_results(tmp_path):
+    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+        text = f.read()
+    copy = tmp_path / "README.md"
+    copy.write_text(text, encoding="utf-8")
+    bench.report(str(copy))
+    assert copy.read_text(encoding="utf-8") == text
+
+
+def test_checkpoints_stay_small():
+    size = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(os.path.join(ROOT, "checkpoints")) for f in files if f != "resume.pt")
+    assert size < 120e6

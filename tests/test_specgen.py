@@ -1,0 +1,154 @@
+"""PillarAttn: what is selected, what a draft row sees, and that nothing sparse survives a round."""
+import pytest
+import torch
+from conftest import dense_logits, toy_model
+
+from minispec.attention import FullKeys, packed_attend
+from minispec.engine import Engine, Lockstep, Request
+from minispec.kv_cache import KVCache
+from minispec.specgen import PillarKeys, SpecGen, budget
+from minispec.verify import Sampling
+
+MODEL = toy_model()
+PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def filled_cache(n, room=20):
+    cache = KVCache(MODEL.config, n + room + 7)
+    base = cache.open(7) + cache.open(n + room)
+    with torch.inference_mode():
+        MODEL(torch.tensor(PROMPT[:n]), torch.arange(n), packed_attend([(0, n, FullKeys(cache, base, 0, n))]))
+    return cache, base
+
+
+def draft_hidden(keys, tokens, start):
+    """Hidden states of single-row draft steps."""
+    with torch.inference_mode():
+        return torch.cat([MODEL(torch.tensor([t]), torch.tensor([start + j]), packed_attend([(0, 1, keys)])) for j, t in enumerate(tokens)])
+
+
+def masked_reference(selected, recent, n, tokens):
+    """The same draft rows by dense attention under a mask per layer and KV head."""
+    ids = PROMPT[:n] + tokens
+    t = len(ids)
+
+    def attend(layer, q, k, v):
+        seen = torch.ones(t, t).tril().bool().expand(k.shape[2], t, t).clone()
+        for g in range(k.shape[2]):
+            seen[g, n:, :n] = False
+            seen[g, n:, n - recent:n] = True
+            seen[g, n:, selected[layer, g]] = True
+        share = q.shape[2] // k.shape[2]
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(share, 2))[0] / q.shape[-1] ** 0.5
+        probs = scores.masked_fill(~seen.repeat_interleave(share, 0), float("-inf")).softmax(-1)
+        return torch.einsum("hqk,khd->qhd", probs, v[0].repeat_interleave(share, 1))[None]
+
+    with torch.inference_mode():
+        return MODEL(torch.tensor([ids]), torch.arange(t)[None], attend)[0, n:]
+
+
+def test_draft_rows_see_the_selection_the_recent_window_and_themselves():
+    n, recent = 60, 6
+    cache, base = filled_cache(n)
+    selected = torch.stack([torch.randperm(n - recent)[:9] for _ in range(4)]).view(2, 2, 9)
+    keys = PillarKeys(cache, base, n, selected, recent, k=3)
+    got = draft_hidden(keys, [3, 1, 4], n)
+    assert (got - masked_reference(selected, recent, n, [3, 1, 4])).abs().max() < 1e-4
+    assert keys.n == 9 + 6 + 3                                  # step j reads b + j entries
+
+
+def test_full_list_equals_dense_and_cold_start_sees_everything():
+    n = 50
+    cache, base = filled_cache(n)
+    everything = torch.arange(n - 4).expand(2, 2, -1)
+    dense = MODEL.logits(draft_hidden(PillarKeys(cache, base, n, everything, 4, 2), [9, 8], n))
+    cold = MODEL.logits(draft_hidden(PillarKeys(cache, base, n, None, 0, 2), [9, 8], n))
+    want = dense_logits(MODEL, PROMPT[:n] + [9, 8])[n:]
+    assert (dense - want).abs().max() < 1e-4 and (cold - want).abs().max() < 1e-4
+
+
+def test_draft_steps_leave_the_cache_alone():
+    cache, base = filled_cache(40)
+    before = cache.k.clone(), cache.v.clone()
+    draft_hidden(PillarKeys(cache, base, 40, torch.arange(10).expand(2, 2, -1), 5, 3), [1, 2, 3], 40)
+    assert torch.equal(cache.k, before[0]) and torch.equal(cache.v, before[1])
+
+
+def test_budget_rule():
+    assert budget(1000, 0.05, 0) == 50 and budget(1001, 0.05, 0) == 51
+    assert budget(1000, 0.05, 64) == 64 and budget(40, 0.05, 64) == 40 and budget(5, 1.0, 0) == 5
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("accepted", [0, 3, 8])
+def test_selection_is_topk_of_the_scores_per_layer_and_head(share, accepted):
+    planner = SpecGen(Engine(MODEL, Lockstep), k=8, sparsity=0.25, min_budget=4, recent_share=share)
+    planner.engine.cache = KVCache(MODEL.config, 8)
+    request = Request(PROMPT)
+    request.n_cached = 80
+    keys = FullKeys(KVCache(MODEL.config, 90), 0, 71, 9, record=True)
+    keys.scores.copy_(torch.rand(keys.scores.shape))
+    state = planner._select(request, keys, accepted)
+    recent = max(accepted + 2, round(share * 20))
+    assert state.recent == recent and state.selected.shape == (2, 2, 20 - recent)
+    for layer in range(2):
+        for g in range(2):
+            want = keys.scores[layer, g, :80 - recent].topk(20 - recent).indices
+            assert set(state.selected[layer, g].tolist()) == set(want.tolist())
+    assert set(state.selected[0, 0].tolist()) != set(state.selected[1, 1].tolist())
+
+
+def generate(**settings):
+    """(generation, engine, selections made) of one long request."""
+    made = []
+
+    class Spy(SpecGen):
+        def _select(self, *args):
+            made.append(super()._select(*args))
+            return made[-1]
+
+        def release(self, request):                             # look at the cache before the slots go back
+            self.final = self.engine.cache.k.clone(), self.engine.cache.v.clone(), request.base, request.n_cached
+
+    engine = Engine(MODEL, lambda e: Spy(e, **settings), 1)
+    return engine.generate([Request(PROMPT, 120)])[0], engine, made
+
+
+AR = Engine(MODEL, Lockstep, 1).generate([Request(PROMPT, 120)])[0]
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.parametrize("sparsity", [0.02, 0.05, 1.0])
+@pytest.mark.parametrize("select", ["pillar", "window", "random"])
+def test_output_never_depends_on_the_selection(k, sparsity, select):
+    generation, engine, made = generate(k=k, sparsity=sparsity, min_budget=2, select=select)
+    assert generation.token_ids == AR.token_ids
+    rounds = [s for s in generation.steps]
+    assert len(made) == len(rounds)                             # refreshed exactly once a verification
+    if sparsity == 1.0:
+        assert all(s.accepted == s.proposed for s in rounds)    # sees everything, so accepts everything
+
+
+def test_a_tiny_budget_is_sometimes_wrong():
+    generation, _, _ = generate(k=8, sparsity=0.02, min_budget=2)
+    accepted = [s.accepted for s in generation.steps[1:]]
+    assert any(a < s.proposed for a, s in zip(accepted, generation.steps[1:]))
+    assert generation.steps[0].accepted == generation.steps[0].proposed    # the cold start saw everything
+
+
+def test_cache_after_rounds_equals_a_dense_pass():
+    """Check 5 of the method: keys and values of all committed positions come from full attention."""
+    generation, engine, _ = generate(k=8, sparsity=0.05, min_budget=4)
+    k, v, base, n = engine.planner.final
+    assert n == len(PROMPT) + len(generation.token_ids) - 1     # committed = cached + 1
+    cache, (ids) = KVCache(MODEL.config, n), (PROMPT + generation.token_ids)[:n]
+    with torch.inference_mode():
+        MODEL(torch.tensor(ids), torch.arange(n), packed_attend([(0, n, FullKeys(cache, 0, 0, n))]))
+    assert (k[:, :, base:base + n] - cache.k).abs().max() < 1e-4
+    assert (v[:, :, base:base + n] - cache.v).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bad", [dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5), dict(select="best")])
+def test_settings_out_of_range(bad):
+    with pytest.raises(ValueError, match="allowed is|choose from"):
+        SpecGen(None, **bad)

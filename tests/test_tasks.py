@@ -1,0 +1,122 @@
+import json
+import re
+
+import pytest
+
+from minispec import tasks
+
+
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_reference_solutions_pass_and_others_fail(family):
+    for seed in range(100):
+        p = tasks.make(family, seed, "heldout")
+        assert tasks.check(p, p.answer) and tasks.check(p, p.answer + "\n")
+        other = tasks.make(family, seed + 1, "heldout")
+        assert not tasks.check(p, "") and (other.answer == p.answer or not tasks.check(p, other.answer))
+        assert not tasks.check(p, p.answer + " 0")
+
+
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_seeded_and_splits_are_disjoint(family):
+    a = [tasks.make(family, i, "train").prompt for i in range(300)]
+    b = [tasks.make(family, i, "heldout").prompt for i in range(300)]
+    assert a == [tasks.make(family, i, "train").prompt for i in range(300)] and len(set(a)) > 280
+    assert not set(a) & set(b)
+    assert all(tasks.is_heldout(p) for p in b) and not any(tasks.is_heldout(p) for p in a)
+
+
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_size_is_a_difficulty_knob(family):
+    small, large = (sum(len(tasks.make(family, i, "train", n).prompt) for i in range(20)) for n in (4, 20))
+    assert large > 2 * small
+
+
+def test_trace_is_the_program_run():
+    """Run the printed program by itself; the answer and every value stated in the chain agree."""
+    for seed in range(40):
+        p = tasks.make("trace", seed, "heldout", 30)
+        values = {n: int(v) for n, v in re.findall(r"(\w+) (?:is|holds|equals) (\d)", p.prompt.split("Given:")[1])}
+        for name, a, op, b in re.findall(r"^ (\w+) = (\w+) ([+-]) (\w+)$", p.prompt, re.M):
+            x, y = values[a], values[b] if b in values else int(b)
+            values[name] = (x + y if op == "+" else x - y) % 10
+        assert p.answer == str(values[name])
+        for n, v in re.findall(r"so (\w+) (?:is|holds|equals) (\d)", p.think):
+            assert values[n] == int(v)
+
+
+def test_arith_is_arithmetic():
+    for seed in range(200):
+        p = tasks.make("arith", seed, "heldout")
+        x, op, y = re.search(r"(\d+) (plus|minus|times) (\d+)", p.prompt).groups()
+        assert int(p.answer) == {"plus": int(x) + int(y), "minus": int(x) - int(y), "times": int(x) * int(y)}[op]
+
+
+def test_story_counts():
+    for seed in range(100):
+        p = tasks.make("story", seed, "heldout")
+        hero = re.search(r"of (\w+), who", p.think).group(1)
+        thing = re.search(r"follow the (\w+) of", p.think).group(1)
+        count = int(re.search(rf"{hero} has (\d+) {thing}", p.prompt).group(1))
+        for s in re.split(r"(?<=\.) ", p.prompt)[1:]:
+            n = re.search(rf"(\d+) (?:more )?(?:of the )?{thing}", s)
+            if n and s.startswith(f"{hero} ") and not s.startswith(f"{hero} has"):
+                count += int(n.group(1)) * (1 if re.search("finds|buys", s) else -1)
+            elif n and f"to {hero}" in s:
+                count += int(n.group(1))
+        assert p.answer == str(count)
+
+
+def test_search_checker_wants_a_real_way():
+    p = tasks.make("search", 3, "heldout", 10)
+    path = p.answer.split()
+    assert not tasks.check(p, " ".join(path[1:])) and not tasks.check(p, " ".join(path[:-1]))
+    assert not tasks.check(p, " ".join([path[0], path[-1]])) or len(path) == 2
+    assert not tasks.check(p, "nowhere")
+
+
+def test_revise_edits_are_applied():
+    for seed in range(60):
+        p = tasks.make("revise", seed, "heldout")
+        order, text = p.prompt.split("\n", 1)
+        if order.startswith("Write"):
+            new, old = re.match(r"Write (\w+) in place of (\w+) everywhere", order).groups()
+            assert p.answer == re.sub(rf"\b{old}\b", new, text.strip())
+        else:
+            line = order.split("begins with: ")[1].rsplit(" Print the whole", 1)[0]
+            assert p.answer.split("\n") == [x for x in text.strip().split("\n") if x != line]
+
+
+def test_unknown_family_is_named():
+    with pytest.raises(ValueError, match="unknown task family 'chess'; choose from trace, arith"):
+        tasks.make("chess", 0)
+
+
+ROWS = [({"question": "2+2?", "answer": "<<2+2=4>>4 it is\n#### 1,004"}, "2+2?", "1004"), ({"prompt": "def f():", "task_id": "x"}, "def f():", ""),
+        ({"turns": ["one", "two"]}, "one", ""), ({"instruction": "do"}, "do", ""), ({"prompt": "n", "answer": 5}, "n", "5")]
+
+
+def test_prompt_files_of_known_shapes(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(json.dumps(r) for r, _, _ in ROWS) + "\n\n")
+    got = tasks.load_prompts(str(file))
+    assert [(p.prompt.strip(), p.answer) for p in got] == [(prompt, answer) for _, prompt, answer in ROWS]
+    assert "<<" not in got[0].think and tasks.check(got[0], "1004")
+
+
+@pytest.mark.parametrize("text, message", [('{"prompt": "a"}\n{"prompt": ', ":2: not a JSON line"), ('[1]', ":1: a JSON object is needed"),
+                                           ('{"prompt": 5}', ":1: no text under"), ('{"x": 1}', ":1: no text under"), ("", "holds no prompts")])
+def test_malformed_lines_are_named(tmp_path, text, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text(text)
+    with pytest.raises(ValueError) as e:
+        tasks.load_prompts(str(file))
+    assert message in str(e.value) and str(file) in str(e.value) and "\n" not in str(e.value)
+
+
+def test_missing_data_names_the_public_source(tmp_path):
+    with pytest.raises(ValueError, match="github.com/openai/grade-school-math"):
+        tasks.load_named("gsm8k", str(tmp_path))
+    with pytest.raises(ValueError, match="--data DIR or set MINISPEC_DATA"):
+        tasks.load_named("humaneval", None)
+    with pytest.raises(ValueError, match="no prompt file"):
+        tasks.load_prompts(str(tmp_path / "none.jsonl"))

@@ -1,0 +1,78 @@
+import json
+import os
+import random
+
+import pytest
+from conftest import TARGET
+
+from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
+
+TEXTS = ["the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "naïve café 東京 👍🏽", "\tif x:\n\t\treturn  y  \n\n", "don't we'll"]
+HARD = ["", " ", "\n\n \n", "a\x00b", "\ufffd", "<|eos|><|think|>", "  leading", "trailing  ", "ＡＢＣ１２３", "٣٤٥ ²³", "e\u0301", "_snake_case__",
+        "\u200b\u2028x", "'s 'S 'll", "🏳️‍🌈", "1234567890"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(TARGET)
+
+
+def strings():
+    rng = random.Random(0)
+    alphabet = [chr(rng.randrange(1, 0xD7FF)) for _ in range(200)] + list("abc XYZ 019 .,_'\n\t") * 10
+    return TEXTS + HARD + ["".join(rng.choices(alphabet, k=rng.randint(1, 60))) for _ in range(500)]
+
+
+def test_any_text_and_any_bytes_round_trip(tokenizer):
+    for s in strings():
+        assert tokenizer.decode(tokenizer.encode(s)) == s
+    every_byte = tokenizer.decode_bytes(range(256))
+    assert sorted(every_byte) == list(range(256))      # all bytes are tokens, so bytes always have ids
+    assert tokenizer.encode("\udcff")                  # a lone surrogate is replaced, not an error
+
+
+def test_special_tokens_never_come_from_text(tokenizer):
+    assert list(tokenizer.special) == list(SPECIALS) and tokenizer.vocab_size == 2048
+    for s in SPECIALS:
+        assert tokenizer.special[s] not in tokenizer.encode(f"x{s}y")
+
+
+def test_digits_are_single_tokens(tokenizer):
+    assert len(tokenizer.encode("20487")) == 5
+
+
+def test_templates(tokenizer):
+    s = tokenizer.special
+    assert tokenizer.prompt_ids("hi")[:2] == [s["<|bos|>"], s["<|prompt|>"]] and tokenizer.prompt_ids("hi")[-1] == s["<|think|>"]
+    ids = tokenizer.response_ids("so ", "42")
+    assert tokenizer.answer_text(ids) == "42" and tokenizer.answer_text(ids[:-1]) == "42" and tokenizer.answer_text([1, 2]) == ""
+    assert tokenizer.decode_bytes([5, 999999]) == tokenizer.decode_bytes([5])
+
+
+def test_training_is_deterministic_and_counts(tokenizer):
+    merges = train_bpe(["aab aab aab ab"], 3)
+    assert merges[0] == (b"a", b"b") and merges == train_bpe(["aab aab aab ab"], 3)
+    assert (b"a", b"ab") in merges
+
+
+def test_hugging_face_reads_the_same_file(tokenizer, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    theirs = tokenizers.Tokenizer.from_file(os.path.join(TARGET, "tokenizer.json"))
+    for s in strings():
+        assert theirs.encode(s, add_special_tokens=False).ids == tokenizer.encode(s) or "<|" in s
+        assert theirs.decode(tokenizer.encode(s), skip_special_tokens=False) == s
+
+
+@pytest.mark.parametrize("content, message", [(None, "does not exist"), ("{", "not a byte-level BPE"), ("{}", "not a byte-level BPE"),
+                                              ('{"model": {"type": "Unigram"}}', "not a byte-level BPE")])
+def test_bad_files_are_named(tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_fresh_tokenizer_round_trips(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(to_json(train_bpe(TEXTS * 5, 40))))
+    fresh = Tokenizer.load(str(tmp_path))
+    assert all(fresh.decode(fresh.encode(s)) == s for s in strings()) and len(fresh.encode(" the")) == 1

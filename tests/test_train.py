@@ -1,0 +1,101 @@
+"""Training data and the training script, at toy size."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import torch
+from conftest import ROOT, TARGET
+from safetensors.torch import load_file
+
+import train_gpt
+from minispec import corpus, tasks
+from minispec.tokenizer import Tokenizer
+
+ARGS = ["--size", "tiny", "--tokens", "60e3", "--max-length", "256", "--warmup", "5", "--tokenizer", TARGET, "--seed", "7", "--device", "cpu"]
+
+
+def train(out, *args, data="", **kw):
+    return subprocess.Popen([sys.executable, os.path.join(ROOT, "train_gpt.py"), "--out", str(out), *ARGS, *args], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env={**os.environ, "MINISPEC_DATA": data}, **kw)
+
+
+def test_sequences_are_seeded_and_begin_with_the_one_bos():
+    tokenizer = Tokenizer.load(TARGET)
+    stream = corpus.Stream(tokenizer, corpus.real_documents(None), 0.3, seed=1)
+    bos, same = tokenizer.special["<|bos|>"], corpus.Stream(tokenizer, corpus.real_documents(None), 0.3, seed=1)
+    for n in range(8):
+        tokens, positions, learn = stream.sequence(n, 1024, 10240)
+        assert len(tokens) == len(positions) == len(learn) == 1025
+        assert tokens[0] == bos and (tokens == bos).sum() == 1 and positions[0] == 0
+        assert (np.diff(positions) >= 1).all() and positions[-1] < 10240
+        assert all(np.array_equal(a, b) for a, b in zip((tokens, positions, learn), same.sequence(n, 1024, 10240)))
+    assert not np.array_equal(stream.sequence(0, 1024)[0], stream.sequence(1, 1024)[0])
+
+
+def test_loss_is_taken_on_responses():
+    tokenizer = Tokenizer.load(TARGET)
+    p = tasks.make("arith", 0)
+    ids, learn = corpus.encode(tokenizer, (p.prompt, p.think, p.answer))
+    think = ids.index(tokenizer.special["<|think|>"])
+    assert not any(learn[:think + 1]) and all(learn[think + 1:])
+    assert tokenizer.answer_text(ids) == p.answer and ids[-1] == tokenizer.special["<|eos|>"]
+
+
+def test_long_sequences_hold_long_programs():
+    tokenizer = Tokenizer.load(TARGET)
+    stream, marks = corpus.Stream(tokenizer, {}, 0, seed=3), []
+    for n in range(12):
+        tokens, _, _ = stream.sequence(n, 4096)
+        marks.append((tokens == tokenizer.special["<|prompt|>"]).sum())
+    assert min(marks) <= 2 < max(marks)
+
+
+def test_curriculum_keeps_its_shares():
+    plan = train_gpt.schedule(0, 20e6, 10240, 1)
+    assert plan[-1][1] >= 20e6 and plan[0][0] == 256 and all(length <= 1024 for length, used in plan if used < 0.5 * 20e6)
+    late = [length for length, used in plan if used > 0.83 * 20e6]
+    tokens = sum(train_gpt.BATCH_TOKENS[length] for length in late)
+    share = sum(train_gpt.BATCH_TOKENS[length] for length in late if length == 10240) / tokens
+    assert abs(share - 0.35) < 0.1
+    assert {length for length, _ in train_gpt.schedule(0, 1e6, 256, 1)} == {256} or max(l for l, _ in train_gpt.schedule(0, 1e6, 1024, 1)) == 1024
+
+
+def test_killed_training_resumes_to_the_same_weights(tmp_path):
+    whole, parts = train(tmp_path / "whole", "--save-every", "10"), tmp_path / "parts"
+    out, err = whole.communicate(timeout=200)
+    assert whole.returncode == 0, err
+    p = train(parts, "--save-every", "10")
+    while not (parts / "resume.pt").exists() and p.poll() is None:
+        time.sleep(0.01)
+    p.send_signal(signal.SIGKILL)
+    p.communicate()
+    p = train(parts, "--save-every", "10")
+    out, err = p.communicate(timeout=200)
+    assert p.returncode == 0, err
+    assert "resuming at step" in out
+    a, b = load_file(tmp_path / "whole" / "model.safetensors"), load_file(parts / "model.safetensors")
+    assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
+    logs = [[json.loads(line) for line in open(d / "log.jsonl")] for d in (tmp_path / "whole", parts)]
+    assert [r["step"] for r in logs[0]] == [r["step"] for r in logs[1]]
+    assert logs[0][-1]["trace"] == logs[1][-1]["trace"] and logs[0][-1]["trace"]["loss"] < logs[0][0]["trace"]["loss"]
+    assert "train_gpt.py --out" in (parts / "command.txt").read_text()
+
+
+def test_distillation_needs_its_teacher(tmp_path):
+    p = train(tmp_path / "x", "--teacher", "nowhere")
+    _, err = p.communicate(timeout=60)
+    assert p.returncode == 2 and err == "train_gpt.py: no model folder nowhere\n" and not (tmp_path / "x").exists()
+
+
+def test_real_text_is_read_where_it_is(tmp_path):
+    (tmp_path / "gsm8k").mkdir()
+    rows = [{"question": f"What is {i}?", "answer": f"It is <<{i}={i}>>{i}\n#### {i}"} for i in range(40)]
+    (tmp_path / "gsm8k" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train_, held = corpus.real_documents(str(tmp_path)), corpus.real_documents(str(tmp_path), "heldout")
+    assert len(train_["gsm8k"]) + len(held["gsm8k"]) == 40 and not set(train_["gsm8k"]) & set(held["gsm8k"])
+    assert train_["gsm8k"][0][1].startswith("It is ") and "<<" not in train_["gsm8k"][0][1]
+    assert "code" in train_ and "books" not in corpus.real_documents(None)
