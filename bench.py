@@ -221,7 +221,9 @@ def report(readme):
         mark = re.compile(rf"(<!-- results:{name} -->\n).*?(\n<!-- end -->)", re.S)
         if mark.search(text):
             with open(os.path.join(RESULTS, file), encoding="utf-8") as f:
-                text = mark.sub(lambda m: m[1] + render(name, json.load(f)["result"]) + m[2], text)
+                r = json.load(f)
+            source = f"\n\n`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}, {r['seconds'] / 60:.0f} minutes."
+            text = mark.sub(lambda m: m[1] + render(name, r["result"]) + source + m[2], text)
     text = re.sub(r"(<!-- training -->\n).*?(\n<!-- end -->)", lambda m: m[1] + training_table(CHECKPOINTS) + m[2], text, flags=re.S)
     with open(readme + ".tmp", "w", encoding="utf-8") as f:
         f.write(text)

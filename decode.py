@@ -173,7 +173,8 @@ def verdict(problem, generation, tokenizer):
 
 def describe(problem, generation, tokenizer):
     return {"prompt_token_ids": generation.prompt_ids, "token_ids": generation.token_ids, "text": tokenizer.decode(generation.token_ids),
-            "who": generation.who, "finish": generation.finish, "correct": verdict(problem, generation, tokenizer)}
+            "who": generation.who, "finish": generation.finish, "steps": [vars(s) for s in generation.steps],
+            "correct": verdict(problem, generation, tokenizer)}
 
 
 def table(result):

@@ -30,12 +30,12 @@ from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 # 256 tokens and small batches the model learns to copy a name from its context within a million tokens, with 1,024
 # tokens and batches of 10,000 it had not after four. Then up to the lengths that will be decoded, for attention must be
 # trained there, though a token costs 3 to 4 times as much on a CPU.
-CURRICULUM = ((0.15, {256: 1.0}),
-              (0.28, {512: 1.0}),
-              (0.55, {1024: 1.0}),
-              (0.82, {1024: 0.5, 4096: 0.3, 10240: 0.2}),
-              (1.0, {1024: 0.3, 4096: 0.35, 10240: 0.35}))
-BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 4096, 4096: 4096, 10240: 10240}
+CURRICULUM = ((0.124, {256: 1.0}),
+              (0.23, {512: 1.0}),
+              (0.782, {1024: 1.0}),
+              (0.932, {1024: 0.5, 4096: 0.35, 10240: 0.15}),
+              (1.0, {1024: 0.4, 4096: 0.35, 10240: 0.25}))
+BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 4096: 4096, 10240: 10240}
 
 def parse_args():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -45,11 +45,13 @@ def parse_args():
     p.add_argument("--real-share", type=float, default=0.1, help="share of documents that are real text")
     p.add_argument("--tokenizer", help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
     p.add_argument("--teacher", help="folder of a target to distil from: the loss is the KL divergence to its distribution")
-    p.add_argument("--tokens", type=float, default=12e6, help="training tokens in all")
+    p.add_argument("--tokens", type=float, default=14.7e6, help="training tokens in all")
     p.add_argument("--batch-scale", type=int, default=1, help="multiplies the tokens an optimiser step (a GPU wants 8 or more)")
     p.add_argument("--max-length", type=int, default=10240, help="longest sequence; longer ones of the curriculum are cut to it")
     p.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
     p.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
+    p.add_argument("--logit-limit", type=float, default=20.0, help="largest attention logit; see clip_attention")
+    p.add_argument("--sharpen", type=float, default=0.0, help="weight of the attention entropy, summed over layers, in the loss")
     p.add_argument("--seed", type=int, default=1337)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--compile", action="store_true", help="torch.compile the model: 15 %% faster on a CPU, a few minutes to start")
@@ -100,6 +102,47 @@ def optimizers(model, lr):
     return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW([{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
                               lr=lr, betas=(0.9, 0.95))]
+
+
+def entropy_attend(rows, entropies):
+    """Dense causal attend that also appends, layer by layer, the mean entropy (nats) of the attention of queries `rows`
+    (n,). Heads with nothing to fetch spread over the whole context unless that costs something; see --sharpen."""
+    dense = dense_attend()
+
+    def attend(layer, q, k, v):
+        share = q.shape[2] // k.shape[2]
+        scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows], k.repeat_interleave(share, 2)).float() / q.shape[-1] ** 0.5
+        future = torch.arange(k.shape[1], device=q.device) > rows[:, None]
+        log_probs = scores.masked_fill(future, -1e9).log_softmax(-1)
+        entropies.append(-(log_probs.exp() * log_probs).sum(-1).mean())
+        return dense(layer, q, k, v)
+    return attend
+
+
+@torch.no_grad()
+def clip_attention(model, x, positions, limit):
+    """Scale the query and key projections of every key/value head whose attention logits exceed `limit` on x (1, T) down
+    to it (QK-clip, Kimi K2 2507.20534). Muon moves all directions of a matrix by the same amount, so without QK-norm
+    the logits grow to 100 and more within a thousand steps; a softmax that saturated passes no gradient, and look-ups
+    that were not learned by then never are. Sharp heads need differences of 10, not of 100. Returns the largest logit."""
+    c, largest = model.config, 0.0
+
+    def attend(layer, q, k, v):
+        nonlocal largest
+        share, t = c.n_head // c.n_kv_head, x.shape[1]
+        scores = torch.einsum("qhd,khd->hqk", q[0].float(), k[0].float().repeat_interleave(share, 1)) / c.head_dim ** 0.5
+        scores = scores.masked_fill(torch.ones(t, t, device=x.device).triu(1).bool(), 0.0)
+        top = scores.flatten(1).amax(-1).view(c.n_kv_head, share).amax(-1)               # (G,)
+        largest = max(largest, top.max().item())
+        scale = (limit / top.clamp(min=limit)).sqrt().repeat_interleave(c.head_dim)     # over the rows of one k projection
+        weight = model.blocks[layer].qkv.weight.unflatten(0, (-1, c.head_dim))          # (H + 2G, D, C)
+        per_head = scale.view(c.n_kv_head, c.head_dim, 1)
+        weight[:c.n_head] *= per_head.repeat_interleave(share, 0)
+        weight[c.n_head:c.n_head + c.n_kv_head] *= per_head
+        return dense_attend()(layer, q, k, v)
+
+    model(x, positions, attend)
+    return largest
 
 
 @torch.no_grad()
@@ -174,10 +217,12 @@ def main():
     bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
 
     def loss_of(x, positions, y, learn):
+        entropies = []
+        attend = entropy_attend(torch.randint(x.shape[1], (32,), device=x.device), entropies) if args.sharpen else dense_attend()
         with bf16:
-            logits = model.logits(forward(x, positions, dense_attend())[learn]).float()
+            logits = model.logits(forward(x, positions, attend)[learn]).float()
             if teacher is None:
-                return F.cross_entropy(logits, y[learn])
+                return F.cross_entropy(logits, y[learn]) + args.sharpen * sum(entropies)
             with torch.no_grad():
                 goal = teacher.logits(teacher(x, positions, dense_attend())[learn]).float().log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")
@@ -201,6 +246,8 @@ def main():
                 group["lr"] = learning_rate(step, used / args.tokens, args)
             opt.step()
             opt.zero_grad(set_to_none=True)
+        if step % 20 == 0:
+            clip_attention(model, batch[0][:1, :1024], batch[1][:1, :1024], args.logit_limit)
         recent = recent[-49:] + [loss.item()]
         bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", T=length)
         if (step + 1) % args.save_every == 0 or step + 1 == steps:

@@ -27,12 +27,15 @@ from .verify import Sampling, draw, greedy_chain, rejection_chain, warp
 @dataclass
 class Step:
     """One round of a request: `proposed` drafts by `proposer` when `position` tokens had been generated, `accepted`
-    of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended inside)."""
+    of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended inside), and the request's
+    share of the seconds spent on drafting and on the target's verifying forward."""
     position: int
     proposed: int
     accepted: int
     committed: int
     proposer: str
+    draft_seconds: float
+    verify_seconds: float
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Request:
         self.rng = torch.Generator().manual_seed(sampling.seed)
         self.generation = Generation(list(prompt_ids))
         self.n_cached, self.base, self.state = 0, None, None       # state: the method's own notes on this request
+        self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}   # seconds of the round so far
 
     @property
     def remaining(self):
@@ -81,7 +85,8 @@ class Request:
         if len(kept) <= accepted:                        # drafts behind the end were never asked for
             proposed = accepted = len(kept)
         if proposer:
-            g.steps.append(Step(len(g.token_ids), proposed, accepted, len(kept), proposer))
+            g.steps.append(Step(len(g.token_ids), proposed, accepted, len(kept), proposer, self.spent["draft"], self.spent["verify"]))
+        self.spent = dict.fromkeys(self.spent, 0.0)
         last = "plain" if proposed == 0 else "bonus" if accepted == proposed else "correction"
         g.who += ["draft"] * accepted + [last] * (len(kept) > accepted)
         g.token_ids += kept
@@ -174,8 +179,13 @@ class Engine:
         self.n_forwards += 1
         spent = time.perf_counter() - started
         for s in plan:                                   # a mixed forward is charged by rows
-            self.seconds[s.kind] += spent * len(s.tokens) / n
+            self.charge(s.request, s.kind, spent * len(s.tokens) / n)
         return logits
+
+    def charge(self, request, phase, seconds):
+        """Book time of a phase, on the engine and on the request's round."""
+        self.seconds[phase] += seconds
+        request.spent[phase] += seconds
 
     # -- what planners share -------------------------------------------------------------------------------------------
 
@@ -255,7 +265,9 @@ class Lockstep:
         started = time.perf_counter()
         # A round commits at least one token beside its drafts, so the last one needs no draft.
         drafts = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
-        self.engine.seconds["draft"] += time.perf_counter() - started
+        spent = time.perf_counter() - started
+        for r in ready:
+            self.engine.charge(r, "draft", spent / len(ready))
         return dict(zip(ready, drafts))
 
     def _verify(self, request, drafts, q):

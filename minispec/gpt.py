@@ -230,7 +230,7 @@ def write_json(path, data):
 
 
 def save(model, folder, tokenizer_json=None):
-    """Write `config.json`, `model.safetensors`, `generation_config.json` and, if given, `tokenizer.json`."""
+    """Write `config.json`, `model.safetensors`, `generation_config.json` and, if given, the tokenizer's two files."""
     from safetensors.torch import save_file
     os.makedirs(folder, exist_ok=True)
     c, state, tensors = model.config, model.state_dict(), {}
@@ -243,7 +243,11 @@ def save(model, folder, tokenizer_json=None):
     write_json(os.path.join(folder, "config.json"), to_hf_config(c, str(model.dtype).removeprefix("torch.")))
     write_json(os.path.join(folder, "generation_config.json"), {"bos_token_id": c.bos_id, "eos_token_id": c.eos_id})
     if tokenizer_json:
+        name = {t["id"]: t["content"] for t in tokenizer_json["added_tokens"]}
         write_json(os.path.join(folder, "tokenizer.json"), tokenizer_json)
+        write_json(os.path.join(folder, "tokenizer_config.json"), {
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": name.get(c.bos_id), "eos_token": name.get(c.eos_id), "pad_token": "<|pad|>",
+            "chat_template": "<|bos|><|prompt|>{{ messages[-1]['content'] }}\n<|think|>", "model_max_length": c.block_size})
 
 
 def load(folder, device="cpu", dtype=None):

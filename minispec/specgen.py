@@ -4,7 +4,7 @@ Decoding long chains of thought is bound by reading the key/value cache. So draf
 about 5 % of the cache, then check all of them in one forward that reads all of it. That forward computes every attention
 probability anyway, and those probabilities choose the 5 % for the next round (PillarAttn): no second model, no training.
 
-One round of a request that has N tokens in the cache and N + 1 committed (section numbers: the paper's PillarAttn):
+One round of a request that has N tokens in the cache and N + 1 committed:
     1 draft    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the round's own rows
     2 verify   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
     3 accept   greedy or rejection sampling with the draft's own distributions: a of k drafts, and one more token
@@ -36,8 +36,8 @@ N_SINKS = 4                                  # first positions that a plain wind
 class PillarKeys:
     """The keys of one round of draft steps: a gathered copy of the selected positions, then the round's own rows.
 
-    selected: (L, G, c) positions, critical ones first chosen per layer and KV head; recent: number of newest positions.
-    None selects all positions, the cold start after a prompt. `attend` is for single rows (one draft step).
+    selected: (L, G, c) positions, chosen per layer and KV head, or None for all of them (the cold start after a prompt);
+    recent: how many of the newest `length` cached positions come on top; k: draft steps to leave room for. `attend` is for single rows (one draft step).
     """
 
     def __init__(self, cache, base, length, selected, recent, k):
@@ -52,7 +52,7 @@ class PillarKeys:
                 index = (base + selected)[..., None].expand(-1, -1, -1, d)
                 buffer[:, :, :n - recent] = pool.gather(2, index)
                 buffer[:, :, n - recent:n] = pool[:, :, base + length - recent:base + length]
-        self.n, self.n_selected = n, n
+        self.n = n
 
     def attend(self, layer, q, k, v):
         """q (1, H, D), k and v (1, G, D) -> (1, H, D). Rows are appended in the order of the layers, so layer 0 opens

@@ -45,7 +45,7 @@ ITEMS = "shells books coins apples stamps cards pens marbles stones tickets bead
 FAMILIES = ("trace", "arith", "story", "search", "revise")
 SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}   # trained range
 TRACE_MAX = 200             # lines of the longest program: a chain of about 8,000 tokens
-TOKENS_PER_LINE = 41        # of a `trace` chain, on average, with the shipped tokenizer
+TOKENS_PER_LINE = 36        # of a `trace` chain, on average, with the shipped tokenizer
 
 
 @dataclass
@@ -97,19 +97,24 @@ def _apply(a, op, b):
     return f"{a} is too small, so {a + 10} minus {b} is {a + 10 - b}", a + 10 - b
 
 
-TRACE_STYLES = (  # (state a value, open a step)
-    ("{} is {}", "Next comes {}, which is {}. "),
-    ("{} holds {}", "Now I work out {}, and it gets {}. "),
-    ("{} equals {}", "The line after that sets {} to {}. "),
+TRACE_STYLES = (  # (open a step, recall values)
+    ("Next comes {}, which is {}. ", "I recall {}"),
+    ("Now I work out {}, and it gets {}. ", "I found {} before"),
+    ("The line after that sets {} to {}. ", "So far I have {}"),
 )
 
 
 def trace(rng, size):
-    """Single-assignment programs modulo ten. Operands are mostly recent results, sometimes one of the givens."""
+    """Single-assignment programs modulo ten. Operands are mostly recent results, sometimes one of the givens.
+
+    A value is written right behind its name, so that looking it up takes one induction step (find the name, read on). With
+    "lamp is 4", two tokens in between, a 5M-parameter model had not learned to look up anything after 7M tokens.
+    """
     given = rng.randint(3, 8)
     names = rng.sample(NAMES, size + given)
     value = {name: rng.randrange(10) for name in names[:given]}
-    says, opens = rng.choice(TRACE_STYLES)
+    opens, recalls = rng.choice(TRACE_STYLES)
+    says = "{}{}"                                        # a value stands right behind its name: lamp4
     lines, steps = [], []
     for i in range(given, len(names)):
         def operand():
@@ -119,9 +124,7 @@ def trace(rng, size):
         name, op, a = names[i], rng.choice("+-"), operand()
         b = operand() if rng.random() < 0.4 else str(rng.randint(1, 9))
         lines.append(f" {name} = {a} {op} {b}")
-        recall = "I recall that " + says.format(a, value[a])
-        if b in value and b != a:
-            recall += " and " + says.format(b, value[b])
+        recall = recalls.format(" and ".join(says.format(n, value[n]) for n in dict.fromkeys((a, b)) if n in value))
         sum_, value[name] = _apply(value[a], op, value.get(b) if b in value else int(b))
         steps.append(opens.format(name, f"{a} {'plus' if op == '+' else 'minus'} {b}")
                      + f"{recall}. Then {sum_}, so " + says.format(name, value[name]) + ".\n")
@@ -129,7 +132,7 @@ def trace(rng, size):
                       "What does the last line of this program give? Keep one digit everywhere.",
                       "Work through the program line by line, modulo ten. What is its result?"])
     givens = ", ".join(says.format(n, value[n]) for n in names[:given])
-    prompt = f"{ask}\nGiven: {givens}.\n" + "\n".join(lines) + "\n"
+    prompt = f"{ask}\nGiven {givens}.\n" + "\n".join(lines) + "\n"
     think = "I start with the first line.\n" + "".join(steps) + f"That was the last line, and {says.format(names[-1], value[names[-1]])}.\n"
     return prompt, think, str(value[names[-1]]), {}
 
@@ -239,8 +242,8 @@ def search(rng, size):
         inner.append(room)
     start, goal = rooms[0], rng.choice(rooms[max(2, size // 2):])
     listing = rng.sample(rooms, size)
-    say = lambda room: f"{room} leads to {' and '.join(edges[room])}" if edges[room] else f"{room} leads nowhere"
-    prompt = f"{'. '.join(say(r) for r in listing)}. Find the way from {start} to {goal}.\n"
+    say = lambda room: f"{room}: {' '.join(edges[room]) or 'nothing'}"
+    prompt = f"Behind each room lie others. {'. '.join(say(r) for r in listing)}. Find the way from {start} to {goal}.\n"
     think, stack = f"I start in {start} and look for {goal}.\n", [start]
     while True:
         room = stack.pop(-1 if rng.random() < 0.7 else rng.randrange(len(stack)))

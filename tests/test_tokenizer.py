@@ -63,6 +63,14 @@ def test_hugging_face_reads_the_same_file(tokenizer, tmp_path):
         assert theirs.decode(tokenizer.encode(s), skip_special_tokens=False) == s
 
 
+def test_transformers_finds_the_tokenizer_and_the_template(tokenizer):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(TARGET)
+    assert theirs.eos_token == "<|eos|>" and theirs("so 12").input_ids == tokenizer.encode("so 12")
+    got = theirs.apply_chat_template([{"role": "user", "content": "2 + 2?"}], tokenize=True, return_dict=True)["input_ids"]
+    assert got == tokenizer.prompt_ids("2 + 2?\n")
+
+
 @pytest.mark.parametrize("content, message", [(None, "does not exist"), ("{", "not a byte-level BPE"), ("{}", "not a byte-level BPE"),
                                               ('{"model": {"type": "Unigram"}}', "not a byte-level BPE")])
 def test_bad_files_are_named(tmp_path, content, message):

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import torch
-from conftest import ROOT, TARGET
+from conftest import ROOT, TARGET, toy_model
 from safetensors.torch import load_file
 
 import train_gpt
@@ -62,6 +62,25 @@ def test_curriculum_keeps_its_shares():
     share = sum(train_gpt.BATCH_TOKENS[length] for length in late if length == 10240) / tokens
     assert abs(share - 0.35) < 0.1
     assert {length for length, _ in train_gpt.schedule(0, 1e6, 256, 1)} == {256} or max(l for l, _ in train_gpt.schedule(0, 1e6, 1024, 1)) == 1024
+
+
+def test_attention_logits_are_clipped_head_by_head():
+    model = toy_model(gain=8.0)
+    x, positions = torch.randint(0, 64, (1, 50)), torch.arange(50)[None]
+    before = model.blocks[0].qkv.weight.clone()
+    assert train_gpt.clip_attention(model, x, positions, 1e9) > 5 and torch.equal(before, model.blocks[0].qkv.weight)
+    train_gpt.clip_attention(model, x, positions, 5.0)
+    train_gpt.clip_attention(model, x, positions, 5.0)          # what later layers see has changed
+    assert train_gpt.clip_attention(model, x, positions, 1e9) < 5.5
+    values = slice((4 + 2) * 8, None)
+    assert torch.equal(before[values], model.blocks[0].qkv.weight[values])
+
+
+def test_entropy_of_uniform_attention():
+    entropies, rows = [], torch.tensor([0, 9, 49])
+    toy_model(gain=0.0)(torch.randint(0, 64, (1, 50)), torch.arange(50)[None], train_gpt.entropy_attend(rows, entropies))
+    want = torch.log(rows + 1.0).mean()
+    assert len(entropies) == 2 and all(abs(e - want) < 1e-4 for e in entropies)
 
 
 def test_killed_training_resumes_to_the_same_weights(tmp_path):
