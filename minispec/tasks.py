@@ -12,7 +12,7 @@ The families differ in what a drafter can exploit:
 | arith  | column addition, subtraction, multiplication by a digit | digits | rigid form, computed digits |
 | story  | word problem with distractors | events | prose, copying with few computed numbers |
 | search | find a way through a tree of rooms, with dead ends | rooms | high entropy: any order of trying is right |
-| revise | apply an edit to a text or to code and print all of it | lines | n-gram friendly copying |
+| revise | fill in, add to or cut a text or code, and print all of it | lines | n-gram friendly copying |
 
 A step of a chain needs one look-up, one single-digit operation or one carry, so that a model of a few million
 parameters can do it; difficulty lies in the number of steps. Splits are disjoint by construction: a problem whose
@@ -257,36 +257,39 @@ def search(rng, size):
         think += f"I came to {path[-1]} from {parent[path[-1]]}.\n"
         path.append(parent[path[-1]])
     think += f"That is the start, so I turn the way around.\n"
-    return prompt, think, " ".join(reversed(path)), {"edges": edges, "start": start, "goal": goal}
+    return prompt, think, " " + " ".join(reversed(path)), {"edges": edges, "start": start, "goal": goal}
 
 
 # -- revise: edit and print --------------------------------------------------------------------------------------------
 
 def revise(rng, size):
-    """A list in prose or a piece of code; rename a word, change a number, or drop a line, then print all of it."""
+    """A list in prose or a piece of code with a gap here and there; fill the gaps, add a line, or drop one, then print all
+    of it. Lines are indented, so that a name is the same token at the beginning of a line as elsewhere."""
     subjects = rng.sample(NAMES, size + 1)
-    new, lines = subjects.pop(), []
+    new, lines, kind = subjects.pop(), [], rng.choice(["fill"] * 3 + ["add"] * 2 + ["drop"])
+    if kind == "fill":
+        subjects[rng.randrange(size)] = "name"
     code = rng.random() < 0.4
     for i, name in enumerate(subjects):
         n, friend = rng.randint(2, 99), rng.choice(subjects[:i]) if i else "zero"
-        lines.append(rng.choice([
+        lines.append(" " + rng.choice([
             f"{name} = make({n}, {friend})", f"{name} = {friend} + {n}", f"def {name}(x): return x * {n}",
-            f"print({name}, {n})"] if code else [
+            f"print {name}, {n}"] if code else [
             f"The {name} costs {n} coins.", f"Put the {name} next to the {friend}.", f"We saw {n} of the {name} kind.",
-            f"{PEOPLE[rng.randrange(24)]} painted the {name} in {n} minutes.", f"Every {name} needs a {friend}."]))
-    target = rng.randrange(size)
-    name, text = subjects[target], "\n".join(lines)
-    kind = rng.choice(["rename", "rename", "drop"])
-    if kind == "drop":
-        order = f"Leave out the line that begins with: {lines[target]}"
-        answer = "\n".join(line for i, line in enumerate(lines) if i != target)
-        think = f"I copy every line except this one: {lines[target]}\n"
+            f"{rng.choice(PEOPLE)} painted the {name} in {n} minutes.", f"Every {name} needs a {friend}."]))
+    text = "\n".join(lines)
+    if kind == "fill":
+        order = f"Write {new} wherever it says name."
+        think, answer = f"I copy every line, and where I see name I write {new}.\n", re.sub(r"\bname\b", new, text)
+    elif kind == "add":
+        line = f" print {new}" if code else f" There is a {new}."
+        order = f"Add this line at the end:{line}"
+        think, answer = f"I copy every line and end with:{line}\n", f"{text}\n{line}"
     else:
-        order = f"Write {new} in place of {name} everywhere."
-
-        answer = re.sub(rf"\b{name}\b", new, text)
-        think = f"I copy every line, and where I see {name} I write {new}.\n"
-    prompt = f"{order} Print the whole {'code' if code else 'text'}.\n{text}\n"
+        drop = rng.randrange(size)
+        order = f"Leave out this line:{lines[drop]}"
+        think, answer = f"I copy every line except this one:{lines[drop]}\n", "\n".join(lines[:drop] + lines[drop + 1:])
+    prompt = f"{order}\nPrint the whole {'code' if code else 'text'}.\n{text}\n"
     return prompt, think, answer, {}
 
 

@@ -75,15 +75,21 @@ def test_search_checker_wants_a_real_way():
 
 
 def test_revise_edits_are_applied():
+    kinds = set()
     for seed in range(60):
         p = tasks.make("revise", seed, "heldout")
-        order, text = p.prompt.split("\n", 1)
+        order, _, text = p.prompt.split("\n", 2)
+        lines, answer = text.rstrip("\n").split("\n"), p.answer.split("\n")
         if order.startswith("Write"):
-            new, old = re.match(r"Write (\w+) in place of (\w+) everywhere", order).groups()
-            assert p.answer == re.sub(rf"\b{old}\b", new, text.strip())
+            new = re.match(r"Write (\w+) wherever it says name", order).group(1)
+            assert answer == [re.sub(r"\bname\b", new, line) for line in lines] != lines
+        elif order.startswith("Add"):
+            assert answer == lines + [order.split(":", 1)[1]]
         else:
-            line = order.split("begins with: ")[1].rsplit(" Print the whole", 1)[0]
-            assert p.answer.split("\n") == [x for x in text.strip().split("\n") if x != line]
+            dropped = order.removeprefix("Leave out this line:")
+            assert dropped in lines and answer == [line for line in lines if line != dropped]
+        kinds.add(order[0])
+    assert kinds == {"W", "A", "L"}
 
 
 def test_unknown_family_is_named():
