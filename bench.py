@@ -131,9 +131,9 @@ def acceptance(args, model, tokenizer):
 
 def speed(args, model, tokenizer):
     """Tokens a second of every method against the faster dtype of the autoregressive loop: interleaved repeats, medians."""
-    repeats, rows = (2 if args.quick else 5), []
-    workloads = {f: (lambda t, f=f: requests_of([tasks.make(f, 500 + i, "heldout") for i in range(4)], tokenizer, t, 256)) for f in tasks.FAMILIES}
-    workloads["trace at 4,000"] = lambda t: warm_requests(tokenizer, t, 4000, 128, 4)
+    repeats, rows = (1 if args.quick else 3), []
+    workloads = {f: (lambda t, f=f: requests_of([tasks.make(f, 500 + i, "heldout") for i in range(3)], tokenizer, t, 192)) for f in tasks.FAMILIES}
+    workloads["trace at 4,000"] = lambda t: warm_requests(tokenizer, t, 4000, 128, 3)
     targets = {"float32": model, "bfloat16": gpt.load(args.model, dtype=torch.bfloat16)}
     for workload, build in workloads.items():
         cells = [("ar", d) for d in targets] + [(m, "float32") for m in methods.METHODS if m != "ar"]

@@ -1,6 +1,6 @@
 """Train the target model, and distil the small draft model from it. One page, nanoGPT style.
 
-    python train_gpt.py --out checkpoints/target --compile                      # about 70 minutes on 2 CPU cores
+    python train_gpt.py --out checkpoints/target --compile                      # about 90 minutes on 2 CPU cores
     python train_gpt.py --out checkpoints/draft --size micro --teacher checkpoints/target --tokens 4e6
     python train_gpt.py --out /tmp/toy --size tiny --tokens 2e5                 # seconds; see the whole chain run
 
@@ -30,11 +30,10 @@ from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 # 256 tokens and small batches the model learns to copy a name from its context within a million tokens, with 1,024
 # tokens and batches of 10,000 it had not after four. Then up to the lengths that will be decoded, for attention must be
 # trained there, though a token costs 3 to 4 times as much on a CPU.
-CURRICULUM = ((0.115, {256: 1.0}),
-              (0.213, {512: 1.0}),
-              (0.83, {1024: 1.0}),
-              (0.943, {1024: 0.5, 4096: 0.35, 10240: 0.15}),
-              (1.0, {1024: 0.4, 4096: 0.35, 10240: 0.25}))
+CURRICULUM = ((0.11, {256: 1.0}),
+              (0.20, {512: 1.0}),
+              (0.80, {1024: 1.0}),
+              (1.0, {1024: 0.6, 4096: 0.25, 10240: 0.15}))
 BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 4096: 4096, 10240: 10240}
 
 def parse_args():
@@ -45,7 +44,7 @@ def parse_args():
     p.add_argument("--real-share", type=float, default=0.1, help="share of documents that are real text")
     p.add_argument("--tokenizer", help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
     p.add_argument("--teacher", help="folder of a target to distil from: the loss is the KL divergence to its distribution")
-    p.add_argument("--tokens", type=float, default=15.9e6, help="training tokens in all")
+    p.add_argument("--tokens", type=float, default=16.5e6, help="training tokens in all")
     p.add_argument("--batch-scale", type=int, default=1, help="multiplies the tokens an optimiser step (a GPU wants 8 or more)")
     p.add_argument("--max-length", type=int, default=10240, help="longest sequence; longer ones of the curriculum are cut to it")
     p.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")

@@ -185,17 +185,18 @@ def arith(rng, size):
 
 # -- story: word problems ----------------------------------------------------------------------------------------------
 
+OTHERS = ("a friend", "the teacher", "a child", "the baker", "the nurse", "a sailor")
 SCENERY = ("It rains all morning.", "A dog barks outside.", "The sun comes out.", "Lunch is late today.", "The bus is full.",
            "Somebody opens a window.", "The clock strikes nine.", "A cat sleeps on the stairs.")
 
 
 def story(rng, size):
     """Follow one person's count of one thing through events, some of which do not matter."""
-    hero, *others = rng.sample(PEOPLE, 3)
+    hero, others = rng.choice(PEOPLE), rng.sample(OTHERS, 2)
     thing, other_thing = rng.sample(ITEMS, 2)
     start = count = rng.randint(5, 20)
     opening = [f"{hero} has {count} {thing}.", f"{hero} also has {rng.randint(2, 9)} {other_thing}.",
-               f"{others[0]} has {rng.randint(5, 20)} {thing}."]
+               f"{others[0].capitalize()} has {rng.randint(5, 20)} {thing}."]
     scenery, seen = rng.sample(SCENERY, len(SCENERY)), set()
     events, think = [], f"I follow the {thing} of {hero}, who starts with {count}.\n"
     while len(events) < size:
@@ -205,9 +206,9 @@ def story(rng, size):
         elif kind < 0.32:
             event, change, why = f"{hero} buys {n} {other_thing}.", 0, f"Those are {other_thing}"
         elif kind < 0.44:
-            event, change, why = f"{who} finds {n} {thing}.", 0, f"Those belong to {who}"
+            event, change, why = f"{who.capitalize()} finds {n} {thing}.", 0, f"Those belong to {who}"
         else:
-            up, down = [f"{hero} finds {n} {thing}.", f"{hero} buys {n} more {thing}.", f"{who} gives {n} {thing} to {hero}."], \
+            up, down = [f"{hero} finds {n} {thing}.", f"{hero} buys {n} more {thing}.", f"{hero} gets {n} {thing} from {who}."], \
                 [f"{hero} loses {n} {thing}.", f"{hero} sells {n} of the {thing}.", f"{hero} gives {n} {thing} to {who}."]
             if rng.random() < 0.5 and count - n >= 0 or count + n > 60:
                 event, change = rng.choice(down), -n
@@ -231,7 +232,7 @@ def story(rng, size):
 # -- search: a way through rooms ---------------------------------------------------------------------------------------
 
 def search(rng, size):
-    """A tree of rooms; try open rooms in any order, abandon dead ends, then walk back from the goal."""
+    """A tree of rooms; try open rooms in any order, abandon dead ends, then walk back from the exit."""
     rooms = rng.sample(NAMES, size)
     edges, parent, inner = {room: [] for room in rooms}, {}, [rooms[0]]
     for room in rooms[1:]:
@@ -240,15 +241,15 @@ def search(rng, size):
         if len(edges[parent[room]]) == 3:
             inner.remove(parent[room])
         inner.append(room)
-    start, goal = rooms[0], rng.choice(rooms[max(2, size // 2):])
+    start, goal = rooms[0], rng.choice([room for room in rooms[1:] if not edges[room]])
     listing = rng.sample(rooms, size)
-    say = lambda room: f"{room}: {' '.join(edges[room]) or 'nothing'}"
-    prompt = f"Behind each room lie others. {'. '.join(say(r) for r in listing)}. Find the way from {start} to {goal}.\n"
-    think, stack = f"I start in {start} and look for {goal}.\n", [start]
+    say = lambda room: f"{room}: {'exit' if room == goal else ' '.join(edges[room]) or 'nothing'}"
+    prompt = f"Behind each room lie others. {'. '.join(say(r) for r in listing)}. Find the way from {start} to the exit.\n"
+    think, stack = f"I start in {start} and look for the exit.\n", [start]
     while True:
         room = stack.pop(-1 if rng.random() < 0.7 else rng.randrange(len(stack)))
         if room == goal:
-            think += f"I try {room}, and that is the goal.\n"
+            think += f"I try {room}. {say(room)}, there it is.\n"
             break
         stack += edges[room]
         think += f"I try {room}. {say(room)}{'' if edges[room] else ', a dead end'}. Still open: {' '.join(stack)}.\n"
