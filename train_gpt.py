@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import shlex
 import sys
 import time
 
@@ -253,7 +254,7 @@ def main():
             checkpoint(step + 1, {"step": step + 1, "tokens": used, "loss": sum(recent) / len(recent),
                                   "seconds": round(time.time() - started), **evaluate(model, tokenizer, args.device)})
     with open(os.path.join(args.out, "command.txt"), "w", encoding="utf-8") as f:
-        f.write("python train_gpt.py " + " ".join(f"--{k.replace('_', '-')} {v}" for k, v in vars(args).items() if v not in (None, False)) + "\n")
+        f.write(shlex.join(["python", "train_gpt.py", *sys.argv[1:]]) + "\n")
 
 
 if __name__ == "__main__":
