@@ -197,7 +197,7 @@ def main():
     tokenizer = Tokenizer.load(source or args.out)
 
     # model, teacher, optimisers
-    config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size, "block_size": max(args.max_length, 1024),
+    config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size, "block_size": max(args.max_length, 2048),
                               "bos_id": tokenizer.special["<|bos|>"], "eos_id": tokenizer.special["<|eos|>"]})
     model = gpt.GPT(config).to(args.device)
     opts = optimizers(model, args.lr)

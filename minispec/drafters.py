@@ -65,6 +65,7 @@ class SmallLM:
                 note = self.notes[r] = _Notes(KVCache(self.model.config, n, self.model.dtype, self.model.device))
             new = r.tokens[note.cached:]  # of the drafts fed last time, those accepted are cached already
             note.cached += next((i for i, (a, b) in enumerate(zip(new, note.fed)) if a != b), min(len(new), len(note.fed)))
+            note.cached = min(note.cached, len(r.tokens) - 1)  # the last one is fed again where all were cached: its logits are needed
             feeds.append(r.tokens[note.cached:])
         drafts, qs = [[] for _ in requests], [[] for _ in requests]
         for step in range(max(limits)):

@@ -68,10 +68,10 @@ def test_attention_logits_are_clipped_head_by_head():
     model = toy_model(gain=8.0)
     x, positions = torch.randint(0, 64, (1, 50)), torch.arange(50)[None]
     before = model.blocks[0].qkv.weight.clone()
-    assert train_gpt.clip_attention(model, x, positions, 1e9) > 5 and torch.equal(before, model.blocks[0].qkv.weight)
-    train_gpt.clip_attention(model, x, positions, 5.0)
-    train_gpt.clip_attention(model, x, positions, 5.0)          # what later layers see has changed
-    assert train_gpt.clip_attention(model, x, positions, 1e9) < 5.5
+    assert train_gpt.clip_attention(model, x, positions, 1e9) > 3 and torch.equal(before, model.blocks[0].qkv.weight)
+    train_gpt.clip_attention(model, x, positions, 2.0)
+    train_gpt.clip_attention(model, x, positions, 2.0)          # what later layers see has changed
+    assert train_gpt.clip_attention(model, x, positions, 1e9) < 2.2
     values = slice((4 + 2) * 8, None)
     assert torch.equal(before[values], model.blocks[0].qkv.weight[values])
 

@@ -1,0 +1,129 @@
+"""Compile every kernel ahead of time for three generations of GPUs, without having one, and report what it takes.
+
+    python -m kernels.compile_report                # three minutes of one core; writes results/kernels.json
+
+For each kernel, dtype, group size, head size and architecture: registers a thread, bytes spilled, shared memory a block, and
+the blocks that fit a multiprocessor at once. Triton compiles to PTX and machine code for any target; how many registers it
+took Triton itself learns only from a loaded module, that is, from a GPU, so the bundled ptxas is asked again, with -v.
+Exits with 1 when a kernel spills (a value pushed out to memory costs more than the arithmetic around it) or wants more
+shared memory than the device has.
+"""
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+
+from . import INTERPRETED, attention, scores, triton
+
+GROUPS, HEADS, ARCHS = (1, 2, 4, 5, 8), (64, 128), (80, 90, 100)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Shared memory in bytes: the most one block may have, and what a multiprocessor has (CUDA programming guide, compute
+# capabilities 8.0, 9.0 and 10.0). Each block takes 1 KB more for the system.
+SHARED = {80: (163 << 10, 164 << 10), 90: (227 << 10, 228 << 10), 100: (227 << 10, 228 << 10)}
+REGISTERS, THREADS, BLOCKS, TENSOR_COLUMNS = 65536, 2048, 32, 512   # of a multiprocessor (tensor memory: sm_100)
+
+
+def variants(dtype, group, d):
+    """{name: (kernel, its constants)} as the functions beside the kernels launch them."""
+    shape = dict(GROUP=group, D=d)
+    tiles = dict(SMALL=attention.SMALL, LARGE=attention.LARGE)
+    return {"packed_attention": (attention.packed_attention, {**shape, **tiles, **attention.settings(dtype, d)}),
+            "merge_parts": (attention.merge_parts, dict(**shape, M=attention.SMALL)),
+            "pillar_scores": (scores.pillar_scores, {**shape, **scores.settings(dtype, d)})}
+
+
+def signature(kernel, dtype):
+    """The types of a kernel's arguments, told by their names, and which are known to be multiples of 16."""
+    types, aligned = {}, {}
+    for p in kernel.params:
+        if p.is_constexpr:
+            types[p.name] = "constexpr"
+        elif p.name in ("p_q", "p_k", "p_v", "p_out"):
+            types[p.name] = "*" + dtype
+        elif p.name in ("p_lse", "p_part", "p_part_lse", "p_scores"):
+            types[p.name] = "*fp32"
+        else:
+            types[p.name] = "*i32" if p.name.startswith("p_") else "fp32" if p.name == "scale" else "i32"
+        if p.name.startswith("p_") or p.name in ("s_q", "s_kv"):        # strides of lists may be anything
+            aligned[(p.num,)] = [["tt.divisibility", 16]]
+    return types, aligned
+
+
+def compile_one(name, dtype, group, d, arch):
+    """One row of the report. Raises what triton raises when the kernel does not compile."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+    kernel, constants = variants(DTYPES[dtype], group, d)[name]
+    options = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
+    types, aligned = signature(kernel, dtype)
+    compiled = triton.compile(triton.compiler.ASTSource(kernel, types, constants, aligned), GPUTarget("cuda", arch, 32), options)
+    with tempfile.TemporaryDirectory() as folder:
+        with open(os.path.join(folder, "kernel.ptx"), "w") as f:
+            f.write(compiled.asm["ptx"])
+        command = [get_ptxas(arch).path, "-v", "-lineinfo", "--regAllocOptLevel=2", f"--gpu-name={sm_arch_from_capability(arch)}",
+                   f.name, "-o", os.path.join(folder, "kernel.cubin")]  # Triton's own options
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = int(re.search(r"Used (\d+) registers", log)[1])
+    spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
+    meta = compiled.metadata
+    row = {"kernel": name, "dtype": dtype, "group": group, "head_dim": d, "arch": f"sm_{arch}", "registers": registers,
+           "spill_bytes": spilled, "shared_bytes": meta.shared, "threads": 32 * meta.num_warps}
+    row["blocks_per_sm"] = blocks_per_sm(row, arch, getattr(meta, "tmem_size", None) or 0)
+    return row
+
+
+def blocks_per_sm(row, arch, tensor_columns):
+    """How many blocks a multiprocessor holds at once: what hides the latency of gathering keys slot by slot."""
+    per_thread = -(-row["registers"] // 8) * 8                            # registers are given out by eights
+    return min(BLOCKS, THREADS // row["threads"], REGISTERS // (per_thread * row["threads"]),
+               SHARED[arch][1] // (row["shared_bytes"] + 1024), TENSOR_COLUMNS // max(tensor_columns, 1))
+
+
+def faults(row):
+    """What is wrong with a row, in words; "" if nothing is."""
+    limit = SHARED[int(row["arch"].removeprefix("sm_"))][0]
+    return ", ".join([f"spills {row['spill_bytes']} bytes"] * (row["spill_bytes"] > 0)
+                     + [f"wants {row['shared_bytes']} bytes of shared memory of {limit}"] * (row["shared_bytes"] > limit))
+
+
+def write(path, report):
+    """JSON with one row a line, written under another name and renamed."""
+    rows = ",\n  ".join(json.dumps(row) for row in report["rows"])
+    head = json.dumps({k: v for k, v in report.items() if k != "rows"}, indent=1)[:-2]
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path + ".tmp", "w", encoding="utf-8") as f:
+        f.write(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
+    os.replace(path + ".tmp", path)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", default="results/kernels.json", help="where the report goes")
+    args = parser.parse_args()
+    if triton is None or INTERPRETED:
+        sys.exit("compile_report needs triton installed and TRITON_INTERPRET unset")
+    rows, names = [], list(variants(torch.bfloat16, 1, 64))
+    print(f"{'kernel':18}{'dtype':6}{'head':>5}  {'arch':8}registers, shared KB, blocks per SM by group size " + ", ".join(map(str, GROUPS)))
+    for name in names:
+        for dtype in DTYPES:
+            for d in HEADS:
+                for arch in ARCHS:
+                    line = [compile_one(name, dtype, group, d, arch) for group in GROUPS]
+                    rows += line
+                    print(f"{name:18}{dtype:6}{d:5}  sm_{arch:<5}" + "  ".join(
+                        f"{r['registers']:3} {r['shared_bytes'] / 1024:5.1f} {r['blocks_per_sm']:2}{' !' if faults(r) else ''}" for r in line),
+                        flush=True)
+    bad = [f"{r['kernel']} {r['dtype']} g={r['group']} D={r['head_dim']} {r['arch']} {faults(r)}" for r in rows if faults(r)]
+    write(args.out, {"command": "python -m kernels.compile_report", "triton": triton.__version__, "compiled": len(rows),
+                     "spilling": sum(r["spill_bytes"] > 0 for r in rows), "faults": bad, "rows": rows})
+    print(f"{len(rows)} kernels compiled, {len(bad)} with faults; report in {args.out}", *bad, sep="\n")
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The score kernel of PillarAttn: how much attention every cached position received from a verification.
+
+SpecGen / SparseSpec (arXiv 2512.01278), PillarAttn. For a verifying request with n = k + 1 rows,
+per KV head h and position p, with g query heads q to a KV head:
+
+    scores[h, p] = 1 / (n * g)  *  sum over rows i and heads q of  exp(scale * q[i, q] . k[h, p] - lse[i, q])
+
+Probabilities, not logits. Every row and head counts (the released kernel reduces its first tile only). The divisor is n * g
+everywhere, and a row that may not see a position adds 0, as in minispec/attention.py: exact and comparable for positions
+that all rows see, p <= length - n; the newest n - 1 are averages over rows of which some saw nothing and should not be ranked.
+They need not be: the budget rule takes them anyway.
+
+Attention cannot sum these in passing, since a row's log-sum-exp is known only at its end. So a second pass reads the keys
+again (not the values) with the lse that attention returned. Dumping logits instead would move less (2 * n * g * 2 bytes a
+position and KV head, against D * e) but wants a scratch of n * H * length values per layer; a comment in the released code
+finds the two about equally fast.
+
+Shapes, for one layer: q (N, H, D), lse (N, H), k (G, n_slots, D), slots (B, T) as in attention.py; scores (B, G, T) fp32.
+Bytes moved for E positions of all scored requests together, e bytes a number:
+    G * E * (D * e + 4 + 4)         keys, slot indices, scores out
+    n * H * D * e * ceil(T / N)     queries, read again for every block of N positions, from cache
+Roofline time = bytes / bandwidth. Example, Qwen3-8B (G 8, D 128, bf16), one layer, 14 requests verifying at 8,192 tokens:
+E = 115k, 242 MB, 0.07 ms at 3.35 TB/s: half of what their attention reads, 1 / 18 of a full step of 128 requests.
+"""
+import torch
+
+from . import check, jit, tl
+from .attention import LOG2E
+
+
+def settings(dtype, d):
+    """Positions and packed rows a step takes, and how fp32 products are made (see attention.py)."""
+    if dtype == torch.float32:
+        return dict(N=32, M=16, PRECISION="ieee", num_warps=8)
+    return dict(N=min(8192 // d, 128), M=32, PRECISION="tf32", num_warps=4)
+
+
+@jit
+def pillar_scores(p_q, p_k, p_lse, p_slot, p_request, p_which, p_scores, scale, s_q, s_kv, s_slot, s_request, s_group,
+                  GROUP: tl.constexpr, D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr):
+    """Grid (scored requests, G, blocks of N positions). Positions are the rows of the product here, so that a position's
+    sum stays within a few threads and the packed rows need no padding to a large tile."""
+    request, i_g, n_groups = tl.load(p_which + tl.program_id(0)), tl.program_id(1), tl.num_programs(1)
+    if request < 0:                                                        # padding
+        return
+    p_request += request * 5
+    first_row, n_rows, length = tl.load(p_request), tl.load(p_request + 1), tl.load(p_request + 2)
+    if tl.program_id(2) * N >= length:
+        return
+    o_n, o_d = tl.program_id(2) * N + tl.arange(0, N), tl.arange(0, D)
+    alive = o_n < length
+    b_slot = tl.load(p_slot + request.to(tl.int64) * s_slot + o_n, mask=alive, other=0).to(tl.int64)
+    b_k = tl.load(p_k + i_g.to(tl.int64) * s_kv + b_slot[:, None] * D + o_d[None, :], mask=alive[:, None], other=0.0)   # (N, D)
+    b_sum = tl.zeros((N,), tl.float32)
+    for i in range(0, n_rows * GROUP, M):
+        o_m = i + tl.arange(0, M)
+        row, head = o_m // GROUP, i_g * GROUP + o_m % GROUP
+        valid = row < n_rows
+        b_q = tl.load(p_q + (first_row + row)[:, None] * s_q + head[:, None] * D + o_d[None, :], mask=valid[:, None], other=0.0)
+        b_lse = tl.load(p_lse + (first_row + row) * (n_groups * GROUP) + head, mask=valid, other=0.0) * 1.4426950408889634
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale                              # (N, M)
+        seen = valid[None, :] & (o_n[:, None] <= (length - n_rows + row)[None, :])
+        b_sum += tl.sum(tl.where(seen, tl.exp2(b_s - b_lse[None, :]), 0.0), 1)
+    p_scores += request.to(tl.int64) * s_request + i_g * s_group
+    tl.store(p_scores + o_n, b_sum / (n_rows * GROUP), mask=alive)
+
+
+def scores(q, k, lse, slots, plan, which, out, scale=None):
+    """Fill out (B, G, T) fp32 for the requests `which` (n,) int32 (-1: none) from the lse (N, H) of their attention. Positions
+    from a request's length on are left as they are. Returns out."""
+    check(q, k)
+    (_, h, d), groups, s = q.shape, k.shape[0], settings(q.dtype, q.shape[-1])
+    if min(slots.shape[1], out.shape[2]) < plan.max_length:
+        raise ValueError(f"slots {tuple(slots.shape)} and scores {tuple(out.shape)} must hold {plan.max_length} positions")
+    if len(which):
+        pillar_scores[(len(which), groups, -(-out.shape[2] // s["N"]))](
+            q, k, lse, slots, plan.requests, which, out, (d ** -0.5 if scale is None else scale) * LOG2E,
+            q.stride(0), k.stride(0), slots.stride(0), out.stride(0), out.stride(1), GROUP=h // groups, D=d, **s)
+    return out
+
+
+def scores_reference(q, k, lse, slots, plan, which, out, scale=None):
+    """The same by definition, without the lse: one dense softmax a request and query head, in fp32."""
+    (_, h, d), groups = q.shape, k.shape[0]
+    for b in [b for b in which.tolist() if b >= 0]:
+        first_row, n_rows, length, _, _ = plan.requests[b].tolist()
+        index = slots[b, :length].long()
+        positions = torch.arange(length, device=q.device)
+        mask = positions > positions[length - n_rows:, None]                                             # (n, length)
+        for group in range(groups):
+            total = torch.zeros(length, device=q.device)
+            for head in range(group * h // groups, (group + 1) * h // groups):
+                logits = q[first_row:first_row + n_rows, head].float() @ k[group, index].float().T
+                logits = (logits * (d ** -0.5 if scale is None else scale)).masked_fill(mask, float("-inf"))
+                total += logits.softmax(-1).sum(0)
+            out[b, group, :length] = total / (n_rows * h // groups)
+    return out

@@ -1,0 +1,256 @@
+"""The Triton kernels without a GPU: numerics in Triton's interpreter against the torch references, and ahead-of-time
+compilation. The interpreter must be chosen before triton is imported and cannot compile, so everything in `CHECKS` runs in one
+child process, this file as a script, whose verdicts the tests below report one by one. (The interpreter of triton 3.7 cannot
+multiply bf16; fp16 takes the same path through the kernels, and bf16 is compiled.)"""
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from kernels import attention as att  # noqa: E402
+from kernels import compile_report, scores, triton  # noqa: E402
+
+GROUPS, HEADS, KV_HEADS, ROOM = (1, 2, 4, 5, 8), (64, 128), 2, 128
+
+# (rows, length, selected, tail): a draft row, verifications of k = 8 and k = 16, a row at the very first position, a request
+# that waits, one that drafts from a single position and its own, a prompt, the second chunk of one, a first draft (sees all).
+MIXED = [(1, 100, 12, 90), (9, 128, 0, 0), (17, 90, 0, 0), (1, 1, 0, 0), (0, 50, 0, 0), (1, 70, 1, 69), (21, 21, 0, 0), (20, 60, 0, 0),
+         (1, 33, 0, 0), (3, 80, 5, 70)]
+
+
+class Batch:
+    """Random queries and a pool, for the requests of MIXED; every request's positions lie in slots drawn at random."""
+
+    def __init__(self, g, d, dtype=torch.float32, seed=0):
+        torch.manual_seed(seed)
+        b, n = len(MIXED), sum(r[0] for r in MIXED)
+        # Queries arrive as part of a fused projection: their rows are not contiguous, their heads are.
+        self.q = (3 * torch.randn(n, KV_HEADS * (g + 2), d)).to(dtype)[:, :KV_HEADS * g]
+        self.k, self.v = torch.randn(2, KV_HEADS, b * ROOM, d).to(dtype)
+        self.slots = torch.randperm(b * ROOM).view(b, ROOM).int()
+        self.selected = torch.zeros(b, KV_HEADS, 12, dtype=torch.int32)
+        for i, (_, _, c, tail) in enumerate(MIXED):
+            for group in range(KV_HEADS):
+                self.selected[i, group, :c] = torch.randperm(tail)[:c]
+        self.g = g
+
+    def args(self, **changes):
+        x = {**vars(self), **changes}
+        return x["q"], x["k"], x["v"], x["slots"], x["selected"]
+
+    def score_buffer(self):
+        return torch.full((len(MIXED), KV_HEADS, ROOM), -1.0)
+
+
+def close(a, b, tolerance):
+    error = (a.float() - b.float()).abs().max().item()
+    assert error <= tolerance, f"largest error {error:.2e}, allowed {tolerance:.0e}"
+
+
+def check_mixed(g, d, dtype=torch.float32, tolerance=1e-5):
+    """One launch for the whole mixture, unsplit and split, and the scores of the verifying requests."""
+    batch = Batch(g, d, dtype)
+    whole, split = att.make_plan(MIXED, g), att.make_plan(MIXED, g, chunk=48)
+    assert len(whole.merges) == 0 and len(split.merges) > 0
+    want, want_lse = att.attention_reference(*batch.args(), whole, return_lse=True)
+    for plan in (whole, split):
+        out, lse = att.attention(*batch.args(), plan, return_lse=True)
+        close(out, want, tolerance)
+        close(lse, want_lse, 1e-5)
+    which, args = torch.tensor([2, -1, 1], dtype=torch.int32), (batch.q, batch.k, lse, batch.slots, whole)
+    got = scores.scores(*args, which, batch.score_buffer())
+    close(got, scores.scores_reference(*args, which, batch.score_buffer()), 1e-6)     # -1 where nothing was asked for
+    close(got[1, :, :128].sum(-1), torch.ones(KV_HEADS), 1e-5)
+
+
+def check_batch_of_one(g=4, d=64):
+    """A request gets the same, bit for bit, alone and in the mixture, split or not."""
+    batch = Batch(g, d)
+    for chunk in (48, 512):
+        out = att.attention(*batch.args(), att.make_plan(MIXED, g, chunk))
+        for i in (0, 1, 7):
+            first = sum(r[0] for r in MIXED[:i])
+            rows = slice(first, first + MIXED[i][0])
+            alone = att.attention(batch.q[rows], batch.k, batch.v, batch.slots[i:i + 1], batch.selected[i:i + 1],
+                                  att.make_plan(MIXED[i:i + 1], g, chunk))
+            assert torch.equal(alone, out[rows])
+
+
+def check_moved(g=2, d=64):
+    """Selections are positions: moving every request to other slots changes nothing."""
+    batch, plan = Batch(g, d), att.make_plan(MIXED, g)
+    place = torch.randperm(batch.k.shape[1])                               # old slot -> new slot
+    k, v = torch.empty_like(batch.k), torch.empty_like(batch.v)
+    k[:, place], v[:, place] = batch.k, batch.v
+    moved = batch.args(k=k, v=v, slots=place[batch.slots.long()].int())
+    assert torch.equal(att.attention(*moved, plan), att.attention(*batch.args(), plan))
+
+
+def check_full_list(g=4, d=64):
+    """A draft row that selects everything equals a row that sees everything, and one with no list needs no list."""
+    batch = Batch(g, d)
+    q, slots = batch.q[:1], batch.slots[:1]
+    every = torch.stack([torch.randperm(99) for _ in range(KV_HEADS)])[None].int()
+    full = att.attention(q, batch.k, batch.v, slots, None, att.make_plan([(1, 100, 0, 0)], g))
+    close(att.attention(q, batch.k, batch.v, slots, every, att.make_plan([(1, 100, 99, 99)], g)), full, 1e-5)
+
+
+def check_padded(g=5, d=64):
+    """A plan with room for more, as a captured graph has, gives the same; a plan of nothing gives nothing."""
+    batch, plan = Batch(g, d), att.make_plan(MIXED, g, chunk=48)
+    padded = plan.padded(len(plan.items) + 3, len(plan.merges) + 2, plan.n_part_rows + 50)
+    assert torch.equal(att.attention(*batch.args(), padded), att.attention(*batch.args(), plan))
+    empty = att.make_plan([(0, 10, 0, 0)] * len(MIXED), g)
+    assert att.attention(*batch.args(q=batch.q[:0]), empty).shape == (0, KV_HEADS * g, d)
+
+
+def check_too_small(g=4, d=64):
+    """Lists that cannot hold what the plan reads, and head sizes that the kernels do not take, are refused."""
+    batch, plan = Batch(g, d), att.make_plan(MIXED, g)
+    for changes, words in ((dict(slots=batch.slots[:, :100]), "must"), (dict(selected=batch.selected[:, :, :5]), "must"),
+                           (dict(k=batch.k[..., :48], v=batch.v[..., :48], q=batch.q[..., :48]), "head size 48")):
+        with pytest.raises(ValueError, match=words):
+            att.attention(*batch.args(**changes), plan)
+
+
+CHECKS = {f"mixed g={g} D={d}": lambda g=g, d=d: check_mixed(g, d) for g in GROUPS for d in HEADS}
+CHECKS |= {f"fp16 g=4 D={d}": lambda d=d: check_mixed(4, d, torch.float16, 4e-3) for d in HEADS}
+CHECKS |= {"batch of one": check_batch_of_one, "moved": check_moved, "full list": check_full_list, "padded": check_padded,
+           "too small": check_too_small}
+
+
+@pytest.fixture(scope="module")
+def verdicts():
+    child = subprocess.run([sys.executable, os.path.abspath(__file__)], env={**os.environ, "TRITON_INTERPRET": "1"},
+                           capture_output=True, text=True, timeout=1800)
+    assert child.returncode == 0, child.stderr[-2000:]
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed, so kernels neither run nor compile")
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CHECKS)
+def test_in_the_interpreter(name, verdicts):
+    assert verdicts[name] == "", verdicts[name]
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel, dtype, group, d", [("packed_attention", "bf16", 4, 128), ("merge_parts", "bf16", 4, 128),
+                                                     ("pillar_scores", "bf16", 5, 64)])
+def test_compiles_for_hopper_without_spills(kernel, dtype, group, d):
+    row = compile_report.compile_one(kernel, dtype, group, d, 90)
+    assert compile_report.faults(row) == "" and 16 < row["registers"] <= 255 and row["blocks_per_sm"] >= 2
+
+
+def test_compile_report_notices_faults():
+    row = {"arch": "sm_80", "spill_bytes": 0, "shared_bytes": 163 << 10}
+    assert compile_report.faults(row) == ""
+    assert "spills 8 bytes" in compile_report.faults({**row, "spill_bytes": 8})
+    assert "shared memory" in compile_report.faults({**row, "shared_bytes": (163 << 10) + 1})
+
+
+def test_shipped_report_covers_every_configuration():
+    with open(os.path.join(ROOT, "results", "kernels.json"), encoding="utf-8") as f:
+        report = json.load(f)
+    rows = {(r["kernel"], r["dtype"], r["group"], r["head_dim"], r["arch"]) for r in report["rows"]}
+    assert len(rows) == len(report["rows"]) == 3 * 3 * len(GROUPS) * len(HEADS) * 3
+    assert report["faults"] == [] and not any(r["spill_bytes"] for r in report["rows"])
+
+
+def test_scores_equal_what_the_cpu_path_records():
+    from minispec.attention import FullKeys
+    from minispec.gpt import GPTConfig
+    from minispec.kv_cache import KVCache
+    torch.manual_seed(0)
+    g, d, n, length = 4, 16, 9, 40
+    cache = KVCache(GPTConfig(n_layer=1, n_head=2 * g, n_kv_head=2, head_dim=d), 64)
+    cache.k.normal_(), cache.v.normal_()
+    q, k, v = torch.randn(n, 2 * g, d), torch.randn(n, 2, d), torch.randn(n, 2, d)
+    base = cache.open(10) + 10
+    keys = FullKeys(cache, base, length - n, n, record=True)
+    out = keys.attend(0, q, k, v)
+    slots, plan = torch.arange(base, base + length, dtype=torch.int32)[None], att.make_plan([(n, length, 0, 0)], g)
+    want, lse = att.attention_reference(q, cache.k[0], cache.v[0], slots, None, plan, return_lse=True)
+    got = scores.scores_reference(q, cache.k[0], lse, slots, plan, torch.tensor([0]), torch.zeros(1, 2, length))
+    close(out, want, 1e-5)
+    close(got[0], keys.scores[0], 1e-6)
+
+
+def test_plans_read_every_entry_once_and_no_more_than_a_tile_sees():
+    group, chunk = 4, 32
+    plan = att.make_plan(MIXED, group, chunk)
+    seen = {}
+    for request, first, entry, part in plan.items.tolist():
+        seen.setdefault((request, first), []).append((entry, part))
+    parts = []
+    for i, (rows, length, selected, tail) in enumerate(MIXED):
+        height = att.SMALL if rows * group <= att.SMALL else att.LARGE
+        for first in range(0, rows * group, height):
+            n = min(height, rows * group - first)
+            entries = selected + length - tail - (rows - 1 - (first + n - 1) // group)
+            items = seen.pop((i, first))
+            assert [entry for entry, _ in items] == list(range(0, entries, chunk))
+            if len(items) == 1:
+                assert items[0][1] == -1
+            parts += [range(part, part + n) for _, part in items if len(items) > 1]
+    assert not seen and sorted(row for part in parts for row in part) == list(range(plan.n_part_rows))
+
+
+@pytest.mark.parametrize("request_", [(2, 1, 0, 0), (1, 10, 0, 10), (1, 10, 6, 5), (-1, 10, 0, 0)])
+def test_impossible_requests_are_named(request_):
+    with pytest.raises(ValueError, match="request 1: "):
+        att.make_plan([(1, 1, 0, 0), request_], 4)
+    with pytest.raises(ValueError, match="does not fit"):
+        att.make_plan(MIXED, 4).padded(3, 0, 0)
+
+
+def test_without_triton_everything_imports_and_one_line_says_why_it_cannot_run(monkeypatch):
+    for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    folder = os.path.join(ROOT, "kernels")
+    spec = importlib.util.spec_from_file_location("bare", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder])
+    bare = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "bare", bare)
+    spec.loader.exec_module(bare)
+    kernel = {name: importlib.import_module(f"bare.{name}") for name in ("attention", "scores", "compile_report")}
+    for name in kernel:
+        monkeypatch.delitem(sys.modules, f"bare.{name}")
+    batch, plan = Batch(2, 64), kernel["attention"].make_plan(MIXED, 2)
+    with pytest.raises(RuntimeError, match="triton is not installed") as e:
+        kernel["attention"].attention(*batch.args(), plan)
+    assert "\n" not in str(e.value)
+    with pytest.raises(RuntimeError, match="triton is not installed"):
+        kernel["scores"].scores(batch.q, batch.k, None, batch.slots, plan, torch.tensor([1]), batch.score_buffer())
+    assert kernel["attention"].attention_reference(*batch.args(), plan).shape == batch.q.shape
+
+
+@needs_triton
+def test_cpu_tensors_are_refused_outside_the_interpreter():
+    with pytest.raises(RuntimeError, match="tensors are on the CPU"):
+        att.attention(*Batch(2, 64).args(), att.make_plan(MIXED, 2))
+
+
+def main():
+    verdicts = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+            verdicts[name] = ""
+        except Exception as e:                                             # one check's failure must not hide the others
+            verdicts[name] = f"{type(e).__name__}: {e}"
+    print(json.dumps(verdicts))
+
+
+if __name__ == "__main__":
+    main()
