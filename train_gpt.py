@@ -209,6 +209,10 @@ def main():
         for opt, state in zip(opts, saved["optimizers"]):
             opt.load_state_dict(state)
         first, spent = saved["step"], saved["seconds"]
+        with open(log_file, encoding="utf-8") as f:            # the log is written first; drop what is being done again
+            kept = [line for line in f if json.loads(line)["step"] <= first]
+        with open(log_file, "w", encoding="utf-8") as f:
+            f.writelines(kept)
         print(f"resuming at step {first} of {steps}")
     print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {steps} steps, {plan[-1][1]:,} tokens")
 
@@ -228,11 +232,11 @@ def main():
         return F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")
 
     def checkpoint(step, record):
-        torch.save({"step": step, "seconds": time.time() - started, "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, resume_file + ".tmp")
-        os.replace(resume_file + ".tmp", resume_file)
         gpt.save(model, args.out, tokenizer_json)
         with open(log_file, "a", encoding="utf-8") as f:
             f.write(json.dumps(record) + "\n")
+        torch.save({"step": step, "seconds": time.time() - started, "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, resume_file + ".tmp")
+        os.replace(resume_file + ".tmp", resume_file)
 
     bar, recent, started = tqdm(range(first, steps), initial=first, total=steps, unit="step"), [], time.time() - spent
     for step in bar:
