@@ -7,7 +7,6 @@
 
 A study whose file is there is skipped unless --force is given, so an interrupted run continues.
 """
-import argparse
 import json
 import os
 import platform
@@ -20,36 +19,23 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import gpt, methods, specgen, tasks
+from minispec import figures, gpt, methods, specgen, tasks
 from minispec.attention import FullKeys, mass_in_top, packed_attend
-from minispec.engine import Engine, Lockstep, Request
+from minispec.engine import Engine
 from minispec.kv_cache import KVCache
+from minispec.script import Parser, run_main
 from minispec.tokenizer import Tokenizer
-from decode import summary, tie_gap, verdict
+from decode import requests_of, schedule_view, summary, tie_gap, verdict
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 RESULTS, CHECKPOINTS = os.path.join(ROOT, "results"), os.path.join(ROOT, "checkpoints")
 
 
-def requests_of(problems, tokenizer, model, limit=None):
-    """Greedy requests with room for twice the known solution."""
-    out = []
-    for p in problems:
-        ids = tokenizer.prompt_ids(p.prompt)
-        n = 2 * len(tokenizer.response_ids(p.think, p.answer))
-        out.append(Request(ids, min(n, limit or n, model.config.block_size - len(ids)), stop_ids=[model.config.eos_id]))
-    return out
-
-
 def warm_requests(tokenizer, model, context, new_tokens, n, seed=0):
     """Held-out `trace` problems entered in the middle: the prompt and the first part of the reference chain, `context`
     tokens in all, are given. A long context is reached in seconds, and all methods continue the same text."""
-    out = []
-    for i in range(n):
-        p = tasks.make("trace", seed + i, "heldout", min(int((context + 2 * new_tokens) / (tasks.TOKENS_PER_LINE + 7)), tasks.TRACE_MAX))
-        ids = tokenizer.prompt_ids(p.prompt) + tokenizer.encode(p.think)
-        out.append(Request(ids[:context], new_tokens, stop_ids=[model.config.eos_id]))
-    return out
+    size = tasks.lines_for(context + 2 * new_tokens)
+    return requests_of([tasks.make("trace", seed + i, "heldout", size) for i in range(n)], tokenizer, model, new_tokens, warm=context)
 
 
 def accuracy(args, model, tokenizer):
@@ -104,58 +90,152 @@ def row_count_noise(model, tokenizer):
     return largest
 
 
+class Captured(specgen.SpecGen):
+    """SpecGen that notes, at every verification, how much of the attention mass on cached positions the round's selection
+    had caught: (context, share) in engine.notes."""
+
+    def __init__(self, *settings):
+        super().__init__(*settings)
+        self.record = True
+
+    def _select(self, r, keys, accepted):
+        if r.state.selected is not None:
+            n = keys.all.stop - keys.all.start - keys.n            # cached when the round began
+            old = keys.scores[:, :, :n]
+            caught = old.gather(2, r.state.selected).sum(-1) + old[:, :, n - r.state.recent:].sum(-1)
+            self.engine.notes.append((n, (caught / old.sum(-1)).mean().item()))
+        return super()._select(r, keys, accepted)
+
+
 def attention(args, model, tokenizer):
-    """Attention mass each layer's heads put on their own top 5 % of keys, at 2,000 and 4,000 tokens."""
+    """Attention mass each layer's heads put on their own top 5 % of keys, at 2,000 and 4,000 tokens; and what SpecGen's
+    selection of 5 % catches of it, from the beginning of a chain to its end."""
     out, n = {}, 2 if args.quick else 8
     for at in (2000, 4000):
         masses = torch.stack([mass_in_top(model, torch.tensor([r.tokens]), 0.05) for r in warm_requests(tokenizer, model, at, 64, n)])
         out[str(at)] = {"layers": masses.mean((0, 2)).tolist(), "heads": masses.mean(0).tolist(), "mean": masses.mean().item()}
-    return out
+    captured = {}
+    for name, select, share in (("pillar", "pillar", 0.5), ("window", "window", 0.0)):
+        engine = Engine(model, lambda e: Captured(e, 8, 0.05, 64, share, select), 4)
+        engine.notes, problems = [], [tasks.make("trace", i, "heldout", 20 if args.quick else 100) for i in range(1 if args.quick else 4)]
+        engine.generate(requests_of(problems, tokenizer, model))
+        captured[name] = engine.notes
+    return {"mass": out, "captured": captured}
 
 
 def acceptance(args, model, tokenizer):
-    """SpecGen on long chains: accepted drafts of 8 and tau, by selection and budget, at contexts of 4,000 tokens and more."""
-    n, new, rows = (2, 64, []) if args.quick else (8, 192, [])
-    cells = [("pillar", s, share) for s in (0.02, 0.05, 0.1) for share in (0.0, 0.5)] + [(select, s, 0.0) for select in ("window", "random") for s in (0.02, 0.05, 0.1)]
-    for select, sparsity, share in tqdm(cells + [("pillar", 1.0, 0.0)], desc="acceptance"):
-        engine = Engine(model, lambda e: specgen.SpecGen(e, 8, sparsity, 0, share, select), n)
+    """SpecGen on long chains: accepted drafts and tau by selection, budget s, share of newest positions and k, at contexts
+    of 4,000 tokens and more; one setting varies at a time."""
+    n, new, rows = (2, 64, []) if args.quick else (8, 160, [])
+    cells = [(select, 8, 0.05, share) for select, share in (("oracle", 0.0), ("pillar", 0.5), ("pillar", 0.0), ("shared", 0.5), ("window", 0.0), ("random", 0.0))]
+    cells += [("pillar", 8, s, share) for s in (0.01, 0.02, 0.1, 0.25) for share in (0.5, 0.0)] + [("window", 8, s, 0.0) for s in (0.02, 0.1)]
+    cells += [("random", 8, s, 0.0) for s in (0.02, 0.1)] + [("pillar", 8, 0.05, share) for share in (0.25, 0.75)]
+    cells += [("pillar", k, 0.05, 0.5) for k in (2, 4, 16, 20)] + [("pillar", 8, 1.0, 0.0)]
+    for select, k, sparsity, share in tqdm(cells[:6] if args.quick else cells, desc="acceptance"):
+        engine = Engine(model, lambda e: specgen.SpecGen(e, k, sparsity, 0, share, select), n)
         generations = engine.generate(warm_requests(tokenizer, model, 4000, new, n))
         # The first round of each request sees everything (no scores yet) and is left out; so are rounds cut short at the end.
-        steps = [[s for s in g.steps[1:] if s.proposed == 8] for g in generations]
+        steps = [[s for s in g.steps[1:] if s.proposed == k] for g in generations]
         means = [statistics.mean(s.accepted for s in one) for one in steps if one]
-        rows.append({"select": select, "sparsity": sparsity, "recent_share": share, "accepted": statistics.mean(means),
+        rows.append({"select": select, "k": k, "sparsity": sparsity, "recent_share": share, "accepted": statistics.mean(means),
                      "standard_error": statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0,
                      "tau": statistics.mean(s.committed for one in steps for s in one), "rounds": sum(map(len, steps))})
-    return {"context": 4000, "requests": n, "new_tokens": new, "k": 8, "rows": rows}
+    return {"context": 4000, "requests": n, "new_tokens": new, "rows": rows}
+
+
+def busy(engine):
+    """Seconds of decoding: everything but reading the prompts, which all methods do alike."""
+    return engine.seconds["draft"] + engine.seconds["verify"] + engine.seconds["other"]
+
+
+def race(cells, repeats, desc):
+    """cells: {name: function that returns (engine, fresh requests)}. Runs them in turn, `repeats` times after one warm-up;
+    {name: ([tokens a second], last engine, last generations)}."""
+    out = {}
+    for repeat in tqdm(range(repeats + 1), desc=desc):
+        for name, build in cells.items():
+            engine, requests = build()
+            generations = engine.generate(requests)
+            rates = out.get(name, ([],))[0] + [sum(len(g.token_ids) for g in generations) / busy(engine)] * bool(repeat)
+            out[name] = rates, engine, generations
+    return out
+
+
+def ratio(rates, *baselines):
+    """Median and range of the pairwise ratios to the fastest of the baselines."""
+    ratios = [r / max(b) for r, b in zip(rates, zip(*baselines))]
+    return {"tokens_per_second": statistics.median(rates), "speedup": statistics.median(ratios), "speedup_range": [min(ratios), max(ratios)]}
 
 
 def speed(args, model, tokenizer):
-    """Tokens a second of every method against the faster dtype of the autoregressive loop: interleaved repeats, medians."""
-    repeats, rows = (1 if args.quick else 3), []
+    """Tokens a second of every method, one request at a time, against the faster dtype of the autoregressive loop."""
+    rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, dtype=torch.bfloat16)}
     workloads = {f: (lambda t, f=f: requests_of([tasks.make(f, 500 + i, "heldout") for i in range(3)], tokenizer, t, 192)) for f in tasks.FAMILIES}
     workloads["trace at 4,000"] = lambda t: warm_requests(tokenizer, t, 4000, 128, 3)
-    targets = {"float32": model, "bfloat16": gpt.load(args.model, dtype=torch.bfloat16)}
-    for workload, build in workloads.items():
-        cells = [("ar", d) for d in targets] + [(m, "float32") for m in methods.METHODS if m != "ar"]
-        engines = {cell: methods.make_engine(cell[0], targets[cell[1]], args, 1) for cell in cells}
-        times = {cell: [] for cell in cells}
-        for repeat in tqdm(range(repeats + 1), desc=workload):
-            for cell, engine in engines.items():
-                engine.seconds = dict.fromkeys(engine.seconds, 0.0)
-                generations = engine.generate(build(targets[cell[1]]))
-                if repeat:                               # the first one warms up
-                    busy = engine.seconds["draft"] + engine.seconds["verify"] + engine.seconds["other"]
-                    times[cell].append(sum(len(g.token_ids) for g in generations) / busy)
-                    last = {cell: summary(generations, engine)} if repeat == 1 else last | {cell: summary(generations, engine)}
-        for cell in cells:
-            best = [max(a, b) for a, b in zip(times[("ar", "float32")], times[("ar", "bfloat16")])]
-            ratios = [t / b for t, b in zip(times[cell], best)]
-            rows.append({"workload": workload, "method": cell[0], "dtype": cell[1], "tokens_per_second": statistics.median(times[cell]),
-                         "speedup": statistics.median(ratios), "speedup_range": [min(ratios), max(ratios)], "tau": last.get(cell, {}).get("tau")})
-    return {"repeats": repeats, "batch": 1, "rows": rows}
+    for workload, requests in workloads.items():
+        cells = {(m, d): (lambda m=m, d=d: (methods.make_engine(m, targets[d], args, 1), requests(targets[d])))
+                 for m, d in [("ar", d) for d in targets] + [(m, "float32") for m in methods.METHODS if m != "ar"]}
+        results = race(cells, 1 if args.quick else 3, workload)
+        plain = results["ar", "float32"]
+        for (m, d), (rates, engine, generations) in results.items():
+            rows.append({"workload": workload, "method": m, "dtype": d, **ratio(rates, plain[0], results["ar", "bfloat16"][0]),
+                         "tau": summary(generations, engine)["tau"],
+                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(plain[2], generations)), "prompts": len(generations)})
+    return {"batch": 1, "rows": rows}
 
 
-STUDIES = {"accuracy": accuracy, "lossless": lossless, "attention": attention, "acceptance": acceptance, "speed": speed}
+def serving(args, model, tokenizer):
+    """SpecGen where it should win: several requests with long contexts. Speed-up over the autoregressive loop of the same
+    batch (the faster dtype), and what the cost model predicts from timings of single steps (for the same dtype)."""
+    rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, dtype=torch.bfloat16)}
+    grid = [(1000, 2)] if args.quick else [(c, b) for c in (1000, 4000, 8000) for b in (1, 8)] + [(8000, 16)]
+    for context, batch in grid:
+        new = 64 if batch > 8 else 96
+        cells = {(m, d): (lambda m=m, t=t: (methods.make_engine(m, t, args, batch), warm_requests(tokenizer, t, context, new, batch)))
+                 for m in ("ar", "specgen") for d, t in targets.items()}
+        results = race(cells, 5 if (context, batch) == (8000, 8) else 2, f"{batch} requests at {context}")
+        both = [results["ar", d][0] for d in targets]
+        for (m, d), (rates, engine, generations) in results.items():
+            row = {"context": context, "requests": batch, "method": m, "dtype": d, **ratio(rates, *both), "identical": None}
+            if m == "specgen":
+                accepted = statistics.mean(s.accepted for g in generations for s in g.steps if s.proposed == 8)
+                costs = specgen.measure_costs(targets[d], context, batch, 8)
+                own = statistics.median(rates) / statistics.median(results["ar", d][0])
+                row |= {"accepted": accepted, **costs, "own_speedup": own, "phase_seconds": dict(engine.seconds),
+                        "predicted": specgen.predicted_speedup(8, max(args.sparsity, args.min_budget / context), accepted, **costs),
+                        "identical": sum(a.token_ids == b.token_ids for a, b in zip(results["ar", d][2], generations))}
+            rows.append(row)
+    return {"k": 8, "sparsity": args.sparsity, "rows": rows}
+
+
+def scheduler(args, model, tokenizer):
+    """The parts of SpecGen's system, one after the other, with a cache of half of what all requests may need; and how even
+    the forwards are with 40 requests in steady state."""
+    n, lines = (4, 8) if args.quick else (12, 30)
+    problems = [tasks.make("trace", 700 + i, "heldout", lines) for i in range(n)]
+    new = lambda: requests_of(problems, tokenizer, model)
+    demand = sum(r.longest for r in new())
+    stages = {"autoregressive, reserve": ("ar", {}), "naive self-speculation": ("specgen", {"schedule": "lockstep"}), "+ unified schedule": ("specgen", {}),
+              "+ cache manager (offload)": ("specgen", {"admission": "offload"}), "+ delayed verification": ("specgen", {"admission": "offload", "delayed": True}),
+              "preempt instead of offload": ("specgen", {"admission": "preempt"}), "oracle lengths": ("specgen", {"admission": "oracle"})}
+    cells = {name: (lambda m=m, c=c: (methods.make_engine(m, model, methods.settings(**{**vars(args), "cache_tokens": demand // 2, **c}), n), new()))
+             for name, (m, c) in stages.items()}
+    results, rows = race(cells, 1 if args.quick else 3, "scheduler"), []
+    plain = results["autoregressive, reserve"]
+    for name, (rates, engine, generations) in results.items():
+        rows.append({"stage": name, **ratio(rates, plain[0]), **schedule_view(engine),
+                     "identical": sum(a.token_ids == b.token_ids for a, b in zip(plain[2], generations))})
+    even = {}
+    for schedule in specgen.SCHEDULES:
+        batch = 8 if args.quick else 40
+        engine = methods.make_engine("specgen", model, methods.settings(**{**vars(args), "schedule": schedule}), batch)
+        engine.generate(requests_of([tasks.make("trace", i, "heldout", 12) for i in range(batch)], tokenizer, model, 120))
+        steady = [i["draft"] + i["verify"] for i in engine.iterations if i["active"] == batch and not i["prefill"]][9:-9]
+        even[schedule] = {"rows": steady, "mean": statistics.mean(steady), "deviation": statistics.pstdev(steady), "most": max(steady), "least": min(steady)}
+    return {"requests": n, "cache_tokens": demand // 2, "demand": demand, "rows": rows, "evenness": even}
+
+
+STUDIES = {"accuracy": accuracy, "lossless": lossless, "attention": attention, "acceptance": acceptance, "speed": speed, "serving": serving, "scheduler": scheduler}
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -175,17 +255,28 @@ def render(name, r):
                 for d in ("float32", "bfloat16") for m, x in r[d]["methods"].items()]
         return _table(["method", "dtype", "identical to autoregressive", "largest top-2 gap at a difference", "row-count noise of a logit"], rows)
     if name == "attention":
-        layers = len(r["4000"]["layers"])
+        mass, layers = r["mass"], len(r["mass"]["4000"]["layers"])
         return _table(["mass in the top 5 % of keys", *(f"layer {i}" for i in range(layers)), "mean"],
-                      [[f"{at} tokens", *(f"{m:.2f}" for m in r[at]["layers"]), f"{r[at]['mean']:.2f}"] for at in r])
+                      [[f"{at} tokens", *(f"{m:.2f}" for m in mass[at]["layers"]), f"{mass[at]['mean']:.2f}"] for at in mass])
     if name == "acceptance":
-        label = lambda x: x["select"] + (", half recent" if x["recent_share"] else ", official rule" if x["select"] == "pillar" and x["sparsity"] < 1 else "")
-        rows = [[label(x), f"{100 * x['sparsity']:g} %", f"{x['accepted']:.2f} ± {x['standard_error']:.2f}", f"{x['tau']:.2f}", x["rounds"]] for x in r["rows"]]
-        return _table(["selection", "budget s", "accepted of 8 (± standard error over requests)", "tau", "rounds"], rows)
+        label = lambda x: x["select"] + (f", {100 * x['recent_share']:.0f} % newest" if x["recent_share"] else ", official rule" if x["select"] == "pillar" and x["sparsity"] < 1 else "")
+        rows = [[label(x), x["k"], f"{100 * x['sparsity']:g} %", f"{x['accepted']:.2f} ± {x['standard_error']:.2f}", f"{100 * x['accepted'] / x['k']:.0f} %", f"{x['tau']:.2f}", x["rounds"]] for x in r["rows"]]
+        return _table(["selection", "k", "budget s", "accepted (± standard error over requests)", "of k", "tau", "rounds"], rows)
+    times = lambda x: f"{x['speedup']:.2f} ({x['speedup_range'][0]:.2f}-{x['speedup_range'][1]:.2f})"
     if name == "speed":
-        rows = [[x["workload"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", f"{x['speedup']:.2f} ({x['speedup_range'][0]:.2f}-{x['speedup_range'][1]:.2f})", f"{x['tau']:.2f}"]
-                for x in r["rows"]]
-        return _table(["workload", "method", "dtype", "tokens/s", "speed-up (range)", "tau"], rows)
+        rows = [[x["workload"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x), f"{x['tau']:.2f}", f"{x['identical']} of {x['prompts']}"] for x in r["rows"]]
+        return _table(["workload", "method", "dtype", "tokens/s", "speed-up (range)", "tau", "identical to ar, float32"], rows)
+    if name == "serving":
+        rows = [[x["context"], x["requests"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x),
+                 *([f"{x['accepted']:.2f}", f"{100 * x['attention_share']:.0f} %", f"{x['own_speedup']:.2f}", f"{x['predicted']:.2f}", f"{x['identical']} of {x['requests']}"]
+                   if x["method"] == "specgen" else [""] * 5)] for x in r["rows"]]
+        return _table(["context", "requests", "method", "dtype", "tokens/s", "speed-up over the best ar (range)", "accepted of 8", "attention share",
+                       "speed-up in its dtype", "predicted", "identical to ar in its dtype"], rows)
+    if name == "scheduler":
+        rows = [[x["stage"], f"{x['tokens_per_second']:.0f}", times(x), f"{x['active_mean']:.1f}", x["iterations"], x["offloaded"], x["recomputed"], f"{x['identical']} of {r['requests']}"] for x in r["rows"]]
+        even = [[name, f"{e['mean']:.1f}", f"{e['deviation'] / e['mean']:.2f}", f"{e['most'] / e['least']:.1f}"] for name, e in r["evenness"].items()]
+        return (_table(["stage", "tokens/s", "speed-up (range)", "requests at once", "forwards", "tokens offloaded", "recomputed", "identical to ar"], rows) + "\n\n"
+                + _table(["schedule, 40 requests", "rows a forward", "standard deviation / mean", "most / least"], even))
     if name == "transformers":
         return _table(["loop", "tokens/s, median (range)", "ratio to transformers"],
                       [["transformers generate", _spread(r["transformers"]), "1.00"], ["minispec ar", _spread(r["minispec"]), f"{r['ratio']:.2f}"]])
@@ -247,7 +338,7 @@ def write_result(name, result, seconds):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)}, report (default: all)")
     p.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
@@ -271,10 +362,8 @@ def main():
             write_result(name, result, time.perf_counter() - started)
     if not args.quick:
         report(os.path.join(ROOT, "README.md"))
+        figures.draw(RESULTS, os.path.join(ROOT, "docs", "figures"))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(print(f"bench.py: {e}", file=sys.stderr) or 2)
+    run_main(main, "interrupted; studies that were finished are kept")

@@ -4,22 +4,23 @@
     python decode.py --method specgen --compare                      # and say how much faster that was, and whether identical
     python decode.py --method draft --task story --n 8 --batch 4     # eight held-out problems, four at a time
     python decode.py --method ngram --prompt "Once upon a time"      # your own prompt
+    python decode.py --method specgen --task trace --n 16 --batch 8 --warm-context 4000 --max-new-tokens 200
     python decode.py --method specgen --prompts questions.jsonl --temperature 0.7 --top-p 0.9 --json out.json
 """
-import argparse
 import codecs
-import json
 import os
-import signal
+import statistics
 import sys
+from dataclasses import replace
 
 import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import gpt, methods, tasks
+from minispec import gpt, methods, specgen, tasks
 from minispec.attention import dense_attend
 from minispec.engine import Request
+from minispec.script import Parser, check_writable, run_main
 from minispec.tokenizer import Tokenizer
 from minispec.verify import Sampling
 
@@ -28,13 +29,8 @@ RESET = "\033[0m"
 BUILT_IN = ("trace", 5, 40)      # family, seed and size of the problem solved when none is given
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):    # one line, without the usage text
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def parse_args(argv=None):
-    p = Parser(prog="decode.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     methods.add_arguments(p)
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="a prompt of your own")
@@ -45,6 +41,7 @@ def parse_args(argv=None):
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR", help="folder of real prompt files (default $MINISPEC_DATA)")
     p.add_argument("--batch", type=int, default=1, help="requests decoded together (default 1)")
     p.add_argument("--max-new-tokens", type=int, default=None, help="limit of an answer (default: twice a known solution's length, else 1024)")
+    p.add_argument("--warm-context", type=int, default=0, metavar="N", help="enter the reference chain of thought with N tokens of prompt and chain given")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     p.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 is off")
     p.add_argument("--top-p", type=float, default=1.0, help="keep the most likely tokens that reach this mass; 1 is off")
@@ -66,27 +63,30 @@ def problems_of(args):
     if args.task in tasks.PROMPT_FILES:
         return tasks.load_named(args.task, args.data)[:args.n or 1]
     if args.task:
-        limits = {"trace": tasks.TRACE_MAX, "arith": 26, "story": 40, "search": 60, "revise": 60}
-        top = limits.get(args.task, 0)
-        if args.size is not None and args.task in limits and not 3 <= args.size <= top:
-            raise ValueError(f"size {args.size} is out of range for '{args.task}'; allowed is 3 to {top}")
+        if args.task == "trace" and args.warm_context and args.size is None:
+            args.size = tasks.lines_for(args.warm_context + 2 * (args.max_new_tokens or 512))
         return [tasks.make(args.task, args.seed + i, "heldout", args.size) for i in range(args.n or 1)]
     family, seed, size = BUILT_IN
     return [tasks.make(family, seed, "heldout", size)]
 
 
-def requests_of(problems, tokenizer, model, args):
-    """One engine request a problem. ValueError where a prompt does not fit the context."""
+def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), warm=0):
+    """One engine request a problem, the i-th with the i-th seed after sampling's: `limit` new tokens at most, or room for
+    twice a known solution. warm: enter the reference chain of thought where prompt and chain have so many tokens; a long
+    context is then reached in seconds. ValueError where a prompt does not fit the context, or a chain is too short."""
     block, eos, out = model.config.block_size, model.config.eos_id, []
     for i, p in enumerate(problems):
         ids = tokenizer.prompt_ids(p.prompt)
         known = len(tokenizer.response_ids(p.think, p.answer)) if p.think else 512
-        n = args.max_new_tokens or 2 * known
+        final = len(ids) + known if p.think else None
+        if warm:
+            ids = (ids + tokenizer.encode(p.think))[:warm]
+            if len(ids) < warm:
+                raise ValueError(f"problem {i + 1} has a known chain of {len(ids)} tokens with its prompt; a warm context of {warm} needs a longer one (--task trace)")
         room = block - len(ids)
-        if room < 1 or (args.max_new_tokens and args.max_new_tokens > room):
-            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {n} more; the context of this model is {block}")
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed + i)
-        out.append(Request(ids, min(n, room), sampling, [eos]))
+        if room < max(limit or 1, 1):
+            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {limit or 2 * known} more; the context of this model is {block}")
+        out.append(Request(ids, limit or min(2 * known, room), replace(sampling, seed=sampling.seed + i), [eos], final))
     return out
 
 
@@ -152,6 +152,25 @@ def summary(generations, engine):
     }
 
 
+def schedule_view(engine):
+    """What the scheduler did: rows an iteration, how many requests were in which phase, use of the cache."""
+    its = engine.iterations
+    rows = [i["prefill"] + i["draft"] + i["verify"] for i in its]
+    return {"iterations": len(its), "rows_mean": statistics.mean(rows), "rows_deviation": statistics.pstdev(rows),
+            "prefill_rows": sum(i["prefill"] for i in its), "draft_rows": sum(i["draft"] for i in its), "verify_rows": sum(i["verify"] for i in its),
+            "stalled": sum(i["stalled"] for i in its), "active_mean": statistics.mean(i["active"] for i in its),
+            "cache_slots": engine.cache.n_slots, "cache_peak": max(i["used"] for i in its), "moved": engine.cache.moved,
+            "offloaded": engine.cache.offloaded, "recomputed": engine.admission.recomputed}
+
+
+def regime(engine, args, accepted, context):
+    """SpecGen's cost model at this run's batch and mean context, from timings made here and now."""
+    k = engine.planner.k
+    costs = specgen.measure_costs(engine.model, context, args.batch, k)
+    return {**costs, "context": context,
+            "predicted_speedup": specgen.predicted_speedup(k, min(max(args.sparsity, args.min_budget / context), 1), accepted, **costs, delayed=args.delayed)}
+
+
 @torch.inference_mode()
 def tie_gap(model, prompt_ids, a, b):
     """Gap between the target's two largest logits where outputs a and b first differ; 0 when they do not."""
@@ -188,32 +207,27 @@ def table(result):
     if "speedup" in result:
         lines.append(f"autoregressive: {result['ar_tokens_per_second']:.1f} tokens/s, so the speed-up is {result['speedup']:.2f}x; output "
                      + ("identical" if result["identical"] else f"differs (top-2 logit gap there: {result['tie_gap']:.2g})"))
+    if "regime" in result:
+        r, v = result["regime"], result["schedule"]
+        lines.append(f"forwards: {v['iterations']} of {v['rows_mean']:.1f} rows (standard deviation {v['rows_deviation']:.1f}); rows: {v['prefill_rows']} prefill, "
+                     f"{v['draft_rows']} draft, {v['verify_rows']} verify; {v['active_mean']:.1f} requests at once, {v['stalled']} stalls")
+        lines.append(f"cache: at most {v['cache_peak']} of {v['cache_slots']} slots; {v['offloaded']} tokens offloaded, {v['recomputed']} recomputed, {v['moved']} moved")
+        lines.append(f"attention takes {100 * r['attention_share']:.0f} % of an autoregressive step here; the cost model predicts a speed-up of {r['predicted_speedup']:.2f}x"
+                     + ("" if r["attention_share"] > 1 / 3 else ". Under a third, reading less of the cache saves too little to win: try longer contexts or a larger batch"))
     correct = result["correct"]
     if correct is not None:
         lines.append("answer: " + (f"{correct} of {len(result['requests'])} correct" if "requests" in result else "correct" if correct else "wrong"))
     return "\n".join(lines)
 
 
-def check_writable(path):
-    """Fail before the work, not after it."""
-    try:
-        with open(path + ".tmp", "w"):
-            pass
-        os.remove(path + ".tmp")
-        if os.path.isdir(path):
-            raise IsADirectoryError(21, "Is a directory")
-    except OSError as e:
-        raise ValueError(f"cannot write {path}: {e.strerror}") from None
-
-
 def main(argv=None):
     args = parse_args(argv)
     if args.method not in methods.METHODS:
         raise ValueError(f"unknown method '{args.method}'; choose from {', '.join(methods.METHODS)}")
-    for name, value in (("batch", args.batch), ("max-new-tokens", args.max_new_tokens)):
+    for name, value in (("batch", args.batch), ("max-new-tokens", args.max_new_tokens), ("cache-tokens", args.cache_tokens), ("warm-context", args.warm_context or None)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
-    Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     if args.json:
         check_writable(args.json)
     problems = problems_of(args)
@@ -222,7 +236,7 @@ def main(argv=None):
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32"))
     model, tokenizer = gpt.load(args.model, args.device, dtype), Tokenizer.load(args.model)
     engine = methods.make_engine(args.method, model, args, args.batch)
-    requests = requests_of(problems, tokenizer, model, args)
+    requests = requests_of(problems, tokenizer, model, args.max_new_tokens, sampling, args.warm_context)
 
     if not args.quiet:
         if len(problems) == 1:
@@ -233,9 +247,12 @@ def main(argv=None):
 
     each = [describe(p, g, tokenizer) for p, g in zip(problems, generations)]
     result = {"method": args.method, "device": args.device, "dtype": str(dtype).removeprefix("torch."), **summary(generations, engine)}
+    if args.method == "specgen":
+        result["schedule"] = schedule_view(engine)
+        result["regime"] = regime(engine, args, result["accepted_per_round"], int(statistics.mean(len(r.tokens) for r in requests)))
     if args.compare:
         baseline = methods.make_engine("ar", model, args, args.batch)
-        ar = run(baseline, requests_of(problems, tokenizer, model, args), tokenizer, True)
+        ar = run(baseline, requests_of(problems, tokenizer, model, args.max_new_tokens, sampling, args.warm_context), tokenizer, True)
         reference = summary(ar, baseline)
         for one, a, g in zip(each, ar, generations):
             one["identical"] = a.token_ids == g.token_ids
@@ -254,12 +271,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)     # also where a shell started us in the background
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(print(f"decode.py: {e}", file=sys.stderr) or 2)
-    except KeyboardInterrupt:
-        sys.exit(print("\ninterrupted", file=sys.stderr) or 130)
-    except torch.OutOfMemoryError:
-        sys.exit(print("decode.py: out of memory; use a smaller --batch or --max-new-tokens", file=sys.stderr) or 2)
+    run_main(main)

@@ -8,7 +8,6 @@ Interrupt it at any time: the same command continues where the last checkpoint w
 Writes a Hugging Face folder (config.json, model.safetensors, tokenizer.json), log.jsonl and, while it runs,
 resume.pt with the optimiser's state.
 """
-import argparse
 import json
 import math
 import os
@@ -24,28 +23,30 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from minispec import corpus, gpt, tasks
-from minispec.attention import dense_attend, mass_in_top
+from minispec.attention import blocked_attend, dense_attend, mass_in_top
+from minispec.script import Parser, run_main
 from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 
 # Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Short ones first: with
 # 256 tokens and small batches the model learns to copy a name from its context within a million tokens, with 1,024
 # tokens and batches of 10,000 it had not after four. Then up to the lengths that will be decoded, for attention must be
-# trained there, though a token costs 3 to 4 times as much on a CPU.
-CURRICULUM = ((0.11, {256: 1.0}),
-              (0.20, {512: 1.0}),
-              (0.80, {1024: 1.0}),
-              (1.0, {1024: 0.6, 4096: 0.25, 10240: 0.15}))
+# trained there, though a token costs 2 to 4 times as much on a CPU.
+CURRICULUM = ((0.06, {256: 1.0}),
+              (0.14, {512: 1.0}),
+              (0.72, {1024: 1.0}),
+              (1.0, {1024: 0.45, 4096: 0.35, 10240: 0.2}))
 BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 4096: 4096, 10240: 10240}
 
+
 def parse_args():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(__doc__)
     p.add_argument("--out", required=True, help="folder to write the model to")
     p.add_argument("--size", default="nano", choices=gpt.SIZES, help="model size (default nano, about 5M parameters)")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), help="folder with real text; without it, procedural text alone")
-    p.add_argument("--real-share", type=float, default=0.1, help="share of documents that are real text")
+    p.add_argument("--real-share", type=float, default=0.04, help="share of documents that are real text")
     p.add_argument("--tokenizer", help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
     p.add_argument("--teacher", help="folder of a target to distil from: the loss is the KL divergence to its distribution")
-    p.add_argument("--tokens", type=float, default=16.5e6, help="training tokens in all")
+    p.add_argument("--tokens", type=float, default=32e6, help="training tokens in all")
     p.add_argument("--batch-scale", type=int, default=1, help="multiplies the tokens an optimiser step (a GPU wants 8 or more)")
     p.add_argument("--max-length", type=int, default=10240, help="longest sequence; longer ones of the curriculum are cut to it")
     p.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
@@ -104,11 +105,9 @@ def optimizers(model, lr):
                               lr=lr, betas=(0.9, 0.95))]
 
 
-def entropy_attend(rows, entropies):
-    """Dense causal attend that also appends, layer by layer, the mean entropy (nats) of the attention of queries `rows`
+def entropy_attend(rows, entropies, dense):
+    """The causal attend `dense` that also appends, layer by layer, the mean entropy (nats) of the attention of queries `rows`
     (n,). Heads with nothing to fetch spread over the whole context unless that costs something; see --sharpen."""
-    dense = dense_attend()
-
     def attend(layer, q, k, v):
         share = q.shape[2] // k.shape[2]
         scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows], k.repeat_interleave(share, 2)).float() / q.shape[-1] ** 0.5
@@ -219,16 +218,18 @@ def main():
     stream = corpus.Stream(tokenizer, real, args.real_share, args.seed)
     forward = torch.compile(model, dynamic=False) if args.compile else model
     bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
+    attend_all = blocked_attend if args.device == "cpu" else dense_attend
 
     def loss_of(x, positions, y, learn):
         entropies = []
-        attend = entropy_attend(torch.randint(x.shape[1], (32,), device=x.device), entropies) if args.sharpen else dense_attend()
+        attend = entropy_attend(torch.randint(x.shape[1], (32,), device=x.device), entropies, attend_all()) if args.sharpen else attend_all()
+        run = forward if x.shape[1] <= 4096 else model          # compiling the longest takes longer than it saves
         with bf16:
-            logits = model.logits(forward(x, positions, attend)[learn]).float()
+            logits = model.logits(run(x, positions, attend)[learn]).float()
             if teacher is None:
                 return F.cross_entropy(logits, y[learn]) + args.sharpen * sum(entropies)
             with torch.no_grad():
-                goal = teacher.logits(teacher(x, positions, dense_attend())[learn]).float().log_softmax(-1)
+                goal = teacher.logits(teacher(x, positions, attend_all())[learn]).float().log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")
 
     def checkpoint(step, record):
@@ -262,9 +263,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as e:
-        sys.exit(print(f"train_gpt.py: {e}", file=sys.stderr) or 2)
-    except KeyboardInterrupt:
-        sys.exit(print("\ninterrupted; the same command continues from the last checkpoint", file=sys.stderr) or 130)
+    run_main(main, "interrupted; the same command continues from the last checkpoint")

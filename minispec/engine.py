@@ -15,10 +15,12 @@ Requests are independent: each has its own keys, its own random stream and its o
 depend on its neighbours.
 """
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 
+from .admission import Admission
 from .attention import FullKeys, packed_attend
 from .kv_cache import KVCache
 from .verify import Sampling, draw, greedy_chain, rejection_chain, warp
@@ -50,15 +52,17 @@ class Generation:
 
 
 class Request:
-    """A prompt being answered. `tokens` are all committed ids, the first n_cached of which are in the cache."""
+    """A prompt being answered. `tokens` are all committed ids, the first n_cached of which are in the cache.
+    final_length: prompt and answer together, where it is known beforehand (admission by "oracle")."""
 
-    def __init__(self, prompt_ids, max_new_tokens=256, sampling=Sampling(), stop_ids=()):
+    def __init__(self, prompt_ids, max_new_tokens=256, sampling=Sampling(), stop_ids=(), final_length=None):
         if not prompt_ids:
             raise ValueError("an empty prompt has no last token to continue from")
         self.tokens, self.max_new_tokens, self.sampling, self.stop_ids = list(prompt_ids), max_new_tokens, sampling, set(stop_ids)
         self.rng = torch.Generator().manual_seed(sampling.seed)
         self.generation = Generation(list(prompt_ids))
-        self.n_cached, self.base, self.state = 0, None, None       # state: the method's own notes on this request
+        self.longest, self.final_length = len(prompt_ids) + max_new_tokens, final_length
+        self.n_cached, self.run, self.state = 0, None, None        # run: its cache slots; state: the method's own notes
         self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}   # seconds of the round so far
 
     @property
@@ -68,6 +72,10 @@ class Request:
     @property
     def finished(self):
         return bool(self.generation.finish)
+
+    def cancel(self):
+        """Stop here; what was generated stays."""
+        self.generation.finish = self.generation.finish or "cancelled"
 
     def coins(self, n):
         """n uniform numbers from this request's random stream."""
@@ -92,6 +100,15 @@ class Request:
         g.token_ids += kept
         self.tokens += kept
         return kept
+
+
+MAX_K = 32
+
+
+def check_k(k):
+    """ValueError unless k is a number of draft tokens that a round may have."""
+    if not 1 <= k <= MAX_K:
+        raise ValueError(f"k {k} is out of range; allowed is 1 to {MAX_K} draft tokens a round")
 
 
 def draw_drafts(requests, logits):
@@ -126,17 +143,20 @@ class Segment:
 class Engine:
     """Serves requests with continuous batching. planner(engine) makes the planner; see Lockstep.
 
-    batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size contexts of the
-    longest request seen at `stream`). prefill_chunk: prompt tokens a request feeds in one iteration.
+    batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size of the longest request
+    seen at `stream`). prefill_chunk: prompt tokens a request feeds in one iteration. admission: see admission.py;
+    host_tokens: size of the host pool for "offload" (default: as many as the pool has).
     """
 
-    def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512):
-        self.model, self.batch_size, self.cache_tokens, self.prefill_chunk = model, batch_size, cache_tokens, prefill_chunk
-        self.planner = planner(self)
+    def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512, admission="reserve", host_tokens=None):
+        self.model, self.batch_size, self.prefill_chunk = model, batch_size, prefill_chunk
+        self.cache_tokens, self.host_tokens = cache_tokens, host_tokens
+        self.planner, self.admission = planner(self), Admission(self, admission)
         self.cache = None
         self.active, self.waiting = [], []
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
-        self.n_forwards = 0
+        self.iterations = []                             # of each one: rows by kind, and the state of the pool
+        self.thread = ThreadPoolExecutor(1) if self.planner.delayed else None
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -144,12 +164,18 @@ class Engine:
     def stream(self, requests):
         """Answer the requests; yields (request, newly committed tokens) as they are committed."""
         self._prepare(requests)
-        while self.waiting or self.active:
+        while self.waiting or self.active or self.admission.paused:
             started, counted = time.perf_counter(), sum(self.seconds.values())
-            self._admit()
+            self.admission.step()
             plan = self.planner.plan(self.active)
-            logits = self.forward(plan)
-            committed = list(self.planner.settle(plan, logits))
+            self._note(plan)
+            if self.planner.delayed:                     # what the last iteration verified is judged beside this forward
+                running = self.thread.submit(self.forward, plan)
+                committed = list(self.planner.late())
+                logits = running.result()
+            else:
+                committed, logits = [], self.forward(plan)
+            committed += self.planner.settle(plan, logits)
             self._retire()
             # Whatever the phases did not count is "other"; what the caller does with the tokens is nobody's.
             self.seconds["other"] += time.perf_counter() - started - (sum(self.seconds.values()) - counted)
@@ -161,8 +187,11 @@ class Engine:
             pass
         return [r.generation for r in requests]
 
+    @torch.inference_mode()
     def forward(self, plan):
         """One packed pass of the target. Returns the logits (n, V) of all rows that want them, in plan order."""
+        if not plan:
+            return None
         started, device = time.perf_counter(), self.model.device
         tokens, positions, segments, wanted, n = [], [], [], [], 0
         for s in plan:
@@ -176,7 +205,6 @@ class Engine:
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
         if logits.is_cuda:
             torch.cuda.synchronize()
-        self.n_forwards += 1
         spent = time.perf_counter() - started
         for s in plan:                                   # a mixed forward is charged by rows
             self.charge(s.request, s.kind, spent * len(s.tokens) / n)
@@ -194,7 +222,7 @@ class Engine:
         start = request.n_cached
         chunk = request.tokens[start:start + self.prefill_chunk]
         done = start + len(chunk) == len(request.tokens)
-        return Segment(request, chunk, start, FullKeys(self.cache, request.base, start, len(chunk)), "prefill", int(done))
+        return Segment(request, chunk, start, FullKeys(self.cache, request.run.first, start, len(chunk)), "prefill", int(done))
 
     def judge(self, segments, logits):
         """Apply the acceptance rule to segments whose drafts and last token fed len(drafts) + 1 rows each.
@@ -224,36 +252,46 @@ class Engine:
     def _prepare(self, requests):
         block = self.model.config.block_size
         for r in requests:
-            if len(r.tokens) + r.max_new_tokens > block:
+            if r.longest > block:
                 raise ValueError(f"prompt of {len(r.tokens)} tokens and {r.max_new_tokens} new ones exceed the context of {block}")
-        sizes = [len(r.tokens) + r.max_new_tokens for r in requests]
-        slots = self.cache_tokens or max(sizes) * min(self.batch_size, len(requests))
-        if max(sizes) > slots:
-            raise ValueError(f"a cache of {slots} tokens cannot hold a request of {max(sizes)}")
+        sizes = [r.longest + self.planner.extra_slots(r) for r in requests]
+        largest = max(sizes, default=0)
+        slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
+        if largest > slots:
+            raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
         if self.cache is None or self.cache.n_slots < slots:
-            self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device)
+            host = slots if self.host_tokens is None else self.host_tokens
+            self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device, host)
         self.waiting += requests
 
-    def _admit(self):
-        while self.waiting and len(self.active) < self.batch_size:
-            request = self.waiting[0]
-            request.base = self.cache.open(len(request.tokens) + request.max_new_tokens)
-            if request.base is None:
-                break
-            self.active.append(self.waiting.pop(0))
+    def _note(self, plan):
+        rows = {"prefill": 0, "draft": 0, "verify": 0}
+        for s in plan:
+            rows[s.kind] += len(s.tokens)
+        self.iterations.append({**rows, "active": len(self.active), "stalled": len(self.active) - len(plan), "paused": len(self.admission.paused),
+                                "used": self.cache.used + self.cache.charged})
 
     def _retire(self):
-        for request in [r for r in self.active if r.finished]:
-            self.cache.close(request.base)
-            self.planner.release(request)
-            self.active.remove(request)
+        for request in [r for r in self.active + self.admission.paused if r.finished]:
+            self.admission.leave(request)
+            if request in self.active:
+                self.active.remove(request)
+        self.waiting = [r for r in self.waiting if not r.finished]
 
 
 class Lockstep:
     """The plan in which every request verifies in every iteration. drafter None: autoregressive decoding."""
+    delayed = False                                      # True: the engine calls `late` while the next forward runs
 
     def __init__(self, engine, drafter=None, k=0):
+        if drafter:
+            check_k(k)
         self.engine, self.drafter, self.k = engine, drafter, k
+        self.rows = k + 1                                # the most rows that a verification writes
+
+    def extra_slots(self, request):
+        """Cache slots' worth of buffers that this request needs beside its run."""
+        return 0
 
     def plan(self, active):
         ready = [r for r in active if r.n_cached == len(r.tokens) - 1]
@@ -272,7 +310,7 @@ class Lockstep:
 
     def _verify(self, request, drafts, q):
         rows = [request.tokens[-1], *drafts]
-        keys = FullKeys(self.engine.cache, request.base, request.n_cached, len(rows))
+        keys = FullKeys(self.engine.cache, request.run.first, request.n_cached, len(rows))
         return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q)
 
     def settle(self, plan, logits):

@@ -1,43 +1,130 @@
-"""The key/value cache: one pool of token slots, and for every request a run of them.
+"""The key/value cache: one pool of token slots, a run of them for every request, and a host pool for what must leave.
 
-A slot holds the keys and values of one token in all layers; position p of a request lies in slot `base + p`.
-A request gets a run of slots that fits its prompt and its longest answer when it is admitted, so appending is a
-slice assignment and reading is a view: decoding never copies the cache. Rolling rejected tokens back needs no
-method at all: what counts as cached is the request's own length, and the next tokens overwrite the rest.
+A slot holds the keys and values of one token in all layers; position p of a request lies in slot `run.first + p`. A run
+is contiguous, so appending is a slice assignment and reading is a view: decoding never copies the cache. Rolling
+rejected tokens back needs no method at all: what counts as cached is the request's own length, and the next tokens
+overwrite the rest. The price is paid when a run must grow where no room is left beside it: then it moves. (The papers'
+systems use page size 1 and a slot table instead, which never moves and always gathers; a GPU hides the gather, a CPU
+does not.)
 """
+from dataclasses import dataclass, field
+
 import torch
+
+
+@dataclass(eq=False)
+class Run:
+    """`size` slots from slot `first` on. host: the run's tail, moved out in chunks (k, v) of (L, G, n, D), last out last."""
+    first: int
+    size: int
+    host: list = field(default_factory=list)
+
+    @property
+    def end(self):
+        return self.first + self.size
+
+    @property
+    def on_host(self):
+        """Tokens of this run that are in host memory."""
+        return sum(k.shape[2] for k, _ in self.host)
 
 
 class KVCache:
     """Pool of n_slots token slots. k and v: (L, G, n_slots, D), heads before slots, so that the keys of one head are
-    contiguous and the products with them are plain matrix products."""
+    contiguous and the products with them are plain matrix products. host_slots: how many tokens the host pool takes.
+    `charged` slots are kept free for buffers that live elsewhere but count against the same memory."""
 
-    def __init__(self, config, n_slots, dtype=torch.float32, device="cpu"):
+    def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", host_slots=0):
         shape = (config.n_layer, config.n_kv_head, n_slots, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.n_slots = n_slots
-        self.runs = []                               # (first slot, number of slots) in use, sorted
+        self.layers = [(self.k[i], self.v[i]) for i in range(config.n_layer)]   # (G, n_slots, D) views, made once
+        self.n_slots, self.host_slots = n_slots, host_slots
+        self.runs, self.used, self.charged, self.on_host = [], 0, 0, 0          # runs in use, by first slot
+        self.moved, self.offloaded, self.restored = 0, 0, 0                     # tokens copied so far
+
+    @property
+    def free(self):
+        return self.n_slots - self.used - self.charged
 
     def open(self, n):
-        """Reserve n consecutive slots, first fit. Returns the first, or None when there is no room now."""
-        start = 0
-        for i, (first, size) in enumerate(self.runs + [(self.n_slots, 0)]):
-            if first - start >= n:
-                self.runs.insert(i, (start, n))
-                return start
-            start = first + size
-        return None
+        """A run of n slots, or None when there is no room now."""
+        if n > self.free:
+            return None
+        run = Run(0, 0)
+        self.resize(run, n)
+        return run
 
-    def close(self, base):
-        """Give the run that starts at slot `base` back."""
-        self.runs = [run for run in self.runs if run[0] != base]
+    def close(self, run):
+        """Give a run back, and what it had on the host."""
+        self.resize(run, 0)
+        self.on_host -= run.on_host
 
-    def keep(self, base, start, path):
-        """Keep only the rows `path` (increasing offsets) of those written from position `start` on, moved together:
-        position start + i then holds what was at start + path[i]. A chain keeps a prefix, for which nothing moves."""
-        if list(path) == list(range(len(path))):
-            return
-        source = base + start + torch.as_tensor(path, device=self.k.device)
-        for x in (self.k, self.v):
-            x[:, :, base + start:base + start + len(path)] = x[:, :, source]
+    def resize(self, run, n):
+        """Make a run n slots long; it keeps what it holds, perhaps in another place. False when there is no room."""
+        if n - run.size > self.free:
+            return False
+        if n > run.size and self._room_behind(run) < n:
+            self._move(run, n)
+        if n == 0 and run.size:
+            self.runs.remove(run)
+        self.used += n - run.size
+        run.size = n
+        return True
+
+    def _room_behind(self, run):
+        """Slots from the run's first one up to the next run; an empty run has no place yet."""
+        if not run.size:
+            return 0
+        i = self.runs.index(run)
+        return (self.runs[i + 1].first if i + 1 < len(self.runs) else self.n_slots) - run.first
+
+    def _move(self, run, n):
+        """Put a run where n slots are free: into the smallest gap that takes them, else pack all others to the left."""
+        others, gaps, start = [r for r in self.runs if r is not run], [], 0
+        for r in others + [Run(self.n_slots, 0)]:
+            if r.first - start >= n:
+                gaps.append((r.first - start, start))
+            start = r.end
+        content = [x[:, :, run.first:run.end].clone() for x in (self.k, self.v)]
+        if not gaps:
+            start = 0
+            for r in others:
+                if r.first != start:
+                    for x in (self.k, self.v):
+                        x[:, :, start:start + r.size] = x[:, :, r.first:r.end].clone()      # the two may overlap
+                    self.moved += r.size
+                    r.first = start
+                start += r.size
+            gaps = [(n, start)]
+        run.first = min(gaps)[1]
+        for x, old in zip((self.k, self.v), content):
+            x[:, :, run.first:run.end] = old
+        self.moved += run.size
+        self.runs = sorted([*others, run], key=lambda r: r.first)
+
+    # -- host memory ---------------------------------------------------------------------------------------------------
+
+    def offload(self, run, chunk):
+        """Move the last `chunk` slots of a run (all, if it is shorter) to the host. ValueError when the host pool is full."""
+        n = min(chunk, run.size)
+        if self.on_host + n > self.host_slots:
+            raise ValueError(f"the host pool of {self.host_slots} tokens is full: give it more, or the cache more slots, or decode fewer requests together")
+        tail = slice(run.end - n, run.end)
+        run.host.append(tuple(x[:, :, tail].cpu().clone() for x in (self.k, self.v)))
+        self.resize(run, run.size - n)
+        self.on_host += n
+        self.offloaded += n
+
+    def restore(self, run):
+        """Bring the chunk that left last back behind what the run holds. False when there is no room."""
+        k, v = run.host[-1]
+        n, old = k.shape[2], run.size
+        if not self.resize(run, old + n):
+            return False
+        for x, chunk in ((self.k, k), (self.v, v)):
+            x[:, :, run.first + old:run.end] = chunk
+        run.host.pop()
+        self.on_host -= n
+        self.restored += n
+        return True

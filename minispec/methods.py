@@ -3,9 +3,10 @@
 A method is a planner for the engine; `METHODS` says in a line what each one does and who proposes. Errors are
 ValueError with one line that names what is wrong and what is allowed.
 """
-import os
+import argparse
 
 from . import drafters, gpt, specgen
+from .admission import POLICIES
 from .engine import Engine, Lockstep
 
 METHODS = {
@@ -14,7 +15,6 @@ METHODS = {
     "draft": "a small model drafts, rejection sampling",
     "specgen": "the model drafts for itself with sparse attention (PillarAttn)",
 }
-MAX_K = 32
 
 
 def add_arguments(parser):
@@ -27,17 +27,27 @@ def add_arguments(parser):
     parser.add_argument("--min-budget", type=int, default=64, help="specgen: but at least so many positions (default 64)")
     parser.add_argument("--recent-share", type=float, default=0.5, help="specgen: part of them that are the newest (default 0.5; 0: the paper's rule)")
     parser.add_argument("--select", default="pillar", help=f"specgen: who chooses the rest: {', '.join(specgen.SELECTIONS)}")
+    parser.add_argument("--schedule", default="unified", help=f"specgen: which phase requests start in: {', '.join(specgen.SCHEDULES)}")
+    parser.add_argument("--delayed", action="store_true", help="specgen: judge a verification beside the next forward")
+    parser.add_argument("--admission", default="reserve", help=f"who enters the cache, and who leaves it when it is full: {', '.join(POLICIES)}")
+    parser.add_argument("--cache-tokens", type=int, default=None, help="slots of the cache (default: --batch of the longest request)")
+    parser.add_argument("--host-tokens", type=int, default=None, help="admission offload: slots in host memory (default: as many as the cache has)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16"), help="default: float32 on the CPU, bfloat16 on a GPU")
 
 
-def make_engine(name, model, settings, batch_size, cache_tokens=None):
+def settings(**changes):
+    """The settings above with their defaults, as a namespace, except for `changes`."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return argparse.Namespace(**{**vars(parser.parse_args([])), **changes})
+
+
+def make_engine(name, model, settings, batch_size):
     """Engine of method `name` for a loaded target. settings: a namespace with the arguments above."""
     if name not in METHODS:
         raise ValueError(f"unknown method '{name}'; choose from {', '.join(METHODS)}")
     k = settings.k if settings.k is not None else 4 if name == "draft" else 8
-    if not 1 <= k <= MAX_K:
-        raise ValueError(f"k {k} is out of range; allowed is 1 to {MAX_K} draft tokens a round")
     if name == "ar":
         planner = Lockstep
     elif name == "ngram":
@@ -47,5 +57,6 @@ def make_engine(name, model, settings, batch_size, cache_tokens=None):
         drafter = drafters.SmallLM(small, model)
         planner = lambda engine: Lockstep(engine, drafter, k)
     else:
-        planner = lambda engine: specgen.SpecGen(engine, k, settings.sparsity, settings.min_budget, settings.recent_share, settings.select)
-    return Engine(model, planner, batch_size, cache_tokens)
+        planner = lambda engine: specgen.SpecGen(engine, k, settings.sparsity, settings.min_budget, settings.recent_share,
+                                                 settings.select, settings.schedule, settings.delayed)
+    return Engine(model, planner, batch_size, settings.cache_tokens, admission=settings.admission, host_tokens=settings.host_tokens)

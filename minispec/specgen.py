@@ -5,10 +5,16 @@ about 5 % of the cache, then check all of them in one forward that reads all of 
 probability anyway, and those probabilities choose the 5 % for the next round (PillarAttn): no second model, no training.
 
 One round of a request that has N tokens in the cache and N + 1 committed:
-    1 draft    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the round's own rows
-    2 verify   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
-    3 accept   greedy or rejection sampling with the draft's own distributions: a of k drafts, and one more token
-    4 select   for every layer and KV head, the positions to draft with in the next round
+    DRAFT    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the round's own rows
+    VERIFY   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
+    (judge)  greedy or rejection sampling with the draft's own distributions: a of k drafts, and one more token; then, for
+             every layer and KV head, select the positions to draft with in the next round
+Before the first round the prompt is read (NORMAL). With delayed verification the host judges while the next forward
+already runs; the request sits that iteration out (STALL), the others do not wait.
+
+Unified schedule: requests in all phases share one forward. If all drafted together and verified together, forwards would
+have B rows k times and then (k + 1) B rows; with the phases spread evenly each has about (2k + 1) / (k + 1) B. A request is
+put into the emptiest phase when it starts to draft, by making its first round shorter, and stays there.
 
 Glossary, code <-> paper: k draft steps per round (spec_stride); sparsity = s, the budget's share of the context; a
 accepted drafts; `scores` the mean softmax probability of a position over the k + 1 verification rows and the query
@@ -18,18 +24,22 @@ What differs from the paper and why: draft rows write their keys and values into
 also holds a copy of the selected ones, instead of into the cache. The selection is fixed for a round, so gathering it
 once is cheaper on a CPU than gathering it at every step, and the cache never holds a value computed under sparse
 attention at all (the paper overwrites them at verification). All k + 1 rows count in the scores; the released
-kernel drops rows beyond its first tile.
-Not here yet: unified scheduling of phases, delayed verification, the dynamic cache manager.
+kernel drops rows beyond its first tile. Selections are positions, not slots, so a request may move or leave the device.
+Not here: CUDA graphs; on a GPU the attention still runs on torch operators.
 """
 import math
+import random
+import time
 
 import torch
 import torch.nn.functional as F
 
-from .attention import FullKeys, group_rows, ungroup_rows
-from .engine import Segment, draw_drafts
+from .attention import FullKeys, group_rows, packed_attend, ungroup_rows
+from .engine import Segment, check_k, draw_drafts
+from .kv_cache import KVCache
 
-SELECTIONS = ("pillar", "window", "random")
+SELECTIONS = ("pillar", "shared", "oracle", "window", "random")
+SCHEDULES = ("unified", "lockstep", "random")
 N_SINKS = 4                                  # first positions that a plain window keeps (StreamingLLM)
 
 
@@ -52,17 +62,40 @@ class PillarKeys:
                 index = (base + selected)[..., None].expand(-1, -1, -1, d)
                 buffer[:, :, :n - recent] = pool.gather(2, index)
                 buffer[:, :, n - recent:n] = pool[:, :, base + length - recent:base + length]
-        self.n = n
+        self.n, self.length = n, n
 
-    def attend(self, layer, q, k, v):
-        """q (1, H, D), k and v (1, G, D) -> (1, H, D). Rows are appended in the order of the layers, so layer 0 opens
-        a step."""
+    def _append(self, layer, k, v):
+        """Rows come in the order of the layers, so layer 0 opens a step."""
         if layer == 0:
             self.n += 1
         self.k[layer, :, self.n - 1], self.v[layer, :, self.n - 1] = k[0], v[0]
+
+    def attend(self, layer, q, k, v):
+        """q (1, H, D), k and v (1, G, D) -> (1, H, D)."""
+        self._append(layer, k, v)
         rows = group_rows(q, k.shape[1])
         return ungroup_rows(F.scaled_dot_product_attention(rows[None], self.k[None, layer, :, :self.n],
                                                            self.v[None, layer, :, :self.n])[0], 1)
+
+
+class OracleKeys(PillarKeys):
+    """What no method can know beforehand: the positions that the current query itself attends to most, `budget` of them per
+    layer and KV head, found by looking at all. An upper bound for selections, and as slow as full attention."""
+
+    def __init__(self, cache, base, length, budget, k):
+        super().__init__(cache, base, length, None, 0, k)
+        self.budget = budget
+
+    def attend(self, layer, q, k, v):
+        self._append(layer, k, v)
+        rows = group_rows(q, k.shape[1])                                       # (G, g, D)
+        logits = (rows @ self.k[layer, :, :self.n].transpose(1, 2)).float() * q.shape[-1] ** -0.5
+        own = self.n - self.length                                             # the round's own rows are always seen
+        best = logits.softmax(-1).mean(1)[:, :self.length].topk(min(self.budget, self.length), dim=-1).indices
+        seen = torch.zeros(k.shape[1], self.n, dtype=torch.bool, device=q.device).scatter_(1, best, True)
+        seen[:, self.n - own:] = True
+        probs = logits.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+        return ungroup_rows(probs.to(v.dtype) @ self.v[layer, :, :self.n], 1)
 
 
 def budget(length, sparsity, min_budget):
@@ -70,50 +103,91 @@ def budget(length, sparsity, min_budget):
     return min(length, max(min_budget, math.ceil(sparsity * length)))
 
 
+class Round:
+    """A request's notes: the selection that its drafts use, the drafts so far, and where it is in its round. `phase` counts
+    the iterations of a round: 0 .. k - 1 draft, k verifies, k + 1 is the stall of delayed verification."""
+
+    def __init__(self, selected, recent, phase=None):
+        self.selected, self.recent = selected, recent          # (L, G, c) positions, or None for all
+        self.phase, self.k = phase, None                       # None: not started
+        self.keys, self.drafts, self.q = None, [], []
+        self.stalled = False
+
+
 class SpecGen:
-    """The planner of self-speculation. Every request runs its own rounds: phases differ between requests.
+    """The planner of self-speculation.
 
     k: drafts a round; sparsity, min_budget: size of the selection; recent_share: part of the budget that goes to the
-    newest positions (the official rule, share 0, forces only the accepted + 2 newest in); select: "pillar", or
-    "window" (first and newest positions) and "random" for comparison.
+    newest positions (the official rule, share 0, forces only the accepted + 2 newest in); select: "pillar", or for
+    comparison "shared" (one list for all heads of a layer), "oracle", "window" (first and newest positions), "random";
+    schedule: "unified", "lockstep" (join the fullest phase) or "random"; delayed: judge beside the next forward.
     """
     name = "specgen"
 
-    def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, recent_share=0.5, select="pillar"):
-        if not 1 <= k <= 32:
-            raise ValueError(f"k {k} is out of range; allowed is 1 to 32 draft tokens a round")
+    def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, recent_share=0.5, select="pillar", schedule="unified", delayed=False):
+        check_k(k)
         if not 0 < sparsity <= 1:
             raise ValueError(f"sparsity {sparsity} is out of range; allowed is above 0 up to 1 (everything)")
-        if select not in SELECTIONS:
-            raise ValueError(f"unknown selection '{select}'; choose from {', '.join(SELECTIONS)}")
+        for what, value, allowed in (("selection", select, SELECTIONS), ("schedule", schedule, SCHEDULES)):
+            if value not in allowed:
+                raise ValueError(f"unknown {what} '{value}'; choose from {', '.join(allowed)}")
         self.engine, self.k, self.sparsity, self.min_budget = engine, k, sparsity, min_budget
-        self.recent_share, self.select = recent_share, select
+        self.recent_share, self.select, self.schedule, self.delayed = recent_share, select, schedule, delayed
+        self.rows, self.record = k + 1, select in ("pillar", "shared")
+        self.unjudged = []                                     # (segment, logits) of the last iteration, if delayed
+        self.rng = random.Random(0)                            # of the "random" schedule
+
+    def extra_slots(self, r):
+        """The round's buffer, the scores and the draft's distributions, in slots of the cache."""
+        c = self.engine.model.config
+        slot = 2 * c.n_layer * c.n_kv_head * c.head_dim
+        return budget(r.longest, self.sparsity, self.min_budget) + self.k + math.ceil((c.n_layer * c.n_kv_head * r.longest + self.k * c.vocab_size) / slot)
 
     # -- plan: which rows, which keys ----------------------------------------------------------------------------------
 
     def plan(self, active):
-        return [self._segment(r) for r in active]
+        return [s for s in map(self._segment, active) if s]
 
     def _segment(self, r):
-        if r.n_cached < len(r.tokens) - 1:
+        if r.n_cached < len(r.tokens) - 1:                     # NORMAL
             return self.engine.prefill(r)
-        state = r.state
-        if state is None:                                     # cold start: no scores yet, see everything
-            state = r.state = Round(None, 0)
-        k = min(self.k, r.remaining - 1)                      # a round commits one token beside its drafts
-        if len(state.drafts) < k:
-            if state.keys is None:
-                state.keys = PillarKeys(self.engine.cache, r.base, r.n_cached, state.selected, state.recent, k)
+        state = r.state = r.state or Round(None, 0)            # cold start: no scores yet, see everything
+        if state.stalled:                                      # STALL
+            return None
+        if state.phase is None:
+            state.phase = self._first_phase()
+        if state.k is None:                                    # a round commits one token beside its drafts
+            state.k = min(self.k - state.phase, r.remaining - 1)
+        if len(state.drafts) < state.k:                        # DRAFT
+            state.keys = state.keys or self._draft_keys(r, state)
             row = [state.drafts[-1] if state.drafts else r.tokens[-1]]
             return Segment(r, row, r.n_cached + len(state.drafts), state.keys, "draft", 1)
+        state.phase = self.k                                   # VERIFY
         rows = [r.tokens[-1], *state.drafts]
-        keys = FullKeys(self.engine.cache, r.base, r.n_cached, len(rows), record=self.select == "pillar")
+        keys = FullKeys(self.engine.cache, r.run.first, r.n_cached, len(rows), record=self.record)
         return Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts, torch.stack(state.q) if state.q else None)
+
+    def _first_phase(self):
+        """Where in its round a request starts: the emptiest phase, so that every forward has about as many rows."""
+        loads = [0] * (self.k + 1)
+        for other in self.engine.active:
+            if other.state and other.state.phase is not None and other.state.phase <= self.k:
+                loads[other.state.phase] += 1
+        if self.schedule == "random":
+            return self.rng.randrange(self.k + 1)
+        return loads.index(max(loads) if self.schedule == "lockstep" else min(loads))
+
+    def _draft_keys(self, r, state):
+        cache, base = self.engine.cache, r.run.first
+        if self.select == "oracle":
+            return OracleKeys(cache, base, r.n_cached, budget(r.n_cached, self.sparsity, self.min_budget), state.k)
+        return PillarKeys(cache, base, r.n_cached, state.selected, state.recent, state.k)
 
     # -- settle: accept, select ----------------------------------------------------------------------------------------
 
     def settle(self, plan, logits):
-        row, drafting, judged = 0, ([], []), ([], [])          # (segments or requests, their rows of logits)
+        """Take in the drafts, and judge what was verified, now or (delayed) beside the next forward."""
+        row, drafting, judged = 0, ([], []), ([], [])          # (segments, their rows of logits)
         for s in plan:
             if s.kind == "prefill":
                 s.request.n_cached += len(s.tokens)
@@ -126,43 +200,94 @@ class SpecGen:
             requests = [s.request for s in drafting[0]]
             for r, token, q in zip(requests, *draw_drafts(requests, logits[drafting[1]])):
                 r.state.drafts.append(token)
+                r.state.phase += 1
                 r.state.q += [] if q is None else [q]
-        if judged[0]:
-            for s, (accepted, token) in zip(judged[0], self.engine.judge(judged[0], logits[judged[1]])):
-                if s.kind == "verify":
-                    s.request.n_cached += 1 + accepted
-                    s.request.state = self._select(s.request, s.keys, accepted)
-                proposer = self.name if s.kind == "verify" else ""
-                yield s.request, s.request.commit(s.drafts[:accepted] + [token], len(s.drafts), accepted, proposer)
+        if judged[0] and self.delayed:
+            self.unjudged = [(judged[0], logits[judged[1]])]
+            for s in judged[0]:
+                s.request.state = s.request.state or Round(None, 0)
+                s.request.state.phase, s.request.state.stalled = self.k + 1, True
+        elif judged[0]:
+            yield from self._judge(judged[0], logits[judged[1]])
 
-    def _select(self, request, keys, accepted):
+    def late(self):
+        """Judge what the iteration before this one verified."""
+        held, self.unjudged = self.unjudged, []
+        for segments, logits in held:
+            yield from self._judge(segments, logits)
+
+    def _judge(self, segments, logits):
+        for s, (accepted, token) in zip(segments, self.engine.judge(segments, logits)):
+            r = s.request
+            if r.finished:                                     # cancelled meanwhile
+                continue
+            if s.kind == "verify":
+                r.n_cached += 1 + accepted
+                r.state = self._select(r, s.keys, accepted)
+            else:
+                r.state = None
+            yield r, r.commit(s.drafts[:accepted] + [token], len(s.drafts), accepted, self.name if s.kind == "verify" else "")
+
+    def _select(self, r, keys, accepted):
         """The next round's positions from this verification's scores: the accepted + 2 newest (not every row saw
         those, so their averages do not compare), more newest ones by recent_share, then the top scores."""
-        length = request.n_cached
+        length = r.n_cached
         b = budget(length, self.sparsity, self.min_budget)
         layers, groups = self.engine.cache.k.shape[:2]
         recent = min(b, max(accepted + 2, round(self.recent_share * b)))
         if self.select == "window":
             recent = max(b - N_SINKS, min(b, accepted + 2))
         critical, older = b - recent, length - recent
-        if b == length:
-            return Round(None, 0)
-        if self.select == "pillar":
-            selected = keys.scores[:, :, :older].topk(critical, dim=-1, sorted=False).indices
-        elif self.select == "window":
+        if b == length or self.select == "oracle":
+            return Round(None, 0, 0)
+        if self.select == "window":
             selected = torch.arange(critical, device=self.engine.model.device).expand(layers, groups, critical)
-        else:
-            noise = torch.rand(layers, groups, older, generator=request.rng).to(self.engine.model.device)
+        elif self.select == "random":
+            noise = torch.rand(layers, groups, older, generator=r.rng).to(self.engine.model.device)
             selected = noise.topk(critical, dim=-1).indices
-        return Round(selected, recent)
+        else:
+            scores = keys.scores[:, :, :older]
+            if self.select == "shared":
+                scores = scores.mean(1, keepdim=True).expand(-1, groups, -1)
+            selected = scores.topk(critical, dim=-1, sorted=False).indices
+        return Round(selected, recent, 0)
 
-    def release(self, request):
-        request.state = None
+    def release(self, r):
+        r.state = None
 
 
-class Round:
-    """A request's notes: the selection its next drafts use, and the drafts of the round so far."""
+# -- when does it pay? -------------------------------------------------------------------------------------------------
 
-    def __init__(self, selected, recent):
-        self.selected, self.recent = selected, recent          # (L, G, c) positions, or None for all
-        self.keys, self.drafts, self.q = None, [], []
+def predicted_speedup(k, sparsity, accepted, attention_share, growth=1.0, verify_cost=1.0, delayed=False):
+    """Speed-up over autoregressive decoding of the same batch (the paper's cost model). accepted: of k drafts, on average;
+    attention_share: part of an autoregressive step; growth: how much longer everything else takes on the (2k + 1) / (k + 1)
+    as many rows of a mixed forward; verify_cost: how much longer k + 1 rows attend than one. The last two are 1 where a
+    step is bound by reading weights and keys, the paper's case.
+
+    A round takes k + 1 iterations (one more if delayed) and attends to k s + 1 contexts; it commits accepted + 1 tokens.
+    """
+    rest = 1 - attention_share
+    return (accepted + 1) / ((k + 1 + delayed) * growth * rest + (k * sparsity + verify_cost) * attention_share)
+
+
+@torch.inference_mode()
+def measure_costs(model, context, batch, k, repeats=5):
+    """What the cost model needs, measured (medians) on a batch of requests that have `context` tokens: a dict of
+    attention_share, growth and verify_cost. Under an attention share of about a third drafting sparsely cannot win."""
+    cache = KVCache(model.config, batch * (context + k + 1), model.dtype, model.device)
+    mixed = math.ceil(batch * (2 * k + 1) / (k + 1))
+
+    def seconds(requests, rows, length):
+        keys = [FullKeys(cache, (i % batch) * (context + k + 1), length, rows) for i in range(requests)]
+        tokens = torch.zeros(requests * rows, dtype=torch.long, device=model.device)
+        started = time.perf_counter()
+        model.logits(model(tokens, torch.full_like(tokens, length), packed_attend([(i * rows, i * rows + rows, key) for i, key in enumerate(keys)])))
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    shapes = {"short": (batch, 1, 1), "full": (batch, 1, context), "mixed": (mixed, 1, 1), "verify short": (batch, k + 1, 1), "verify": (batch, k + 1, context)}
+    times = {name: sorted(seconds(*shape) for _ in range(repeats))[repeats // 2] for name, shape in shapes.items()}
+    attention = max(times["full"] - times["short"], 1e-9)
+    return {"attention_share": attention / (times["short"] + attention), "growth": times["mixed"] / times["short"],
+            "verify_cost": max((times["verify"] - times["verify short"]) / attention, 1.0)}

@@ -45,7 +45,13 @@ ITEMS = "shells books coins apples stamps cards pens marbles stones tickets bead
 FAMILIES = ("trace", "arith", "story", "search", "revise")
 SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}   # trained range
 TRACE_MAX = 200             # lines of the longest program: a chain of about 8,000 tokens
+ALLOWED = {"trace": (1, TRACE_MAX), "arith": (1, 25), "story": (1, 25), "search": (2, 60), "revise": (2, 24)}      # 25 letters
 TOKENS_PER_LINE = 36        # of a `trace` chain, on average, with the shipped tokenizer
+
+
+def lines_for(tokens):
+    """Lines of a `trace` program whose prompt and chain have at least so many tokens (7: a line of the prompt)."""
+    return min(int(tokens / (TOKENS_PER_LINE + 7)) + 2, TRACE_MAX)
 
 
 @dataclass
@@ -64,9 +70,13 @@ def is_heldout(prompt):
 
 
 def make(family, seed, split="train", size=None):
-    """The problem of this family, seed and split ("train" or "heldout"). size None: drawn from the trained range."""
+    """The problem of this family, seed and split ("train" or "heldout"). size None: drawn from the trained range.
+    ValueError names the families, or the sizes that the family allows."""
     if family not in FAMILIES:
         raise ValueError(f"unknown task family '{family}'; choose from {', '.join(FAMILIES)}")
+    low, high = ALLOWED[family]
+    if size is not None and not low <= size <= high:
+        raise ValueError(f"size {size} is out of range for '{family}'; allowed is {low} to {high}")
     rng = random.Random(f"{family}/{split}/{seed}/{size}")
     while True:
         n = size if size is not None else rng.randint(*SIZES[family])
@@ -142,10 +152,10 @@ def trace(rng, size):
 def arith(rng, size):
     """Columns are lettered from the right, capitals for the upper number, so that every digit has a name."""
     op = rng.choice(["plus", "minus", "times"])
-    x = [rng.randrange(10) for _ in range(size - 1)] + [rng.randint(1, 9)]     # least significant digit first
+    x = [rng.randrange(10) for _ in range(size - 1)] + [rng.randint(3, 9)]     # least significant digit first
     y = [rng.randrange(10) for _ in range(size - 1)] + [rng.randint(1, 9)]
-    if op == "minus" and x[::-1] < y[::-1]:
-        x, y = y, x
+    if op == "minus":
+        y[-1] = rng.randint(1, x[-1] - 2)                # so that the difference has as many digits
     number = lambda digits: "".join(map(str, reversed(digits)))
     low, up = "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     lay = lambda digits, letters: " ".join(f"{letters[i]}{digits[i]}" for i in reversed(range(len(digits))))
@@ -176,14 +186,19 @@ def arith(rng, size):
         think += f"The last carry goes in front, so slot {low[size]} gets {carry}.\n"
         result.append(carry)
     think += "From the top: " + ", ".join(f"slot {low[i]} gets {result[i]}" for i in reversed(range(len(result)))) + ".\n"
-    think += f"Written together that is {number(result)}.\n"
-    while len(result) > 1 and result[-1] == 0:
-        result.pop()
     ask = rng.choice(["What is {} {} {}?", "Work out {} {} {} column by column.", "Please calculate {} {} {}."])
     return ask.format(number(x), op, number(y)) + "\n", think, number(result), {}
 
 
 # -- story: word problems ----------------------------------------------------------------------------------------------
+
+LABELS = "ABCDEFGHJKLMNOPQRSTUVWXYZ"           # of the lines of a list; I is a word
+
+
+def labels(which):
+    """The labels of lines `which` (or of the first `which` lines), each behind a space."""
+    return "".join(f" {LABELS[i]}" for i in (range(which) if isinstance(which, int) else which))
+
 
 OTHERS = ("a friend", "the teacher", "a child", "the baker", "the nurse", "a sailor")
 SCENERY = ("It rains all morning.", "A dog barks outside.", "The sun comes out.", "Lunch is late today.", "The bus is full.",
@@ -194,11 +209,11 @@ def story(rng, size):
     """Follow one person's count of one thing through events, some of which do not matter."""
     hero, others = rng.choice(PEOPLE), rng.sample(OTHERS, 2)
     thing, other_thing = rng.sample(ITEMS, 2)
-    start = count = rng.randint(5, 20)
+    count = rng.randint(5, 20)
     opening = [f"{hero} has {count} {thing}.", f"{hero} also has {rng.randint(2, 9)} {other_thing}.",
                f"{others[0].capitalize()} has {rng.randint(5, 20)} {thing}."]
     scenery, seen = rng.sample(SCENERY, len(SCENERY)), set()
-    events, think = [], f"I follow the {thing} of {hero}, who starts with {count}.\n"
+    events, think = [], f"I follow the {thing} of {hero}, who starts with {count}, through{labels(size)}.\n"
     while len(events) < size:
         n, who, kind = rng.randint(1, 9), rng.choice(others), rng.random()
         if kind < 0.2 and scenery:
@@ -217,6 +232,7 @@ def story(rng, size):
         if event in seen:
             continue
         seen.add(event)
+        event = f" {LABELS[len(events)]} {event}"
         events.append(event)
         if change:
             after = count + change
@@ -225,14 +241,15 @@ def story(rng, size):
         think += f"{event} {why}, so {hero} has {count} {thing}.\n"
     think += f"In the end {hero} has {count} {thing}.\n"
     ask = rng.choice(["How many {t} does {h} have in the end?", "What is the number of {t} that {h} has now?"])
-    prompt = " ".join(opening + events) + " " + ask.format(t=thing, h=hero) + "\n"
+    prompt = "\n".join([" ".join(opening), *events, ask.format(t=thing, h=hero)]) + "\n"
     return prompt, think, str(count), {}
 
 
 # -- search: a way through rooms ---------------------------------------------------------------------------------------
 
 def search(rng, size):
-    """A tree of rooms; try open rooms in any order, abandon dead ends, then walk back from the exit."""
+    """A tree of rooms; try the newest or the oldest open room, abandon dead ends, then walk back from the exit. An open room
+    is written before the one it lies behind, so that walking back takes one induction step each."""
     rooms = rng.sample(NAMES, size)
     edges, parent, inner = {room: [] for room in rooms}, {}, [rooms[0]]
     for room in rooms[1:]:
@@ -244,28 +261,28 @@ def search(rng, size):
     start, goal = rooms[0], rng.choice([room for room in rooms[1:] if not edges[room]])
     listing = rng.sample(rooms, size)
     say = lambda room: f"{room}: {'exit' if room == goal else ' '.join(edges[room]) or 'nothing'}"
+    open_room = lambda room: f"{room} {parent[room]}" if room in parent else room
     prompt = f"Behind each room lie others. {'. '.join(say(r) for r in listing)}. Find the way from {start} to the exit.\n"
-    think, stack = f"I start in {start} and look for the exit.\n", [start]
+    think, still = f"I start in {start} and look for the exit. Behind each open room I note where it lies.\n", [start]
     while True:
-        room = stack.pop(-1 if rng.random() < 0.7 else rng.randrange(len(stack)))
+        room = still.pop(-1 if rng.random() < 0.65 else 0)
+        think += f"I try {open_room(room)}. {say(room)}"
         if room == goal:
-            think += f"I try {room}. {say(room)}, there it is.\n"
             break
-        stack += edges[room]
-        think += f"I try {room}. {say(room)}{'' if edges[room] else ', a dead end'}. Still open: {' '.join(stack)}.\n"
+        still += edges[room]
+        think += f"{'' if edges[room] else ', a dead end'}. Still open: {', '.join(map(open_room, still))}.\n"
     path = [goal]
     while path[-1] != start:
-        think += f"I came to {path[-1]} from {parent[path[-1]]}.\n"
         path.append(parent[path[-1]])
-    think += f"That is the start, so I turn the way around.\n"
+    think += f", there it is.\nBack to the start: {' '.join(path)}.\n"
     return prompt, think, " " + " ".join(reversed(path)), {"edges": edges, "start": start, "goal": goal}
 
 
 # -- revise: edit and print --------------------------------------------------------------------------------------------
 
 def revise(rng, size):
-    """A list in prose or a piece of code with a gap here and there; fill the gaps, add a line, or drop one, then print all
-    of it. Lines are indented, so that a name is the same token at the beginning of a line as elsewhere."""
+    """A lettered list of facts or of assignments with a gap here and there; fill the gaps, add a line, or drop one, then
+    print all of it."""
     subjects = rng.sample(NAMES, size + 1)
     new, lines, kind = subjects.pop(), [], rng.choice(["fill"] * 3 + ["add"] * 2 + ["drop"])
     if kind == "fill":
@@ -273,24 +290,22 @@ def revise(rng, size):
     code = rng.random() < 0.4
     for i, name in enumerate(subjects):
         n, friend = rng.randint(2, 99), rng.choice(subjects[:i]) if i else "zero"
-        lines.append(" " + rng.choice([
-            f"{name} = make({n}, {friend})", f"{name} = {friend} + {n}", f"def {name}(x): return x * {n}",
-            f"print {name}, {n}"] if code else [
-            f"The {name} costs {n} coins.", f"Put the {name} next to the {friend}.", f"We saw {n} of the {name} kind.",
-            f"{rng.choice(PEOPLE)} painted the {name} in {n} minutes.", f"Every {name} needs a {friend}."]))
-    text = "\n".join(lines)
+        lines.append(f" {LABELS[i]} {name} " + rng.choice([
+            f"= make({n}, {friend})", f"= {friend} + {n}", f"= print({n})", f"= lambda x: x * {n}"] if code else [
+            f"costs {n} coins.", f"stands next to {friend}.", f"was seen {n} times.", f"needs {friend} every day.",
+            f"was painted in {n} minutes by {rng.choice(PEOPLE)}."]))
+    kept, text = list(range(size)), "\n".join(lines)
     if kind == "fill":
-        order = f"Write {new} wherever it says name."
-        think, answer = f"I copy every line, and where I see name I write {new}.\n", re.sub(r"\bname\b", new, text)
+        order, answer = f"Write {new} wherever it says name.", re.sub(r"\bname\b", new, text)
     elif kind == "add":
-        line = f" print {new}" if code else f" There is a {new}."
-        order = f"Add this line at the end:{line}"
-        think, answer = f"I copy every line and end with:{line}\n", f"{text}\n{line}"
+        line = f" {LABELS[size]} {new} " + ("= zero" if code else "is new.")
+        order, answer = f"Add this line at the end:{line}", f"{text}\n{line}"
+        kept.append(size)
     else:
-        drop = rng.randrange(size)
-        order = f"Leave out this line:{lines[drop]}"
-        think, answer = f"I copy every line except this one:{lines[drop]}\n", "\n".join(lines[:drop] + lines[drop + 1:])
-    prompt = f"{order}\nPrint the whole {'code' if code else 'text'}.\n{text}\n"
+        drop = kept.pop(rng.randrange(size))
+        order, answer = f"Leave out line {LABELS[drop]}.", "\n".join(lines[i] for i in kept)
+    think = f"I print the lines{labels(kept)}.\n"
+    prompt = f"{order} Print the whole {'code' if code else 'list'}.\n{text}\n"
     return prompt, think, answer, {}
 
 

@@ -92,12 +92,13 @@ def rejection_chain(draft, q, p, coins):
     q_draft = torch.ones_like(p_draft) if q is None else q.gather(-1, draft[..., None])[..., 0]
     accept = coins[:, :k] * q_draft < p_draft                                            # coin < p / q, without dividing
     n = accept.long().cumprod(-1).sum(-1)                                                # (B,) length of the accepted prefix
-    p_next = p[torch.arange(b), n]                                                       # (B, V)
+    row = torch.arange(b, device=p.device)
+    p_next = p[row, n]                                                       # (B, V)
     if q is None:
         q_all = torch.zeros_like(p[:, :k]).scatter_(-1, draft[..., None], 1.0)
     else:
         q_all = q
-    q_next = torch.cat([q_all, torch.zeros_like(p[:, :1])], dim=1)[torch.arange(b), n]   # nothing to subtract for the bonus
+    q_next = torch.cat([q_all, torch.zeros_like(p[:, :1])], dim=1)[row, n]   # nothing to subtract for the bonus
     residual = (p_next - q_next).clamp(min=0)
     # p == q leaves no residual; then rejection has probability 0 but for rounding, and p itself is the right draw.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)

@@ -2,7 +2,7 @@ import pytest
 import torch
 from conftest import dense_logits, toy_model
 
-from minispec.attention import FullKeys, dense_attend, group_rows, mass_in_top, packed_attend, ungroup_rows
+from minispec.attention import FullKeys, blocked_attend, dense_attend, group_rows, mass_in_top, packed_attend, ungroup_rows
 from minispec.kv_cache import KVCache
 
 
@@ -24,17 +24,30 @@ def cached_logits(model, cache, base, ids, chunks, record=False):
 def test_cached_equals_dense(heads, record):
     model = toy_model(n_head=heads[0], n_kv_head=heads[1])
     cache = KVCache(model.config, 80)
-    base = cache.open(5) + cache.open(40)
+    cache.open(5)
+    base = cache.open(40).first
     ids = torch.randint(0, 64, (30,)).tolist()
     got, _ = cached_logits(model, cache, base, ids, [1, 7, 1, 12, 9], record)
     assert (got - dense_logits(model, ids)).abs().max() < 1e-4
     assert cache.k[:, :, :base].abs().max() == 0 and cache.k[:, :, base + 30:].abs().max() == 0    # nobody else's slots
 
 
+@pytest.mark.parametrize("t", [1, 37, 300])
+def test_blocked_attention_is_dense_attention(t):
+    shapes = [(2, t, heads, 16) for heads in (6, 2, 2)]
+    runs = []
+    for attend in (dense_attend(), blocked_attend(32)):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
+        out = attend(0, q, k, v)
+        runs.append([out, *torch.autograd.grad((out * torch.randn(out.shape)).sum(), (q, k, v))])
+    assert all((a - b).abs().max() < 1e-4 for a, b in zip(*runs))
+
+
 def test_packed_requests_do_not_see_each_other():
     model = toy_model()
     cache, sequences = KVCache(model.config, 200), [torch.randint(0, 64, (n,)).tolist() for n in (1, 13, 6, 30)]
-    bases, segments, n = [cache.open(40) for _ in sequences], [], 0
+    bases, segments, n = [cache.open(40).first for _ in sequences], [], 0
     for base, ids in zip(bases, sequences):
         segments.append((n, n + len(ids), FullKeys(cache, base, 0, len(ids))))
         n += len(ids)
@@ -59,7 +72,7 @@ def test_scores_are_mean_probabilities_over_every_row_and_grouped_head(heads):
 
     with torch.inference_mode():
         model(torch.tensor([ids]), torch.arange(40)[None], reference)
-    _, used = cached_logits(model, cache, cache.open(64), ids, [40 - n, n], True)
+    _, used = cached_logits(model, cache, cache.open(64).first, ids, [40 - n, n], True)
     for layer in range(2):
         want = probs[layer][:, -n:].unflatten(0, (heads[1], -1)).mean((1, 2))     # (H, n, T) -> (G, T)
         assert (used[1].scores[layer] - want).abs().max() < 1e-5

@@ -176,7 +176,7 @@ def test_scores_equal_what_the_cpu_path_records():
     cache = KVCache(GPTConfig(n_layer=1, n_head=2 * g, n_kv_head=2, head_dim=d), 64)
     cache.k.normal_(), cache.v.normal_()
     q, k, v = torch.randn(n, 2 * g, d), torch.randn(n, 2, d), torch.randn(n, 2, d)
-    base = cache.open(10) + 10
+    base = cache.open(10).end
     keys = FullKeys(cache, base, length - n, n, record=True)
     out = keys.attend(0, q, k, v)
     slots, plan = torch.arange(base, base + length, dtype=torch.int32)[None], att.make_plan([(n, length, 0, 0)], g)

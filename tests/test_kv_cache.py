@@ -1,44 +1,79 @@
 import random
 
+import pytest
 import torch
 from conftest import toy_model
 
 from minispec.kv_cache import KVCache
 
 
-def test_runs_never_overlap_and_come_back():
-    cache, rng, held = KVCache(toy_model().config, 100), random.Random(0), {}
-    for _ in range(2000):
-        if held and rng.random() < 0.5:
-            base = rng.choice(list(held))
-            cache.close(base)
-            del held[base]
-        n = rng.randint(1, 40)
-        base = cache.open(n)
-        if base is None:
-            gaps, end = [], 0
-            for first, size in sorted(held.items()) + [(100, 0)]:
-                gaps.append(first - end)
-                end = first + size
-            assert max(gaps) < n                       # None only where nothing fits
+def write(cache, run, n, start=0):
+    """Fill positions start .. n of a run with numbers of their own; returns what was written."""
+    content = torch.rand(2, *cache.k[:, :, :n - start].shape)
+    at = slice(run.first + start, run.first + n)
+    cache.k[:, :, at], cache.v[:, :, at] = content
+    return content
+
+
+def check(cache, held):
+    """No slot is shared, the books agree, and every run holds what was written."""
+    runs = sorted((run for run in held if run.size), key=lambda run: run.first)
+    assert cache.used == sum(run.size for run in runs) and cache.runs == runs
+    assert all(a.end <= b.first for a, b in zip(runs, runs[1:])) and all(0 <= r.first and r.end <= cache.n_slots for r in runs)
+    for run in runs:
+        for x, content in zip((cache.k, cache.v), held[run]):
+            assert torch.equal(x[:, :, run.first:run.first + run.size], content[:, :, :run.size])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_open_grow_shrink_move_leave_and_come_back(seed):
+    cache, rng, held = KVCache(toy_model().config, 120, host_slots=120), random.Random(seed), {}
+    for _ in range(400):
+        act = rng.choice(["open", "grow", "grow", "shrink", "close", "leave"])
+        run = rng.choice(list(held)) if held else None
+        if act == "open" or run is None:
+            n = rng.randint(1, 40)
+            new = cache.open(n)
+            assert (new is None) == (n > 120 - sum(r.size for r in held))      # room is never lost to gaps
+            if new:
+                held[new] = write(cache, new, n)
+        elif act == "grow":
+            old, n = run.size, run.size + rng.randint(1, 30)
+            if cache.resize(run, n):
+                held[run] = torch.cat([held[run], write(cache, run, n, old)], 3)
+            else:
+                assert run.size == old and n - old > cache.free
+        elif act == "shrink":
+            cache.resize(run, rng.randint(1, run.size))
+            held[run] = held[run][:, :, :, :run.size]
+        elif act == "leave":                                                   # in chunks of any size, others move meanwhile
+            before, size = held.pop(run), run.size
+            while run.size:
+                cache.offload(run, rng.randint(1, 17))
+            check(cache, {**held, run: before})
+            assert run.on_host == cache.on_host == size
+            while run.host:
+                assert cache.restore(run)
+            held[run] = before
         else:
-            assert 0 <= base and base + n <= 100
-            assert all(base + n <= first or first + size <= base for first, size in held.items())
-            held[base] = n
-    for base in list(held):
-        cache.close(base)
-    assert cache.open(100) == 0
+            cache.close(run)
+            del held[run]
+        check(cache, held)
+    for run in list(held):
+        cache.close(run)
+    assert cache.runs == [] and cache.free == 120 and cache.on_host == 0 and cache.moved > 0
 
 
-def test_keep_moves_the_kept_rows_together():
-    cache = KVCache(toy_model().config, 20)
-    base = cache.open(3) + cache.open(12)
-    cache.k[:] = torch.arange(20.0)[:, None]
-    cache.v.copy_(-cache.k)
-    before = cache.k.clone()
-    cache.keep(base, 2, [0, 1, 2])
-    assert torch.equal(cache.k, before)                # a prefix: nothing moves
-    cache.keep(base, 2, [0, 2, 5])
-    assert cache.k[0, 0, base + 2:base + 5, 0].tolist() == [base + 2, base + 4, base + 7]
-    assert torch.equal(cache.v, -cache.k)
-    assert torch.equal(cache.k[:, :, :base + 2], before[:, :, :base + 2]) and torch.equal(cache.k[:, :, base + 5:], before[:, :, base + 5:])
+def test_charged_slots_are_not_given_out():
+    cache = KVCache(toy_model().config, 100)
+    cache.charged = 30
+    assert cache.open(71) is None and cache.open(70).size == 70 and cache.free == 0
+
+
+def test_a_full_host_pool_is_named():
+    cache = KVCache(toy_model().config, 100, host_slots=20)
+    run = cache.open(50)
+    cache.offload(run, 15)
+    with pytest.raises(ValueError, match="host pool of 20 tokens is full"):
+        cache.offload(run, 6)
+    assert run.size == 35 and run.on_host == 15

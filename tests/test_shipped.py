@@ -1,5 +1,4 @@
 """What the README says of the shipped models, on held-out problems. Results with the full numbers are in results/."""
-import argparse
 import os
 
 import pytest
@@ -10,7 +9,7 @@ import bench
 from minispec import gpt, methods, tasks
 from minispec.engine import Request
 
-SETTINGS = argparse.Namespace(k=None, sparsity=0.05, min_budget=16, recent_share=0.5, select="pillar", draft_model=DRAFT)
+SETTINGS = methods.settings(draft_model=DRAFT, min_budget=16)
 PROBLEMS = [tasks.make(family, 2000 + i, "heldout") for family in tasks.FAMILIES for i in range(20)]
 
 

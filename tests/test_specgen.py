@@ -6,8 +6,7 @@ from conftest import dense_logits, toy_model
 from minispec.attention import FullKeys, packed_attend
 from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
-from minispec.specgen import PillarKeys, SpecGen, budget
-from minispec.verify import Sampling
+from minispec.specgen import SELECTIONS, OracleKeys, PillarKeys, SpecGen, budget, measure_costs, predicted_speedup
 
 MODEL = toy_model()
 PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -15,7 +14,8 @@ PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5))
 
 def filled_cache(n, room=20):
     cache = KVCache(MODEL.config, n + room + 7)
-    base = cache.open(7) + cache.open(n + room)
+    cache.open(7)
+    base = cache.open(n + room).first
     with torch.inference_mode():
         MODEL(torch.tensor(PROMPT[:n]), torch.arange(n), packed_attend([(0, n, FullKeys(cache, base, 0, n))]))
     return cache, base
@@ -109,7 +109,7 @@ def generate(**settings):
             return made[-1]
 
         def release(self, request):                             # look at the cache before the slots go back
-            self.final = self.engine.cache.k.clone(), self.engine.cache.v.clone(), request.base, request.n_cached
+            self.final = self.engine.cache.k.clone(), self.engine.cache.v.clone(), request.run.first, request.n_cached
 
     engine = Engine(MODEL, lambda e: Spy(e, **settings), 1)
     return engine.generate([Request(PROMPT, 120)])[0], engine, made
@@ -120,7 +120,7 @@ AR = Engine(MODEL, Lockstep, 1).generate([Request(PROMPT, 120)])[0]
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("sparsity", [0.02, 0.05, 1.0])
-@pytest.mark.parametrize("select", ["pillar", "window", "random"])
+@pytest.mark.parametrize("select", SELECTIONS)
 def test_output_never_depends_on_the_selection(k, sparsity, select):
     generation, engine, made = generate(k=k, sparsity=sparsity, min_budget=2, select=select)
     assert generation.token_ids == AR.token_ids
@@ -149,7 +149,106 @@ def test_cache_after_rounds_equals_a_dense_pass():
     assert (v[:, :, base:base + n] - cache.v).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("bad", [dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5), dict(select="best")])
+def test_oracle_keeps_what_this_query_attends_to():
+    """With a budget of everything it is dense attention; with a small one, the mean probability decides, row by row."""
+    cache, base = filled_cache(50)
+    with torch.inference_mode():
+        whole = MODEL.logits(draft_hidden(OracleKeys(cache, base, 50, 50, 2), [9, 8], 50))
+    assert (whole - dense_logits(MODEL, PROMPT[:50] + [9, 8])[50:]).abs().max() < 1e-4
+    keys = OracleKeys(cache, base, 50, 5, 1)
+    q, k, v = torch.randn(1, 4, 8), torch.randn(1, 2, 8), torch.randn(1, 2, 8)
+    got = keys.attend(0, q, k, v)
+    for g in range(2):
+        held, values = (torch.cat([x[0, g, base:base + 50], new[0, g][None]]) for x, new in ((cache.k, k), (cache.v, v)))
+        logits = q[0, 2 * g:2 * g + 2] @ held.T / 8 ** 0.5
+        seen = logits.softmax(-1).mean(0)[:50].topk(5).indices.tolist() + [50]
+        assert (got[0, 2 * g:2 * g + 2] - logits[:, seen].softmax(-1) @ values[seen]).abs().max() < 1e-5
+
+
+def test_shared_selection_is_one_list_a_layer():
+    _, _, made = generate(k=8, sparsity=0.1, min_budget=4, select="shared")
+    assert all(torch.equal(m.selected[:, 0].sort(-1).values, m.selected[:, 1].sort(-1).values) for m in made)
+    _, _, made = generate(k=8, sparsity=0.1, min_budget=4, select="pillar")
+    assert not all(torch.equal(m.selected[:, 0].sort(-1).values, m.selected[:, 1].sort(-1).values) for m in made)
+
+
+# -- schedule ----------------------------------------------------------------------------------------------------------
+
+def serve(n, batch, k=4, new=80, engine=None, **settings):
+    """n requests of like length; returns (generations, engine)."""
+    engine = Engine(MODEL, lambda e: SpecGen(e, k, 0.1, 4, **settings), batch, prefill_chunk=64, **(engine or {}))
+    rng = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(0, 64, (40,), generator=rng).tolist() for _ in range(n)]
+    return engine.generate([Request(p, new) for p in prompts]), engine, Engine(MODEL, Lockstep, n).generate([Request(p, new) for p in prompts])
+
+
+def rows(engine):
+    """Rows of every iteration in which all requests draft or verify."""
+    full = max(i["active"] for i in engine.iterations)
+    return torch.tensor([float(i["draft"] + i["verify"]) for i in engine.iterations if i["active"] == full and not i["prefill"]][6:-6])
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("schedule", ["unified", "lockstep", "random"])
+def test_schedules_and_delay_leave_the_output_alone(schedule, delayed):
+    got, engine, want = serve(9, 5, schedule=schedule, delayed=delayed)
+    assert [g.token_ids for g in got] == [g.token_ids for g in want]
+    assert engine.cache.runs == [] and engine.cache.charged == 0
+
+
+def test_unified_rows_are_even_and_lockstep_rows_are_not():
+    k = 4
+    _, even, _ = serve(15, 15, k)
+    assert set(rows(even).tolist()) == {3.0 * (2 * k + 1)}                  # 3 requests in each of k + 1 phases: m (2 k + 1)
+    _, peaks, _ = serve(15, 15, k, schedule="lockstep")
+    assert rows(peaks).max() / rows(peaks).min() == k + 1
+
+
+def test_latecomers_fill_the_emptiest_phase():
+    engine = Engine(MODEL, lambda e: SpecGen(e, 3, 0.1, 4), 8)
+    engine.active = [Request([1, 2]) for _ in range(5)]
+    for r in engine.active:
+        r.n_cached = 1
+    planner, phases = engine.planner, []
+    engine.cache = KVCache(MODEL.config, 400)
+    for r in engine.active:
+        r.run = engine.cache.open(60)
+        planner._segment(r)
+        phases.append(r.state.phase)
+    assert phases == [0, 1, 2, 3, 0]
+
+
+def test_first_round_is_shorter_and_all_later_ones_are_whole():
+    got, _, _ = serve(5, 5, 4, new=120)
+    assert sorted(g.steps[0].proposed for g in got) == [0, 1, 2, 3, 4]
+    assert all(s.proposed == 4 for g in got for s in g.steps[1:-2])
+
+
+def test_a_delayed_verification_stalls_its_request_once():
+    k, n = 4, 6                                                             # one request in each of k + 2 states
+    got, engine, _ = serve(n, n, k, delayed=True)
+    sync, _, _ = serve(n, n, k)
+    assert [g.token_ids for g in got] == [g.token_ids for g in sync]
+    assert sum(i["stalled"] for i in engine.iterations) >= sum(len(g.steps) for g in got)
+    assert all(i["draft"] + i["verify"] + i["prefill"] > 0 or i["stalled"] for i in engine.iterations)
+
+
+# -- cost model --------------------------------------------------------------------------------------------------------
+
+def test_cost_model_gives_the_notes_table():
+    for share, sync, delayed in ((0.30, 1.07, 0.96), (0.50, 1.38, 1.26), (0.70, 1.95, 1.80), (0.77, 2.27, 2.12), (0.85, 2.82, 2.66)):
+        assert predicted_speedup(8, 0.05, 0.77 * 8, share) == pytest.approx(sync, abs=0.02)
+        assert predicted_speedup(8, 0.05, 0.77 * 8, share, delayed=True) == pytest.approx(delayed, abs=0.02)
+    assert predicted_speedup(8, 0.05, 6, 0.6, growth=1.5) < predicted_speedup(8, 0.05, 6, 0.6) > predicted_speedup(8, 0.05, 6, 0.6, verify_cost=2)
+
+
+def test_attention_share_grows_with_the_context():
+    model = toy_model(block_size=16384)
+    long, short = (measure_costs(model, n, 4, 8) for n in (16000, 64))
+    assert 0 < short["attention_share"] < long["attention_share"] < 1 and long["verify_cost"] >= 1
+
+
+@pytest.mark.parametrize("bad", [dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5), dict(select="best"), dict(schedule="fair")])
 def test_settings_out_of_range(bad):
     with pytest.raises(ValueError, match="allowed is|choose from"):
         SpecGen(None, **bad)

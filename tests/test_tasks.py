@@ -57,7 +57,9 @@ def test_story_counts():
         hero = re.search(r"of (\w+), who", p.think).group(1)
         thing = re.search(r"follow the (\w+) of", p.think).group(1)
         count = int(re.search(rf"{hero} has (\d+) {thing}", p.prompt).group(1))
-        for s in re.split(r"(?<=\.) ", p.prompt)[1:]:
+        events = [line[3:] for line in p.prompt.split("\n") if line.startswith(" ")]
+        assert len(events) == p.size and len(set(events)) == p.size
+        for s in events:
             n = re.search(rf"(\d+) (?:more )?(?:of the )?{thing}", s)
             if n and s.startswith(f"{hero} ") and not s.startswith(f"{hero} has"):
                 count += int(n.group(1)) * (1 if re.search("finds|buys|gets", s) else -1)
@@ -76,18 +78,30 @@ def test_revise_edits_are_applied():
     kinds = set()
     for seed in range(60):
         p = tasks.make("revise", seed, "heldout")
-        order, _, text = p.prompt.split("\n", 2)
+        order, text = p.prompt.split("\n", 1)
         lines, answer = text.rstrip("\n").split("\n"), p.answer.split("\n")
         if order.startswith("Write"):
             new = re.match(r"Write (\w+) wherever it says name", order).group(1)
             assert answer == [re.sub(r"\bname\b", new, line) for line in lines] != lines
         elif order.startswith("Add"):
-            assert answer == lines + [order.split(":", 1)[1]]
+            assert answer == lines + [re.match(r"Add this line at the end:( .*) Print the whole", order).group(1)]
         else:
-            dropped = order.removeprefix("Leave out this line:")
-            assert dropped in lines and answer == [line for line in lines if line != dropped]
+            dropped = re.match(r"Leave out line (\w)", order).group(1)
+            assert answer == [line for line in lines if line[1] != dropped] and len(answer) == len(lines) - 1
+        assert p.think.split("lines ")[1].rstrip(".\n").split() == [line[1] for line in answer]
         kinds.add(order[0])
     assert kinds == {"W", "A", "L"}
+
+
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+def test_sizes_are_checked(family):
+    low, high = tasks.ALLOWED[family]
+    for size in (low, high):
+        p = tasks.make(family, 0, "heldout", size)
+        assert tasks.check(p, p.answer)
+    for size in (low - 1, high + 1):
+        with pytest.raises(ValueError, match=f"size {size} is out of range for '{family}'; allowed is {low} to {high}"):
+            tasks.make(family, 0, "heldout", size)
 
 
 def test_unknown_family_is_named():

@@ -1,0 +1,117 @@
+"""The cache manager: whatever the policy and however small the pool, every request gets its own tokens."""
+import random
+
+import pytest
+from conftest import toy_model
+
+from minispec import admission
+from minispec.engine import Engine, Lockstep, Request
+from minispec.specgen import SpecGen
+
+MODEL = toy_model()
+PLANNERS = {"ar": Lockstep, "specgen": lambda e: SpecGen(e, 4, 0.1, 4), "delayed": lambda e: SpecGen(e, 4, 0.1, 4, delayed=True)}
+
+
+def prompts(n, seed=0, longest=60):
+    rng = random.Random(seed)
+    return [[rng.randrange(64) for _ in range(rng.randint(2, longest))] for _ in range(n)]
+
+
+def reference(some, new=60):
+    return [g.token_ids for g in Engine(MODEL, Lockstep, 8).generate([Request(p, new) for p in some])]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(admission, "CHUNK", 16)
+
+
+@pytest.mark.parametrize("policy", admission.POLICIES)
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_half_of_the_demand_is_enough(policy, planner):
+    some = prompts(10)
+    requests = [Request(p, 60, final_length=len(p) + 60) for p in some]
+    extra = PLANNERS[planner](Engine(MODEL, Lockstep)).extra_slots(requests[0])
+    peak = sum(sorted(r.longest + extra for r in requests)[-6:])
+    engine = Engine(MODEL, PLANNERS[planner], 6, cache_tokens=peak // 2, prefill_chunk=16, admission=policy)
+    got = engine.generate(requests)
+    assert [g.token_ids for g in got] == reference(some)
+    assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == engine.cache.on_host == 0
+    fed = sum(i["prefill"] for i in engine.iterations)
+    if policy == "offload":
+        assert engine.cache.offloaded == engine.cache.restored > 0
+    if policy == "preempt":
+        assert engine.admission.recomputed > 0 and fed > sum(map(len, some))
+    else:
+        assert fed == sum(map(len, some))                                      # every prompt token is computed once
+
+
+def test_aggressive_admission_decodes_more_at_once():
+    some, together = prompts(10), {}
+    for policy in admission.POLICIES:
+        engine = Engine(MODEL, Lockstep, 8, cache_tokens=300, prefill_chunk=16, admission=policy)
+        engine.generate([Request(p, 60, stop_ids=range(0, 64, 3)) for p in some])      # most answers are short
+        together[policy] = sum(i["active"] for i in engine.iterations) / len(engine.iterations)
+    assert together["offload"] > together["reserve"] and together["preempt"] > together["reserve"]
+
+
+def test_the_oldest_is_never_pushed_out():
+    some = prompts(8)
+    engine = Engine(MODEL, PLANNERS["specgen"], 8, cache_tokens=330, prefill_chunk=16, admission="offload")
+    requests = [Request(p, 60) for p in some]
+    for _ in engine.stream(requests):
+        living = [r for r in requests if r.run and not r.finished]
+        if living:
+            assert living[0] in engine.active
+        assert engine.admission.paused == sorted(engine.admission.paused, key=requests.index, reverse=True)
+    assert engine.cache.offloaded > 0
+
+
+def test_a_small_host_pool_fails_cleanly():
+    engine = Engine(MODEL, Lockstep, 8, cache_tokens=200, prefill_chunk=16, admission="offload", host_tokens=8)
+    with pytest.raises(ValueError, match="host pool of 8 tokens is full"):
+        engine.generate([Request(p, 60) for p in prompts(8)])
+
+
+def test_unknown_policy_is_named():
+    with pytest.raises(ValueError, match="unknown admission policy 'luck'; choose from reserve, oracle, preempt, offload"):
+        Engine(MODEL, Lockstep, admission="luck")
+
+
+FUZZ_MODEL = toy_model(n_layer=1, n_head=2, n_kv_head=1)
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_fuzz(part):
+    """1,000 runs in all: arrivals, lengths, pools, settings and cancellations at random. No slot is leaked, shared or freed
+    twice, and every request that was not cancelled gets the tokens it gets alone."""
+    alone = {}
+    for seed in range(part * 100, part * 100 + 100):
+        rng = random.Random(seed)
+        some = [tuple(rng.randrange(64) for _ in range(rng.choice([1, 3, 8, 20]))) for _ in range(rng.randint(1, 6))]
+        news = [rng.choice([1, 2, 9, 20]) for _ in some]
+        for p, n in zip(some, news):
+            if (p, n) not in alone:
+                alone[p, n] = Engine(FUZZ_MODEL, Lockstep, 1).generate([Request(p, n)])[0].token_ids
+        k, delayed, schedule = rng.choice([1, 3, 8]), rng.random() < 0.5, rng.choice(["unified", "lockstep", "random"])
+        engine = Engine(FUZZ_MODEL, lambda e: SpecGen(e, k, 0.2, 3, schedule=schedule, delayed=delayed), rng.randint(1, 5),
+                        prefill_chunk=rng.choice([1, 4, 64]), admission=rng.choice(admission.POLICIES))
+        requests = [Request(p, n, final_length=len(p) + n) for p, n in zip(some, news)]
+        largest = max(r.longest + engine.planner.extra_slots(r) for r in requests)
+        engine.cache_tokens = rng.randint(largest, 3 * largest)
+        engine.host_tokens = 10 * largest
+        at_once = rng.randint(1, len(requests))
+        stream, later = engine.stream(requests[:at_once]), requests[at_once:]
+        for _ in stream:
+            if later and rng.random() < 0.3:
+                engine.waiting.append(later.pop())                             # arrives while others are decoded
+            if rng.random() < 0.03:
+                rng.choice(requests).cancel()
+            runs = sorted(engine.cache.runs, key=lambda run: run.first)
+            assert all(a.end <= b.first for a, b in zip(runs, runs[1:])) and engine.cache.used == sum(run.size for run in runs)
+        engine.generate(later)
+        for r, p, n in zip(requests, some, news):
+            want = alone[p, n]
+            assert r.generation.token_ids == (want[:len(r.generation.token_ids)] if r.generation.finish == "cancelled" else want), seed
+        assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == engine.cache.on_host == 0
+        assert not engine.active and not engine.admission.paused
