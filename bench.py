@@ -3,10 +3,11 @@
     python bench.py                      # all studies on the shipped models, about 40 minutes on 2 CPU cores
     python bench.py accuracy --quick     # one study, small: minutes
     python bench.py speed specgen        # some studies
-    python bench.py report               # only render the tables into README.md
+    python bench.py report               # only render tables and figures, into README.md and docs/
 
 A study whose file is there is skipped unless --force is given, so an interrupted run continues.
 """
+import glob
 import json
 import os
 import platform
@@ -303,9 +304,14 @@ def _spread(values):
     return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
 
 
-def report(readme):
-    """Replace what stands between the markers of each table in README.md."""
-    with open(readme, encoding="utf-8") as f:
+def pages():
+    """The texts with tables: README.md and the lessons."""
+    return [os.path.join(ROOT, "README.md"), *sorted(glob.glob(os.path.join(ROOT, "docs", "*.md")))]
+
+
+def report(page):
+    """Replace what stands between the markers of each table in a page."""
+    with open(page, encoding="utf-8") as f:
         text = f.read()
     for file in sorted(os.listdir(RESULTS)):
         name = file.removesuffix(".json")
@@ -316,9 +322,9 @@ def report(readme):
             source = f"\n\n`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}, {r['seconds'] / 60:.0f} minutes."
             text = mark.sub(lambda m: m[1] + render(name, r["result"]) + source + m[2], text)
     text = re.sub(r"(<!-- training -->\n).*?(\n<!-- end -->)", lambda m: m[1] + training_table(CHECKPOINTS) + m[2], text, flags=re.S)
-    with open(readme + ".tmp", "w", encoding="utf-8") as f:
+    with open(page + ".tmp", "w", encoding="utf-8") as f:
         f.write(text)
-    os.replace(readme + ".tmp", readme)
+    os.replace(page + ".tmp", page)
 
 
 def processor():
@@ -361,7 +367,8 @@ def main():
         if not args.quick:
             write_result(name, result, time.perf_counter() - started)
     if not args.quick:
-        report(os.path.join(ROOT, "README.md"))
+        for page in pages():
+            report(page)
         figures.draw(RESULTS, os.path.join(ROOT, "docs", "figures"))
 
 

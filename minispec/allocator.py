@@ -2,8 +2,7 @@
 
 A PyTorch step on a CPU allocates and frees the same megabytes again and again. By default glibc returns large
 blocks to the kernel at once, and the next step pays a page fault for every 4 KiB it touches again. Where page
-faults are slow (virtual machines), this costs more than the arithmetic: on two such machines these three calls
-made training 2.5 to 6 times faster. They must run before the first large allocation, that is, before `import
+faults are slow (virtual machines), this can cost more than the arithmetic; these three calls spare it. They must run before the first large allocation, that is, before `import
 torch`; `import minispec` does it. Only glibc has these knobs, so elsewhere nothing happens.
 """
 import ctypes

@@ -6,6 +6,7 @@ Decoding:  `packed_attend(segments)` serves one packed batch in which every requ
            lets the rows' queries read what they may:
              FullKeys   all cached positions, causal among the new rows; optionally records attention scores
              (specgen.py adds PillarKeys, a short list of positions per layer and head)
+           `fused_attend(cache, plan, group)` does the same on a GPU, all segments in one launch of a Triton kernel a layer.
 """
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,49 @@ def packed_attend(segments):
     return attend
 
 
+def can_fuse(x):
+    """Whether the Triton kernels run on tensors like x. (Importing triton takes a second, which a CPU need not wait.)"""
+    from kernels import unavailable
+    return not unavailable(x)
+
+
+def fused_attend(cache, plan, group):
+    """packed_attend for an engine's plan (a list of Segments), in one launch a layer (kernels/attention.py); group = H / G.
+    Draft rows write their keys and values into the cache here, where verification overwrites them, and read the selected
+    positions in place."""
+    from kernels import attention as kernel
+    from kernels import scores as score_kernel
+    device, shapes = cache.k.device, []
+    longest = max(s.start + len(s.tokens) for s in plan)
+    widest = max([s.keys.selected.shape[-1] for s in plan if s.keys.selected is not None], default=0)
+    selected = torch.zeros(cache.k.shape[0], len(plan), cache.k.shape[1], widest, dtype=torch.int32, device=device)
+    for i, s in enumerate(plan):
+        chosen = s.keys.selected
+        if chosen is not None:
+            selected[:, i, :, :chosen.shape[-1]] = chosen
+        tail = 0 if chosen is None else s.keys.length - s.keys.recent
+        shapes.append((len(s.tokens), s.start + len(s.tokens), 0 if chosen is None else chosen.shape[-1], tail))
+    first = torch.tensor([s.request.run.first for s in plan], device=device)
+    slots = (first[:, None] + torch.arange(longest, device=device)).clamp(max=cache.n_slots - 1).int()
+    new = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) + s.request.run.first for s in plan]).to(device)
+    work = kernel.make_plan(shapes, group).to(device)
+    recorded = [i for i, s in enumerate(plan) if s.keys.scores is not None]
+    which = torch.tensor(recorded, dtype=torch.int32, device=device)
+    scores = torch.empty(len(plan), cache.k.shape[1], longest, device=device) if recorded else None
+
+    def attend(layer, q, k, v):
+        keys, values = cache.layers[layer]
+        keys[:, new], values[:, new] = k.transpose(0, 1), v.transpose(0, 1)
+        if not recorded:
+            return kernel.attention(q, keys, values, slots, selected[layer], work)
+        out, lse = kernel.attention(q, keys, values, slots, selected[layer], work, return_lse=True)
+        score_kernel.scores(q, keys, lse, slots, work, which, scores)
+        for i in recorded:
+            plan[i].keys.scores[layer] = scores[i, :, :shapes[i][1]]
+        return out
+    return attend
+
+
 def group_rows(q, n_groups):
     """(n, H, D) -> (G, g * n, D): the g = H / G query heads that share a key head become rows of one product."""
     n, h, d = q.shape
@@ -80,6 +124,7 @@ class FullKeys:
     over the n rows and the g query heads of a group. Positions from `start` on are not seen by every row; their
     average is over all n rows all the same and should not be compared with the others'.
     """
+    selected = None                                          # all positions; see fused_attend
 
     def __init__(self, cache, base, start, n, record=False):
         self.cache, self.new, self.all = cache, slice(base + start, base + start + n), slice(base, base + start + n)

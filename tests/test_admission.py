@@ -46,6 +46,26 @@ def test_half_of_the_demand_is_enough(policy, planner):
         assert fed == sum(map(len, some))                                      # every prompt token is computed once
 
 
+@pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.parametrize("sparsity", [0.02, 0.05, 1.0])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("policy", ["reserve", "offload"])
+def test_identical_to_autoregressive_in_every_combination(k, sparsity, delayed, policy):
+    """One request alone, and six together in a pool of half their demand, with drafts from next to nothing (min_budget 2)."""
+    some, planner = prompts(6, seed=3), lambda e: SpecGen(e, k, sparsity, 2, delayed=delayed)
+    want = reference(some)
+    alone = Engine(MODEL, planner, 1, prefill_chunk=16, admission=policy).generate([Request(some[0], 60)])
+    requests = [Request(p, 60) for p in some]
+    demand = sum(r.longest + planner(Engine(MODEL, Lockstep)).extra_slots(r) for r in requests)
+    engine = Engine(MODEL, planner, 6, cache_tokens=demand // 2, prefill_chunk=16, admission=policy)
+    together = engine.generate(requests)
+    assert [alone[0].token_ids] == want[:1] and [g.token_ids for g in together] == want
+    assert sum(i["prefill"] for i in engine.iterations) == sum(map(len, some))       # nothing is computed again
+    if sparsity == 1.0:
+        assert all(s.accepted == s.proposed for g in together for s in g.steps)
+    assert (engine.cache.offloaded > 0) == (policy == "offload")
+
+
 def test_aggressive_admission_decodes_more_at_once():
     some, together = prompts(10), {}
     for policy in admission.POLICIES:

@@ -61,6 +61,15 @@ def test_transformers_computes_the_same_logits(tmp_path, shape):
         assert (theirs(torch.tensor([ids])).logits[0] - dense_logits(model, ids)).abs().max() < 1e-4
 
 
+def test_loading_changes_how_weights_are_stored_and_nothing_else(tmp_path):
+    model, ids = toy_model(tied=True), list(range(30))
+    gpt.save(model, tmp_path)
+    again = gpt.load(str(tmp_path))
+    assert again.blocks[0].qkv.weight.stride() == (1, again.config.n_head * 8 * 2) and again.head.weight is again.embed.weight
+    assert gpt.load(str(tmp_path), dtype=torch.bfloat16).head.weight.is_contiguous()
+    assert (dense_logits(model, ids) - dense_logits(again, ids)).abs().max() < 1e-4
+
+
 def damage_truncate(folder):
     with open(folder / "model.safetensors", "r+b") as f:
         f.truncate(1000)

@@ -121,10 +121,28 @@ def check_too_small(g=4, d=64):
             att.attention(*batch.args(**changes), plan)
 
 
+def check_engine():
+    """The whole engine on the kernels: every method's greedy output is the one it has on torch operators, and SpecGen's
+    scores and selections are the same, so it accepts as many drafts."""
+    from conftest import toy_model
+    from minispec.drafters import NGram
+    from minispec.engine import Engine, Lockstep, Request
+    from minispec.specgen import SpecGen
+    model = toy_model(head_dim=16)
+    prompts = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (30, 3, 17)]
+    for planner in (Lockstep, lambda e: Lockstep(e, NGram(3, 1), 3), lambda e: SpecGen(e, 3, 0.2, 6), lambda e: SpecGen(e, 3, 0.2, 6, delayed=True)):
+        runs = []
+        for fused in (False, True):
+            engine = Engine(model, planner, 3, prefill_chunk=16)
+            engine.fused = fused
+            runs.append([(g.token_ids, [s.accepted for s in g.steps]) for g in engine.generate([Request(p, 14) for p in prompts])])
+        assert runs[0] == runs[1], runs
+
+
 CHECKS = {f"mixed g={g} D={d}": lambda g=g, d=d: check_mixed(g, d) for g in GROUPS for d in HEADS}
 CHECKS |= {f"fp16 g=4 D={d}": lambda d=d: check_mixed(4, d, torch.float16, 4e-3) for d in HEADS}
 CHECKS |= {"batch of one": check_batch_of_one, "moved": check_moved, "full list": check_full_list, "padded": check_padded,
-           "too small": check_too_small}
+           "too small": check_too_small, "engine": check_engine}
 
 
 @pytest.fixture(scope="module")

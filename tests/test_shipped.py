@@ -56,10 +56,11 @@ def test_transformers_agrees_on_the_shipped_folder():
     assert result["logit_difference"] < 1e-4 and result["same_tokens"]
 
 
-def test_readme_tables_are_rendered_from_results(tmp_path):
-    with open(os.path.join(ROOT, "README.md"), encoding="utf-8") as f:
+@pytest.mark.parametrize("page", bench.pages(), ids=os.path.basename)
+def test_tables_are_rendered_from_results(page, tmp_path):
+    with open(page, encoding="utf-8") as f:
         text = f.read()
-    copy = tmp_path / "README.md"
+    copy = tmp_path / "page.md"
     copy.write_text(text, encoding="utf-8")
     bench.report(str(copy))
     assert copy.read_text(encoding="utf-8") == text
