@@ -2,7 +2,7 @@
 
     python bench.py                      # all studies on the shipped models, about 40 minutes on 2 CPU cores
     python bench.py accuracy --quick     # one study, small: minutes
-    python bench.py speed specgen        # some studies
+    python bench.py speed serving        # some studies
     python bench.py report               # only render tables and figures, into README.md and docs/
 
 A study whose file is there is skipped unless --force is given, so an interrupted run continues.
@@ -149,16 +149,16 @@ def busy(engine):
     return engine.seconds["draft"] + engine.seconds["verify"] + engine.seconds["other"]
 
 
-def race(cells, repeats, desc):
+def race(cells, repeats, desc, warm_up=True):
     """cells: {name: function that returns (engine, fresh requests)}. Runs them in turn, `repeats` times after one warm-up;
     {name: ([tokens a second], last engine, last generations)}."""
     out = {}
-    for repeat in tqdm(range(repeats + 1), desc=desc):
+    for repeat in tqdm(range(repeats + warm_up), desc=desc):
         for name, build in cells.items():
             engine, requests = build()
             generations = engine.generate(requests)
-            rates = out.get(name, ([],))[0] + [sum(len(g.token_ids) for g in generations) / busy(engine)] * bool(repeat)
-            out[name] = rates, engine, generations
+            counts = repeat >= warm_up
+            out[name] = out.get(name, ([],))[0] + [sum(len(g.token_ids) for g in generations) / busy(engine)] * counts, engine, generations
     return out
 
 
@@ -212,7 +212,7 @@ def serving(args, model, tokenizer):
 def scheduler(args, model, tokenizer):
     """The parts of SpecGen's system, one after the other, with a cache of half of what all requests may need; and how even
     the forwards are with 40 requests in steady state."""
-    n, lines = (4, 8) if args.quick else (12, 30)
+    n, lines = (4, 8) if args.quick else (8, 50)
     problems = [tasks.make("trace", 700 + i, "heldout", lines) for i in range(n)]
     new = lambda: requests_of(problems, tokenizer, model)
     demand = sum(r.longest for r in new())
@@ -221,7 +221,7 @@ def scheduler(args, model, tokenizer):
               "preempt instead of offload": ("specgen", {"admission": "preempt"}), "oracle lengths": ("specgen", {"admission": "oracle"})}
     cells = {name: (lambda m=m, c=c: (methods.make_engine(m, model, methods.settings(**{**vars(args), "cache_tokens": demand // 2, **c}), n), new()))
              for name, (m, c) in stages.items()}
-    results, rows = race(cells, 1 if args.quick else 3, "scheduler"), []
+    results, rows = race(cells, 1 if args.quick else 2, "scheduler", warm_up=False), []
     plain = results["autoregressive, reserve"]
     for name, (rates, engine, generations) in results.items():
         rows.append({"stage": name, **ratio(rates, plain[0]), **schedule_view(engine),

@@ -14,6 +14,7 @@ first, so those that wait on the host are a stack and service is in order of age
 """
 POLICIES = ("reserve", "oracle", "preempt", "offload")
 CHUNK = 1024            # tokens that move between device and host at once
+GROWTH = 64             # slots that a run grows by beyond its need, while there is room: growing may mean moving
 
 
 class Admission:
@@ -29,6 +30,8 @@ class Admission:
         """Before an iteration: make room for what the active requests will write, then let others in."""
         engine, active = self.engine, self.engine.active
         if self.policy != "reserve":
+            if engine.planner.delayed and sum(max(self.reach(r) - r.run.size, 0) for r in active) > engine.cache.free:
+                engine.judged += engine.planner.late()     # somebody must leave, so nobody may wait for a judgement
             i = 0
             while i < len(active) and self._make_room(active[i]):
                 i += 1
@@ -38,18 +41,20 @@ class Admission:
             active.append(engine.waiting.pop(0))
 
     def reach(self, r):
-        """Slots that a request's next rows may need, a prompt chunk or a verification."""
+        """Slots that a request needs for what it has and for its next verification."""
         if self.policy == "reserve":
             return r.longest
-        prefilling = r.n_cached < len(r.tokens) - 1
-        n = r.n_cached + max(self.engine.prefill_chunk if prefilling else 0, self.engine.planner.rows)
+        n = len(r.tokens) + self.engine.planner.rows
         if self.policy == "oracle":
             n = max(n, (r.final_length or r.longest) + self.engine.planner.rows)
         return min(r.longest, n)
 
     def _make_room(self, r):
         """Room for the next rows of an active request, at the cost of younger ones. False where it was the youngest."""
-        while r.run.size < self.reach(r) and not self.engine.cache.resize(r.run, self.reach(r)):
+        need = self.reach(r)
+        if r.run.size >= need or self.engine.cache.resize(r.run, min(r.longest, need + GROWTH)):
+            return True
+        while not self.engine.cache.resize(r.run, need):
             victim = self.paused[-1] if self.paused and self.paused[-1].run.size else None      # one is half out already
             if victim is None:
                 victim = self.engine.active.pop()

@@ -168,12 +168,16 @@ class Engine:
         self._prepare(requests)
         while self.waiting or self.active or self.admission.paused:
             started, counted = time.perf_counter(), sum(self.seconds.values())
+            self._retire()                               # those cancelled while the caller had the tokens
+            if not (self.waiting or self.active or self.admission.paused):
+                break
+            self.judged = []                             # what had to be judged before this iteration, see Admission.step
             self.admission.step()
             plan = self.planner.plan(self.active)
             self._note(plan)
             if self.planner.delayed:                     # what the last iteration verified is judged beside this forward
                 running = self.thread.submit(self.forward, plan)
-                committed = list(self.planner.late())
+                committed = self.judged + list(self.planner.late())
                 logits = running.result()
             else:
                 committed, logits = [], self.forward(plan)

@@ -130,6 +130,21 @@ def test_tokens_are_streamed_as_they_are_committed():
     assert all(len(seen[r]) == 30 for r in requests)
 
 
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cancelled_request_stops_at_once_and_the_others_go_on(name):
+    some = prompts(4)
+    want, _ = run("ar", some)
+    engine = Engine(TARGET, PLANNERS[name](TARGET, OTHER), 4)
+    requests, n = [Request(p, 50) for p in some], None
+    for request, _ in engine.stream(requests):
+        if n is None and len(requests[1].generation.token_ids) > 5:
+            requests[1].cancel()
+            n = len(requests[1].generation.token_ids)
+    got = requests[1].generation
+    assert got.finish == "cancelled" and got.token_ids == want[1].token_ids[:len(got.token_ids)] and len(got.token_ids) == n
+    assert all(requests[i].generation.token_ids == want[i].token_ids for i in (0, 2, 3)) and engine.cache.runs == []
+
+
 def test_a_drafter_identical_to_the_target_is_always_accepted():
     some = prompts(6)
     for temperature in (0.0, 1.0):
