@@ -33,7 +33,7 @@ from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 # trained there, though a token costs 2 to 4 times as much on a CPU.
 CURRICULUM = ((0.06, {256: 1.0}),
               (0.14, {512: 1.0}),
-              (0.72, {1024: 1.0}),
+              (0.85, {1024: 1.0}),
               (1.0, {1024: 0.45, 4096: 0.35, 10240: 0.2}))
 BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 4096: 4096, 10240: 10240}
 

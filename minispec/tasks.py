@@ -50,8 +50,8 @@ TOKENS_PER_LINE = 36        # of a `trace` chain, on average, with the shipped t
 
 
 def lines_for(tokens):
-    """Lines of a `trace` program whose prompt and chain have at least so many tokens (7: a line of the prompt)."""
-    return min(int(tokens / (TOKENS_PER_LINE + 7)) + 2, TRACE_MAX)
+    """Lines of a `trace` program whose prompt and chain have at least so many tokens (8: a line of the prompt)."""
+    return min(int(tokens / (TOKENS_PER_LINE + 8)) + 2, TRACE_MAX)
 
 
 @dataclass
@@ -118,7 +118,8 @@ def trace(rng, size):
     """Single-assignment programs modulo ten. Operands are mostly recent results, sometimes one of the givens.
 
     A value is written right behind its name, so that looking it up takes one induction step (find the name, read on). With
-    "lamp is 4", two tokens in between, a 5M-parameter model had not learned to look up anything after 7M tokens.
+    "lamp is 4", two tokens in between, a 5M-parameter model had not learned to look up anything after 7M tokens. The names
+    are listed in order first, for the same reason: the line after this one is then one step away, not a line of tokens.
     """
     given = rng.randint(3, 8)
     names = rng.sample(NAMES, size + given)
@@ -142,7 +143,7 @@ def trace(rng, size):
                       "What does the last line of this program give? Keep one digit everywhere.",
                       "Work through the program line by line, modulo ten. What is its result?"])
     givens = ", ".join(says.format(n, value[n]) for n in names[:given])
-    prompt = f"{ask}\nGiven {givens}.\n" + "\n".join(lines) + "\n"
+    prompt = f"{ask}\nGiven {givens}. It sets {' '.join(names[given:])}.\n" + "\n".join(lines) + "\n"
     think = "I start with the first line.\n" + "".join(steps) + f"That was the last line, and {says.format(names[-1], value[names[-1]])}.\n"
     return prompt, think, str(value[names[-1]]), {}
 
