@@ -4,6 +4,7 @@ A method is a planner for the engine; `METHODS` says in a line what each one doe
 ValueError with one line that names what is wrong and what is allowed.
 """
 import argparse
+import os
 
 from . import drafters, gpt, prism, specgen
 from .admission import POLICIES
@@ -47,6 +48,11 @@ def settings(**changes):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return argparse.Namespace(**{**vars(parser.parse_args([])), **changes})
+
+
+def ready(settings):
+    """The methods but `ar` for which everything is there: those whose trained drafter is not are left out."""
+    return [name for name in METHODS if name != "ar" and (name not in ("prism", "eagle") or os.path.isdir(settings.drafter or f"checkpoints/{name}"))]
 
 
 def make_engine(name, model, settings, batch_size):

@@ -18,7 +18,7 @@ from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
 from minispec.prism import PrismConfig, PrismDrafter
 from minispec.tokenizer import Tokenizer
-from minispec.verify import Sampling, draw, greedy_tree, point_mass_tree, warp
+from minispec.verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
 
 MAPS = {1: (0,), 2: (0, 1), 3: (0, 1, 2)}
 
@@ -225,6 +225,20 @@ def test_greedy_tree_by_hand():
     assert greedy_tree(draft, parents, [7, 2, 1, 0, 0, 9]) == ([1], 2)
     assert greedy_tree(draft, parents, [3, 2, 1, 0, 0, 9]) == ([], 3)
     assert greedy_tree([], [], [3]) == ([], 3)
+
+
+def test_tree_rules_on_a_chain_are_the_chain_rules():
+    g = torch.Generator().manual_seed(3)
+    for _ in range(300):
+        k = int(torch.randint(1, 5, (), generator=g))
+        p, coins = warp(torch.randn(k + 1, V, generator=g) * 2, Sampling(1.0, 0, 0.9)), torch.rand(k + 1, generator=g)
+        draft = draw(p[:k], torch.rand(k, generator=g) ** 2)
+        accepted, token = rejection_chain(draft[None], None, p[None], coins[None])
+        path, same = point_mass_tree(draft.tolist(), list(range(k)), p, coins)
+        assert path == list(range(1, accepted.item() + 1)) and same == token.item()
+        best = p.argmax(-1).tolist()
+        n, token = greedy_chain(draft.tolist(), best)
+        assert greedy_tree(draft.tolist(), list(range(k)), best) == (list(range(1, n + 1)), token)
 
 
 SMALL = toy_model(vocab=8, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
@@ -466,8 +480,8 @@ def folder(tmp_path_factory):
 
 def train(folder, out, *args):
     train_prism.main(["--target", str(folder / "target"), "--out", str(folder / out), "--responses", str(folder / "responses"), "--tasks", "revise,arith",
-                      "--prompts", "24", "--heldout", "4", "--max-new-tokens", "24", "--tokens", "60e3", "--batch-tokens", "1200", "--warmup", "5", "--unroll", "3",
-                      "--save-every", "15", "--device", "cpu", "--lr", "4e-3", *args])
+                      "--prompts", "24", "--heldout", "4", "--max-new-tokens", "24", "--tokens", "30e3", "--batch-tokens", "1200", "--warmup", "5", "--unroll", "3",
+                      "--save-every", "10", "--device", "cpu", "--lr", "4e-3", *args])
     with open(folder / out / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 
@@ -481,7 +495,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     calls, loss = [], prism.unrolled_loss
     def killed(*args):
         calls.append(1)
-        if len(calls) == 24:                                       # some steps behind the first checkpoint
+        if len(calls) == 17:                                       # some steps behind the first checkpoint
             raise KeyboardInterrupt
         return loss(*args)
     monkeypatch.setattr(prism, "unrolled_loss", killed)
@@ -490,7 +504,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     monkeypatch.undo()
     capsys.readouterr()
     again = train(folder, "parts")
-    assert "resuming at step 15" in capsys.readouterr().out
+    assert "resuming at step 10" in capsys.readouterr().out
     a, b = (load_file(folder / out / "model.safetensors") for out in ("whole", "parts"))
     assert all(torch.equal(a[n], b[n]) for n in a)
     drop = lambda rows: [{k: v for k, v in row.items() if k not in ("seconds", "loss", "tau")} for row in rows]     # means of recent steps
