@@ -65,7 +65,7 @@ def lossless(args, model, tokenizer):
         target = gpt.load(args.model, dtype=dtype)
         reference = methods.make_engine("ar", target, args, 10).generate(requests_of(problems, tokenizer, target))
         rows = {}
-        for name in tqdm([m for m in methods.METHODS if m != "ar"], desc=str(dtype)):
+        for name in tqdm(methods.ready(args), desc=str(dtype)):
             got = methods.make_engine(name, target, args, 10).generate(requests_of(problems, tokenizer, target))
             gaps = [tie_gap(target, r.prompt_ids, r.token_ids, g.token_ids) for r, g in zip(reference, got) if r.token_ids != g.token_ids]
             rows[name] = {"prompts": len(problems), "identical": len(problems) - len(gaps), "largest_tie_gap": max(gaps, default=0.0)}
@@ -175,7 +175,7 @@ def speed(args, model, tokenizer):
     workloads["trace at 4,000"] = lambda t: warm_requests(tokenizer, t, 4000, 128, 3)
     for workload, requests in workloads.items():
         cells = {(m, d): (lambda m=m, d=d: (methods.make_engine(m, targets[d], args, 1), requests(targets[d])))
-                 for m, d in [("ar", d) for d in targets] + [(m, "float32") for m in methods.METHODS if m != "ar"]}
+                 for m, d in [("ar", d) for d in targets] + [(m, "float32") for m in methods.ready(args)]}
         results = race(cells, 1 if args.quick else 3, workload)
         plain = results["ar", "float32"]
         for (m, d), (rates, engine, generations) in results.items():

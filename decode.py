@@ -4,6 +4,7 @@
     python decode.py --method specgen --compare                      # and say how much faster that was, and whether identical
     python decode.py --method draft --task story --n 8 --batch 4     # eight held-out problems, four at a time
     python decode.py --method ngram --prompt "Once upon a time"      # your own prompt
+    python decode.py --method prism --tree 15 --depth 6 --compare    # a trained drafter and a draft tree
     python decode.py --method specgen --task trace --n 16 --batch 8 --warm-context 4000 --max-new-tokens 200
     python decode.py --method specgen --prompts questions.jsonl --temperature 0.7 --top-p 0.9 --json out.json
 """

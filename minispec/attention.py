@@ -4,7 +4,8 @@ Training:  `dense_attend(mask)` sees whole sequences (`blocked_attend()` is the 
 Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number of
            query rows. Each segment brings its own *keys* object, which stores the rows' k and v where they belong and
            lets the rows' queries read what they may:
-             FullKeys   all cached positions, causal among the new rows; optionally records attention scores
+             FullKeys   all cached positions, causal among the new rows (or along the paths of a draft tree);
+                        optionally records attention scores
              (specgen.py adds PillarKeys, a short list of positions per layer and head)
            `fused_attend(cache, plan, group)` does the same on a GPU, all segments in one launch of a Triton kernel a layer.
 """
@@ -116,9 +117,27 @@ def causal_tail(n, length, dtype, device):
     return mask
 
 
+def path_mask(paths, n):
+    """bool (len(paths), n): row i sees the columns that paths[i] lists. In a draft tree a row's path is itself and its ancestors."""
+    mask = torch.zeros(len(paths), n, dtype=torch.bool)
+    mask[[i for i, path in enumerate(paths) for _ in path], [j for path in paths for j in path]] = True
+    return mask
+
+
+def tree_mask(parents):
+    """bool (n + 1, n + 1) for row 0, the root, and rows 1 .. n that hang from rows `parents` (n,): who sees whom."""
+    paths = [[0]]
+    for i, parent in enumerate(parents, 1):
+        paths.append([*paths[parent], i])
+    return path_mask(paths, len(paths))
+
+
 class FullKeys:
     """n new rows at positions start.. of the request whose slots begin at `base`: append their keys and values to the
     cache, and let row i see every position up to start + i.
+
+    tail: bool (n, m), where the rows belong to a tree: which of the last m slots, its own included, each row sees
+    instead; it sees all slots before them.
 
     record=True also leaves, in `scores` (L, G, start + n), the softmax probability each position received, averaged
     over the n rows and the g query heads of a group. Positions from `start` on are not seen by every row; their
@@ -126,9 +145,9 @@ class FullKeys:
     """
     selected = None                                          # all positions; see fused_attend
 
-    def __init__(self, cache, base, start, n, record=False):
+    def __init__(self, cache, base, start, n, record=False, tail=None):
         self.cache, self.new, self.all = cache, slice(base + start, base + start + n), slice(base, base + start + n)
-        self.n, self.first = n, start == 0
+        self.n, self.first, self.tail = n, start == 0 and tail is None, tail
         layers, groups, _, _ = cache.k.shape
         self.scores = torch.empty(layers, groups, start + n, device=cache.k.device) if record else None
         self.mask = None
@@ -143,8 +162,9 @@ class FullKeys:
             return F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys[None], values[None], is_causal=True,
                                                   enable_gqa=True)[0].transpose(0, 1)
         rows = group_rows(q, groups)                                           # (G, g * n, D)
-        if self.mask is None and self.n > 1:                                   # the same in every layer
-            self.mask = causal_tail(self.n, keys.shape[1] if self.scores is None else self.n, q.dtype, q.device).repeat(share, 1)
+        if self.mask is None and (self.n > 1 or self.tail is not None):        # the same in every layer
+            width = keys.shape[1] if self.scores is None else self.n
+            self.mask = (causal_tail if self.tail is None else self._tail)(self.n, width, q.dtype, q.device).repeat(share, 1)
         if self.scores is None:
             return ungroup_rows(F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=self.mask)[0], self.n)
         logits = (rows * q.shape[-1] ** -0.5) @ keys.transpose(1, 2)           # (G, g * n, T)
@@ -153,6 +173,11 @@ class FullKeys:
         probs = logits.softmax(-1, dtype=torch.float32)
         self.scores[layer] = probs.mean(1)
         return ungroup_rows(probs.to(values.dtype) @ values, self.n)
+
+    def _tail(self, n, length, dtype, device):
+        """`tail` as an additive mask (n, length)."""
+        mask = torch.zeros(n, length, dtype=dtype, device=device)
+        return mask.masked_fill_(F.pad(~self.tail.to(device), (length - self.tail.shape[1], 0)), float("-inf"))
 
 
 @torch.no_grad()

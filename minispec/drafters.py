@@ -3,7 +3,13 @@
     name                          shown beside the tokens it proposed
     propose(requests, limits)     -> one (tokens, q) per request: at most limits[i] draft tokens, and the distributions
                                   (k, V) they were drawn from, or None if they are a point mass (copied, or an argmax)
+                                  of a tree also a third part, parents: the row that each draft hangs from (verify.py)
     release(request)              the request is finished; forget it
+
+and, for those that read the target's hidden states,
+
+    taps                          which ones: layers, or () for the final hidden state (GPT.features)
+    observe(request, features)    features (n, F) of the next n positions that the target has cached for good
 
 A drafter sees what was accepted by reading `request.tokens`: committed tokens never change, so the common prefix with
 what it drafted before tells what to keep.

@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 import torch
 
 from .admission import Admission
-from .attention import FullKeys, can_fuse, fused_attend, packed_attend
+from .attention import FullKeys, can_fuse, fused_attend, packed_attend, tree_mask
 from .kv_cache import KVCache
-from .verify import Sampling, draw, greedy_chain, rejection_chain, warp
+from .verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
 
 
 @dataclass
 class Step:
-    """One round of a request: `proposed` drafts by `proposer` when `position` tokens had been generated, `accepted`
-    of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended inside), and the request's
+    """One round of a request: `proposed` drafts (of a tree: its depth) by `proposer` when `position` tokens had been
+    generated, `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended inside), and the request's
     share of the seconds spent on drafting and on the target's verifying forward."""
     position: int
     proposed: int
@@ -105,10 +105,10 @@ class Request:
 MAX_K = 32
 
 
-def check_k(k):
+def check_k(k, most=MAX_K):
     """ValueError unless k is a number of draft tokens that a round may have."""
-    if not 1 <= k <= MAX_K:
-        raise ValueError(f"k {k} is out of range; allowed is 1 to {MAX_K} draft tokens a round")
+    if not 1 <= k <= most:
+        raise ValueError(f"k {k} is out of range; allowed is 1 to {most} draft tokens a round")
 
 
 def draw_drafts(requests, logits):
@@ -138,6 +138,17 @@ class Segment:
     n_logits: int                        # logits are wanted for the last n_logits rows
     drafts: list = field(default_factory=list)
     q: torch.Tensor = None               # (k, V) distributions the drafts were drawn from; None: point masses
+    parents: list = None                 # of a tree: the row that each draft hangs from (see verify.py); None: a chain
+    features: torch.Tensor = None        # (n, F) what the drafter asked to see of the rows, filled in by the forward
+
+    @property
+    def positions(self):
+        if self.parents is None:
+            return range(self.start, self.start + len(self.tokens))
+        out = [self.start]
+        for parent in self.parents:
+            out.append(out[parent] + 1)
+        return out
 
 
 class Engine:
@@ -203,12 +214,18 @@ class Engine:
         for s in plan:
             rows = len(s.tokens)
             tokens += s.tokens
-            positions += range(s.start, s.start + rows)
+            positions += s.positions
             segments.append((n, n + rows, s.keys))
             n += rows
             wanted += range(n - s.n_logits, n)
         attend = fused_attend(self.cache, plan, self.group) if self.fused else packed_attend(segments)
-        hidden = self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend)
+        inputs = torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend
+        if self.planner.taps is None:
+            hidden = self.model(*inputs)
+        else:
+            hidden, features = self.model.features(*inputs, self.planner.taps)
+            for s, (a, b, _) in zip(plan, segments):
+                s.features = features[a:b]
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
         if logits.is_cuda:
             torch.cuda.synchronize()
@@ -233,13 +250,18 @@ class Engine:
 
     def judge(self, segments, logits):
         """Apply the acceptance rule to segments whose drafts and last token fed len(drafts) + 1 rows each.
-        Returns [(accepted, next token)]; logits (n, V) are theirs, in order."""
+        Returns [(accepted, next token)]; logits (n, V) are theirs, in order. accepted: how many drafts of a chain, or
+        which rows of a tree."""
         results, row, sampled = [None] * len(segments), 0, {}
         best = logits.argmax(-1).tolist() if any(s.request.sampling.temperature == 0 for s in segments) else None
         for i, s in enumerate(segments):
             n = len(s.drafts) + 1
             if s.request.sampling.temperature == 0:
-                results[i] = greedy_chain(s.drafts, best[row:row + n])
+                rows = best[row:row + n]
+                results[i] = greedy_chain(s.drafts, rows) if s.parents is None else greedy_tree(s.drafts, s.parents, rows)
+            elif s.parents is not None:
+                p = warp(logits[row:row + n], s.request.sampling)
+                results[i] = point_mass_tree(s.drafts, s.parents, p, s.request.coins(n))
             else:                                        # equal chains are judged together
                 sampled.setdefault((n, s.q is None, s.request.sampling.settings), []).append((i, s, row))
             row += n
@@ -287,15 +309,17 @@ class Engine:
 
 
 class Lockstep:
-    """The plan in which every request verifies in every iteration. drafter None: autoregressive decoding."""
+    """The plan in which every request verifies in every iteration. drafter None: autoregressive decoding. k: the most
+    drafts a round, of a chain or of a tree."""
     delayed = False                                      # True: the engine calls `late` while the next forward runs
-    fusable = True                                       # the kernels can serve its segments
 
     def __init__(self, engine, drafter=None, k=0):
         if drafter:
-            check_k(k)
+            check_k(k, getattr(drafter, "max_k", MAX_K))
         self.engine, self.drafter, self.k = engine, drafter, k
         self.rows = k + 1                                # the most rows that a verification writes
+        self.fusable = getattr(drafter, "width", 1) == 1 # the kernels serve chains, not trees
+        self.taps = getattr(drafter, "taps", None)       # what the drafter asks to see of the target; None: nothing
 
     def extra_slots(self, request):
         """Cache slots' worth of buffers that this request needs beside its run."""
@@ -316,21 +340,30 @@ class Lockstep:
             self.engine.charge(r, "draft", spent / len(ready))
         return dict(zip(ready, drafts))
 
-    def _verify(self, request, drafts, q):
+    def _verify(self, request, drafts, q, parents=None):
         rows = [request.tokens[-1], *drafts]
-        keys = FullKeys(self.engine.cache, request.run.first, request.n_cached, len(rows))
-        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q)
+        tail = None if parents is None else tree_mask(parents)
+        keys = FullKeys(self.engine.cache, request.run.first, request.n_cached, len(rows), tail=tail)
+        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, parents)
 
     def settle(self, plan, logits):
         judged = [s for s in plan if s.n_logits]
         for s in plan:
             if s.kind == "prefill":
                 s.request.n_cached += len(s.tokens)
+                if self.taps is not None:
+                    self.drafter.observe(s.request, s.features)
         for s, (accepted, token) in zip(judged, self.engine.judge(judged, logits)):
+            r, path = s.request, range(1, accepted + 1) if s.parents is None else accepted      # the rows of accepted drafts
             if s.kind == "verify":
-                s.request.n_cached += 1 + accepted       # rejected rows are simply overwritten by the next ones
+                if s.parents is not None:
+                    self.engine.cache.keep(r.run.first + r.n_cached, [0, *path])
+                r.n_cached += 1 + len(path)              # rejected rows are simply overwritten by the next ones
+                if self.taps is not None:
+                    self.drafter.observe(r, s.features[[0, *path]])
             proposer = (self.drafter.name if self.drafter else "target") if s.kind == "verify" else ""
-            yield s.request, s.request.commit(s.drafts[:accepted] + [token], len(s.drafts), accepted, proposer)
+            depth = s.positions[-1] - s.start if s.kind == "verify" else 0                      # of a chain: its length
+            yield r, r.commit([s.drafts[i - 1] for i in path] + [token], depth, len(path), proposer)
 
     def release(self, request):
         if self.drafter:

@@ -152,6 +152,13 @@ class GPT(nn.Module):
             taps[len(self.blocks)] = x
         return self.norm(x)
 
+    def features(self, tokens, positions, attend, layers=()):
+        """What a drafter reads of this model: (final hidden states (..., C), features (..., F)). The features are the inputs
+        of `layers`, side by side, or the final hidden states where none are named. Training and decoding both ask here."""
+        taps = dict.fromkeys(layers)
+        hidden = self(tokens, positions, attend, taps or None)
+        return hidden, torch.cat([taps[i] for i in layers], dim=-1) if layers else hidden
+
     def logits(self, hidden):
         """(..., C) -> (..., V)."""
         return self.head(hidden)

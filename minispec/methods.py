@@ -4,8 +4,9 @@ A method is a planner for the engine; `METHODS` says in a line what each one doe
 ValueError with one line that names what is wrong and what is allowed.
 """
 import argparse
+import os
 
-from . import drafters, gpt, specgen
+from . import drafters, gpt, prism, specgen
 from .admission import POLICIES
 from .engine import Engine, Lockstep
 
@@ -13,6 +14,8 @@ METHODS = {
     "ar": "plain autoregressive decoding, the baseline",
     "ngram": "prompt lookup: drafts copied from earlier text",
     "draft": "a small model drafts, rejection sampling",
+    "prism": "modules trained on the model's hidden states draft, one for each draft step",
+    "eagle": "the same with a single module (EAGLE-2 trees)",
     "specgen": "the model drafts for itself with sparse attention (PillarAttn)",
 }
 
@@ -22,6 +25,10 @@ def add_arguments(parser):
     parser.add_argument("--method", default="ar", metavar="NAME", help="; ".join(f"{k}: {v}" for k, v in METHODS.items()))
     parser.add_argument("--model", default="checkpoints/target", metavar="DIR", help="target model, a Hugging Face folder (default %(default)s)")
     parser.add_argument("--draft-model", default="checkpoints/draft", metavar="DIR", help="draft: the small model (default %(default)s)")
+    parser.add_argument("--drafter", default=None, metavar="DIR", help="prism, eagle: the trained drafter (default checkpoints/prism, checkpoints/eagle)")
+    parser.add_argument("--depth", type=int, default=5, help="prism, eagle: draft steps a round (default 5)")
+    parser.add_argument("--tree", type=int, default=0, metavar="N", help="prism, eagle: the N most probable drafts of a tree go to the target (default 0: a chain)")
+    parser.add_argument("--width", type=int, default=4, help="prism, eagle: of a tree, nodes opened a step and children of each (default 4)")
     parser.add_argument("--k", type=int, default=None, help="draft tokens a round (default: specgen 8, ngram 8, draft 4)")
     parser.add_argument("--sparsity", type=float, default=0.05, help="specgen: part of the context that a draft step reads (default 0.05)")
     parser.add_argument("--min-budget", type=int, default=64, help="specgen: but at least so many positions (default 64)")
@@ -43,6 +50,11 @@ def settings(**changes):
     return argparse.Namespace(**{**vars(parser.parse_args([])), **changes})
 
 
+def ready(settings):
+    """The methods but `ar` for which everything is there: those whose trained drafter is not are left out."""
+    return [name for name in METHODS if name != "ar" and (name not in ("prism", "eagle") or os.path.isdir(settings.drafter or f"checkpoints/{name}"))]
+
+
 def make_engine(name, model, settings, batch_size):
     """Engine of method `name` for a loaded target. settings: a namespace with the arguments above."""
     if name not in METHODS:
@@ -56,7 +68,23 @@ def make_engine(name, model, settings, batch_size):
         small = gpt.load(settings.draft_model, model.device, model.dtype)
         drafter = drafters.SmallLM(small, model)
         planner = lambda engine: Lockstep(engine, drafter, k)
+    elif name in ("prism", "eagle"):
+        drafter, n = make_drafter(name, model, settings)
+        planner = lambda engine: Lockstep(engine, drafter, n)
     else:
         planner = lambda engine: specgen.SpecGen(engine, k, settings.sparsity, settings.min_budget, settings.recent_share,
                                                  settings.select, settings.schedule, settings.delayed)
     return Engine(model, planner, batch_size, settings.cache_tokens, admission=settings.admission, host_tokens=settings.host_tokens)
+
+
+def make_drafter(name, model, settings):
+    """(drafter, drafts a round) of the methods `prism` and `eagle`."""
+    folder = settings.drafter or f"checkpoints/{name}"
+    trained = prism.load(folder, model.device, model.dtype)
+    if name == "eagle" and trained.config.n_modules > 1:
+        raise ValueError(f"the drafter in {folder} has {trained.config.n_modules} modules; --method prism takes it, eagle means one module")
+    if not 0 <= settings.tree <= prism.MAX_NODES:
+        raise ValueError(f"tree {settings.tree} is out of range; allowed is 0 (a chain) to {prism.MAX_NODES} drafts")
+    if settings.tree and settings.width < 2:
+        raise ValueError(f"width {settings.width} is out of range; a tree needs 2 or more (--tree 0 is a chain)")
+    return prism.PrismDrafter(trained, model, settings.depth, settings.width if settings.tree else 1, name), settings.tree or settings.depth

@@ -132,7 +132,7 @@ class SpecGen:
     comparison "shared" (one list for all heads of a layer), "oracle", "window" (first and newest positions), "random";
     schedule: "unified", "lockstep" (join the fullest phase) or "random"; delayed: judge beside the next forward.
     """
-    name = "specgen"
+    name, taps = "specgen", None
 
     def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, recent_share=0.5, select="pillar", schedule="unified", delayed=False):
         check_k(k)

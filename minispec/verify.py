@@ -10,6 +10,15 @@ always commits at least one token.
     rejection   accept draft d with probability min(1, p(d) / q(d)); at the first rejection draw from
                 max(p - q, 0), normalised (Leviathan et al. 2211.17192, Theorem 3.5; Chen et al. 2302.01318)
 
+A tree of drafts is a list of tokens and `parents`: draft i is row i of the verification (row 0 is the last committed
+token) and hangs from row parents[i - 1] < i, so a chain of k is the tree with parents 0 .. k - 1. Siblings differ.
+Every tree rule returns the accepted path as a list of rows, and the token that follows it.
+
+    greedy      walk from the root to the child that is the target's argmax, as long as there is one
+    point mass  try the children of a row in order: accept child c with probability p(c), else strike c out of p,
+                renormalise and try the next; with none left draw from what remains of p (SpecInfer 2305.09781 with
+                one-token distributions). The order may depend on the drafter, never on the target's coins.
+
 The rejection rule returns exactly the target's distribution only if d was drawn from q. A drafter that proposes its
 argmax, or copies from the prompt, drew from a point mass, and must be judged as one (q = None): dividing by its
 softmax instead is a common mistake, and a test here shows the bias. Randomness comes in as explicit coins, so rules
@@ -103,3 +112,34 @@ def rejection_chain(draft, q, p, coins):
     # p == q leaves no residual; then rejection has probability 0 but for rounding, and p itself is the right draw.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
     return n, draw(residual, coins[:, k])
+
+
+def greedy_tree(draft, parents, best):
+    """draft: n token ids that hang from rows `parents`; best: the target's argmax in each of the n + 1 rows (lists of ints).
+    Returns (accepted rows, next token)."""
+    path = [0]
+    for row, (token, parent) in enumerate(zip(draft, parents), 1):             # parents come first, so one pass will do
+        if parent == path[-1] and token == best[parent]:
+            path.append(row)
+    return path[1:], best[path[-1]]
+
+
+def point_mass_tree(draft, parents, p, coins):
+    """Sampling with a tree of drafts that were chosen without chance.
+
+    draft: n token ids that hang from rows `parents` (lists of ints); p (n + 1, V) the target's distributions; coins
+    (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token that follows.
+    Returns (accepted rows, next token).
+    """
+    path, coin, left = [0], coins.tolist(), p[0].double()                      # left: what is not struck out of p
+    for row, (token, parent) in enumerate(zip(draft, parents), 1):             # siblings come in order, after their parent
+        if parent != path[-1]:
+            continue
+        if coin[row - 1] * left.sum().item() < left[token].item():
+            path.append(row)
+            left = p[row].double()
+        else:
+            left = left.index_fill(0, torch.tensor([token], device=left.device), 0.0)
+    # Nothing left: the last child had all the mass, and was rejected by rounding alone; p itself is the right draw then.
+    left = left if left.sum() > 0 else p[path[-1]]
+    return path[1:], draw(left, coins[-1].to(left.device)).item()

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, TARGET, toy_model
+from conftest import DRAFT, ROOT, TARGET, toy_model
 
 from minispec import gpt, tasks
 from minispec.tokenizer import Tokenizer
@@ -33,10 +33,12 @@ def toy(tmp_path_factory):
 
 
 BAD = {     # what is wrong: (arguments, what the line must say)
-    "method": (["--method", "magic"], "unknown method 'magic'; choose from ar, ngram, draft, specgen"),
+    "method": (["--method", "magic"], "unknown method 'magic'; choose from ar, ngram, draft, prism, eagle, specgen"),
     "family": (["--task", "chess"], "unknown task family 'chess'; choose from trace"),
     "model folder": (["--model", "nowhere"], "no model folder nowhere"),
     "draft folder": (["--method", "draft", "--draft-model", "nowhere"], "no model folder nowhere"),
+    "drafter folder": (["--method", "prism", "--drafter", "nowhere"], "no drafter folder nowhere"),
+    "drafter of another kind": (["--method", "eagle", "--drafter", DRAFT], "this is not a drafter made by train_prism.py"),
     "k": (["--method", "specgen", "--k", 0], "k 0 is out of range; allowed is 1 to 32"),
     "k too large": (["--method", "ngram", "--k", 1000], "k 1000 is out of range"),
     "k is a word": (["--k", "many"], "argument --k: invalid int value: 'many'"),

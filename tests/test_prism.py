@@ -1,0 +1,573 @@
+"""The PRISM family on toy models: training equals drafting, drafting is lossless, a step reads one module, caches hold what
+they should, and training works. Section numbers and statements are those of our notes on the paper."""
+import json
+import os
+import random
+
+import pytest
+import torch
+from conftest import TARGET as SHIPPED
+from conftest import chi_square, dense_logits, toy_model
+from safetensors.torch import load_file
+
+import decode
+import train_prism
+from minispec import gpt, prism
+from minispec.attention import FullKeys, dense_attend, packed_attend, path_mask, tree_mask
+from minispec.engine import Engine, Lockstep, Request
+from minispec.kv_cache import KVCache
+from minispec.prism import PrismConfig, PrismDrafter
+from minispec.tokenizer import Tokenizer
+from minispec.verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
+
+MAPS = {1: (0,), 2: (0, 1), 3: (0, 1, 2)}
+
+
+def toy_drafter(target, step_map=(0, 1), seed=5, gain=4.0, **changes):
+    torch.manual_seed(seed)
+    drafter = prism.for_target(target, step_map, **changes).eval()
+    with torch.no_grad():
+        for p in drafter.parameters():
+            if p.ndim == 2:
+                p.mul_(gain)
+    return drafter
+
+
+# A small vocabulary, so that even random trees are often right; three targets would do as well as one.
+TARGET = toy_model(vocab=12, seed=2)
+DRAFTERS = {m: toy_drafter(TARGET, MAPS[m], gain=2.0) for m in MAPS}
+
+
+def prompts(n=8, seed=0, vocab=12):
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(rng.choice([1, 2, 9, 16, 17, 40, 100]))] for _ in range(n)]
+
+
+def lockstep(drafter, depth, width, k, target=TARGET):
+    return lambda e: Lockstep(e, PrismDrafter(drafter, target, depth, width), k)
+
+
+def run(planner, some, batch=4, max_new=40, temperature=0.0, stop=(), target=TARGET, **kw):
+    engine = Engine(target, planner, batch, prefill_chunk=16, **kw)
+    return engine.generate([Request(p, max_new, Sampling(temperature, seed=i), stop) for i, p in enumerate(some)]), engine
+
+
+SHAPES = {"chain": (4, 1, 4), "tree": (4, 2, 8)}         # depth, width, drafts
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A drafter that has learned some answers of the target by heart: long paths of its trees are accepted."""
+    drafter = toy_drafter(TARGET, MAPS[2], gain=1.0)
+    answers = [g.prompt_ids + g.token_ids for g in run(Lockstep, prompts(10), 10)[0]]
+    ids, learn = torch.zeros(10, 140, dtype=torch.long), torch.zeros(10, 140, dtype=torch.bool)
+    for i, (a, p) in enumerate(zip(answers, prompts(10))):
+        ids[i, :len(a)] = torch.tensor(a)
+        learn[i, len(p):len(a)] = True
+    opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
+    for _ in range(40):
+        loss, accepted = prism.unrolled_loss(drafter, TARGET, ids, learn, 3)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    assert accepted[0] > 0.6
+    return drafter.eval()
+
+
+# -- training equals drafting ------------------------------------------------------------------------------------------
+
+def sequential_states(drafter, target, ids, row, steps):
+    """States of drafting from one row as decoding does it: rows 0 .. row enter a one-layer cache with module 0, then one row
+    a step, tokens as they stand in ids."""
+    positions = torch.arange(len(ids))
+    _, features = target.features(positions.new_tensor(ids)[None], positions[None], dense_attend(), drafter.config.taps)
+    cache, x = KVCache(drafter.config, row + steps + 1), torch.tensor(ids)
+    assert cache.k.shape[0] == drafter.config.n_layer
+    a = drafter(1, target.embed(x[1:row + 2]), drafter.fuse(features[0, :row + 1]), positions[:row + 1], FullKeys(cache, 0, 0, row + 1).attend)[-1:]
+    states = [a]
+    for step in range(2, steps + 1):
+        at = row + step - 1
+        a = drafter(step, target.embed(x[row + step][None]), a, torch.tensor([at]), FullKeys(cache, 0, at, 1).attend)
+        states.append(a)
+    return torch.cat(states)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("step_map, layers, taps", [((0,), 1, ()), ((0, 1), 1, ()), ((0, 1, 2), 1, (0, 1, 2)), ((0,), 2, ()), ((0, 0, 1), 1, (0, 1, 2))])
+def test_states_in_training_equal_states_in_drafting(step_map, layers, taps):
+    drafter, steps = toy_drafter(TARGET, step_map, n_layer=layers, taps=taps), 5
+    ids = prompts(60)[-1][:1] + [int(t) for t in torch.randint(0, 12, (600,), generator=torch.Generator().manual_seed(1))][:330]
+    x = torch.tensor([ids])
+    _, features = TARGET.features(x, torch.arange(len(ids))[None], dense_attend(), taps)
+    states = prism.unroll(drafter, TARGET, x, features, steps)
+    again = prism.unroll(drafter, TARGET, x, features, steps, recompute=True)
+    wrong = 0.0
+    for row in (0, 1, 7, 40, 255, 256, 300):                       # blocks of queries end at 256
+        want = sequential_states(drafter, TARGET, ids, row, steps)
+        got = torch.stack([s[0, row] for s in states])
+        assert (got - want).abs().max() < 1e-4
+        wrong = max(wrong, (torch.stack([s[0, row] for s in again]) - want).abs().max().item())
+    if max(step_map) and layers == 1:
+        assert wrong > 0.05                                        # context keys of the wrong module are something else
+    else:
+        assert wrong < 1e-4                                        # with one module there is no wrong one
+
+
+# -- losslessness ------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("modules", [1, 2, 3, "trained"])
+def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
+    some, drafter = prompts(10), DRAFTERS.get(modules, trained)
+    want, _ = run(Lockstep, some)
+    assert max(len(set(g.token_ids)) for g in want) > 5
+    for batch in (1, 8):
+        got, engine = run(lockstep(drafter, *SHAPES[shape]), some, batch)
+        assert [g.token_ids for g in got] == [g.token_ids for g in want]
+        assert engine.cache.runs == [] and engine.planner.drafter.notes == {}
+        steps = [s for g in got for s in g.steps]
+        assert sum(s.accepted for s in steps) > 0.05 * len(steps) and any(s.accepted < s.proposed for s in steps)
+        assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
+    if modules == "trained":
+        assert sum(s.accepted for s in steps) > 1.2 * len(steps) and max(s.accepted for s in steps) >= {"chain": 4, "tree": 2}[shape]
+
+
+def test_greedy_control_a_tree_walked_without_looking_at_the_tokens_is_caught(monkeypatch):
+    import minispec.engine
+    monkeypatch.setattr(minispec.engine, "greedy_tree", lambda draft, parents, best: ([1], best[1]))
+    some = prompts(6)
+    assert [g.token_ids for g in run(lockstep(DRAFTERS[2], *SHAPES["tree"]), some)[0]] != [g.token_ids for g in run(Lockstep, some)[0]]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_end_of_text_and_length_limit_inside_an_accepted_run(shape, trained):
+    some = prompts(8)
+    full, _ = run(Lockstep, some)
+    for stop in {g.token_ids[i] for g in full for i in (7, 23)}:
+        got, _ = run(lockstep(trained, *SHAPES[shape]), some, stop=[stop])
+        for g, f in zip(got, full):
+            assert g.token_ids == (f.token_ids[:f.token_ids.index(stop) + 1] if stop in f.token_ids else f.token_ids)
+            assert len(g.who) == len(g.token_ids) and sum(s.accepted for s in g.steps) == g.who.count("draft")
+    for limit in (1, 2, 3, 6):                                     # down to trees smaller than asked for; the context may be full
+        got, _ = run(lockstep(trained, *SHAPES[shape]), some + [[1] * (512 - limit)], max_new=limit)
+        assert [g.token_ids for g in got[:8]] == [f.token_ids[:limit] for f in full] and len(got[8].token_ids) == limit
+
+
+@pytest.mark.parametrize("policy", ["preempt", "offload"])
+def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, trained):
+    some = prompts(8)
+    got, engine = run(lockstep(trained, *SHAPES["tree"]), some, 8, cache_tokens=300, admission=policy)
+    assert [g.token_ids for g in got] == [g.token_ids for g in run(Lockstep, some)[0]]
+    assert engine.admission.recomputed or engine.cache.offloaded
+
+
+def test_a_request_gets_the_same_alone_and_among_others(trained):
+    for shape in SHAPES:
+        together, _ = run(lockstep(trained, *SHAPES[shape]), prompts(6), 6, temperature=1.0)
+        for i in (0, 5):
+            engine = Engine(TARGET, lockstep(trained, *SHAPES[shape]), 1, prefill_chunk=16)
+            assert engine.generate([Request(prompts(6)[i], 40, Sampling(1.0, seed=i))])[0].token_ids == together[i].token_ids
+
+
+# -- sampling: chi-square over all outputs of two or three tokens ------------------------------------------------------
+
+V = 6
+
+
+def tree_counts(rule, rounds=6_000, sampling=Sampling(1.0), coins=lambda g, n: torch.rand(n, generator=g)):
+    """Counts (V * V) of the first two tokens when a fixed tree of two levels is judged by `rule` on a Markov chain, and what
+    is expected of them."""
+    g = torch.Generator().manual_seed(0)
+    p = warp(torch.randn(V + 1, V, generator=g) * 1.2, sampling)               # rows: after each token; the last: the first token
+    draft, parents = [5, 2, 0, 0, 3, 4, 1], [0, 0, 0, 1, 1, 2, 2]
+    rows = p[[V, *draft]]
+    counts, depths = torch.zeros(V * V, dtype=torch.long), []
+    for _ in range(rounds):
+        path, token = rule(draft, parents, rows, coins(g, len(draft) + 1))
+        out = [draft[i - 1] for i in path] + [token]
+        if len(out) < 2:                                                       # the next round would draw it
+            out.append(draw(p[out[0]], torch.rand((), generator=g)).item())
+        counts[out[0] * V + out[1]] += 1
+        depths.append(len(path))
+    return counts, (p[V][:, None] * p[:V]).flatten(), depths
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7), Sampling(1.0, 0, 0.8)], ids=["T0.7", "T1-p0.8"])
+def test_point_mass_tree_is_lossless(sampling):
+    counts, want, depths = tree_counts(point_mass_tree, sampling=sampling)
+    assert chi_square(counts, want) > 1e-6 and set(depths) == {0, 1, 2}
+
+
+def test_control_a_coin_used_twice_is_rejected():
+    def reuse(g, n):
+        return torch.rand(1, generator=g).expand(n)
+    counts, want, _ = tree_counts(point_mass_tree, coins=reuse)
+    assert chi_square(counts, want) < 1e-6
+
+
+def test_control_a_draw_that_forgets_what_was_rejected_is_itself_rejected():
+    def wrong(draft, parents, p, coins):
+        path, _ = point_mass_tree(draft, parents, p, coins)
+        return path, draw(p[path[-1] if path else 0], coins[-1]).item()
+    counts, want, _ = tree_counts(wrong)
+    assert chi_square(counts, want) < 1e-6
+
+
+def test_nothing_left_after_rounding_still_draws_a_token():
+    p = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+    path, token = point_mass_tree([0, 1], [0, 0], p, torch.tensor([1.0, 1.0, 0.3]))      # coins that no generator gives
+    assert path == [] and token in (0, 1)
+
+
+def test_greedy_tree_by_hand():
+    draft, parents = [7, 8, 1, 2, 1], [0, 0, 1, 2, 2]
+    assert greedy_tree(draft, parents, [8, 0, 1, 0, 0, 9]) == ([2, 5], 9)
+    assert greedy_tree(draft, parents, [7, 2, 1, 0, 0, 9]) == ([1], 2)
+    assert greedy_tree(draft, parents, [3, 2, 1, 0, 0, 9]) == ([], 3)
+    assert greedy_tree([], [], [3]) == ([], 3)
+
+
+def test_tree_rules_on_a_chain_are_the_chain_rules():
+    g = torch.Generator().manual_seed(3)
+    for _ in range(300):
+        k = int(torch.randint(1, 5, (), generator=g))
+        p, coins = warp(torch.randn(k + 1, V, generator=g) * 2, Sampling(1.0, 0, 0.9)), torch.rand(k + 1, generator=g)
+        draft = draw(p[:k], torch.rand(k, generator=g) ** 2)
+        accepted, token = rejection_chain(draft[None], None, p[None], coins[None])
+        path, same = point_mass_tree(draft.tolist(), list(range(k)), p, coins)
+        assert path == list(range(1, accepted.item() + 1)) and same == token.item()
+        best = p.argmax(-1).tolist()
+        n, token = greedy_chain(draft.tolist(), best)
+        assert greedy_tree(draft.tolist(), list(range(k)), best) == (list(range(1, n + 1)), token)
+
+
+SMALL = toy_model(vocab=8, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
+SMALL_DRAFTER = toy_drafter(SMALL, gain=2.0)
+PROMPT = [1, 5, 2, 7, 3, 3, 6, 1]
+EXACT_ROUNDS = 100_000 if os.environ.get("MINISPEC_FULL") else 4_000
+
+
+def exact(sampling):
+    """Probability of every output of two tokens, (64,)."""
+    p1 = warp(dense_logits(SMALL, PROMPT)[-1], sampling)
+    return torch.stack([p1[a] * warp(dense_logits(SMALL, PROMPT + [a])[-1], sampling) for a in range(8)]).flatten()
+
+
+def sampled(shape, sampling, rounds=EXACT_ROUNDS):
+    """Counts (64,) of the second and third token given the first, which no draft had a part in: the request begins with it."""
+    counts, accepted, proposed, done = torch.zeros(64, dtype=torch.long), 0, 0, 0
+    while done < rounds:
+        requests = [Request(PROMPT, 4, Sampling(sampling.temperature, 0, sampling.top_p, done + i)) for i in range(250)]
+        for g in Engine(SMALL, lockstep(SMALL_DRAFTER, *shape, target=SMALL), 250).generate(requests):
+            counts[g.token_ids[0] * 8 + g.token_ids[1]] += 1
+            accepted += sum(s.accepted for s in g.steps)
+            proposed += sum(s.proposed for s in g.steps)
+            done += 1
+    return counts, accepted / proposed
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 3, 3)], ids=["chain", "tree"])
+def test_sampled_output_has_the_targets_distribution(shape):
+    sampling = Sampling(1.0, 0, 0.9)
+    counts, rate = sampled(shape, sampling)
+    assert chi_square(counts, exact(sampling)) > 1e-6 and 0.05 < rate < 0.95
+
+
+def test_control_argmax_chains_judged_by_their_softmax_are_rejected(monkeypatch):
+    draws = prism.draw_drafts
+    monkeypatch.setattr(prism, "draw_drafts", lambda requests, logits: (logits.argmax(-1).tolist(), draws(requests, logits)[1]))
+    counts, _ = sampled((2, 1, 2), Sampling(1.0, 0, 0.9), 4000)
+    assert chi_square(counts, exact(Sampling(1.0, 0, 0.9))) < 1e-6
+
+
+# -- trees -------------------------------------------------------------------------------------------------------------
+
+def random_tree(rng, n):
+    return [rng.randrange(i + 1) for i in range(n)]
+
+
+def test_a_row_of_a_tree_sees_its_path_and_nothing_else():
+    rng = random.Random(0)
+    for _ in range(20):
+        parents = random_tree(rng, rng.randint(0, 20))
+        mask = tree_mask(parents)
+        for row in range(len(parents) + 1):
+            path, at = {row}, row
+            while at:
+                at = parents[at - 1]
+                path.add(at)
+            assert mask[row].nonzero()[:, 0].tolist() == sorted(path)
+    assert torch.equal(tree_mask([0, 1, 2]), torch.ones(4, 4).tril().bool())   # a chain is causal
+    assert torch.equal(path_mask([[0], [0, 2]], 3), torch.tensor([[True, False, False], [True, False, True]]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cached", [0, 1, 30])
+def test_logits_of_every_path_equal_those_of_the_path_alone(cached):
+    rng = random.Random(1)
+    ids, parents = [rng.randrange(12) for _ in range(cached + 1)], random_tree(rng, 12)
+    draft, paths, cache = [rng.randrange(12) for _ in parents], [[0]], KVCache(TARGET.config, 60)
+    for i, parent in enumerate(parents, 1):
+        paths.append([*paths[parent], i])
+    if cached:
+        TARGET(torch.tensor(ids[:-1]), torch.arange(cached), FullKeys(cache, 0, 0, cached).attend)
+    positions = torch.tensor([cached + len(path) - 1 for path in paths])
+    hidden = TARGET(torch.tensor([ids[-1], *draft]), positions, FullKeys(cache, 0, cached, 13, tail=tree_mask(parents)).attend)
+    for row, path in enumerate(paths):
+        alone = dense_logits(TARGET, ids + [draft[i - 1] for i in path[1:]])[-1]
+        assert (TARGET.logits(hidden[row]) - alone).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
+    """Ties come from saturated probabilities: a child as probable as its parent must not push it out."""
+    rng = random.Random(2)
+    for _ in range(200):
+        width, depth, n = rng.randint(2, 5), rng.randint(1, 5), rng.randint(1, 30)
+        d = prism._Draft(None, None, n, depth)
+        for _ in range(d.depth):
+            logs = [sorted(((rng.choice([0.0, 0.0, -1.0]) if ties else -rng.expovariate(1)) for _ in range(width)), reverse=True) for _ in d.open]
+            d.grow([list(range(width)) for _ in d.open], logs, width)
+            d.open = d.leaves
+        tokens, q, parents = d.result()
+        assert q is None and len(tokens) == len(parents) == min(n, len(d.tokens))
+        assert all(0 <= parent <= i for i, parent in enumerate(parents))       # parents are kept, and come first
+        assert len({(p, t) for p, t in zip(parents, tokens)}) == len(tokens)   # siblings differ
+        by_score = sorted(d.scores, reverse=True)
+        kept = sorted(d._best(range(len(d.tokens)), d.limit), key=lambda i: -d.scores[i])
+        assert [d.scores[i] for i in kept] == by_score[:len(kept)]             # and they are the best
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+@torch.inference_mode()
+@pytest.mark.parametrize("shape", SHAPES)
+def test_caches_hold_what_was_accepted_and_nothing_else(shape, trained):
+    """After every round: the target's cache equals a fresh encoding of the accepted tokens, the drafter's a fresh encoding by
+    module 0 from the target's features, which are those of training."""
+    engine = Engine(TARGET, lockstep(trained, *SHAPES[shape]), 3, prefill_chunk=16)
+    notes, rounds = engine.planner.drafter.notes, 0
+    for r, _ in engine.stream([Request(p, 25) for p in prompts(6)]):
+        if r not in notes or not r.run:
+            continue
+        n, note = r.n_cached, notes[r]
+        fresh, positions, x = KVCache(TARGET.config, n), torch.arange(n), torch.tensor(r.tokens[:n + 1])
+        _, features = TARGET.features(x[:n], positions, FullKeys(fresh, 0, 0, n).attend, ())
+        held = slice(r.run.first, r.run.first + n)
+        assert (engine.cache.k[:, :, held] - fresh.k).abs().max() < 1e-4 and (engine.cache.v[:, :, held] - fresh.v).abs().max() < 1e-4
+        assert sum(len(f) for f in note.features) == n - note.cached           # what the target cached, and nothing else
+        assert (torch.cat(note.features) - features[note.cached:]).abs().max() < 1e-4
+        if not note.cached:
+            continue
+        m, own = note.cached, KVCache(trained.config, note.cached)
+        trained(1, TARGET.embed(x[1:m + 1]), features[:m], positions[:m], FullKeys(own, 0, 0, m).attend)
+        assert note.cache.k.shape[0] == 1
+        assert (note.cache.k[:, :, :m] - own.k).abs().max() < 1e-4 and (note.cache.v[:, :, :m] - own.v).abs().max() < 1e-4
+        rounds += 1
+    assert rounds > 20
+
+
+def test_features_of_decoding_are_those_of_training():
+    drafter, seen = toy_drafter(TARGET, taps=(0, 1, 2), gain=2.0), {}
+
+    def planner(engine):
+        drafts = PrismDrafter(drafter, TARGET, 3, 2)
+        observe = drafts.observe
+        drafts.observe = lambda r, f: (seen.setdefault(r, []).append(f), observe(r, f))
+        return Lockstep(engine, drafts, 6)
+
+    run(planner, prompts(6), 3)
+    for r, features in seen.items():
+        x = torch.tensor(r.tokens)[None]
+        with torch.no_grad():
+            _, want = TARGET.features(x, torch.arange(x.shape[1])[None], dense_attend(), drafter.config.taps)
+        got = torch.cat(features)
+        n = min(len(got), x.shape[1])                                          # an answer may end inside an accepted run
+        assert got.shape[1] == 96 and n >= x.shape[1] - 1 and (got[:n] - want[0, :n]).abs().max() < 1e-4
+
+
+# -- what a step reads -------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+@pytest.mark.parametrize("modules", MAPS)
+def test_a_draft_step_reads_one_module(modules):
+    drafter, read = DRAFTERS[modules], []
+    one = sum(p.numel() for p in drafter.bank[0].parameters())
+    assert drafter.n_params() == modules * one
+    hooks = [m.register_forward_hook(lambda m, *_: read.append(m)) for m in drafter.modules() if not list(m.children())]
+    for step in range(1, 7):
+        read.clear()
+        drafter(step, torch.zeros(2, 32), torch.zeros(2, 32), torch.arange(2), packed_attend([(0, 2, FullKeys(KVCache(drafter.config, 2), 0, 0, 2))]))
+        touched = {id(p): p.numel() for m in read for p in m.parameters()}
+        assert sum(touched.values()) == one
+        assert all(id(p) in touched for p in drafter.bank[min(step, modules) - 1].parameters())     # and saturates at the last
+    for hook in hooks:
+        hook.remove()
+
+
+def test_total_parameters_and_the_stacked_arm():
+    one = toy_drafter(TARGET, (0,)).n_params()
+    fused = toy_drafter(TARGET, (0, 1), taps=(0, 1, 2))
+    assert fused.n_params() == 2 * one + 3 * 32 * 32 + 32
+    stack = toy_drafter(TARGET, (0,), n_layer=2)
+    assert one < stack.n_params() < 2 * one and KVCache(stack.config, 4).k.shape[0] == 2
+
+
+def test_step_map():
+    c = PrismConfig(step_map=(0, 1, 1, 2))
+    assert [c.module_of(k) for k in range(1, 7)] == [0, 1, 1, 2, 2, 2] and c.n_modules == 3
+    for bad, message in (((), "use every module"), ((0, 2), "use every module"), ((1, 0), "begin with module 0")):
+        with pytest.raises(ValueError, match=message):
+            PrismConfig(step_map=bad)
+
+
+def test_equal_modules_are_one_module():
+    """M = 2 with copied weights drafts what M = 1 drafts, bit for bit."""
+    two = toy_drafter(TARGET, (0, 1))
+    prism.copy_modules(two, DRAFTERS[1])
+    for shape in SHAPES.values():
+        a, b = (run(lockstep(d, *shape), prompts(6), temperature=t)[0] for d, t in ((two, 1.0), (DRAFTERS[1], 1.0)))
+        assert [(g.token_ids, g.who) for g in a] == [(g.token_ids, g.who) for g in b]
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+def test_save_and_load(tmp_path):
+    drafter = toy_drafter(TARGET, (0, 1, 1, 2), taps=(0, 1, 2))
+    prism.save(drafter, tmp_path / "d")
+    again = prism.load(tmp_path / "d")
+    assert again.config == drafter.config and not os.path.exists(tmp_path / "d" / "model.safetensors.tmp")
+    assert all(torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values()))
+    with pytest.raises(ValueError, match="made for a target with vocab_size 12, this one has 8"):
+        PrismDrafter(again, SMALL)
+    with pytest.raises(ValueError, match="reads layer 2 of the target, which has 1"):
+        PrismDrafter(again, toy_model(vocab=12, n_layer=1))
+
+
+def test_damaged_folders_are_named(tmp_path):
+    def message(folder):
+        with pytest.raises(ValueError) as e:
+            prism.load(str(folder))
+        assert "\n" not in str(e.value)
+        return str(e.value)
+
+    assert message(tmp_path / "none").startswith("no drafter folder")
+    assert message(tmp_path).endswith("holds no config.json")
+    prism.save(DRAFTERS[2], tmp_path)
+    (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"d_ff": 64', '"d_ff": 48'))
+    assert "does not fit config.json" in message(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert "not a drafter made by train_prism.py" in message(tmp_path)
+    prism.save(DRAFTERS[2], tmp_path)
+    with open(tmp_path / "model.safetensors", "r+b") as f:
+        f.truncate(3000)
+    assert "damaged" in message(tmp_path)
+    os.remove(tmp_path / "model.safetensors")
+    assert message(tmp_path).endswith("holds no model.safetensors")
+
+
+# -- train_prism.py and decode.py --------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random target with the shipped tokenizer, and room for drafters beside it."""
+    folder, tokenizer = tmp_path_factory.mktemp("prism"), Tokenizer.load(SHIPPED)
+    target = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
+    with open(os.path.join(SHIPPED, "tokenizer.json"), encoding="utf-8") as f:
+        gpt.save(target, folder / "target", json.load(f))
+    return folder
+
+
+def train(folder, out, *args):
+    train_prism.main(["--target", str(folder / "target"), "--out", str(folder / out), "--responses", str(folder / "responses"), "--tasks", "revise,arith",
+                      "--prompts", "24", "--heldout", "4", "--max-new-tokens", "24", "--tokens", "30e3", "--batch-tokens", "1200", "--warmup", "5", "--unroll", "3",
+                      "--save-every", "10", "--device", "cpu", "--lr", "4e-3", *args])
+    with open(folder / out / "log.jsonl", encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch, capsys):
+    log = train(folder, "whole")
+    assert log[-1]["loss"] < 0.8 * log[0]["loss"] and 1 <= log[0]["tau"] < log[-1]["tau"] <= 4 and len(log[-1]["heldout_acceptance"]) == 5
+    made = {f: os.path.getmtime(folder / "responses" / f) for f in os.listdir(folder / "responses")}
+    assert set(made) == {"settings.json", "train-00000.json", "heldout-00000.json"}
+
+    calls, loss = [], prism.unrolled_loss
+    def killed(*args):
+        calls.append(1)
+        if len(calls) == 17:                                       # some steps behind the first checkpoint
+            raise KeyboardInterrupt
+        return loss(*args)
+    monkeypatch.setattr(prism, "unrolled_loss", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(folder, "parts")
+    monkeypatch.undo()
+    capsys.readouterr()
+    again = train(folder, "parts")
+    assert "resuming at step 10" in capsys.readouterr().out
+    a, b = (load_file(folder / out / "model.safetensors") for out in ("whole", "parts"))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+    drop = lambda rows: [{k: v for k, v in row.items() if k not in ("seconds", "loss", "tau")} for row in rows]     # means of recent steps
+    assert drop(log) == drop(again)
+    assert made["train-00000.json"] == os.path.getmtime(folder / "responses" / "train-00000.json")                 # made once
+    assert "train_prism.py --target" in (folder / "whole" / "command.txt").read_text()
+
+
+@pytest.mark.parametrize("arm", train_prism.ARMS)
+def test_every_arm_trains_and_decodes(arm, folder, capsys, tmp_path):
+    train(folder, arm, "--arm", arm, "--tokens", "3000", *(["--taps", "three"] if arm == "prism3" else []))
+    made = prism.load(folder / arm)
+    assert made.config.n_modules == {"prism2": 2, "prism3": 3}.get(arm, 1) and made.config.n_layer == (2 if arm == "stack2" else 1)
+    method = "prism" if arm.startswith("prism") else "eagle"
+    for shape in ([], ["--tree", "12", "--width", "3"]):
+        decode.main(["--model", str(folder / "target"), "--method", method, "--drafter", str(folder / arm), "--prompt", "one two", "--max-new-tokens", "30",
+                     "--compare", "--quiet", "--json", str(tmp_path / "o.json"), *shape])
+        d = json.loads((tmp_path / "o.json").read_text())
+        assert d["identical"] and d["new_tokens"] == 30 and "output identical" in capsys.readouterr().out
+
+
+def test_a_drafter_can_start_from_one_with_fewer_modules(folder):
+    train(folder, "one", "--arm", "ttt1", "--tokens", "3000")
+    train(folder, "two", "--arm", "prism2", "--tokens", "1", "--init", str(folder / "one"), "--lr", "0", "--unroll", "2")
+    one, two = load_file(folder / "one" / "model.safetensors"), load_file(folder / "two" / "model.safetensors")
+    for name, x in two.items():
+        assert torch.equal(x, one[name.replace("bank.1.", "bank.0.")])
+    with pytest.raises(ValueError, match="this arm needs 2 and"):
+        train(folder, "three", "--arm", "stack2", "--init", str(folder / "one"))
+
+
+def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder):
+    args = train_prism.parse_args(["--out", "x", "--target", str(folder / "target")])
+    assert train_prism.prompts_of(args, "train", 7) == train_prism.prompts_of(args, "train", 30)[:7]
+    assert not set(train_prism.prompts_of(args, "train", 30)) & set(train_prism.prompts_of(args, "heldout", 30))
+    train(folder, "short", "--tokens", "100", "--prompts", "10", "--responses", str(folder / "r2"))
+    train(folder, "longer", "--tokens", "100", "--prompts", "14", "--responses", str(folder / "r2"))
+    rows = json.loads((folder / "r2" / "train-00000.json").read_text())
+    assert len(rows) == 14 and rows == json.loads((folder / "responses" / "train-00000.json").read_text())[:14]
+    with pytest.raises(ValueError, match="were made with max_new_tokens 24, now it is 9"):
+        train(folder, "short", "--max-new-tokens", "9")
+
+
+BAD = {"arm": (["--arm", "ttt9"], "invalid choice"), "target": (["--target", "nowhere"], "no model folder nowhere"),
+       "family": (["--tasks", "chess"], "unknown task family 'chess'"), "steps": (["--unroll", "0"], "unroll 0 is out of range; allowed is 1 or more"),
+       "file": (["--prompt-file", "none.jsonl"], "no prompt file none.jsonl"), "init": (["--init", "nowhere"], "no drafter folder nowhere")}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_of_training_is_named_before_anything_is_written(name, folder, tmp_path, capsys):
+    args, message = BAD[name]
+    with pytest.raises((ValueError, SystemExit)) as e:
+        train_prism.main(["--target", str(folder / "target"), "--out", str(tmp_path / "x"), *args])
+    said = str(e.value) if isinstance(e.value, ValueError) else capsys.readouterr().err
+    assert message in said and said.rstrip().count("\n") == 0 and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--method", "eagle"], "has 2 modules; --method prism takes it"), (["--tree", "1000"], "tree 1000 is out of range; allowed is 0 "),
+    (["--tree", "8", "--width", "1"], "width 1 is out of range; a tree needs 2 or more"), (["--depth", "0"], "depth 0 is out of range; allowed is 1 to 32"),
+    (["--model", SHIPPED], "made for a target with d_model 32, this one has 256")])
+def test_bad_input_of_decoding_is_one_line(args, message, folder, capsys):
+    prism.save(toy_drafter(gpt.load(folder / "target")), folder / "random")
+    with pytest.raises(ValueError) as e:
+        decode.main(["--model", str(folder / "target"), "--method", "prism", "--drafter", str(folder / "random"), "--prompt", "x", *args])
+    assert message in str(e.value) and "\n" not in str(e.value)
