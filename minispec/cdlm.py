@@ -432,16 +432,17 @@ def pad_prompts(prompts):
 
 def fitting(tokenizer, family, seed, split="train", gen_length=GEN_LENGTH, longest_prompt=LONGEST_PROMPT):
     """A problem whose solution fits the answer slots: (problem, prompt ids, answer ids (L,), filled up with ends of text).
-    Sizes are drawn from the trained range and above 2, smaller and smaller until one fits."""
+    Sizes are drawn from the trained range and from 3 on, smaller and smaller until one fits. ValueError where none does."""
     rng, (low, high) = random.Random(f"{family}/{split}/{seed}/fitting"), tasks.SIZES[family]
     low = min(low, 3)
-    while True:
+    for _ in range(100):
         size = rng.randint(low, high)
         problem = tasks.make(family, rng.randrange(1 << 40), split, size)
         prompt, answer = tokenizer.prompt_ids(problem.prompt), tokenizer.response_ids(problem.think, problem.answer)
         if len(prompt) <= longest_prompt and len(answer) <= gen_length:
             return problem, prompt, answer + [answer[-1]] * (gen_length - len(answer))
         high = max(size - 1, low)
+    raise ValueError(f"no problem of '{family}' fits a prompt of {longest_prompt} and an answer of {gen_length} tokens")
 
 
 # -- what decode.py needs ----------------------------------------------------------------------------------------------
