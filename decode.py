@@ -6,6 +6,7 @@
     python decode.py --method ngram --prompt "Once upon a time"      # your own prompt
     python decode.py --method prism --tree 15 --depth 6 --compare    # a trained drafter and a draft tree
     python decode.py --method specgen --task trace --n 16 --batch 8 --warm-context 4000 --max-new-tokens 200
+    python decode.py --method cdlm --watch                           # a diffusion model: masked positions fill in
     python decode.py --method specgen --prompts questions.jsonl --temperature 0.7 --top-p 0.9 --json out.json
 """
 import codecs
@@ -18,7 +19,7 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import gpt, methods, specgen, tasks
+from minispec import cdlm, gpt, methods, specgen, tasks
 from minispec.attention import dense_attend
 from minispec.engine import Request
 from minispec.script import Parser, check_writable, run_main
@@ -28,6 +29,7 @@ from minispec.verify import Sampling
 COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m", "plain": ""}
 RESET = "\033[0m"
 BUILT_IN = ("trace", 5, 40)      # family, seed and size of the problem solved when none is given
+SHORT = ("story", 5, 5)          # the same for diffusion models, whose answers have 256 slots
 
 
 def parse_args(argv=None):
@@ -48,6 +50,7 @@ def parse_args(argv=None):
     p.add_argument("--top-p", type=float, default=1.0, help="keep the most likely tokens that reach this mass; 1 is off")
     p.add_argument("--seed", type=int, default=0, help="of sampling, and of the first problem of --task")
     p.add_argument("--compare", action="store_true", help="decode autoregressively too: speed-up, and whether the output is identical")
+    p.add_argument("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
     p.add_argument("--json", metavar="PATH", help="write the result as JSON")
     p.add_argument("--quiet", action="store_true", help="no streamed text, only the table")
     return p.parse_args(argv)
@@ -67,7 +70,7 @@ def problems_of(args):
         if args.task == "trace" and args.warm_context and args.size is None:
             args.size = tasks.lines_for(args.warm_context + 2 * (args.max_new_tokens or 512))
         return [tasks.make(args.task, args.seed + i, "heldout", args.size) for i in range(args.n or 1)]
-    family, seed, size = BUILT_IN
+    family, seed, size = SHORT if args.method in methods.DIFFUSION else BUILT_IN
     return [tasks.make(family, seed, "heldout", size)]
 
 
@@ -200,14 +203,18 @@ def describe(problem, generation, tokenizer):
 def table(result):
     """The closing lines of a run."""
     phases, seconds = result["phase_seconds"], result["seconds"]
-    lines = [f"{result['method']} on {result['device']}, {result['dtype']}: {result['new_tokens']} tokens in {seconds:.2f} s = {result['tokens_per_second']:.1f} tokens/s",
-             f"tau {result['tau']:.2f} tokens per verifying forward of the target (bonus token included)"]
+    lines = [f"{result['method']} on {result['device']}, {result['dtype']}: {result['new_tokens']} tokens in {seconds:.2f} s = {result['tokens_per_second']:.1f} tokens/s"]
+    if "counts" in result:
+        c = result["counts"]
+        lines.append(f"{result['tau']:.2f} tokens per forward of a request; {c['forwards']} forwards were fed {c['tokens_fed']} tokens for {c['tokens_kept']} kept")
+    else:
+        lines.append(f"tau {result['tau']:.2f} tokens per verifying forward of the target (bonus token included)")
     if result["acceptance_by_position"]:
         lines.append("accepted by draft position: " + " ".join(f"{a:.2f}" for a in result["acceptance_by_position"]))
     lines.append("time: " + ", ".join(f"{name} {100 * phases[name] / seconds:.0f} %" for name in ("prefill", "draft", "verify", "other")))
     if "speedup" in result:
-        lines.append(f"autoregressive: {result['ar_tokens_per_second']:.1f} tokens/s, so the speed-up is {result['speedup']:.2f}x; output "
-                     + ("identical" if result["identical"] else f"differs (top-2 logit gap there: {result['tie_gap']:.2g})"))
+        lines.append(f"autoregressive: {result['ar_tokens_per_second']:.1f} tokens/s, so the speed-up is {result['speedup']:.2f}x" + ("" if "counts" in result else "; output "
+                     + ("identical" if result["identical"] else f"differs (top-2 logit gap there: {result['tie_gap']:.2g})")))
     if "regime" in result:
         r, v = result["regime"], result["schedule"]
         lines.append(f"forwards: {v['iterations']} of {v['rows_mean']:.1f} rows (standard deviation {v['rows_deviation']:.1f}); rows: {v['prefill_rows']} prefill, "
@@ -223,11 +230,16 @@ def table(result):
 
 def main(argv=None):
     args = parse_args(argv)
-    if args.method not in methods.METHODS:
-        raise ValueError(f"unknown method '{args.method}'; choose from {', '.join(methods.METHODS)}")
+    diffusion = args.method in methods.DIFFUSION
+    if args.method not in methods.METHODS and not diffusion:
+        raise ValueError(f"unknown method '{args.method}'; choose from {', '.join([*methods.METHODS, *methods.DIFFUSION])}")
     for name, value in (("batch", args.batch), ("max-new-tokens", args.max_new_tokens), ("cache-tokens", args.cache_tokens), ("warm-context", args.warm_context or None)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
+    if args.watch and (not diffusion or args.batch > 1):
+        raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
+    if diffusion and args.max_new_tokens is None:
+        args.max_new_tokens = cdlm.GEN_LENGTH
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     if args.json:
         check_writable(args.json)
@@ -242,15 +254,19 @@ def main(argv=None):
     if not args.quiet:
         if len(problems) == 1:
             print(problems[0].prompt)
-        if sys.stdout.isatty() and args.method != "ar" and args.batch == 1:
+        if sys.stdout.isatty() and args.method != "ar" and not diffusion and args.batch == 1:
             print("legend: " + "  ".join(f"{c}{name}{RESET}" for name, c in COLOURS.items() if c) + "  plain\n")
-    generations = run(engine, requests, tokenizer, args.quiet, args.method)
+    if args.watch and not args.quiet:
+        engine.on_step = cdlm.Watch(tokenizer, sys.stdout)
+    generations = run(engine, requests, tokenizer, args.quiet or args.watch, args.method)
 
     each = [describe(p, g, tokenizer) for p, g in zip(problems, generations)]
     result = {"method": args.method, "device": args.device, "dtype": str(dtype).removeprefix("torch."), **summary(generations, engine)}
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)
         result["regime"] = regime(engine, args, result["accepted_per_round"], int(statistics.mean(len(r.tokens) for r in requests)))
+    if diffusion:
+        result["counts"] = engine.counts
     if args.compare:
         baseline = methods.make_engine("ar", model, args, args.batch)
         ar = run(baseline, requests_of(problems, tokenizer, model, args.max_new_tokens, sampling, args.warm_context), tokenizer, True)

@@ -1,12 +1,13 @@
 """The methods by name: how `decode.py` and `bench.py` turn `--method NAME` and its settings into an engine.
 
 A method is a planner for the engine; `METHODS` says in a line what each one does and who proposes. Errors are
-ValueError with one line that names what is wrong and what is allowed.
+ValueError with one line that names what is wrong and what is allowed. Diffusion models answer with a loop of their own
+(cdlm.py) and their output is not the target's, so they stand in a table of their own.
 """
 import argparse
 import os
 
-from . import drafters, gpt, prism, specgen
+from . import cdlm, drafters, gpt, prism, specgen
 from .admission import POLICIES
 from .engine import Engine, Lockstep
 
@@ -18,17 +19,24 @@ METHODS = {
     "eagle": "the same with a single module (EAGLE-2 trees)",
     "specgen": "the model drafts for itself with sparse attention (PillarAttn)",
 }
+DIFFUSION = {
+    "cdlm": "a block-causal diffusion model, many tokens a step",
+    "dlm": "its bidirectional teacher, without a cache",
+}
 
 
 def add_arguments(parser):
     """The settings of all methods, for argparse."""
-    parser.add_argument("--method", default="ar", metavar="NAME", help="; ".join(f"{k}: {v}" for k, v in METHODS.items()))
+    parser.add_argument("--method", default="ar", metavar="NAME", help="; ".join(f"{k}: {v}" for k, v in {**METHODS, **DIFFUSION}.items()))
     parser.add_argument("--model", default="checkpoints/target", metavar="DIR", help="target model, a Hugging Face folder (default %(default)s)")
     parser.add_argument("--draft-model", default="checkpoints/draft", metavar="DIR", help="draft: the small model (default %(default)s)")
     parser.add_argument("--drafter", default=None, metavar="DIR", help="prism, eagle: the trained drafter (default checkpoints/prism, checkpoints/eagle)")
     parser.add_argument("--depth", type=int, default=5, help="prism, eagle: draft steps a round (default 5)")
     parser.add_argument("--tree", type=int, default=0, metavar="N", help="prism, eagle: the N most probable drafts of a tree go to the target (default 0: a chain)")
     parser.add_argument("--width", type=int, default=4, help="prism, eagle: of a tree, nodes opened a step and children of each (default 4)")
+    parser.add_argument("--diffusion-model", metavar="DIR", help=f"cdlm, dlm: the model (default {', '.join(d for _, d in cdlm.METHODS.values())})")
+    parser.add_argument("--threshold", type=float, help=f"cdlm, dlm: reveal what is surer than this (default: cdlm {cdlm.THRESHOLD}, dlm one token a step)")
+    parser.add_argument("--block-size", type=int, default=cdlm.BLOCK_SIZE, help="cdlm, dlm: slots that are filled in together (default %(default)s)")
     parser.add_argument("--k", type=int, default=None, help="draft tokens a round (default: specgen 8, ngram 8, draft 4)")
     parser.add_argument("--sparsity", type=float, default=0.05, help="specgen: part of the context that a draft step reads (default 0.05)")
     parser.add_argument("--min-budget", type=int, default=64, help="specgen: but at least so many positions (default 64)")
@@ -57,8 +65,10 @@ def ready(settings):
 
 def make_engine(name, model, settings, batch_size):
     """Engine of method `name` for a loaded target. settings: a namespace with the arguments above."""
+    if name in DIFFUSION:
+        return cdlm.load_decoder(name, settings, batch_size, model)
     if name not in METHODS:
-        raise ValueError(f"unknown method '{name}'; choose from {', '.join(METHODS)}")
+        raise ValueError(f"unknown method '{name}'; choose from {', '.join([*METHODS, *DIFFUSION])}")
     k = settings.k if settings.k is not None else 4 if name == "draft" else 8
     if name == "ar":
         planner = Lockstep

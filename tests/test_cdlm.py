@@ -1,0 +1,628 @@
+"""CDLM on toy models: masks, exactness of the block cache, the samplers against plain loops, trajectories, losses, training.
+Numbers in test names' comments are the statements of the checklist that the paper's notes end with."""
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TARGET, toy_model
+from safetensors.torch import load_file
+
+import decode
+import train_cdlm
+from minispec import cdlm, gpt, tasks
+from minispec.attention import dense_attend
+from minispec.engine import Request
+from minispec.tokenizer import Tokenizer
+from minispec.verify import Sampling
+from train_gpt import optimizers
+
+MASK, L, B = 63, 28, 8           # the last block of 28 slots is short
+PROMPTS = [list(range(1, 10)), list(range(5, 19)), [7], list(range(30, 52))]
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A mask embedding near 0 makes predictions depend on the context, so that answers wander; logits spread by about 3."""
+    model = toy_model(n_layer=3)
+    with torch.no_grad():
+        model.embed.weight[MASK] *= 0.01
+        model.head.weight *= 5
+    return model
+
+
+def requests(prompts=PROMPTS, length=L, stop=(), temperature=0.0):
+    return [Request(p, length, Sampling(temperature, seed=i), stop) for i, p in enumerate(prompts)]
+
+
+def filled(reqs):
+    """All slots of the answers, also those behind an end of text."""
+    return [r.state.tokens[r.state.prompt:] for r in reqs]
+
+
+def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
+    """Logits (L, V) of one answer without a cache: the slow, obvious reference."""
+    with torch.inference_mode():
+        hidden = cdlm.answer_hidden(model, torch.tensor([prompt]), torch.tensor([len(prompt)]), torch.tensor([slots]), block_size, mask)
+        return cdlm.mask_free(model.logits(hidden), MASK)[0]
+
+
+# -- masks (1, 2, 6) ---------------------------------------------------------------------------------------------------
+
+def test_block_causal_mask_is_its_definition():                                    # 1
+    lengths, width, length, block = torch.tensor([1, 5, 13]), 13, 10, 4
+    positions, blocks = cdlm.layout(lengths, width, length, block)
+    mask, everything = cdlm.block_causal(blocks)[:, 0], cdlm.bidirectional(blocks)[:, 0]
+    for row, p in enumerate(lengths.tolist()):
+        number = lambda i: 0 if i < p else 1 + (i - p) // block
+        first = width - p
+        assert positions[row, first:].tolist() == list(range(p + length)) and everything[row, first:, first:].all()
+        for i in range(p + length):
+            assert mask[row, first + i, first:].tolist() == [number(j) <= number(i) for j in range(p + length)]
+        assert not mask[row, first:, :first].any() and not everything[row, first:, :first].any()
+        assert mask[row].any(-1).all() and everything[row].any(-1).all()
+
+
+def test_later_blocks_do_not_reach_back(model):                                    # 2, 6
+    prompt, slots = PROMPTS[0], torch.randint(0, 60, (L,), generator=torch.Generator().manual_seed(0)).tolist()
+    for b in range(3):
+        end = (b + 1) * B
+        other = slots[:end] + [(t + 1) % 60 for t in slots[end:]]
+        one, two = dense(model, prompt, slots), dense(model, prompt, other)
+        assert torch.equal(one[:end], two[:end]) and not torch.equal(one[end:], two[end:])
+    whole = lambda s: dense(model, prompt, s, block_size=L)                        # one block: bidirectional
+    assert not torch.allclose(whole(slots)[0], whole(slots[:-1] + [0])[0])
+
+
+def test_prompt_never_sees_the_answer(model):                                      # 6
+    def prompt_rows(slots):
+        positions, blocks = cdlm.layout(torch.tensor([9]), 9, L, L)
+        return model(torch.tensor([PROMPTS[0] + slots]), positions, dense_attend(cdlm.block_causal(blocks)))[:, :9]
+    assert torch.equal(prompt_rows([1] * L), prompt_rows([2] * L))
+
+
+# -- the exact cache (3, 4, 5) -----------------------------------------------------------------------------------------
+
+class Compared(cdlm.Decoder):
+    """A student that compares every forward with one that has no cache."""
+    worst = 0.0
+
+    def forward(self, plan):
+        hidden, spent = super().forward(plan)
+        want = [dense(self.model, w.answer.tokens[:w.answer.prompt], w.answer.tokens[w.answer.prompt:], block_size=self.block_size)
+                [[i - w.answer.prompt for i in w.answer.masked()]] for w in plan if w.end > w.answer.first]
+        if want:
+            got = cdlm.mask_free(self.model.logits(hidden), MASK)
+            self.worst = max(self.worst, (got - torch.cat(want)).abs().max().item())
+            assert self.stale or torch.equal(got.argmax(-1), torch.cat(want).argmax(-1))
+        return hidden, spent
+
+    stale = False
+
+
+class Stale(Compared):
+    """The mistake: keep the keys of a block's last denoising pass, in which some of its tokens were still masks."""
+    stale = True
+
+    def window(self, a):
+        if a.n_cached >= a.prompt:
+            a.n_cached = a.first
+        return super().window(a)
+
+
+@pytest.mark.parametrize("commit", cdlm.COMMITS)
+@pytest.mark.parametrize("steps", [None, 3])
+def test_cached_logits_equal_uncached_ones(model, commit, steps):                  # 3, 4
+    decoder = Compared(model, MASK, block_size=B, steps=steps, commit=commit, batch_size=4)
+    decoder.generate(requests())
+    assert 0 < decoder.worst <= 1e-5
+
+
+def test_cached_logits_in_fp64(model, monkeypatch):                                # 3
+    monkeypatch.setattr(cdlm, "mask_free", lambda logits, mask_id: logits.index_fill(-1, torch.tensor([mask_id]), -1e9))
+    double = toy_model(n_layer=3).double()
+    decoder = Compared(double, MASK, block_size=B, batch_size=4)
+    decoder.generate(requests())
+    assert decoder.worst <= 1e-12
+
+
+def test_keys_of_the_last_denoising_pass_are_wrong(model):                         # 5
+    decoder = Stale(model, MASK, block_size=B, steps=3, batch_size=4)
+    decoder.generate(requests())
+    assert decoder.worst > 0.1
+
+
+def test_separate_commit_costs_a_forward_a_block(model):                           # 4
+    got = {c: [r.token_ids for r in cdlm.Decoder(model, MASK, block_size=B, commit=c).generate(requests())] for c in cdlm.COMMITS}
+    assert got["fused"] == got["separate"]
+    count = lambda c: [len(g.steps) for g in cdlm.Decoder(model, MASK, block_size=B, commit=c, steps=3).generate(requests())]
+    blocks = math.ceil(L / B)
+    assert [s - f for s, f in zip(count("separate"), count("fused"))] == [blocks] * len(PROMPTS)
+
+
+# -- decoding (6, 7, 9, 18, 19, 20, 25) --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.5, 1.0])
+def test_blocks_of_one_are_left_to_right(model, threshold):                        # 6
+    prompt, slots = PROMPTS[1], [MASK] * 12
+    for i in range(12):
+        slots[i] = dense(model, prompt, slots, block_size=1)[i].argmax().item()
+    [g] = cdlm.Decoder(model, MASK, block_size=1, threshold=threshold).generate(requests([prompt], 12))
+    assert g.token_ids == slots and len(g.steps) == 12
+
+
+def naive(model, prompt, length, block, steps):
+    """The teacher's loop as the notes write it down (section 1.3), on one prompt: `steps` steps in all."""
+    x, n_blocks = prompt + [MASK] * length, length // block
+    for b in range(n_blocks):
+        first, last = len(prompt) + b * block, len(prompt) + (b + 1) * block
+        m, per_block = x[first:last].count(MASK), steps // n_blocks
+        for s in range(per_block):
+            logits = dense(model, prompt, x[len(prompt):], cdlm.bidirectional)
+            confidence, x0 = logits.softmax(-1).max(-1)
+            confidence = torch.cat([torch.zeros(len(prompt)), confidence])
+            hidden = torch.tensor([t != MASK for t in x])
+            hidden[:first] = hidden[last:] = True
+            confidence[hidden] = -math.inf
+            for i in confidence.topk(m // per_block + (s < m % per_block)).indices.tolist():
+                x[i] = x0[i - len(prompt)].item()
+    return x[len(prompt):]
+
+
+@pytest.mark.parametrize("steps", [24, 15, 6, 3])
+def test_teacher_is_the_loop_of_the_notes(model, steps):                           # 7
+    reqs = requests(length=24, stop=[45])
+    cdlm.Decoder(model, MASK, "teacher", B, steps=steps // 3, stop="never", batch_size=3).generate(reqs)
+    assert filled(reqs) == [naive(model, p, 24, B, steps) for p in PROMPTS]
+    if steps == 24:
+        same = requests(length=24, stop=[45])
+        cdlm.Decoder(model, MASK, "teacher", B, stop="never").generate(same)
+        assert filled(same) == filled(reqs)
+
+
+def test_masks_of_later_blocks_are_in_the_teachers_input(model):                   # 7
+    short, long = (cdlm.Decoder(model, MASK, "teacher", B).generate(requests(length=n)) for n in (B, L))
+    assert [g.token_ids for g in short] != [g.token_ids[:B] for g in long]
+
+
+def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
+    def run(kind, steps):
+        decoder = cdlm.Decoder(model, MASK, kind, B, steps=steps, batch_size=2)
+        return [g.token_ids for g in decoder.generate(requests())], decoder.counts
+    (one, _), (same, _) = run("teacher", 1), run("dual", 1)
+    assert one == same
+    (exact, full), (close, cheap) = run("teacher", 4), run("dual", 4)
+    assert exact != close and full["forwards"] == cheap["forwards"] and cheap["tokens_fed"] < full["tokens_fed"] / 2
+
+
+@pytest.mark.parametrize("kind", cdlm.KINDS)
+@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "commit": "separate"}, {"steps": 3}])
+def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):    # 9
+    single = [cdlm.Decoder(model, MASK, kind, B, **settings).generate([r])[0] for r in requests(stop=[45])]
+    for size in (2, 4):
+        batch = cdlm.Decoder(model, MASK, kind, B, batch_size=size, **settings).generate(requests(stop=[45]))
+        assert [(g.token_ids, g.finish, len(g.steps)) for g in batch] == [(g.token_ids, g.finish, len(g.steps)) for g in single]
+
+
+def test_sampling_is_seeded_and_independent_of_the_batch(model):
+    run = lambda n: [g.token_ids for g in cdlm.Decoder(model, MASK, "student", B, batch_size=n).generate(requests(temperature=1.0))]
+    greedy = [g.token_ids for g in cdlm.Decoder(model, MASK, "student", B).generate(requests())]
+    assert run(1) == run(4) != greedy
+
+
+def test_threshold_sets_the_steps(model):                                          # 18
+    run = lambda t, kind="student": cdlm.Decoder(model, MASK, kind, B, t, batch_size=4).generate(requests())
+    for kind in ("student", "teacher"):
+        assert all(len(g.steps) == L for g in run(1.0, kind)) and all(len(g.steps) == math.ceil(L / B) for g in run(0.0, kind))
+    assert [g.token_ids for g in run(1.0, "teacher")] == [g.token_ids for g in run(None, "teacher")]
+    between = [len(g.steps) for g in run(0.1)]
+    assert all(math.ceil(L / B) <= n <= L for n in between) and min(between) < L
+
+
+def test_progress_and_ties():                                                      # 18
+    assert cdlm.pick([0.2, 0.95, 0.91], threshold=0.9) == [1, 2] and cdlm.pick([0.2, 0.5, 0.5], threshold=0.9) == [1]
+    assert cdlm.pick([0.5, 0.5, 0.1], 2) == [0, 1] and cdlm.pick([], threshold=0.9) == [] and cdlm.pick([0.3], 0) == []
+
+
+@pytest.mark.parametrize("kind", cdlm.KINDS)
+@pytest.mark.parametrize("threshold", [None, 0.3, 0.0])
+def test_nothing_is_masked_before_the_end_of_text_nor_opened_behind(model, kind, threshold):   # 19
+    free = requests()
+    cdlm.Decoder(model, MASK, kind, B, threshold).generate(free)
+    out_of_order = 0
+    for request, slots in zip(free, filled(free)):
+        for eos in set(slots):
+            [r], [block], [never] = (requests([request.state.tokens[:request.state.prompt]], stop=[eos]) for _ in range(3))
+            for one, stop in ((r, "at_once"), (block, "block"), (never, "never")):
+                cdlm.Decoder(model, MASK, kind, B, threshold, stop=stop).generate([one])
+            want = slots[:slots.index(eos) + 1]
+            assert r.generation.token_ids == block.generation.token_ids == never.generation.token_ids == want and r.generation.finish == "stop"
+            end = math.ceil(len(want) / B) * B
+            assert all(t == MASK for t in filled([r])[0][end:]) and filled([block])[0][:end] == slots[:end] and filled([never])[0] == slots
+            assert len(r.generation.steps) <= len(block.generation.steps) <= len(never.generation.steps)
+            out_of_order += MASK in filled([r])[0][:end]
+    assert out_of_order or threshold is not None
+
+
+def test_stream_hands_on_what_is_final(model):                                     # 19
+    [r] = requests(PROMPTS[:1])
+    parts = [tokens for _, tokens in cdlm.Decoder(model, MASK, block_size=B).stream([r])]
+    assert sum(parts, []) == r.generation.token_ids == filled([r])[0] and r.generation.finish == "length" and len(r.generation.who) == L
+    [other] = requests(PROMPTS[:1])
+    for n, _ in enumerate(cdlm.Decoder(model, MASK, block_size=B).stream([other])):
+        if n == 9:
+            other.cancel()
+    assert other.generation.finish == "cancelled" and other.generation.token_ids == r.generation.token_ids[:len(other.generation.token_ids)]
+
+
+def test_counters_are_measured(model, monkeypatch):                                # 20
+    fed, forward = [], gpt.GPT.forward
+    monkeypatch.setattr(gpt.GPT, "forward", lambda self, tokens, *rest: fed.append(tokens.numel()) or forward(self, tokens, *rest))
+    for kind in cdlm.KINDS:
+        fed.clear()
+        decoder = cdlm.Decoder(model, MASK, kind, B, steps=2, batch_size=2)
+        got = decoder.generate(requests())
+        assert decoder.counts == {"forwards": len(fed), "tokens_fed": sum(fed), "tokens_kept": sum(len(g.token_ids) for g in got)}
+        assert all(sum(s.committed for s in g.steps) == len(g.token_ids) for g in got)
+        assert abs(sum(s.verify_seconds for g in got for s in g.steps) - decoder.seconds["prefill"] - decoder.seconds["verify"]) < 1e-6
+    decoder = cdlm.Decoder(model, MASK, block_size=B, steps=2)
+    decoder.generate(requests(PROMPTS[:1], 2 * B))
+    assert decoder.counts == {"forwards": 4, "tokens_fed": len(PROMPTS[0]) + 4 * B + B, "tokens_kept": 2 * B}
+
+
+@pytest.mark.parametrize("kind", cdlm.KINDS)
+def test_infilling(model, kind):                                                   # 25
+    def run(given):
+        reqs = requests(PROMPTS[:1])
+        cdlm.Decoder(model, MASK, kind, B).generate(reqs, [given])
+        return filled(reqs)[0]
+    plain = run({})
+    right = [run({i: t + i for i in range(4, 8)}) for t in (0, 10, 20, 30)]
+    assert all(r[4:8] == [t + i for i in range(4, 8)] for r, t in zip(right, (0, 10, 20, 30)))
+    assert len({tuple(r[:4]) for r in right}) > 1                                  # what stands to the right counts
+    across = [run({i: t + i for i in range(8, 16)}) for t in (0, 10, 20, 30)]
+    assert all(r[8:16] == [t + i for i in range(8, 16)] for r, t in zip(across, (0, 10, 20, 30)))
+    assert (len({tuple(r[:8]) for r in [plain, *across]}) == 1) == (kind == "student")   # but a student sees its own block only
+    assert run({i: 5 for i in range(8, 16)})[8:16] == [5] * 8                      # a block with nothing left to do
+
+
+def test_what_a_decoder_does_not_take(model):
+    for settings, message in (({"kind": "best"}, "unknown kind 'best'; choose from student, teacher, dual"), ({"commit": "late"}, "unknown commit"),
+                              ({"block_size": 0}, "block-size 0 is out of range"), ({"threshold": -1}, "threshold -1 is out of range"), ({"steps": 0}, "steps 0")):
+        with pytest.raises(ValueError, match=message):
+            cdlm.Decoder(model, MASK, **settings)
+    with pytest.raises(ValueError, match="exceed the context of 512"):
+        cdlm.Decoder(model, MASK).generate(requests(length=600))
+    with pytest.raises(ValueError, match="top-k and top-p"):
+        cdlm.Decoder(model, MASK).generate([Request([1], 8, Sampling(1.0, top_k=3))])
+
+
+# -- trajectories (10, 11, 12) -----------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def trajectories(model):
+    """(those of PROMPTS, as a training batch)."""
+    data = cdlm.collect(model, MASK, requests(), B, batch_size=2)
+    prompt, length = cdlm.pad_prompts(PROMPTS)
+    return {**data, "prompt": prompt, "length": length, "answer": data["tokens"]}
+
+
+def test_a_trajectory_reveals_a_token_a_step_block_by_block(trajectories):         # 10
+    tokens, rank = trajectories["tokens"], trajectories["rank"]
+    assert (trajectories["live"] == L).all() and (rank.sort(-1).values == torch.arange(L)).all()
+    assert (rank // B == torch.arange(L) // B).all()
+    states = [cdlm.state(tokens, rank, torch.full((4,), k), MASK) for k in range(L + 1)]
+    for k in range(L):
+        new = states[k] != states[k + 1]
+        assert (new.sum(-1) == 1).all() and (states[k][new] == MASK).all()
+        assert (states[k + 1][:, :k // B * B] != MASK).all() and (states[k + 1][:, (k // B + 1) * B:] == MASK).all()
+    assert torch.equal(states[-1], tokens)
+
+
+def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):     # 11
+    assert trajectories["hidden"].dtype == torch.float16
+    for row, prompt in enumerate(PROMPTS[:2]):
+        tokens, rank = trajectories["tokens"][row:row + 1], trajectories["rank"][row:row + 1]
+        for slot in range(L):
+            y = cdlm.state(tokens, rank, rank[:, slot], MASK)[0].tolist()
+            want = dense(model, prompt, y, cdlm.bidirectional)[slot]
+            got = cdlm.mask_free(model.logits(trajectories["hidden"][row, slot].float()), MASK)
+            assert y[slot] == MASK and (got.softmax(-1) - want.softmax(-1)).abs().max() <= 1e-3
+            assert got.argmax() == want.argmax() == tokens[0, slot]
+
+
+def test_blocks_behind_the_end_of_text_are_not_lived_through(model):               # 10, 12
+    free = requests(PROMPTS[:1])
+    cdlm.Decoder(model, MASK, "teacher", B).generate(free)
+    eos = filled(free)[0][B + 2]
+    reqs = requests(PROMPTS[:1], stop=[eos])
+    at = filled(free)[0].index(eos)
+    live = (at // B + 1) * B
+    old, model.config.eos_id = model.config.eos_id, eos
+    data = cdlm.collect(model, MASK, reqs, B)
+    model.config.eos_id = old
+    assert data["live"].tolist() == [live] and data["tokens"][0, :live].tolist() == filled(free)[0][:live] and (data["tokens"][0, live:] == eos).all()
+    assert (data["rank"].sort(-1).values == torch.arange(L)).all() and (data["hidden"][0, :live].abs().sum(-1) > 0).all() and (data["hidden"][0, live:] == 0).all()
+    g = torch.Generator().manual_seed(0)
+    drawn = torch.cat([cdlm.draw_states(data["live"].repeat(50), L, B, g)[0] for _ in range(4)])
+    assert drawn.min() == 0 and drawn.max() == live - 1
+
+
+# -- losses (13, 14, 15, 17) -------------------------------------------------------------------------------------------
+
+def test_sets_of_slots(trajectories):                                              # 13
+    rank, g = trajectories["rank"], torch.Generator().manual_seed(1)
+    for _ in range(20):
+        k, k_star = cdlm.draw_states(trajectories["live"], L, B, g)
+        u, s = cdlm.masked_sets(rank, k, k_star, B)
+        assert (k_star > k).all() and ((k_star % B == 0) | (k_star == L)).all() and torch.equal(u.sum(-1), k_star - k)
+        assert not (u & s).any() and torch.equal(s.sum(-1), L - k_star) and ((s.sum(-1) == 0) == (k // B == 3)).all()
+        k, later = cdlm.draw_states(trajectories["live"], L, B, g, "later_state")
+        end = ((k // B + 1) * B).clamp(max=L)
+        u, s = cdlm.masked_sets(rank, k, later, B, "later_state")
+        assert ((later > k) & (later <= end)).all() and torch.equal(s.sum(-1), end - later) and not (s & ~u).any()
+
+
+def losses_at(model, batch, k, k_star, **settings):
+    g, n = torch.Generator().manual_seed(0), len(batch["live"])
+    return cdlm.student_losses(model, model.head.weight.detach(), batch, MASK, B, torch.full((n,), k), torch.full((n,), k_star), torch.full((n,), 0.5), g, **settings)
+
+
+def test_last_block_has_no_consistency_loss(model, trajectories):                  # 13
+    losses = losses_at(model, trajectories, 25, L)
+    assert losses["cons"] == 0 and all(x.isfinite() for x in losses.values())
+    assert losses_at(model, trajectories, 2, 8)["cons"] > 0
+
+
+def test_divergence():                                                             # 14, 17
+    a, b = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
+    p, q = a.softmax(-1), b.softmax(-1)
+    assert torch.allclose(cdlm.divergence(a, b), (p * (p / q).log()).sum(-1), atol=1e-5)
+    assert torch.allclose(cdlm.divergence(a, b, "reverse"), (q * (q / p).log()).sum(-1), atol=1e-5)
+    masked = cdlm.mask_free(a, 3)
+    assert (cdlm.divergence(a, a).abs() < 1e-6).all() and cdlm.divergence(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
+    with pytest.raises(ValueError, match="unknown KL direction 'up'"):
+        cdlm.divergence(a, b, "up")
+
+
+def test_the_teacher_has_nothing_to_learn_from_its_last_step(model, trajectories, monkeypatch):   # 14
+    monkeypatch.setattr(cdlm, "block_causal", cdlm.bidirectional)                  # a student with the teacher's mask
+    monkeypatch.setattr(cdlm.answer_hidden, "__defaults__", (cdlm.bidirectional,))
+    losses = {k: losses_at(model, trajectories, k, 16, weights=(1, 0, 0))["distill"] for k in (15, 11, 8)}
+    assert abs(losses[15]) < 1e-4 and losses[8] > losses[11] > 10 * abs(losses[15])
+
+
+def test_consistency_gradient_reaches_one_side_only(model, trajectories):          # 14
+    calls, real = [], cdlm.answer_hidden
+
+    def spy(*args, **kw):
+        calls.append(real(*args, **kw))
+        return calls[-1]
+
+    cdlm.answer_hidden = spy
+    try:
+        losses_at(model, trajectories, 2, 8, weights=(0, 1, 0))["total"].backward()
+    finally:
+        cdlm.answer_hidden = real
+    assert [c.requires_grad for c in calls] == [True, False] and model.embed.weight.grad.abs().sum() > 0
+    model.zero_grad()
+
+
+def test_switches_leave_out_what_has_no_weight(model, trajectories, monkeypatch):  # 17
+    forwards, forward = [], gpt.GPT.forward
+    monkeypatch.setattr(gpt.GPT, "forward", lambda self, *args: forwards.append(1) or forward(self, *args))
+    for weights, n in (((1, 0, 0), 1), ((0, 1, 0), 2), ((0, 0, 1), 1), ((1, 0.5, 0), 2), ((1, 0.5, 0.01), 3)):
+        forwards.clear()
+        losses = losses_at(model, trajectories, 2, 8, weights=weights)
+        assert len(forwards) == n and [bool(losses[name] > 0) for name in ("distill", "cons", "dlm")] == [w > 0 for w in weights]
+        assert torch.isclose(losses["total"], sum(w * losses[name] for w, name in zip(weights, ("distill", "cons", "dlm"))))
+    assert losses_at(model, trajectories, 2, 8, direction="reverse")["distill"] != losses_at(model, trajectories, 2, 8)["distill"]
+    assert losses_at(model, trajectories, 2, 5, target="later_state")["cons"] != losses_at(model, trajectories, 2, 8)["cons"]
+
+
+def test_dlm_loss_by_hand(model, trajectories):                                    # 15
+    rate, g = torch.tensor([0.25, 0.5, 0.75, 1.0]), torch.Generator().manual_seed(3)
+    noisy, masked = cdlm.corrupt(trajectories["answer"], rate, MASK, torch.Generator().manual_seed(3))
+    want = 0.0
+    for row, prompt in enumerate(PROMPTS):
+        logp = dense(model, prompt, noisy[row].tolist(), cdlm.bidirectional).log_softmax(-1)
+        want -= sum(logp[i, trajectories["answer"][row, i]].item() / rate[row].item() for i in range(L) if masked[row, i]) / L / len(PROMPTS)
+    assert abs(cdlm.dlm_loss(model, trajectories, MASK, rate, g, B, cdlm.bidirectional).item() - want) < 1e-3 * want
+
+
+def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories):                       # 15
+    flat, g = toy_model(gain=0.0), torch.Generator().manual_seed(0)
+    big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
+    mean = sum(cdlm.dlm_loss(flat, big, MASK, cdlm.mask_rates(64, g), g, B, cdlm.block_causal).item() for _ in range(30)) / 30
+    assert abs(mean / math.log(63) - 1) < 0.03                                     # 63: the mask itself is never predicted
+    assert abs(cdlm.dlm_loss(flat, big, MASK, cdlm.mask_rates(64, g), g, B, cdlm.block_causal, False).item() - math.log(63)) < 1e-4
+
+
+def test_mask_rates_cover_the_interval_evenly():
+    rates = cdlm.mask_rates(100, torch.Generator().manual_seed(0))
+    assert ((rates >= 1e-3) & (rates <= 1)).all() and (rates.sort().values.diff() < 0.011).all()
+
+
+# -- training (16 and the script) --------------------------------------------------------------------------------------
+
+def test_student_learns_the_trajectories_in_a_third_of_the_steps():                # 16
+    torch.manual_seed(0)
+    prompts, length, steps = [torch.randint(0, 60, (6,)).tolist() for _ in range(32)], 16, 300
+    teacher = toy_model(n_layer=3)
+    with torch.no_grad():
+        teacher.embed.weight[MASK] *= 0.01
+        teacher.head.weight *= 60                        # so sure of its tokens that the student can become surer than 0.9
+    data = cdlm.collect(teacher, MASK, requests(prompts, length), B, batch_size=32)
+    prompt, lengths = cdlm.pad_prompts(prompts)
+    batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
+    student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
+    opts = optimizers(student, 1e-2)
+    for step in range(steps):
+        k, k_star = cdlm.draw_states(batch["live"], length, B, g)
+        cdlm.student_losses(student, teacher.head.weight.detach(), batch, MASK, B, k, k_star, None, g, (1.0, 0.5, 0.0))["total"].backward()
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = 1e-2 * min(1, 2 * (1 - step / steps))
+            opt.step()
+            opt.zero_grad()
+    got = cdlm.Decoder(student, MASK, block_size=B, threshold=0.9, batch_size=32).generate(requests(prompts, length))
+    same = sum(a == b for g, row in zip(got, data["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / data["tokens"].numel()
+    assert same > 0.9 and sum(len(g.steps) for g in got) / 32 <= length / 3
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A random target with the shipped tokenizer."""
+    folder = str(tmp_path_factory.mktemp("toy"))
+    tokenizer = Tokenizer.load(TARGET)
+    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+        gpt.save(toy_model(vocab=tokenizer.vocab_size, gain=1.0, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"]), folder, json.load(f))
+    return folder
+
+
+SMALL = ["--gen-length", "160", "--block-size", "32", "--steps", "24", "--batch", "4", "--warmup", "4", "--save-every", "8", "--prompts", "3", "--shard", "2",
+         "--check", "0", "--lr", "5e-3", "--data", "", "--device", "cpu", "--seed", "7"]
+
+
+def train(monkeypatch, toy, out, *args):
+    monkeypatch.setattr(sys, "argv", ["train_cdlm.py", "--target", toy, "--out", str(out), *SMALL, *args])
+    train_cdlm.main()
+
+
+@pytest.fixture(scope="module")
+def trained(toy, tmp_path_factory):
+    """The folder of an uninterrupted run of all three stages."""
+    out = tmp_path_factory.mktemp("cdlm") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        train(patch, toy, out, "--weights", "1", "0.5", "1")
+    return out
+
+
+def log(folder):
+    return [json.loads(line) for line in open(folder / "log.jsonl")]
+
+
+def test_all_stages_lower_their_losses(trained):
+    for stage in ("teacher", "student"):
+        records = log(trained / stage)
+        assert [r["step"] for r in records] == [8, 16, 24] and records[-1]["total"] < records[0]["total"]
+        assert all(records[-1]["heldout"][f] < records[0]["heldout"][f] for f in tasks.FAMILIES)
+        assert "train_cdlm.py --target" in (trained / stage / "command.txt").read_text()
+        assert not [f for f in os.listdir(trained / stage) if f.endswith(".tmp")]
+    assert log(trained / "student")[0]["heldout"]["trace"] < log(trained / "teacher")[0]["heldout"]["trace"]      # it starts from the teacher
+    assert sorted(os.listdir(trained / "trajectories")) == ["00000.safetensors", "00001.safetensors", "00002.safetensors", "settings.json"]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, monkeypatch):
+    def kill_after(n, owner, name):
+        real, calls = getattr(owner, name), []
+
+        def counted(*args, **kw):
+            calls.append(1)
+            if len(calls) > n:
+                raise Killed
+            return real(*args, **kw)
+
+        monkeypatch.setattr(owner, name, counted)
+        with pytest.raises(Killed):
+            train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
+        monkeypatch.setattr(owner, name, real)
+
+    kill_after(8 + 15 + 3, cdlm, "dlm_loss")             # in the teacher's step 22: 5 held-out losses a checkpoint
+    kill_after(2, cdlm, "collect")                       # before the third shard
+    assert len(os.listdir(tmp_path / "trajectories")) == 3
+    (tmp_path / "trajectories" / "00002.safetensors.tmp").write_bytes(b"half")
+    kill_after(13, cdlm, "student_losses")
+    assert len(log(tmp_path / "student")) == 1
+    train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
+    for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
+        a, b = load_file(trained / f"{name}.safetensors"), load_file(tmp_path / f"{name}.safetensors")
+        assert all(torch.equal(a[n], b[n]) for n in a), name
+    for stage in ("teacher", "student"):
+        assert [{**r, "seconds": 0} for r in log(trained / stage)] == [{**r, "seconds": 0} for r in log(tmp_path / stage)]
+
+
+def test_trajectory_files(trained, toy, monkeypatch):                              # 12
+    data = train_cdlm.Trajectories(trained / "trajectories")
+    assert len(data.where) == 6 and os.path.getsize(trained / "trajectories" / "00000.safetensors") < 2 * (160 * 32 * 2 + 160 * 4 * 3 + 2000)
+    batch = data.batch([0, 1, 5])
+    assert batch["hidden"].shape == (3, 160, 32) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
+    assert torch.equal(batch["answer"][0], batch["answer"][1]) and batch["prompt"].shape[1] == batch["length"].max()     # two temperatures of one problem
+    for prompt, n in zip(batch["prompt"], batch["length"]):
+        assert prompt[-n] == Tokenizer.load(TARGET).special["<|bos|>"]
+    order = [train_cdlm.numbers_of_step(s, 4, 6, seed=1) for s in range(3)]
+    assert sorted(sum(order, [])[:6]) == sorted(sum(order, [])[6:]) == list(range(6))
+    with pytest.raises(ValueError, match="was begun with gen_length 160, not 192; use another --out or the same settings"):
+        train(monkeypatch, toy, trained, "--stage", "trajectories", "--gen-length", "192")
+    with pytest.raises(ValueError, match="the trajectories have block-size 32, not 16"):
+        train(monkeypatch, toy, trained, "--stage", "student", "--block-size", "16")
+
+
+def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):
+    for args, message in ((["--stage", "student"], "no model folder|no tokenizer"), (["--batch", "0"], "batch 0 is out of range"), (["--gen-length", "600"], "exceed the context of 512"),
+                          (["--gen-length", "40"], "fits a prompt of 160 and an answer of 40 tokens"), (["--target", "nowhere"], "no tokenizer: nowhere")):
+        with pytest.raises(ValueError, match=message):
+            train(monkeypatch, toy, tmp_path, *args)
+
+
+def test_problems_fit_and_fill_up_with_ends_of_text():
+    tokenizer = Tokenizer.load(TARGET)
+    for family in tasks.FAMILIES:
+        for split in ("train", "heldout"):
+            problem, prompt, answer = cdlm.fitting(tokenizer, family, 3, split)
+            body = tokenizer.response_ids(problem.think, problem.answer)
+            assert len(answer) == 256 and len(prompt) <= 160 and answer[:len(body)] == body and set(answer[len(body):]) <= {tokenizer.special["<|eos|>"]}
+            assert tasks.is_heldout(problem.prompt) == (split == "heldout") and tasks.check(problem, tokenizer.answer_text(answer))
+
+
+# -- decode.py ---------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("args, message", [
+    (["--method", "cdlm", "--diffusion-model", "nowhere"], "no model folder nowhere"),
+    (["--method", "cdlm", "--diffusion-model", TARGET, "--threshold", "7"], "threshold 7.0 is out of range; allowed is 0"),
+    (["--method", "dlm", "--diffusion-model", TARGET, "--block-size", "0"], "block-size 0 is out of range"),
+    (["--method", "cdlm", "--diffusion-model", TARGET, "--top-k", "5", "--prompt", "hi", "--quiet"], "top-k and top-p are not for diffusion models"),
+    (["--watch"], "--watch is for --method cdlm or dlm and --batch 1"), (["--method", "cdlm", "--watch", "--batch", "2"], "--watch is for"),
+    (["--method", "magic"], "choose from ar, ngram, draft, specgen, cdlm, dlm")])
+def test_bad_input_is_one_line(args, message):
+    with pytest.raises(ValueError) as e:
+        decode.main(args)
+    assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_decode_json(toy, tmp_path, capsys):
+    for method in ("cdlm", "dlm"):
+        decode.main(["--model", toy, "--method", method, "--diffusion-model", toy, "--task", "revise", "--size", "3", "--n", "2", "--batch", "2",
+                     "--max-new-tokens", "64", "--threshold", "0.0", "--compare", "--json", str(tmp_path / "o.json")])
+        out = capsys.readouterr().out
+        d = json.loads((tmp_path / "o.json").read_text())
+        assert d["counts"]["forwards"] >= 2 and d["counts"]["tokens_kept"] == d["new_tokens"] and "tokens per forward" in out and "speed-up" in out
+        assert "identical" not in out and len(d["requests"]) == 2
+
+
+def test_watch_fills_in_on_a_terminal_and_prints_lines_elsewhere(toy, capsys):
+    args = ["--model", toy, "--method", "cdlm", "--diffusion-model", toy, "--prompt", "hi", "--max-new-tokens", "8", "--block-size", "4", "--watch"]
+    decode.main(args)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " +1 " in line]
+    assert len(lines) == 8 and "·" in lines[0] and "·" not in lines[3] and "·" in lines[4]
+    leader, follower = pty.openpty()
+    p = subprocess.Popen([sys.executable, os.path.join(ROOT, "decode.py"), *args], cwd=ROOT, stdout=follower, stderr=follower)
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(leader, 4096)
+        except OSError:
+            break
+        if not chunk:
+            break
+        shown += chunk
+    assert p.wait(60) == 0 and shown.count(b"\033[J") == 8 and b"\033[32m" in shown and "·".encode() in shown

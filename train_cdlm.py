@@ -1,0 +1,291 @@
+"""Train a diffusion language model from the target, record what it does, and train the block-causal student from that (CDLM).
+
+    python train_cdlm.py --target checkpoints/target --out checkpoints/cdlm                     # all three stages, hours
+    python train_cdlm.py --target checkpoints/target --out checkpoints/cdlm --stage teacher     # or one after the other
+    python train_cdlm.py --out checkpoints/cdlm --stage trajectories
+    python train_cdlm.py --out checkpoints/cdlm --stage student --weights 1 0 0 --name student_distill      # an ablation
+
+    teacher       OUT/teacher        the target's weights, trained to fill in masks, every slot seeing all others
+    trajectories  OUT/trajectories   the teacher answers training prompts a token a step; shards of tokens, ranks, hidden rows
+    student       OUT/student        the teacher's weights, trained on the trajectories with three losses, block-causal
+
+Interrupt it at any time: the same command continues where the last checkpoint or shard was, with the same result. A stage
+that is finished is not done again. Models are Hugging Face folders with log.jsonl and command.txt beside them.
+"""
+import json
+import math
+import os
+import random
+import shlex
+import sys
+import time
+
+import minispec  # before torch: it tunes the allocator
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from minispec import cdlm, corpus, gpt, tasks
+from minispec.engine import Request
+from minispec.script import Parser, run_main
+from minispec.tokenizer import Tokenizer
+from minispec.verify import Sampling
+from train_gpt import optimizers
+
+STAGES = ("teacher", "trajectories", "student")
+
+
+def parse_args(argv=None):
+    p = Parser(__doc__)
+    p.add_argument("--out", required=True, help="folder to write the stages' folders to")
+    p.add_argument("--stage", default="all", choices=("all", *STAGES), help="default: all, in this order")
+    p.add_argument("--target", default="checkpoints/target", help="teacher: the autoregressive model it starts from (default %(default)s)")
+    p.add_argument("--name", default="student", help="student: its folder in --out (default %(default)s)")
+    p.add_argument("--gen-length", type=int, default=cdlm.GEN_LENGTH, help="slots of an answer (default %(default)s)")
+    p.add_argument("--block-size", type=int, default=cdlm.BLOCK_SIZE, help="slots of a block (default %(default)s)")
+    p.add_argument("--longest-prompt", type=int, default=cdlm.LONGEST_PROMPT, help="tokens (default %(default)s)")
+    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), help="folder with real text; without it, procedural problems alone")
+    p.add_argument("--real-share", type=float, default=0.04, help="teacher: share of real questions and answers (default %(default)s)")
+    p.add_argument("--steps", type=int, default=8000, help="optimiser steps of a training stage (default %(default)s)")
+    p.add_argument("--batch", type=int, default=16, help="answers a step (default %(default)s)")
+    p.add_argument("--lr", type=float, help="peak learning rate (default: teacher 1e-3, student 2e-4)")
+    p.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up")
+    p.add_argument("--unweighted", action="store_true", help="teacher: plain cross-entropy, without the weight 1 / t")
+    p.add_argument("--prompts", type=int, default=4000, help="trajectories: training problems (default %(default)s)")
+    p.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5), help="trajectories: one each of every problem (default 0 0.5)")
+    p.add_argument("--shard", type=int, default=64, help="trajectories: how many a file (default %(default)s)")
+    p.add_argument("--all-blocks", action="store_true", help="trajectories: decode the blocks behind the end of text too")
+    p.add_argument("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01), metavar=("DISTILL", "CONS", "DLM"), help="student: of the losses (default 1 0.5 0.01)")
+    p.add_argument("--kl", default="forward", choices=("forward", "reverse"), help="student: direction of the divergences")
+    p.add_argument("--cons-target", default="block_end", choices=("block_end", "later_state"), help="student: see cdlm.masked_sets")
+    p.add_argument("--check", type=int, default=4, help="held-out problems a family that are decoded when a training stage ends (default %(default)s)")
+    p.add_argument("--seed", type=int, default=1337)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
+    return p.parse_args(argv)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+class Examples:
+    """Training questions that fit; the n-th depends on (seed, n) alone, so that training resumes exactly."""
+
+    def __init__(self, tokenizer, args):
+        self.tokenizer, self.args = tokenizer, args
+        real = corpus.real_documents(args.data) if args.data else {}
+        self.real = [d for name in sorted(real) for d in real[name] if d[0] and len(d[0]) + len(d[1]) < 8 * args.gen_length]
+
+    def __call__(self, n):
+        """(prompt ids, answer ids (L,), filled up with ends of text)."""
+        args, rng = self.args, random.Random(f"{self.args.seed}/cdlm/{n}")
+        if self.real and rng.random() < args.real_share:
+            for prompt, think, answer in rng.sample(self.real, min(len(self.real), 20)):
+                head, body = self.tokenizer.prompt_ids(prompt), self.tokenizer.response_ids(think, answer)
+                if len(head) <= args.longest_prompt and len(body) <= args.gen_length:
+                    return head, body + [body[-1]] * (args.gen_length - len(body))
+        return cdlm.fitting(self.tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40), "train", args.gen_length, args.longest_prompt)[1:]
+
+    def batch(self, numbers):
+        prompts, answers = zip(*map(self, numbers))
+        prompt, length = cdlm.pad_prompts(prompts)
+        return {"prompt": prompt, "length": length, "answer": torch.tensor(answers)}
+
+
+class Trajectories:
+    """The shards of a folder as one list."""
+
+    def __init__(self, folder):
+        files = sorted(f for f in os.listdir(folder) if f.endswith(".safetensors"))
+        self.shards = [load_file(os.path.join(folder, f)) for f in files]
+        self.where = [(s, i) for s in self.shards for i in range(len(s["live"]))]
+
+    def batch(self, numbers):
+        rows = [{name: x[i] for name, x in shard.items()} for shard, i in (self.where[n] for n in numbers)]
+        width = max(int(r["length"]) for r in rows)
+        out = {name: torch.stack([r[name] for r in rows]) for name in rows[0] if name != "prompt"}
+        out["prompt"] = torch.stack([torch.nn.functional.pad(r["prompt"], (width, 0))[-width:] for r in rows])
+        return {name: x if name == "hidden" else x.long() for name, x in out.items()}
+
+
+def numbers_of_step(step, batch, n, seed):
+    """Which of n trajectories make up the batch of a step: each one once an epoch, in an order drawn anew for each."""
+    out = []
+    for i in range(step * batch, (step + 1) * batch):
+        epoch = i // n
+        if not out or i % n == 0:
+            order = random.Random(f"{seed}/epoch/{epoch}").sample(range(n), n)
+        out.append(order[i % n])
+    return out
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+def train(args, folder, model, tokenizer_json, loss_of, evaluate, check, lr):
+    """The loop of both training stages. loss_of(step) -> {"total": loss to minimise, other names: parts of it}."""
+    os.makedirs(folder, exist_ok=True)
+    resume_file, log_file, first, spent = os.path.join(folder, "resume.pt"), os.path.join(folder, "log.jsonl"), 0, 0.0
+    opts = optimizers(model, lr)
+    if os.path.exists(resume_file):
+        saved = torch.load(resume_file, map_location=args.device, weights_only=True)
+        model.load_state_dict(saved["model"])
+        for opt, state in zip(opts, saved["optimizers"]):
+            opt.load_state_dict(state)
+        first, spent = saved["step"], saved["seconds"]
+        with open(log_file, encoding="utf-8") as f:            # the log is written first; drop what is being done again
+            kept = [line for line in f if json.loads(line)["step"] <= first]
+        with open(log_file, "w", encoding="utf-8") as f:
+            f.writelines(kept)
+        print(f"resuming at step {first} of {args.steps}")
+    model.train()
+    bar, recent, started = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step", desc=os.path.basename(folder)), [], time.time() - spent
+    for step in bar:
+        losses = loss_of(step)
+        losses["total"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        rate = lr * min((step + 1) / args.warmup, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = rate
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        recent = recent[-49:] + [{name: x.item() for name, x in losses.items()}]
+        mean = {name: sum(r[name] for r in recent) / len(recent) for name in losses}
+        bar.set_postfix({name: f"{x:.3f}" for name, x in mean.items()})
+        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+            recent = []                                        # so that a resumed run logs the same means
+            record = {"step": step + 1, **{name: round(x, 5) for name, x in mean.items()}, "heldout": evaluate(), "seconds": round(time.time() - started)}
+            if step + 1 == args.steps:
+                record["decoded"] = check()
+            gpt.save(model, folder, tokenizer_json)
+            with open(log_file, "a", encoding="utf-8") as f:
+                f.write(json.dumps(record) + "\n")
+            torch.save({"step": step + 1, "seconds": time.time() - started, "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, resume_file + ".tmp")
+            os.replace(resume_file + ".tmp", resume_file)
+    with open(os.path.join(folder, "command.txt"), "w", encoding="utf-8") as f:
+        f.write(shlex.join(["python", "train_cdlm.py", *sys.argv[1:]]) + "\n")
+
+
+@torch.no_grad()
+def heldout_loss(model, tokenizer, args, mask, mask_id):
+    """The masked-diffusion loss per slot of held-out problems by family; the same problems, rates and masks every time."""
+    out = {}
+    for family in tasks.FAMILIES:
+        problems = [cdlm.fitting(tokenizer, family, seed, "heldout", args.gen_length, args.longest_prompt)[1:] for seed in range(8)]
+        prompt, length = cdlm.pad_prompts([p for p, _ in problems])
+        batch = to(args.device, {"prompt": prompt, "length": length, "answer": torch.tensor([a for _, a in problems])})
+        generator = torch.Generator().manual_seed(0)
+        rates = cdlm.mask_rates(len(problems), generator, 0.05)
+        out[family] = round(cdlm.dlm_loss(model, batch, mask_id, rates, generator, args.block_size, mask).item(), 4)
+    return out
+
+
+def decoded(decoder, tokenizer, args):
+    """Held-out problems solved, forwards and tokens of an answer, by family."""
+    out = {}
+    for family in tasks.FAMILIES if args.check else ():
+        problems = [cdlm.fitting(tokenizer, family, 1000 + i, "heldout", args.gen_length, args.longest_prompt)[:2] for i in range(args.check)]
+        got = decoder.generate([Request(ids, args.gen_length, stop_ids=[decoder.model.config.eos_id]) for _, ids in problems])
+        right = sum(tasks.check(p, tokenizer.answer_text(g.token_ids)) for (p, _), g in zip(problems, got))
+        out[family] = {"solved": right / args.check, "forwards": sum(len(g.steps) for g in got) / args.check, "tokens": sum(len(g.token_ids) for g in got) / args.check}
+    return out
+
+
+def to(device, batch):
+    return {name: x.to(device) for name, x in batch.items()}
+
+
+def train_teacher(args, tokenizer, tokenizer_json, mask_id):
+    model = gpt.load(args.target, args.device, torch.float32)
+    examples, bf16 = Examples(tokenizer, args), torch.autocast(args.device.split(":")[0], torch.bfloat16)
+
+    def loss_of(step):
+        batch, generator = to(args.device, examples.batch(range(step * args.batch, (step + 1) * args.batch))), torch.Generator().manual_seed(args.seed * 1000003 + step)
+        with bf16:
+            return {"total": cdlm.dlm_loss(model, batch, mask_id, cdlm.mask_rates(args.batch, generator), generator, args.block_size, cdlm.bidirectional, not args.unweighted)}
+
+    train(args, os.path.join(args.out, "teacher"), model, tokenizer_json, loss_of, lambda: heldout_loss(model, tokenizer, args, cdlm.bidirectional, mask_id),
+          lambda: decoded(cdlm.Decoder(model, mask_id, "teacher", args.block_size, cdlm.THRESHOLD, batch_size=16), tokenizer, args), args.lr or 1e-3)
+
+
+def collect_trajectories(args, tokenizer, mask_id):
+    folder = os.path.join(args.out, "trajectories")
+    os.makedirs(folder, exist_ok=True)
+    model = gpt.load(os.path.join(args.out, "teacher"), args.device)
+    settings = {name: getattr(args, name) for name in ("prompts", "shard", "gen_length", "block_size", "longest_prompt", "real_share", "all_blocks", "seed")}
+    settings["temperatures"], file = list(args.temperatures), os.path.join(folder, "settings.json")
+    if os.path.exists(file):
+        with open(file, encoding="utf-8") as f:
+            old = json.load(f)
+        changed = [name for name in settings if settings[name] != old.get(name)]
+        if changed:
+            raise ValueError(f"{folder} was begun with {changed[0]} {old.get(changed[0])}, not {settings[changed[0]]}; use another --out or the same settings")
+    gpt.write_json(file, settings)
+    examples, each = Examples(tokenizer, args), len(args.temperatures)
+    n = args.prompts * each
+    for shard in tqdm(range(-(-n // args.shard)), unit="shard", desc="trajectories"):
+        file, items = os.path.join(folder, f"{shard:05d}.safetensors"), range(shard * args.shard, min((shard + 1) * args.shard, n))
+        if os.path.exists(file):
+            continue
+        batch = examples.batch([i // each for i in items])
+        requests = [Request(prompt[-length:].tolist(), args.gen_length, Sampling(args.temperatures[i % each], seed=args.seed * 1000003 + i), [model.config.eos_id])
+                    for i, prompt, length in zip(items, batch["prompt"], batch["length"])]
+        data = {**batch, **cdlm.collect(model, mask_id, requests, args.block_size, batch_size=args.batch, stop="never" if args.all_blocks else "block")}
+        data = {name: x if name == "hidden" else x.to(torch.int32) for name, x in data.items()}
+        save_file({name: x.contiguous() for name, x in data.items()}, file + ".tmp")
+        os.replace(file + ".tmp", file)
+
+
+def train_student(args, tokenizer, tokenizer_json, mask_id):
+    teacher = os.path.join(args.out, "teacher")
+    model, head = gpt.load(teacher, args.device, torch.float32), gpt.load(teacher, args.device, torch.float32).head.weight.detach()
+    folder = os.path.join(args.out, "trajectories")
+    try:
+        data = Trajectories(folder)
+        with open(os.path.join(folder, "settings.json"), encoding="utf-8") as f:
+            settings = json.load(f)
+    except FileNotFoundError:
+        raise ValueError(f"{folder} holds no trajectories; run --stage trajectories first") from None
+    if not data.where:
+        raise ValueError(f"{folder} holds no trajectories; run --stage trajectories first")
+    for name in ("gen_length", "block_size"):
+        if settings[name] != getattr(args, name):
+            raise ValueError(f"the trajectories have {name.replace('_', '-')} {settings[name]}, not {getattr(args, name)}")
+    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
+
+    def loss_of(step):
+        batch = to(args.device, data.batch(numbers_of_step(step, args.batch, len(data.where), args.seed)))
+        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
+        k, k_star = cdlm.draw_states(batch["live"].cpu(), args.gen_length, args.block_size, generator, args.cons_target)
+        with bf16:
+            return cdlm.student_losses(model, head, batch, mask_id, args.block_size, k, k_star, cdlm.mask_rates(args.batch, generator), generator, args.weights,
+                                       args.kl, args.cons_target)
+
+    train(args, os.path.join(args.out, args.name), model, tokenizer_json, loss_of, lambda: heldout_loss(model, tokenizer, args, cdlm.block_causal, mask_id),
+          lambda: decoded(cdlm.Decoder(model, mask_id, "student", args.block_size, cdlm.THRESHOLD, batch_size=16), tokenizer, args), args.lr or 2e-4)
+
+
+def main():
+    args = parse_args()
+    for name in ("gen_length", "block_size", "steps", "batch", "prompts", "shard", "save_every", "warmup"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"{name.replace('_', '-')} {getattr(args, name)} is out of range; allowed is 1 or more")
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError("no CUDA device on this machine; use --device cpu")
+    stages = STAGES if args.stage == "all" else (args.stage,)
+    source = args.target if stages[0] == "teacher" else os.path.join(args.out, "teacher")
+    tokenizer, context = Tokenizer.load(source), gpt.load(source).config.block_size
+    if args.gen_length + args.longest_prompt > context:
+        raise ValueError(f"gen-length {args.gen_length} and longest-prompt {args.longest_prompt} exceed the context of {context}")
+    mask_id = cdlm.mask_id_of(tokenizer, source)
+    with open(os.path.join(source, "tokenizer.json"), encoding="utf-8") as f:
+        tokenizer_json = json.load(f)
+    if "teacher" in stages:
+        train_teacher(args, tokenizer, tokenizer_json, mask_id)
+    if "trajectories" in stages:
+        collect_trajectories(args, tokenizer, mask_id)
+    if "student" in stages:
+        train_student(args, tokenizer, tokenizer_json, mask_id)
+
+
+if __name__ == "__main__":
+    run_main(main, "interrupted; the same command continues from the last checkpoint or shard")
