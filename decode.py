@@ -28,7 +28,7 @@ from minispec.verify import Sampling
 
 COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m", "plain": ""}
 RESET = "\033[0m"
-BUILT_IN = ("trace", 5, 40)      # family, seed and size of the problem solved when none is given
+BUILT_IN = ("trace", 2, 40)      # family, seed and size of the problem solved when none is given
 SHORT = ("story", 5, 5)          # the same for diffusion models, whose answers have 256 slots
 
 
