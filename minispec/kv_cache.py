@@ -3,9 +3,9 @@
 A slot holds the keys and values of one token in all layers; position p of a request lies in slot `run.first + p`. A run
 is contiguous, so appending is a slice assignment and reading is a view: decoding never copies the cache. Rolling
 rejected tokens back needs no method at all: what counts as cached is the request's own length, and the next tokens
-overwrite the rest; of a draft tree, `keep` moves the accepted path together. The price is paid when a run must grow where no room is left beside it: then it moves. (The papers'
-systems use page size 1 and a slot table instead, which never moves and always gathers; a GPU hides the gather, a CPU
-does not.)
+overwrite the rest. Of a draft tree, `keep` moves the accepted path together. The price is paid when a run must grow where
+no room is left beside it: then it moves. (The papers' systems use page size 1 and a slot table instead, which never moves
+and always gathers; a GPU hides the gather, a CPU does not.)
 """
 from dataclasses import dataclass, field
 
