@@ -91,7 +91,7 @@ class Module(nn.Module):
 
 
 class Prism(nn.Module):
-    """All arms of the family; see the top of this file. It holds neither embedding nor head: those are the target's."""
+    """All arms of the family (see the top of this file). Embedding and head are the target's and not held here."""
     _init = gpt.GPT._init
 
     def __init__(self, config):
@@ -180,7 +180,7 @@ def unroll(prism, target, ids, features, steps, recompute=False):
     """The states (B, S, C) of draft steps 1 .. `steps` from every row of ids (B, S) with features (B, S, F), drafting the
     tokens that stand there. Row r of step k guesses t_{r+k+1}; the last k rows know too little and are to be ignored.
 
-    recompute=True is the released trainer's way: at every step the module in turn encodes all earlier inputs again.
+    recompute=True is the released trainer's way: at every step its module encodes all earlier inputs again.
     """
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     limit = prism.config.block_size - 1
@@ -274,8 +274,7 @@ class _Draft:
 
 
 class _Notes:
-    """A request as the drafter knows it: its keys and values, how many rows of accepted tokens they hold, and the target's
-    features of the rows to be encoded next."""
+    """A request as the drafter knows it: keys and values, how many accepted rows they hold, the features of the rows to come."""
 
     def __init__(self, cache):
         self.cache, self.cached, self.features = cache, 0, []
@@ -286,7 +285,8 @@ class PrismDrafter:
 
     width 1: chains of k drafts (at most `depth`), drawn like the target draws, with temperature. width > 1: EAGLE-2's
     dynamic trees. Every step opens the `width` most probable new nodes and drafts `width` children of each; after
-    `depth` steps the k most probable nodes of all go to the target. All requests take a step in one forward.
+    `depth` steps the k most probable nodes of all go to the target. All requests take a step in one forward. The keys
+    and values of a request lie in a cache of its own, beside the target's pool.
     """
     def __init__(self, prism, target, depth=MAX_K, width=1, name="prism"):
         prism.check(target)
