@@ -88,12 +88,11 @@ def prompts_of(args, split, n):
 
 
 def check_folder(args, folder):
-    """Answers in `folder` must be the same target's to the same prompts: note what they depend on, or compare. ValueError
-    names the difference."""
+    """Answers in `folder` must be the same target's: note what they depend on beside the prompts, or compare. ValueError names
+    the difference."""
     with open(os.path.join(args.target, "model.safetensors"), "rb") as f:
         target = zlib.crc32(f.read())
-    source = args.prompt_file or args.tasks
-    made_with = {"target": target, "prompts": source, "temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
+    made_with = {"target": target, "temperature": args.temperature, "max_new_tokens": args.max_new_tokens}
     file = os.path.join(folder, "settings.json")
     if os.path.exists(file):
         with open(file, encoding="utf-8") as f:
@@ -115,6 +114,8 @@ def answers(args, target, tokenizer, folder, split, n):
         if os.path.exists(file):
             with open(file, encoding="utf-8") as f:
                 rows = json.load(f)
+            if any(row[0] != tokenizer.prompt_ids(prompt) for row, prompt in zip(rows, some)):
+                raise ValueError(f"the answers in {file} are to other prompts; use another --responses folder")
         if len(rows) < len(some):                                # a shorter run before this one ended inside this shard
             requests = []
             for i, prompt in enumerate(some[len(rows):], start + len(rows)):
@@ -189,7 +190,8 @@ def evaluate(model, target, heldout, args, autocast):
             _, accepted = prism.unrolled_loss(model, target, ids, learn, 5)
         total, n = total + accepted.cpu() * learn.sum().item(), n + learn.sum().item()
     share = total / n
-    return {"heldout_tau": round(1 + share.sum().item(), 4), "heldout_acceptance": [round(a, 4) for a in (share / torch.cat([torch.ones(1), share[:-1]]).clamp(min=1e-9)).tolist()]}
+    given = share / torch.cat([torch.ones(1), share[:-1]]).clamp(min=1e-9)
+    return {"heldout_tau": round(1 + share.sum().item(), 4), "heldout_acceptance": [round(a, 4) for a in given.tolist()]}
 
 
 def main(argv=None):
@@ -206,7 +208,8 @@ def main(argv=None):
         source = prism.load(args.init, args.device)
         source.check(target)
         if (source.config.n_layer, source.config.taps) != (arm["n_layer"], taps):
-            raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers and reads taps {source.config.taps}; this arm needs {arm['n_layer']} and {taps}")
+            raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers and reads taps {source.config.taps}; "
+                             f"this arm needs {arm['n_layer']} and {taps}")
         prism.copy_modules(model, source)
     folder = args.responses or os.path.join(args.out, "responses")
     check_folder(args, folder)

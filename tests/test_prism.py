@@ -118,7 +118,7 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers, taps):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("modules", [1, 2, 3, "trained"])
 def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
-    some, drafter = prompts(10), DRAFTERS.get(modules, trained)
+    some, drafter = prompts(100 if os.environ.get("MINISPEC_FULL") else 10), DRAFTERS.get(modules, trained)
     want, _ = run(Lockstep, some)
     assert max(len(set(g.token_ids)) for g in want) > 5
     for batch in (1, 8):
@@ -128,7 +128,7 @@ def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
         steps = [s for g in got for s in g.steps]
         assert sum(s.accepted for s in steps) > 0.05 * len(steps) and any(s.accepted < s.proposed for s in steps)
         assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
-    if modules == "trained":
+    if modules == "trained" and len(some) == 10:                   # those it has learned by heart
         assert sum(s.accepted for s in steps) > 1.2 * len(steps) and max(s.accepted for s in steps) >= {"chain": 4, "tree": 2}[shape]
 
 
@@ -169,7 +169,7 @@ def test_a_request_gets_the_same_alone_and_among_others(trained):
             assert engine.generate([Request(prompts(6)[i], 40, Sampling(1.0, seed=i))])[0].token_ids == together[i].token_ids
 
 
-# -- sampling: chi-square over all outputs of two or three tokens ------------------------------------------------------
+# -- sampling: chi-square over all outputs of two tokens (rules) or three (the loop) ------------------------------------
 
 V = 6
 
@@ -248,27 +248,33 @@ EXACT_ROUNDS = 100_000 if os.environ.get("MINISPEC_FULL") else 4_000
 
 
 def exact(sampling):
-    """Probability of every output of two tokens, (64,)."""
-    p1 = warp(dense_logits(SMALL, PROMPT)[-1], sampling)
-    return torch.stack([p1[a] * warp(dense_logits(SMALL, PROMPT + [a])[-1], sampling) for a in range(8)]).flatten()
+    """Probability of every output of three tokens, (512,)."""
+    next_to = lambda *tokens: warp(dense_logits(SMALL, PROMPT + list(tokens))[-1], sampling)
+    return torch.stack([next_to()[a] * next_to(a)[b] * next_to(a, b) for a in range(8) for b in range(8)]).flatten()
 
 
 def sampled(shape, sampling, rounds=EXACT_ROUNDS):
-    """Counts (64,) of the second and third token given the first, which no draft had a part in: the request begins with it."""
-    counts, accepted, proposed, done = torch.zeros(64, dtype=torch.long), 0, 0, 0
+    """Counts (512,) of the first three tokens of answers (the second and third are what a round of two draft steps is for), and
+    the share of draft positions that were accepted."""
+    counts, accepted, proposed, done = torch.zeros(512, dtype=torch.long), 0, 0, 0
     while done < rounds:
         requests = [Request(PROMPT, 4, Sampling(sampling.temperature, 0, sampling.top_p, done + i)) for i in range(250)]
         for g in Engine(SMALL, lockstep(SMALL_DRAFTER, *shape, target=SMALL), 250).generate(requests):
-            counts[g.token_ids[0] * 8 + g.token_ids[1]] += 1
+            a, b, c = g.token_ids[:3]
+            counts[a * 64 + b * 8 + c] += 1
             accepted += sum(s.accepted for s in g.steps)
             proposed += sum(s.proposed for s in g.steps)
             done += 1
     return counts, accepted / proposed
 
 
+GRID = [Sampling(t, 0, top_p) for t in (1.0, 0.7) for top_p in (0.9, 1.0)]
+
+
+@pytest.mark.parametrize("sampling", GRID if os.environ.get("MINISPEC_FULL") else GRID[:1], ids=lambda s: f"T{s.temperature}-p{s.top_p}")
 @pytest.mark.parametrize("shape", [(2, 1, 2), (2, 3, 3)], ids=["chain", "tree"])
-def test_sampled_output_has_the_targets_distribution(shape):
-    sampling = Sampling(1.0, 0, 0.9)
+def test_sampled_output_has_the_targets_distribution(shape, sampling):
+    """A correct rule fails with probability 1e-6. MINISPEC_FULL=1 runs all settings, with 25 times as many answers."""
     counts, rate = sampled(shape, sampling)
     assert chi_square(counts, exact(sampling)) > 1e-6 and 0.05 < rate < 0.95
 
@@ -392,6 +398,7 @@ def test_features_of_decoding_are_those_of_training():
 @pytest.mark.parametrize("modules", MAPS)
 def test_a_draft_step_reads_one_module(modules):
     drafter, read = DRAFTERS[modules], []
+    assert KVCache(drafter.config, 10).k.shape == KVCache(DRAFTERS[1].config, 10).k.shape == (1, 2, 10, 8)      # whatever M is
     one = sum(p.numel() for p in drafter.bank[0].parameters())
     assert drafter.n_params() == modules * one
     hooks = [m.register_forward_hook(lambda m, *_: read.append(m)) for m in drafter.modules() if not list(m.children())]
@@ -546,6 +553,8 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder):
     assert len(rows) == 14 and rows == json.loads((folder / "responses" / "train-00000.json").read_text())[:14]
     with pytest.raises(ValueError, match="were made with max_new_tokens 24, now it is 9"):
         train(folder, "short", "--max-new-tokens", "9")
+    with pytest.raises(ValueError, match="are to other prompts"):
+        train(folder, "short", "--tasks", "arith")
 
 
 BAD = {"arm": (["--arm", "ttt9"], "invalid choice"), "target": (["--target", "nowhere"], "no model folder nowhere"),
