@@ -186,7 +186,7 @@ class BlockKeys:
     token revealed in this step was itself still a mask when its key was written."""
 
     def __init__(self, cache, base, start, n_clean, n, seen):
-        self.cache, self.n_clean, self.new = cache, n_clean, slice(base + start, base + start + n)
+        self.cache, self.new = cache, slice(base + start, base + start + n)
         self.parts = [(0, n_clean, slice(base, base + start + n_clean))] if n_clean else []
         self.parts += [(n_clean, n, slice(base, base + seen))] if n > n_clean else []
 
@@ -277,7 +277,7 @@ class Decoder:
         for name, value in (("block-size", block_size), ("batch", batch_size), ("steps", steps)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
-        if threshold is not None and not 0 <= threshold <= 2:
+        if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"threshold {threshold} is out of range; allowed is 0 (a whole block a step) to 1 (one token a step)")
         self.model, self.mask_id, self.kind, self.block_size, self.threshold, self.steps = model, mask_id, kind, block_size, threshold, steps
         self.commit, self.stop, self.batch_size, self.record, self.on_step = commit, stop, batch_size, record, on_step
@@ -301,8 +301,8 @@ class Decoder:
                 active.append(waiting.pop(0))
                 active[-1].request.run = self.cache.open(len(active[-1].tokens))
             plan = [self.window(a) for a in active]
-            hidden, spent = self.forward(plan)
-            committed = self.settle(plan, hidden, spent)
+            hidden, logits, spent = self.forward(plan)
+            committed = self.settle(plan, hidden, logits, spent)
             for a in [a for a in active if a.request.finished]:
                 self.cache.close(a.request.run)
                 active.remove(a)
@@ -325,7 +325,7 @@ class Decoder:
         return answers
 
     def window(self, a):
-        """What this answer feeds now: the only line in which student, teacher and the dual cache differ."""
+        """What this answer feeds now: the only place in which student, teacher and the dual cache differ."""
         if self.kind == "teacher" or self.kind == "dual" and a.steps == 0:
             return Window(a, 0, 0, len(a.tokens), len(a.tokens))
         if self.kind == "dual":
@@ -335,8 +335,8 @@ class Decoder:
         return Window(a, a.n_cached, n_clean, end, end)
 
     def forward(self, plan):
-        """One packed pass. Returns hidden states (N, C) of the masked slots of all open blocks that were fed, in plan order, and
-        the seconds it took."""
+        """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open blocks that were fed, in
+        plan order, and each request's share of the seconds it took."""
         started, device = time.perf_counter(), self.model.device
         tokens, positions, segments, wanted = [], [], [], []
         for w in plan:
@@ -347,6 +347,7 @@ class Decoder:
             wanted += [n + i - w.start for i in w.answer.masked() if i < w.end]
         hidden = self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), packed_attend(segments))
         hidden = hidden[torch.tensor(wanted, dtype=torch.long, device=device)]
+        logits = mask_free(self.model.logits(hidden), self.mask_id)
         if hidden.is_cuda:
             torch.cuda.synchronize()
         spent = time.perf_counter() - started
@@ -355,12 +356,11 @@ class Decoder:
         clean = sum(w.n_clean for w in plan) / len(tokens)
         self.seconds["prefill"] += spent * clean
         self.seconds["verify"] += spent * (1 - clean)
-        return hidden, spent / len(plan)
+        return hidden, logits, spent / len(plan)
 
-    def settle(self, plan, hidden, spent):
+    def settle(self, plan, hidden, logits, spent):
         """Reveal, commit, open the next block or finish. Returns [(request, tokens)]."""
-        fed = [w.answer for w in plan if w.end > w.answer.first]
-        tokens, confidence = choose(mask_free(self.model.logits(hidden), self.mask_id), fed)
+        tokens, confidence = choose(logits, [w.answer for w in plan if w.end > w.answer.first])
         row, committed = 0, []
         for w in plan:
             a, revealed = w.answer, []
@@ -375,7 +375,7 @@ class Decoder:
                 a.tokens[position], a.rank[position - a.prompt] = tokens[i], a.n_revealed
                 a.n_revealed += 1
                 if self.record:
-                    a.hidden[position - a.prompt] = hidden[i]
+                    a.hidden[position - a.prompt] = hidden[i].to("cpu", torch.float16, copy=True)
             if self.on_step and revealed:
                 self.on_step(a, [position for position, _ in revealed])
             committed.append((a.request, self._commit(a, w.end > a.first, spent)))
@@ -383,8 +383,7 @@ class Decoder:
 
     def _quota(self, a):
         """Slots to reveal in this step where there is no threshold: the block's masks spread over its steps, early steps first."""
-        steps = self.steps or self.block_size
-        return a.at_opening // steps + (a.steps < a.at_opening % steps) if self.steps else 1
+        return a.at_opening // self.steps + (a.steps < a.at_opening % self.steps) if self.steps else 1
 
     def _commit(self, a, fed_block, spent):
         """Hand on what has become final up to the first mask or end of text; then see whether the block, or the answer, is done."""
@@ -420,7 +419,7 @@ def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, stop=
         n = out["live"][row] = a.n_revealed
         out["tokens"][row, :n] = torch.tensor(a.tokens[a.prompt:a.prompt + n])
         out["rank"][row, :n] = torch.tensor(a.rank[:n])
-        out["hidden"][row, :n] = torch.stack([a.hidden[i] for i in range(n)]).to("cpu", torch.float16)
+        out["hidden"][row, :n] = torch.stack([a.hidden[i] for i in range(n)])
     return out
 
 
