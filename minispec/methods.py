@@ -40,7 +40,7 @@ def add_arguments(parser):
     parser.add_argument("--k", type=int, default=None, help="draft tokens a round (default: specgen 8, ngram 8, draft 4)")
     parser.add_argument("--sparsity", type=float, default=0.05, help="specgen: part of the context that a draft step reads (default 0.05)")
     parser.add_argument("--min-budget", type=int, default=64, help="specgen: but at least so many positions (default 64)")
-    parser.add_argument("--recent-share", type=float, default=0.5, help="specgen: part of them that are the newest (default 0.5; 0: the paper's rule)")
+    parser.add_argument("--recent-share", type=float, default=0.0, help="specgen: at least this part of them are the newest (default 0: the paper's rule)")
     parser.add_argument("--select", default="pillar", help=f"specgen: who chooses the rest: {', '.join(specgen.SELECTIONS)}")
     parser.add_argument("--schedule", default="unified", help=f"specgen: which phase requests start in: {', '.join(specgen.SCHEDULES)}")
     parser.add_argument("--delayed", action="store_true", help="specgen: judge a verification beside the next forward")

@@ -134,7 +134,7 @@ class SpecGen:
     """
     name, taps = "specgen", None
 
-    def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, recent_share=0.5, select="pillar", schedule="unified", delayed=False):
+    def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, recent_share=0.0, select="pillar", schedule="unified", delayed=False):
         check_k(k)
         if not 0 < sparsity <= 1:
             raise ValueError(f"sparsity {sparsity} is out of range; allowed is above 0 up to 1 (everything)")
