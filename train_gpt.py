@@ -46,6 +46,7 @@ def parse_args():
     p.add_argument("--real-share", type=float, default=0.04, help="share of documents that are real text")
     p.add_argument("--tokenizer", help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
     p.add_argument("--teacher", help="folder of a target to distil from: the loss is the KL divergence to its distribution")
+    p.add_argument("--init", help="folder of a model of the same size to start from, with a new optimiser and schedule")
     p.add_argument("--tokens", type=float, default=32e6, help="training tokens in all")
     p.add_argument("--batch-scale", type=int, default=1, help="multiplies the tokens an optimiser step (a GPU wants 8 or more)")
     p.add_argument("--max-length", type=int, default=10240, help="longest sequence; longer ones of the curriculum are cut to it")
@@ -186,7 +187,7 @@ def main():
           + ("" if args.data else " (no --data folder given; SOURCES in minispec/corpus.py says where to get more)"))
 
     # tokenizer
-    source = next((f for f in (args.tokenizer, args.teacher, args.out) if f and os.path.exists(os.path.join(f, "tokenizer.json"))), None)
+    source = next((f for f in (args.tokenizer, args.teacher, args.init, args.out) if f and os.path.exists(os.path.join(f, "tokenizer.json"))), None)
     if source:
         with open(os.path.join(source, "tokenizer.json"), encoding="utf-8") as f:
             tokenizer_json = json.load(f)
@@ -199,6 +200,11 @@ def main():
     config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size, "block_size": max(args.max_length, 2048),
                               "bos_id": tokenizer.special["<|bos|>"], "eos_id": tokenizer.special["<|eos|>"]})
     model = gpt.GPT(config).to(args.device)
+    if args.init:
+        start = gpt.load(args.init, args.device, torch.float32)
+        if start.config != config:
+            raise ValueError(f"{args.init} has another shape than --size {args.size} with --max-length {args.max_length} and this tokenizer")
+        model.load_state_dict(start.state_dict())
     opts = optimizers(model, args.lr)
     plan, first = schedule(args.seed, args.tokens, args.max_length, args.batch_scale), 0
     steps, spent = len(plan), 0.0
