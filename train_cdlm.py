@@ -13,12 +13,8 @@ Interrupt it at any time: the same command continues where the last checkpoint o
 that is finished is not done again. Models are Hugging Face folders with log.jsonl and command.txt beside them.
 """
 import json
-import math
 import os
 import random
-import shlex
-import sys
-import time
 
 import minispec  # before torch: it tunes the allocator
 import torch
@@ -29,8 +25,8 @@ from minispec import cdlm, corpus, gpt, tasks
 from minispec.engine import Request
 from minispec.script import Parser, run_main
 from minispec.tokenizer import Tokenizer
+from minispec.training import learning_rate, optimizers, train
 from minispec.verify import Sampling
-from train_gpt import optimizers
 
 STAGES = ("teacher", "trajectories", "student")
 
@@ -120,49 +116,18 @@ def numbers_of_step(step, batch, n, seed):
 
 # -- stages ------------------------------------------------------------------------------------------------------------
 
-def train(args, folder, model, tokenizer_json, loss_of, evaluate, check, lr):
-    """The loop of both training stages. loss_of(step) -> {"total": loss to minimise, other names: parts of it}."""
-    os.makedirs(folder, exist_ok=True)
-    resume_file, log_file, first, spent = os.path.join(folder, "resume.pt"), os.path.join(folder, "log.jsonl"), 0, 0.0
-    opts = optimizers(model, lr)
-    if os.path.exists(resume_file):
-        saved = torch.load(resume_file, map_location=args.device, weights_only=True)
-        model.load_state_dict(saved["model"])
-        for opt, state in zip(opts, saved["optimizers"]):
-            opt.load_state_dict(state)
-        first, spent = saved["step"], saved["seconds"]
-        with open(log_file, encoding="utf-8") as f:            # the log is written first; drop what is being done again
-            kept = [line for line in f if json.loads(line)["step"] <= first]
-        with open(log_file, "w", encoding="utf-8") as f:
-            f.writelines(kept)
-        print(f"resuming at step {first} of {args.steps}")
-    model.train()
-    bar, recent, started = tqdm(range(first, args.steps), initial=first, total=args.steps, unit="step", desc=os.path.basename(folder)), [], time.time() - spent
-    for step in bar:
-        losses = loss_of(step)
-        losses["total"].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        rate = lr * min((step + 1) / args.warmup, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / args.steps)))
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = rate
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        recent = recent[-49:] + [{name: x.item() for name, x in losses.items()}]
-        mean = {name: sum(r[name] for r in recent) / len(recent) for name in losses}
-        bar.set_postfix({name: f"{x:.3f}" for name, x in mean.items()})
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
-            recent = []                                        # so that a resumed run logs the same means
-            record = {"step": step + 1, **{name: round(x, 5) for name, x in mean.items()}, "heldout": evaluate(), "seconds": round(time.time() - started)}
-            if step + 1 == args.steps:
-                record["decoded"] = check()
-            gpt.save(model, folder, tokenizer_json)
-            with open(log_file, "a", encoding="utf-8") as f:
-                f.write(json.dumps(record) + "\n")
-            torch.save({"step": step + 1, "seconds": time.time() - started, "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, resume_file + ".tmp")
-            os.replace(resume_file + ".tmp", resume_file)
-    with open(os.path.join(folder, "command.txt"), "w", encoding="utf-8") as f:
-        f.write(shlex.join(["python", "train_cdlm.py", *sys.argv[1:]]) + "\n")
+def fit(args, name, model, tokenizer_json, tokenizer, loss_of, mask, mode, mask_id, lr):
+    """Both training stages. At every checkpoint the log gets the held-out losses, at the end what decoding with it gives."""
+    folder = os.path.join(args.out, name)
+
+    def evaluate(step):
+        record = {"heldout": heldout_loss(model, tokenizer, args, mask, mask_id)}
+        if step + 1 == args.steps:
+            record["decoded"] = decoded(cdlm.Decoder(model, mask_id, mode, args.block_size, cdlm.THRESHOLD, batch_size=16), tokenizer, args)
+        return record
+
+    train(folder, model, optimizers(model, lr, lambda name: name.startswith("blocks.")), args.steps, loss_of,
+          lambda step: learning_rate(step, step / args.steps, lr, args.warmup), lambda: gpt.save(model, folder, tokenizer_json), evaluate, args.save_every, args.device)
 
 
 @torch.no_grad()
@@ -201,10 +166,9 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
     def loss_of(step):
         batch, generator = to(args.device, examples.batch(range(step * args.batch, (step + 1) * args.batch))), torch.Generator().manual_seed(args.seed * 1000003 + step)
         with bf16:
-            return {"total": cdlm.dlm_loss(model, batch, mask_id, cdlm.mask_rates(args.batch, generator), generator, args.block_size, cdlm.bidirectional, not args.unweighted)}
+            return {"loss": cdlm.dlm_loss(model, batch, mask_id, cdlm.mask_rates(args.batch, generator), generator, args.block_size, cdlm.bidirectional, not args.unweighted)}
 
-    train(args, os.path.join(args.out, "teacher"), model, tokenizer_json, loss_of, lambda: heldout_loss(model, tokenizer, args, cdlm.bidirectional, mask_id),
-          lambda: decoded(cdlm.Decoder(model, mask_id, "teacher", args.block_size, cdlm.THRESHOLD, batch_size=16), tokenizer, args), args.lr or 1e-3)
+    fit(args, "teacher", model, tokenizer_json, tokenizer, loss_of, cdlm.bidirectional, "teacher", mask_id, args.lr or 1e-3)
 
 
 def collect_trajectories(args, tokenizer, mask_id):
@@ -260,8 +224,7 @@ def train_student(args, tokenizer, tokenizer_json, mask_id):
             return cdlm.student_losses(model, head, batch, mask_id, args.block_size, k, k_star, cdlm.mask_rates(args.batch, generator), generator, args.weights,
                                        args.kl, args.cons_target)
 
-    train(args, os.path.join(args.out, args.name), model, tokenizer_json, loss_of, lambda: heldout_loss(model, tokenizer, args, cdlm.block_causal, mask_id),
-          lambda: decoded(cdlm.Decoder(model, mask_id, "student", args.block_size, cdlm.THRESHOLD, batch_size=16), tokenizer, args), args.lr or 2e-4)
+    fit(args, args.name, model, tokenizer_json, tokenizer, loss_of, cdlm.block_causal, "student", mask_id, args.lr or 2e-4)
 
 
 def main():

@@ -9,23 +9,19 @@ Writes a Hugging Face folder (config.json, model.safetensors, tokenizer.json), l
 resume.pt with the optimiser's state.
 """
 import json
-import math
 import os
 import random
-import shlex
-import sys
-import time
 
 import minispec  # before torch: it tunes the allocator
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from minispec import corpus, gpt, tasks
 from minispec.attention import blocked_attend, dense_attend, mass_in_top
 from minispec.script import Parser, run_main
 from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
+from minispec.training import learning_rate, optimizers, train
 
 # Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Short ones first: with
 # 256 tokens and small batches the model learns to copy a name from its context within a million tokens, with 1,024
@@ -89,21 +85,6 @@ def batch_of_step(stream, step, length, scale, block_size, device):
     rows = [stream.sequence(step * 4096 + i, length, block_size) for i in range(n)]
     tokens, positions, learn = (torch.from_numpy(np.stack(x)).to(device) for x in zip(*rows))
     return tokens[:, :-1], positions[:, :-1], tokens[:, 1:], learn[:, 1:]
-
-
-def learning_rate(step, progress, args):
-    """Linear warm-up over steps, then a cosine over tokens down to a twentieth."""
-    return args.lr * min((step + 1) / args.warmup, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def optimizers(model, lr):
-    """Muon for the matrices inside the blocks, AdamW for embeddings; gains of norms see no weight decay."""
-    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and n.startswith("blocks.")]
-    tables = [p for n, p in model.named_parameters() if p.ndim == 2 and not n.startswith("blocks.")]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}],
-                              lr=lr, betas=(0.9, 0.95))]
 
 
 def entropy_attend(rows, entropies, dense):
@@ -181,7 +162,6 @@ def main():
     teacher = gpt.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
-    resume_file, log_file = os.path.join(args.out, "resume.pt"), os.path.join(args.out, "log.jsonl")
     real = corpus.real_documents(args.data)
     print("real text: " + (", ".join(f"{k} {len(v):,}" for k, v in real.items()) or "none")
           + ("" if args.data else " (no --data folder given; SOURCES in minispec/corpus.py says where to get more)"))
@@ -205,67 +185,38 @@ def main():
         if start.config != config:
             raise ValueError(f"{args.init} has another shape than --size {args.size} with --max-length {args.max_length} and this tokenizer")
         model.load_state_dict(start.state_dict())
-    opts = optimizers(model, args.lr)
-    plan, first = schedule(args.seed, args.tokens, args.max_length, args.batch_scale), 0
-    steps, spent = len(plan), 0.0
-    if os.path.exists(resume_file):
-        saved = torch.load(resume_file, map_location=args.device, weights_only=True)
-        model.load_state_dict(saved["model"])
-        for opt, state in zip(opts, saved["optimizers"]):
-            opt.load_state_dict(state)
-        first, spent = saved["step"], saved["seconds"]
-        with open(log_file, encoding="utf-8") as f:            # the log is written first; drop what is being done again
-            kept = [line for line in f if json.loads(line)["step"] <= first]
-        with open(log_file, "w", encoding="utf-8") as f:
-            f.writelines(kept)
-        print(f"resuming at step {first} of {steps}")
-    print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {steps} steps, {plan[-1][1]:,} tokens")
+    plan = schedule(args.seed, args.tokens, args.max_length, args.batch_scale)
+    print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {len(plan)} steps, {plan[-1][1]:,} tokens")
 
     stream = corpus.Stream(tokenizer, real, args.real_share, args.seed)
     forward = torch.compile(model, dynamic=False) if args.compile else model
     bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
     attend_all = blocked_attend if args.device == "cpu" else dense_attend
 
-    def loss_of(x, positions, y, learn):
+    def batch_of(step):
+        return batch_of_step(stream, step, plan[step][0], args.batch_scale, config.block_size, args.device)
+
+    def loss_of(step):
+        x, positions, y, learn = batch_of(step)
         entropies = []
         attend = entropy_attend(torch.randint(x.shape[1], (32,), device=x.device), entropies, attend_all()) if args.sharpen else attend_all()
         run = forward if x.shape[1] <= 4096 else model          # compiling the longest takes longer than it saves
         with bf16:
             logits = model.logits(run(x, positions, attend)[learn]).float()
             if teacher is None:
-                return F.cross_entropy(logits, y[learn]) + args.sharpen * sum(entropies)
+                return {"loss": F.cross_entropy(logits, y[learn]) + args.sharpen * sum(entropies), "length": x.shape[1]}
             with torch.no_grad():
                 goal = teacher.logits(teacher(x, positions, attend_all())[learn]).float().log_softmax(-1)
-        return F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")
+        return {"loss": F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean"), "length": x.shape[1]}
 
-    def checkpoint(step, record):
-        gpt.save(model, args.out, tokenizer_json)
-        with open(log_file, "a", encoding="utf-8") as f:
-            f.write(json.dumps(record) + "\n")
-        torch.save({"step": step, "seconds": time.time() - started, "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, resume_file + ".tmp")
-        os.replace(resume_file + ".tmp", resume_file)
-
-    bar, recent, started = tqdm(range(first, steps), initial=first, total=steps, unit="step"), [], time.time() - spent
-    for step in bar:
-        length, used = plan[step]
-        batch = batch_of_step(stream, step, length, args.batch_scale, config.block_size, args.device)
-        loss = loss_of(*batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = learning_rate(step, used / args.tokens, args)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
+    def clip(step):
         if step % 20 == 0:
-            clip_attention(model, batch[0][:1, :1024], batch[1][:1, :1024], args.logit_limit)
-        recent = recent[-49:] + [loss.item()]
-        bar.set_postfix(loss=f"{sum(recent) / len(recent):.3f}", T=length)
-        if (step + 1) % args.save_every == 0 or step + 1 == steps:
-            checkpoint(step + 1, {"step": step + 1, "tokens": used, "loss": sum(recent) / len(recent),
-                                  "seconds": round(time.time() - started), **evaluate(model, tokenizer, args.device)})
-    with open(os.path.join(args.out, "command.txt"), "w", encoding="utf-8") as f:
-        f.write(shlex.join(["python", "train_gpt.py", *sys.argv[1:]]) + "\n")
+            x, positions, _, _ = batch_of(step)
+            clip_attention(model, x[:1, :1024], positions[:1, :1024], args.logit_limit)
+
+    train(args.out, model, optimizers(model, args.lr, lambda name: name.startswith("blocks.")), len(plan), loss_of,
+          lambda step: learning_rate(step, plan[step][1] / args.tokens, args.lr, args.warmup), lambda: gpt.save(model, args.out, tokenizer_json),
+          lambda step: {"tokens": plan[step][1], **evaluate(model, tokenizer, args.device)}, args.save_every, args.device, clip)
 
 
 if __name__ == "__main__":

@@ -11,12 +11,8 @@ needed. Interrupt it at any time: the same command continues. Writes config.json
 and resume.pt with the optimisers' state. tau, on the way, estimates the tokens a round of chain drafting would commit.
 """
 import json
-import math
 import os
 import random
-import shlex
-import sys
-import time
 import zlib
 
 import minispec  # before torch: it tunes the allocator
@@ -27,6 +23,7 @@ from minispec import gpt, prism, tasks
 from minispec.engine import Engine, Lockstep, Request
 from minispec.script import Parser, run_main
 from minispec.tokenizer import Tokenizer
+from minispec.training import learning_rate, optimizers, train
 from minispec.verify import Sampling
 
 # unroll: draft steps in the loss. All arms but the first are trained to draft from their own states.
@@ -41,7 +38,7 @@ SHARD = 64                  # prompts answered between two writes
 LIMITS = {"prompts": 1, "heldout": 1, "max-new-tokens": 2, "tokens": 1, "batch-tokens": 1, "max-length": 8, "unroll": 1, "save-every": 1}
 
 
-def parse_args(argv=None):
+def parse_args():
     p = Parser(__doc__)
     p.add_argument("--target", default="checkpoints/target", metavar="DIR", help="the model to draft for (default %(default)s)")
     p.add_argument("--out", required=True, help="folder to write the drafter to")
@@ -66,7 +63,7 @@ def parse_args(argv=None):
     p.add_argument("--seed", type=int, default=1337, help="of the weights and the order of the data; the data do not depend on it")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
-    args = p.parse_args(argv)
+    args = p.parse_args()
     for name, least in LIMITS.items():
         if getattr(args, name.replace("-", "_")) < least:
             raise ValueError(f"{name} {getattr(args, name.replace('-', '_')):g} is out of range; allowed is {least} or more")
@@ -168,18 +165,6 @@ def batch_of(rows, length, device):
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
-def optimizers(model, lr):
-    """Muon for the matrices, AdamW for the rest."""
-    matrices, vectors = [[p for p in model.parameters() if (p.ndim == 2) == want] for want in (True, False)]
-    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(vectors, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))]
-
-
-def learning_rate(step, progress, args):
-    """Linear warm-up over steps, then a cosine over tokens down to a twentieth."""
-    return args.lr * min((step + 1) / args.warmup, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
 @torch.no_grad()
 def evaluate(model, target, heldout, args, autocast):
     """On held-out answers, five drafts a round: tau, and how often draft 1, 2, .. is right where those before it are."""
@@ -194,8 +179,8 @@ def evaluate(model, target, heldout, args, autocast):
     return {"heldout_tau": round(1 + share.sum().item(), 4), "heldout_acceptance": [round(a, 4) for a in given.tolist()]}
 
 
-def main(argv=None):
-    args = parse_args(argv)
+def main():
+    args = parse_args()
     arm = ARMS[args.arm]
     unroll = arm["unroll"] or args.unroll
     target, tokenizer = gpt.load(args.target, args.device), Tokenizer.load(args.target)
@@ -221,54 +206,21 @@ def main(argv=None):
     lengths = [min(len(p) + len(a), args.max_length) for p, a in rows]
     if not rows:
         raise ValueError(f"no answer is longer than {unroll} tokens within max-length {args.max_length}; nothing to train on")
-    plan, first, spent = schedule(args.seed, lengths, args.batch_tokens, args.tokens), 0, 0.0
-    opts, steps = optimizers(model, args.lr), len(plan)
-
-    resume_file, log_file = os.path.join(args.out, "resume.pt"), os.path.join(args.out, "log.jsonl")
-    if os.path.exists(resume_file):
-        saved = torch.load(resume_file, map_location=args.device, weights_only=True)
-        model.load_state_dict(saved["model"])
-        for opt, state in zip(opts, saved["optimizers"]):
-            opt.load_state_dict(state)
-        first, spent = saved["step"], saved["seconds"]
-        with open(log_file, encoding="utf-8") as f:              # the log is written first; drop what is being done again
-            kept = [line for line in f if json.loads(line)["step"] <= first]
-        with open(log_file, "w", encoding="utf-8") as f:
-            f.writelines(kept)
-        print(f"resuming at step {first} of {steps}")
+    plan = schedule(args.seed, lengths, args.batch_tokens, args.tokens)
     one = sum(p.numel() for p in model.bank[0].parameters())
-    print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {one / 1e6:.2f}M read by a draft step; {len(rows)} texts, {sum(lengths):,} tokens, {steps} steps")
+    print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {one / 1e6:.2f}M read by a draft step; {len(rows)} texts, {sum(lengths):,} tokens, {len(plan)} steps")
 
     autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16)
 
-    def checkpoint(step, record):
-        prism.save(model, args.out)
-        with open(log_file, "a", encoding="utf-8") as f:
-            f.write(json.dumps(record) + "\n")
-        torch.save({"step": step, "seconds": time.time() - started, "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, resume_file + ".tmp")
-        os.replace(resume_file + ".tmp", resume_file)
-
-    bar, recent, started = tqdm(range(first, steps), initial=first, total=steps, unit="step"), [], time.time() - spent
-    for step in bar:
-        batch, used = plan[step]
-        ids, learn = batch_of([rows[i] for i in batch], args.max_length, args.device)
+    def loss_of(step):
+        ids, learn = batch_of([rows[i] for i in plan[step][0]], args.max_length, args.device)
         with autocast:
             loss, accepted = prism.unrolled_loss(model, target, ids, learn, unroll, args.decay, args.recompute)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = learning_rate(step, used / plan[-1][1], args)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        recent = recent[-49:] + [(loss.item() / unroll, 1 + accepted.sum().item())]
-        mean_loss, tau = (sum(x) / len(x) for x in zip(*recent))
-        bar.set_postfix(loss=f"{mean_loss:.3f}", tau=f"{tau:.2f}")
-        if (step + 1) % args.save_every == 0 or step + 1 == steps:
-            checkpoint(step + 1, {"step": step + 1, "tokens": used, "loss": mean_loss, "tau": tau, "seconds": round(time.time() - started),
-                                  **evaluate(model, target, heldout, args, autocast)})
-    with open(os.path.join(args.out, "command.txt"), "w", encoding="utf-8") as f:
-        f.write(shlex.join(["python", "train_prism.py", *(sys.argv[1:] if argv is None else argv)]) + "\n")
+        return {"loss": loss / unroll, "tau": 1 + accepted.sum()}
+
+    train(args.out, model, optimizers(model, args.lr), len(plan), loss_of,
+          lambda step: learning_rate(step, plan[step][1] / plan[-1][1], args.lr, args.warmup), lambda: prism.save(model, args.out),
+          lambda step: {"tokens": plan[step][1], **evaluate(model, target, heldout, args, autocast)}, args.save_every, args.device)
 
 
 if __name__ == "__main__":

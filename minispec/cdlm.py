@@ -147,7 +147,7 @@ def masked_sets(rank, k, k_star, block_size, target="block_end"):
 
 def student_losses(model, teacher_head, batch, mask_id, block_size, k, k_star, rate, generator, weights=(1.0, 0.5, 0.01),
                    direction="forward", target="block_end"):
-    """The three losses of the student, and "total", their weighted sum. With y = state k, y* = state k* and `masked_sets`:
+    """The three losses of the student, and "loss", their weighted sum. With y = state k, y* = state k* and `masked_sets`:
 
         distill  mean over U of KL(p_teacher || q(y))
         cons     mean over S of KL(stop(q(y*)) || q(y)): predict now what you will predict when the block is done
@@ -173,7 +173,7 @@ def student_losses(model, teacher_head, batch, mask_id, block_size, k, k_star, r
         losses["cons"] = row_mean(divergence(goal, logits(hidden[s]), direction), s)
     if w_dlm:
         losses["dlm"] = dlm_loss(model, batch, mask_id, rate, generator, block_size, block_causal)
-    losses["total"] = w_distill * losses["distill"] + w_cons * losses["cons"] + w_dlm * losses["dlm"]
+    losses["loss"] = w_distill * losses["distill"] + w_cons * losses["cons"] + w_dlm * losses["dlm"]
     return losses
 
 

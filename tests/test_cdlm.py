@@ -18,8 +18,9 @@ from minispec import cdlm, gpt, tasks
 from minispec.attention import dense_attend
 from minispec.engine import Request
 from minispec.tokenizer import Tokenizer
+from minispec.training import optimizers
 from minispec.verify import Sampling
-from train_gpt import optimizers
+
 
 MASK, L, B = 63, 28, 8           # the last block of 28 slots is short
 PROMPTS = [list(range(1, 10)), list(range(5, 19)), [7], list(range(30, 52))]
@@ -404,7 +405,7 @@ def test_consistency_gradient_reaches_one_side_only(model, trajectories):       
 
     cdlm.answer_hidden = spy
     try:
-        losses_at(model, trajectories, 2, 8, weights=(0, 1, 0))["total"].backward()
+        losses_at(model, trajectories, 2, 8, weights=(0, 1, 0))["loss"].backward()
     finally:
         cdlm.answer_hidden = real
     assert [c.requires_grad for c in calls] == [True, False] and model.embed.weight.grad.abs().sum() > 0
@@ -418,7 +419,7 @@ def test_switches_leave_out_what_has_no_weight(model, trajectories, monkeypatch)
         forwards.clear()
         losses = losses_at(model, trajectories, 2, 8, weights=weights)
         assert len(forwards) == n and [bool(losses[name] > 0) for name in ("distill", "cons", "dlm")] == [w > 0 for w in weights]
-        assert torch.isclose(losses["total"], sum(w * losses[name] for w, name in zip(weights, ("distill", "cons", "dlm"))))
+        assert torch.isclose(losses["loss"], sum(w * losses[name] for w, name in zip(weights, ("distill", "cons", "dlm"))))
     assert losses_at(model, trajectories, 2, 8, direction="reverse")["distill"] != losses_at(model, trajectories, 2, 8)["distill"]
     assert losses_at(model, trajectories, 2, 5, target="later_state")["cons"] != losses_at(model, trajectories, 2, 8)["cons"]
 
@@ -462,7 +463,7 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     opts = optimizers(student, 1e-2)
     for step in range(steps):
         k, k_star = cdlm.draw_states(batch["live"], length, B, g)
-        cdlm.student_losses(student, teacher.head.weight.detach(), batch, MASK, B, k, k_star, None, g, (1.0, 0.5, 0.0))["total"].backward()
+        cdlm.student_losses(student, teacher.head.weight.detach(), batch, MASK, B, k, k_star, None, g, (1.0, 0.5, 0.0))["loss"].backward()
         for opt in opts:
             for group in opt.param_groups:
                 group["lr"] = 1e-2 * min(1, 2 * (1 - step / steps))
@@ -508,7 +509,7 @@ def log(folder):
 def test_all_stages_lower_their_losses(trained):
     for stage in ("teacher", "student"):
         records = log(trained / stage)
-        assert [r["step"] for r in records] == [8, 16, 24] and records[-1]["total"] < records[0]["total"]
+        assert [r["step"] for r in records] == [8, 16, 24] and records[-1]["loss"] < records[0]["loss"]
         assert sum(records[-1]["heldout"].values()) < sum(records[0]["heldout"].values()) and set(records[0]["heldout"]) == set(tasks.FAMILIES)
         assert "train_cdlm.py --target" in (trained / stage / "command.txt").read_text()
         assert not [f for f in os.listdir(trained / stage) if f.endswith(".tmp")]

@@ -1,0 +1,95 @@
+"""The loop that all training scripts share: optimisers, learning rate, checkpoints, log, and going on where it stopped.
+
+A script says what a step's loss is; `train` does the rest and leaves in `folder`
+    the model (by the script's own `save`), log.jsonl (one record a checkpoint), command.txt when it is finished, and
+    resume.pt, the weights and the optimisers' state, from which the same command continues on the same loss curve.
+"""
+import json
+import math
+import os
+import shlex
+import sys
+import time
+
+import torch
+from tqdm import tqdm
+
+
+def optimizers(model, lr, matrix=lambda name: True):
+    """Muon for the matrices whose name `matrix` accepts, AdamW for other matrices (embeddings) and, without weight decay,
+    for the gains of norms."""
+    named = list(model.named_parameters())
+    matrices = [p for n, p in named if p.ndim == 2 and matrix(n)]
+    tables = [p for n, p in named if p.ndim == 2 and not matrix(n)]
+    vectors = [p for _, p in named if p.ndim < 2]
+    groups = [{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95))]
+
+
+def learning_rate(step, progress, peak, warmup):
+    """Linear warm-up over `warmup` steps, then a cosine over `progress` (0 to 1) down to a twentieth of the peak."""
+    return peak * min((step + 1) / warmup, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def resume(folder, model, opts, device):
+    """(steps done, seconds spent) of the run in `folder`, its weights and optimisers' state put in place; (0, 0.0) for none."""
+    file, log = os.path.join(folder, "resume.pt"), os.path.join(folder, "log.jsonl")
+    if not os.path.exists(file):
+        return 0, 0.0
+    saved = torch.load(file, map_location=device, weights_only=True)
+    model.load_state_dict(saved["model"])
+    for opt, state in zip(opts, saved["optimizers"]):
+        opt.load_state_dict(state)
+    with open(log, encoding="utf-8") as f:                     # the log is written first; drop what is being done again
+        kept = [line for line in f if json.loads(line)["step"] <= saved["step"]]
+    with open(log + ".tmp", "w", encoding="utf-8") as f:
+        f.writelines(kept)
+    os.replace(log + ".tmp", log)
+    return saved["step"], saved["seconds"]
+
+
+def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_every, device="cpu", after_step=None):
+    """Run the optimiser steps that are still missing.
+
+    loss_of(step) -> {"loss": the tensor to minimise, other names: numbers to show and to log}; means of the last 50 steps
+    are shown. rate_of(step) -> learning rate. save() writes the model, evaluate(step) -> more entries of the log's record,
+    called every save_every steps and at the end. after_step(step): what else a step does.
+    """
+    os.makedirs(folder, exist_ok=True)
+    first, spent = resume(folder, model, opts, device)
+    if first:
+        print(f"resuming at step {first} of {steps}")
+    model.train()
+    recent, started = [], time.time() - spent
+    bar = tqdm(range(first, steps), initial=first, total=steps, unit="step", desc=os.path.basename(os.path.abspath(folder)))
+    for step in bar:
+        losses = loss_of(step)
+        losses["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = rate_of(step)
+            opt.step()
+            opt.zero_grad(set_to_none=True)
+        if after_step:
+            after_step(step)
+        recent = recent[-49:] + [{name: x.item() if torch.is_tensor(x) else x for name, x in losses.items()}]
+        mean = {name: sum(r[name] for r in recent) / len(recent) for name in losses}
+        bar.set_postfix({name: f"{x:.3f}" for name, x in mean.items()})
+        if (step + 1) % save_every == 0 or step + 1 == steps:
+            recent = []                                        # so that a resumed run logs the same means
+            record = {"step": step + 1, **{name: round(x, 5) for name, x in mean.items()}, **evaluate(step), "seconds": round(time.time() - started)}
+            _checkpoint(folder, model, opts, save, record)
+            model.train()
+    with open(os.path.join(folder, "command.txt"), "w", encoding="utf-8") as f:
+        f.write(shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\n")
+
+
+def _checkpoint(folder, model, opts, save, record):
+    save()
+    with open(os.path.join(folder, "log.jsonl"), "a", encoding="utf-8") as f:
+        f.write(json.dumps(record) + "\n")
+    file = os.path.join(folder, "resume.pt")
+    torch.save({"step": record["step"], "seconds": record["seconds"], "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, file + ".tmp")
+    os.replace(file + ".tmp", file)
