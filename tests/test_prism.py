@@ -487,12 +487,15 @@ def folder(tmp_path_factory):
     return folder
 
 
-def train(folder, out, *args):
-    argv = ["train_prism.py", "--target", str(folder / "target"), "--out", str(folder / out), "--responses", str(folder / "responses"), "--tasks", "revise,arith",
-            "--prompts", "24", "--heldout", "4", "--max-new-tokens", "24", "--tokens", "30e3", "--batch-tokens", "1200", "--warmup", "5", "--unroll", "3",
-            "--save-every", "10", "--device", "cpu", "--lr", "4e-3", *args]
-    with mock.patch.object(sys, "argv", argv):
+def script(*args):
+    with mock.patch.object(sys, "argv", ["train_prism.py", *args]):
         train_prism.main()
+
+
+def train(folder, out, *args):
+    script("--target", str(folder / "target"), "--out", str(folder / out), "--responses", str(folder / "responses"), "--tasks", "revise,arith",
+           "--prompts", "24", "--heldout", "4", "--max-new-tokens", "24", "--tokens", "30e3", "--batch-tokens", "1200", "--warmup", "5", "--unroll", "3",
+           "--save-every", "10", "--device", "cpu", "--lr", "4e-3", *args)
     with open(folder / out / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 
@@ -548,7 +551,8 @@ def test_a_drafter_can_start_from_one_with_fewer_modules(folder):
 
 
 def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder):
-    args = train_prism.parse_args(["--out", "x", "--target", str(folder / "target")])
+    with mock.patch.object(sys, "argv", ["train_prism.py", "--out", "x", "--target", str(folder / "target")]):
+        args = train_prism.parse_args()
     assert train_prism.prompts_of(args, "train", 7) == train_prism.prompts_of(args, "train", 30)[:7]
     assert not set(train_prism.prompts_of(args, "train", 30)) & set(train_prism.prompts_of(args, "heldout", 30))
     train(folder, "short", "--tokens", "100", "--prompts", "10", "--responses", str(folder / "r2"))
@@ -570,7 +574,7 @@ BAD = {"arm": (["--arm", "ttt9"], "invalid choice"), "target": (["--target", "no
 def test_bad_input_of_training_is_named_before_anything_is_written(name, folder, tmp_path, capsys):
     args, message = BAD[name]
     with pytest.raises((ValueError, SystemExit)) as e:
-        argv = ["train_prism.py", "--target", str(folder / "target"), "--out", str(tmp_path / "x"), *args])
+        script("--target", str(folder / "target"), "--out", str(tmp_path / "x"), *args)
     said = str(e.value) if isinstance(e.value, ValueError) else capsys.readouterr().err
     assert message in said and said.rstrip().count("\n") == 0 and not (tmp_path / "x").exists()
 
