@@ -100,7 +100,7 @@ class Captured(specgen.SpecGen):
         self.record = True
 
     def _select(self, r, keys, accepted):
-        if r.state.selected is not None:
+        if r.state and r.state.selected is not None:              # none at the end of a prompt
             n = keys.all.stop - keys.all.start - keys.n            # cached when the round began
             old = keys.scores[:, :, :n]
             caught = old.gather(2, r.state.selected).sum(-1) + old[:, :, n - r.state.recent:].sum(-1)
@@ -135,8 +135,8 @@ def acceptance(args, model, tokenizer):
     for select, k, sparsity, share in tqdm(cells[:6] if args.quick else cells, desc="acceptance"):
         engine = Engine(model, lambda e: specgen.SpecGen(e, k, sparsity, 0, share, select), n)
         generations = engine.generate(warm_requests(tokenizer, model, 4000, new, n))
-        # The first round of each request sees everything (no scores yet) and is left out; so are rounds cut short at the end.
-        steps = [[s for s in g.steps[1:] if s.proposed == k] for g in generations]
+        # Rounds that the schedule or the end of the answer cut short are left out.
+        steps = [[s for s in g.steps if s.proposed == k] for g in generations]
         means = [statistics.mean(s.accepted for s in one) for one in steps if one]
         rows.append({"select": select, "k": k, "sparsity": sparsity, "recent_share": share, "accepted": statistics.mean(means),
                      "standard_error": statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0,
@@ -221,7 +221,7 @@ def scheduler(args, model, tokenizer):
               "preempt instead of offload": ("specgen", {"admission": "preempt"}), "oracle lengths": ("specgen", {"admission": "oracle"})}
     cells = {name: (lambda m=m, c=c: (methods.make_engine(m, model, methods.settings(**{**vars(args), "cache_tokens": demand // 2, **c}), n), new()))
              for name, (m, c) in stages.items()}
-    results, rows = race(cells, 1 if args.quick else 2, "scheduler", warm_up=False), []
+    results, rows = race(cells, 1, "scheduler", warm_up=False), []
     plain = results["autoregressive, reserve"]
     for name, (rates, engine, generations) in results.items():
         rows.append({"stage": name, **ratio(rates, plain[0]), **schedule_view(engine),

@@ -68,7 +68,7 @@ def _chunks(path, size):
 def procedural_document(rng, max_tokens, longest=False):
     """(prompt, think, answer) of a random training problem. `trace` programs get as long as max_tokens allows:
     log-uniform, or the full length where `longest`."""
-    family = "trace" if longest else rng.choices(tasks.FAMILIES, weights=(0.24, 0.16, 0.16, 0.24, 0.20))[0]
+    family = "trace" if longest else rng.choices(tasks.FAMILIES, weights=(0.40, 0.12, 0.12, 0.20, 0.16))[0]
     low, high = tasks.SIZES[family]
     if family == "trace":
         low, high = 3, max(min(int(max_tokens / (tasks.TOKENS_PER_LINE + 10)), tasks.TRACE_MAX), 4)   # 10: its prompt line

@@ -44,14 +44,14 @@ PEOPLE = "Mia Tom Ana Ben Eva Max Ida Leo Amy Sam Zoe Dan Kim Ned Uma Raj Lia Jo
 ITEMS = "shells books coins apples stamps cards pens marbles stones tickets beads nuts plums cups eggs buttons".split()
 FAMILIES = ("trace", "arith", "story", "search", "revise")
 SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}   # trained range
-TRACE_MAX = 220             # lines of the longest program: a chain of about 8,000 tokens
+TRACE_MAX = 210             # lines of the longest program: prompt and chain have about 9,900 tokens
 ALLOWED = {"trace": (1, TRACE_MAX), "arith": (1, 25), "story": (1, 25), "search": (2, 60), "revise": (2, 24)}      # 25 letters
-TOKENS_PER_LINE = 36        # of a `trace` chain, on average, with the shipped tokenizer
+TOKENS_PER_LINE = 39        # of a `trace` chain, on average, with the shipped tokenizer
 
 
 def lines_for(tokens):
-    """Lines of a `trace` program whose prompt and chain have at least so many tokens; a line has 40 of both on average."""
-    return min(int(tokens / 38) + 2, TRACE_MAX)
+    """Lines of a `trace` program whose prompt and chain have at least so many tokens; a line has 47 of both on average."""
+    return min(int(tokens / 46) + 2, TRACE_MAX)
 
 
 @dataclass
@@ -107,26 +107,28 @@ def _apply(a, op, b):
     return f"{a} is too small, so {a + 10} minus {b} is {a + 10 - b}", a + 10 - b
 
 
-TRACE_STYLES = (  # (open a step, recall values)
-    ("Next comes {}, which is {}. ", "I recall {}"),
-    ("Now I work out {}, and it gets {}. ", "I found {} before"),
-    ("The line after that sets {} to {}. ", "So far I have {}"),
+TRACE_STYLES = (  # (open a step: the line before, this line, its expression; put the values in)
+    ("After {} {} is {}. ", "I put in {}"),
+    ("Past {} {} takes {}. ", "So far that is {}"),
+    ("Below {} {} gets {}. ", "I have {}"),
 )
 
 
 def trace(rng, size):
     """Single-assignment programs modulo ten. Operands are mostly recent results, sometimes one of the givens.
 
-    A value is written right behind its name, so that looking it up takes one induction step (find the name, read on). With
-    "lamp is 4", two tokens in between, a 5M-parameter model had not learned to look up anything after 7M tokens. The names
-    are listed in order first, for the same reason: the line after this one is then one step away, not a line of tokens.
+    Whatever a step looks up stands as far behind what it knows as where it is looked up: a value right behind its name, a
+    name right behind that of the line before (in the list of names, which `start` and `end` close), an expression one word
+    behind its name. One induction step (find the name, read on) then does it. With "lamp is 4" for lamp4 a 5M-parameter
+    model had not learned to look up anything after 7M tokens; without the line before, it solved one problem in three
+    after 22M; and "lamp is set to" for "lamp takes" made most of the errors that were left then.
     """
     given = rng.randint(3, 8)
     names = rng.sample(NAMES, size + given)
     value = {name: rng.randrange(10) for name in names[:given]}
     opens, recalls = rng.choice(TRACE_STYLES)
-    says = "{}{}"                                        # a value stands right behind its name: lamp4
-    lines, steps = [], []
+    says = lambda n: f"{n}{value[n]}" if n in value else n          # a value stands right behind its name: lamp4
+    lines, think, before = [], "", "start"
     for i in range(given, len(names)):
         def operand():
             if i == given or rng.random() < 0.15:
@@ -135,17 +137,17 @@ def trace(rng, size):
         name, op, a = names[i], rng.choice("+-"), operand()
         b = operand() if rng.random() < 0.4 else str(rng.randint(1, 9))
         lines.append(f" {name} = {a} {op} {b}")
-        recall = recalls.format(" and ".join(says.format(n, value[n]) for n in dict.fromkeys((a, b)) if n in value))
-        sum_, value[name] = _apply(value[a], op, value.get(b) if b in value else int(b))
-        steps.append(opens.format(name, f"{a} {'plus' if op == '+' else 'minus'} {b}")
-                     + f"{recall}. Then {sum_}, so " + says.format(name, value[name]) + ".\n")
+        word = "plus" if op == "+" else "minus"
+        sum_, result = _apply(value[a], op, value[b] if b in value else int(b))
+        think += opens.format(before, name, f"{a} {word} {b}") + recalls.format(f"{says(a)} {word} {says(b)}") + f". Then {sum_}, "
+        value[name], before = result, name
+        think += f"so {says(name)}.\n"
     ask = rng.choice(["Run this program, keeping one digit. What is the last value?",
                       "What does the last line of this program give? Keep one digit everywhere.",
                       "Work through the program line by line, modulo ten. What is its result?"])
-    givens = ", ".join(says.format(n, value[n]) for n in names[:given])
-    prompt = f"{ask}\nGiven {givens}. It sets {' '.join(names[given:])}.\n" + "\n".join(lines) + "\n"
-    think = "I start with the first line.\n" + "".join(steps) + f"That was the last line, and {says.format(names[-1], value[names[-1]])}.\n"
-    return prompt, think, str(value[names[-1]]), {}
+    prompt = f"{ask}\nGiven {', '.join(map(says, names[:given]))}. In order: start {' '.join(names[given:])} end.\n" + "\n".join(lines) + "\n"
+    think += f"{opens.split()[0]} {before} end comes, so the result is {says(before)}.\n"
+    return prompt, think, str(value[before]), {}
 
 
 # -- arith: column arithmetic ------------------------------------------------------------------------------------------

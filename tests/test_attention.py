@@ -2,6 +2,7 @@ import pytest
 import torch
 from conftest import dense_logits, toy_model
 
+from minispec import attention
 from minispec.attention import FullKeys, blocked_attend, dense_attend, group_rows, mass_in_top, packed_attend, ungroup_rows
 from minispec.kv_cache import KVCache
 
@@ -89,3 +90,17 @@ def test_mass_in_top_of_uniform_attention_is_the_fraction():
     model = toy_model(gain=0.0)
     mass = mass_in_top(model, torch.randint(0, 64, (1, 400)), 0.05, rows=8)
     assert (mass - 0.05).abs().max() < 0.002
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_long_bf16_contexts_by_products_equal_short_ones_by_fused_attention(n, monkeypatch):
+    torch.manual_seed(0)
+    config, out = toy_model().config, []
+    q, k, v = (torch.randn(n, heads, config.head_dim).bfloat16() for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
+    past = torch.randn(2, config.n_layer, config.n_kv_head, 60, config.head_dim)
+    for long in (10, 1000):
+        monkeypatch.setattr(attention, "LONG", long)
+        cache = KVCache(config, 60, torch.bfloat16)
+        cache.k.copy_(past[0]), cache.v.copy_(past[1])
+        out.append(FullKeys(cache, 3, 40, n).attend(1, q, k, v).float())
+    assert (out[0] - out[1]).abs().max() < 0.03 and out[0].std() > 0.1
