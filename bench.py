@@ -3,6 +3,8 @@
     python bench.py                      # all studies on the shipped models, about half an hour on 2 CPU cores
     python bench.py accuracy --quick     # one study, small: minutes
     python bench.py speed serving        # some studies
+    python bench.py profile trace run bounds                  # how far from what is possible? (docs/bounds.md)
+    python bench.py bounds --traces T.jsonl --cost C.json     # the same for traces and prices of your own, from files alone
     python bench.py report               # only render tables and figures, into README.md and docs/
 
 A study whose file is there is skipped unless --force is given, so an interrupted run continues.

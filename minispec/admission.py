@@ -27,11 +27,12 @@ class Admission:
         self.recomputed = 0                                # tokens that `preempt` threw away
 
     def step(self):
-        """Before an iteration: make room for what the active requests will write, then let others in."""
-        engine, active = self.engine, self.engine.active
+        """Before an iteration: make room for what the active requests will write, then let others in. Returns what had to be
+        judged for that, as `SpecGen.late` yields it."""
+        engine, active, judged = self.engine, self.engine.active, []
         if self.policy != "reserve":
             if engine.planner.delayed and sum(max(self.reach(r) - r.run.size, 0) for r in active) > engine.cache.free:
-                engine.judged += engine.planner.late()     # somebody must leave, so nobody may wait for a judgement
+                judged += engine.planner.late()            # somebody must leave, so nobody may wait for a judgement
             i = 0
             while i < len(active) and self._make_room(active[i]):
                 i += 1
@@ -39,6 +40,7 @@ class Admission:
                 active.append(self.paused.pop())
         while engine.waiting and not self.paused and len(active) < engine.batch_size and self._enter(engine.waiting[0]):
             active.append(engine.waiting.pop(0))
+        return judged
 
     def reach(self, r):
         """Slots that a request needs for what it has and for its next verification."""

@@ -163,13 +163,13 @@ class FullKeys:
                                                   enable_gqa=True)[0].transpose(0, 1)
         rows = group_rows(q, groups)                                           # (G, g * n, D)
         if self.mask is None and (self.n > 1 or self.tail is not None):        # the same in every layer
-            width = keys.shape[1] if self.scores is None else self.n
+            width = keys.shape[1] if self.scores is None else self.n if self.tail is None else self.tail.shape[1]
             self.mask = (causal_tail if self.tail is None else self._tail)(self.n, width, q.dtype, q.device).repeat(share, 1)
         if self.scores is None:
             return ungroup_rows(F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=self.mask)[0], self.n)
         logits = (rows * q.shape[-1] ** -0.5) @ keys.transpose(1, 2)           # (G, g * n, T)
-        if self.n > 1:                                                         # all rows see what is before the first of them
-            logits[:, :, -self.n:] += self.mask
+        if self.mask is not None:                                              # all rows see what is before its columns
+            logits[:, :, -self.mask.shape[1]:] += self.mask
         probs = logits.softmax(-1, dtype=torch.float32)
         self.scores[layer] = probs.mean(1)
         return ungroup_rows(probs.to(values.dtype) @ values, self.n)

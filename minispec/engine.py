@@ -29,8 +29,8 @@ from .verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, 
 @dataclass
 class Step:
     """One round of a request: `proposed` drafts (of a tree: its depth) by `proposer` when `position` tokens had been
-    generated, `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended inside), and the request's
-    share of the seconds spent on drafting and on the target's verifying forward."""
+    generated, `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended inside), and
+    the request's share of the seconds spent on drafting and on the target's verifying forward."""
     position: int
     proposed: int
     accepted: int
@@ -178,23 +178,21 @@ class Engine:
     def stream(self, requests):
         """Answer the requests; yields (request, newly committed tokens) as they are committed."""
         self._prepare(requests)
-        while self.waiting or self.active or self.admission.paused:
+        while True:
             started, counted, self.judging = time.perf_counter(), dict(self.seconds), 0.0
-            self._retire()                               # those cancelled while the caller had the tokens
+            self._retire()                               # finished, or cancelled while the caller had the tokens
             if not (self.waiting or self.active or self.admission.paused):
                 break
-            self.judged = []                             # what had to be judged before this iteration, see Admission.step
-            self.admission.step()
+            committed = self.admission.step()
             plan = self.planner.plan(self.active)
             self._note(plan)
             if self.planner.delayed:                     # what the last iteration verified is judged beside this forward
                 running = self.thread.submit(self.forward, plan)
-                committed = self.judged + list(self.planner.late())
+                committed += self.planner.late()
                 logits = running.result()
             else:
-                committed, logits = [], self.forward(plan)
+                logits = self.forward(plan)
             committed += self.planner.settle(plan, logits)
-            self._retire()
             # Whatever the phases did not count is "other"; what the caller does with the tokens is nobody's.
             self.seconds["other"] += time.perf_counter() - started - (sum(self.seconds.values()) - sum(counted.values()))
             spent = {phase: self.seconds[phase] - counted[phase] for phase in counted}
@@ -245,12 +243,14 @@ class Engine:
 
     # -- what planners share -------------------------------------------------------------------------------------------
 
-    def prefill(self, request):
-        """The next chunk of a request whose prompt is not cached yet; the chunk that ends it yields the first token."""
-        start = request.n_cached
-        chunk = request.tokens[start:start + self.prefill_chunk]
-        done = start + len(chunk) == len(request.tokens)
-        return Segment(request, chunk, start, FullKeys(self.cache, request.run.first, start, len(chunk)), "prefill", int(done))
+    def prefill(self, request, record=0):
+        """The next chunk of a request whose prompt is not cached yet; the chunk that ends it yields the first token.
+        record: make the last chunk one of so many rows at most, and record its attention scores."""
+        start, end = request.n_cached, len(request.tokens)
+        last = start >= end - record
+        chunk = request.tokens[start:min(start + self.prefill_chunk, end if last else max(end - record, start))]
+        keys = FullKeys(self.cache, request.run.first, start, len(chunk), record=last and record > 0)
+        return Segment(request, chunk, start, keys, "prefill", int(start + len(chunk) == end))
 
     def judge(self, segments, logits):
         """Apply the acceptance rule to segments whose drafts and last token fed len(drafts) + 1 rows each.
@@ -323,7 +323,7 @@ class Lockstep:
             check_k(k, getattr(drafter, "max_k", MAX_K))
         self.engine, self.drafter, self.k = engine, drafter, k
         self.rows = k + 1                                # the most rows that a verification writes
-        self.fusable = getattr(drafter, "width", 1) == 1 # the kernels serve chains, not trees
+        self.fusable = getattr(drafter, "width", 1) == 1  # the kernels serve chains, not trees
         self.taps = getattr(drafter, "taps", None)       # what the drafter asks to see of the target; None: nothing
         self.chosen = getattr(drafter, "chosen", {})     # who proposed, where the drafter asks others
 
@@ -368,7 +368,7 @@ class Lockstep:
                 if self.taps is not None:
                     self.drafter.observe(r, s.features[[0, *path]])
             proposer = self.chosen.get(r, self.drafter.name if self.drafter else "target") if s.kind == "verify" else ""
-            depth = s.positions[-1] - s.start if s.kind == "verify" else 0                      # of a chain: its length
+            depth = max(s.positions) - s.start if s.kind == "verify" else 0                     # of a chain: its length
             yield r, r.commit([s.drafts[i - 1] for i in path] + [token], depth, len(path), proposer)
 
     def release(self, request):

@@ -46,7 +46,7 @@ N_SINKS = 4                                  # first positions that a plain wind
 class PillarKeys:
     """The keys of one round of draft steps: a gathered copy of the selected positions, then the round's own rows.
 
-    selected: (L, G, c) positions, chosen per layer and KV head, or None for all of them (the cold start after a prompt);
+    selected: (L, G, c) positions, chosen per layer and KV head, or None for all of them (where they fit the budget);
     recent: how many of the newest `length` cached positions come on top; k: draft steps to leave room for. `attend` is for
     single rows (one draft step).
     """
@@ -160,9 +160,9 @@ class SpecGen:
         return [s for s in map(self._segment, active) if s]
 
     def _segment(self, r):
-        if r.n_cached < len(r.tokens) - 1:                     # NORMAL
-            return self.engine.prefill(r)
-        state = r.state = r.state or Round(None, 0)            # cold start: no scores yet, see everything
+        if r.n_cached < len(r.tokens) - 1:                     # NORMAL; its last rows choose for the first round
+            return self.engine.prefill(r, self.rows)
+        state = r.state = r.state or Round(None, 0)            # nothing read, nothing to choose by: see everything
         if state.stalled:                                      # STALL
             return None
         if state.phase is None:
@@ -235,8 +235,9 @@ class SpecGen:
             if s.kind == "verify":
                 r.n_cached += 1 + accepted
                 r.state = self._select(r, s.keys, accepted)
-            else:
-                r.state = None
+            else:                                              # all rows of a prompt are good
+                r.state = self._select(r, s.keys, len(s.tokens) - 1)
+                r.state.phase = None
             yield r, r.commit(s.drafts[:accepted] + [token], len(s.drafts), accepted, self.name if s.kind == "verify" else "")
 
     def _select(self, r, keys, accepted):
@@ -289,7 +290,7 @@ def measure_costs(model, context, batch, k, repeats=5):
     mixed = math.ceil(batch * (2 * k + 1) / (k + 1))
 
     def seconds(requests, rows, length):
-        keys = [FullKeys(cache, (i % batch) * (context + k + 1), length, rows) for i in range(requests)]
+        keys = [FullKeys(cache, (i % batch) * (context + k + 1), length, rows, record=rows > 1) for i in range(requests)]
         tokens = torch.zeros(requests * rows, dtype=torch.long, device=model.device)
         started = time.perf_counter()
         model.logits(model(tokens, torch.full_like(tokens, length), packed_attend([(i * rows, i * rows + rows, key) for i, key in enumerate(keys)])))

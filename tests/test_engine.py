@@ -9,7 +9,7 @@ from conftest import chi_square, dense_logits, toy_model
 
 from minispec.drafters import NGram, SmallLM
 from minispec.engine import Engine, Lockstep, Request
-from minispec.specgen import Round, SpecGen
+from minispec.specgen import SpecGen
 from minispec.verify import Sampling, warp
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1)
@@ -154,16 +154,7 @@ def test_a_drafter_identical_to_the_target_is_always_accepted():
 
 # -- sampling: chi-square over all outputs of three tokens, vocabulary 8 ------------------------------------------------
 
-class SparseFromTheStart(SpecGen):
-    """No cold start: the first round already drafts from a few positions, so that short answers are sparse ones."""
-
-    def _segment(self, r):
-        if r.state is None and r.n_cached == len(r.tokens) - 1:
-            r.state = Round(torch.arange(2).expand(1, 1, 2), 1)
-        return super()._segment(r)
-
-
-PLANNERS["sparse"] = lambda model, other: lambda e: SparseFromTheStart(e, k=3, sparsity=0.1, min_budget=3)
+PLANNERS["sparse"] = lambda model, other: lambda e: SpecGen(e, k=3, sparsity=0.1, min_budget=3)
 SMALL, SMALL_OTHER = (toy_model(vocab=8, seed=s, gain=3.0, n_layer=1, n_head=2, n_kv_head=1) for s in (3, 4))
 ROUNDS = 100_000
 PROMPT = [1, 5, 2, 7, 3, 3, 6, 1]

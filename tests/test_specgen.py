@@ -3,7 +3,7 @@ import pytest
 import torch
 from conftest import dense_logits, toy_model
 
-from minispec.attention import FullKeys, packed_attend
+from minispec.attention import FullKeys, dense_attend, packed_attend
 from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
 from minispec.specgen import SELECTIONS, OracleKeys, PillarKeys, SpecGen, budget, measure_costs, predicted_speedup
@@ -25,6 +25,20 @@ def draft_hidden(keys, tokens, start):
     """Hidden states of single-row draft steps."""
     with torch.inference_mode():
         return torch.cat([MODEL(torch.tensor([t]), torch.tensor([start + j]), packed_attend([(0, 1, keys)])) for j, t in enumerate(tokens)])
+
+
+def dense_probs(ids):
+    """Attention probabilities (L, H, T, T) of a sequence."""
+    out = []
+
+    def attend(layer, q, k, v):
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))[0] / q.shape[-1] ** 0.5
+        out.append(scores.masked_fill(torch.ones(len(ids), len(ids)).triu(1).bool(), float("-inf")).softmax(-1))
+        return dense_attend()(layer, q, k, v)
+
+    with torch.inference_mode():
+        MODEL(torch.tensor([ids]), torch.arange(len(ids))[None], attend)
+    return torch.stack(out)
 
 
 def masked_reference(selected, recent, n, tokens):
@@ -125,16 +139,32 @@ def test_output_never_depends_on_the_selection(k, sparsity, select):
     generation, engine, made = generate(k=k, sparsity=sparsity, min_budget=2, select=select)
     assert generation.token_ids == AR.token_ids
     rounds = [s for s in generation.steps]
-    assert len(made) == len(rounds)                             # refreshed exactly once a verification
+    assert len(made) == len(rounds) + 1                         # by the prompt, then exactly once a verification
     if sparsity == 1.0:
         assert all(s.accepted == s.proposed for s in rounds)    # sees everything, so accepts everything
 
 
 def test_a_tiny_budget_is_sometimes_wrong():
     generation, _, _ = generate(k=8, sparsity=0.02, min_budget=2)
-    accepted = [s.accepted for s in generation.steps[1:]]
-    assert any(a < s.proposed for a, s in zip(accepted, generation.steps[1:]))
-    assert generation.steps[0].accepted == generation.steps[0].proposed    # the cold start saw everything
+    assert any(s.accepted < s.proposed for s in generation.steps)
+
+
+@pytest.mark.parametrize("chunk", [3, 64, 512])
+def test_the_end_of_the_prompt_chooses_for_the_first_round(chunk):
+    made, planner = [], SpecGen
+
+    class Spy(SpecGen):
+        def _select(self, r, keys, accepted):
+            made.append((super()._select(r, keys, accepted), keys, accepted, r.n_cached))
+            return made[-1][0]
+
+    engine = Engine(MODEL, lambda e: Spy(e, k=8, sparsity=0.1, min_budget=2), 1, prefill_chunk=chunk)
+    assert engine.generate([Request(PROMPT, 20)])[0].token_ids == AR.token_ids[:20]
+    state, keys, accepted, n_cached = made[0]
+    assert n_cached == len(PROMPT) and accepted == keys.n - 1 and keys.n == min(chunk, 9)
+    want = dense_probs(PROMPT)[:, :, -keys.n:].mean(2).unflatten(1, (2, -1)).mean(2)         # (L, G, T)
+    assert (keys.scores - want).abs().max() < 1e-4
+    assert state.selected.shape[-1] + state.recent == budget(len(PROMPT), 0.1, 2)
 
 
 def test_cache_after_rounds_equals_a_dense_pass():
