@@ -3,6 +3,8 @@
     python bench.py                      # all studies on the shipped models, about half an hour on 2 CPU cores
     python bench.py accuracy --quick     # one study, small: minutes
     python bench.py speed serving        # some studies
+    python bench.py profile trace run bounds                  # how far from what is possible? (docs/bounds.md)
+    python bench.py bounds --traces T.jsonl --cost C.json     # the same for traces and prices of your own, from files alone
     python bench.py report               # only render tables and figures, into README.md and docs/
 
 A study whose file is there is skipped unless --force is given, so an interrupted run continues.
@@ -20,11 +22,12 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import figures, gpt, methods, specgen, tasks
+from minispec import figures, gpt, ladder, measure, methods, specgen, tasks, traces
 from minispec.attention import FullKeys, mass_in_top, packed_attend
-from minispec.engine import Engine
+from minispec.engine import Engine, Request
 from minispec.kv_cache import KVCache
 from minispec.script import Parser, run_main
+from minispec.tables import render, training_table
 from minispec.tokenizer import Tokenizer
 from decode import requests_of, schedule_view, summary, tie_gap, verdict
 
@@ -236,73 +239,93 @@ def scheduler(args, model, tokenizer):
     return {"requests": n, "cache_tokens": demand // 2, "demand": demand, "rows": rows, "evenness": even}
 
 
-STUDIES = {"accuracy": accuracy, "lossless": lossless, "attention": attention, "acceptance": acceptance, "speed": speed, "serving": serving, "scheduler": scheduler}
+# -- performance or illusion: what a round costs, what is accepted, what was observed, what is possible ----------------------
+
+DEEPEST, NEW = 16, 160      # most drafts a round in cost tables and traces; most tokens of an answer
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-
-def _table(head, rows):
-    return "\n".join("| " + " | ".join(map(str, r)) + " |" for r in [head, ["---"] * len(head), *rows])
-
-
-def render(name, r):
-    """The Markdown table of a study's result."""
-    if name == "accuracy":
-        rows = [[f, "{}-{}".format(*x["size"]) if x["size"][0] != x["size"][1] else x["size"][0], x["problems"], f"{x['mean_tokens']:.0f}", f"{100 * x['accuracy']:.1f} %"]
-                for f, x in r["families"].items()]
-        return _table(["held-out problems", "size", "problems", "tokens an answer", "solved"], rows + [["mean of the five families", "", "", "", f"{100 * r['mean']:.1f} %"]])
-    if name == "lossless":
-        rows = [[m, d, f"{x['identical']} of {x['prompts']}", f"{x['largest_tie_gap']:.3g}", f"{r[d]['row_count_noise']:.2g}"]
-                for d in ("float32", "bfloat16") for m, x in r[d]["methods"].items()]
-        return _table(["method", "dtype", "identical to autoregressive", "largest top-2 gap at a difference", "row-count noise of a logit"], rows)
-    if name == "attention":
-        mass, layers = r["mass"], len(r["mass"]["4000"]["layers"])
-        return _table(["mass in the top 5 % of keys", *(f"layer {i}" for i in range(layers)), "mean"],
-                      [[f"{at} tokens", *(f"{m:.2f}" for m in mass[at]["layers"]), f"{mass[at]['mean']:.2f}"] for at in mass])
-    if name == "acceptance":
-        label = lambda x: x["select"] + (f", {100 * x['recent_share']:.0f} % newest" if x["recent_share"] else ", official rule" if x["select"] == "pillar" and x["sparsity"] < 1 else "")
-        rows = [[label(x), x["k"], f"{100 * x['sparsity']:g} %", f"{x['accepted']:.2f} ± {x['standard_error']:.2f}", f"{100 * x['accepted'] / x['k']:.0f} %", f"{x['tau']:.2f}", x["rounds"]] for x in r["rows"]]
-        return _table(["selection", "k", "budget s", "accepted (± standard error over requests)", "of k", "tau", "rounds"], rows)
-    times = lambda x: f"{x['speedup']:.2f} ({x['speedup_range'][0]:.2f}-{x['speedup_range'][1]:.2f})"
-    if name == "speed":
-        rows = [[x["workload"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x), f"{x['tau']:.2f}", f"{x['identical']} of {x['prompts']}"] for x in r["rows"]]
-        return _table(["workload", "method", "dtype", "tokens/s", "speed-up (range)", "tau", "identical to ar, float32"], rows)
-    if name == "serving":
-        rows = [[x["context"], x["requests"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x),
-                 *([f"{x['accepted']:.2f}", f"{100 * x['attention_share']:.0f} %", f"{x['own_speedup']:.2f}", f"{x['predicted']:.2f}", f"{x['identical']} of {x['requests']}"]
-                   if x["method"] == "specgen" else [""] * 5)] for x in r["rows"]]
-        return _table(["context", "requests", "method", "dtype", "tokens/s", "speed-up over the best ar (range)", "accepted of 8", "attention share",
-                       "speed-up in its dtype", "predicted", "identical to ar in its dtype"], rows)
-    if name == "scheduler":
-        rows = [[x["stage"], f"{x['tokens_per_second']:.0f}", times(x), f"{x['active_mean']:.1f}", x["iterations"], x["offloaded"], x["recomputed"], f"{x['identical']} of {r['requests']}"] for x in r["rows"]]
-        even = [[name, f"{e['mean']:.1f}", f"{e['deviation'] / e['mean']:.2f}", f"{e['most'] / e['least']:.1f}"] for name, e in r["evenness"].items()]
-        return (_table(["stage", "tokens/s", "speed-up (range)", "requests at once", "forwards", "tokens offloaded", "recomputed", "identical to ar"], rows) + "\n\n"
-                + _table(["schedule, 40 requests", "rows a forward", "standard deviation / mean", "most / least"], even))
-    if name == "transformers":
-        return _table(["loop", "tokens/s, median (range)", "ratio to transformers"],
-                      [["transformers generate", _spread(r["transformers"]), "1.00"], ["minispec ar", _spread(r["minispec"]), f"{r['ratio']:.2f}"]])
-    raise KeyError(name)
+def profile(args, model, tokenizer):
+    """What a round costs on this machine, by rows, drafts and context: results/costs.json, and how well fits do."""
+    quick = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "repeats": 2} if args.quick else {}
+    table, report = measure.cost_table(model, methods.chain_drafters(model, args, DEEPEST), progress=tqdm, **quick)
+    c, width = model.config, 4 if model.dtype == torch.float32 else 2
+    for fit in report["fits"].values():
+        kv_bytes = traces.kv_bytes_per_token(c.n_layer, c.n_kv_head, c.head_dim, width)
+        rates = traces.implied_rates(fit["entry"], kv_bytes, width * model.n_params(), 2 * model.n_params())
+        fit |= {name: rate if rate < 1e30 else None for name, rate in rates.items()}
+    table["about"] = {"device": f"{processor()}, {torch.get_num_threads()} threads", "dtype": str(model.dtype).removeprefix("torch."), "torch": torch.__version__}
+    if not args.quick:
+        gpt.write_json(os.path.join(RESULTS, "costs.json"), table)
+    return {"table": table, **report}
 
 
-def training_table(folder):
-    """Command, size, tokens, minutes and last held-out figures of every checkpoint, from its command.txt and log.jsonl."""
-    rows = []
-    for name in sorted(os.listdir(folder)):
-        files = [os.path.join(folder, name, f) for f in ("command.txt", "log.jsonl")]
-        if all(map(os.path.exists, files)):
-            with open(files[0], encoding="utf-8") as f:
-                command = f.read().strip()
-            with open(files[1], encoding="utf-8") as f:
-                log = [json.loads(line) for line in f]
-            seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
-            params = gpt.load(os.path.join(folder, name)).n_params()
-            rows.append([name, f"{params / 1e6:.2f}M", f"{log[-1]['tokens'] / 1e6:.1f}M", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}", f"`{command}`"])
-    return _table(["checkpoint", "parameters", "tokens", "minutes on 2 CPU cores", "last loss", "command"], rows)
+def family_requests(tokenizer, model, n):
+    """{"family/i": request}: the held-out problems on which outputs are frozen, traced and timed, the i-th of each family in turn."""
+    some = {f: requests_of([tasks.make(f, 800 + i, "heldout") for i in range(n)], tokenizer, model, NEW) for f in tasks.FAMILIES}
+    return {f"{f}/{i}": some[f][i] for i in range(n) for f in tasks.FAMILIES}
 
 
-def _spread(values):
-    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"
+def trace(args, model, tokenizer):
+    """What every drafter would get accepted at every position of one frozen greedy output: results/traces.jsonl."""
+    requests = family_requests(tokenizer, model, 2 if args.quick else 16)
+    generations = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
+    texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(requests, generations)}
+    drafters = methods.chain_drafters(model, args, DEEPEST)
+    some = measure.traces_of(drafters, model, texts, DEEPEST, tqdm)
+    if not args.quick:
+        traces.write_traces(os.path.join(RESULTS, "traces.jsonl"), some)
+    children = {name: measure.child_rates(d, model, list(texts.values())) for name, d in drafters.items()}
+    return {"k_max": DEEPEST, "k": 8, "requests": len(texts), "accept": {w: ladder.statistics(t, list(drafters), 8) for w, t in ladder.by_workload(some).items()},
+            "children": {name: rates for name, rates in children.items() if rates}}
 
+
+def run(args, model, tokenizer):
+    """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype.
+    A batch is of different requests, or of copies of one as in the paper."""
+    requests, rows = family_requests(tokenizer, model, 4 if args.quick else 16), []
+    grid = [(1, "different", 6), (4, "different", 8), (16, "different", 16), (16, "copies", 1)]
+    cells = [(w, b, kind, [i for i in requests if i.startswith(w + "/")][:n]) for w in tasks.FAMILIES for b, kind, n in grid]
+    cells += [("mixed", b, kind, list(requests)[:20]) for b, kind, _ in grid[:3]]
+    names = ["ar", *methods.ready(args)]
+    for workload, batch, kind, ids in tqdm([c for c in cells if c[1] == 4] if args.quick else cells, desc="run"):
+        timed = {}
+        for _ in range(1 if args.quick else 2):
+            for m in names:
+                engine = methods.make_engine(m, model, args, batch)
+                fresh = [Request(requests[i].tokens, NEW, stop_ids=requests[i].stop_ids) for i in ids for _ in range(batch if kind == "copies" else 1)]
+                generations = engine.generate(fresh)
+                timed.setdefault(m, []).append((sum(engine.seconds.values()), engine, generations))
+        plain = statistics.median(s for s, _, _ in timed["ar"])
+        for m, some in timed.items():
+            (_, engine, generations), seconds = some[-1], statistics.median(s for s, _, _ in some)
+            steps, tokens = [s for g in generations for s in g.steps], sum(len(g.token_ids) for g in generations)
+            rows.append({"workload": workload, "batch": batch, "kind": kind, "ids": ids, "method": m, "k": getattr(engine.planner, "k", None), "seconds": seconds,
+                         "tokens": tokens, "tokens_per_second": tokens / seconds, "speedup": plain / seconds, "tau": summary(generations, engine)["tau"],
+                         "acceptance": sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1) if m != "ar" else None, "rounds": len(steps),
+                         "phases": {p: sum(i["seconds"][p] for i in engine.iterations) for p in engine.iterations[0]["seconds"]},
+                         "plans": {i: ladder.pack(g.steps) for i, g in zip(ids, generations)} if m == ladder.COMBINED else None,
+                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][2], generations)), "prompts": len(generations)})
+    return {"new_tokens": NEW, "rows": rows}
+
+
+def bounds(args, model, tokenizer):
+    """The ladder of bounds, from files alone: the traces and cost table that were measured here, with what `run` observed;
+    or those given with --traces and --cost."""
+    more = {}
+    for name in ("run", "trace") if args.traces is None else ():
+        file = os.path.join(RESULTS, name + ".json")
+        if os.path.exists(file):
+            with open(file, encoding="utf-8") as f:
+                more[name] = json.load(f)["result"]
+    some = traces.read_traces(args.traces or os.path.join(RESULTS, "traces.jsonl"))
+    return ladder.analyse(some, traces.read_costs(args.cost), more.get("run", {}).get("rows"), more.get("trace", {}).get("children"), args.as_published)
+
+
+STUDIES = {"accuracy": accuracy, "lossless": lossless, "attention": attention, "acceptance": acceptance, "speed": speed, "serving": serving, "scheduler": scheduler,
+           "profile": profile, "trace": trace, "run": run, "bounds": bounds}
+
+
+# -- pages and files -----------------------------------------------------------------------------------------------------
 
 def pages():
     """The texts with tables: README.md and the lessons."""
@@ -348,23 +371,29 @@ def main():
     p.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)}, report (default: all)")
     p.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
+    p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own (format: minispec/traces.py), with --cost; then nothing is written")
+    p.add_argument("--as-published", action="store_true", help="bounds: also what the paper's simulator would say, defects included")
     methods.add_arguments(p)
     args = p.parse_args()
     unknown = [s for s in args.studies if s not in (*STUDIES, "report")]
     if unknown:
         p.error(f"unknown study '{unknown[0]}'; choose from {', '.join((*STUDIES, 'report'))}")
-    if args.studies != ["report"]:
+    model = tokenizer = None
+    if not args.studies or set(args.studies) - {"bounds", "report"}:
         model, tokenizer = gpt.load(args.model, args.device), Tokenizer.load(args.model)
     for name, study in STUDIES.items():
         if args.studies and name not in args.studies:
             continue
-        if os.path.exists(os.path.join(RESULTS, name + ".json")) and not args.force and not args.quick:
+        if name == "bounds" and not args.studies and not os.path.exists(os.path.join(RESULTS, "traces.jsonl")):
+            continue                             # a quick run leaves no files to compute from
+        if os.path.exists(os.path.join(RESULTS, name + ".json")) and not args.force and not args.quick and name != "bounds":
             print(f"{name}: already measured (--force measures again)")
             continue
         started = time.perf_counter()
         result = study(args, model, tokenizer)
         print(render(name, result))
-        if not args.quick:
+        outside = name == "bounds" and (args.traces is not None or args.cost != p.get_default("cost"))
+        if not args.quick and not outside:
             write_result(name, result, time.perf_counter() - started)
     if not args.quick:
         for page in pages():

@@ -192,6 +192,35 @@ def mean_rate_speedup(traces, base, times):
     return float((n / np.array(times)).mean() / (n / np.array(base)).mean())
 
 
+def replay(plans, traces, cost, batch):
+    """Seconds that an engine needs for different requests that share forwards, {phase: seconds}: up to `batch` requests at
+    once, the next one enters when one is done, and every iteration is one round of each that is there. plans[i] is the plan
+    of traces[i]. For equal requests that all fit in, the same as `price` with rows = batch."""
+    waiting, active, steps, drafts = list(zip(plans, traces)), [], [], {}
+    while waiting or active:
+        while waiting and len(active) < batch:
+            plan, trace = waiting.pop(0)
+            if plan:
+                active.append((iter(plan), trace, len(plan)))
+        now = [(next(rounds), t) for rounds, t, _ in active]
+        active = [(rounds, t, left - 1) for rounds, t, left in active if left > 1]
+        if now:
+            kv = [t.prompt_len + r.position for r, t in now]
+            steps.append((sum(kv), len(now) + sum(r.proposed for r, _ in now), len(now)))
+        for name in {r.name for r, _ in now} - {None}:
+            mine = [(c, r.proposed) for (r, _), c in zip(now, kv) if r.name == name]
+            drafts.setdefault(name, []).append((sum(c for c, _ in mine), max(j for _, j in mine), len(mine)))
+    out = {"prefill": sum(float(cost.prefill(t.prompt_len, 1)) for t in traces), "draft": 0.0, "verify": 0.0, "overhead": 0.0}
+    if steps:
+        kv, queries, rows = np.array(steps, float).T
+        out["verify"] = float(np.sum(cost.verify(kv, queries, rows)))
+        out["overhead"] = float(np.sum(cost.overhead(rows) + np.zeros(len(rows))))
+    for name, some in drafts.items():
+        kv, proposed, rows = np.array(some, float).T
+        out["draft"] += float(np.sum(cost.draft(name, kv, proposed, rows)))
+    return out
+
+
 # -- the ladder -----------------------------------------------------------------------------------------------------------
 
 RUNGS = {"L0": "observed", "L1": "modelled", "L2": "best fixed k", "L3": "best fixed k per request", "L4": "greedy oracle (not a bound)",

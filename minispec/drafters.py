@@ -11,6 +11,10 @@ and, for those that read the target's hidden states,
     taps                          which ones: layers, or () for the final hidden state (GPT.features)
     observe(request, features)    features (n, F) of the next n positions that the target has cached for good
 
+and, for one that asks others (adaptive.py),
+
+    chosen                        {request: name of who proposed its drafts this round}, shown in place of `name`
+
 A drafter sees what was accepted by reading `request.tokens`: committed tokens never change, so the common prefix with
 what it drafted before tells what to keep.
 """
@@ -34,6 +38,11 @@ class NGram:
         return [(self._lookup(r, limit), None) for r, limit in zip(requests, limits)]
 
     def _lookup(self, request, limit):
+        at = self.find(request)
+        return [] if at is None else request.tokens[at:at + max(limit, 0)]
+
+    def find(self, request):
+        """The position of the first token to copy; None where nothing matches."""
         tokens = request.tokens
         done, seen = self.index.get(request, (0, {}))
         for end in range(done, len(tokens)):            # the n-gram that ends at the very last token is not indexed yet,
@@ -44,8 +53,8 @@ class NGram:
         for n in range(self.max_n, self.min_n - 1, -1):
             at = seen.get(tuple(tokens[-n:]))
             if at is not None and len(tokens) >= n:
-                return tokens[at:at + max(limit, 0)]
-        return []
+                return at
+        return None
 
     def release(self, request):
         self.index.pop(request, None)

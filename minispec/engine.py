@@ -166,7 +166,8 @@ class Engine:
         self.cache = None
         self.active, self.waiting = [], []
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
-        self.iterations = []                             # of each one: rows by kind, and the state of the pool
+        self.iterations = []                             # of each one: rows by kind, the state of the pool, seconds by phase
+        self.judging = 0.0                               # seconds of this iteration spent on acceptance, a part of "other"
         self.group = model.config.n_head // model.config.n_kv_head
         self.fused = model.device.type == "cuda" and self.planner.fusable and can_fuse(model.embed.weight)
         self.thread = ThreadPoolExecutor(1) if self.planner.delayed else None
@@ -178,7 +179,7 @@ class Engine:
         """Answer the requests; yields (request, newly committed tokens) as they are committed."""
         self._prepare(requests)
         while True:
-            started, counted = time.perf_counter(), sum(self.seconds.values())
+            started, counted, self.judging = time.perf_counter(), dict(self.seconds), 0.0
             self._retire()                               # finished, or cancelled while the caller had the tokens
             if not (self.waiting or self.active or self.admission.paused):
                 break
@@ -193,7 +194,10 @@ class Engine:
                 logits = self.forward(plan)
             committed += self.planner.settle(plan, logits)
             # Whatever the phases did not count is "other"; what the caller does with the tokens is nobody's.
-            self.seconds["other"] += time.perf_counter() - started - (sum(self.seconds.values()) - counted)
+            self.seconds["other"] += time.perf_counter() - started - (sum(self.seconds.values()) - sum(counted.values()))
+            spent = {phase: self.seconds[phase] - counted[phase] for phase in counted}
+            sample = min(self.judging, other := spent.pop("other"))      # delayed: the rest was hidden beside the forward
+            self.iterations[-1]["seconds"] = {**spent, "sample": sample, "overhead": other - sample}
             yield from committed
 
     def generate(self, requests):
@@ -252,7 +256,7 @@ class Engine:
         """Apply the acceptance rule to segments whose drafts and last token fed len(drafts) + 1 rows each.
         Returns [(accepted, next token)]; logits (n, V) are theirs, in order. accepted: how many drafts of a chain, or
         which rows of a tree."""
-        results, row, sampled = [None] * len(segments), 0, {}
+        started, results, row, sampled = time.perf_counter(), [None] * len(segments), 0, {}
         best = logits.argmax(-1).tolist() if any(s.request.sampling.temperature == 0 for s in segments) else None
         for i, s in enumerate(segments):
             n = len(s.drafts) + 1
@@ -274,6 +278,7 @@ class Engine:
             accepted, token = rejection_chain(draft, q, p, coins)
             for (i, _, _), a, t in zip(group, accepted.tolist(), token.tolist()):
                 results[i] = (a, t)
+        self.judging += time.perf_counter() - started
         return results
 
     # -- admission -----------------------------------------------------------------------------------------------------
@@ -320,6 +325,7 @@ class Lockstep:
         self.rows = k + 1                                # the most rows that a verification writes
         self.fusable = getattr(drafter, "width", 1) == 1  # the kernels serve chains, not trees
         self.taps = getattr(drafter, "taps", None)       # what the drafter asks to see of the target; None: nothing
+        self.chosen = getattr(drafter, "chosen", {})     # who proposed, where the drafter asks others
 
     def extra_slots(self, request):
         """Cache slots' worth of buffers that this request needs beside its run."""
@@ -361,7 +367,7 @@ class Lockstep:
                 r.n_cached += 1 + len(path)              # rejected rows are simply overwritten by the next ones
                 if self.taps is not None:
                     self.drafter.observe(r, s.features[[0, *path]])
-            proposer = (self.drafter.name if self.drafter else "target") if s.kind == "verify" else ""
+            proposer = self.chosen.get(r, self.drafter.name if self.drafter else "target") if s.kind == "verify" else ""
             depth = max(s.positions) - s.start if s.kind == "verify" else 0                     # of a chain: its length
             yield r, r.commit([s.drafts[i - 1] for i in path] + [token], depth, len(path), proposer)
 

@@ -8,8 +8,10 @@ import argparse
 import os
 
 from . import cdlm, drafters, gpt, prism, specgen
+from .adaptive import Adaptive
 from .admission import POLICIES
 from .engine import Engine, Lockstep
+from .traces import CostTable
 
 METHODS = {
     "ar": "plain autoregressive decoding, the baseline",
@@ -18,6 +20,7 @@ METHODS = {
     "prism": "modules trained on the model's hidden states draft, one for each draft step",
     "eagle": "the same with a single module (EAGLE-2 trees)",
     "specgen": "the model drafts for itself with sparse attention (PillarAttn)",
+    "adaptive": "whoever promises most tokens a second drafts, chosen every round",
 }
 DIFFUSION = {
     "cdlm": "a block-causal diffusion model, many tokens a step",
@@ -37,7 +40,8 @@ def add_arguments(parser):
     parser.add_argument("--diffusion-model", metavar="DIR", help=f"cdlm, dlm: the model (default {', '.join(d for _, d in cdlm.METHODS.values())})")
     parser.add_argument("--threshold", type=float, help=f"cdlm, dlm: reveal what is surer than this (default: cdlm {cdlm.THRESHOLD}, dlm one token a step)")
     parser.add_argument("--block-size", type=int, default=cdlm.BLOCK_SIZE, help="cdlm, dlm: slots that are filled in together (default %(default)s)")
-    parser.add_argument("--k", type=int, default=None, help="draft tokens a round (default: specgen 8, ngram 8, draft 4)")
+    parser.add_argument("--k", type=int, default=None, help="draft tokens a round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
+    parser.add_argument("--cost", default="results/costs.json", metavar="FILE", help="adaptive: what a round costs, as bench.py profile measures it (default %(default)s)")
     parser.add_argument("--sparsity", type=float, default=0.05, help="specgen: part of the context that a draft step reads (default 0.05)")
     parser.add_argument("--min-budget", type=int, default=64, help="specgen: but at least so many positions (default 64)")
     parser.add_argument("--recent-share", type=float, default=0.0, help="specgen: at least this part of them are the newest (default 0: the paper's rule)")
@@ -59,8 +63,18 @@ def settings(**changes):
 
 
 def ready(settings):
-    """The methods but `ar` for which everything is there: those whose trained drafter is not are left out."""
-    return [name for name in METHODS if name != "ar" and (name not in ("prism", "eagle") or os.path.isdir(settings.drafter or f"checkpoints/{name}"))]
+    """The methods but `ar` for which everything is there: those whose trained drafter or cost table is not are left out."""
+    needed = {name: settings.drafter or f"checkpoints/{name}" for name in ("prism", "eagle")}
+    needed |= {"draft": settings.draft_model, "adaptive": settings.cost}
+    return [name for name in METHODS if name != "ar" and os.path.exists(needed.get(name, "."))]
+
+
+def chain_drafters(model, settings, k):
+    """{name: drafter} of all methods that are ready and in which a drafter proposes chains, for up to k drafts a round."""
+    changed = argparse.Namespace(**{**vars(settings), "k": k, "depth": k, "tree": 0})
+    planners = {name: make_engine(name, model, changed, 1).planner for name in ready(settings)
+                if name != "adaptive" and not (name == "eagle" and settings.drafter)}       # --drafter names one of the two
+    return {name: planner.drafter for name, planner in planners.items() if isinstance(planner, Lockstep)}
 
 
 def make_engine(name, model, settings, batch_size):
@@ -81,10 +95,23 @@ def make_engine(name, model, settings, batch_size):
     elif name in ("prism", "eagle"):
         drafter, n = make_drafter(name, model, settings)
         planner = lambda engine: Lockstep(engine, drafter, n)
+    elif name == "adaptive":
+        drafter = make_adaptive(model, settings, 16 if settings.k is None else settings.k)
+        planner = lambda engine: Lockstep(engine, drafter, drafter.k)
     else:
         planner = lambda engine: specgen.SpecGen(engine, k, settings.sparsity, settings.min_budget, settings.recent_share,
                                                  settings.select, settings.schedule, settings.delayed)
     return Engine(model, planner, batch_size, settings.cache_tokens, admission=settings.admission, host_tokens=settings.host_tokens)
+
+
+def make_adaptive(model, settings, k):
+    """The drafter of the method `adaptive`: all that are ready and have a price, and read the same states of the target."""
+    if not os.path.exists(settings.cost):
+        raise ValueError(f"no cost table {settings.cost}; `python bench.py profile` measures one")
+    cost = CostTable.load(settings.cost)
+    some = [d for name, d in chain_drafters(model, settings, k).items() if name in cost.drafters]
+    taps = next((d.taps for d in some if getattr(d, "taps", None) is not None), None)
+    return Adaptive([d for d in some if getattr(d, "taps", None) in (None, taps)], cost, k)
 
 
 def make_drafter(name, model, settings):

@@ -102,7 +102,7 @@ def write_traces(path, traces):
         for t in traces:
             row = {"id": t.id, "prompt_len": t.prompt_len, "n_out": t.n_out, "accept": plain(t.accept)}
             optional = {"censored": plain(t.censored), "offered": plain(t.offered)}
-            file.write(json.dumps(row | {name: columns for name, columns in optional.items() if columns}) + "\n")
+            file.write(json.dumps(row | {name: columns for name, columns in optional.items() if columns}, separators=(",", ":")) + "\n")
 
 
 def _text(path):

@@ -1,0 +1,171 @@
+"""Who should draft now, and how much? The open question of "Performance or illusion" (arXiv 2601.11580, section on combining
+drafters) answered online: every round and for every request, the choice with the most expected tokens per second.
+
+    goodput(drafter, k) = E(alpha, k) / (T_step(B, k + 1) + T_draft(k))     E = 1 + alpha + .. + alpha^k  (2211.17192, eq. 1)
+
+with T from a measured cost table (traces.CostTable) and alpha, the chance that a draft is accepted, from what was accepted
+so far (SmartSpec, 2406.14066, section 4). k = 0 is allowed: then nobody drafts.
+
+How alpha is estimated. Counts of drafts judged and accepted fade with time; a request's estimate leans on that of all requests,
+and that one on an optimistic START, so a drafter that was given up is tried again once the memory of its failure has faded.
+An n-gram lookup costs nothing, so it is made at every round and learns at every round, whoever drafts; and it says how sure
+it is: the longer the text before the copied place agrees, the more likely it goes on to. Its alpha is one per match length.
+
+What differs from SmartSpec and why: it chooses k for one drafter and the whole batch; here each request chooses, among
+several drafters. A drafter's price is mostly the same for one row as for the batch, so in the end a few sets of drafters
+are compared by the goodput of the whole batch: a drafter that would serve one row of sixteen is not worth its forward.
+
+The choice depends on committed tokens alone, never on the coins that will judge it, so the output is the target's own,
+greedy or sampled.
+"""
+from .drafters import NGram
+
+START, WEIGHT = 0.7, 4.0                # alpha of what was never tried, and how many trials that opinion is worth
+FADE, FADE_ALL = 0.9, 0.995             # what a round leaves of a request's counts, and of the counts of all requests
+MATCHES = (3, 4, 6, 8, 12, 16, 24, 32)  # match lengths that are told apart
+
+
+class Counts:
+    """Accepted and judged drafts, by situation; old ones fade."""
+
+    def __init__(self, fade):
+        self.fade, self.now, self.cells = fade, 0, {}          # situation -> [accepted, judged, when]
+
+    def add(self, situation, accepted, judged):
+        a, n, _ = self.read(situation)
+        self.cells[situation] = (a + accepted, n + judged, self.now)
+
+    def read(self, situation):
+        """(accepted, judged), faded to now, and now."""
+        a, n, when = self.cells.get(situation, (0.0, 0.0, self.now))
+        left = self.fade ** (self.now - when)
+        return a * left, n * left, self.now
+
+    def rate(self, situation, belief):
+        a, n, _ = self.read(situation)
+        return (a + WEIGHT * belief) / (n + WEIGHT)
+
+
+class _Notes:
+    """What is known of a request: its own counts, and what was drafted last: [(situation, drafts, tokens then)]."""
+
+    def __init__(self):
+        self.counts, self.asked = Counts(FADE), []
+
+
+class Adaptive:
+    """A drafter that asks other drafters; for the engine's Lockstep planner. drafters: a list, whose names the cost table
+    knows; of those that read the target's states all must read the same. k: the most drafts a round."""
+    name = "adaptive"
+
+    def __init__(self, drafters, cost, k=16):
+        unknown = [d.name for d in drafters if d.name not in cost.drafters]
+        if unknown or not drafters:
+            raise ValueError(f"no price for drafter {', '.join(unknown) or '(none given)'}; the cost table has {', '.join(cost.drafters) or 'none'}")
+        readers = [d.taps for d in drafters if getattr(d, "taps", None) is not None]
+        if any(taps != readers[0] for taps in readers):
+            raise ValueError(f"the drafters read different layers of the target: {readers}")
+        self.taps = readers[0] if readers else None
+        self.drafters, self.cost, self.k = {d.name: d for d in drafters}, cost, k
+        self.counts, self.notes, self.prices = Counts(FADE_ALL), {}, {}
+        self.chosen = {}                 # request -> who proposes for it now; the engine records it
+
+    def propose(self, requests, limits):
+        self.counts.now += 1
+        found = [self._learn_and_look(r, limit) for r, limit in zip(requests, limits)]
+        picks = self._choose(requests, limits, found)
+        out = [([], None)] * len(requests)
+        for name, drafter in self.drafters.items():
+            rows = [i for i, (who, _) in enumerate(picks) if who == name]
+            if rows and isinstance(drafter, NGram):
+                drafts = [(found[i][name][1][:picks[i][1]], None) for i in rows]
+            elif rows:
+                drafts = drafter.propose([requests[i] for i in rows], [picks[i][1] for i in rows])
+            for i, draft in zip(rows, drafts if rows else []):
+                out[i] = draft
+                if not isinstance(drafter, NGram):
+                    self.notes[requests[i]].asked.append((name, draft[0], len(requests[i].tokens)))
+        self.chosen.update((r, who or "target") for r, (who, _) in zip(requests, picks))
+        return out
+
+    def _learn_and_look(self, r, limit):
+        """Count what became of the last drafts, then say what each drafter offers now: {name: (situation, drafts)}, drafts
+        None where they must be asked for."""
+        notes = self.notes.setdefault(r, _Notes())
+        notes.counts.now += 1
+        for situation, drafts, at in notes.asked:
+            true = r.tokens[at:at + len(drafts)]
+            hits = next((j for j, (a, b) in enumerate(zip(drafts, true)) if a != b), len(true))
+            for counts in (notes.counts, self.counts):
+                counts.add(situation, hits, min(hits + 1, len(true)))
+        notes.asked, offers = [], {}
+        for name, drafter in self.drafters.items():
+            offers[name] = name, None
+            if isinstance(drafter, NGram):
+                at = drafter.find(r)
+                drafts = r.tokens[at:at + limit] if at is not None else []
+                length = _agreement(r.tokens, at) if drafts else 0
+                offers[name] = (name, sum(length >= m for m in MATCHES)), drafts
+                if drafts:
+                    notes.asked.append((*offers[name], len(r.tokens)))
+        return offers
+
+    def _choose(self, requests, limits, found):
+        """[(drafter's name or None, drafts)] of every request: the set of drafters with the largest goodput of the batch."""
+        rows, mean = len(requests), sum(len(r.tokens) for r in requests) / len(requests)
+        step, draft = self._prices(rows, int(mean))
+        options = []                     # of each request: {name: (goodput, expected tokens, k)}
+        for r, limit, offers in zip(requests, limits, found):
+            some = {None: (1 / step[0], 1.0, 0)}
+            for name, (situation, drafts) in offers.items():
+                most = min(self.k, limit if drafts is None else len(drafts))
+                alpha = self.notes[r].counts.rate(situation, self.counts.rate(situation, START))
+                best, tokens, chance = (0.0, 1.0, 0), 1.0, 1.0
+                for k in range(1, most + 1):
+                    chance *= alpha
+                    tokens += chance
+                    best = max(best, (tokens / (step[k] + draft[name][k]), tokens, k))
+                some[name] = best
+            options.append(some)
+        lookups = [name for name, d in self.drafters.items() if isinstance(d, NGram)]
+        others = [name for name in self.drafters if name not in lookups]
+        best = (0.0, None)
+        for names in [base + extra for base in ([], lookups) for extra in ([], *([name] for name in others))]:
+            picks = [max(((some[name], name) for name in [None, *names]), key=lambda pick: pick[0]) for some in options]
+            deepest = {}
+            for (_, _, k), name in picks:
+                deepest[name] = max(k, deepest.get(name, 0))
+            fed = sum(k for (_, _, k), _ in picks) / rows
+            low = int(fed)
+            seconds = step[low] + (fed - low) * (step[min(low + 1, self.k)] - step[low])
+            seconds += sum(draft[name][k] for name, k in deepest.items() if name)
+            best = max(best, (sum(tokens for (_, tokens, _), _ in picks) / seconds, [(name, k) for (_, _, k), name in picks]), key=lambda b: b[0])
+        return best[1]
+
+    def _prices(self, rows, context):
+        """(seconds of a step by drafts per row, {name: seconds of drafting by drafts}), looked up once per 256 tokens."""
+        key = rows, context // 256
+        if key not in self.prices:
+            kv, ks = rows * (key[1] * 256 + 128), range(self.k + 1)
+            self.prices[key] = ([float(self.cost.step(kv, rows * (1 + k), rows)) for k in ks],
+                                {name: [float(self.cost.draft(name, kv, k, rows)) for k in ks] for name in self.drafters})
+        return self.prices[key]
+
+    def observe(self, request, features):
+        for drafter in self.drafters.values():
+            if getattr(drafter, "taps", None) is not None:
+                drafter.observe(request, features)
+
+    def release(self, request):
+        self.notes.pop(request, None)
+        self.chosen.pop(request, None)
+        for drafter in self.drafters.values():
+            drafter.release(request)
+
+
+def _agreement(tokens, at):
+    """How many tokens before position `at` equal the last ones, up to the largest of MATCHES."""
+    n = 0
+    while n < min(at, MATCHES[-1]) and tokens[at - 1 - n] == tokens[-1 - n]:
+        n += 1
+    return n

@@ -1,0 +1,218 @@
+"""Measure what bounds.py computes from: what a round costs, and what every drafter would get accepted at every position.
+
+Nothing here is a copy of the decoding loop. Costs are the engine's own clock (`Engine.iterations`) on rounds of a chosen
+shape; accept lengths come from the drafters themselves, asked at every position of an output that is already known:
+
+    cost_table     {rows x drafts x context} -> seconds of draft, verification, everything else; a table for traces.CostTable
+    dense_traces   for one drafter, [(prompt, output)] -> accept[i], offered[i], censored[i]   (section 3.2 of the notes on
+                   2601.11580: "advance one token, whatever was accepted", here teacher-forced on one frozen output)
+    child_rates    chance that the target's token is the drafter's first, second, .. choice, for bounds.best_tree
+
+What differs from the paper and why: its traces are two runs whose outputs diverge; here all drafters see one output, so
+that they can be compared and combined at every position. It times one drafter at one k and fits three constants; here
+rows, drafts and context vary and the grid itself is the table, with the fits beside it to see how far they are off.
+
+A drafter of this kind must propose the same whatever was drafted before: n-gram, small models and modules that read the
+target's states do (to rounding). SpecGen does not, its selection depends on where the last round ended; it has no trace.
+"""
+import statistics
+
+import numpy as np
+import torch
+
+from . import traces
+from .attention import FullKeys, packed_attend
+from .drafters import NGram
+from .engine import Engine, Lockstep, Request
+from .kv_cache import KVCache
+from .traces import Trace
+from .verify import greedy_chain
+
+DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
+PROMPTS = (32, 128, 512)                                                        # prompt lengths for the prefill
+
+
+# -- costs ---------------------------------------------------------------------------------------------------------------
+
+class Rote:
+    """A drafter that costs nothing and knows nothing, to time the rest of a round."""
+    name = "rote"
+
+    def propose(self, requests, limits):
+        return [([0] * limit, None) for limit in limits]
+
+    def release(self, request):
+        pass
+
+
+def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=5):
+    """Time single rounds of `rows` requests that have `context` cached tokens each, with every number of drafts in turn.
+    Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
+
+    The requests come as if their prompts were read already: what the cache holds makes no difference to the time. The
+    first round, in which a drafter reads the prompt, is a warm-up. Rounds of all sizes take turns, so that a machine that
+    gets slower meanwhile slows all of them.
+    """
+    order = [max(drafts)] + [k for _ in range(repeats) for k in drafts]
+    engine = Engine(model, lambda e: Lockstep(e, drafter, max(drafts)), rows)
+    requests = [Request([(7 * i + 3 * row) % model.config.vocab_size for i in range(context + 1)], sum(order) + len(order) + max(drafts) + 1)
+                for row in range(rows)]
+    for r in requests:
+        r.n_cached = context
+        if engine.planner.taps is not None:
+            width = model.config.d_model * max(1, len(engine.planner.taps))
+            drafter.observe(r, torch.zeros(context, width, dtype=model.dtype, device=model.device))
+    for _ in engine.stream(requests):
+        done = len(engine.iterations)
+        if done == len(order):
+            for r in requests:
+                r.cancel()
+        else:
+            engine.planner.k = order[done]
+    out = {k: [] for k in drafts}
+    for k, iteration in list(zip(order, engine.iterations))[1:]:
+        out[k].append(iteration["seconds"])
+    return out
+
+
+def prefill_seconds(model, rows, prompt_len, repeats=5):
+    """Times of reading `rows` prompts at once, one warm-up left out."""
+    out = []
+    for _ in range(repeats + 1):
+        engine = Engine(model, Lockstep, rows, prefill_chunk=prompt_len)
+        engine.generate([Request([1 + i % 7 for i in range(prompt_len)], 1) for _ in range(rows)])
+        out.append(sum(engine.seconds.values()))
+    return out[1:]
+
+
+def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=5, progress=lambda items, **_: items):
+    """(cost table, report). drafters: {name: drafter}. The table is what traces.CostTable takes: measured grids of verify
+    (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows. report: how well the linear and
+    the roofline fit do on the verify grid, and how much the repeats of a cell scatter. progress: tqdm, or nothing."""
+    ks, spread = [k for k in drafts if k], []
+    contexts = [c for c in contexts if c + (repeats + 2) * (sum(drafts) + len(drafts)) <= model.config.block_size]
+    if not contexts:
+        raise ValueError(f"a context of {model.config.block_size} is too small to time {repeats} rounds of up to {max(drafts)} drafts in it")
+
+    def typical(values):
+        low, middle, high = np.percentile(values, (25, 50, 75))
+        spread.append((high - low) / max(middle, 1e-9))
+        return float(middle)
+
+    def grid(tokens, cells):
+        return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(contexts),
+                "seconds": [[[cells[b, c, t] for c in contexts] for t in tokens] for b in rows]}
+
+    verify, overhead, draft = {}, {b: [] for b in rows}, {}
+    for name, b, c in progress([(name, b, c) for name in ("verify", *drafters) for b in rows for c in contexts], desc="rounds"):
+        timed = round_seconds(model, Rote() if name == "verify" else drafters[name], b, c, drafts, repeats)
+        for k, some in timed.items():
+            if name == "verify":
+                verify[b, c, k + 1] = typical([s["verify"] + s["sample"] for s in some])
+                overhead[b] += [s["overhead"] for s in some]
+            elif k:
+                draft.setdefault(name, {})[b, c, k] = typical([s["draft"] for s in some])
+    shapes = [(b, n, s) for b in (rows[0], rows[min(1, len(rows) - 1)]) for n in PROMPTS if n < model.config.block_size
+              for s in prefill_seconds(model, b, n, repeats)]
+    b, n, s = (np.array(x, float) for x in zip(*shapes))
+    table = {"verify": grid([k + 1 for k in drafts], verify), "draft": {name: grid(ks, cells) for name, cells in draft.items()},
+             "prefill": traces.fit_linear(b, n, 0 * n, s, ("base", "row", "token")),
+             "overhead": {"kind": "grid", "rows": list(rows), "tokens": [1], "kv": [0], "seconds": [[[statistics.median(overhead[b])]] for b in rows]}}
+    return traces.check_costs(table), {"fits": verify_fits(verify), "scatter": float(np.median(spread))}
+
+
+def verify_fits(cells):
+    """{kind: its entry and its residuals} of the linear and the roofline fit to {(rows, context, tokens a row): seconds}."""
+    rows, context, tokens = np.array(list(cells), float).T
+    points = rows, tokens, rows * context, np.array(list(cells.values()))
+    fits = {"linear": traces.fit_linear(*points), "roofline": traces.fit_roofline(*points)}
+    return {kind: {"entry": entry, **traces.residual(entry, *points)} for kind, entry in fits.items()}
+
+
+# -- dense accept traces ---------------------------------------------------------------------------------------------------
+
+@torch.inference_mode()
+def dense_traces(drafter, model, texts, k_max):
+    """What `drafter` would get accepted by greedy verification at every position of texts [(prompt, output)], all texts
+    together. Returns [(accept, censored, offered)] of arrays (len(output),), as traces.Trace holds them.
+
+    At position i the drafter knows the prompt and i output tokens, and is asked for k_max drafts, or as many as an engine
+    would still ask for; then the text goes on by one token, whatever was proposed.
+    """
+    requests = [Request(prompt, len(output)) for prompt, output in texts]
+    features = [_features(model, drafter, prompt + output) for prompt, output in texts]
+    out = [(np.ones(len(o), int), np.zeros(len(o), bool), np.zeros(len(o), int)) for _, o in texts]
+    for i in range(1, max(len(output) for _, output in texts)):
+        live = [j for j, (_, output) in enumerate(texts) if i < len(output)]
+        for j in live:
+            r, output = requests[j], texts[j][1]
+            r.tokens.append(output[i - 1])
+            r.generation.token_ids.append(output[i - 1])
+            seen, r.n_cached = r.n_cached, len(r.tokens) - 1
+            if features[j] is not None:
+                drafter.observe(r, features[j][seen:r.n_cached])
+        limits = [min(k_max, len(texts[j][1]) - i - 1) for j in live]
+        for j, limit, (draft, *_) in zip(live, limits, drafter.propose([requests[j] for j in live], limits)):
+            hits, _ = greedy_chain(draft, texts[j][1][i:i + len(draft) + 1])
+            accept, censored, offered = out[j]
+            accept[i], censored[i], offered[i] = hits + 1, hits == k_max, len(draft)
+    for r in requests:
+        drafter.release(r)
+    return out
+
+
+def _features(model, drafter, ids):
+    """What the drafter asks to see of the target along `ids`, (T, F); None if it asks for nothing."""
+    taps = getattr(drafter, "taps", None)
+    if taps is None:
+        return None
+    keys = FullKeys(KVCache(model.config, len(ids), model.dtype, model.device), 0, 0, len(ids))
+    x = torch.tensor(ids, device=model.device)
+    return model.features(x, torch.arange(len(ids), device=model.device), packed_attend([(0, len(ids), keys)]), taps)[1]
+
+
+def traces_of(drafters, model, texts, k_max=16, progress=lambda items, **_: items):
+    """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs. An n-gram trace needs no
+    model: it follows from the tokens."""
+    out = {id: Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()}
+    for name, drafter in progress(list(drafters.items()), desc="traces"):
+        if isinstance(drafter, NGram):
+            columns = [traces.ngram_trace(p, o, k_max, drafter.max_n, drafter.min_n) for p, o in texts.values()]
+        else:
+            columns = dense_traces(drafter, model, list(texts.values()), k_max)
+        for trace, (accept, censored, offered) in zip(out.values(), columns):
+            trace.accept[name] = accept
+            if censored.any():
+                trace.censored[name] = censored
+            if (offered < np.minimum(k_max, trace.n_out - np.arange(trace.n_out) - 1))[1:].any():
+                trace.offered[name] = offered
+    return list(out.values())
+
+
+@torch.inference_mode()
+def child_rates(drafter, model, texts, width=4):
+    """Share of positions of texts [(prompt, output)] whose token was the first, second, .. choice of the drafter for its
+    first draft: (width,) chances for bounds.best_tree, not increasing. None where the drafter has no distribution."""
+    ranks = []
+    for prompt, output in texts:
+        ids = prompt + output
+        if hasattr(drafter, "prism"):
+            from .prism import unroll
+            features = _features(model, drafter, ids)[None]
+            logits = model.logits(unroll(drafter.prism, model, torch.tensor([ids], device=model.device), features, 1)[0][0])[:-2]
+            first = 2                                    # row r guesses token r + 2
+        elif hasattr(drafter, "model"):
+            logits, first = drafter.model.logits(_features(drafter.model, _EveryToken, ids))[:-1], 1
+        else:
+            return None
+        start = len(prompt) + 1 - first                  # from the second output token on, as drafts do
+        true = torch.tensor(ids[len(prompt) + 1:], device=logits.device)
+        rows = logits[start:]
+        ranks.append((rows > rows.gather(-1, true[:, None])).sum(-1))
+    ranks = torch.cat(ranks)
+    rates = [(ranks == b).float().mean().item() for b in range(width)]
+    return np.minimum.accumulate(rates).tolist()
+
+
+class _EveryToken:
+    taps = ()                                            # the final hidden state

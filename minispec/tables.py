@@ -1,0 +1,140 @@
+"""The Markdown table of every study, from its file in results/. Numbers are stored in full and rounded here alone."""
+import json
+import os
+import statistics
+
+from . import gpt
+
+
+def _table(head, rows):
+    return "\n".join("| " + " | ".join(map(str, r)) + " |" for r in [head, ["---"] * len(head), *rows])
+
+
+def render(name, r):
+    """The Markdown table of a study's result."""
+    if name == "accuracy":
+        rows = [[f, "{}-{}".format(*x["size"]) if x["size"][0] != x["size"][1] else x["size"][0], x["problems"], f"{x['mean_tokens']:.0f}", f"{100 * x['accuracy']:.1f} %"]
+                for f, x in r["families"].items()]
+        return _table(["held-out problems", "size", "problems", "tokens an answer", "solved"], rows + [["mean of the five families", "", "", "", f"{100 * r['mean']:.1f} %"]])
+    if name == "lossless":
+        rows = [[m, d, f"{x['identical']} of {x['prompts']}", f"{x['largest_tie_gap']:.3g}", f"{r[d]['row_count_noise']:.2g}"]
+                for d in ("float32", "bfloat16") for m, x in r[d]["methods"].items()]
+        return _table(["method", "dtype", "identical to autoregressive", "largest top-2 gap at a difference", "row-count noise of a logit"], rows)
+    if name == "attention":
+        mass, layers = r["mass"], len(r["mass"]["4000"]["layers"])
+        return _table(["mass in the top 5 % of keys", *(f"layer {i}" for i in range(layers)), "mean"],
+                      [[f"{at} tokens", *(f"{m:.2f}" for m in mass[at]["layers"]), f"{mass[at]['mean']:.2f}"] for at in mass])
+    if name == "acceptance":
+        label = lambda x: x["select"] + (f", {100 * x['recent_share']:.0f} % newest" if x["recent_share"] else ", official rule" if x["select"] == "pillar" and x["sparsity"] < 1 else "")
+        rows = [[label(x), x["k"], f"{100 * x['sparsity']:g} %", f"{x['accepted']:.2f} ± {x['standard_error']:.2f}", f"{100 * x['accepted'] / x['k']:.0f} %", f"{x['tau']:.2f}", x["rounds"]] for x in r["rows"]]
+        return _table(["selection", "k", "budget s", "accepted (± standard error over requests)", "of k", "tau", "rounds"], rows)
+    times = lambda x: f"{x['speedup']:.2f} ({x['speedup_range'][0]:.2f}-{x['speedup_range'][1]:.2f})"
+    if name == "speed":
+        rows = [[x["workload"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x), f"{x['tau']:.2f}", f"{x['identical']} of {x['prompts']}"] for x in r["rows"]]
+        return _table(["workload", "method", "dtype", "tokens/s", "speed-up (range)", "tau", "identical to ar, float32"], rows)
+    if name == "serving":
+        rows = [[x["context"], x["requests"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x),
+                 *([f"{x['accepted']:.2f}", f"{100 * x['attention_share']:.0f} %", f"{x['own_speedup']:.2f}", f"{x['predicted']:.2f}", f"{x['identical']} of {x['requests']}"]
+                   if x["method"] == "specgen" else [""] * 5)] for x in r["rows"]]
+        return _table(["context", "requests", "method", "dtype", "tokens/s", "speed-up over the best ar (range)", "accepted of 8", "attention share",
+                       "speed-up in its dtype", "predicted", "identical to ar in its dtype"], rows)
+    if name == "scheduler":
+        rows = [[x["stage"], f"{x['tokens_per_second']:.0f}", times(x), f"{x['active_mean']:.1f}", x["iterations"], x["offloaded"], x["recomputed"], f"{x['identical']} of {r['requests']}"] for x in r["rows"]]
+        even = [[name, f"{e['mean']:.1f}", f"{e['deviation'] / e['mean']:.2f}", f"{e['most'] / e['least']:.1f}"] for name, e in r["evenness"].items()]
+        return (_table(["stage", "tokens/s", "speed-up (range)", "requests at once", "forwards", "tokens offloaded", "recomputed", "identical to ar"], rows) + "\n\n"
+                + _table(["schedule, 40 requests", "rows a forward", "standard deviation / mean", "most / least"], even))
+    if name in ("profile", "trace", "run", "bounds"):
+        return {"profile": _costs, "trace": _accepts, "run": _runs, "bounds": _ladder}[name](r)
+    if name == "transformers":
+        return _table(["loop", "tokens/s, median (range)", "ratio to transformers"],
+                      [["transformers generate", _spread(r["transformers"]), "1.00"], ["minispec ar", _spread(r["minispec"]), f"{r['ratio']:.2f}"]])
+    raise KeyError(name)
+
+
+def _costs(r):
+    """T4: the cost model. How the measured grid looks, and how well three constants would do in its place."""
+    grid, over, ms = r["table"]["verify"], r["table"]["overhead"], lambda s: f"{1000 * s:.2f}"
+    last = len(grid["kv"]) - 1
+    at = lambda i, j, c: grid["seconds"][i][j][c]
+    drafts = {m: g for m, g in r["table"]["draft"].items()}
+    k = grid["tokens"].index(5) - 1 if 5 in grid["tokens"] else 0
+    rows = [[b, grid["kv"][c], ms(at(i, 0, c)), *(f"{at(i, j, c) / at(i, 0, c):.2f}" for j in range(1, len(grid["tokens"]))),
+             ms(over["seconds"][i][0][0]), *(ms(g["seconds"][i][k][c]) for g in drafts.values())]
+            for i, b in enumerate(grid["rows"]) for c in ((0, last) if last else (0,))]
+    head = ["rows", "context", "verify 1 token, ms", *(f"{t} tokens, times" for t in grid["tokens"][1:]), "overhead, ms",
+            *(f"{m} drafts {g['tokens'][k]}, ms" for m, g in drafts.items())]
+    entry = lambda e: ", ".join(f"{term} {1e6 * e[term]:.3g}" for term in e if term != "kind")
+    fits = [[kind, entry(f["entry"]) + " us", f"{f['r2']:.3f}", f"{100 * f['median']:.0f} %", f"{100 * f['max']:.0f} %",
+             *(f"{f[rate] / 1e9:.1f}" if f[rate] else "" for rate in ("kv_bytes_per_s", "weight_bytes_per_s", "flops_per_s"))] for kind, f in r["fits"].items()]
+    return (_table(head, rows) + "\n\n" + _table(["fit of the verify grid", "coefficients", "R2", "median error", "largest error",
+            "cache GB/s", "weights GB/s", "GFLOP/s"], fits) + f"\n\nMedian spread of a cell's repeats (interquartile range over median): {100 * r['scatter']:.0f} %.")
+
+
+def _accepts(r):
+    """T3: accept lengths by workload and drafter, weighted by position and by round."""
+    show = lambda x: f"{x['mean']:.2f} / {x['median']:.0f} / {x['std']:.2f}"
+    rows = [[w, m, x["positions"], show(x["by_position"]), f"{x['by_position']['p5']:.0f}-{x['by_position']['p95']:.0f}", show(x["by_round"]), f"{100 * x['censored']:.1f} %"]
+            for w, some in r["accept"].items() for m, x in some.items()]
+    return _table(["workload", "drafter", "positions", "tokens a round would gain at a position: mean / median / deviation", "5-95 %",
+                   f"the same over rounds of {r['k']} drafts", f"all {r['k_max']} accepted"], rows)
+
+
+def _runs(r):
+    """What was observed, and T2: where its time went."""
+    shares = lambda p: [f"{100 * p[x] / sum(p.values()):.0f}" for x in ("prefill", "draft", "verify", "sample", "overhead")]
+    rows = [[x["workload"], f"{x['batch']} {x['kind']}" if x["batch"] > 1 else 1, x["method"], f"{x['tokens_per_second']:.0f}", f"{x['speedup']:.2f}", f"{x['tau']:.2f}",
+             f"{100 * x['acceptance']:.0f} %" if x["acceptance"] is not None else "", *shares(x["phases"]), f"{x['identical']} of {x['prompts']}"] for x in r["rows"]]
+    return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "prefill %", "draft %", "verify %", "sample %", "overhead %",
+                   "identical to ar"], rows)
+
+
+def _ladder(r):
+    """T1: the rungs, first a line for each cell, then one for each drafter in it."""
+    two, seen = lambda x: "" if x is None else f"{x:.2f}", r["observed"]
+    batch = lambda c: f"{c['batch']} {c['kind']}" if c["batch"] > 1 else 1
+    best = lambda some: max(some.items(), key=lambda x: x[1]) if some else ("", None)
+    brief, full, amdahl = [], [], []
+    for c in r["cells"]:
+        l0 = c.get("L0", {})
+        who, single = best({m: s for m, s in l0.items() if m in c["L5"]})
+        bound_by, bound = best(c["L5"])
+        fixed_by, fixed_ = best({f"{m}, k {x['k']}": x["speedup"] for m, x in c["L2"].items()})
+        observed = [f"{two(single)} {who}", two(l0.get("adaptive")), f"{100 * c['gap']:.0f} %" if "gap" in c else ""] if seen else []
+        brief.append([c["workload"], batch(c), *observed, f"{fixed_:.2f} {fixed_by}", f"{bound:.2f} {bound_by}", two(c["L6"]), two(c["L7"]), two(c["L9"])])
+        for m in [*c["L5"], "all"]:
+            key, all_ = "adaptive" if m == "all" else m, m == "all"
+            observed = [two(c[x].get(key)) for x in ("L0", "L1", "above")] if seen else []
+            full.append([c["workload"], batch(c), m, *observed, "" if all_ else f"{c['L2'][m]['speedup']:.2f}, k {c['L2'][m]['k']}", two(c["L3"].get(m)), two(c["L4"].get(m)),
+                         two(c["L6"] if all_ else c["L5"][m]), two(c["L7"]) if all_ else "", two(c["L8"].get(m)), two(c["L9"]) if all_ else "",
+                         "" if all_ else f"{c['L10'][m]['speedup']:.2f}, alpha {c['L10'][m]['alpha']:.2f}", *([two(c["published"].get(m))] if "published" in c else [])])
+        amdahl += [[c["workload"], batch(c), m, *(two(c["L12"][m].get(x)) for x in ("rejected", "draft", "overhead", "all")),
+                    "{speedup:.2f}, {nodes} nodes, depth {depth}".format(**c["L11"][m]) if m in c["L11"] else ""] for m in c["L12"]]
+    out = [_table(["workload", "batch", *(["observed, best single", "observed, adaptive", "share of the gap to L6 it closes"] if seen else []), "L2 best fixed k",
+                   "L5 optimum, best single", "L6 all drafters", "L7 free drafters", "L9 one pass"], brief),
+           _table(["workload", "batch", "drafter", *(["L0 observed", "L1 modelled", "time over the bound's"] if seen else []), "L2 best fixed k", "L3 k by request",
+                   "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters", "L8 perfect drafter", "L9 one pass", "L10 i.i.d.",
+                   *(["the paper's simulator"] if any("published" in c for c in r["cells"]) else [])], full),
+           _table(["workload", "batch", "drafter, best fixed k", "rejected tokens free", "drafting free", "overhead free", "all three", "L11 best static tree"], amdahl)]
+    if r["model_error"]:
+        out.append(f"Error of the cost model, modelled over observed seconds: median {100 * r['model_error']['median']:.0f} %, at most {100 * r['model_error']['max']:.0f} %.")
+    return "\n\n".join(out)
+
+
+def training_table(folder):
+    """Command, size, tokens, minutes and last held-out figures of every checkpoint, from its command.txt and log.jsonl."""
+    rows = []
+    for name in sorted(os.listdir(folder)):
+        files = [os.path.join(folder, name, f) for f in ("command.txt", "log.jsonl")]
+        if all(map(os.path.exists, files)):
+            with open(files[0], encoding="utf-8") as f:
+                command = f.read().strip()
+            with open(files[1], encoding="utf-8") as f:
+                log = [json.loads(line) for line in f]
+            seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
+            params = gpt.load(os.path.join(folder, name)).n_params()
+            rows.append([name, f"{params / 1e6:.2f}M", f"{log[-1]['tokens'] / 1e6:.1f}M", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}", f"`{command}`"])
+    return _table(["checkpoint", "parameters", "tokens", "minutes on 2 CPU cores", "last loss", "command"], rows)
+
+
+def _spread(values):
+    return f"{statistics.median(values):.0f} ({min(values):.0f}-{max(values):.0f})"

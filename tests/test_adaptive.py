@@ -1,0 +1,140 @@
+"""The method that chooses: lossless whoever drafts, and its choices are the sensible ones under prices made up here."""
+import statistics
+
+import pytest
+import torch
+from conftest import chi_square, toy_model
+from test_engine import PLANNERS, SMALL, SMALL_OTHER, exact, prompts, sampled
+
+from minispec import bounds, ladder, methods
+from minispec.adaptive import Adaptive, Counts
+from minispec.drafters import NGram, SmallLM
+from minispec.engine import Engine, Lockstep, Request
+from minispec.traces import CostTable
+from minispec.verify import Sampling
+
+TARGET, OTHER = toy_model(seed=0), toy_model(seed=1)
+CLOSE = toy_model(seed=0)
+with torch.no_grad():
+    for p, noise in zip(CLOSE.parameters(), toy_model(seed=9).parameters()):
+        p.add_(0.3 * noise)
+
+
+def prices(draft=0.05, base=1.0, token=0.02, **more):
+    """A cost table: a step takes `base` and `token` for each token, a draft of the small model `draft`, a lookup nothing."""
+    linear = lambda **c: {"kind": "linear", **c}
+    drafters = {"ngram": linear(), "draft": linear(step=draft), **{name: linear(step=s) for name, s in more.items()}}
+    return CostTable({"verify": linear(base=base, token=token), "draft": drafters, "prefill": linear()})
+
+
+def named(drafter, name):
+    drafter.name = name
+    return drafter
+
+
+def adaptive(cost, *drafters, k=6):
+    return lambda e: Lockstep(e, Adaptive(list(drafters), cost, k), k)
+
+
+def answer(planner, some, batch, new=50):
+    engine = Engine(TARGET, planner, batch, prefill_chunk=16)
+    return engine.generate([Request(p, new) for p in some])
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_greedy_is_identical_and_all_of_them_draft(batch):
+    some = prompts(12)
+    got = answer(adaptive(prices(far=0.01), NGram(3, 1), SmallLM(CLOSE, TARGET), named(SmallLM(OTHER, TARGET), "far")), some, batch)
+    assert [g.token_ids for g in got] == [g.token_ids for g in answer(Lockstep, some, batch)]
+    steps = [s for g in got for s in g.steps]
+    assert {s.proposer for s in steps} == {"ngram", "draft", "far", "target"}
+    assert all((s.proposer == "target") <= (s.proposed == 0) for s in steps)
+
+
+PLANNERS["adaptive"] = lambda model, other: adaptive(prices(token=0.0), NGram(3, 1), SmallLM(other, model), k=4)
+
+
+def test_sampled_output_has_the_targets_distribution():
+    """Over all outputs of three tokens; a correct engine fails with probability 1e-6."""
+    counts, rate = sampled("adaptive", Sampling(1.0), 30_000)
+    assert chi_square(counts, exact(Sampling(1.0))) > 1e-6
+    assert 0.05 < rate < 0.98
+
+
+class CherryPicker(Adaptive):
+    """Wrong: looks at two draws and keeps the one it likes; the draft no longer comes from the distribution it says."""
+
+    def propose(self, requests, limits):
+        first, second = super().propose(requests, limits), super().propose(requests, limits)
+        likes = lambda draft: float(draft[1][0, draft[0][0]]) if draft[1] is not None else 0.0
+        return [max(pair, key=likes) for pair in zip(first, second)]
+
+
+def test_control_choosing_after_the_draw_is_rejected():
+    PLANNERS["cherry"] = lambda model, other: lambda e: Lockstep(e, CherryPicker([SmallLM(other, model)], prices(0.0, token=0.0), 4), 4)
+    counts, _ = sampled("cherry", Sampling(1.0), 15_000)
+    assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
+
+
+def share(generations, who):
+    steps = [s for g in generations for s in g.steps]
+    return sum(s.proposer == who for s in steps) / len(steps)
+
+
+def test_choices_follow_prices_and_acceptance():
+    some = prompts(6)
+    one = lambda cost, *drafters: answer(adaptive(cost, *drafters), some, 1, 80)
+    itself = SmallLM(TARGET, TARGET)
+    assert share(one(prices(), itself), "draft") > 0.85                        # always right and cheap
+    assert share(one(prices(draft=2.0), itself), "target") == 1                # right but dearer than what it saves
+    assert share(one(prices(), SmallLM(OTHER, TARGET)), "target") > 0.8        # cheap but wrong: tried now and then
+    mean = lambda cost: statistics.mean(s.proposed for g in one(cost, SmallLM(CLOSE, TARGET)) for s in g.steps)
+    assert mean(prices(draft=0.001, token=0.001)) > mean(prices(draft=0.1, token=0.1)) + 1     # dearer drafts, fewer of them
+
+
+def test_a_batch_shares_the_price_of_a_draft():
+    """A draft forward costs the same for one row and for eight: alone it does not pay, for the whole batch it does."""
+    linear = lambda **c: {"kind": "linear", **c}
+    cost = CostTable({"verify": linear(row=1.0), "draft": {"draft": linear(step=2.0)}, "prefill": linear()})
+    some = [list(range(i, i + 8)) for i in range(8)]
+    assert share(answer(adaptive(cost, SmallLM(TARGET, TARGET)), some, 1), "target") == 1
+    assert share(answer(adaptive(cost, SmallLM(TARGET, TARGET)), some, 8), "draft") > 0.8
+
+
+def test_never_much_slower_than_the_best_single_and_never_beyond_the_bound():
+    """Its recorded rounds, priced by the table it plans with: within 5 % of the best single drafter's best k at each of
+    several prices, and not faster than the optimum that knows the future."""
+    from minispec.measure import traces_of
+    some = prompts(10)
+    texts = {f"t/{i}": (g.prompt_ids, g.token_ids) for i, g in enumerate(answer(Lockstep, some, 10, 120))}
+    traced = traces_of({"ngram": NGram(3, 1), "draft": SmallLM(CLOSE, TARGET)}, TARGET, texts, 6)
+    for draft in (0.02, 0.1, 0.3):
+        cost = prices(draft)
+        rungs = bounds.ladder(traced, cost, 1, 6)
+        got = answer(adaptive(cost, NGram(3, 1), SmallLM(CLOSE, TARGET)), some, 1, 120)
+        plans = [ladder.unpack(ladder.pack(g.steps)) for g in got]
+        speedup = rungs["seconds"] / sum(bounds.price(p, t, cost).time for p, t in zip(plans, traced))
+        best = max(x["speedup"] for x in rungs["L2"].values())
+        assert 0.95 * best < speedup <= rungs["L6"] + 1e-9
+
+
+def test_counts_fade():
+    counts = Counts(0.5)
+    counts.add("x", 3, 4)
+    assert counts.rate("x", 0.7) == pytest.approx((3 + 4 * 0.7) / 8) and counts.rate("y", 0.7) == pytest.approx(0.7)
+    counts.now += 1
+    assert counts.read("x")[:2] == (1.5, 2.0)
+    counts.now += 60
+    assert counts.rate("x", 0.7) == pytest.approx(0.7)
+
+
+def test_what_it_cannot_choose_from_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no price for drafter far; the cost table has ngram, draft"):
+        Adaptive([named(NGram(), "far")], prices())
+    a, b = NGram(), NGram()
+    a.taps, b.taps = (), (1, 2)
+    with pytest.raises(ValueError, match="different layers"):
+        Adaptive([a, named(b, "draft")], prices())
+    with pytest.raises(ValueError, match="no cost table .*bench.py profile"):
+        methods.make_engine("adaptive", TARGET, methods.settings(cost=str(tmp_path / "none.json")), 1)
+    assert "adaptive" not in methods.ready(methods.settings(cost=str(tmp_path / "none.json")))

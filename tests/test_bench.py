@@ -1,0 +1,141 @@
+"""bench.py: the bounds from files alone, one clear line for bad files, and every table and figure from what is stored."""
+import glob
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, toy_model
+
+import bench
+from minispec import figures, ladder, methods, tasks, traces
+from minispec.tokenizer import Tokenizer
+from test_shipped import TARGET
+
+COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8}, "overhead": {"kind": "linear", "base": 1e-3},
+         "draft": {"ngram": {"kind": "share", "of_verify": 0.006}, "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
+TRACES = [{"id": f"{w}/{i}", "prompt_len": 40, "n_out": 7, "accept": {"ngram": [0, 4, 1, 1, 3, 1, 1], "draft": [0, 2, 2 + i, 1, 2, 2, 1]}} for w in ("arith", "story") for i in (0, 1)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, TRACES)))
+    (tmp_path / "c.json").write_text(json.dumps(COSTS))
+    return tmp_path
+
+
+def command(files, *more):
+    return subprocess.run([sys.executable, os.path.join(ROOT, "bench.py"), "bounds", "--quick", "--traces", files / "t.jsonl", "--cost", files / "c.json", *more],
+                          cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_bounds_from_two_files_prints_the_ladder(files):
+    before = sorted(os.listdir(bench.RESULTS))
+    r = command(files, "--as-published")
+    assert r.returncode == 0, r.stderr
+    for rung in ("L2 best fixed k", "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters", "L8 perfect drafter", "L9 one pass", "L10 i.i.d.", "L11", "the paper's simulator"):
+        assert rung in r.stdout
+    assert "observed" not in r.stdout and "| arith | 16 copies | all |" in r.stdout and "| story | 1 | ngram |" in r.stdout
+    assert sorted(os.listdir(bench.RESULTS)) == before
+
+
+def test_a_bad_file_is_one_line_with_file_and_line(files):
+    with open(files / "t.jsonl", "a") as f:
+        f.write('\n{"id": "x", "prompt_len": 1, "n_out": 2, "accept": {"ngram": [0, 9], "draft": [0, 1]}}')
+    r = command(files)
+    assert r.returncode == 2 and r.stdout == "" and r.stderr.count("\n") == 1
+    assert r.stderr.startswith("bench.py: ") and "t.jsonl:5: accept.ngram[1]" in r.stderr
+
+
+def bounds(files):
+    return bench.bounds(methods.settings(traces=str(files / "t.jsonl"), cost=str(files / "c.json"), as_published=False), None, None)
+
+
+BAD = {"no traces": (lambda d: os.remove(d / "t.jsonl"), "cannot read .*t.jsonl"), "no costs": (lambda d: os.remove(d / "c.json"), "cannot read .*c.json"),
+       "a word": (lambda d: (d / "c.json").write_text('{"verify":\n{"kind": "linear", "base": "fast"}}'), r"c.json:2: verify.base: expected a number"),
+       "empty": (lambda d: (d / "t.jsonl").write_text(""), "no trace in this file"),
+       "another drafter": (lambda d: (d / "c.json").write_text('{"verify": {"kind": "linear", "base": 1}}'), "are not in the cost table")}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_files_are_named(what, files):
+    ruin, message = BAD[what]
+    ruin(files)
+    with pytest.raises(ValueError, match=message) as e:
+        bounds(files)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", [n for n in bench.STUDIES if os.path.exists(os.path.join(bench.RESULTS, n + ".json"))] + ["transformers"])
+def test_every_stored_result_renders(name):
+    with open(os.path.join(bench.RESULTS, name + ".json"), encoding="utf-8") as f:
+        lines = bench.render(name, json.load(f)["result"]).split("\n")
+    tables = [line for line in lines if line.startswith("|")]
+    assert len(tables) > 2 and len({line.count("|") for line in tables}) <= 3         # a study has up to three tables
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The four studies on a toy target with one family of problems and short answers, as `bench.py` would store them."""
+    folder, patch = tmp_path_factory.mktemp("results"), pytest.MonkeyPatch()
+    tokenizer = Tokenizer.load(TARGET)
+    model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
+    args = methods.settings(quick=True, cost=str(folder / "costs.json"), traces=None, as_published=False, draft_model=str(folder / "none"))
+    patch.setattr(bench, "RESULTS", str(folder))
+    patch.setattr(bench, "NEW", 12)
+    patch.setattr(tasks, "FAMILIES", ("revise",))
+    patch.setattr(bench, "tqdm", lambda items, **_: items)
+    patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost))
+    out = {"profile": bench.profile(args, model, tokenizer)}
+    bench.gpt.write_json(args.cost, out["profile"]["table"])
+    args.quick = False                                        # writes the traces
+    patch.setattr(bench, "family_requests", lambda *_, full=bench.family_requests: full(tokenizer, model, 4))
+    out["trace"] = bench.trace(args, model, tokenizer)
+    args.quick = True
+    out["run"] = bench.run(args, model, tokenizer)
+    for name in ("trace", "run"):
+        bench.write_result(name, out[name], 1.0)
+    out["bounds"] = bench.bounds(args, None, None)
+    bench.write_result("bounds", out["bounds"], 1.0)
+    patch.undo()
+    return folder, out
+
+
+def test_the_studies_fit_together(measured):
+    folder, out = measured
+    cells = out["bounds"]["cells"]
+    assert [(c["workload"], c["batch"], c["kind"]) for c in cells] == [("revise", 4, "different"), ("mixed", 4, "different")]
+    for c in cells:
+        assert set(c["L0"]) == {"ar", "ngram", "adaptive"} and set(c["L1"]) == set(c["error"]) == {"ar", "ngram", "adaptive"}
+        assert all(recorded == replayed for replayed, recorded in c["rounds"].values())
+    assert all(r["identical"] == r["prompts"] for r in out["run"]["rows"])
+    for r in out["run"]["rows"]:                              # the phases are all of the time
+        assert sum(r["phases"].values()) == pytest.approx(r["seconds"])
+    assert len(traces.read_traces(folder / "traces.jsonl")) == 4
+
+
+def test_new_tables_and_figures_come_from_files(measured, tmp_path):
+    folder, out = measured
+    for name, result in out.items():
+        text = bench.render(name, json.loads(json.dumps(result)))
+        assert text.startswith("| ") and "nan" not in text
+    assert "share of the gap" in bench.render("bounds", out["bounds"])
+    pytest.importorskip("matplotlib")
+    figures.draw(str(folder), str(tmp_path))
+    drawn = [os.path.basename(f) for f in glob.glob(str(tmp_path / "*.svg"))]
+    assert set(drawn) == {f + ".svg" for study in ("traces", "bounds") for f in figures.FIGURES[study]}
+
+
+def test_figures_of_what_is_stored(tmp_path):
+    pytest.importorskip("matplotlib")
+    figures.draw(bench.RESULTS, str(tmp_path))
+    want = [f for study, some in figures.FIGURES.items() if os.path.exists(os.path.join(bench.RESULTS, figures.source(study))) for f in some]
+    assert sorted(os.listdir(tmp_path)) == sorted(f + ".svg" for f in want)
+
+
+def test_gap_is_left_out_where_there_is_none():
+    cell = {"seconds": 1.0, "L5": {"ngram": 1.0}, "L6": 1.0}
+    rows = [{"method": m, "batch": 1, "kind": "different", "seconds": 1.0, "rounds": 6, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
+    t = traces.Trace("a", 10, 2, {"ngram": [0, 1]})
+    assert "gap" not in ladder.observed(rows, [t], traces.CostTable(COSTS), cell)

@@ -1,0 +1,222 @@
+"""Measurements that feed the analyzer, on toy models: dense traces agree with what engines accept, plans with what engines
+do, and clocks with themselves. Nothing here asserts a time; where a clock matters, it is a counter."""
+import functools
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from conftest import toy_model
+
+from minispec import bounds, ladder, measure, prism, traces
+from minispec.drafters import NGram, SmallLM
+from minispec.engine import Engine, Lockstep, Request
+from minispec.specgen import SpecGen
+from minispec.traces import CostTable
+
+TARGET, DRAFT = toy_model(seed=0), toy_model(seed=0)
+with torch.no_grad():
+    for p, noise in zip(DRAFT.parameters(), toy_model(seed=9).parameters()):
+        p.add_(0.4 * noise)
+K, NEW = 5, 50
+PROMPTS = [random.Random(s).choices(range(64), k=n) for s, n in ((6, 24), (1, 2), (2, 7), (3, 40))]
+
+
+@functools.cache
+def heads():
+    """A drafter that has learned one of the target's answers by heart, so that it is sometimes right."""
+    torch.manual_seed(5)
+    drafter = prism.for_target(TARGET, (0, 1))
+    [answer] = Engine(TARGET, Lockstep, 1).generate([Request(PROMPTS[0], 60)])
+    ids = torch.tensor([answer.prompt_ids + answer.token_ids])
+    learn = torch.ones_like(ids, dtype=torch.bool)
+    opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
+    for _ in range(30):
+        loss, _ = prism.unrolled_loss(drafter, TARGET, ids, learn, 3)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    return drafter.eval()
+
+
+DRAFTERS = {"ngram": lambda: NGram(3, 1), "draft": lambda: SmallLM(DRAFT, TARGET), "prism": lambda: prism.PrismDrafter(heads(), TARGET, K)}
+
+
+def run(name=None, batch=2, k=K):
+    engine = Engine(TARGET, (lambda e: Lockstep(e, DRAFTERS[name](), k)) if name else Lockstep, batch, prefill_chunk=16)
+    return engine.generate([Request(p, NEW - 3 * i) for i, p in enumerate(PROMPTS)]), engine
+
+
+@pytest.fixture(scope="module")
+def dense():
+    """{id: (prompt, output)} of the autoregressive loop, and its traces by all drafters."""
+    texts = {f"toy/{i}": (g.prompt_ids, g.token_ids) for i, g in enumerate(run()[0])}
+    return texts, measure.traces_of({name: make() for name, make in DRAFTERS.items()}, TARGET, texts, K)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_dense_trace_is_what_the_engine_accepts_where_it_comes_by(name, dense):
+    """At every round of a live run: gained = accept there, cut by what was proposed. The control reads one entry earlier,
+    as the paper's simulator does."""
+    wrong = 0
+    for g, t in zip(run(name)[0], dense[1]):
+        assert len(g.steps) > 2
+        for s in g.steps:
+            assert s.committed == min(t.accept[name][s.position], s.proposed + 1)
+            wrong += s.committed != min(max(1, t.accept[name][s.position - 1]), s.proposed + 1)
+    assert wrong > 3
+    assert max(max(t.accept[name][1:]) for t in dense[1]) > 1                  # and something is accepted at all
+
+
+def test_ngram_trace_from_tokens_equals_asking_the_drafter(dense):
+    texts, some = dense
+    for (accept, censored, offered), t in zip(measure.dense_traces(NGram(3, 1), TARGET, list(texts.values()), K), some):
+        assert (accept[1:] == t.accept["ngram"][1:]).all()
+        assert (censored[1:] == t.censored.get("ngram", np.zeros(t.n_out, bool))[1:]).all()
+        room = np.minimum(K, t.n_out - np.arange(t.n_out) - 1)
+        assert (offered[1:] == np.minimum(t.offered["ngram"], room)[1:]).all()
+
+
+def test_traces_survive_their_file(dense, tmp_path):
+    traces.write_traces(tmp_path / "t.jsonl", dense[1])
+    for a, b in zip(dense[1], traces.read_traces(tmp_path / "t.jsonl")):
+        assert a.id == b.id and all((a.accept[m][1:] == b.accept[m][1:]).all() for m in DRAFTERS)
+        assert set(a.censored) == set(b.censored) and set(a.offered) == set(b.offered)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_fixed_k_replays_the_engines_rounds(name, dense):
+    """What `fixed` reads off a trace is round by round what the engine did, so a run needs no record; and one k is not
+    another (control)."""
+    for k in (1, 4):
+        for g, t in zip(run(name, k=k)[0], dense[1]):
+            assert [(r.position, r.proposed, r.emitted) for r in bounds.fixed(t, name, k)] == [(s.position, s.proposed, s.committed) for s in g.steps]
+    assert sum(len(bounds.fixed(t, "draft", 1)) for t in dense[1]) != sum(len(bounds.fixed(t, "draft", 4)) for t in dense[1])
+
+
+def test_a_plan_survives_as_text(dense):
+    for g in run("draft")[0]:
+        plan = [r._replace(name=r.name if r.proposed else None) for r in bounds.observed_rounds(g.steps)]
+        assert ladder.unpack(ladder.pack(g.steps)) == plan
+    assert ladder.unpack("target:0:1 ngram:8:3") == [bounds.Round(1, None, 0, 1), bounds.Round(2, "ngram", 8, 3)]
+
+
+TABLE = {"verify": {"kind": "linear", "base": 1.0, "row": 0.1, "token": 0.2, "kv": 1e-3}, "overhead": {"kind": "linear", "base": 0.3, "row": 0.05},
+         "draft": {"ngram": {"kind": "linear", "row": 0.01}, "draft": {"kind": "linear", "base": 0.1, "step": 0.1, "kv": 1e-4},
+                   "prism": {"kind": "linear", "base": 0.2, "step": 0.05}}, "prefill": {"kind": "linear", "base": 0.5, "token": 0.1}}
+
+
+def test_replay_is_price_for_copies_and_counts_the_engines_iterations(dense):
+    cost = CostTable(TABLE | {"prefill": {"kind": "linear"}})
+    for t, rows in itertools.product(dense[1][:2], (1, 3)):
+        plan = bounds.fixed(t, "draft", 3)
+        want = bounds.price(plan, t, cost, rows).phases
+        got = bounds.replay([plan] * rows, [t] * rows, cost, rows)
+        assert got["draft"] == pytest.approx(want["draft"]) and got["overhead"] == pytest.approx(want["overhead"])
+        assert got["verify"] == pytest.approx(want["verify"] + want["rejected"])
+    unit = CostTable({"verify": {"kind": "linear", "base": 1.0}, "draft": {"draft": {"kind": "linear"}}, "prefill": {"kind": "linear"}})
+    for batch in (1, 4):
+        plans = [bounds.fixed(t, "draft", K) for t in dense[1]]
+        iterations = sum(i["verify"] > 0 for i in run("draft", batch)[1].iterations)
+        # Prompts of 40 tokens take three iterations to read, one of 2 tokens one: with 4 at once, rounds begin apart.
+        assert abs(bounds.replay(plans, dense[1], unit, batch)["verify"] - iterations) <= (0 if batch == 1 else 3)
+
+
+# -- clocks ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", [None, *DRAFTERS, "specgen"])
+def test_phases_sum_to_the_step(name, monkeypatch):
+    """With a clock that counts how often it was asked: the phases sum to all its ticks but one after each iteration, as
+    a whole and for each iteration."""
+    ticks = itertools.count()
+    monkeypatch.setattr("minispec.engine.time.perf_counter", lambda: float(next(ticks)))
+    planner = Lockstep if name is None else (lambda e: SpecGen(e, 4, 0.2, 4)) if name == "specgen" else lambda e: Lockstep(e, DRAFTERS[name](), K)
+    engine = Engine(TARGET, planner, 2, prefill_chunk=16)
+    engine.generate([Request(p, 20) for p in PROMPTS])
+    n = len(engine.iterations)
+    assert sum(engine.seconds.values()) == next(ticks) - n - 1                 # the first tick is 0, the last sees that all is done
+    for phase in ("draft", "verify", "prefill"):
+        assert engine.seconds[phase] == pytest.approx(sum(i["seconds"][phase] for i in engine.iterations))
+    assert engine.seconds["other"] == pytest.approx(sum(i["seconds"]["sample"] + i["seconds"]["overhead"] for i in engine.iterations))
+    assert all(v >= 0 for i in engine.iterations for v in i["seconds"].values())
+    assert (engine.seconds["draft"] > 0) == (name is not None) and sum(i["seconds"]["sample"] for i in engine.iterations) > 0
+
+
+@pytest.mark.parametrize("name", [None, *DRAFTERS])
+def test_rounds_of_every_shape_are_timed(name):
+    """The engine makes the rounds that were asked for: the number of rows says so."""
+    rows_fed = []
+
+    class Watched(Engine):
+        def forward(self, plan):
+            rows_fed.append([(s.kind, len(s.tokens), s.start) for s in plan])
+            return super().forward(plan)
+
+    measure_engine, measure.Engine = measure.Engine, Watched
+    try:
+        timed = measure.round_seconds(TARGET, DRAFTERS[name]() if name else measure.Rote(), 3, 64, (0, 2, 4), 2)
+    finally:
+        measure.Engine = measure_engine
+    assert {k: len(some) for k, some in timed.items()} == {0: 2, 2: 2, 4: 2}
+    assert all({"draft", "verify", "sample", "overhead"} <= set(s) for some in timed.values() for s in some)
+    if name != "ngram":                                                        # a lookup may find nothing
+        assert [[n for _, n, _ in plan] for plan in rows_fed] == [[k + 1] * 3 for k in (4, 0, 2, 4, 0, 2, 4)]
+    assert all(kind == "verify" and 64 <= start < 64 + 40 for plan in rows_fed for kind, _, start in plan)
+
+
+def test_cost_table_is_one_that_the_analyzer_takes():
+    drafters = {name: make() for name, make in DRAFTERS.items()}
+    table, report = measure.cost_table(TARGET, drafters, (1, 2), (16,), (0, 1, 4), 2)
+    cost = CostTable(table)
+    assert set(cost.drafters) == set(DRAFTERS) and np.shape(table["verify"]["seconds"]) == (2, 3, 1)
+    assert table["verify"]["tokens"] == [1, 2, 5] and table["draft"]["draft"]["tokens"] == [1, 4]
+    assert set(report["fits"]) == {"linear", "roofline"} and 0 <= report["scatter"]
+    assert cost.step(16, 1) > 0 and cost.draft("prism", 32, 4, 2) > 0
+    with pytest.raises(ValueError, match="too small to time"):
+        measure.cost_table(TARGET, drafters, (1,), (4096,), (0, 1, 4), 2)
+
+
+def test_child_rates(dense):
+    texts = list(dense[0].values())
+    itself = measure.child_rates(SmallLM(TARGET, TARGET), TARGET, texts)
+    assert itself[0] == 1.0 and itself[1:] == [0, 0, 0]                        # the target guesses itself
+    rates = {name: measure.child_rates(make(), TARGET, texts) for name, make in DRAFTERS.items()}
+    assert rates["ngram"] is None and len(rates["prism"]) == 4 and list(rates["draft"]) == sorted(rates["draft"], reverse=True)
+    first = np.mean(np.concatenate([t.accept["draft"][1:-1] > 1 for t in dense[1]]))
+    assert abs(rates["draft"][0] - first) < 0.05                               # the last position has room for no draft
+
+
+# -- the ladder from files -------------------------------------------------------------------------------------------------
+
+def runs_of(some, methods, seconds, cell=("toy", 2, "different")):
+    rows = []
+    for name in methods:
+        generations, engine = run(name if name != "ar" else None, cell[1])
+        rows.append({"workload": cell[0], "batch": cell[1], "kind": cell[2], "ids": [t.id for t in some], "method": name, "k": K, "seconds": seconds[name],
+                     "rounds": sum(len(g.steps) for g in generations), "plans": None})
+    return rows
+
+
+def test_ladder_of_a_run_and_of_files_alone(dense):
+    """Seconds made by the model itself: no error, L0 = L1, nothing below the bound; half the time is seen to be impossible."""
+    some, cost = dense[1], CostTable(TABLE)
+    plans = {"ar": [bounds.autoregressive(t) for t in some]} | {m: [bounds.fixed(t, m, K) for t in some] for m in DRAFTERS}
+    seconds = {m: sum(bounds.replay(p, some, cost, 2).values()) for m, p in plans.items()}
+    rows = runs_of(some, ["ar", *DRAFTERS], seconds)
+    combined = {**rows[2], "method": "adaptive", "plans": {t.id: ladder.pack(g.steps) for t, g in zip(some, run("draft")[0])}}
+    result = ladder.analyse(some, TABLE, [*rows, combined], {"draft": [0.6, 0.2]})
+    [cell] = result["cells"]
+    assert all(abs(e) < 1e-9 for e in cell["error"].values()) and result["model_error"]["max"] < 1e-9
+    assert cell["L0"] == pytest.approx(cell["L1"]) and all(r[0] == r[1] for r in cell["rounds"].values())
+    assert all(x >= 1 - 1e-9 for x in cell["above"].values()) and cell["L11"]["draft"]["nodes"] >= 1
+    assert cell["L6"] >= max(cell["L5"].values()) - 1e-9
+    single = max(s for m, s in cell["L0"].items() if m != "adaptive")
+    assert cell["gap"] == pytest.approx((cell["L0"]["draft"] - single) / (cell["L6"] - single))
+    impossible = ladder.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": seconds["ar"], "draft": seconds["draft"] / 20}))
+    assert impossible["cells"][0]["above"]["draft"] < 1
+    alone = ladder.analyse(some, TABLE, published=True)
+    assert [(c["workload"], c["batch"]) for c in alone["cells"]] == [("toy", b) for b in ladder.BATCHES] and alone["model_error"] is None
+    assert all(set(c["published"]) == {*DRAFTERS, "all"} for c in alone["cells"])
+    with pytest.raises(ValueError, match="'toy/9' that has no trace"):
+        ladder.analyse(some, TABLE, [{**rows[0], "ids": ["toy/9"]}])
