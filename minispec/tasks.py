@@ -46,12 +46,12 @@ FAMILIES = ("trace", "arith", "story", "search", "revise")
 SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}   # trained range
 TRACE_MAX = 210             # lines of the longest program: prompt and chain have about 9,900 tokens
 ALLOWED = {"trace": (1, TRACE_MAX), "arith": (1, 25), "story": (1, 25), "search": (2, 60), "revise": (2, 24)}      # 25 letters
-TOKENS_PER_LINE = 39        # of a `trace` chain, on average, with the shipped tokenizer
+TOKENS_PER_LINE = 37        # of a `trace` chain, on average, with the shipped tokenizer
 
 
 def lines_for(tokens):
-    """Lines of a `trace` program whose prompt and chain have at least so many tokens; a line has 47 of both on average."""
-    return min(int(tokens / 46) + 2, TRACE_MAX)
+    """Lines of a `trace` program whose prompt and chain have at least so many tokens; a line has 44 of both or more."""
+    return min(int(tokens / 43) + 2, TRACE_MAX)
 
 
 @dataclass
