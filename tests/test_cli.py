@@ -33,7 +33,7 @@ def toy(tmp_path_factory):
 
 
 BAD = {     # what is wrong: (arguments, what the line must say)
-    "method": (["--method", "magic"], "unknown method 'magic'; choose from ar, ngram, draft, prism, eagle, specgen"),
+    "method": (["--method", "magic"], "unknown method 'magic'; choose from ar, ngram, draft, prism, eagle, specdiff, specgen"),
     "family": (["--task", "chess"], "unknown task family 'chess'; choose from trace"),
     "model folder": (["--model", "nowhere"], "no model folder nowhere"),
     "draft folder": (["--method", "draft", "--draft-model", "nowhere"], "no model folder nowhere"),
