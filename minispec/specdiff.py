@@ -174,7 +174,7 @@ def window_logits(drafter, ids, starts, features=None, shown=None):
         places = torch.cat([starts[..., None] - 1, places], -1)
         features = F.pad(features, (0, 0, 0, slots[0].numel()))
     positions = torch.cat([torch.arange(s, device=ids.device).expand(b, -1), places.flatten(1)], 1).clamp(max=c.block_size - 1)
-    attend = window_attend(s, starts - tapped, slots.shape[-1], blocked_attend() if ids.device.type == "cpu" else dense_attend())
+    attend = window_attend(s, starts - int(tapped), slots.shape[-1], blocked_attend() if ids.device.type == "cpu" else dense_attend())
     hidden = drafter(torch.cat([ids, slots.flatten(1)], 1), positions, attend, features)
     windows = hidden[:, s:].unflatten(1, slots.shape[1:])                                                        # (B, W, r, C)
     if c.shift and not tapped:                                                   # the last committed token is a clean row
