@@ -3,7 +3,8 @@
     name                          shown beside the tokens it proposed
     propose(requests, limits)     -> one (tokens, q) per request: at most limits[i] draft tokens, and the distributions
                                   (k, V) they were drawn from, or None if they are a point mass (copied, or an argmax)
-                                  of a tree also a third part, parents: the row that each draft hangs from (verify.py)
+                                  of a tree also a third part, parents: the row that each draft hangs from (verify.py), and
+                                  perhaps a fourth: the rule that judges it, if it is not point_mass_tree
     release(request)              the request is finished; forget it
 
 and, for those that read the target's hidden states,

@@ -139,6 +139,7 @@ class Segment:
     drafts: list = field(default_factory=list)
     q: torch.Tensor = None               # (k, V) distributions the drafts were drawn from; None: point masses
     parents: list = None                 # of a tree: the row that each draft hangs from (see verify.py); None: a chain
+    rule: object = point_mass_tree       # of a tree: who judges it where tokens are sampled
     features: torch.Tensor = None        # (n, F) what the drafter asked to see of the rows, filled in by the forward
 
     @property
@@ -265,7 +266,7 @@ class Engine:
                 results[i] = greedy_chain(s.drafts, rows) if s.parents is None else greedy_tree(s.drafts, s.parents, rows)
             elif s.parents is not None:
                 p = warp(logits[row:row + n], s.request.sampling)
-                results[i] = point_mass_tree(s.drafts, s.parents, p, s.request.coins(n))
+                results[i] = s.rule(s.drafts, s.parents, p, s.request.coins(n))
             else:                                        # equal chains are judged together
                 sampled.setdefault((n, s.q is None, s.request.sampling.settings), []).append((i, s, row))
             row += n
@@ -346,11 +347,11 @@ class Lockstep:
             self.engine.charge(r, "draft", spent / len(ready))
         return dict(zip(ready, drafts))
 
-    def _verify(self, request, drafts, q, parents=None):
+    def _verify(self, request, drafts, q, parents=None, rule=point_mass_tree):
         rows = [request.tokens[-1], *drafts]
         tail = None if parents is None else tree_mask(parents)
         keys = FullKeys(self.engine.cache, request.run.first, request.n_cached, len(rows), tail=tail)
-        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, parents)
+        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, parents, rule)
 
     def settle(self, plan, logits):
         judged = [s for s in plan if s.n_logits]

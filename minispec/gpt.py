@@ -168,6 +168,11 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
 
+def three_taps(n_layer):
+    """A low, a middle and a high layer, for drafters that read more than the target's last state."""
+    return n_layer // 6, n_layer // 2, n_layer - n_layer // 6
+
+
 # -- Hugging Face folders ----------------------------------------------------------------------------------------------
 
 def _hf_names(layer, c):

@@ -7,7 +7,7 @@ ValueError with one line that names what is wrong and what is allowed. Diffusion
 import argparse
 import os
 
-from . import cdlm, drafters, gpt, prism, specgen
+from . import cdlm, drafters, gpt, prism, specdiff, specgen
 from .adaptive import Adaptive
 from .admission import POLICIES
 from .engine import Engine, Lockstep
@@ -19,9 +19,11 @@ METHODS = {
     "draft": "a small model drafts, rejection sampling",
     "prism": "modules trained on the model's hidden states draft, one for each draft step",
     "eagle": "the same with a single module (EAGLE-2 trees)",
+    "specdiff": "a diffusion model drafts a window in one forward; several chains of drafts",
     "specgen": "the model drafts for itself with sparse attention (PillarAttn)",
     "adaptive": "whoever promises most tokens a second drafts, chosen every round",
 }
+TRAINED = ("prism", "eagle", "specdiff")         # those that need a drafter from a folder
 DIFFUSION = {
     "cdlm": "a block-causal diffusion model, many tokens a step",
     "dlm": "its bidirectional teacher, without a cache",
@@ -33,10 +35,15 @@ def add_arguments(parser):
     parser.add_argument("--method", default="ar", metavar="NAME", help="; ".join(f"{k}: {v}" for k, v in {**METHODS, **DIFFUSION}.items()))
     parser.add_argument("--model", default="checkpoints/target", metavar="DIR", help="target model, a Hugging Face folder (default %(default)s)")
     parser.add_argument("--draft-model", default="checkpoints/draft", metavar="DIR", help="draft: the small model (default %(default)s)")
-    parser.add_argument("--drafter", default=None, metavar="DIR", help="prism, eagle: the trained drafter (default checkpoints/prism, checkpoints/eagle)")
+    parser.add_argument("--drafter", default=None, metavar="DIR", help=f"{', '.join(TRAINED)}: the trained drafter (default checkpoints/NAME)")
     parser.add_argument("--depth", type=int, default=5, help="prism, eagle: draft steps a round (default 5)")
     parser.add_argument("--tree", type=int, default=0, metavar="N", help="prism, eagle: the N most probable drafts of a tree go to the target (default 0: a chain)")
     parser.add_argument("--width", type=int, default=4, help="prism, eagle: of a tree, nodes opened a step and children of each (default 4)")
+    parser.add_argument("--gamma", type=int, default=None, help="specdiff: drafts of a chain (default: as the drafter was trained)")
+    parser.add_argument("--k-drafts", type=int, default=1, metavar="K", help="specdiff: chains a round (default 1)")
+    parser.add_argument("--rule", default="rejection", help=f"specdiff: who judges sampled chains: {', '.join(specdiff.RULES)} (default %(default)s)")
+    parser.add_argument("--draft-temperature", type=float, default=None, metavar="T", help="specdiff: of the drafts (default: the target's; of several chains 1)")
+    parser.add_argument("--draft-steps", type=int, default=1, metavar="N", help="specdiff: fill a window in N forwards, surest slots first (default 1)")
     parser.add_argument("--diffusion-model", metavar="DIR", help=f"cdlm, dlm: the model (default {', '.join(d for _, d in cdlm.METHODS.values())})")
     parser.add_argument("--threshold", type=float, help=f"cdlm, dlm: reveal what is surer than this (default: cdlm {cdlm.THRESHOLD}, dlm one token a step)")
     parser.add_argument("--block-size", type=int, default=cdlm.BLOCK_SIZE, help="cdlm, dlm: slots that are filled in together (default %(default)s)")
@@ -64,16 +71,16 @@ def settings(**changes):
 
 def ready(settings):
     """The methods but `ar` for which everything is there: those whose trained drafter or cost table is not are left out."""
-    needed = {name: settings.drafter or f"checkpoints/{name}" for name in ("prism", "eagle")}
+    needed = {name: settings.drafter or f"checkpoints/{name}" for name in TRAINED}
     needed |= {"draft": settings.draft_model, "adaptive": settings.cost}
     return [name for name in METHODS if name != "ar" and os.path.exists(needed.get(name, "."))]
 
 
 def chain_drafters(model, settings, k):
     """{name: drafter} of all methods that are ready and in which a drafter proposes chains, for up to k drafts a round."""
-    changed = argparse.Namespace(**{**vars(settings), "k": k, "depth": k, "tree": 0})
+    changed = argparse.Namespace(**{**vars(settings), "k": k, "depth": k, "tree": 0, "k_drafts": 1})
     planners = {name: make_engine(name, model, changed, 1).planner for name in ready(settings)
-                if name != "adaptive" and not (name == "eagle" and settings.drafter)}       # --drafter names one of the two
+                if name != "adaptive" and not (name in TRAINED[1:] and settings.drafter)}       # --drafter names one of them
     return {name: planner.drafter for name, planner in planners.items() if isinstance(planner, Lockstep)}
 
 
@@ -92,7 +99,7 @@ def make_engine(name, model, settings, batch_size):
         small = gpt.load(settings.draft_model, model.device, model.dtype)
         drafter = drafters.SmallLM(small, model)
         planner = lambda engine: Lockstep(engine, drafter, k)
-    elif name in ("prism", "eagle"):
+    elif name in TRAINED:
         drafter, n = make_drafter(name, model, settings)
         planner = lambda engine: Lockstep(engine, drafter, n)
     elif name == "adaptive":
@@ -115,8 +122,12 @@ def make_adaptive(model, settings, k):
 
 
 def make_drafter(name, model, settings):
-    """(drafter, drafts a round) of the methods `prism` and `eagle`."""
+    """(drafter, drafts a round) of the methods whose drafter is trained."""
     folder = settings.drafter or f"checkpoints/{name}"
+    if name == "specdiff":
+        trained = specdiff.load(folder, model)
+        drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts, settings.rule, settings.draft_temperature, settings.draft_steps)
+        return drafter, drafter.gamma * drafter.width
     trained = prism.load(folder, model.device, model.dtype)
     if name == "eagle" and trained.config.n_modules > 1:
         raise ValueError(f"the drafter in {folder} has {trained.config.n_modules} modules; --method prism takes it, eagle means one module")

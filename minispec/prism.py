@@ -29,8 +29,6 @@ before the attention and one at the end, so that an own state looks like the tar
 warm-up by regression; a row counts in the loss if the token it guesses is one to learn. Glossary, code <-> paper: module
 <-> processing module; `step_map` <-> f_map; `fuse` <-> fusion layer (MHI); `Unrolled` <-> training-time test.
 """
-import json
-import os
 from dataclasses import asdict, dataclass
 
 import torch
@@ -38,7 +36,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import gpt
+from . import folders, gpt
 from .attention import FullKeys, blocked_attend, dense_attend, packed_attend, path_mask
 from .engine import MAX_K, draw_drafts
 from .kv_cache import KVCache
@@ -67,11 +65,6 @@ class PrismConfig(gpt.GPTConfig):
     def module_of(self, step):
         """The module of draft step 1, 2, .."""
         return self.step_map[min(step, len(self.step_map)) - 1]
-
-
-def three_taps(n_layer):
-    """A low, a middle and a high layer, for drafters that read more than the target's last state."""
-    return n_layer // 6, n_layer // 2, n_layer - n_layer // 6
 
 
 class Module(nn.Module):
@@ -368,35 +361,10 @@ class PrismDrafter:
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 def save(prism, folder):
-    """Write `config.json` and `model.safetensors`."""
-    from safetensors.torch import save_file
-    os.makedirs(folder, exist_ok=True)
-    file = os.path.join(folder, "model.safetensors")
-    save_file({name: x.contiguous() for name, x in prism.state_dict().items()}, file + ".tmp", metadata={"format": "pt"})
-    os.replace(file + ".tmp", file)
-    gpt.write_json(os.path.join(folder, "config.json"), {"model_type": "prism", **asdict(prism.config)})
+    folders.save(prism, folder, "prism")
 
 
 def load(folder, device="cpu", dtype=None):
     """The drafter in a folder. ValueError, in one line, names what is missing, damaged or does not fit."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-    if not os.path.isdir(folder):
-        raise ValueError(f"no drafter folder {folder}")
-    file = os.path.join(folder, "model.safetensors")
-    try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            config = json.load(f)
-        if config.pop("model_type", None) != "prism":
-            raise ValueError("this is not a drafter made by train_prism.py")
-        prism = Prism(PrismConfig(**config))
-        prism.load_state_dict(load_file(file))
-    except FileNotFoundError as e:
-        raise ValueError(f"{folder} holds no {os.path.basename(e.filename or file)}") from None
-    except SafetensorError as e:
-        raise ValueError(f"{file} is damaged: {e}") from None
-    except RuntimeError as e:
-        raise ValueError(f"{file} does not fit config.json: {str(e).splitlines()[-1].strip()}") from None
-    except (ValueError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder}/config.json: {e}") from None
+    prism = folders.load(folder, "prism", lambda **config: Prism(PrismConfig(**config)))
     return prism.to(device=device, dtype=dtype).eval()

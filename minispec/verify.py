@@ -17,7 +17,15 @@ Every tree rule returns the accepted path as a list of rows, and the token that 
     greedy      walk from the root to the child that is the target's argmax, as long as there is one
     point mass  try the children of a row in order: accept child c with probability p(c), else strike c out of p,
                 renormalise and try the next; with none left draw from what remains of p (SpecInfer 2305.09781 with
-                one-token distributions). The order may depend on the drafter, never on the target's coins.
+                one-token distributions). The order may depend on the drafter, never on the target's coins. This is the same as
+                drawing one token from p and looking whether a child has it, so it serves as the walk of the target on
+                a trie of drafted chains as well (SpecDiff-2's walk).
+    selection   keep the one path of the tree that the target likes best, then point mass on it (SpecDiff-2 2511.00606)
+    rejection   of K chains that were drawn from the same q independently (multi-round, SpecInfer)
+
+The last two judge chains that were drawn with chance. Selection may look at p but must then forget q: a path chosen by p
+was not drawn from q any more, and p / q would be wrong. Rejection must know q, and see all draws in an order that p has
+no part in.
 
 The rejection rule returns exactly the target's distribution only if d was drawn from q. A drafter that proposes its
 argmax, or copies from the prompt, drew from a point mass, and must be judged as one (q = None): dividing by its
@@ -143,3 +151,44 @@ def point_mass_tree(draft, parents, p, coins):
     # Nothing left: the last child had all the mass, and was rejected by rounding alone; p itself is the right draw then.
     left = left if left.sum() > 0 else p[path[-1]]
     return path[1:], draw(left, coins[-1].to(left.device)).item()
+
+
+def selection_tree(draft, parents, p, coins):
+    """SpecDiff-2's self-selection (section 4, Eq. 7): of all paths take the one of largest sum over its rows of the probability
+    that the target would accept that far, and judge it as a point mass. Arguments and result as for point_mass_tree."""
+    given = p[parents, draft].tolist()                                         # of each draft, by the row it hangs from
+    reach, score = [1.0], [0.0]
+    for parent, one in zip(parents, given):
+        reach.append(reach[parent] * one)
+        score.append(score[parent] + reach[-1])
+    row, rows = score.index(max(score)), []                                    # the end of a path has its largest score
+    while row:
+        rows.insert(0, row)
+        row = parents[row - 1]
+    path, token = point_mass_tree([draft[row - 1] for row in rows], range(len(rows)), p[[0, *rows]], coins[[*(row - 1 for row in rows), -1]])
+    return rows[:len(path)], token
+
+
+def rejection_tree(chains, q, draft, parents, p, coins):
+    """Multi-round rejection of K chains drawn independently, position j of each from q[j] (k, V).
+
+    chains: the rows of each chain, K lists of k; chains that begin alike share rows. The rest as for point_mass_tree. At every
+    position the chains that agree with the accepted path are tried in turn: accept with probability min(1, p / q), else
+    go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so one coin a row is enough.)
+    """
+    path, coin, live = [], coins.tolist(), chains
+    left, q = p[0].double(), q.double()
+    for j in range(len(q)):
+        for chain in live:
+            row, token = chain[j], draft[chain[j] - 1]
+            if coin[row - 1] * q[j, token].item() < left[token].item():
+                path.append(row)
+                live, left = [c for c in live if c[j] == row], p[row].double()
+                break
+            rest = (left - q[j]).clamp(min=0)
+            if not rest.sum() > 0:                                             # rejected by rounding alone: see rejection_chain
+                return path, draw(left, coins[-1].to(left.device)).item()
+            left = rest / rest.sum()
+        else:
+            break
+    return path, draw(left, coins[-1].to(left.device)).item()

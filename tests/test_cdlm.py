@@ -591,7 +591,7 @@ def test_problems_fit_and_fill_up_with_ends_of_text():
     (["--method", "dlm", "--diffusion-model", TARGET, "--block-size", "0"], "block-size 0 is out of range"),
     (["--method", "cdlm", "--diffusion-model", TARGET, "--top-k", "5", "--prompt", "hi", "--quiet"], "top-k and top-p are not for diffusion models"),
     (["--watch"], "--watch is for --method cdlm or dlm and --batch 1"), (["--method", "cdlm", "--watch", "--batch", "2"], "--watch is for"),
-    (["--method", "magic"], "choose from ar, ngram, draft, prism, eagle, specgen, adaptive, cdlm, dlm")])
+    (["--method", "magic"], "choose from ar, ngram, draft, prism, eagle, specdiff, specgen, adaptive, cdlm, dlm")])
 def test_bad_input_is_one_line(args, message):
     with pytest.raises(ValueError) as e:
         decode.main(args)

@@ -33,7 +33,7 @@ def toy(tmp_path_factory):
 
 
 BAD = {     # what is wrong: (arguments, what the line must say)
-    "method": (["--method", "magic"], "unknown method 'magic'; choose from ar, ngram, draft, prism, eagle, specgen"),
+    "method": (["--method", "magic"], "unknown method 'magic'; choose from ar, ngram, draft, prism, eagle, specdiff, specgen"),
     "family": (["--task", "chess"], "unknown task family 'chess'; choose from trace"),
     "model folder": (["--model", "nowhere"], "no model folder nowhere"),
     "draft folder": (["--method", "draft", "--draft-model", "nowhere"], "no model folder nowhere"),
@@ -49,7 +49,7 @@ BAD = {     # what is wrong: (arguments, what the line must say)
     "selection": (["--method", "specgen", "--select", "best"], "unknown selection 'best'"),
     "batch": (["--batch", 0], "batch 0 is out of range"),
     "n": (["--task", "trace", "--n", 0], "n 0 is out of range"),
-    "size": (["--task", "trace", "--size", 5000], "size 5000 is out of range for 'trace'; allowed is 1 to 220"),
+    "size": (["--task", "trace", "--size", 5000], "size 5000 is out of range for 'trace'; allowed is 1 to 210"),
     "no tokens": (["--max-new-tokens", 0], "max-new-tokens 0 is out of range"),
     "long prompt": (["--prompt", "word " * 600], "the context of this model is 512"),
     "many tokens": (["--prompt", "hi", "--max-new-tokens", 600], "the context of this model is 512"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import decode
 import train_prism
-from minispec import gpt, prism
+from minispec import gpt, prism, rollouts
 from minispec.attention import FullKeys, dense_attend, packed_attend, path_mask, tree_mask
 from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
@@ -553,8 +553,8 @@ def test_a_drafter_can_start_from_one_with_fewer_modules(folder):
 def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder):
     with mock.patch.object(sys, "argv", ["train_prism.py", "--out", "x", "--target", str(folder / "target")]):
         args = train_prism.parse_args()
-    assert train_prism.prompts_of(args, "train", 7) == train_prism.prompts_of(args, "train", 30)[:7]
-    assert not set(train_prism.prompts_of(args, "train", 30)) & set(train_prism.prompts_of(args, "heldout", 30))
+    assert rollouts.prompts_of(args, "train", 7) == rollouts.prompts_of(args, "train", 30)[:7]
+    assert not set(rollouts.prompts_of(args, "train", 30)) & set(rollouts.prompts_of(args, "heldout", 30))
     train(folder, "short", "--tokens", "100", "--prompts", "10", "--responses", str(folder / "r2"))
     train(folder, "longer", "--tokens", "100", "--prompts", "14", "--responses", str(folder / "r2"))
     rows = json.loads((folder / "r2" / "train-00000.json").read_text())

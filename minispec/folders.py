@@ -1,0 +1,42 @@
+"""Folders of trained drafters: `config.json`, with the kind of drafter in it, and `model.safetensors`. (Whole models have the
+Hugging Face layout instead, see gpt.py.)"""
+import json
+import os
+from dataclasses import asdict
+
+from . import gpt
+
+
+def save(module, folder, kind):
+    """Write a module with a dataclass `config`."""
+    from safetensors.torch import save_file
+    os.makedirs(folder, exist_ok=True)
+    file = os.path.join(folder, "model.safetensors")
+    save_file({name: x.contiguous() for name, x in module.state_dict().items()}, file + ".tmp", metadata={"format": "pt"})
+    os.replace(file + ".tmp", file)
+    gpt.write_json(os.path.join(folder, "config.json"), {"model_type": kind, **asdict(module.config)})
+
+
+def load(folder, kind, make):
+    """make(**config) with the folder's weights. ValueError, in one line, names what is missing, damaged or does not fit."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    if not os.path.isdir(folder):
+        raise ValueError(f"no drafter folder {folder}")
+    file = os.path.join(folder, "model.safetensors")
+    try:
+        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
+            config = json.load(f)
+        if config.pop("model_type", None) != kind:
+            raise ValueError(f"this is not a drafter made by train_{kind}.py")
+        module = make(**config)
+        module.load_state_dict(load_file(file))
+    except FileNotFoundError as e:
+        raise ValueError(f"{folder} holds no {os.path.basename(e.filename or file)}") from None
+    except SafetensorError as e:
+        raise ValueError(f"{file} is damaged: {e}") from None
+    except RuntimeError as e:
+        raise ValueError(f"{file} does not fit config.json: {str(e).splitlines()[-1].strip()}") from None
+    except (ValueError, TypeError, AttributeError) as e:
+        raise ValueError(f"{folder}/config.json: {e}") from None
+    return module

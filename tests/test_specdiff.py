@@ -1,0 +1,790 @@
+"""SpecDiff-2 on toy models: every acceptance rule is lossless and the invalid combination is not, losses are the expected lengths
+they claim to be, cached and packed forwards are those of one window at a time, and training works. Letters and numbers (A1 ..
+D5) are those of our checklist; MINISPEC_FULL=1 runs the counts that the checklist asks for instead of a sixtieth of them."""
+import functools
+import itertools
+import json
+import math
+import os
+import random
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ROOT, chi_square, dense_logits, toy_model
+from conftest import TARGET as SHIPPED
+from safetensors.torch import load_file
+
+import decode
+import train_specdiff
+from minispec import gpt, rollouts, specdiff
+from minispec.attention import FullKeys, dense_attend
+from minispec.engine import Engine, Lockstep, Request
+from minispec.kv_cache import KVCache
+from minispec.specdiff import MASK, OBJECTIVES, RULES, SpecDiffDrafter, merge
+from minispec.tokenizer import Tokenizer
+from minispec.verify import Sampling, draw, greedy_tree, rejection_chain, rejection_tree, selection_tree, warp
+
+FULL = bool(os.environ.get("MINISPEC_FULL"))
+TARGET = toy_model(vocab=12, seed=2)
+SMALLER = toy_model(vocab=12, seed=3, n_layer=1, d_model=16, n_head=2, n_kv_head=1)     # a model of another width to start from
+FORMS = {"plain": dict(), "unshifted": dict(shift=False), "tapped": dict(taps=(0, 1, 2)), "tapped unshifted": dict(taps=(), shift=False),
+         "from a smaller model": dict(source=SMALLER), "the smaller, tapped": dict(source=SMALLER, taps=())}
+
+
+def toy_drafter(target=TARGET, seed=5, gamma=4, n_layer=1, **changes):
+    """Untrained, with an open slot and a projection that are not trivial."""
+    drafter = specdiff.for_target(target, gamma=gamma, n_layer=n_layer, **changes).eval()
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        drafter.mask.normal_()
+        if drafter.fuse is not None:
+            drafter.fuse.weight.normal_(std=0.2)
+    return drafter
+
+
+def prompts(n=8, seed=0, vocab=12):
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab) for _ in range(rng.choice([1, 2, 9, 16, 17, 40, 100]))] for _ in range(n)]
+
+
+def lockstep(drafter, target=TARGET, **settings):
+    def planner(engine):
+        drafts = SpecDiffDrafter(drafter, target, **settings)
+        return Lockstep(engine, drafts, drafts.gamma * drafts.width)
+    return planner
+
+
+def run(planner, some, batch=4, max_new=40, sampling=Sampling(), stop=(), target=TARGET, **kw):
+    engine = Engine(target, planner, batch, prefill_chunk=16, **kw)
+    return engine.generate([Request(p, max_new, Sampling(sampling.temperature, sampling.top_k, sampling.top_p, i), stop) for i, p in enumerate(some)]), engine
+
+
+def texts(some):
+    """Answers of TARGET as a batch: ids, learn, log_p (B, S)."""
+    rows = [(g.prompt_ids, g.token_ids, [0.0] * len(g.token_ids)) for g in run(Lockstep, some, 10)[0]]
+    return rollouts.batch_of(rows, 200, "cpu")
+
+
+def fit(drafter, name, batch, steps, lr=0.01, windows=32):
+    opt = torch.optim.Adam(drafter.parameters(), lr=lr)
+    for step in range(steps):
+        loss = specdiff.training_loss(drafter, TARGET, name, *batch, windows, torch.Generator().manual_seed(step), 0.0)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    return loss.item()
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A drafter that has learned some answers of the target by heart: long windows of it are accepted."""
+    drafter, batch = toy_drafter(taps=(), n_layer=2), texts(prompts(10))
+    fit(drafter, "ce", batch, 60)
+    assert specdiff.estimate(drafter, TARGET, *batch, 32)["greedy"].sum() > 2
+    return drafter.eval()
+
+
+# -- the drafter (A) ---------------------------------------------------------------------------------------------------
+
+def obvious_logits(drafter, ids, start, shown=None, target=TARGET):
+    """Logits (gamma, V) of the window of one text that begins at `start`: a forward over prefix and window alone, with a dense mask."""
+    c = drafter.config
+    tapped, slots = c.taps is not None, list(shown or [MASK] * c.gamma)
+    end = start - tapped                                           # clean rows
+    rows = ids[:end] + ids[end:start] + slots[:len(slots) - c.shift]
+    mask = torch.ones(len(rows), len(rows)).tril().bool()
+    mask[end:] = True
+    features = None
+    if tapped:
+        x = torch.tensor([ids[:end]], dtype=torch.long)
+        seen = target.features(x, torch.arange(end)[None], dense_attend(), c.taps)[1] if end else torch.zeros(1, 0, drafter.fuse.in_features)
+        features = torch.cat([seen, torch.zeros(1, len(rows) - end, seen.shape[-1])], 1)
+    hidden = drafter(torch.tensor([rows]), torch.arange(len(rows))[None], dense_attend(mask), features)
+    return drafter.words.logits(hidden[0, -len(slots):])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_windows_equal_one_window_at_a_time(form):
+    """A4, and D3: texts of different lengths, padded, in one batch."""
+    drafter, rng = toy_drafter(**FORMS[form]), random.Random(0)
+    some = [[rng.randrange(12) for _ in range(n)] for n in (60, 300)]
+    ids = torch.zeros(2, 300, dtype=torch.long)
+    for row, text in zip(ids, some):
+        row[:len(text)] = torch.tensor(text)
+    starts = torch.tensor([[1, 2, 17, 56, 56], [290, 1, 256, 30, 296]])
+    shown = torch.tensor([[MASK, 3, MASK, 1]]).repeat(2, 5, 1).view(2, 5, 4)
+    features = None if drafter.config.taps is None else TARGET.features(ids, torch.arange(300)[None], dense_attend(), drafter.config.taps)[1]
+    for slots in (None, shown):
+        got = specdiff.window_logits(drafter, ids, starts, features, slots)
+        for b, w in itertools.product(range(2), range(5)):
+            want = obvious_logits(drafter, some[b], int(starts[b, w]), None if slots is None else shown[b, w].tolist())
+            assert (got[b, w] - want).abs().max() < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_cached_drafting_equals_a_forward_without_cache(form):
+    """A4, A2 and A5: the q that the engine gets of a round is what an uncached forward over all committed tokens gives, bit for bit
+    the same whatever tokens were drawn, a distribution, and chains have none of the tokens that top-k cut off."""
+    drafter, seen = toy_drafter(**FORMS[form]), []
+
+    def planner(engine):
+        drafts = SpecDiffDrafter(drafter, TARGET)
+        propose = drafts.propose
+        def record(requests, limits):
+            before = {r: (drafts._note(r).cached, list(drafts._note(r).features)) for r in requests}
+            out = propose(requests, limits)
+            for r, (tokens, q) in zip(requests, out):
+                if len(tokens) == 4:
+                    seen.append((list(r.tokens), tokens, q))
+                    if r is requests[0]:                           # once more, alone, with other coins
+                        note = drafts._note(r)
+                        after, (note.cached, note.features) = note.cached, before[r]
+                        again = propose([r], [4])[0]
+                        assert torch.allclose(again[1], q, atol=1e-5) and note.cached == after
+            return out
+        drafts.propose = record
+        return Lockstep(engine, drafts, 4)
+
+    run(planner, prompts(4), 2, 24, Sampling(1.0, 5))
+    assert len(seen) > 15 and len({tuple(tokens) for _, tokens, _ in seen}) > 10
+    for ids, tokens, q in seen:
+        want = warp(obvious_logits(drafter, ids, len(ids)), Sampling(1.0, 5))
+        assert (q - want).abs().max() < 1e-4 and (q.sum(-1) - 1).abs().max() < 1e-5
+        assert all(row[t] > 0 for row, t in zip(q, tokens)) and (q == 0).sum(-1).eq(7).all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMS)
+def test_the_drafters_cache_holds_what_a_new_prefill_gives(form):
+    drafter, rounds = toy_drafter(**FORMS[form]), 0
+    engine = Engine(TARGET, lockstep(drafter, k_drafts=3), 4, prefill_chunk=16)
+    requests = [Request(p, 30, Sampling(1.0, seed=i)) for i, p in enumerate(prompts(4))]
+    for r, _ in engine.stream(requests):
+        note = engine.planner.drafter.notes.get(r)
+        if r.finished or note is None or not note.cached:
+            continue
+        n, own = note.cached, KVCache(drafter.config, note.cached)
+        x, positions = torch.tensor(r.tokens[:n]), torch.arange(n)
+        features = None if drafter.config.taps is None else TARGET.features(x[None], positions[None], dense_attend(), drafter.config.taps)[1][0]
+        drafter(x, positions, FullKeys(own, 0, 0, n).attend, features)
+        assert (note.cache.k[:, :, :n] - own.k).abs().max() < 1e-4 and (note.cache.v[:, :, :n] - own.v).abs().max() < 1e-4
+        m, own = r.n_cached, KVCache(TARGET.config, r.n_cached)    # and the target's cache, after keeping a path of the trie (B6)
+        TARGET(torch.tensor(r.tokens[:m]), torch.arange(m), FullKeys(own, 0, 0, m).attend)
+        assert (engine.cache.k[:, :, r.run.first:r.run.first + m] - own.k).abs().max() < 1e-4
+        rounds += 1
+    assert rounds > 15
+
+
+@pytest.mark.parametrize("taps", [None, ()])
+def test_one_forward_of_drafter_and_target_a_round(taps):
+    """A1, F3, G1: whatever gamma and K are; with T steps, T forwards of the drafter."""
+    drafter, calls = toy_drafter(taps=taps), {"drafter": 0, "target": 0}
+    hooks = [drafter.norm.register_forward_hook(lambda *_: calls.update(drafter=calls["drafter"] + 1)),
+             TARGET.norm.register_forward_hook(lambda *_: calls.update(target=calls["target"] + 1))]
+    for settings, forwards in ((dict(gamma=4), 1), (dict(gamma=16), 1), (dict(gamma=4, k_drafts=8), 1), (dict(gamma=4, steps=3, rule="walk"), 3)):
+        calls.update(drafter=0, target=0)
+        (g,), engine = run(lockstep(drafter, **settings), [[1, 2, 3]], 1, 60)
+        assert calls["target"] == len(engine.iterations) == len(g.steps) + 1       # one prefill
+        drafted = sum(s.proposed > 0 for s in g.steps)
+        assert calls["drafter"] == forwards * drafted and drafted >= len(g.steps) - 1
+        assert max(s.proposed for s in g.steps) == settings["gamma"]
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("form", ["plain", "unshifted", "tapped", "tapped unshifted"])
+def test_the_shift_is_right(form):
+    """A3 and D4: windows of a text learned by heart are the text, to the last slot, and not the text one token earlier or later;
+    training for the streak itself brings J to gamma."""
+    drafter, ids = toy_drafter(n_layer=2, **FORMS[form]), torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    with torch.no_grad():
+        drafter.norm.weight.mul_(3)                                # the toy head's small weights could not be sure of anything
+    batch = torch.tensor([ids]), torch.arange(20)[None] >= 8, torch.zeros(1, 20)
+    fit(drafter, "ce", batch, 60, windows=12)
+    assert fit(drafter, "streak", batch, 30, 0.003, windows=12) < -3.3             # at most 3.5: a text's last three windows end early
+    right = {shift: 0 for shift in (-1, 0, 1)}
+    for start in range(9, 16):
+        best = obvious_logits(drafter, ids, start).argmax(-1).tolist()
+        for shift in right:
+            right[shift] += best == ids[start + shift:start + shift + 4]
+    assert right == {-1: 0, 0: 7, 1: 0}
+
+
+def test_a_drafter_starts_as_the_target():
+    drafter = specdiff.for_target(TARGET, gamma=4)
+    ids = prompts(6)[-1]
+    got = specdiff.window_logits(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))[0, 0, 0]
+    assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4                # q_1 = p_1
+    assert drafter.n_params() == sum(p.numel() for n, p in TARGET.named_parameters() if n not in ("embed.weight", "head.weight")) + 32
+    own = specdiff.for_target(TARGET, SMALLER)
+    assert own.words is not SMALLER and torch.equal(own.words.embed.weight, SMALLER.embed.weight) and torch.equal(own.words.head.weight, SMALLER.head.weight)
+
+
+# -- losslessness (B): the rules on a table ----------------------------------------------------------------------------
+
+V, GAMMA, ROUNDS = 4, 3, 200_000 if FULL else 3_000
+
+
+def table(sampling=Sampling(1.0), seed=0, spread=1.2):
+    """A target as a Markov chain p (V + 1, V), the last row for the first token, and the marginals q (GAMMA, V) of a drafter that
+    knows it, more or less."""
+    g = torch.Generator().manual_seed(seed)
+    p = warp(torch.randn(V + 1, V, generator=g) * spread, sampling)
+    marginals = [p[V]]
+    for _ in range(GAMMA - 1):
+        marginals.append(marginals[-1] @ p[:V])
+    return p, warp(torch.stack(marginals).log() * 0.7 + torch.randn(GAMMA, V, generator=g) * 0.5, Sampling(1.0))
+
+
+def judge_by(rule, chains, q, p, coins):
+    """(accepted tokens, next token) by a rule of RULES."""
+    tokens, parents, rows = merge(chains)
+    args = tokens, parents, p[[V, *tokens]], coins[:len(tokens) + 1]
+    path, token = rejection_tree(rows, q, *args) if rule == "rejection" else RULES[rule](*args)
+    return [tokens[i - 1] for i in path], token
+
+
+def select_then_divide(chains, q, p, coins):
+    """The invalid combination: the best chain by the target's probabilities, judged as if it had been drawn from q."""
+    def score(chain):
+        reach, total = 1.0, 0.0
+        for before, token in zip([V, *chain], chain):
+            reach *= p[before, token].item()
+            total += reach
+        return total
+    best = max(chains, key=score)
+    n, token = rejection_chain(torch.tensor([best]), q[None], p[[V, *best]][None], coins[None, :GAMMA + 1])
+    return best[:n], token.item()
+
+
+def best_of_independent(chains, q, p, coins):
+    """Verify every chain on its own and keep the longest."""
+    c = coins[:len(chains) * (GAMMA + 1)].view(len(chains), -1)
+    n, token = rejection_chain(torch.tensor(chains), q.expand(len(chains), -1, -1), torch.stack([p[[V, *x]] for x in chains]), c)
+    best = int(n.argmax())
+    return chains[best][:n[best]], token[best].item()
+
+
+def chi_square_of(judge, k, sampling, rounds=ROUNDS):
+    """p-value of the first two tokens of rounds of K chains, and the mean number of accepted drafts."""
+    p, q = table(sampling)
+    g = torch.Generator().manual_seed(1)
+    chains = draw(q[:, None].expand(-1, rounds * k, -1), torch.rand(GAMMA, rounds * k, generator=g)).T.view(rounds, k, GAMMA).tolist()
+    coins, more = torch.rand(rounds, k * (GAMMA + 1) + 1, generator=g), torch.rand(rounds, generator=g)
+    counts, accepted = torch.zeros(V * V, dtype=torch.long), 0
+    for i in range(rounds):
+        path, token = judge(chains[i], q, p, coins[i])
+        out = path + [token]
+        if len(out) < 2:                                           # the next round would draw it
+            out.append(draw(p[out[0]], more[i]).item())
+        counts[out[0] * V + out[1]] += 1
+        accepted += len(path)
+    return chi_square(counts, (p[V][:, None] * p[:V]).flatten()), accepted / rounds
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("rule", RULES)
+def test_rules_are_lossless(rule, k, temperature):
+    """B1. A correct rule fails with probability 1e-6."""
+    value, accepted = chi_square_of(lambda *args: judge_by(rule, *args), k, Sampling(temperature))
+    assert value > 1e-6 and 0.3 < accepted < 2.9
+
+
+@pytest.mark.parametrize("control", [select_then_divide, best_of_independent])
+def test_controls_are_rejected(control):
+    """B2."""
+    assert chi_square_of(control, 4, Sampling(1.0))[0] < 1e-6
+    assert chi_square_of(control, 1, Sampling(1.0))[0] > 1e-6      # of a single chain both are plain rejection sampling
+
+
+def test_control_a_second_draw_that_is_not_independent_is_rejected():
+    """Multi-round rejection of chains that were sorted by what the target thinks of them."""
+    def sorted_chains(chains, q, p, coins):
+        return judge_by("rejection", sorted(chains, key=lambda chain: -p[V, chain[0]]), q, p, coins)
+    assert chi_square_of(sorted_chains, 4, Sampling(1.0))[0] < 1e-6
+
+
+def random_round(g, k=3):
+    p, q = warp(torch.randn(V + 1, V, generator=g) * 2, Sampling(1.0, 0, 0.9)), warp(torch.randn(GAMMA, V, generator=g), Sampling(1.0))
+    chains = draw(q[:, None].expand(-1, k, -1), torch.rand(GAMMA, k, generator=g)).T.tolist()
+    return p, q, chains, torch.rand(k * GAMMA + 1, generator=g)
+
+
+def test_rules_on_one_chain_are_the_chain_rules():
+    g = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        p, q, (chain,), coins = random_round(g, 1)
+        for rule, given in (("rejection", q[None]), ("selection", None), ("walk", None)):
+            n, token = rejection_chain(torch.tensor([chain]), given, p[[V, *chain]][None], coins[None])
+            assert judge_by(rule, [chain], q, p, coins) == (chain[:n], token.item())
+
+
+def test_selection_by_hand():
+    draft, parents = [0, 1, 2, 3, 3], [0, 1, 0, 3, 4]              # chains 0 1 and 2 3 3
+    p = torch.full((6, 4), 0.25)
+    p[0], p[1], p[3] = torch.tensor([0.4, 0.1, 0.4, 0.1]), torch.tensor([0.2, 0.6, 0.1, 0.1]), torch.tensor([0.1, 0.1, 0.3, 0.5])
+    coins = torch.tensor([0.0, 0.0, 0.39, 0.49, 0.26, 0.9])
+    assert selection_tree(draft, parents, p, coins) == ([3, 4], 2) # 0.4 + 0.24 against 0.4 + 0.2 + 0.05: the second is larger
+
+
+def test_rejection_at_the_edges():
+    """B3."""
+    g = torch.Generator().manual_seed(0)
+    p, _, _, _ = random_round(g)
+    for _ in range(100):                                           # a drafter that knows the target: the first chain is accepted
+        same = p[[V] * GAMMA]
+        chains = draw(same[:, None].expand(-1, 3, -1), torch.rand(GAMMA, 3, generator=g)).T.tolist()
+        tokens, parents, rows = merge(chains)
+        path, _ = rejection_tree(rows, same, tokens, parents, same[:1].expand(len(tokens) + 1, -1), torch.rand(len(tokens) + 1, generator=g))
+        assert path == rows[0]
+    p, q = torch.tensor([0.5, 0.5, 0, 0]).expand(V + 1, V), torch.tensor([0, 0, 0.5, 0.5]).expand(GAMMA, V)
+    counts = torch.zeros(V, dtype=torch.long)
+    for _ in range(400):                                           # one that knows nothing: none is, and the token is the target's
+        chains = draw(q[:, None].expand(-1, 3, -1), torch.rand(GAMMA, 3, generator=g)).T.tolist()
+        path, token = judge_by("rejection", chains, q, p, torch.rand(20, generator=g))
+        assert path == []
+        counts[token] += 1
+    assert chi_square(counts, p[0]) > 1e-6
+    half = torch.tensor([[0.5, 0.5, 0, 0]])                        # no residual is left: the target's own row is the right draw
+    assert rejection_tree([[1]], half, [0], [0], half.expand(2, -1), torch.tensor([1.0, 0.7])) == ([], 1)
+
+
+def test_merged_chains_by_hand():
+    assert merge([[5, 6, 7], [5, 6, 8], [5, 6, 7], [9, 6, 7]]) == ([5, 6, 7, 8, 9, 6, 7], [0, 1, 2, 2, 0, 5, 6], [[1, 2, 3], [1, 2, 4], [1, 2, 3], [5, 6, 7]])
+
+
+# -- losslessness: the loop --------------------------------------------------------------------------------------------
+
+SETTINGS = {"one chain": dict(), "rejection": dict(k_drafts=3), "selection": dict(k_drafts=3, rule="selection", temperature=1.5),
+            "walk": dict(k_drafts=8, rule="walk", temperature=2.0), "two steps": dict(steps=2, rule="walk", temperature=0.5)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_greedy_is_identical_to_autoregressive(name, trained):
+    """B4."""
+    some = prompts(100 if FULL else 10)
+    want, _ = run(Lockstep, some)
+    assert max(len(set(g.token_ids)) for g in want) > 5
+    for drafter, batches in ((trained, (1, 8)), *((toy_drafter(**FORMS[form]), (3,)) for form in ("plain", "from a smaller model"))):
+        for batch in batches:
+            got, engine = run(lockstep(drafter, **SETTINGS[name]), some, batch)
+            assert [g.token_ids for g in got] == [g.token_ids for g in want]
+            assert engine.cache.runs == [] and engine.planner.drafter.notes == {}
+            steps = [s for g in got for s in g.steps]
+            assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
+            if drafter is trained:
+                assert sum(s.accepted for s in steps) > len(steps) and any(s.accepted < s.proposed for s in steps)
+
+
+@pytest.mark.parametrize("name", ["one chain", "walk"])
+def test_end_of_text_and_length_limit_inside_an_accepted_run(name, trained):
+    """B5."""
+    some, settings = prompts(8), {**SETTINGS[name], "temperature": 0.3 if name == "walk" else None}
+    full, _ = run(Lockstep, some)
+    for stop in {g.token_ids[i] for g in full for i in (7, 23)}:
+        got, _ = run(lockstep(trained, **settings), some, stop=[stop])
+        for g, f in zip(got, full):
+            assert g.token_ids == (f.token_ids[:f.token_ids.index(stop) + 1] if stop in f.token_ids else f.token_ids)
+            assert len(g.who) == len(g.token_ids) and sum(s.accepted for s in g.steps) == g.who.count("draft")
+    for limit in (1, 2, 3, 6):                                     # fewer slots than gamma, fewer chains than K; the context may be full
+        got, _ = run(lockstep(trained, **settings), some + [[1] * (512 - limit)], max_new=limit)
+        assert [g.token_ids for g in got[:8]] == [f.token_ids[:limit] for f in full] and len(got[8].token_ids) == limit
+
+
+@pytest.mark.parametrize("policy", ["preempt", "offload"])
+def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, trained):
+    some = prompts(8)
+    got, engine = run(lockstep(trained, k_drafts=3), some, 8, cache_tokens=300, admission=policy)
+    assert [g.token_ids for g in got] == [g.token_ids for g in run(Lockstep, some)[0]]
+    assert engine.admission.recomputed or engine.cache.offloaded
+
+
+def test_a_request_gets_the_same_alone_and_among_others(trained):
+    for settings in (SETTINGS["one chain"], SETTINGS["rejection"]):
+        together, _ = run(lockstep(trained, **settings), prompts(6), 6, sampling=Sampling(1.0))
+        for i in (0, 5):
+            engine = Engine(TARGET, lockstep(trained, **settings), 1, prefill_chunk=16)
+            assert engine.generate([Request(prompts(6)[i], 40, Sampling(1.0, seed=i))])[0].token_ids == together[i].token_ids
+
+
+TINY = toy_model(vocab=6, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
+PROMPT, STOP = [1, 5, 2, 4, 3, 3], 2
+
+
+@functools.cache
+def next_to(tokens, sampling):
+    return warp(dense_logits(TINY, PROMPT + list(tokens))[-1], sampling)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_sampled_output_has_the_targets_distribution(name):
+    """B1 and B5 through the engine: answers of up to three tokens, the second and third from one round, ended by a token of the
+    vocabulary. A correct rule fails with probability 1e-6."""
+    sampling, rounds = Sampling(0.9, 0, 0.95), 40_000 if FULL else 2_500
+    drafter = toy_drafter(TINY, gamma=2, taps=None if name == "rejection" else ())
+    want, cells = torch.zeros(216), {}
+    for out in itertools.product(range(6), repeat=3):              # an answer that ends early goes to one of its cells
+        cut = out[:out.index(STOP) + 1] if STOP in out else out
+        cell = cells.setdefault(cut, len(cells))
+        if cut + (0,) * (3 - len(cut)) == out:
+            one = 1.0
+            for i, token in enumerate(cut):
+                one *= next_to(cut[:i], sampling)[token].item()
+            want[cell] = one
+    counts, done, accepted = torch.zeros(216, dtype=torch.long), 0, 0
+    while done < rounds:
+        requests = [Request(PROMPT, 4, Sampling(0.9, 0, 0.95, done + i), [STOP]) for i in range(250)]
+        for g in Engine(TINY, lockstep(drafter, TINY, **SETTINGS[name]), 250).generate(requests):
+            counts[cells[tuple(g.token_ids[:3])]] += 1
+            accepted += sum(s.accepted for s in g.steps)
+            done += 1
+    assert chi_square(counts, want) > 1e-6 and accepted > 0.05 * done
+
+
+def test_control_a_drafter_that_reports_another_q_is_rejected(monkeypatch):
+    """The argmax, judged as if it had been drawn from the softmax."""
+    honest = SpecDiffDrafter._chains
+    def lying(self, *args):
+        tokens, q = honest(self, *args)
+        return (tokens if q is None else q.argmax(-1).tolist()), q
+    monkeypatch.setattr(SpecDiffDrafter, "_chains", lying)
+    with pytest.raises(AssertionError, match="1e-06"):
+        test_sampled_output_has_the_targets_distribution("one chain")
+
+
+# -- formulas (C) ------------------------------------------------------------------------------------------------------
+
+SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=GAMMA)))                    # (V^gamma, gamma)
+BEFORE = torch.cat([torch.full((len(SEQUENCES), 1), V), SEQUENCES[:, :-1]], 1)
+
+
+def enumerated(p, q):
+    """Probabilities p_j(x_j | x_<j) and q_j(x_j) of every sequence, (V^gamma, gamma) each, in fp64."""
+    return p.double()[BEFORE, SEQUENCES], q.double()[torch.arange(GAMMA), SEQUENCES]
+
+
+def accepted_of(p, q):
+    """Enumerated over drafts: the mean number accepted of a chain from q, by point mass and by rejection."""
+    of_p, of_q = enumerated(p, q)
+    drawn = of_q.prod(1)
+    return (drawn * of_p.cumprod(1).sum(1)).sum(), (drawn * (of_p / of_q).clamp(max=1).cumprod(1).sum(1)).sum()
+
+
+def loss_of(name, p, q):
+    """The mean of an objective over the target's answers, (V^gamma weights)."""
+    of_p, _ = enumerated(p, q)
+    logits = q.double().log().expand(len(SEQUENCES), -1, -1)
+    one = lambda i: specdiff.objective(name, logits[i:i + 1].float(), SEQUENCES[i:i + 1], torch.ones(1, GAMMA).bool(), of_p[i:i + 1].log())
+    return sum(of_p[i].prod() * one(i) for i in range(len(SEQUENCES)))
+
+
+def test_streak_losses_are_the_expected_accepted_lengths():
+    """C1 and C2: two closed forms, the trainer's losses, and what the rules of verify.py accept."""
+    g = torch.Generator().manual_seed(2)
+    for seed in range(3):
+        p, q = table(seed=seed)
+        by_point_mass, by_rejection = accepted_of(p, q)
+        assert abs(loss_of("streak", p, q) + by_point_mass) < 1e-5 and abs(loss_of("streak-rs", p, q) + by_rejection) < 1e-5
+        assert by_point_mass < by_rejection
+        draft = draw(q[:, None].expand(-1, 20_000, -1), torch.rand(GAMMA, 20_000, generator=g)).T
+        rows = p[torch.cat([torch.full((20_000, 1), V), draft], 1)]
+        for given, want in ((None, by_point_mass), (q.expand(20_000, -1, -1), by_rejection)):
+            n = rejection_chain(draft, given, rows, torch.rand(20_000, GAMMA + 1, generator=g))[0].double()
+            assert abs(n.mean() - want) < 4 * n.std() / 20_000 ** 0.5
+    for p, q in ((warp(p, Sampling()), q), (p, warp(q, Sampling()).clamp(min=1e-30))):         # a point mass on one side: the rules agree
+        a, b = accepted_of(p, q)
+        assert abs(a - b) < 1e-9
+
+
+def test_accepted_drafts_of_k_chains_at_temperature_zero():
+    """C3: the mean is sum_m 1 - (1 - c_m)^K."""
+    p, _ = table(Sampling())
+    path, at = [], V
+    for _ in range(GAMMA):
+        at = int(p[at].argmax())
+        path.append(at)
+    q = (table()[1] + torch.nn.functional.one_hot(torch.tensor(path), V)) / 2
+    c, g = q[torch.arange(GAMMA), path].cumprod(0), torch.Generator().manual_seed(0)
+    for k in (1, 2, 8):
+        lengths = []
+        for chains in draw(q[:, None].expand(-1, 1500 * k, -1), torch.rand(GAMMA, 1500 * k, generator=g)).T.view(1500, k, GAMMA).tolist():
+            tokens, parents, _ = merge(chains)
+            lengths.append(len(greedy_tree(tokens, parents, p[[V, *tokens]].argmax(-1).tolist())[0]))
+        lengths = torch.tensor(lengths).double()
+        assert abs(lengths.mean() - (1 - (1 - c) ** k).sum()) < 4 * lengths.std() / 1500 ** 0.5
+
+
+def test_the_walk_accepts_the_sum_of_path_probabilities_and_selection_one_path_of_it():
+    """C5: for given chains the walk's mean is the sum over all rows of the probability that the target gets there; selection's, and
+    it is smaller, the sum along its path. (The walk is point_mass_tree: this is why it needs no rule of its own.)"""
+    g, total = torch.Generator().manual_seed(0), {"walk": [0.0, 0.0, 0.0], "selection": [0.0, 0.0, 0.0]}
+    for _ in range(1500):
+        p, q, chains, coins = random_round(g)
+        tokens, parents, rows = merge(chains)
+        reach = [1.0]
+        for parent, one in zip(parents, p[[V, *tokens]][parents, tokens].tolist()):
+            reach.append(reach[parent] * one)
+        expected = {"walk": sum(reach[1:]), "selection": max(sum(reach[row] for row in path) for path in rows)}
+        assert expected["walk"] >= expected["selection"]
+        for rule, want in expected.items():
+            n = len(judge_by(rule, chains, q, p, coins)[0])
+            total[rule] = [total[rule][0] + n, total[rule][1] + want, total[rule][2] + (n - want) ** 2]
+    for n, want, square in total.values():
+        assert abs(n - want) < 4 * square ** 0.5
+    assert total["walk"][0] > 1.05 * total["selection"][0]
+
+
+def test_gradients_and_numerics_of_the_streak():
+    """C4: dJ / d log q_j = sum over m >= j of c_m; log space equals products; nothing overflows or vanishes into nan."""
+    q = torch.rand(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+    log_q, all_valid = q.log().requires_grad_(), torch.ones(5, 6).bool()
+    j = specdiff.log_streak(log_q, all_valid).exp().sum(-1)
+    assert torch.allclose(j, q.cumprod(-1).sum(-1), atol=1e-12)
+    j.sum().backward()
+    assert torch.allclose(log_q.grad, q.cumprod(-1).flip(-1).cumsum(-1).flip(-1), atol=1e-12)
+    log_q.grad = None
+    (-specdiff.log_streak(log_q, all_valid).logsumexp(-1)).sum().backward()
+    c = q.cumprod(-1)
+    assert torch.allclose(log_q.grad, -c.flip(-1).cumsum(-1).flip(-1) / c.sum(-1, keepdim=True), atol=1e-12)
+    labels, valid = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[True, True, True, False]])
+    for name in ("streak", "log-streak", "streak-rs"):
+        logits = torch.tensor([[[-27.6, 0.0], [0.0, -27.6], [-200.0, 0.0], [0.0, 0.0]]]).requires_grad_()      # q of 1e-12 and less
+        loss = specdiff.objective(name, logits, labels, valid, torch.zeros(1, 4))
+        loss.backward()
+        assert loss.isfinite() and logits.grad.isfinite().all() and (logits.grad[0, 3] == 0).all()     # nothing behind the end counts
+        assert abs(loss.item() + (math.log(1e-12) if name == "log-streak" else 1e-12)) < (0.1 if name == "log-streak" else 1e-13)
+
+
+def test_objectives_by_hand():
+    """One window of three slots, the last one behind the end of the text, over two tokens."""
+    q = torch.tensor([[0.5, 0.5], [0.2, 0.8], [0.1, 0.9]])
+    logits, labels, valid = q.log()[None], torch.tensor([[0, 1, 1]]), torch.tensor([[True, True, False]])
+    loss = lambda name, **extra: specdiff.objective(name, logits, labels, valid, **extra).item()
+    goal = torch.tensor([[[0.25, 0.75], [0.5, 0.5], [0.9, 0.1]]]).log()
+    kl = [0.25 * math.log(0.5) + 0.75 * math.log(1.5), 0.5 * math.log(2.5) + 0.5 * math.log(0.625)]
+    w = math.exp(-16 / 21)
+    for name, want, extra in (
+            ("ce", -(math.log(0.5) + math.log(0.8)) / 2, {}), ("exp-ce", -(math.log(0.5) + w * math.log(0.8)) / (1 + w), {}),
+            ("mdlm", -3 * math.log(0.8) / 2, dict(weight=torch.tensor([[0.0, 3.0, 3.0]]))),
+            ("first", kl[0], dict(goal=goal)), ("kl", sum(kl) / 2, dict(goal=goal)),
+            ("streak", -(0.5 + 0.4), {}), ("log-streak", -math.log(0.9), {}),
+            ("streak-rs", -(0.5 / 0.6 + 0.5 / 0.6), dict(log_p=torch.tensor([[0.6, 0.7, 0.5]]).log()))):
+        assert abs(loss(name, **extra) - want) < 1e-6, name
+    with pytest.raises(ValueError, match="unknown objective 'best'; choose from mdlm"):
+        loss("best")
+
+
+def fitted(name, p, steps=250):
+    """Marginals (GAMMA, V) of a drafter without any limits, trained for an objective on all answers of a target."""
+    of_p = enumerated(p, torch.ones(GAMMA, V))[0].float()
+    chance, logits = of_p.prod(1), torch.zeros(GAMMA, V, requires_grad=True)
+    opt = torch.optim.Adam([logits], lr=0.1)
+    for _ in range(steps):
+        log_q = logits.log_softmax(-1)[torch.arange(GAMMA), SEQUENCES]
+        j = specdiff.log_streak(log_q if name == "streak" else (log_q - of_p.log()).clamp(max=0), torch.ones_like(log_q).bool()).exp().sum(1)
+        loss = -(chance * (log_q.sum(1) if name == "ce" else j)).sum()
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    return logits.detach().softmax(-1)
+
+
+def lesson_table():
+    """{drafter: (accepted by point mass, accepted by rejection, entropy in nats)}, mean of eight targets."""
+    out = {}
+    for name in ("ce", "streak", "streak-rs"):
+        rows = []
+        for seed in range(8):
+            p, _ = table(seed=seed, spread=2.0)
+            q = fitted(name, p)
+            rows.append([*accepted_of(p, q.clamp(min=1e-30)), -(q * q.clamp(min=1e-30).log()).sum(-1).mean()])
+        out[name] = torch.tensor(rows, dtype=torch.double).mean(0).tolist()
+    return out
+
+
+def test_loss_and_rule_must_match_and_the_lesson_says_by_how_much():
+    """Section 2.2: each rule accepts most from the drafter that was trained for it; the paper's loss makes q a point mass. And the
+    lesson's table has these very numbers."""
+    got = lesson_table()
+    assert got["streak"][0] > 1.1 * max(got["ce"][0], got["streak-rs"][0]) and got["streak"][2] < 0.05
+    assert got["streak-rs"][1] > got["ce"][1] > 1.05 * got["streak"][1] and got["streak-rs"][2] > 0.3
+    with open(os.path.join(ROOT, "docs", "specdiff.md"), encoding="utf-8") as f:
+        page = f.read()
+    for name, row in got.items():
+        assert f"| `{name}` | {' | '.join(f'{x:.2f}' for x in row)} |" in page
+    p = torch.tensor([0.5, 0.3, 0.2])
+    for name, q in (("p itself", p), ("all on the likeliest token", torch.tensor([1.0, 0, 0]))):
+        assert f"| {name} | {(p * q).sum():.2f} | {torch.minimum(p, q).sum():.2f} |" in page
+
+
+def test_more_chains_help_most_where_chains_differ():
+    """Section 2.3: of the three rules multi-round rejection accepts most from a drafter that is spread out, the walk more than
+    selection, all more with K; from the paper's optimum, whose chains are all alike, K buys nothing."""
+    p, _ = table(spread=2.0)
+    def mean(q, rule, k, rounds=1000):
+        g, n = torch.Generator().manual_seed(0), 0
+        for _ in range(rounds):
+            chains = draw(q[:, None].expand(-1, k, -1), torch.rand(GAMMA, k, generator=g)).T.tolist()
+            n += len(judge_by(rule, chains, q, p, torch.rand(k * GAMMA + 1, generator=g))[0])
+        return n / rounds
+    spread, peak = fitted("ce", p), fitted("streak", p)
+    got = {rule: (mean(spread, rule, 1), mean(spread, rule, 4)) for rule in RULES}
+    assert all(four > one + 0.1 for one, four in got.values())
+    assert got["rejection"][1] > got["walk"][1] > got["selection"][1]
+    assert all(abs(mean(peak, rule, 4) - mean(peak, rule, 1)) < 0.15 for rule in RULES)
+
+
+# -- train_specdiff.py and decode.py -----------------------------------------------------------------------------------
+
+def test_windows_are_spread_over_what_the_target_wrote():
+    learn = torch.zeros(2, 40).bool()
+    learn[0, 10:30], learn[1, 5:8] = True, True
+    starts = specdiff.draw_windows(learn, 20, torch.Generator().manual_seed(0))
+    assert sorted(starts[0].tolist()) == list(range(10, 30)) and set(starts[1].tolist()) == {5, 6, 7}
+    tokens, inside = specdiff.of_windows(torch.arange(40)[None].repeat(2, 1), torch.tensor([[38], [3]]), 4)
+    assert tokens[:, 0].tolist() == [[38, 39, 39, 39], [3, 4, 5, 6]] and inside[:, 0].tolist() == [[True, True, False, False], [True] * 4]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random target with the shipped tokenizer, and room for drafters beside it."""
+    folder, tokenizer = tmp_path_factory.mktemp("specdiff"), Tokenizer.load(SHIPPED)
+    target = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
+    with open(os.path.join(SHIPPED, "tokenizer.json"), encoding="utf-8") as f:
+        gpt.save(target, folder / "target", json.load(f))
+    return folder
+
+
+def script(*args):
+    with mock.patch.object(sys, "argv", ["train_specdiff.py", *map(str, args)]):
+        train_specdiff.main()
+
+
+def train(folder, out, *args, tokens="30e3", responses="responses", temperature="1"):
+    script("--target", folder / "target", "--out", folder / out, "--responses", folder / responses, "--tasks", "revise,arith", "--temperature", temperature,
+           "--prompts", 16, "--heldout", 4, "--max-new-tokens", 24, "--tokens", tokens, "--batch-tokens", 1200, "--warmup", 5, "--windows", 8,
+           "--save-every", 10, "--device", "cpu", "--lr", "4e-3", *args)
+    with open(folder / out / "log.jsonl", encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch, capsys):
+    """D2 and D5: the target stays as it is; the same seed gives the same curve, interrupted or not."""
+    before = (folder / "target" / "model.safetensors").read_bytes()
+    log = train(folder, "whole", "--gamma", 4, temperature="0", responses="greedy")
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"] and len(log[-1]["heldout_acceptance"]) == 4
+    assert 1 <= log[0]["heldout_tau"]["greedy"] < log[-1]["heldout_tau"]["greedy"] <= 5
+
+    calls, loss = [], specdiff.training_loss
+    def killed(*args):
+        calls.append(1)
+        if len(calls) == 17:                                       # some steps behind the first checkpoint
+            raise KeyboardInterrupt
+        return loss(*args)
+    monkeypatch.setattr(specdiff, "training_loss", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(folder, "parts", "--gamma", 4, temperature="0", responses="greedy")
+    monkeypatch.undo()
+    capsys.readouterr()
+    again = train(folder, "parts", "--gamma", 4, temperature="0", responses="greedy")
+    assert "resuming at step 10" in capsys.readouterr().out
+    a, b = (load_file(folder / out / "model.safetensors") for out in ("whole", "parts"))
+    assert all(torch.equal(a[n], b[n]) for n in a) and not any(n.startswith("words") for n in a)
+    drop = lambda rows: [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    assert drop(log) == drop(again)
+    assert before == (folder / "target" / "model.safetensors").read_bytes()
+    assert "train_specdiff.py --target" in (folder / "whole" / "command.txt").read_text()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
+    shape = {"mdlm": ["--taps", "none"], "kl": ["--taps", "three", "--no-shift"], "streak": ["--source", folder / "target", "--layers", 1]}.get(name, [])
+    log = train(folder, name, "--objective", name, *shape, "--gamma", 4, tokens="2000")
+    assert all(math.isfinite(x) for x in (log[-1]["loss"], log[-1]["heldout_entropy"], *log[-1]["heldout_tau"].values()))
+    made = specdiff.load(folder / name, gpt.load(folder / "target"))
+    assert made.config.taps == {"mdlm": None, "kl": (0, 1, 2)}.get(name, ()) and made.config.shift == (name != "kl")
+    assert made.config.n_layer == (1 if name == "streak" else 2) and made.config.shared == (name != "streak")
+    rule = {"mdlm": ["--draft-steps", 2, "--rule", "walk"], "kl": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
+            "streak-rs": ["--k-drafts", 3, "--draft-temperature", 0.7]}.get(name, [])
+    decode.main([str(x) for x in ("--model", folder / "target", "--method", "specdiff", "--drafter", folder / name, "--prompt", "one two", "--max-new-tokens", 20,
+                                  "--compare", "--quiet", "--json", tmp_path / "o.json", *rule)])
+    d = json.loads((tmp_path / "o.json").read_text())
+    assert d["identical"] and d["new_tokens"] == 20 and "output identical" in capsys.readouterr().out
+
+
+def test_stored_answers_are_ids_with_their_probabilities(folder):
+    """D1: what is stored is what was sampled, with its end of text, under the probabilities that it was sampled with."""
+    train(folder, "ids", tokens="100")
+    target, tokenizer = gpt.load(folder / "target"), Tokenizer.load(folder / "target")
+    for prompt, answer, log_p in json.loads((folder / "responses" / "train-00000.json").read_text())[:4]:
+        want = dense_logits(target, prompt + answer)[len(prompt) - 1:-1].log_softmax(-1)
+        assert len(answer) == 24 or answer[-1] == target.config.eos_id
+        assert (torch.tensor(log_p) - want[torch.arange(len(answer)), answer]).abs().max() < 1e-3
+    assert rollouts.log_probs(target, prompt, answer, 0) == [0.0] * 24             # greedy: a point mass
+    args = SimpleNamespace(prompt_file=None, tasks="revise,arith")
+    assert not set(rollouts.prompts_of(args, "train", 30)) & set(rollouts.prompts_of(args, "heldout", 30))
+    eos = target.config.eos_id                                     # an end of text is a token like any other, and nothing follows it
+    ids, learn, log_p = rollouts.batch_of([([5, 6], [7, eos], [-1.0, -2.0]), ([5], [7, 8, 9, 4], [-1.0] * 4)], 4, "cpu")
+    assert ids.tolist() == [[5, 6, 7, eos], [5, 7, 8, 9]] and learn.tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert log_p.tolist() == [[0, 0, -1, -2], [0, -1, -1, -1]]
+
+
+def test_a_drafter_can_go_on_from_another(folder):
+    train(folder, "one", "--objective", "ce", "--gamma", 4, tokens="2000")
+    train(folder, "two", "--objective", "streak", "--init", folder / "one", "--lr", "0", tokens="1")
+    one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --gamma is for a new one"):
+        train(folder, "three", "--init", folder / "one", "--gamma", 6)
+
+
+def test_save_and_load(tmp_path):
+    for form in FORMS.values():
+        drafter = toy_drafter(**form)
+        specdiff.save(drafter, tmp_path)
+        again = specdiff.load(tmp_path, TARGET)
+        assert again.config == drafter.config and drafter.state_dict().keys() == again.state_dict().keys()
+        assert all(torch.equal(a, b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values()))
+    for target, message in ((TINY, "vocab_size 12, this one has 6"), (toy_model(vocab=12, block_size=1024), "contexts of 512 tokens, the target's are 1024")):
+        with pytest.raises(ValueError, match=message):
+            specdiff.load(tmp_path, target)
+    specdiff.save(toy_drafter(taps=(2,)), tmp_path)
+    with pytest.raises(ValueError, match="reads layer 2 of the target, which has 1"):
+        specdiff.load(tmp_path, toy_model(vocab=12, n_layer=1))
+    with pytest.raises(ValueError, match="made for a target with d_model 32, this one has 16"):
+        specdiff.load(tmp_path, SMALLER)
+
+
+BAD = {"objective": (["--objective", "best"], "invalid choice"), "target": (["--target", "nowhere"], "no model folder nowhere"),
+       "gamma": (["--gamma", "1"], "gamma 1 is out of range; allowed is 2 to 32"), "layers": (["--layers", "9"], "layers 9 is out of range; the model"),
+       "windows": (["--windows", "0"], "windows 0 is out of range; allowed is 1 or more"), "init": (["--init", "nowhere"], "no drafter folder nowhere"),
+       "source": (["--source", "nowhere"], "no model folder nowhere"), "family": (["--tasks", "chess"], "unknown task family 'chess'"),
+       "temperature": (["--temperature", "-1"], "temperature -1.0 is out of range")}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_of_training_is_named_before_anything_is_written(name, folder, tmp_path, capsys):
+    args, message = BAD[name]
+    with pytest.raises((ValueError, SystemExit)) as e:
+        script("--target", folder / "target", "--out", tmp_path / "x", *args)
+    said = str(e.value) if isinstance(e.value, ValueError) else capsys.readouterr().err
+    assert message in said and said.rstrip().count("\n") == 0 and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--gamma", "0"], "gamma 0 is out of range; allowed is 1 to 32"), (["--k-drafts", "0"], "k-drafts 0 is out of range; allowed is 1 to 64"),
+    (["--gamma", "16", "--k-drafts", "17"], "k-drafts 17 is out of range; allowed is 1 to 16"), (["--rule", "best"], "unknown rule 'best'; choose from rejection"),
+    (["--draft-temperature", "-1"], "draft-temperature -1.0 is out of range"), (["--draft-steps", "9"], "draft-steps 9 is out of range; allowed is 1 to 4"),
+    (["--draft-steps", "2"], "judged as a point mass: --k-drafts 1 --rule walk"), (["--model", SHIPPED], "made for a target with"),
+    (["--drafter", SHIPPED], "this is not a drafter made by train_specdiff.py")])
+def test_bad_input_of_decoding_is_one_line(args, message, folder):
+    specdiff.save(toy_drafter(gpt.load(folder / "target")), folder / "random")
+    with pytest.raises(ValueError) as e:
+        decode.main(["--model", str(folder / "target"), "--method", "specdiff", "--drafter", str(folder / "random"), "--prompt", "x", *args])
+    assert message in str(e.value) and "\n" not in str(e.value)

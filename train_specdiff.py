@@ -1,0 +1,97 @@
+"""Train SpecDiff-2's diffusion drafter for any target: the objectives side by side, on the same answers at the same cost.
+
+    python train_specdiff.py --out checkpoints/specdiff --objective ce               # a window drafter that reads the target's states
+    python train_specdiff.py --out /tmp/base --objective mdlm --taps none            # the unaligned one: plain masked diffusion
+    python train_specdiff.py --out /tmp/streak --objective streak --taps none --init /tmp/base --responses /tmp/base/responses
+    python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1     # answers sampled; for rejection sampling
+
+The target answers the prompts itself (greedily, unless --temperature says otherwise); the answers are kept in shards, from
+which all objectives and seeds are trained. Streak objectives barely move a drafter that is never right: let them go on from
+another one (--init). Interrupt it at any time: the same command continues. Writes config.json, model.safetensors, log.jsonl,
+command.txt, and resume.pt with the optimisers' state. heldout_tau estimates the tokens a round would commit, bonus included:
+greedy, the argmax at temperature 0; point_mass and rejection, chains drawn from the drafter, under the answers' temperature.
+"""
+import os
+
+import minispec  # before torch: it tunes the allocator
+import torch
+
+from minispec import gpt, rollouts, specdiff
+from minispec.script import Parser, run_main
+from minispec.tokenizer import Tokenizer
+from minispec.training import learning_rate, optimizers, train
+
+
+def parse_args():
+    p = Parser(__doc__)
+    rollouts.add_arguments(p)
+    p.add_argument("--objective", default="ce", choices=specdiff.OBJECTIVES, help="what to train for, see specdiff.objective (default %(default)s)")
+    p.add_argument("--init", metavar="DIR", help="start from this drafter; its shape is kept")
+    p.add_argument("--source", metavar="DIR", help="a new drafter starts as the first layers of this model (default: of the target)")
+    p.add_argument("--layers", type=int, help="so many (default 2)")
+    p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
+    p.add_argument("--taps", choices=("none", "last", "three"), help="what it reads of the target: nothing, the final hidden state (default), or three layers")
+    p.add_argument("--no-shift", action="store_true", help="a mask guesses its own token, not the one after it")
+    p.add_argument("--windows", type=int, default=32, help="windows of a text in a step (default %(default)s)")
+    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    args = p.parse_args()
+    rollouts.check_arguments(args, {"windows": 1, "layers": 1})  # a wrong name fails before the work
+    given = [name for name in ("source", "layers", "gamma", "taps", "no_shift") if getattr(args, name)]
+    if args.init and given:
+        raise ValueError(f"--init keeps the shape of its drafter; --{given[0].replace('_', '-')} is for a new one")
+    return args
+
+
+def drafter_of(args, target):
+    """A new drafter, or the one to go on from."""
+    if args.init:
+        return specdiff.load(args.init, target)
+    source = gpt.load(args.source, args.device) if args.source else target
+    taps = {"none": None, "three": gpt.three_taps(target.config.n_layer)}.get(args.taps, ())
+    return specdiff.for_target(target, source, args.layers or min(2, source.config.n_layer), args.gamma or 8, not args.no_shift, taps)
+
+
+def evaluate(model, target, heldout, args, autocast):
+    """On held-out answers: tau by each way of accepting, and how often the greedy draft 1, 2, .. is right where those before it are."""
+    total, n = {}, 0
+    for i in range(0, len(heldout), 4):
+        ids, learn, log_p = rollouts.batch_of(heldout[i:i + 4], args.max_length, args.device)
+        with autocast:
+            one = specdiff.estimate(model, target, ids, learn, log_p, args.windows)
+        total, n = {name: total.get(name, 0) + x * len(ids) for name, x in one.items()}, n + len(ids)
+    share = total["greedy"] / n
+    given = share / torch.cat([torch.ones(1), share[:-1]]).clamp(min=1e-9)
+    return {"heldout_tau": {name: round(1 + (total[name] / n).sum().item(), 4) for name in ("greedy", "point_mass", "rejection")},
+            "heldout_acceptance": [round(a, 4) for a in given.tolist()], "heldout_entropy": round((total["entropy"] / n).mean().item(), 4)}
+
+
+def main():
+    args = parse_args()
+    target, tokenizer = gpt.load(args.target, args.device), Tokenizer.load(args.target)
+    target.requires_grad_(False)
+    torch.manual_seed(args.seed)
+    model = drafter_of(args, target).float()
+    os.makedirs(args.out, exist_ok=True)
+    rows, heldout = ([row for row in some if len(row[0]) < args.max_length] for some in rollouts.collect(args, target, tokenizer))
+    if not rows or not heldout:
+        raise ValueError(f"no {'held-out ' * bool(rows)}prompt is shorter than max-length {args.max_length}; nothing to train on")
+    lengths = [min(len(p) + len(a), args.max_length) for p, a, _ in rows]
+    plan = rollouts.schedule(args.seed, lengths, args.batch_tokens, args.tokens)
+    c = model.config
+    print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters beside the target's, gamma {c.gamma}; {len(rows)} texts, "
+          f"{sum(lengths):,} tokens, {args.windows} windows each, {len(plan)} steps")
+    autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16)
+
+    def loss_of(step):
+        ids, learn, log_p = rollouts.batch_of([rows[i] for i in plan[step][0]], args.max_length, args.device)
+        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
+        with autocast:
+            return {"loss": specdiff.training_loss(model, target, args.objective, ids, learn, log_p, args.windows, generator, args.temperature)}
+
+    train(args.out, model, optimizers(model, args.lr, lambda name: "words" not in name), len(plan), loss_of,
+          lambda step: learning_rate(step, plan[step][1] / plan[-1][1], args.lr, args.warmup), lambda: specdiff.save(model, args.out),
+          lambda step: {"tokens": plan[step][1], **evaluate(model, target, heldout, args, autocast)}, args.save_every, args.device)
+
+
+if __name__ == "__main__":
+    run_main(main, "interrupted; the same command continues from the last checkpoint")
