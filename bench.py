@@ -1,6 +1,6 @@
 """Measure, write results/*.json, render the README's tables from them.
 
-    python bench.py                      # all studies on the shipped models, about half an hour on 2 CPU cores
+    python bench.py                      # all studies on the shipped models, about an hour on 2 CPU cores
     python bench.py accuracy --quick     # one study, small: minutes
     python bench.py speed serving        # some studies
     python bench.py profile trace run bounds                  # how far from what is possible? (docs/bounds.md)
@@ -113,7 +113,7 @@ class Captured(specgen.SpecGen):
 
 def attention(args, model, tokenizer):
     """Attention mass each layer's heads put on their own top 5 % of keys, at 2,000 and 4,000 tokens; and what SpecGen's
-    selection of 5 % catches of it, from the beginning of a chain to its end."""
+    selection of 5 % catches of it, from the beginning of a chain to its end: [context, mean over the rounds of its hundred, rounds]."""
     out, n = {}, 2 if args.quick else 8
     for at in (2000, 4000):
         masses = torch.stack([mass_in_top(model, torch.tensor([r.tokens]), 0.05) for r in warm_requests(tokenizer, model, at, 64, n)])
@@ -123,7 +123,10 @@ def attention(args, model, tokenizer):
         engine = Engine(model, lambda e: Captured(e, 8, 0.05, 64, share, select), 4)
         engine.notes, problems = [], [tasks.make("trace", i, "heldout", 20 if args.quick else 100) for i in range(1 if args.quick else 4)]
         engine.generate(requests_of(problems, tokenizer, model))
-        captured[name] = engine.notes
+        hundreds = {}
+        for context, share in engine.notes:
+            hundreds.setdefault(context // 100 * 100, []).append(share)
+        captured[name] = [[context, statistics.mean(some), len(some)] for context, some in sorted(hundreds.items())]
     return {"mass": out, "captured": captured}
 
 
@@ -274,7 +277,7 @@ def trace(args, model, tokenizer):
     some = measure.traces_of(drafters, model, texts, DEEPEST, tqdm)
     if not args.quick:
         traces.write_traces(os.path.join(RESULTS, "traces.jsonl"), some)
-    children = {name: measure.child_rates(d, model, list(texts.values())) for name, d in drafters.items()}
+    children = {name: measure.child_rates(d, list(texts.values())) for name, d in drafters.items()}
     return {"k_max": DEEPEST, "k": 8, "requests": len(texts), "accept": {w: ladder.statistics(t, list(drafters), 8) for w, t in ladder.by_workload(some).items()},
             "children": {name: rates for name, rates in children.items() if rates}}
 

@@ -30,8 +30,8 @@ from minispec.training import learning_rate, optimizers, train
 CURRICULUM = ((0.06, {256: 1.0}),
               (0.14, {512: 1.0}),
               (0.85, {1024: 1.0}),
-              (1.0, {1024: 0.45, 4096: 0.35, 10240: 0.2}))
-BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 4096: 4096, 10240: 10240}
+              (1.0, {1024: 0.4, 6144: 0.4, 10240: 0.2}))
+BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 6144: 6144, 10240: 10240}
 
 
 def parse_args():
@@ -43,6 +43,7 @@ def parse_args():
     p.add_argument("--tokenizer", help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
     p.add_argument("--teacher", help="folder of a target to distil from: the loss is the KL divergence to its distribution")
     p.add_argument("--init", help="folder of a model of the same size to start from, with a new optimiser and schedule")
+    p.add_argument("--start", type=float, default=0.0, help="part of the curriculum to leave out, 0 to 1: with --init, 0.85 trains at its last lengths alone")
     p.add_argument("--tokens", type=float, default=32e6, help="training tokens in all")
     p.add_argument("--batch-scale", type=int, default=1, help="multiplies the tokens an optimiser step (a GPU wants 8 or more)")
     p.add_argument("--max-length", type=int, default=10240, help="longest sequence; longer ones of the curriculum are cut to it")
@@ -66,11 +67,13 @@ def new_tokenizer(real, seed):
     return to_json(train_bpe(texts, 2048 - 256 - len(SPECIALS)))
 
 
-def schedule(seed, tokens, longest, scale):
-    """The sequence length of every step until `tokens` are used up, drawn by the curriculum: [(length, tokens so far)]."""
+def schedule(seed, tokens, longest, scale, start=0.0):
+    """The sequence length of every step until `tokens` are used up, drawn by the curriculum from `start` on (0 to 1):
+    [(length, tokens so far)]."""
     rng, out, used = random.Random(seed), [], 0
     while used < tokens:
-        shares = next(shares for until, shares in CURRICULUM if used / tokens <= until)
+        done = start + (1 - start) * used / tokens
+        shares = next(shares for until, shares in CURRICULUM if done <= until)
         lengths = [length for length in shares if length <= longest] or [min(shares)]
         # Steps of long sequences hold more tokens; dividing keeps `shares` shares of tokens.
         length = rng.choices(lengths, [shares[length] / BATCH_TOKENS[length] for length in lengths])[0]
@@ -159,6 +162,8 @@ def main():
     args = parse_args()
     if args.tokens < 1 or args.batch_scale < 1 or args.save_every < 1:
         raise ValueError("tokens, batch-scale and save-every must be 1 or more")
+    if not 0 <= args.start < 1:
+        raise ValueError(f"--start {args.start} is out of range; from 0 up to, not including, 1")
     teacher = gpt.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
@@ -185,7 +190,7 @@ def main():
         if start.config != config:
             raise ValueError(f"{args.init} has another shape than --size {args.size} with --max-length {args.max_length} and this tokenizer")
         model.load_state_dict(start.state_dict())
-    plan = schedule(args.seed, args.tokens, args.max_length, args.batch_scale)
+    plan = schedule(args.seed, args.tokens, args.max_length, args.batch_scale, args.start)
     print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {len(plan)} steps, {plan[-1][1]:,} tokens")
 
     stream = corpus.Stream(tokenizer, real, args.real_share, args.seed)
@@ -193,30 +198,24 @@ def main():
     bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
     attend_all = blocked_attend if args.device == "cpu" else dense_attend
 
-    def batch_of(step):
-        return batch_of_step(stream, step, plan[step][0], args.batch_scale, config.block_size, args.device)
-
     def loss_of(step):
-        x, positions, y, learn = batch_of(step)
+        x, positions, y, learn = batch_of_step(stream, step, plan[step][0], args.batch_scale, config.block_size, args.device)
+        if step % 20 == 0:
+            clip_attention(model, x[:1, :1024], positions[:1, :1024], args.logit_limit)
         entropies = []
         attend = entropy_attend(torch.randint(x.shape[1], (32,), device=x.device), entropies, attend_all()) if args.sharpen else attend_all()
         run = forward if x.shape[1] <= 4096 else model          # compiling the longest takes longer than it saves
         with bf16:
             logits = model.logits(run(x, positions, attend)[learn]).float()
             if teacher is None:
-                return {"loss": F.cross_entropy(logits, y[learn]) + args.sharpen * sum(entropies), "length": x.shape[1]}
+                return {"loss": F.cross_entropy(logits, y[learn]) + args.sharpen * sum(entropies)}
             with torch.no_grad():
                 goal = teacher.logits(teacher(x, positions, attend_all())[learn]).float().log_softmax(-1)
-        return {"loss": F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean"), "length": x.shape[1]}
-
-    def clip(step):
-        if step % 20 == 0:
-            x, positions, _, _ = batch_of(step)
-            clip_attention(model, x[:1, :1024], positions[:1, :1024], args.logit_limit)
+        return {"loss": F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")}
 
     train(args.out, model, optimizers(model, args.lr, lambda name: name.startswith("blocks.")), len(plan), loss_of,
           lambda step: learning_rate(step, plan[step][1] / args.tokens, args.lr, args.warmup), lambda: gpt.save(model, args.out, tokenizer_json),
-          lambda step: {"tokens": plan[step][1], **evaluate(model, tokenizer, args.device)}, args.save_every, args.device, clip)
+          lambda step: {"tokens": plan[step][1], **evaluate(model, tokenizer, args.device)}, args.save_every, args.device)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ Decoding:  `packed_attend(segments)` serves one packed batch in which every requ
            lets the rows' queries read what they may:
              FullKeys   all cached positions, causal among the new rows (or along the paths of a draft tree);
                         optionally records attention scores
-             (specgen.py adds PillarKeys, a short list of positions per layer and head)
+             (specgen.py adds PillarKeys, a short list of positions per layer and head, all requests' in one pool)
            `fused_attend(cache, plan, group)` does the same on a GPU, all segments in one launch of a Triton kernel a layer.
 """
 import torch
@@ -42,12 +42,21 @@ def blocked_attend(block=256):
 
 
 def packed_attend(segments):
-    """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows."""
-    if len(segments) == 1:
-        return segments[0][2].attend
+    """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows. Neighbours whose keys
+    lie in one pool are served together."""
+    parts = []                                           # [first row, last row + 1, [keys]]
+    for a, b, keys in segments:
+        if parts and keys.pool is not None and parts[-1][2][0].pool is keys.pool:
+            parts[-1][1] = b
+            parts[-1][2].append(keys)
+        else:
+            parts.append([a, b, [keys]])
+    parts = [(a, b, some[0].attend if some[0].pool is None else some[0].pool.attend(some)) for a, b, some in parts]
+    if len(parts) == 1:
+        return parts[0][2]
 
     def attend(layer, q, k, v):
-        return torch.cat([keys.attend(layer, q[a:b], k[a:b], v[a:b]) for a, b, keys in segments])
+        return torch.cat([part(layer, q[a:b], k[a:b], v[a:b]) for a, b, part in parts])
     return attend
 
 
@@ -152,7 +161,7 @@ class FullKeys:
     over the n rows and the g query heads of a group. Positions from `start` on are not seen by every row; their
     average is over all n rows all the same and should not be compared with the others'.
     """
-    selected = None                                          # all positions; see fused_attend
+    selected = pool = None                                   # all positions, in the cache itself
 
     def __init__(self, cache, base, start, n, record=False, tail=None):
         self.cache, self.new, self.all = cache, slice(base + start, base + start + n), slice(base, base + start + n)

@@ -184,6 +184,7 @@ class BlockKeys:
     their keys are there to stay; they see everything up to the last of them. The other rows, of the open block, see
     the first `seen` positions. Their keys are overwritten by the next forward: they were computed beside masks, and a
     token revealed in this step was itself still a mask when its key was written."""
+    pool = None
 
     def __init__(self, cache, base, start, n_clean, n, seen):
         self.cache, self.new = cache, slice(base + start, base + start + n)

@@ -21,7 +21,7 @@ what it drafted before tells what to keep.
 """
 import torch
 
-from .attention import FullKeys, packed_attend
+from .attention import FullKeys, dense_attend, packed_attend
 from .engine import draw_drafts
 from .kv_cache import KVCache
 
@@ -95,6 +95,11 @@ class SmallLM:
             if drafts[i]:
                 self.notes[r].cached, self.notes[r].fed = len(r.tokens), drafts[i][:-1]
         return [(d, torch.stack(q) if q and q[0] is not None else None) for d, q in zip(drafts, qs)]
+
+    def first_guesses(self, ids):
+        """Logits (len(ids) - 2, V) of what it would draft in place of each of ids[2:], knowing all before."""
+        x = torch.tensor([ids], device=self.model.device)
+        return self.model.logits(self.model(x, torch.arange(len(ids), device=x.device)[None], dense_attend()))[0, 1:-1]
 
     def _forward(self, work):
         """Feed each (note, tokens); returns the logits (len(work), V) after the last token of each."""

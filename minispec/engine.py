@@ -248,9 +248,9 @@ class Engine:
         """The next chunk of a request whose prompt is not cached yet; the chunk that ends it yields the first token.
         record: make the last chunk one of so many rows at most, and record its attention scores."""
         start, end = request.n_cached, len(request.tokens)
-        last = start >= end - record
-        chunk = request.tokens[start:min(start + self.prefill_chunk, end if last else max(end - record, start))]
-        keys = FullKeys(self.cache, request.run.first, start, len(chunk), record=last and record > 0)
+        recorded = start >= end - record
+        chunk = request.tokens[start:min(start + self.prefill_chunk, end if recorded else end - record)]
+        keys = FullKeys(self.cache, request.run.first, start, len(chunk), record=recorded)
         return Segment(request, chunk, start, keys, "prefill", int(start + len(chunk) == end))
 
     def judge(self, segments, logits):

@@ -54,7 +54,7 @@ def schedule(axes, r):
 def captured(axes, r):
     """Attention mass on cached positions that the round's selection had caught, along a chain of thought."""
     for name in r["captured"]:
-        axes.plot(*zip(*sorted(r["captured"][name])), ".", label=name, markersize=2)
+        axes.plot(*zip(*((context, share) for context, share, _ in r["captured"][name])), ".-", label=name, markersize=3, linewidth=0.8)
     axes.set(xlabel="tokens of context", ylabel="attention mass caught by 5 %", ylim=(0, 1.02))
 
 

@@ -40,3 +40,16 @@ def load(folder, kind, make):
     except (ValueError, TypeError, AttributeError) as e:
         raise ValueError(f"{folder}/config.json: {e}") from None
     return module
+
+
+def check_shapes(drafter, target, same):
+    """ValueError where a drafter's config does not go with a target's: the fields `same` must be equal, the layers it reads must
+    be there, and it must reach as far."""
+    for what in same:
+        mine, theirs = getattr(drafter, what), getattr(target, what)
+        if mine != theirs:
+            raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has {theirs}")
+    if drafter.taps and max(drafter.taps) > target.n_layer:
+        raise ValueError(f"the drafter reads layer {max(drafter.taps)} of the target, which has {target.n_layer}")
+    if drafter.block_size < target.block_size:
+        raise ValueError(f"the drafter was made for contexts of {drafter.block_size} tokens, the target's are {target.block_size}")

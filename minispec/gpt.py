@@ -71,6 +71,19 @@ def rotate(x, cos, sin):
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
+class Rope(nn.Module):
+    """The table of all positions, as a module without weights: positions (...) -> cos and sin (..., 1, D) for `rotate`."""
+
+    def __init__(self, config):
+        super().__init__()
+        cos, sin = rope_table(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, positions, dtype):
+        return self.cos[positions][..., None, :].to(dtype), self.sin[positions][..., None, :].to(dtype)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)). The projections that read the same input are fused."""
 
@@ -107,9 +120,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(i, c) for i in range(c.n_layer))
         self.norm = RMSNorm(c.d_model, c.norm_eps)
         self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
-        cos, sin = rope_table(c)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.rope = Rope(c)
         self.apply(self._init)
         if c.tied:
             self.head.weight = self.embed.weight
@@ -143,7 +154,7 @@ class GPT(nn.Module):
         input of that layer (layer n_layer: the output of the last one, before the norm).
         """
         x = self.embed(tokens)
-        cos, sin = self.cos[positions][..., None, :].to(x.dtype), self.sin[positions][..., None, :].to(x.dtype)
+        cos, sin = self.rope(positions, x.dtype)
         for block in self.blocks:
             if taps is not None and block.layer in taps:
                 taps[block.layer] = x

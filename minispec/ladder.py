@@ -86,7 +86,7 @@ def observed(rows, traces, cost, cell):
 
 def plans_of(run, traces):
     """The plans that a row of bench.py's `run` followed. A drafter that always proposes k needs no record: they follow
-    from the traces (test_profile.py says so). None for a method that has neither."""
+    from the traces (test_measure.py says so). None for a method that has neither."""
     if run["method"] == "ar":
         return [bounds.autoregressive(t) for t in traces]
     if run["plans"] is not None:

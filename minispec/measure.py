@@ -190,29 +190,16 @@ def traces_of(drafters, model, texts, k_max=16, progress=lambda items, **_: item
 
 
 @torch.inference_mode()
-def child_rates(drafter, model, texts, width=4):
+def child_rates(drafter, texts, width=4):
     """Share of positions of texts [(prompt, output)] whose token was the first, second, .. choice of the drafter for its
-    first draft: (width,) chances for bounds.best_tree, not increasing. None where the drafter has no distribution."""
+    first draft: (width,) chances for bounds.best_tree, not increasing. None for a drafter without `first_guesses`."""
+    if not hasattr(drafter, "first_guesses"):
+        return None
     ranks = []
-    for prompt, output in texts:
-        ids = prompt + output
-        if hasattr(drafter, "prism"):
-            from .prism import unroll
-            features = _features(model, drafter, ids)[None]
-            logits = model.logits(unroll(drafter.prism, model, torch.tensor([ids], device=model.device), features, 1)[0][0])[:-2]
-            first = 2                                    # row r guesses token r + 2
-        elif hasattr(drafter, "model"):
-            logits, first = drafter.model.logits(_features(drafter.model, _EveryToken, ids))[:-1], 1
-        else:
-            return None
-        start = len(prompt) + 1 - first                  # from the second output token on, as drafts do
-        true = torch.tensor(ids[len(prompt) + 1:], device=logits.device)
-        rows = logits[start:]
-        ranks.append((rows > rows.gather(-1, true[:, None])).sum(-1))
+    for prompt, output in texts:                         # from the second output token on, as drafts do
+        logits = drafter.first_guesses(prompt + output)[len(prompt) - 1:]
+        true = torch.tensor(output[1:], device=logits.device)
+        ranks.append((logits > logits.gather(-1, true[:, None])).sum(-1))
     ranks = torch.cat(ranks)
     rates = [(ranks == b).float().mean().item() for b in range(width)]
     return np.minimum.accumulate(rates).tolist()
-
-
-class _EveryToken:
-    taps = ()                                            # the final hidden state

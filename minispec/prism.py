@@ -92,29 +92,19 @@ class Prism(nn.Module):
         self.config = c = config
         self.fuse = nn.Linear(len(c.taps) * c.d_model, c.d_model) if c.taps else nn.Identity()
         self.bank = nn.ModuleList(Module(c) for _ in range(c.n_modules))
-        cos, sin = gpt.rope_table(c)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.rope = gpt.Rope(c)
         self.apply(self._init)
 
     def forward(self, step, e, a, positions, attend):
         """Draft step 1, 2, ..: embeddings e and states a (..., C) at positions (...) -> states (..., C)."""
-        cos, sin = self.cos[positions][..., None, :].to(a.dtype), self.sin[positions][..., None, :].to(a.dtype)
-        return self.bank[self.config.module_of(step)](e, a, cos, sin, attend)
+        return self.bank[self.config.module_of(step)](e, a, *self.rope(positions, a.dtype), attend)
 
     def n_params(self):
         return sum(p.numel() for p in self.parameters())
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
-        c, t = self.config, target.config
-        for what, mine, theirs in (("d_model", c.d_model, t.d_model), ("vocab_size", c.vocab_size, t.vocab_size)):
-            if mine != theirs:
-                raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has {theirs}")
-        if c.taps and max(c.taps) > t.n_layer:
-            raise ValueError(f"the drafter reads layer {max(c.taps)} of the target, which has {t.n_layer}")
-        if c.block_size < t.block_size:
-            raise ValueError(f"the drafter was made for contexts of {c.block_size} tokens, the target's are {t.block_size}")
+        folders.check_shapes(self.config, target.config, ("d_model", "vocab_size"))
 
 
 def for_target(target, step_map=(0, 1), n_layer=1, taps=()):
@@ -299,6 +289,12 @@ class PrismDrafter:
 
     def release(self, request):
         self.notes.pop(request, None)
+
+    def first_guesses(self, ids):
+        """Logits (len(ids) - 2, V) of what it would draft in place of each of ids[2:], knowing all before."""
+        x = torch.tensor([ids], device=self.target.device)
+        features = self.target.features(x, torch.arange(len(ids), device=x.device)[None], dense_attend(), self.taps)[1]
+        return self.target.logits(unroll(self.prism, self.target, x, features, 1)[0][0])[:-2]       # row r guesses token r + 2
 
     def propose(self, requests, limits):
         drafts = {r: _Draft(r, self.notes[r], limit, self.depth) for r, limit in zip(requests, limits) if limit > 0 and r.n_cached}

@@ -84,9 +84,7 @@ class Drafter(nn.Module):
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
         self.mask = nn.Parameter(torch.zeros(c.d_model))
         self.fuse = None if c.taps is None else nn.Linear(max(len(c.taps), 1) * target.config.d_model, c.d_model, bias=False)
-        cos, sin = gpt.rope_table(c)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        self.rope = gpt.Rope(c)
 
     def forward(self, tokens, positions, attend, features=None):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (..., F): the target's,
@@ -94,7 +92,7 @@ class Drafter(nn.Module):
         x = torch.where((tokens == MASK)[..., None], self.mask, self.words.embed(tokens.clamp(min=0)))
         if self.fuse is not None:
             x = x + self.fuse(features)
-        cos, sin = self.cos[positions][..., None, :].to(x.dtype), self.sin[positions][..., None, :].to(x.dtype)
+        cos, sin = self.rope(positions, x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin, attend)
         return self.norm(x)
@@ -104,15 +102,7 @@ class Drafter(nn.Module):
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
-        c, t = self.config, target.config
-        wanted = [("vocab_size", c.vocab_size, t.vocab_size)] + [("d_model", c.d_model, t.d_model)] * c.shared
-        for what, mine, theirs in wanted:
-            if mine != theirs:
-                raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has {theirs}")
-        if c.taps and max(c.taps) > t.n_layer:
-            raise ValueError(f"the drafter reads layer {max(c.taps)} of the target, which has {t.n_layer}")
-        if c.block_size < t.block_size:
-            raise ValueError(f"the drafter was made for contexts of {c.block_size} tokens, the target's are {t.block_size}")
+        folders.check_shapes(self.config, target.config, ("vocab_size", "d_model") if self.config.shared else ("vocab_size",))
 
 
 def for_target(target, source=None, n_layer=None, gamma=8, shift=True, taps=None):

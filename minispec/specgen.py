@@ -40,72 +40,100 @@ from .kv_cache import KVCache
 
 SELECTIONS = ("pillar", "shared", "oracle", "window", "random")
 SCHEDULES = ("unified", "lockstep", "random")
+GROWTH = 64                                  # entries that a pool of selections grows by beyond its need
 N_SINKS = 4                                  # first positions that a plain window keeps (StreamingLLM)
 
 
 class PillarKeys:
-    """The keys of one round of draft steps: a gathered copy of the selected positions, then the round's own rows.
-
-    selected: (L, G, c) positions, chosen per layer and KV head, or None for all of them (where they fit the budget);
-    recent: how many of the newest `length` cached positions come on top; k: draft steps to leave room for. `attend` is for
-    single rows (one draft step).
-    """
-
+    """What the draft rows of a request may see in one round: selected (L, G, c) positions, chosen per layer and KV head, and
+    the `recent` newest of `length` cached ones (selected None: all of them); then the rows of the round itself. `base` is
+    the request's first slot. One row at a time is drafted, so there is one forward for every draft."""
     scores = None
 
-    def __init__(self, cache, base, length, selected, recent, k):
-        self.cache, self.base, self.length, self.room = cache, base, length, k
-        self.selected, self.recent = selected, recent
+    def __init__(self, pool, base, length, selected, recent):
+        self.pool, self.base, self.length, self.selected, self.recent = pool, base, length, selected, recent
         self.n = length if selected is None else selected.shape[-1] + recent   # entries of the list so far
-        self.k = None
+        self.row = None                                                        # in the pool, once it is gathered
 
-    def _gather(self):
-        """The copy, made by the first draft step; on a GPU the kernel reads the cache in place and there is none."""
-        layers, groups, _, d = self.cache.k.shape
-        self.k = torch.empty(layers, groups, self.n + self.room, d, dtype=self.cache.k.dtype, device=self.cache.k.device)
-        self.v = torch.empty_like(self.k)
-        for buffer, pool in ((self.k, self.cache.k), (self.v, self.cache.v)):
-            old = self.n - self.recent
-            if self.selected is None:
-                buffer[:, :, :self.n] = pool[:, :, self.base:self.base + self.length]
+
+class DraftPool:
+    """A copy of what every drafting request may see, side by side, (L, rows, G, width, D), so that one product a layer serves
+    all of them. A row is gathered by the first draft step of a round; every step appends to it. (On a GPU the kernel reads
+    the cache in place, and there is no copy.)"""
+
+    def __init__(self, cache, room):
+        """room: draft rows that a round may append."""
+        self.cache, self.room, self.taken = cache, room, []                    # taken: row -> the keys that have it, or None
+        layers, groups, slots, d = cache.k.shape
+        self.heads = torch.arange(0, layers * groups * slots, slots, device=cache.k.device).view(layers, groups, 1)     # of the cache as one table
+        self.k = self.v = cache.k.new_empty(layers, 0, groups, 0, d)
+
+    def give_back(self, keys):
+        if keys.row is not None:
+            self.taken[keys.row] = keys.row = None
+
+    def _gather(self, keys):
+        """Take a row, and copy what is selected into it."""
+        if None not in self.taken:
+            self.taken.append(None)
+        keys.row = self.taken.index(None)
+        self.taken[keys.row] = keys
+        missing = len(self.taken) - self.k.shape[1], keys.n + self.room - self.k.shape[3]
+        if max(missing) > 0:
+            more = (0, 0, 0, missing[1] + GROWTH if missing[1] > 0 else 0, 0, 0, 0, missing[0])
+            self.k, self.v = F.pad(self.k, more), F.pad(self.v, more)
+        old, end = keys.n - keys.recent, keys.base + keys.length
+        for copy, cached in ((self.k[:, keys.row], self.cache.k), (self.v[:, keys.row], self.cache.v)):
+            if keys.selected is None:
+                copy[:, :, :keys.n] = cached[:, :, keys.base:end]
             else:
-                buffer[:, :, :old] = pool.gather(2, (self.base + self.selected)[..., None].expand(-1, -1, -1, d))
-                buffer[:, :, old:self.n] = pool[:, :, self.base + self.length - self.recent:self.base + self.length]
+                rows = self.heads + keys.base + keys.selected                  # whole rows: a tenth of the time of gather
+                copy[:, :, :old] = F.embedding(rows, cached.view(-1, copy.shape[-1]))
+                copy[:, :, old:keys.n] = cached[:, :, end - keys.recent:end]
 
-    def _append(self, layer, k, v):
-        """Rows come in the order of the layers, so layer 0 opens a step."""
-        if self.k is None:
-            self._gather()
-        if layer == 0:
-            self.n += 1
-        self.k[layer, :, self.n - 1], self.v[layer, :, self.n - 1] = k[0], v[0]
+    def attend(self, some):
+        """attend over one draft row of each of `some` keys: q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
+        for keys in some:
+            if keys.row is None:
+                self._gather(keys)
+            keys.n += 1
+        device, (_, _, groups, _, d) = self.k.device, self.k.shape
+        row, last = torch.tensor([[keys.row, keys.n - 1] for keys in some], device=device).T
+        rows, width = max(keys.row for keys in some) + 1, max(keys.n for keys in some)
+        ends = torch.full((rows,), width, device=device)
+        ends[row] = last + 1
+        hidden = torch.arange(width, device=device) >= ends[:, None]
+        mask = torch.zeros(rows, 1, 1, width, dtype=self.k.dtype, device=device).masked_fill_(hidden[:, None, None], float("-inf"))
+
+        def attend(layer, q, k, v):
+            keys, values = self.k[layer], self.v[layer]
+            keys[row, :, last], values[row, :, last] = k, v
+            q_rows = q.new_zeros(rows, groups, q.shape[1] // groups, d)        # rows that do not draft now are computed in vain
+            q_rows[row] = q.unflatten(1, (groups, -1))
+            return F.scaled_dot_product_attention(q_rows, keys[:rows, :, :width], values[:rows, :, :width], attn_mask=mask)[row].flatten(1, 2)
+        return attend
+
+
+class OracleKeys:
+    """What no method can know beforehand: the positions that the current query itself attends to most, `budget` of them per
+    layer and KV head, found by looking at all. An upper bound for selections, and as slow as full attention. For one row;
+    like a PillarKeys it leaves the cache alone."""
+    scores = pool = None
+
+    def __init__(self, cache, base, length, budget):
+        self.cached, self.length, self.budget = (cache.k[:, :, base:base + length], cache.v[:, :, base:base + length]), length, budget
+        self.own = [[] for _ in range(len(cache.k))]                           # layer -> [(k, v) (G, 1, D) of each draft row]
 
     def attend(self, layer, q, k, v):
         """q (1, H, D), k and v (1, G, D) -> (1, H, D)."""
-        self._append(layer, k, v)
-        rows = group_rows(q, k.shape[1])
-        return ungroup_rows(F.scaled_dot_product_attention(rows[None], self.k[None, layer, :, :self.n],
-                                                           self.v[None, layer, :, :self.n])[0], 1)
-
-
-class OracleKeys(PillarKeys):
-    """What no method can know beforehand: the positions that the current query itself attends to most, `budget` of them per
-    layer and KV head, found by looking at all. An upper bound for selections, and as slow as full attention."""
-
-    def __init__(self, cache, base, length, budget, k):
-        super().__init__(cache, base, length, None, 0, k)
-        self.budget = budget
-
-    def attend(self, layer, q, k, v):
-        self._append(layer, k, v)
-        rows = group_rows(q, k.shape[1])                                       # (G, g, D)
-        logits = (rows @ self.k[layer, :, :self.n].transpose(1, 2)).float() * q.shape[-1] ** -0.5
-        own = self.n - self.length                                             # the round's own rows are always seen
+        self.own[layer].append((k.transpose(0, 1), v.transpose(0, 1)))
+        keys, values = (torch.cat([cached[layer], *own], dim=1) for cached, own in zip(self.cached, zip(*self.own[layer])))
+        logits = (group_rows(q, k.shape[1]) @ keys.transpose(1, 2)).float() * q.shape[-1] ** -0.5          # (G, g, T)
         best = logits.softmax(-1).mean(1)[:, :self.length].topk(min(self.budget, self.length), dim=-1).indices
-        seen = torch.zeros(k.shape[1], self.n, dtype=torch.bool, device=q.device).scatter_(1, best, True)
-        seen[:, self.n - own:] = True
-        probs = logits.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
-        return ungroup_rows(probs.to(v.dtype) @ self.v[layer, :, :self.n], 1)
+        hidden = torch.ones(keys.shape[:2], dtype=torch.bool, device=q.device).scatter_(1, best, False)
+        hidden[:, self.length:] = False                                        # the round's own rows are always seen
+        probs = logits.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
+        return ungroup_rows(probs.to(v.dtype) @ values, 1)
 
 
 def budget(length, sparsity, min_budget):
@@ -143,7 +171,7 @@ class SpecGen:
                 raise ValueError(f"unknown {what} '{value}'; choose from {', '.join(allowed)}")
         self.engine, self.k, self.sparsity, self.min_budget = engine, k, sparsity, min_budget
         self.recent_share, self.select, self.schedule, self.delayed = recent_share, select, schedule, delayed
-        self.fusable = select != "oracle"
+        self.fusable, self.pool = select != "oracle", None
         self.rows, self.record = k + 1, select in ("pillar", "shared")
         self.unjudged = []                                     # (segment, logits) of the last iteration, if delayed
         self.rng = random.Random(0)                            # of the "random" schedule
@@ -157,7 +185,10 @@ class SpecGen:
     # -- plan: which rows, which keys ----------------------------------------------------------------------------------
 
     def plan(self, active):
-        return [s for s in map(self._segment, active) if s]
+        if self.pool is None or self.pool.cache is not self.engine.cache:
+            self.pool = DraftPool(self.engine.cache, self.k)
+        plan = [s for s in map(self._segment, active) if s]
+        return sorted(plan, key=lambda s: s.kind)              # drafts stand together: one product serves them
 
     def _segment(self, r):
         if r.n_cached < len(r.tokens) - 1:                     # NORMAL; its last rows choose for the first round
@@ -174,6 +205,7 @@ class SpecGen:
             row = [state.drafts[-1] if state.drafts else r.tokens[-1]]
             return Segment(r, row, r.n_cached + len(state.drafts), state.keys, "draft", 1)
         state.phase = self.k                                   # VERIFY
+        self._forget(state)
         rows = [r.tokens[-1], *state.drafts]
         keys = FullKeys(self.engine.cache, r.run.first, r.n_cached, len(rows), record=self.record)
         return Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts, torch.stack(state.q) if state.q else None)
@@ -189,10 +221,14 @@ class SpecGen:
         return loads.index(max(loads) if self.schedule == "lockstep" else min(loads))
 
     def _draft_keys(self, r, state):
-        cache, base = self.engine.cache, r.run.first
         if self.select == "oracle":
-            return OracleKeys(cache, base, r.n_cached, budget(r.n_cached, self.sparsity, self.min_budget), state.k)
-        return PillarKeys(cache, base, r.n_cached, state.selected, state.recent, state.k)
+            return OracleKeys(self.engine.cache, r.run.first, r.n_cached, budget(r.n_cached, self.sparsity, self.min_budget))
+        return PillarKeys(self.pool, r.run.first, r.n_cached, state.selected, state.recent)
+
+    def _forget(self, state):
+        if isinstance(state.keys, PillarKeys):
+            self.pool.give_back(state.keys)
+        state.keys = None
 
     # -- settle: accept, select ----------------------------------------------------------------------------------------
 
@@ -265,6 +301,8 @@ class SpecGen:
         return Round(selected, recent, 0)
 
     def release(self, r):
+        if r.state:
+            self._forget(r.state)
         r.state = None
 
 

@@ -46,7 +46,7 @@ FAMILIES = ("trace", "arith", "story", "search", "revise")
 SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}   # trained range
 TRACE_MAX = 210             # lines of the longest program: prompt and chain have about 9,900 tokens
 ALLOWED = {"trace": (1, TRACE_MAX), "arith": (1, 25), "story": (1, 25), "search": (2, 60), "revise": (2, 24)}      # 25 letters
-TOKENS_PER_LINE = 37        # of a `trace` chain, on average, with the shipped tokenizer
+TOKENS_PER_LINE = 38        # of a `trace` chain, on average, with the shipped tokenizer
 
 
 def lines_for(tokens):
@@ -121,20 +121,24 @@ def trace(rng, size):
     name right behind that of the line before (in the list of names, which `start` and `end` close), an expression one word
     behind its name. One induction step (find the name, read on) then does it. With "lamp is 4" for lamp4 a 5M-parameter
     model had not learned to look up anything after 7M tokens; without the line before, it solved one problem in three
-    after 22M; and "lamp is set to" for "lamp takes" made most of the errors that were left then.
+    after 22M; and "lamp is set to" for "lamp takes" made most of the errors that were left then. A name is the first operand
+    of one line at most, or "gets car plus" could be read on in several lines: the errors after that.
     """
     given = rng.randint(3, 8)
     names = rng.sample(NAMES, size + given)
     value = {name: rng.randrange(10) for name in names[:given]}
     opens, recalls = rng.choice(TRACE_STYLES)
     says = lambda n: f"{n}{value[n]}" if n in value else n          # a value stands right behind its name: lamp4
-    lines, think, before = [], "", "start"
+    lines, firsts, think, before = [], set(), "", "start"
     for i in range(given, len(names)):
-        def operand():
-            if i == given or rng.random() < 0.15:
-                return names[rng.randrange(given)]
-            return names[max(i - 1 - int(rng.expovariate(1 / 4)), 0)]
-        name, op, a = names[i], rng.choice("+-"), operand()
+        def operand(taken=()):
+            while True:                                         # the name of the line before is always free
+                near = i > given and rng.random() >= 0.15
+                one = names[max(i - 1 - int(rng.expovariate(1 / 4)), 0) if near else rng.randrange(given)]
+                if one not in taken:
+                    return one
+        name, op, a = names[i], rng.choice("+-"), operand(firsts)
+        firsts.add(a)
         b = operand() if rng.random() < 0.4 else str(rng.randint(1, 9))
         lines.append(f" {name} = {a} {op} {b}")
         word = "plus" if op == "+" else "minus"

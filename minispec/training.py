@@ -49,12 +49,12 @@ def resume(folder, model, opts, device):
     return saved["step"], saved["seconds"]
 
 
-def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_every, device="cpu", after_step=None):
+def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_every, device="cpu"):
     """Run the optimiser steps that are still missing.
 
     loss_of(step) -> {"loss": the tensor to minimise, other names: numbers to show and to log}; means of the last 50 steps
     are shown. rate_of(step) -> learning rate. save() writes the model, evaluate(step) -> more entries of the log's record,
-    called every save_every steps and at the end. after_step(step): what else a step does.
+    called every save_every steps and at the end.
     """
     os.makedirs(folder, exist_ok=True)
     first, spent = resume(folder, model, opts, device)
@@ -72,8 +72,6 @@ def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_eve
                 group["lr"] = rate_of(step)
             opt.step()
             opt.zero_grad(set_to_none=True)
-        if after_step:
-            after_step(step)
         recent = recent[-49:] + [{name: x.item() if torch.is_tensor(x) else x for name, x in losses.items()}]
         mean = {name: sum(r[name] for r in recent) / len(recent) for name in losses}
         bar.set_postfix({name: f"{x:.3f}" for name, x in mean.items()})

@@ -139,23 +139,25 @@ def point_mass_tree(draft, parents, p, coins):
     (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token that follows.
     Returns (accepted rows, next token).
     """
-    path, coin, left = [0], coins.tolist(), p[0].double()                      # left: what is not struck out of p
+    p, coin, path = p.double().cpu(), coins.tolist(), [0]                      # one copy: every branch below looks at a number
+    left = p[0]                                                                # what is not struck out of p
     for row, (token, parent) in enumerate(zip(draft, parents), 1):             # siblings come in order, after their parent
         if parent != path[-1]:
             continue
         if coin[row - 1] * left.sum().item() < left[token].item():
             path.append(row)
-            left = p[row].double()
+            left = p[row]
         else:
-            left = left.index_fill(0, torch.tensor([token], device=left.device), 0.0)
+            left = left.index_fill(0, torch.tensor([token]), 0.0)
     # Nothing left: the last child had all the mass, and was rejected by rounding alone; p itself is the right draw then.
     left = left if left.sum() > 0 else p[path[-1]]
-    return path[1:], draw(left, coins[-1].to(left.device)).item()
+    return path[1:], draw(left, coins[-1].cpu()).item()
 
 
 def selection_tree(draft, parents, p, coins):
     """SpecDiff-2's self-selection (section 4, Eq. 7): of all paths take the one of largest sum over its rows of the probability
     that the target would accept that far, and judge it as a point mass. Arguments and result as for point_mass_tree."""
+    p = p.cpu()
     given = p[parents, draft].tolist()                                         # of each draft, by the row it hangs from
     reach, score = [1.0], [0.0]
     for parent, one in zip(parents, given):
@@ -176,19 +178,19 @@ def rejection_tree(chains, q, draft, parents, p, coins):
     position the chains that agree with the accepted path are tried in turn: accept with probability min(1, p / q), else
     go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so one coin a row is enough.)
     """
-    path, coin, live = [], coins.tolist(), chains
-    left, q = p[0].double(), q.double()
+    p, q, path, coin, live = p.double().cpu(), q.double().cpu(), [], coins.tolist(), chains
+    left = p[0]
     for j in range(len(q)):
         for chain in live:
             row, token = chain[j], draft[chain[j] - 1]
             if coin[row - 1] * q[j, token].item() < left[token].item():
                 path.append(row)
-                live, left = [c for c in live if c[j] == row], p[row].double()
+                live, left = [c for c in live if c[j] == row], p[row]
                 break
             rest = (left - q[j]).clamp(min=0)
             if not rest.sum() > 0:                                             # rejected by rounding alone: see rejection_chain
-                return path, draw(left, coins[-1].to(left.device)).item()
+                return path, draw(left, coins[-1].cpu()).item()
             left = rest / rest.sum()
         else:
             break
-    return path, draw(left, coins[-1].to(left.device)).item()
+    return path, draw(left, coins[-1].cpu()).item()

@@ -1,7 +1,12 @@
 """Toy models for tests: tiny, untied and drawn with large weights, so that their greedy output wanders instead of
 repeating a token, and sampled distributions are neither flat nor peaked."""
+import contextlib
+import json
 import os
+import pty
+import subprocess
 import sys
+from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -48,6 +53,33 @@ def chi_square(counts, probs):
             counts, expected = counts[:-1], expected[:-1]
     statistic = ((counts - expected) ** 2 / expected).sum()
     return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2).item()
+
+
+def save_toy_target(folder):
+    """A random target with the shipped tokenizer, in folder/target."""
+    from minispec.tokenizer import Tokenizer
+    tokenizer = Tokenizer.load(TARGET)
+    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+        gpt.save(toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"]),
+                 os.path.join(folder, "target"), json.load(f))
+
+
+def run_script(script, *args):
+    """main() of an imported script with these arguments."""
+    with mock.patch.object(sys, "argv", [script.__name__ + ".py", *map(str, args)]):
+        script.main()
+
+
+def on_a_terminal(command):
+    """What the command, which must succeed, shows on a terminal: bytes."""
+    leader, follower = pty.openpty()
+    p, shown = subprocess.Popen(command, cwd=ROOT, stdout=follower, stderr=follower), b""
+    os.close(follower)
+    with contextlib.suppress(OSError):                  # the way a closed terminal says that it is
+        while chunk := os.read(leader, 4096):
+            shown += chunk
+    assert p.wait(60) == 0
+    return shown
 
 
 @pytest.fixture(scope="session")

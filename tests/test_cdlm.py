@@ -3,13 +3,11 @@ Numbers in test names' comments are the statements of the checklist that the pap
 import json
 import math
 import os
-import pty
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, toy_model
+from conftest import ROOT, TARGET, on_a_terminal, toy_model
 from safetensors.torch import load_file
 
 import decode
@@ -613,16 +611,5 @@ def test_watch_fills_in_on_a_terminal_and_prints_lines_elsewhere(toy, capsys):
     decode.main(args)
     lines = [line for line in capsys.readouterr().out.splitlines() if " +1 " in line]
     assert len(lines) == 8 and "·" in lines[0] and "·" not in lines[3] and "·" in lines[4]
-    leader, follower = pty.openpty()
-    p = subprocess.Popen([sys.executable, os.path.join(ROOT, "decode.py"), *args], cwd=ROOT, stdout=follower, stderr=follower)
-    os.close(follower)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(leader, 4096)
-        except OSError:
-            break
-        if not chunk:
-            break
-        shown += chunk
-    assert p.wait(60) == 0 and shown.count(b"\033[J") == 8 and b"\033[32m" in shown and "·".encode() in shown
+    shown = on_a_terminal([sys.executable, os.path.join(ROOT, "decode.py"), *args])
+    assert shown.count(b"\033[J") == 8 and b"\033[32m" in shown and "·".encode() in shown

@@ -1,7 +1,6 @@
 """decode.py as a user meets it: what it prints, what it writes, and one clear line for every bad input."""
 import json
 import os
-import pty
 import shutil
 import signal
 import subprocess
@@ -9,7 +8,7 @@ import sys
 import time
 
 import pytest
-from conftest import DRAFT, ROOT, TARGET, toy_model
+from conftest import DRAFT, ROOT, TARGET, on_a_terminal, toy_model
 
 from minispec import gpt, tasks
 from minispec.tokenizer import Tokenizer
@@ -138,19 +137,8 @@ def test_streams_and_is_seeded(toy):
 
 
 def test_colours_on_a_terminal_only(toy):
-    leader, follower = pty.openpty()
-    p = subprocess.Popen([*COMMAND, "--model", str(toy), "--method", "specgen", "--prompt", "hi", "--max-new-tokens", "30"], cwd=ROOT, stdout=follower, stderr=follower)
-    os.close(follower)
-    shown = b""
-    while True:
-        try:
-            chunk = os.read(leader, 4096)
-        except OSError:
-            break
-        if not chunk:
-            break
-        shown += chunk
-    assert p.wait(60) == 0 and b"legend:" in shown and b"\033[32m" in shown
+    shown = on_a_terminal([*COMMAND, "--model", str(toy), "--method", "specgen", "--prompt", "hi", "--max-new-tokens", "30"])
+    assert b"legend:" in shown and b"\033[32m" in shown
 
 
 def test_interrupt_keeps_the_text_and_exits_130(tmp_path):

@@ -179,9 +179,9 @@ def test_cost_table_is_one_that_the_analyzer_takes():
 
 def test_child_rates(dense):
     texts = list(dense[0].values())
-    itself = measure.child_rates(SmallLM(TARGET, TARGET), TARGET, texts)
+    itself = measure.child_rates(SmallLM(TARGET, TARGET), texts)
     assert itself[0] == 1.0 and itself[1:] == [0, 0, 0]                        # the target guesses itself
-    rates = {name: measure.child_rates(make(), TARGET, texts) for name, make in DRAFTERS.items()}
+    rates = {name: measure.child_rates(make(), texts) for name, make in DRAFTERS.items()}
     assert rates["ngram"] is None and len(rates["prism"]) == 4 and list(rates["draft"]) == sorted(rates["draft"], reverse=True)
     first = np.mean(np.concatenate([t.accept["draft"][1:-1] > 1 for t in dense[1]]))
     assert abs(rates["draft"][0] - first) < 0.05                               # the last position has room for no draft

@@ -1,5 +1,6 @@
 """The PRISM family on toy models: training equals drafting, drafting is lossless, a step reads one module, caches hold what
 they should, and training works. Section numbers and statements are those of our notes on the paper."""
+import functools
 import json
 import os
 import random
@@ -9,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import TARGET as SHIPPED
-from conftest import chi_square, dense_logits, toy_model
+from conftest import chi_square, dense_logits, run_script, save_toy_target, toy_model
 from safetensors.torch import load_file
 
 import decode
@@ -19,7 +20,6 @@ from minispec.attention import FullKeys, dense_attend, packed_attend, path_mask,
 from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
 from minispec.prism import PrismConfig, PrismDrafter
-from minispec.tokenizer import Tokenizer
 from minispec.verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
 
 MAPS = {1: (0,), 2: (0, 1), 3: (0, 1, 2)}
@@ -480,16 +480,12 @@ def test_damaged_folders_are_named(tmp_path):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random target with the shipped tokenizer, and room for drafters beside it."""
-    folder, tokenizer = tmp_path_factory.mktemp("prism"), Tokenizer.load(SHIPPED)
-    target = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
-    with open(os.path.join(SHIPPED, "tokenizer.json"), encoding="utf-8") as f:
-        gpt.save(target, folder / "target", json.load(f))
+    folder = tmp_path_factory.mktemp("prism")
+    save_toy_target(folder)
     return folder
 
 
-def script(*args):
-    with mock.patch.object(sys, "argv", ["train_prism.py", *args]):
-        train_prism.main()
+script = functools.partial(run_script, train_prism)
 
 
 def train(folder, out, *args):

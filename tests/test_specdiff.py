@@ -7,13 +7,11 @@ import json
 import math
 import os
 import random
-import sys
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, chi_square, dense_logits, toy_model
+from conftest import ROOT, chi_square, dense_logits, run_script, save_toy_target, toy_model
 from conftest import TARGET as SHIPPED
 from safetensors.torch import load_file
 
@@ -24,7 +22,6 @@ from minispec.attention import FullKeys, dense_attend
 from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
 from minispec.specdiff import MASK, OBJECTIVES, RULES, SpecDiffDrafter, merge
-from minispec.tokenizer import Tokenizer
 from minispec.verify import Sampling, draw, greedy_tree, rejection_chain, rejection_tree, selection_tree, warp
 
 FULL = bool(os.environ.get("MINISPEC_FULL"))
@@ -654,16 +651,12 @@ def test_windows_are_spread_over_what_the_target_wrote():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random target with the shipped tokenizer, and room for drafters beside it."""
-    folder, tokenizer = tmp_path_factory.mktemp("specdiff"), Tokenizer.load(SHIPPED)
-    target = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
-    with open(os.path.join(SHIPPED, "tokenizer.json"), encoding="utf-8") as f:
-        gpt.save(target, folder / "target", json.load(f))
+    folder = tmp_path_factory.mktemp("specdiff")
+    save_toy_target(folder)
     return folder
 
 
-def script(*args):
-    with mock.patch.object(sys, "argv", ["train_specdiff.py", *map(str, args)]):
-        train_specdiff.main()
+script = functools.partial(run_script, train_specdiff)
 
 
 def train(folder, out, *args, tokens="30e3", responses="responses", temperature="1"):
@@ -721,7 +714,7 @@ def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
 def test_stored_answers_are_ids_with_their_probabilities(folder):
     """D1: what is stored is what was sampled, with its end of text, under the probabilities that it was sampled with."""
     train(folder, "ids", tokens="100")
-    target, tokenizer = gpt.load(folder / "target"), Tokenizer.load(folder / "target")
+    target = gpt.load(folder / "target")
     for prompt, answer, log_p in json.loads((folder / "responses" / "train-00000.json").read_text())[:4]:
         want = dense_logits(target, prompt + answer)[len(prompt) - 1:-1].log_softmax(-1)
         assert len(answer) == 24 or answer[-1] == target.config.eos_id

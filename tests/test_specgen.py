@@ -6,7 +6,7 @@ from conftest import dense_logits, toy_model
 from minispec.attention import FullKeys, dense_attend, packed_attend
 from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
-from minispec.specgen import SELECTIONS, OracleKeys, PillarKeys, SpecGen, budget, measure_costs, predicted_speedup
+from minispec.specgen import SELECTIONS, DraftPool, OracleKeys, PillarKeys, SpecGen, budget, measure_costs, predicted_speedup
 
 MODEL = toy_model()
 PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -65,10 +65,34 @@ def test_draft_rows_see_the_selection_the_recent_window_and_themselves():
     n, recent = 60, 6
     cache, base = filled_cache(n)
     selected = torch.stack([torch.randperm(n - recent)[:9] for _ in range(4)]).view(2, 2, 9)
-    keys = PillarKeys(cache, base, n, selected, recent, k=3)
+    keys = PillarKeys(DraftPool(cache, 3), base, n, selected, recent)
     got = draft_hidden(keys, [3, 1, 4], n)
     assert (got - masked_reference(selected, recent, n, [3, 1, 4])).abs().max() < 1e-4
     assert keys.n == 9 + 6 + 3                                  # step j reads b + j entries
+
+
+def test_requests_that_draft_together_see_what_each_sees_alone():
+    """Two of three rows of a pool draft; their lists differ in length, one of them is everything."""
+    cache, n = KVCache(MODEL.config, 240), (60, 37, 50)
+    with torch.inference_mode():
+        runs = [cache.open(64) for _ in n]
+        for run, length in zip(runs, n):
+            MODEL(torch.tensor(PROMPT[:length]), torch.arange(length), packed_attend([(0, length, FullKeys(cache, run.first, 0, length))]))
+
+    def lists(pool):
+        return [PillarKeys(pool, run.first, length, None if i == 1 else torch.arange(5 * i + 4).expand(2, 2, -1), 3 * (i != 1))
+                for i, (run, length) in enumerate(zip(runs, n))]
+
+    shared, alone = lists(DraftPool(cache, 2)), [lists(DraftPool(cache, 2))[i] for i in range(3)]
+    draft_hidden(shared[0], [7], n[0])                                         # takes the first row, then sits out
+    for token in (3, 5):
+        with torch.inference_mode():
+            together = MODEL(torch.tensor([token, token]), torch.tensor([37, 50]), packed_attend([(0, 1, shared[1]), (1, 2, shared[2])]))
+        want = [draft_hidden(alone[i], [token], n[i]) for i in (1, 2)]
+        assert (together - torch.cat(want)).abs().max() < 1e-4
+    assert shared[1].pool.taken == shared
+    shared[1].pool.give_back(shared[1])
+    assert shared[1].pool.taken == [shared[0], None, shared[2]] and shared[1].row is None
 
 
 def test_full_list_equals_dense_and_cold_start_sees_everything():
@@ -76,8 +100,8 @@ def test_full_list_equals_dense_and_cold_start_sees_everything():
     cache, base = filled_cache(n)
     everything = torch.arange(n - 4).expand(2, 2, -1)
     with torch.inference_mode():
-        dense = MODEL.logits(draft_hidden(PillarKeys(cache, base, n, everything, 4, 2), [9, 8], n))
-        cold = MODEL.logits(draft_hidden(PillarKeys(cache, base, n, None, 0, 2), [9, 8], n))
+        dense = MODEL.logits(draft_hidden(PillarKeys(DraftPool(cache, 2), base, n, everything, 4), [9, 8], n))
+        cold = MODEL.logits(draft_hidden(PillarKeys(DraftPool(cache, 2), base, n, None, 0), [9, 8], n))
     want = dense_logits(MODEL, PROMPT[:n] + [9, 8])[n:]
     assert (dense - want).abs().max() < 1e-4 and (cold - want).abs().max() < 1e-4
 
@@ -85,7 +109,7 @@ def test_full_list_equals_dense_and_cold_start_sees_everything():
 def test_draft_steps_leave_the_cache_alone():
     cache, base = filled_cache(40)
     before = cache.k.clone(), cache.v.clone()
-    draft_hidden(PillarKeys(cache, base, 40, torch.arange(10).expand(2, 2, -1), 5, 3), [1, 2, 3], 40)
+    draft_hidden(PillarKeys(DraftPool(cache, 3), base, 40, torch.arange(10).expand(2, 2, -1), 5), [1, 2, 3], 40)
     assert torch.equal(cache.k, before[0]) and torch.equal(cache.v, before[1])
 
 
@@ -151,7 +175,7 @@ def test_a_tiny_budget_is_sometimes_wrong():
 
 @pytest.mark.parametrize("chunk", [3, 64, 512])
 def test_the_end_of_the_prompt_chooses_for_the_first_round(chunk):
-    made, planner = [], SpecGen
+    made = []
 
     class Spy(SpecGen):
         def _select(self, r, keys, accepted):
@@ -183,9 +207,9 @@ def test_oracle_keeps_what_this_query_attends_to():
     """With a budget of everything it is dense attention; with a small one, the mean probability decides, row by row."""
     cache, base = filled_cache(50)
     with torch.inference_mode():
-        whole = MODEL.logits(draft_hidden(OracleKeys(cache, base, 50, 50, 2), [9, 8], 50))
+        whole = MODEL.logits(draft_hidden(OracleKeys(cache, base, 50, 50), [9, 8], 50))
     assert (whole - dense_logits(MODEL, PROMPT[:50] + [9, 8])[50:]).abs().max() < 1e-4
-    keys = OracleKeys(cache, base, 50, 5, 1)
+    keys = OracleKeys(cache, base, 50, 5)
     q, k, v = torch.randn(1, 4, 8), torch.randn(1, 2, 8), torch.randn(1, 2, 8)
     got = keys.attend(0, q, k, v)
     for g in range(2):
