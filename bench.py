@@ -195,21 +195,21 @@ def serving(args, model, tokenizer):
     """SpecGen where it should win: several requests with long contexts. Speed-up over the autoregressive loop of the same
     batch (the faster dtype), and what the cost model predicts from timings of single steps (for the same dtype)."""
     rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, dtype=torch.bfloat16)}
-    grid = [(1000, 2)] if args.quick else [(1000, 8), (4000, 8), (8192, 8)]
-    for context, batch in grid:
+    grid = [(1000, 2, 2)] if args.quick else [(c, b, 5 if (c, b) == (8192, 8) else 2) for b in (1, 8, 16) for c in (1000, 4000, 8192)]
+    for context, batch, pairs in grid:
         new = 96
         cells = {(m, d): (lambda m=m, t=t: (methods.make_engine(m, t, args, batch), warm_requests(tokenizer, t, context, new, batch)))
                  for m in ("ar", "specgen") for d, t in targets.items()}
-        results = race(cells, 2, f"{batch} requests at {context}")
+        results = race(cells, pairs, f"{batch} requests at {context}")
         both = [results["ar", d][0] for d in targets]
         for (m, d), (rates, engine, generations) in results.items():
-            row = {"context": context, "requests": batch, "method": m, "dtype": d, **ratio(rates, *both), "identical": None}
+            row = {"context": context, "requests": batch, "pairs": pairs, "method": m, "dtype": d, **ratio(rates, *both), "identical": None}
             if m == "specgen":
                 accepted = statistics.mean(s.accepted for g in generations for s in g.steps if s.proposed == 8)
-                costs = specgen.measure_costs(targets[d], context, batch, 8)
+                costs = specgen.measure_costs(targets[d], context, batch, 8, args.sparsity, args.min_budget)
                 own = statistics.median(rates) / statistics.median(results["ar", d][0])
                 row |= {"accepted": accepted, **costs, "own_speedup": own, "phase_seconds": dict(engine.seconds),
-                        "predicted": specgen.predicted_speedup(8, max(args.sparsity, args.min_budget / context), accepted, **costs),
+                        "predicted": specgen.predicted_speedup(8, accepted, **costs),
                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(results["ar", d][2], generations))}
             rows.append(row)
     return {"k": 8, "sparsity": args.sparsity, "rows": rows}

@@ -170,9 +170,9 @@ def schedule_view(engine):
 def regime(engine, args, accepted, context):
     """SpecGen's cost model at this run's batch and mean context, from timings made here and now."""
     k = engine.planner.k
-    costs = specgen.measure_costs(engine.model, context, args.batch, k)
+    costs = specgen.measure_costs(engine.model, context, args.batch, k, args.sparsity, args.min_budget)
     return {**costs, "context": context,
-            "predicted_speedup": specgen.predicted_speedup(k, min(max(args.sparsity, args.min_budget / context), 1), accepted, **costs, delayed=args.delayed)}
+            "predicted_speedup": specgen.predicted_speedup(k, accepted, **costs, delayed=args.delayed)}
 
 
 @torch.inference_mode()

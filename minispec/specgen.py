@@ -308,36 +308,55 @@ class SpecGen:
 
 # -- when does it pay? -------------------------------------------------------------------------------------------------
 
-def predicted_speedup(k, sparsity, accepted, attention_share, growth=1.0, verify_cost=1.0, delayed=False):
+def predicted_speedup(k, accepted, attention_share, draft_cost, growth=1.0, verify_cost=1.0, select_cost=0.0, delayed=False):
     """Speed-up over autoregressive decoding of the same batch (the paper's cost model). accepted: of k drafts, on average;
     attention_share: part of an autoregressive step; growth: how much longer everything else takes on the (2k + 1) / (k + 1)
-    as many rows of a mixed forward; verify_cost: how much longer k + 1 rows attend than one. The last two are 1 where a
-    step is bound by reading weights and keys, the paper's case.
+    as many rows of a mixed forward. The others are in units of a step's attention: draft_cost that of a draft step, verify_cost
+    that of a verification's k + 1 rows, select_cost choosing and gathering for a round. Where a step is bound by reading
+    weights and keys, the paper's case, they are s, 1 and 0, and growth is 1.
 
-    A round takes k + 1 iterations (one more if delayed) and attends to k s + 1 contexts; it commits accepted + 1 tokens.
+    A round takes k + 1 iterations (one more if delayed) and commits accepted + 1 tokens.
     """
     rest = 1 - attention_share
-    return (accepted + 1) / ((k + 1 + delayed) * growth * rest + (k * sparsity + verify_cost) * attention_share)
+    return (accepted + 1) / ((k + 1 + delayed) * growth * rest + (k * draft_cost + verify_cost + select_cost) * attention_share)
 
 
 @torch.inference_mode()
-def measure_costs(model, context, batch, k, repeats=5):
-    """What the cost model needs, measured (medians) on a batch of requests that have `context` tokens: a dict of
-    attention_share, growth and verify_cost. Under an attention share of about a third drafting sparsely cannot win."""
-    cache = KVCache(model.config, batch * (context + k + 1), model.dtype, model.device)
-    mixed = math.ceil(batch * (2 * k + 1) / (k + 1))
+def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
+    """What the cost model needs, measured (medians) on a batch of requests that have `context` tokens: its arguments by name.
+    Under an attention share of about a third drafting sparsely cannot win."""
+    c, room = model.config, context + k + 1
+    cache, mixed = KVCache(c, batch * room, model.dtype, model.device), math.ceil(batch * (2 * k + 1) / (k + 1))
+    scores = torch.rand(batch, c.n_layer, c.n_kv_head, context, device=model.device)
 
-    def seconds(requests, rows, length):
-        keys = [FullKeys(cache, (i % batch) * (context + k + 1), length, rows, record=rows > 1) for i in range(requests)]
-        tokens = torch.zeros(requests * rows, dtype=torch.long, device=model.device)
+    def seconds(work):
         started = time.perf_counter()
-        model.logits(model(tokens, torch.full_like(tokens, length), packed_attend([(i * rows, i * rows + rows, key) for i, key in enumerate(keys)])))
-        if tokens.is_cuda:
+        out = work()
+        if model.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - started
+        return time.perf_counter() - started, out
+
+    def forward(rows, keys):
+        tokens = torch.zeros(len(keys) * rows, dtype=torch.long, device=model.device)
+        attend = packed_attend([(i * rows, i * rows + rows, one) for i, one in enumerate(keys)])
+        return model.logits(model(tokens, torch.full_like(tokens, context), attend))
+
+    def full(requests, rows, length):
+        keys = [FullKeys(cache, (i % batch) * room, length, rows, record=rows > 1) for i in range(requests)]
+        return seconds(lambda: forward(rows, keys))[0]
+
+    def drafting():
+        """Of a round: choosing, and the first draft step, which gathers; and a later draft step."""
+        choosing, chosen = seconds(lambda: [s.topk(budget(context, sparsity, min_budget) - 1, dim=-1, sorted=False).indices for s in scores])
+        pool = DraftPool(cache, k)
+        keys = [PillarKeys(pool, i * room, context, one, 1) for i, one in enumerate(chosen)]
+        first, later = seconds(lambda: forward(1, keys))[0], seconds(lambda: forward(1, keys))[0]
+        return choosing + first - later, later
 
     shapes = {"short": (batch, 1, 1), "full": (batch, 1, context), "mixed": (mixed, 1, 1), "verify short": (batch, k + 1, 1), "verify": (batch, k + 1, context)}
-    times = {name: sorted(seconds(*shape) for _ in range(repeats))[repeats // 2] for name, shape in shapes.items()}
-    attention = max(times["full"] - times["short"], 1e-9)
-    return {"attention_share": attention / (times["short"] + attention), "growth": times["mixed"] / times["short"],
-            "verify_cost": max((times["verify"] - times["verify short"]) / attention, 1.0)}
+    median = lambda some: sorted(some)[repeats // 2]
+    t = {name: median([full(*shape) for _ in range(repeats)]) for name, shape in shapes.items()}
+    select, draft = map(median, zip(*[drafting() for _ in range(repeats)]))
+    attention = max(t["full"] - t["short"], 1e-9)
+    return {"attention_share": attention / (t["short"] + attention), "growth": t["mixed"] / t["short"], "draft_cost": max(draft - t["short"], 0) / attention,
+            "verify_cost": max((t["verify"] - t["verify short"]) / attention, 1.0), "select_cost": max(select, 0) / attention}

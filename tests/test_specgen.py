@@ -291,15 +291,17 @@ def test_a_delayed_verification_stalls_its_request_once():
 
 def test_cost_model_gives_the_notes_table():
     for share, sync, delayed in ((0.30, 1.07, 0.96), (0.50, 1.38, 1.26), (0.70, 1.95, 1.80), (0.77, 2.27, 2.12), (0.85, 2.82, 2.66)):
-        assert predicted_speedup(8, 0.05, 0.77 * 8, share) == pytest.approx(sync, abs=0.02)
-        assert predicted_speedup(8, 0.05, 0.77 * 8, share, delayed=True) == pytest.approx(delayed, abs=0.02)
-    assert predicted_speedup(8, 0.05, 6, 0.6, growth=1.5) < predicted_speedup(8, 0.05, 6, 0.6) > predicted_speedup(8, 0.05, 6, 0.6, verify_cost=2)
+        assert predicted_speedup(8, 0.77 * 8, share, 0.05) == pytest.approx(sync, abs=0.02)
+        assert predicted_speedup(8, 0.77 * 8, share, 0.05, delayed=True) == pytest.approx(delayed, abs=0.02)
+    for dearer in (dict(growth=1.5), dict(verify_cost=2), dict(select_cost=0.5)):
+        assert predicted_speedup(8, 6, 0.6, 0.05, **dearer) < predicted_speedup(8, 6, 0.6, 0.05) < predicted_speedup(8, 6, 0.6, 0.04)
 
 
 def test_attention_share_grows_with_the_context():
     model = toy_model(block_size=16384)
-    long, short = (measure_costs(model, n, 4, 8) for n in (16000, 64))
+    long, short = (measure_costs(model, n, 4, 8, 0.05, 64) for n in (16000, 64))
     assert 0 < short["attention_share"] < long["attention_share"] < 1 and long["verify_cost"] >= 1
+    assert predicted_speedup(8, 8, **long) > 0                     # they are its arguments
 
 
 @pytest.mark.parametrize("bad", [dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5), dict(select="best"), dict(schedule="fair")])
