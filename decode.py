@@ -13,15 +13,13 @@ import codecs
 import os
 import statistics
 import sys
-from dataclasses import replace
 
 import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
 from minispec import cdlm, gpt, methods, specgen, tasks
-from minispec.attention import dense_attend
-from minispec.engine import Request
+from minispec.answers import requests_of, schedule_view, summary, tie_gap, verdict
 from minispec.script import Parser, check_writable, run_main
 from minispec.tokenizer import Tokenizer
 from minispec.verify import Sampling
@@ -74,26 +72,6 @@ def problems_of(args):
     return [tasks.make(family, seed, "heldout", size)]
 
 
-def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), warm=0):
-    """One engine request a problem, the i-th with the i-th seed after sampling's: `limit` new tokens at most, or room for
-    twice a known solution. warm: enter the reference chain of thought where prompt and chain have so many tokens; a long
-    context is then reached in seconds. ValueError where a prompt does not fit the context, or a chain is too short."""
-    block, eos, out = model.config.block_size, model.config.eos_id, []
-    for i, p in enumerate(problems):
-        ids = tokenizer.prompt_ids(p.prompt)
-        known = len(tokenizer.response_ids(p.think, p.answer)) if p.think else 512
-        final = len(ids) + known if p.think else None
-        if warm:
-            ids = (ids + tokenizer.encode(p.think))[:warm]
-            if len(ids) < warm:
-                raise ValueError(f"problem {i + 1} has a known chain of {len(ids)} tokens with its prompt; a warm context of {warm} needs a longer one (--task trace)")
-        room = block - len(ids)
-        if room < max(limit or 1, 1):
-            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {limit or 2 * known} more; the context of this model is {block}")
-        out.append(Request(ids, limit or min(2 * known, room), replace(sampling, seed=sampling.seed + i), [eos], final))
-    return out
-
-
 class Printer:
     """Streams the text of one request, coloured by who proposed each token when the output is a terminal."""
 
@@ -138,60 +116,12 @@ def run(engine, requests, tokenizer, quiet=False, title=None):
     return [r.generation for r in requests]
 
 
-def summary(generations, engine):
-    """The figures of one run, over all its requests, as a dict (see README for what each one means)."""
-    steps = [s for g in generations for s in g.steps]
-    k = max((s.proposed for s in steps), default=0)
-    tokens, seconds = sum(len(g.token_ids) for g in generations), sum(engine.seconds.values())
-    by_position = []
-    for i in range(k):
-        tried = [s for s in steps if s.proposed > i]
-        by_position.append(round(sum(s.accepted > i for s in tried) / len(tried), 4))
-    return {
-        "new_tokens": tokens, "seconds": seconds, "tokens_per_second": tokens / seconds,
-        "tau": sum(s.committed for s in steps) / len(steps) if steps else 0.0,
-        "accepted_per_round": sum(s.accepted for s in steps) / len(steps) if steps else 0.0,
-        "acceptance_by_position": by_position,
-        "phase_seconds": dict(engine.seconds),
-    }
-
-
-def schedule_view(engine):
-    """What the scheduler did: rows an iteration, how many requests were in which phase, use of the cache."""
-    its = engine.iterations
-    rows = [i["prefill"] + i["draft"] + i["verify"] for i in its]
-    return {"iterations": len(its), "rows_mean": statistics.mean(rows), "rows_deviation": statistics.pstdev(rows),
-            "prefill_rows": sum(i["prefill"] for i in its), "draft_rows": sum(i["draft"] for i in its), "verify_rows": sum(i["verify"] for i in its),
-            "stalled": sum(i["stalled"] for i in its), "active_mean": statistics.mean(i["active"] for i in its),
-            "cache_slots": engine.cache.n_slots, "cache_peak": max(i["used"] for i in its), "moved": engine.cache.moved,
-            "offloaded": engine.cache.offloaded, "recomputed": engine.admission.recomputed}
-
-
 def regime(engine, args, accepted, context):
     """SpecGen's cost model at this run's batch and mean context, from timings made here and now."""
     k = engine.planner.k
     costs = specgen.measure_costs(engine.model, context, args.batch, k, args.sparsity, args.min_budget)
     return {**costs, "context": context,
             "predicted_speedup": specgen.predicted_speedup(k, accepted, **costs, delayed=args.delayed)}
-
-
-@torch.inference_mode()
-def tie_gap(model, prompt_ids, a, b):
-    """Gap between the target's two largest logits where outputs a and b first differ; 0 when they do not."""
-    i = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
-    if i is None:
-        return 0.0
-    ids = torch.tensor([prompt_ids + a[:i]], device=model.device)
-    hidden = model(ids, torch.arange(ids.shape[1], device=model.device)[None], dense_attend())[0, -1]
-    top = model.logits(hidden).float().topk(2).values
-    return (top[0] - top[1]).item()
-
-
-def verdict(problem, generation, tokenizer):
-    """True or False where the problem has a checkable answer, else None."""
-    if not problem.answer:
-        return None
-    return tasks.check(problem, tokenizer.answer_text(generation.token_ids))
 
 
 def describe(problem, generation, tokenizer):

@@ -53,3 +53,18 @@ def check_shapes(drafter, target, same):
         raise ValueError(f"the drafter reads layer {max(drafter.taps)} of the target, which has {target.n_layer}")
     if drafter.block_size < target.block_size:
         raise ValueError(f"the drafter was made for contexts of {drafter.block_size} tokens, the target's are {target.block_size}")
+
+
+def kind_of(folder):
+    """"prism", "specdiff", .. for a folder of a trained drafter, else None."""
+    file = os.path.join(folder, "config.json")
+    if not os.path.exists(file):
+        return None
+    with open(file, encoding="utf-8") as f:
+        return json.load(f).get("model_type")
+
+
+def last_record(folder):
+    """The last line of log.jsonl."""
+    with open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as f:
+        return json.loads(f.readlines()[-1])

@@ -363,4 +363,4 @@ def save(prism, folder):
 def load(folder, device="cpu", dtype=None):
     """The drafter in a folder. ValueError, in one line, names what is missing, damaged or does not fit."""
     prism = folders.load(folder, "prism", lambda **config: Prism(PrismConfig(**config)))
-    return prism.to(device=device, dtype=dtype).eval()
+    return gpt.store_by_columns(prism.to(device=device, dtype=dtype).eval())

@@ -1,9 +1,10 @@
 """The Markdown table of every study, from its file in results/. Numbers are stored in full and rounded here alone."""
 import json
+import math
 import os
 import statistics
 
-from . import gpt
+from safetensors import safe_open
 
 
 def _table(head, rows):
@@ -45,10 +46,38 @@ def render(name, r):
                 + _table(["schedule, 40 requests", "rows a forward", "standard deviation / mean", "most / least"], even))
     if name in ("profile", "trace", "run", "bounds"):
         return {"profile": _costs, "trace": _accepts, "run": _runs, "bounds": _ladder}[name](r)
+    if name in ("prism_arms", "specdiff_objectives"):
+        return _arms(r)
+    if name in ("prism_trees", "specdiff_chains"):
+        columns = [c for c in r["rows"][0] if c not in ("tokens_per_second", "speedup", "speedup_range", "tau", "identical")]
+        rows = [[*("" if x[c] is None else x[c] for c in columns), f"{x['tau']:.2f}", f"{x['tokens_per_second']:.0f}", times(x), f"{x['identical']} of {r['prompts']}"] for x in r["rows"]]
+        return _table([*(c.replace("_", " ") for c in columns), "tau", "tokens/s", "speed-up over ar (range)", "identical to ar"], rows)
+    if name == "prism_steps":
+        return _table(["drafter", "parameters", "read by a step", "ms a draft step", "ratio to 1 module"],
+                      [[a, f"{x['parameters'] / 1e6:.2f}M", f"{x['parameters_read'] / 1e6:.2f}M", f"{x['milliseconds']:.3f}", f"{x['ratio']:.3f}"] for a, x in r["arms"].items()])
+    if name == "specdiff_budgets":
+        rows = [[x["budget"], *(f"{100 * x[m]['solved'] / x['problems']:.0f} %" for m in ("ar", "specdiff")), *(f"{x[m]['seconds']:.1f}" for m in ("ar", "specdiff"))] for x in r["rows"]]
+        return _table(["tokens an answer may have", "solved, ar", "solved, specdiff", "seconds, ar", "seconds, specdiff"], rows)
     if name == "transformers":
         return _table(["loop", "tokens/s, median (range)", "ratio to transformers"],
                       [["transformers generate", _spread(r["transformers"]), "1.00"], ["minispec ar", _spread(r["minispec"]), f"{r['ratio']:.2f}"]])
     raise KeyError(name)
+
+
+def _arms(r):
+    """Trained drafters beside each other; intervals are 95 % bootstraps over prompts."""
+    kinds = [key for key in next(iter(r["arms"].values())) if key.startswith("at_")]
+    span = lambda x: f"{x[0]:.2f}-{x[1]:.2f}"
+    rows = []
+    for name, x in r["arms"].items():
+        row = [name, f"{x['parameters'] / 1e6:.2f}M", f"{x['log']['tokens'] / 1e6:.1f}M", f"{x['log']['seconds'] / 60:.0f}"]
+        for key in kinds:
+            a = x[key]
+            row += [f"{a['tau']:.2f} ({span(a['interval'])})", f"{a['ratio']:.3f} ({a['ratio_interval'][0]:.3f}-{a['ratio_interval'][1]:.3f})"]
+        rows.append([*row, " ".join(f"{p:.2f}" for p in x[kinds[0]]["by_depth"]), " / ".join(f"{t:.2f}" for t in x[kinds[0]]["by_family"].values())])
+    heads = [h for key in kinds for h in (f"tau, temperature {key.removeprefix('at_')}", f"ratio to {r['reference']}")]
+    families = " / ".join(next(iter(r["arms"].values()))[kinds[0]]["by_family"])
+    return _table(["drafter", "parameters", "trained tokens", "minutes", *heads, "accepted by depth", f"tau of {families}"], rows)
 
 
 def _costs(r):
@@ -131,7 +160,8 @@ def training_table(folder):
             with open(files[1], encoding="utf-8") as f:
                 log = [json.loads(line) for line in f]
             seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
-            params = gpt.load(os.path.join(folder, name)).n_params()
+            with safe_open(os.path.join(folder, name, "model.safetensors"), "pt") as f:
+                params = sum(math.prod(f.get_slice(tensor).get_shape()) for tensor in f.keys())
             rows.append([name, f"{params / 1e6:.2f}M", f"{log[-1]['tokens'] / 1e6:.1f}M", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}", f"`{command}`"])
     return _table(["checkpoint", "parameters", "tokens", "minutes on 2 CPU cores", "last loss", "command"], rows)
 

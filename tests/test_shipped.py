@@ -6,7 +6,7 @@ import torch
 from conftest import DRAFT, ROOT, TARGET
 
 import bench
-from minispec import gpt, methods, tasks
+from minispec import answers, gpt, methods, studies, tasks
 from minispec.engine import Request
 
 SETTINGS = methods.settings(draft_model=DRAFT, min_budget=16)
@@ -33,10 +33,10 @@ def test_greedy_output_is_identical_on_100_heldout_prompts(name, shipped, refere
 def test_bf16_differs_at_near_ties_only(shipped):
     """A first difference sits where the two best logits are closer than four times the row-count noise of this model."""
     model = gpt.load(TARGET, dtype=torch.bfloat16)
-    noise = bench.row_count_noise(model, shipped[1])
+    noise = studies.row_count_noise(model, shipped[1])
     want, got = (generate(name, model, shipped[1]) for name in ("ar", "specgen"))
     for a, b in zip(want, got):
-        assert bench.tie_gap(model, a.prompt_ids, a.token_ids, b.token_ids) <= 4 * noise
+        assert answers.tie_gap(model, a.prompt_ids, a.token_ids, b.token_ids) <= 4 * noise
 
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
@@ -44,9 +44,9 @@ def test_solves_what_it_was_trained_for(family, shipped):
     """12 problems a family, at the middle of the trained sizes; floors well below the accuracies in the README."""
     model, tokenizer = shipped
     problems = [tasks.make(family, 3000 + i, "heldout", sum(tasks.SIZES[family]) // 2) for i in range(12)]
-    requests = bench.requests_of(problems, tokenizer, model)
+    requests = answers.requests_of(problems, tokenizer, model)
     generations = methods.make_engine("ar", model, SETTINGS, 12).generate(requests)
-    assert sum(bench.verdict(p, g, tokenizer) for p, g in zip(problems, generations)) >= 9
+    assert sum(answers.verdict(p, g, tokenizer) for p, g in zip(problems, generations)) >= 9
 
 
 def test_transformers_agrees_on_the_shipped_folder():

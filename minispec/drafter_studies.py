@@ -1,0 +1,153 @@
+"""What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2, what shapes of drafts are worth.
+Studies as in studies.py. Accepted length is tau: tokens that a round commits, its own token included, summed over all rounds
+and divided by their number; intervals are bootstraps over prompts, differences between drafters are paired by prompt."""
+import os
+import statistics
+import time
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from . import folders, gpt, methods, prism, tasks
+from .answers import requests_of, summary, verdict
+from .engine import Request
+from .prism import PrismDrafter
+from .studies import race, ratio
+from .verify import Sampling
+
+FIRST, NEW = 2000, 192             # seed of the first held-out problem used here, tokens of an answer
+REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}
+
+
+def interval(committed, rounds, other=None, draws=2000):
+    """(low, high), 95 % of bootstrap resamples of the prompts, of tau = sum of committed (n,) / sum of rounds (n,); or, given
+    another drafter's (committed, rounds) on the same prompts, of the ratio of both taus."""
+    some = np.random.default_rng(0).integers(len(rounds), size=(draws, len(rounds)))
+    tau = lambda c, r: c[some].sum(1) / r[some].sum(1)
+    values = tau(committed, rounds) / (1 if other is None else tau(*other))
+    return [float(x) for x in np.percentile(values, (2.5, 97.5))]
+
+
+def accepted_lengths(name, model, args, problems, tokenizer, temperature=0.0):
+    """Decode the problems with chains; {"tau", "interval", "by_family", "by_depth", "prompts": [[committed, rounds]]}. by_depth:
+    how often draft 1, 2, .. is accepted where those before it are."""
+    engine = methods.make_engine(name, model, args, 8)
+    requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature))
+    steps = [g.steps for g in engine.generate(requests)]
+    committed, rounds = (np.array([sum(f(s) for s in one) for one in steps], float) for f in (lambda s: s.committed, lambda s: 1))
+    families = np.array([p.family for p in problems])
+    by_family = {f: float(committed[families == f].sum() / rounds[families == f].sum()) for f in dict.fromkeys(families.tolist())}
+    reached = [sum(s.accepted >= d and s.proposed >= d for one in steps for s in one) for d in range(max(s.proposed for one in steps for s in one) + 1)]
+    tried = [sum(s.accepted >= d - 1 and s.proposed >= d for one in steps for s in one) for d in range(1, len(reached))]
+    return {"tau": float(committed.sum() / rounds.sum()), "interval": interval(committed, rounds), "by_family": by_family,
+            "by_depth": [r / max(t, 1) for r, t in zip(reached[1:], tried)], "prompts": np.stack([committed, rounds], 1).tolist()}
+
+
+def compare(kind, args, model, tokenizer, temperatures):
+    """Every drafter of this kind in a folder of --arms, greedy and sampled, on the same held-out problems."""
+    if not args.arms or not os.path.isdir(args.arms):
+        raise ValueError(f"this study compares trained drafters: --arms must be a folder with one folder each (train_{kind}.py), got {args.arms}")
+    problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(4 if args.quick else 20)]
+    if args.data:
+        problems += tasks.load_named("gsm8k", args.data)[:4 if args.quick else 20]
+    out = {}
+    for arm in tqdm([a for a in sorted(os.listdir(args.arms)) if folders.kind_of(os.path.join(args.arms, a)) == kind], desc=kind):
+        folder = os.path.join(args.arms, arm)
+        settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
+        drafter = methods.make_drafter(kind, model, settings)[0]
+        module = drafter.prism if kind == "prism" else drafter.drafter
+        out[arm] = {"parameters": module.n_params(), "parameters_read": module.n_params() if kind == "specdiff" else sum(p.numel() for p in module.bank[0].parameters()),
+                    "log": folders.last_record(folder), **{f"at_{t:g}": accepted_lengths(kind, model, settings, problems, tokenizer, t) for t in temperatures}}
+    if not out:
+        raise ValueError(f"{args.arms} holds no drafter made by train_{kind}.py")
+    reference = REFERENCE[kind] if REFERENCE[kind] in out else next(iter(out))
+    for arm in out.values():
+        for t in temperatures:
+            mine, other = (np.array(a[f"at_{t:g}"]["prompts"]).T for a in (arm, out[reference]))
+            arm[f"at_{t:g}"]["ratio"] = arm[f"at_{t:g}"]["tau"] / out[reference][f"at_{t:g}"]["tau"]
+            arm[f"at_{t:g}"]["ratio_interval"] = interval(*mine, tuple(other))
+    for arm in out.values():
+        for t in temperatures:
+            del arm[f"at_{t:g}"]["prompts"]
+    return {"prompts": len(problems), "reference": reference, "arms": out}
+
+
+def prism_arms(args, model, tokenizer):
+    """Accepted lengths of the trained arms of the PRISM family, chains of 5."""
+    return compare("prism", args, model, tokenizer, (0.0,))
+
+
+def specdiff_objectives(args, model, tokenizer):
+    """Tokens a verification by training objective, one chain, at temperature 0 and 1."""
+    return compare("specdiff", args, model, tokenizer, (0.0, 1.0))
+
+
+@torch.inference_mode()
+def prism_steps(args, model, tokenizer):
+    """Milliseconds of one draft step by number of modules, and of two stacked layers: untrained, for time does not depend on it."""
+    repeats, arms = 20 if args.quick else 400, {"1 module": ((0,), 1), "2 modules": ((0, 1), 1), "3 modules": ((0, 1, 2), 1), "2 layers, stacked": ((0,), 2)}
+    context, times = 512, {name: [] for name in arms}
+    drafters = {name: PrismDrafter(gpt.store_by_columns(prism.for_target(model, *arm)), model, 4) for name, arm in arms.items()}
+    requests = {}
+    for name, drafter in drafters.items():
+        r = requests[name] = Request([1 + i % 50 for i in range(context + 1)], 4 * repeats)
+        r.n_cached = context
+        drafter.observe(r, torch.zeros(context, model.config.d_model, dtype=model.dtype, device=model.device))
+        drafter.propose([r], [1])
+    for _ in tqdm(range(repeats), desc="draft steps"):
+        for name, drafter in drafters.items():               # in turn, so that a slow moment slows all of them
+            r, note = requests[name], drafter.notes[requests[name]]
+            note.features = [torch.zeros(1, model.config.d_model, dtype=model.dtype, device=model.device)]
+            note.cached = context - 1
+            started = time.perf_counter()
+            drafter.propose([r], [4])
+            times[name].append((time.perf_counter() - started) / 4)
+    plain = times["1 module"]
+    return {"repeats": repeats, "drafts": 4, "context": context, "arms": {name: {
+        "milliseconds": 1000 * statistics.median(some), "ratio": statistics.median(a / b for a, b in zip(some, plain)),
+        "parameters": drafters[name].prism.n_params(), "parameters_read": sum(p.numel() for p in drafters[name].prism.bank[0].parameters())} for name, some in times.items()}}
+
+
+def prism_trees(args, model, tokenizer):
+    """Chains and trees of the shipped drafters, one request at a time: tau, and speed-up over the autoregressive loop."""
+    shapes = [(3, 1, 0), (5, 1, 0), (7, 1, 0), (3, 2, 4), (3, 4, 8), (4, 3, 8), (5, 2, 8), (6, 2, 12), (5, 4, 16), (6, 3, 16), (8, 4, 32)]
+    return _shapes(args, model, tokenizer, {(name, *shape): (name, dict(zip(("depth", "width", "tree"), shape)))
+                   for name in ("eagle", "prism") if name in methods.ready(args) for shape in (shapes[:4] if args.quick else shapes)}, ("method", "depth", "width", "drafts"))
+
+
+def specdiff_chains(args, model, tokenizer):
+    """K chains of the shipped diffusion drafter by rule and draft temperature, target greedy and at temperature 1."""
+    grid = [(1, rule, None) for rule in ("rejection", "selection")] + [(k, rule, t) for k in (2, 4, 8) for rule in ("selection", "walk", "rejection") for t in (0.7, 1.0)]
+    cells = {(k, rule, t, temperature): ("specdiff", {"k_drafts": k, "rule": rule, "draft_temperature": t, "temperature": temperature})
+             for temperature in (0.0, 1.0) for k, rule, t in grid}
+    return _shapes(args, model, tokenizer, dict(list(cells.items())[:3]) if args.quick else cells, ("chains", "rule", "draft_temperature", "temperature"))
+
+
+def _shapes(args, model, tokenizer, cells, columns):
+    problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(1 if args.quick else 2)]
+
+    def build(method, changes):
+        settings = methods.settings(**{**vars(args), **changes})
+        return lambda: (methods.make_engine(method, model, settings, 1), requests_of(problems, tokenizer, model, NEW, Sampling(changes.get("temperature", 0.0))))
+
+    results = race({"ar": build("ar", {}), **{key: build(*cell) for key, cell in cells.items()}}, 1 if args.quick else 2, "shapes")
+    rows = []
+    for key, (rates, engine, generations) in list(results.items())[1:]:
+        rows.append({**dict(zip(columns, key)), **ratio(rates, results["ar"][0]), "tau": summary(generations, engine)["tau"],
+                     "identical": sum(a.token_ids == g.token_ids for a, g in zip(results["ar"][2], generations))})
+    return {"prompts": len(problems), "rows": rows}
+
+
+def specdiff_budgets(args, model, tokenizer):
+    """Problems solved against seconds, for answers cut at several budgets of tokens."""
+    problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(1 if args.quick else 8)]
+    rows = []
+    for budget in (64, 128, 256, 512, 1024):
+        row = {"budget": budget, "problems": len(problems)}
+        for name in ("ar", "specdiff"):
+            engine = methods.make_engine(name, model, args, 1)
+            generations = engine.generate(requests_of(problems, tokenizer, model, budget))
+            row[name] = {"solved": sum(verdict(p, g, tokenizer) for p, g in zip(problems, generations)), "seconds": sum(engine.seconds.values())}
+        rows.append(row)
+    return {"rows": rows}
