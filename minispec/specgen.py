@@ -38,8 +38,9 @@ from .attention import FullKeys, group_rows, packed_attend, ungroup_rows
 from .engine import Segment, check_k, draw_drafts
 from .kv_cache import KVCache
 
-SELECTIONS = ("pillar", "shared", "oracle", "window", "random")
+SELECTIONS = ("ahead", "pillar", "shared", "oracle", "window", "random")
 SCHEDULES = ("unified", "lockstep", "random")
+REACH, MEMORY = (1, 2, 4), 0.5              # of the selection "ahead": see look_ahead
 GROWTH = 64                                  # entries that a pool of selections grows by beyond its need
 N_SINKS = 4                                  # first positions that a plain window keeps (StreamingLLM)
 
@@ -141,12 +142,25 @@ def budget(length, sparsity, min_budget):
     return min(length, max(min_budget, math.ceil(sparsity * length)))
 
 
+def look_ahead(scores, memory):
+    """Scores (L, G, T) of the selection "ahead": heads that looked at a position are about to look at those behind it, for text is
+    read in order, so a score is passed on to the next 7, a fifth less at every position; and what was looked at in earlier
+    rounds, memory (L, G, up to T) or None, counts half with every round since."""
+    for step in REACH:                                             # doubling: 3 steps reach 7 positions
+        passed = 0.8 ** step * scores[..., :-step]
+        scores = torch.cat([scores[..., :step], torch.maximum(scores[..., step:], passed)], dim=-1)
+    if memory is not None:
+        scores[..., :memory.shape[-1]] = torch.maximum(scores[..., :memory.shape[-1]], MEMORY * memory[..., :scores.shape[-1]])
+    return scores
+
+
 class Round:
     """A request's notes: the selection that its drafts use, the drafts so far, and where it is in its round. `phase` counts
     the iterations of a round: 0 .. k - 1 draft, k verifies, k + 1 is the stall of delayed verification."""
 
-    def __init__(self, selected, recent, phase=None):
+    def __init__(self, selected, recent, phase=None, memory=None):
         self.selected, self.recent = selected, recent          # (L, G, c) positions, or None for all
+        self.memory = memory                                   # scores (L, G, T) that the next selection remembers
         self.phase, self.k = phase, None                       # None: not started
         self.keys, self.drafts, self.q = None, [], []
         self.stalled = False
@@ -156,13 +170,14 @@ class SpecGen:
     """The planner of self-speculation.
 
     k: drafts a round; sparsity, min_budget: size of the selection; recent_share: part of the budget that goes to the
-    newest positions (the official rule, share 0, forces only the accepted + 2 newest in); select: "pillar", or for
-    comparison "shared" (one list for all heads of a layer), "oracle", "window" (first and newest positions), "random";
+    newest positions (the official rule, share 0, forces only the accepted + 2 newest in); select: "pillar", the paper's;
+    "ahead", the same with `look_ahead`; or for comparison "shared" (one list for all heads of a layer), "oracle", "window"
+    (first and newest positions), "random";
     schedule: "unified", "lockstep" (join the fullest phase) or "random"; delayed: judge beside the next forward.
     """
     name, taps = "specgen", None
 
-    def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, recent_share=0.0, select="pillar", schedule="unified", delayed=False):
+    def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, recent_share=0.0, select="ahead", schedule="unified", delayed=False):
         check_k(k)
         if not 0 < sparsity <= 1:
             raise ValueError(f"sparsity {sparsity} is out of range; allowed is above 0 up to 1 (everything)")
@@ -172,7 +187,7 @@ class SpecGen:
         self.engine, self.k, self.sparsity, self.min_budget = engine, k, sparsity, min_budget
         self.recent_share, self.select, self.schedule, self.delayed = recent_share, select, schedule, delayed
         self.fusable, self.pool = select != "oracle", None
-        self.rows, self.record = k + 1, select in ("pillar", "shared")
+        self.rows, self.record = k + 1, select in ("ahead", "pillar", "shared")
         self.unjudged = []                                     # (segment, logits) of the last iteration, if delayed
         self.rng = random.Random(0)                            # of the "random" schedule
 
@@ -180,7 +195,7 @@ class SpecGen:
         """The round's buffer, the scores and the draft's distributions, in slots of the cache."""
         c = self.engine.model.config
         slot = 2 * c.n_layer * c.n_kv_head * c.head_dim
-        return budget(r.longest, self.sparsity, self.min_budget) + self.k + math.ceil((c.n_layer * c.n_kv_head * r.longest + self.k * c.vocab_size) / slot)
+        return budget(r.longest, self.sparsity, self.min_budget) + self.k + math.ceil((2 * c.n_layer * c.n_kv_head * r.longest + self.k * c.vocab_size) / slot)
 
     # -- plan: which rows, which keys ----------------------------------------------------------------------------------
 
@@ -285,7 +300,7 @@ class SpecGen:
         recent = min(b, max(accepted + 2, round(self.recent_share * b)))
         if self.select == "window":
             recent = max(b - N_SINKS, min(b, accepted + 2))
-        critical, older = b - recent, length - recent
+        critical, older, memory = b - recent, length - recent, None
         if b == length or self.select == "oracle":
             return Round(None, 0, 0)
         if self.select == "window":
@@ -294,11 +309,13 @@ class SpecGen:
             noise = torch.rand(layers, groups, older, generator=r.rng).to(self.engine.model.device)
             selected = noise.topk(critical, dim=-1).indices
         else:
-            scores = keys.scores[:, :, :older]
+            scores = keys.scores[:, :, :length]
             if self.select == "shared":
                 scores = scores.mean(1, keepdim=True).expand(-1, groups, -1)
-            selected = scores.topk(critical, dim=-1, sorted=False).indices
-        return Round(selected, recent, 0)
+            if self.select == "ahead":
+                scores = memory = look_ahead(scores, r.state.memory if r.state else None)
+            selected = scores[:, :, :older].topk(critical, dim=-1, sorted=False).indices
+        return Round(selected, recent, 0, memory)
 
     def release(self, r):
         if r.state:

@@ -96,14 +96,14 @@ def attention(args, model, tokenizer):
         masses = torch.stack([mass_in_top(model, torch.tensor([r.tokens]), 0.05) for r in warm_requests(tokenizer, model, at, 64, n)])
         out[str(at)] = {"layers": masses.mean((0, 2)).tolist(), "heads": masses.mean(0).tolist(), "mean": masses.mean().item()}
     captured = {}
-    for name, select, share in (("pillar", "pillar", 0.0), ("window", "window", 0.0)):
-        engine = Engine(model, lambda e: Captured(e, 8, 0.05, 64, share, select), 4)
+    for select in ("ahead", "pillar", "window"):
+        engine = Engine(model, lambda e: Captured(e, 8, 0.05, 64, 0.0, select), 4)
         engine.notes, problems = [], [tasks.make("trace", i, "heldout", 20 if args.quick else 100) for i in range(1 if args.quick else 4)]
         engine.generate(requests_of(problems, tokenizer, model))
         hundreds = {}
         for context, share in engine.notes:
             hundreds.setdefault(context // 100 * 100, []).append(share)
-        captured[name] = [[context, statistics.mean(some), len(some)] for context, some in sorted(hundreds.items())]
+        captured[select] = [[context, statistics.mean(some), len(some)] for context, some in sorted(hundreds.items())]
     return {"mass": out, "captured": captured}
 
 
@@ -111,10 +111,10 @@ def acceptance(args, model, tokenizer):
     """SpecGen on long chains: accepted drafts and tau by selection, budget s, share of newest positions and k, at contexts
     of 4,000 tokens and more; one setting varies at a time."""
     n, new, rows = (2, 64, []) if args.quick else (8, 160, [])
-    cells = [(select, 8, 0.05, share) for select, share in (("oracle", 0.0), ("pillar", 0.5), ("pillar", 0.0), ("shared", 0.5), ("window", 0.0), ("random", 0.0))]
-    cells += [("pillar", 8, s, share) for s in (0.01, 0.02, 0.1, 0.25) for share in (0.5, 0.0)] + [("window", 8, s, 0.0) for s in (0.02, 0.1)]
-    cells += [("random", 8, s, 0.0) for s in (0.02, 0.1)] + [("pillar", 8, 0.05, share) for share in (0.25, 0.75)]
-    cells += [("pillar", k, 0.05, 0.5) for k in (2, 4, 16, 20)] + [("pillar", 8, 1.0, 0.0)]
+    cells = [(select, 8, 0.05, 0.0) for select in ("oracle", "ahead", "pillar", "shared", "window", "random")]
+    cells += [("pillar", 8, 0.05, share) for share in (0.25, 0.5, 0.75)] + [("ahead", 8, 0.05, 0.25)]
+    cells += [(select, 8, s, 0.0) for select in ("ahead", "pillar") for s in (0.01, 0.02, 0.1, 0.25)] + [(select, 8, s, 0.0) for select in ("window", "random") for s in (0.02, 0.1)]
+    cells += [("ahead", k, 0.05, 0.0) for k in (2, 4, 16, 20)] + [("ahead", 8, 1.0, 0.0)]
     for select, k, sparsity, share in tqdm(cells[:6] if args.quick else cells, desc="acceptance"):
         engine = Engine(model, lambda e: specgen.SpecGen(e, k, sparsity, 0, share, select), n)
         generations = engine.generate(warm_requests(tokenizer, model, 4000, new, n))

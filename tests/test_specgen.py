@@ -3,10 +3,11 @@ import pytest
 import torch
 from conftest import dense_logits, toy_model
 
+from minispec import specgen
 from minispec.attention import FullKeys, dense_attend, packed_attend
 from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
-from minispec.specgen import SELECTIONS, DraftPool, OracleKeys, PillarKeys, SpecGen, budget, measure_costs, predicted_speedup
+from minispec.specgen import SELECTIONS, DraftPool, OracleKeys, PillarKeys, Round, SpecGen, budget, measure_costs, predicted_speedup
 
 MODEL = toy_model()
 PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -118,21 +119,26 @@ def test_budget_rule():
     assert budget(1000, 0.05, 64) == 64 and budget(40, 0.05, 64) == 40 and budget(5, 1.0, 0) == 5
 
 
+@pytest.mark.parametrize("select", ["pillar", "ahead"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("accepted", [0, 3, 8])
-def test_selection_is_topk_of_the_scores_per_layer_and_head(share, accepted):
-    planner = SpecGen(Engine(MODEL, Lockstep), k=8, sparsity=0.25, min_budget=4, recent_share=share)
+def test_selection_is_topk_of_the_scores_per_layer_and_head(share, accepted, select):
+    planner = SpecGen(Engine(MODEL, Lockstep), k=8, sparsity=0.25, min_budget=4, recent_share=share, select=select)
     planner.engine.cache = KVCache(MODEL.config, 8)
     request = Request(PROMPT)
     request.n_cached = 80
     keys = FullKeys(KVCache(MODEL.config, 90), 0, 71, 9, record=True)
-    keys.scores.copy_(torch.rand(keys.scores.shape))
+    keys.scores.copy_(torch.rand(keys.scores.shape) ** 8)
+    scores = keys.scores[:, :, :80]
+    if select == "ahead":
+        request.state = Round(None, 0, memory=torch.rand(2, 2, 75) ** 8)
+        scores = specgen.look_ahead(scores, request.state.memory)
     state = planner._select(request, keys, accepted)
     recent = max(accepted + 2, round(share * 20))
     assert state.recent == recent and state.selected.shape == (2, 2, 20 - recent)
     for layer in range(2):
         for g in range(2):
-            want = keys.scores[layer, g, :80 - recent].topk(20 - recent).indices
+            want = scores[layer, g, :80 - recent].topk(20 - recent).indices
             assert set(state.selected[layer, g].tolist()) == set(want.tolist())
     assert set(state.selected[0, 0].tolist()) != set(state.selected[1, 1].tolist())
 
@@ -217,6 +223,15 @@ def test_oracle_keeps_what_this_query_attends_to():
         logits = q[0, 2 * g:2 * g + 2] @ held.T / 8 ** 0.5
         seen = logits.softmax(-1).mean(0)[:50].topk(5).indices.tolist() + [50]
         assert (got[0, 2 * g:2 * g + 2] - logits[:, seen].softmax(-1) @ values[seen]).abs().max() < 1e-5
+
+
+def test_ahead_passes_scores_on_and_remembers():
+    scores, memory = torch.zeros(1, 1, 20), torch.zeros(1, 1, 12)
+    scores[..., 3], scores[..., 18], memory[..., 5], memory[..., 11] = 1.0, 0.5, 1.0, 4.0
+    got = specgen.look_ahead(scores.clone(), memory)[0, 0]
+    want = [0.8 ** (i - 3) if 3 <= i <= 10 else 0.0 for i in range(20)]
+    want[5], want[11], want[18], want[19] = max(want[5], 0.5), 2.0, 0.5, 0.4
+    assert got.tolist() == pytest.approx(want)
 
 
 def test_shared_selection_is_one_list_a_layer():
