@@ -87,7 +87,7 @@ def specdiff_objectives(args, model, tokenizer):
 def prism_steps(args, model, tokenizer):
     """Milliseconds of one draft step by number of modules, and of two stacked layers: untrained, for time does not depend on it."""
     repeats, arms = 20 if args.quick else 400, {"1 module": ((0,), 1), "2 modules": ((0, 1), 1), "3 modules": ((0, 1, 2), 1), "2 layers, stacked": ((0,), 2)}
-    context, times = 512, {name: [] for name in arms}
+    context, times = min(512, model.config.block_size // 2), {name: [] for name in arms}
     drafters = {name: PrismDrafter(gpt.store_by_columns(prism.for_target(model, *arm)), model, 4) for name, arm in arms.items()}
     requests = {}
     for name, drafter in drafters.items():

@@ -55,12 +55,12 @@ def chi_square(counts, probs):
     return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2).double(), statistic / 2).item()
 
 
-def save_toy_target(folder):
+def save_toy_target(folder, **changes):
     """A random target with the shipped tokenizer, in folder/target."""
     from minispec.tokenizer import Tokenizer
     tokenizer = Tokenizer.load(TARGET)
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
-        gpt.save(toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"]),
+        gpt.save(toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], **changes),
                  os.path.join(folder, "target"), json.load(f))
 
 

@@ -1,0 +1,78 @@
+"""The studies of trained drafters: intervals are what they say, arms are compared on the same prompts, every table renders."""
+import json
+
+import numpy as np
+import pytest
+from conftest import save_toy_target
+
+import bench
+from minispec import drafter_studies, gpt, methods, prism, specdiff, tasks
+from minispec.tokenizer import Tokenizer
+
+
+def test_intervals_hold_the_true_value_as_often_as_they_say():
+    rng, hits = np.random.default_rng(1), 0
+    for _ in range(300):
+        rounds = rng.integers(20, 40, 60).astype(float)
+        committed = rng.binomial(5, 0.5, 60) / 5 * rounds + rounds             # a true tau of 1.5
+        low, high = drafter_studies.interval(committed, rounds, draws=300)
+        hits += low <= 1.5 <= high
+    assert 270 <= hits <= 297                                                  # 95 % of 300, and not everything
+    assert drafter_studies.interval(committed, rounds, (committed, rounds)) == [1.0, 1.0]
+    low, high = drafter_studies.interval(1.02 * committed, rounds, (committed, rounds))
+    assert low == pytest.approx(1.02) == high                                  # paired: what all prompts share is certain
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """A random target, two PRISM arms of which one drafts as it does not, a diffusion drafter; and the settings of a quick study."""
+    folder = tmp_path_factory.mktemp("studies")
+    save_toy_target(folder, block_size=2048)
+    target = gpt.load(folder / "target")
+    arms = folder / "arms"
+    for name, step_map in (("ttt1", (0,)), ("prism2", (0, 1))):
+        prism.save(prism.for_target(target, step_map), arms / name)
+    specdiff.save(specdiff.for_target(target, n_layer=1, gamma=3, taps=()), arms / "ce")
+    for name in ("ttt1", "prism2", "ce"):
+        (arms / name / "log.jsonl").write_text(json.dumps({"tokens": 1e6, "seconds": 60}) + "\n")
+    (arms / "notes.txt").write_text("not a drafter")
+    return target, Tokenizer.load(folder / "target"), methods.settings(quick=True, arms=str(arms), data=None, drafter=str(arms / "ce"))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(tasks, "FAMILIES", ("revise", "arith"))
+    monkeypatch.setattr(drafter_studies, "NEW", 10)
+
+
+def test_arms_are_compared_on_the_same_prompts(toy, small):
+    target, tokenizer, args = toy
+    out = drafter_studies.prism_arms(args, target, tokenizer)
+    assert set(out["arms"]) == {"ttt1", "prism2"} and out["reference"] == "ttt1" and out["prompts"] == 8
+    one = out["arms"]["ttt1"]["at_0"]
+    assert one["ratio"] == 1 and one["ratio_interval"] == [1, 1] and set(one["by_family"]) == {"revise", "arith"}
+    assert one["interval"][0] <= one["tau"] <= one["interval"][1] and len(one["by_depth"]) == 5
+    assert out["arms"]["prism2"]["parameters_read"] == out["arms"]["ttt1"]["parameters"] < out["arms"]["prism2"]["parameters"]
+    assert bench.render("prism_arms", json.loads(json.dumps(out))).count("\n") == 3
+    out = drafter_studies.specdiff_objectives(args, target, tokenizer)
+    assert set(out["arms"]) == {"ce"} and {"at_0", "at_1"} <= set(out["arms"]["ce"])
+    assert "temperature 1" in bench.render("specdiff_objectives", json.loads(json.dumps(out)))
+
+
+@pytest.mark.parametrize("name", ["prism_steps", "specdiff_chains", "specdiff_budgets"])
+def test_studies_of_shapes_run_and_render(name, toy, small):
+    out = getattr(drafter_studies, name)(toy[2], toy[0], toy[1])
+    text = bench.render(name, json.loads(json.dumps(out)))
+    assert text.startswith("| ") and "nan" not in text
+    if name == "prism_steps":
+        assert out["arms"]["1 module"]["ratio"] == 1 and out["arms"]["3 modules"]["parameters_read"] == out["arms"]["1 module"]["parameters"]
+    if name == "specdiff_chains":
+        assert all(r["identical"] == out["prompts"] for r in out["rows"] if r["temperature"] == 0)
+
+
+@pytest.mark.parametrize("arms", [None, "/nowhere", "empty"])
+def test_no_arms_is_one_clear_line(arms, toy, tmp_path):
+    settings = methods.settings(**{**vars(toy[2]), "arms": str(tmp_path) if arms == "empty" else arms})
+    with pytest.raises(ValueError, match="train_prism.py") as e:
+        drafter_studies.prism_arms(settings, toy[0], toy[1])
+    assert "\n" not in str(e.value)
