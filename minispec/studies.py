@@ -172,7 +172,8 @@ def serving(args, model, tokenizer):
     """SpecGen where it should win: several requests with long contexts. Speed-up over the autoregressive loop of the same
     batch (the faster dtype), and what the cost model predicts from timings of single steps (for the same dtype)."""
     rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, dtype=torch.bfloat16)}
-    grid = [(1000, 2, 2)] if args.quick else [(c, b, 5 if (c, b) == (8192, 8) else 2) for b in (1, 8, 16) for c in (1000, 4000, 8192)]
+    sweep = ((1000, 1), (8192, 1), (1000, 8), (4000, 8), (8192, 8), (1000, 16), (4000, 16))
+    grid = [(1000, 2, 1)] if args.quick else [(context, batch, 5 if context * batch == 8 * 8192 else 2) for context, batch in sweep]
     for context, batch, pairs in grid:
         new = 96
         cells = {(m, d): (lambda m=m, t=t: (methods.make_engine(m, t, args, batch), warm_requests(tokenizer, t, context, new, batch)))
