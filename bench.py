@@ -53,15 +53,19 @@ def profile(args, model, tokenizer):
     return {"table": table, **report}
 
 
-def family_requests(tokenizer, model, n):
-    """{"family/i": request}: the held-out problems on which outputs are frozen, traced and timed, the i-th of each family in turn."""
-    some = {f: requests_of([tasks.make(f, 800 + i, "heldout") for i in range(n)], tokenizer, model, NEW) for f in tasks.FAMILIES}
-    return {f"{f}/{i}": some[f][i] for i in range(n) for f in tasks.FAMILIES}
+def family_requests(tokenizer, model, n, data=None):
+    """{"family/i": request}: the held-out problems on which outputs are frozen, traced and timed, the i-th of each family in turn;
+    and questions of GSM8K, where there is a data folder."""
+    problems = {f: [tasks.make(f, 800 + i, "heldout") for i in range(n)] for f in tasks.FAMILIES}
+    if data:
+        problems["gsm8k"] = tasks.load_named("gsm8k", data)[:n]
+    some = {f: requests_of(p, tokenizer, model, NEW) for f, p in problems.items()}
+    return {f"{f}/{i}": some[f][i] for i in range(n) for f in some}
 
 
 def trace(args, model, tokenizer):
     """What every drafter would get accepted at every position of one frozen greedy output: results/traces.jsonl."""
-    requests = family_requests(tokenizer, model, 2 if args.quick else 16)
+    requests = family_requests(tokenizer, model, 2 if args.quick else 16, args.data)
     generations = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
     texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(requests, generations)}
     drafters = methods.chain_drafters(model, args, DEEPEST)
@@ -76,10 +80,10 @@ def trace(args, model, tokenizer):
 def run(args, model, tokenizer):
     """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype.
     A batch is of different requests, or of copies of one as in the paper."""
-    requests, rows = family_requests(tokenizer, model, 4 if args.quick else 16), []
+    requests, rows = family_requests(tokenizer, model, 4 if args.quick else 16, args.data), []
     grid = [(1, "different", 6), (4, "different", 8), (16, "different", 16), (16, "copies", 1)]
-    cells = [(w, b, kind, [i for i in requests if i.startswith(w + "/")][:n]) for w in tasks.FAMILIES for b, kind, n in grid]
-    cells += [("mixed", b, kind, list(requests)[:20]) for b, kind, _ in grid[:3]]
+    cells = [(w, b, kind, [i for i in requests if i.startswith(w + "/")][:n]) for w in dict.fromkeys(i.split("/")[0] for i in requests) for b, kind, n in grid]
+    cells += [("mixed", b, kind, list(requests)[:24]) for b, kind, _ in grid[:3]]
     names = ["ar", *methods.ready(args)]
     for workload, batch, kind, ids in tqdm([c for c in cells if c[1] == 4] if args.quick else cells, desc="run"):
         timed = {}

@@ -36,7 +36,7 @@ def add_arguments(parser):
     parser.add_argument("--model", default="checkpoints/target", metavar="DIR", help="target model, a Hugging Face folder (default %(default)s)")
     parser.add_argument("--draft-model", default="checkpoints/draft", metavar="DIR", help="draft: the small model (default %(default)s)")
     parser.add_argument("--drafter", default=None, metavar="DIR", help=f"{', '.join(TRAINED)}: the trained drafter (default checkpoints/NAME)")
-    parser.add_argument("--depth", type=int, default=5, help="prism, eagle: draft steps a round (default 5)")
+    parser.add_argument("--depth", type=int, default=8, help="prism, eagle: draft steps a round (default 8)")
     parser.add_argument("--tree", type=int, default=0, metavar="N", help="prism, eagle: the N most probable drafts of a tree go to the target (default 0: a chain)")
     parser.add_argument("--width", type=int, default=4, help="prism, eagle: of a tree, nodes opened a step and children of each (default 4)")
     parser.add_argument("--gamma", type=int, default=None, help="specdiff: drafts of a chain (default: as the drafter was trained)")

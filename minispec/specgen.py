@@ -24,7 +24,8 @@ What differs from the paper and why: draft rows write their keys and values into
 also holds a copy of the selected ones, instead of into the cache. The selection is fixed for a round, so gathering it
 once is cheaper on a CPU than gathering it at every step, and the cache never holds a value computed under sparse
 attention at all (the paper overwrites them at verification). All k + 1 rows count in the scores; the released
-kernel drops rows beyond its first tile. Selections are positions, not slots, so a request may move or leave the device.
+kernel drops rows beyond its first tile. By default scores are handed on to the positions behind and remembered
+(`look_ahead`); select="pillar" is the paper's rule. Selections are positions, not slots, so a request may move or leave the device.
 On a GPU (`fused_attend`) it is as in the paper. Not here: CUDA graphs.
 """
 import math
