@@ -111,7 +111,7 @@ def prism_steps(args, model, tokenizer):
 
 def prism_trees(args, model, tokenizer):
     """Chains and trees of the shipped drafters, one request at a time: tau, and speed-up over the autoregressive loop."""
-    shapes = [(3, 1, 0), (5, 1, 0), (8, 1, 0), (12, 1, 0), (3, 2, 4), (3, 4, 8), (4, 3, 8), (5, 2, 8), (6, 2, 12), (8, 2, 12), (6, 3, 16), (8, 4, 32)]
+    shapes = [(3, 1, 0), (5, 1, 0), (8, 1, 0), (12, 1, 0), (16, 1, 0), (3, 2, 4), (3, 4, 8), (4, 3, 8), (5, 2, 8), (6, 2, 12), (8, 2, 12), (6, 3, 16), (8, 4, 32)]
     return _shapes(args, model, tokenizer, {(name, *shape): (name, dict(zip(("depth", "width", "tree"), shape)))
                    for name in ("eagle", "prism") if name in methods.ready(args) for shape in (shapes[:4] if args.quick else shapes)}, ("method", "depth", "width", "drafts"))
 

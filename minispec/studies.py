@@ -205,7 +205,7 @@ def scheduler(args, model, tokenizer):
               "preempt instead of offload": ("specgen", {"admission": "preempt"}), "oracle lengths": ("specgen", {"admission": "oracle"})}
     cells = {name: (lambda m=m, c=c: (methods.make_engine(m, model, methods.settings(**{**vars(args), "cache_tokens": demand // 2, **c}), n), new()))
              for name, (m, c) in stages.items()}
-    results, rows = race(cells, 1, "scheduler", warm_up=False), []
+    results, rows = race(cells, 1 if args.quick else 2, "scheduler", warm_up=False), []
     plain = results["autoregressive, reserve"]
     for name, (rates, engine, generations) in results.items():
         rows.append({"stage": name, **ratio(rates, plain[0]), **schedule_view(engine),
