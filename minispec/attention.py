@@ -187,8 +187,8 @@ class FullKeys:
         if fused:
             return ungroup_rows(F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=self.mask)[0], self.n)
         rows = rows * q.shape[-1] ** -0.5
-        if products_are_faster(q):                                             # a view of keys as right factor would be copied
-            logits = (keys @ rows.transpose(1, 2)).transpose(1, 2).contiguous()
+        if products_are_faster(q):                                             # linear takes keys as they lie; @ would copy them
+            logits = torch.stack([F.linear(some, own) for some, own in zip(rows, keys)])
         else:
             logits = rows @ keys.transpose(1, 2)                               # (G, g * n, T)
         if self.mask is not None:                                              # all rows see what is before its columns

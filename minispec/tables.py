@@ -31,8 +31,12 @@ def render(name, r):
         return _table(["selection", "k", "budget s", "accepted (± standard error over requests)", "of k", "tau", "rounds"], rows)
     times = lambda x: f"{x['speedup']:.2f} ({x['speedup_range'][0]:.2f}-{x['speedup_range'][1]:.2f})"
     if name == "speed":
-        rows = [[x["workload"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x), f"{x['tau']:.2f}", f"{x['identical']} of {x['prompts']}"] for x in r["rows"]]
-        return _table(["workload", "method", "dtype", "tokens/s", "speed-up (range)", "tau", "identical to ar, float32"], rows)
+        cells = {(x["method"], x["dtype"], x["workload"]): x for x in r["rows"]}
+        workloads, arms = list(dict.fromkeys(x["workload"] for x in r["rows"])), list(dict.fromkeys((x["method"], x["dtype"]) for x in r["rows"]))
+        cell = lambda x: f"{times(x)}, tau {x['tau']:.1f}" if x["method"] != "ar" else f"{times(x)}, {x['tokens_per_second']:.0f} tokens/s"
+        rows = [[m, d, *(cell(cells[m, d, w]) for w in workloads), f"{sum(cells[m, d, w]['identical'] for w in workloads)} of {sum(cells[m, d, w]['prompts'] for w in workloads)}"]
+                for m, d in arms]
+        return _table(["method", "dtype", *workloads, "identical to ar, float32"], rows)
     if name == "serving":
         rows = [[x["context"], x["requests"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x),
                  *([f"{x['accepted']:.2f}", f"{100 * x['attention_share']:.0f} %", f"{x['own_speedup']:.2f}", f"{x['predicted']:.2f}", f"{x['identical']} of {x['requests']}"]
