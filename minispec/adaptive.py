@@ -20,7 +20,7 @@ greedy or sampled.
 """
 from .drafters import NGram
 
-START, WEIGHT = 0.7, 4.0                # alpha of what was never tried, and how many trials that opinion is worth
+START, WEIGHT = 0.9, 4.0                # alpha of what was never tried, and how many trials that opinion is worth
 FADE, FADE_ALL = 0.9, 0.995             # what a round leaves of a request's counts, and of the counts of all requests
 MATCHES = (3, 4, 6, 8, 12, 16, 24, 32)  # match lengths that are told apart
 
