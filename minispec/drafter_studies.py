@@ -136,7 +136,7 @@ def _shapes(args, model, tokenizer, cells, columns):
     rows = []
     for key, (rates, engine, generations) in list(results.items())[1:]:
         rows.append({**dict(zip(columns, key)), **ratio(rates, results["ar"][0]), "tau": summary(generations, engine)["tau"],
-                     "identical": sum(a.token_ids == g.token_ids for a, g in zip(results["ar"][2], generations))})
+                     "identical": None if cells[key][1].get("temperature") else sum(a.token_ids == g.token_ids for a, g in zip(results["ar"][2], generations))})
     return {"prompts": len(problems), "rows": rows}
 
 

@@ -54,8 +54,8 @@ def render(name, r):
         return _arms(r)
     if name in ("prism_trees", "specdiff_chains"):
         columns = [c for c in r["rows"][0] if c not in ("tokens_per_second", "speedup", "speedup_range", "tau", "identical")]
-        rows = [[*("" if x[c] is None else x[c] for c in columns), f"{x['tau']:.2f}", f"{x['tokens_per_second']:.0f}", times(x), f"{x['identical']} of {r['prompts']}"] for x in r["rows"]]
-        return _table([*(c.replace("_", " ") for c in columns), "tau", "tokens/s", "speed-up over ar (range)", "identical to ar"], rows)
+        rows = [[*("" if x[c] is None else x[c] for c in columns), f"{x['tau']:.2f}", f"{x['tokens_per_second']:.0f}", times(x), "" if x["identical"] is None else f"{x['identical']} of {r['prompts']}"] for x in r["rows"]]
+        return _table([*(c.replace("_", " ") for c in columns), "tau", "tokens/s", "speed-up over greedy ar (range)", "identical to it"], rows)
     if name == "prism_steps":
         return _table(["drafter", "parameters", "read by a step", "ms a draft step", "ratio to 1 module"],
                       [[a, f"{x['parameters'] / 1e6:.2f}M", f"{x['parameters_read'] / 1e6:.2f}M", f"{x['milliseconds']:.3f}", f"{x['ratio']:.3f}"] for a, x in r["arms"].items()])
