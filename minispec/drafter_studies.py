@@ -30,11 +30,10 @@ def interval(committed, rounds, other=None, draws=2000):
     return [float(x) for x in np.percentile(values, (2.5, 97.5))]
 
 
-def accepted_lengths(name, model, args, problems, tokenizer, temperature=0.0):
+def accepted_lengths(engine, problems, tokenizer, temperature=0.0):
     """Decode the problems with chains; {"tau", "interval", "by_family", "by_depth", "prompts": [[committed, rounds]]}. by_depth:
     how often draft 1, 2, .. is accepted where those before it are."""
-    engine = methods.make_engine(name, model, args, 8)
-    requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature))
+    requests = requests_of(problems, tokenizer, engine.model, NEW, Sampling(temperature))
     steps = [g.steps for g in engine.generate(requests)]
     committed, rounds = (np.array([sum(f(s) for s in one) for one in steps], float) for f in (lambda s: s.committed, lambda s: 1))
     families = np.array([p.family for p in problems])
@@ -56,10 +55,11 @@ def compare(kind, args, model, tokenizer, temperatures):
     for arm in tqdm([a for a in sorted(os.listdir(args.arms)) if folders.kind_of(os.path.join(args.arms, a)) == kind], desc=kind):
         folder = os.path.join(args.arms, arm)
         settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
-        drafter = methods.make_drafter(kind, model, settings)[0]
+        engine = methods.make_engine(kind, model, settings, 8)
+        drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
         out[arm] = {"parameters": module.n_params(), "parameters_read": module.n_params() if kind == "specdiff" else sum(p.numel() for p in module.bank[0].parameters()),
-                    "log": folders.last_record(folder), **{f"at_{t:g}": accepted_lengths(kind, model, settings, problems, tokenizer, t) for t in temperatures}}
+                    "log": folders.last_record(folder), **{f"at_{t:g}": accepted_lengths(engine, problems, tokenizer, t) for t in temperatures}}
     if not out:
         raise ValueError(f"{args.arms} holds no drafter made by train_{kind}.py")
     reference = REFERENCE[kind] if REFERENCE[kind] in out else next(iter(out))
