@@ -1,13 +1,12 @@
 """Measure, write results/*.json, render the README's tables from them.
 
-    python bench.py                      # all studies on the shipped models, about an hour on 2 CPU cores
+    python bench.py                      # every method, where its time goes, how far it is from what is possible (docs/bounds.md)
     python bench.py accuracy --quick     # one study, small: minutes
-    python bench.py speed serving        # some studies
-    python bench.py profile trace run bounds                  # how far from what is possible? (docs/bounds.md)
-    python bench.py bounds --traces T.jsonl --cost C.json     # the same for traces and prices of your own, from files alone
+    python bench.py speed serving        # some studies; all: all of them, about an hour and a half on 2 CPU cores
+    python bench.py bounds --traces T.jsonl --cost C.json     # bounds for traces and prices of your own, from files alone
     python bench.py report               # only render tables and figures, into README.md and docs/
 
-A study whose file is there is skipped unless --force is given, so an interrupted run continues.
+A study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` goes on cell by cell.
 """
 import glob
 import json
@@ -22,11 +21,11 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import drafter_studies, figures, gpt, ladder, measure, methods, studies, tasks, traces
+from minispec import cdlm, cdlm_studies, drafter_studies, figures, gpt, ladder, measure, methods, studies, tasks, traces
 from minispec.answers import requests_of, summary
 from minispec.engine import Request
 from minispec.script import Parser, run_main
-from minispec.tables import render, training_table
+from minispec.tables import render, training_table, whole_table
 from minispec.tokenizer import Tokenizer
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
@@ -80,13 +79,14 @@ def trace(args, model, tokenizer):
 def run(args, model, tokenizer):
     """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype.
     A batch is of different requests, or of copies of one as in the paper."""
-    requests, rows = family_requests(tokenizer, model, 4 if args.quick else 16, args.data), []
-    grid = [(1, "different", 6), (4, "different", 8), (16, "different", 16), (16, "copies", 1)]
+    requests = family_requests(tokenizer, model, 4 if args.quick else 16, args.data)
+    grid = [(1, "different", 4), (4, "different", 8), (16, "different", 16), (16, "copies", 1)]
     cells = [(w, b, kind, [i for i in requests if i.startswith(w + "/")][:n]) for w in dict.fromkeys(i.split("/")[0] for i in requests) for b, kind, n in grid]
     cells += [("mixed", b, kind, list(requests)[:24]) for b, kind, _ in grid[:3]]
     names = ["ar", *methods.ready(args)]
-    for workload, batch, kind, ids in tqdm([c for c in cells if c[1] == 4] if args.quick else cells, desc="run"):
-        timed = {}
+
+    def measured(workload, batch, kind, ids):
+        timed, rows = {}, []
         for _ in range(1 if args.quick else 2):
             for m in names:
                 engine = methods.make_engine(m, model, args, batch)
@@ -103,7 +103,29 @@ def run(args, model, tokenizer):
                          "phases": {p: sum(i["seconds"][p] for i in engine.iterations) for p in engine.iterations[0]["seconds"]},
                          "plans": {i: ladder.pack(g.steps) for i, g in zip(ids, generations)} if m == ladder.COMBINED else None,
                          "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][2], generations)), "prompts": len(generations)})
-    return {"new_tokens": NEW, "rows": rows}
+        return rows
+
+    if args.quick:
+        return {"new_tokens": NEW, "rows": [r for c in cells if c[1] == 4 for r in measured(*c)]}
+    about = {"new_tokens": NEW, "methods": names, "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")}}
+    return {"new_tokens": NEW, "rows": [r for rows in resumable("run", about, tqdm(cells, desc="run"), measured) for r in rows]}
+
+
+def resumable(name, about, cells, measure):
+    """[measure(*cell) for every cell], each kept in results/NAME.part when it is done, and taken from there if an interrupted run with
+    the same settings has left it. Removed once the result is written."""
+    file, done = os.path.join(RESULTS, name + ".part"), []
+    if os.path.exists(file):
+        with open(file, encoding="utf-8") as f:
+            saved = json.load(f)
+        done = saved["cells"] if saved["about"] == about else []
+    out = []
+    for i, cell in enumerate(cells):
+        if i >= len(done):
+            done.append(measure(*cell))
+            gpt.write_json(file, {"about": about, "cells": done})
+        out.append(done[i])
+    return out
 
 
 def bounds(args, model, tokenizer):
@@ -122,8 +144,10 @@ def bounds(args, model, tokenizer):
 STUDIES = {**{study.__name__: study for study in (studies.accuracy, studies.lossless, studies.attention, studies.acceptance, studies.speed, studies.serving,
                                                   studies.scheduler)},
            **{study.__name__: study for study in (drafter_studies.prism_arms, drafter_studies.prism_steps, drafter_studies.prism_trees, drafter_studies.specdiff_objectives,
-                                                  drafter_studies.specdiff_chains, drafter_studies.specdiff_budgets)},
+                                                  drafter_studies.specdiff_chains, drafter_studies.specdiff_budgets, cdlm_studies.cdlm_accuracy, cdlm_studies.cdlm_curves,
+                                                  cdlm_studies.cdlm_blocks, cdlm_studies.cdlm_speed, cdlm_studies.cdlm_losses)},
            "profile": profile, "trace": trace, "run": run, "bounds": bounds}
+WHOLE = ("profile", "trace", "run", "bounds")           # what is measured where nothing is asked for
 
 
 # -- pages and files -----------------------------------------------------------------------------------------------------
@@ -165,37 +189,42 @@ def write_result(name, result, seconds):
     gpt.write_json(os.path.join(RESULTS, name + ".json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]), "device": f"{processor()}, {torch.get_num_threads()} threads",
         "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1), "result": result})
+    part = os.path.join(RESULTS, name + ".part")
+    if os.path.exists(part):
+        os.remove(part)
 
 
 def possible(name, args):
     """Whether what a study needs is there, where it was not asked for by name."""
     if name == "bounds":
         return os.path.exists(os.path.join(RESULTS, "traces.jsonl"))       # a quick run leaves no files to compute from
-    if name in ("prism_arms", "specdiff_objectives"):
+    if name in ("prism_arms", "specdiff_objectives", "cdlm_losses"):
         return args.arms is not None
+    if name.startswith("cdlm_"):
+        return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values())
     needed = {"prism_trees": ("prism", "eagle"), "specdiff_chains": ("specdiff",), "specdiff_budgets": ("specdiff",)}.get(name, ())
     return not needed or any(method in methods.ready(args) for method in needed)
 
 
 def main():
     p = Parser(__doc__)
-    p.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)}, report (default: all)")
+    p.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)}, all, report (default: {' '.join(WHOLE)})")
     p.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
-    p.add_argument("--arms", metavar="DIR", help="prism_arms, specdiff_objectives: a folder of trained drafters to compare, a folder each")
+    p.add_argument("--arms", metavar="DIR", help="prism_arms, specdiff_objectives, cdlm_losses, cdlm_curves: a folder of trained drafters or students to compare, a folder each")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR", help="folder of real prompt files, for the same (default $MINISPEC_DATA)")
     p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own (format: minispec/traces.py), with --cost; then nothing is written")
     p.add_argument("--as-published", action="store_true", help="bounds: also what the paper's simulator would say, defects included")
     methods.add_arguments(p)
     args = p.parse_args()
-    unknown = [s for s in args.studies if s not in (*STUDIES, "report")]
+    unknown = [s for s in args.studies if s not in (*STUDIES, "all", "report")]
     if unknown:
-        p.error(f"unknown study '{unknown[0]}'; choose from {', '.join((*STUDIES, 'report'))}")
-    model = tokenizer = None
-    if not args.studies or set(args.studies) - {"bounds", "report"}:
+        p.error(f"unknown study '{unknown[0]}'; choose from {', '.join((*STUDIES, 'all', 'report'))}")
+    wanted, model, tokenizer = args.studies or WHOLE, None, None
+    if set(wanted) - {"bounds", "report"}:
         model, tokenizer = gpt.load(args.model, args.device), Tokenizer.load(args.model)
     for name, study in STUDIES.items():
-        if args.studies and name not in args.studies:
+        if name not in wanted and not ("all" in wanted and possible(name, args)):
             continue
         if not args.studies and not possible(name, args):
             continue
@@ -204,7 +233,8 @@ def main():
             continue
         started = time.perf_counter()
         result = study(args, model, tokenizer)
-        print(render(name, result))
+        if args.studies or name == "bounds" and args.quick:
+            print(render(name, result))
         outside = name == "bounds" and (args.traces is not None or args.cost != p.get_default("cost"))
         if not args.quick and not outside:
             write_result(name, result, time.perf_counter() - started)
@@ -212,6 +242,8 @@ def main():
         for page in pages():
             report(page)
         figures.draw(RESULTS, os.path.join(ROOT, "docs", "figures"))
+    if not args.studies and not args.quick:
+        print(whole_table(RESULTS))
 
 
 if __name__ == "__main__":

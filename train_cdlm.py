@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from minispec import cdlm, corpus, gpt, tasks
+from minispec import cdlm, cdlm_losses, corpus, gpt, tasks
 from minispec.engine import Request
 from minispec.script import Parser, run_main
 from minispec.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ def parse_args(argv=None):
     p.add_argument("--batch", type=int, default=16, help="answers a step (default %(default)s)")
     p.add_argument("--lr", type=float, help="peak learning rate (default: teacher 1e-3, student 2e-4)")
     p.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up")
-    p.add_argument("--unweighted", action="store_true", help="teacher: plain cross-entropy, without the weight 1 / t")
+    p.add_argument("--block-warmup", type=float, default=0.5, help="teacher: share of its steps in which it is trained block-causally, all blocks at once (default %(default)s)")
     p.add_argument("--prompts", type=int, default=4000, help="trajectories: training problems (default %(default)s)")
     p.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5), help="trajectories: one each of every problem (default 0 0.5)")
     p.add_argument("--shard", type=int, default=64, help="trajectories: how many a file (default %(default)s)")
@@ -81,10 +81,18 @@ class Examples:
                     return head, body + [body[-1]] * (args.gen_length - len(body))
         return cdlm.fitting(self.tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40), "train", args.gen_length, args.longest_prompt)[1:]
 
-    def batch(self, numbers):
-        prompts, answers = zip(*map(self, numbers))
-        prompt, length = cdlm.pad_prompts(prompts)
-        return {"prompt": prompt, "length": length, "answer": torch.tensor(answers)}
+    def batch(self, step, group=1):
+        """The batch of a step. Where batches are grouped, those of a group share out their examples by the answers' length."""
+        n, first = self.args.batch, step - step % group
+        pairs = sorted(map(self, range(first * n, (first + group) * n)), key=lambda pair: pair[1].index(pair[1][-1]))
+        at = random.Random(f"{self.args.seed}/group/{first}").sample(range(group), group)[step % group]
+        return as_batch(pairs[at * n:(at + 1) * n])
+
+
+def as_batch(pairs):
+    prompts, answers = zip(*pairs)
+    prompt, length = cdlm.pad_prompts(prompts)
+    return {"prompt": prompt, "length": length, "answer": torch.tensor(answers)}
 
 
 class Trajectories:
@@ -103,25 +111,32 @@ class Trajectories:
         return {name: x if name == "hidden" else x.long() for name, x in out.items()}
 
 
-def numbers_of_step(step, batch, n, seed):
-    """Which of n trajectories make up the batch of a step: each one once an epoch, in an order drawn anew for each."""
-    out = []
+def numbers_of_step(step, batch, live, seed, group=4):
+    """Which trajectories of `live` (n,) slots make up the batch of a step: each one once an epoch, in an order drawn anew for each;
+    `group` neighbouring batches share out theirs by length."""
+    n, out, order = len(live), [], []
     for i in range(step * batch, (step + 1) * batch):
-        epoch = i // n
-        if not out or i % n == 0:
-            order = random.Random(f"{seed}/epoch/{epoch}").sample(range(n), n)
+        if not order or i % n == 0:
+            order = random.Random(f"{seed}/epoch/{i // n}").sample(range(n), n)
+            order = [j for a in range(0, n, group * batch) for j in sorted(order[a:a + group * batch], key=lambda j: live[j])]
         out.append(order[i % n])
     return out
 
 
+def short(batch, eos_id, block_size, names=("answer",)):
+    """The batch without the blocks behind its longest text: nothing there is predicted, nor seen from before."""
+    longest = int(batch["live"].max() if "live" in batch else cdlm_losses.text_blocks(batch["answer"], eos_id, block_size).max() * block_size)
+    return {name: x[:, :longest] if name in names else x for name, x in batch.items()}
+
+
 # -- stages ------------------------------------------------------------------------------------------------------------
 
-def fit(args, name, model, tokenizer_json, tokenizer, loss_of, mask, mode, mask_id, lr):
+def fit(args, name, model, tokenizer_json, tokenizer, loss_of, objective_of, mode, mask_id, lr):
     """Both training stages. At every checkpoint the log gets the held-out losses, at the end what decoding with it gives."""
     folder = os.path.join(args.out, name)
 
     def evaluate(step):
-        record = {"heldout": heldout_loss(model, tokenizer, args, mask, mask_id)}
+        record = {"heldout": heldout_loss(model, tokenizer, args, *objective_of(step), mask_id)}
         if step + 1 == args.steps:
             record["decoded"] = decoded(cdlm.Decoder(model, mask_id, mode, args.block_size, cdlm.THRESHOLD, batch_size=16), tokenizer, args)
         return record
@@ -131,16 +146,14 @@ def fit(args, name, model, tokenizer_json, tokenizer, loss_of, mask, mode, mask_
 
 
 @torch.no_grad()
-def heldout_loss(model, tokenizer, args, mask, mask_id):
+def heldout_loss(model, tokenizer, args, states, mask, mask_id):
     """The masked-diffusion loss per slot of held-out problems by family; the same problems, rates and masks every time."""
-    out = {}
+    out, eos = {}, model.config.eos_id
     for family in tasks.FAMILIES:
         problems = [cdlm.fitting(tokenizer, family, seed, "heldout", args.gen_length, args.longest_prompt)[1:] for seed in range(8)]
-        prompt, length = cdlm.pad_prompts([p for p, _ in problems])
-        batch = to(args.device, {"prompt": prompt, "length": length, "answer": torch.tensor([a for _, a in problems])})
-        generator = torch.Generator().manual_seed(0)
-        rates = cdlm.mask_rates(len(problems), generator, 0.05)
-        out[family] = round(cdlm.dlm_loss(model, batch, mask_id, rates, generator, args.block_size, mask).item(), 4)
+        batch, generator = as_batch(problems), torch.Generator().manual_seed(0)
+        rate, counted = states(batch["answer"], eos, args.block_size, generator)
+        out[family] = round(cdlm_losses.dlm_loss(model, to(args.device, batch), mask_id, rate, counted, generator, args.block_size, mask).item(), 4)
     return out
 
 
@@ -160,15 +173,23 @@ def to(device, batch):
 
 
 def train_teacher(args, tokenizer, tokenizer_json, mask_id):
+    """First block-causally, all blocks of an answer in one forward: what the slots of a block need is learned in a few hundred
+    steps, and most of it is the same when every slot sees all others. Then as the teacher is used."""
     model = gpt.load(args.target, args.device, torch.float32)
-    examples, bf16 = Examples(tokenizer, args), torch.autocast(args.device.split(":")[0], torch.bfloat16)
+    examples, bf16, eos = Examples(tokenizer, args), torch.autocast(args.device.split(":")[0], torch.bfloat16), model.config.eos_id
+    first = args.steps * args.block_warmup
+    objective_of = lambda step: (cdlm_losses.all_blocks, cdlm_losses.two_copies) if step < first else (cdlm_losses.teacher_states, cdlm_losses.bidirectional)
 
     def loss_of(step):
-        batch, generator = to(args.device, examples.batch(range(step * args.batch, (step + 1) * args.batch))), torch.Generator().manual_seed(args.seed * 1000003 + step)
+        (states, mask), generator = objective_of(step), torch.Generator().manual_seed(args.seed * 1000003 + step)
+        batch = examples.batch(step, group=4 if mask is cdlm_losses.two_copies else 1)
+        if mask is cdlm_losses.two_copies:
+            batch = short(batch, eos, args.block_size)
+        rate, counted = states(batch["answer"], eos, args.block_size, generator)
         with bf16:
-            return {"loss": cdlm.dlm_loss(model, batch, mask_id, cdlm.mask_rates(args.batch, generator), generator, args.block_size, cdlm.bidirectional, not args.unweighted)}
+            return {"loss": cdlm_losses.dlm_loss(model, to(args.device, batch), mask_id, rate, counted, generator, args.block_size, mask)}
 
-    fit(args, "teacher", model, tokenizer_json, tokenizer, loss_of, cdlm.bidirectional, "teacher", mask_id, args.lr or 1e-3)
+    fit(args, "teacher", model, tokenizer_json, tokenizer, loss_of, objective_of, "teacher", mask_id, args.lr or 1e-3)
 
 
 def collect_trajectories(args, tokenizer, mask_id):
@@ -190,7 +211,7 @@ def collect_trajectories(args, tokenizer, mask_id):
         file, items = os.path.join(folder, f"{shard:05d}.safetensors"), range(shard * args.shard, min((shard + 1) * args.shard, n))
         if os.path.exists(file):
             continue
-        batch = examples.batch([i // each for i in items])
+        batch = as_batch([examples(i // each) for i in items])
         requests = [Request(prompt[-length:].tolist(), args.gen_length, Sampling(args.temperatures[i % each], seed=args.seed * 1000003 + i), [model.config.eos_id])
                     for i, prompt, length in zip(items, batch["prompt"], batch["length"])]
         data = {**batch, **cdlm.collect(model, mask_id, requests, args.block_size, batch_size=args.batch, stop="never" if args.all_blocks else "block")}
@@ -216,15 +237,19 @@ def train_student(args, tokenizer, tokenizer_json, mask_id):
             raise ValueError(f"the trajectories have {name.replace('_', '-')} {settings[name]}, not {getattr(args, name)}")
     bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
 
-    def loss_of(step):
-        batch = to(args.device, data.batch(numbers_of_step(step, args.batch, len(data.where), args.seed)))
-        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
-        k, k_star = cdlm.draw_states(batch["live"].cpu(), args.gen_length, args.block_size, generator, args.cons_target)
-        with bf16:
-            return cdlm.student_losses(model, head, batch, mask_id, args.block_size, k, k_star, cdlm.mask_rates(args.batch, generator), generator, args.weights,
-                                       args.kl, args.cons_target)
+    examples, live, eos = Examples(tokenizer, args), [int(shard["live"][i]) for shard, i in data.where], model.config.eos_id
+    beyond = args.prompts * 1000                         # reference answers of problems that are not the trajectories'
 
-    fit(args, args.name, model, tokenizer_json, tokenizer, loss_of, cdlm.block_causal, "student", mask_id, args.lr or 2e-4)
+    def loss_of(step):
+        batch = short(data.batch(numbers_of_step(step, args.batch, live, args.seed)), eos, args.block_size, ("tokens", "rank", "hidden"))
+        reference = short(examples.batch(beyond + step, group=4), eos, args.block_size) if args.weights[2] else None
+        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
+        k, k_star = cdlm_losses.draw_states(batch["live"], batch["tokens"].shape[1], args.block_size, generator, args.cons_target)
+        with bf16:
+            return cdlm_losses.student_losses(model, head, to(args.device, batch), reference and to(args.device, reference), mask_id, args.block_size, eos, k, k_star,
+                                              generator, args.weights, args.kl, args.cons_target)
+
+    fit(args, args.name, model, tokenizer_json, tokenizer, loss_of, lambda step: (cdlm_losses.all_blocks, cdlm_losses.two_copies), "student", mask_id, args.lr or 2e-4)
 
 
 def main():
@@ -232,6 +257,8 @@ def main():
     for name in ("gen_length", "block_size", "steps", "batch", "prompts", "shard", "save_every", "warmup"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name.replace('_', '-')} {getattr(args, name)} is out of range; allowed is 1 or more")
+    if not 0 <= args.block_warmup <= 1:
+        raise ValueError(f"block-warmup {args.block_warmup} is out of range; allowed is 0 to 1")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError("no CUDA device on this machine; use --device cpu")
     stages = STAGES if args.stage == "all" else (args.stage,)

@@ -15,6 +15,9 @@ What differs from SmartSpec and why: it chooses k for one drafter and the whole 
 several drafters. A drafter's price is mostly the same for one row as for the batch, so in the end a few sets of drafters
 are compared by the goodput of the whole batch: a drafter that would serve one row of sixteen is not worth its forward.
 
+A drafter that has not read a request's tokens must do so before it drafts, and on a long prompt that may take longer than
+the whole answer. The table's price of reading is spread over the tokens that the request may still get.
+
 The choice depends on committed tokens alone, never on the coins that will judge it, so the output is the target's own,
 greedy or sampled.
 """
@@ -114,17 +117,18 @@ class Adaptive:
         """[(drafter's name or None, drafts)] of every request: the set of drafters with the largest goodput of the batch."""
         rows, mean = len(requests), sum(len(r.tokens) for r in requests) / len(requests)
         step, draft = self._prices(rows, int(mean))
-        options = []                     # of each request: {name: (goodput, expected tokens, k)}
+        options = []                     # of each request: {name: (goodput, expected tokens, k, seconds of reading they are charged)}
         for r, limit, offers in zip(requests, limits, found):
-            some = {None: (1 / step[0], 1.0, 0)}
+            some = {None: (1 / step[0], 1.0, 0, 0.0)}
             for name, (situation, drafts) in offers.items():
                 most = min(self.k, limit if drafts is None else len(drafts))
                 alpha = self.notes[r].counts.rate(situation, self.counts.rate(situation, START))
-                best, tokens, chance = (0.0, 1.0, 0), 1.0, 1.0
+                reading = self._unread(name, r) / r.remaining
+                best, tokens, chance = (0.0, 1.0, 0, 0.0), 1.0, 1.0
                 for k in range(1, most + 1):
                     chance *= alpha
                     tokens += chance
-                    best = max(best, (tokens / (step[k] + draft[name][k]), tokens, k))
+                    best = max(best, (tokens / (step[k] + draft[name][k] + reading * tokens), tokens, k, reading * tokens))
                 some[name] = best
             options.append(some)
         lookups = [name for name, d in self.drafters.items() if isinstance(d, NGram)]
@@ -133,14 +137,24 @@ class Adaptive:
         for names in [base + extra for base in ([], lookups) for extra in ([], *([name] for name in others))]:
             picks = [max(((some[name], name) for name in [None, *names]), key=lambda pick: pick[0]) for some in options]
             deepest = {}
-            for (_, _, k), name in picks:
+            for (_, _, k, _), name in picks:
                 deepest[name] = max(k, deepest.get(name, 0))
-            fed = sum(k for (_, _, k), _ in picks) / rows
+            fed = sum(k for (_, _, k, _), _ in picks) / rows
             low = int(fed)
             seconds = step[low] + (fed - low) * (step[min(low + 1, self.k)] - step[low])
-            seconds += sum(draft[name][k] for name, k in deepest.items() if name)
-            best = max(best, (sum(tokens for (_, tokens, _), _ in picks) / seconds, [(name, k) for (_, _, k), name in picks]), key=lambda b: b[0])
+            seconds += sum(draft[name][k] for name, k in deepest.items() if name) + sum(reading for (_, _, _, reading), _ in picks)
+            best = max(best, (sum(tokens for (_, tokens, _, _), _ in picks) / seconds, [(name, k) for (_, _, k, _), name in picks]), key=lambda b: b[0])
         return best[1]
+
+    def _unread(self, name, r):
+        """Seconds that it takes a drafter to read what it does not know of a request; the tokens of a round or two are in the
+        price of drafting."""
+        note = getattr(self.drafters[name], "notes", {}).get(r)
+        tokens = len(r.tokens) - (note.cached if note else 0)
+        key = name, tokens // 64
+        if key not in self.prices:
+            self.prices[key] = float(self.cost.read(name, tokens))
+        return self.prices[key] if tokens > 2 * self.k else 0.0
 
     def _prices(self, rows, context):
         """(seconds of a step by drafts per row, {name: seconds of drafting by drafts}), looked up once per 256 tokens."""

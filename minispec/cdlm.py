@@ -11,7 +11,7 @@ slots at once. One GPT body serves three ways of decoding; what differs is which
 The student is the teacher's weights, trained further on the teacher's own trajectories: from a state early in a block to
 predict what the teacher predicted for each token at the later, better informed step at which it finalised it.
 
-Reading order: masks, losses, `Decoder` (one loop for student, teacher and the baselines), trajectories.
+This file decodes: one loop for student, teacher and the baselines. What they are trained with is in cdlm_losses.py.
 
 Notation: P prompt tokens, L answer slots (`gen_length`), B slots a block (n in shapes: the batch), rank (L,) the order in
 which slots were finalised. State k of a trajectory: the slots of rank < k hold their tokens, all others are masked.
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from . import gpt, tasks
-from .attention import dense_attend, group_rows, packed_attend, ungroup_rows
+from .attention import group_rows, packed_attend, ungroup_rows
 from .engine import Step
 from .kv_cache import KVCache
 from .tokenizer import Tokenizer
@@ -38,146 +38,12 @@ COMMITS = ("fused", "separate")
 STOPS = ("at_once", "block", "never")
 
 
-# -- masks: whole sequences, for training ------------------------------------------------------------------------------
-# A batch is padded on the left, so that the answers stand in the last L columns whatever the lengths of the prompts are.
-
-def layout(lengths, width, gen_length, block_size):
-    """Positions and block numbers, each (n, width + L), of prompts of `lengths` (n,) padded on the left to `width` columns.
-    Blocks: -1 padding, 0 the prompt, then 1, 2, ... of B slots each; the first one starts right behind the prompt."""
-    column = torch.arange(width + gen_length, device=lengths.device) - width            # 0: the first slot
-    positions = column + lengths[:, None]
-    blocks = (column.div(block_size, rounding_mode="floor") + 1).clamp(min=0).expand_as(positions)
-    return positions.clamp(min=0), blocks.masked_fill(positions < 0, -1)
-
-
-def bidirectional(blocks):
-    """Mask (n, 1, T, T) of the teacher: every row sees all but padding. Padding sees itself, for a row needs a key."""
-    own = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
-    return ((blocks >= 0)[:, None, :] | own)[:, None].expand(-1, -1, blocks.shape[1], -1)
-
-
-def block_causal(blocks):
-    """Mask (n, 1, T, T) of the student: a row sees its own block, all of it, and the blocks before."""
-    return bidirectional(blocks) & (blocks[:, None, None, :] <= blocks[:, None, :, None])
-
-
-def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal):
-    """Hidden states (n, L, C) of the answer slots (n, L) behind left-padded prompts (n, width)."""
-    positions, blocks = layout(lengths, prompt.shape[1], answer.shape[1], block_size)
-    return model(torch.cat([prompt, answer], 1), positions, dense_attend(mask(blocks)))[:, prompt.shape[1]:]
-
+# -- decoding: one loop for student, teacher and the baselines ---------------------------------------------------------
 
 def mask_free(logits, mask_id):
     """Logits in fp32, in which the mask token, which is never an answer, has no probability."""
     return logits.float().index_fill(-1, torch.tensor([mask_id], device=logits.device), -1e9)
 
-
-# -- losses ------------------------------------------------------------------------------------------------------------
-
-def mask_rates(n, generator, low=1e-3):
-    """n mask rates in [low, 1], spread evenly over it from one random offset, so that batches differ little."""
-    u = (torch.rand((), generator=generator) + torch.arange(n) / n) % 1
-    return (1 - low) * u[torch.randperm(n, generator=generator)] + low
-
-
-def corrupt(answer, rate, mask_id, generator):
-    """Each slot of answer (n, L) becomes a mask with its row's probability `rate` (n,). Returns (noisy, masked)."""
-    masked = (torch.rand(answer.shape, generator=generator) < rate[:, None]).to(answer.device)
-    return answer.masked_fill(masked, mask_id), masked
-
-
-def dlm_loss(model, batch, mask_id, rate, generator, block_size, mask, weighted=True):
-    """The masked-diffusion loss: the mean over rows of 1 / (t L) times the summed cross-entropy of the masked slots, an upper
-    bound on the answer's negative log-likelihood per slot. The ends of text that fill up an answer are slots like any
-    other: they are how the model says how long its answer is. weighted False: plain mean, without 1 / t."""
-    answer = batch["answer"]
-    noisy, masked = corrupt(answer, rate, mask_id, generator)
-    hidden = answer_hidden(model, batch["prompt"], batch["length"], noisy, block_size, mask)
-    loss = F.cross_entropy(mask_free(model.logits(hidden[masked]), mask_id), answer[masked], reduction="none")
-    if not weighted:
-        return loss.sum() / max(len(loss), 1)
-    weight = (1 / rate.to(loss.device))[:, None].expand_as(answer)[masked]
-    return (loss * weight).sum() / answer.numel()
-
-
-def state(tokens, rank, k, mask_id):
-    """State k (n,) of trajectories: tokens and rank (n, L) -> (n, L)."""
-    return tokens.masked_fill(rank >= k[:, None], mask_id)
-
-
-def draw_states(live, gen_length, block_size, generator, target="block_end"):
-    """For trajectories of `live` (n,) decoded slots: a step k, uniform in [0, live), and the step k* > k whose state is the
-    consistency target. "block_end" is the paper's: the current block is complete. "later_state": a step before that.
-    Blocks behind the one that ends the text are never drawn: the sampler never opens them, and there is nothing to
-    decide in them."""
-    k = (torch.rand(len(live), generator=generator) * live).long()
-    end = ((k // block_size + 1) * block_size).clamp(max=gen_length)
-    if target == "block_end":
-        return k, end
-    if target != "later_state":
-        raise ValueError(f"unknown consistency target '{target}'; choose from block_end, later_state")
-    return k, k + 1 + (torch.rand(len(k), generator=generator) * (end - k - 1)).long()
-
-
-def divergence(target, logits, direction="forward"):
-    """KL divergence (...) of two sets of logits (..., V): forward is KL(target || model), which covers all of the target's mass."""
-    p, q = target.log_softmax(-1), logits.log_softmax(-1)
-    if direction == "reverse":
-        p, q = q, p
-    elif direction != "forward":
-        raise ValueError(f"unknown KL direction '{direction}'; choose from forward, reverse")
-    return (p.exp() * (p - q)).sum(-1)
-
-
-def row_mean(values, where):
-    """values (count of True in `where`,) of the slots `where` (n, L): their mean within each row, then over rows. A row without
-    any counts as 0."""
-    total = torch.zeros(where.shape, dtype=values.dtype, device=values.device).masked_scatter(where, values).sum(-1)
-    return (total / where.sum(-1).clamp(min=1)).mean()
-
-
-def masked_sets(rank, k, k_star, block_size, target="block_end"):
-    """U: the slots of the current block that are masked at step k. S: those still masked at k_star. When the block is complete
-    there, as the paper has it, S holds later blocks alone, and nothing in the last block; "later_state" keeps S inside
-    the block. Both (n, L)."""
-    current = rank // block_size == (k // block_size)[:, None]
-    u, s = current & (rank >= k[:, None]), rank >= k_star[:, None]
-    return u, s & current if target == "later_state" else s
-
-
-def student_losses(model, teacher_head, batch, mask_id, block_size, k, k_star, rate, generator, weights=(1.0, 0.5, 0.01),
-                   direction="forward", target="block_end"):
-    """The three losses of the student, and "loss", their weighted sum. With y = state k, y* = state k* and `masked_sets`:
-
-        distill  mean over U of KL(p_teacher || q(y))
-        cons     mean over S of KL(stop(q(y*)) || q(y)): predict now what you will predict when the block is done
-        dlm      `dlm_loss` on the reference answer
-
-    p_teacher is rebuilt from the hidden row with which the teacher finalised the token, by the teacher's own head (V, C):
-    it is better informed than y, and that is the lesson. A loss of weight 0 is not computed.
-    """
-    tokens, rank, (w_distill, w_cons, w_dlm) = batch["tokens"], batch["rank"], weights
-    k, k_star = k.to(rank.device), k_star.to(rank.device)
-    u, s = masked_sets(rank, k, k_star, block_size, target)
-    rows = lambda step: answer_hidden(model, batch["prompt"], batch["length"], state(tokens, rank, step, mask_id), block_size)
-    logits = lambda hidden: mask_free(model.logits(hidden), mask_id)
-    losses = dict.fromkeys(("distill", "cons", "dlm"), torch.zeros((), device=rank.device))
-    hidden = rows(k) if w_distill or w_cons else None
-    if w_distill:
-        with torch.no_grad():
-            goal = mask_free(batch["hidden"][u].to(teacher_head.dtype) @ teacher_head.T, mask_id)
-        losses["distill"] = row_mean(divergence(goal, logits(hidden[u]), direction), u)
-    if w_cons and s.any():
-        with torch.no_grad():
-            goal = logits(rows(k_star)[s])
-        losses["cons"] = row_mean(divergence(goal, logits(hidden[s]), direction), s)
-    if w_dlm:
-        losses["dlm"] = dlm_loss(model, batch, mask_id, rate, generator, block_size, block_causal)
-    losses["loss"] = w_distill * losses["distill"] + w_cons * losses["cons"] + w_dlm * losses["dlm"]
-    return losses
-
-
-# -- decoding: one loop for student, teacher and the baselines ---------------------------------------------------------
 
 class BlockKeys:
     """Keys of n new rows at positions start.. of a request whose slots begin at `base`. The first n_clean rows are final and

@@ -49,13 +49,27 @@ def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=5):
     """Time single rounds of `rows` requests that have `context` cached tokens each, with every number of drafts in turn.
     Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
 
-    The requests come as if their prompts were read already: what the cache holds makes no difference to the time. The
-    first round, in which a drafter reads the prompt, is a warm-up. Rounds of all sizes take turns, so that a machine that
-    gets slower meanwhile slows all of them.
+    The first round, in which a drafter reads the prompt, is a warm-up. Rounds of all sizes take turns, so that a machine
+    that gets slower meanwhile slows all of them.
     """
-    order = [max(drafts)] + [k for _ in range(repeats) for k in drafts]
-    engine = Engine(model, lambda e: Lockstep(e, drafter, max(drafts)), rows)
-    requests = [Request([(7 * i + 3 * row) % model.config.vocab_size for i in range(context + 1)], sum(order) + len(order) + max(drafts) + 1)
+    order, out = [max(drafts)] + [k for _ in range(repeats) for k in drafts], {k: [] for k in drafts}
+    for k, iteration in list(zip(order, _rounds(model, drafter, rows, context, order)))[1:]:
+        out[k].append(iteration["seconds"])
+    return out
+
+
+def read_seconds(model, drafter, rows, context, repeats=2):
+    """What the first round takes a drafter longer than the second, because it reads `context` tokens of each of `rows` requests. One
+    time per repeat, one warm-up left out."""
+    first = [[i["seconds"]["draft"] for i in _rounds(model, drafter, rows, context, [1, 1])] for _ in range(repeats + 1)]
+    return [max(a - b, 0.0) for a, b in first[1:]]
+
+
+def _rounds(model, drafter, rows, context, order):
+    """The engine's record of rounds with `order` drafts. The requests come as if their prompts were read already: what the
+    cache holds makes no difference to the time."""
+    engine = Engine(model, lambda e: Lockstep(e, drafter, max(order)), rows)
+    requests = [Request([(7 * i + 3 * row) % model.config.vocab_size for i in range(context + 1)], sum(order) + len(order) + max(order) + 1)
                 for row in range(rows)]
     for r in requests:
         r.n_cached = context
@@ -69,10 +83,7 @@ def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=5):
                 r.cancel()
         else:
             engine.planner.k = order[done]
-    out = {k: [] for k in drafts}
-    for k, iteration in list(zip(order, engine.iterations))[1:]:
-        out[k].append(iteration["seconds"])
-    return out
+    return engine.iterations
 
 
 def prefill_seconds(model, rows, prompt_len, repeats=5):
@@ -99,11 +110,10 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
         spread.append((high - low) / max(middle, 1e-9))
         return float(middle)
 
-    def grid(tokens, cells):
-        return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(contexts),
-                "seconds": [[[cells[b, c, t] for c in contexts] for t in tokens] for b in rows]}
+    def grid(tokens, cells, kv=contexts):
+        return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": [[[cells[b, c, t] for c in kv] for t in tokens] for b in rows]}
 
-    verify, overhead, draft = {}, {b: [] for b in rows}, {}
+    verify, overhead, draft, read = {}, {b: [] for b in rows}, {}, {}
     for name, b, c in progress([(name, b, c) for name in ("verify", *drafters) for b in rows for c in contexts], desc="rounds"):
         timed = round_seconds(model, Rote() if name == "verify" else drafters[name], b, c, drafts, repeats)
         for k, some in timed.items():
@@ -112,10 +122,13 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
                 overhead[b] += [s["overhead"] for s in some]
             elif k:
                 draft.setdefault(name, {})[b, c, k] = typical([s["draft"] for s in some])
+        if name != "verify":
+            read.setdefault(name, {})[b, 0, c] = statistics.median(read_seconds(model, drafters[name], b, c))
     shapes = [(b, n, s) for b in (rows[0], rows[min(1, len(rows) - 1)]) for n in PROMPTS if n < model.config.block_size
               for s in prefill_seconds(model, b, n, repeats)]
     b, n, s = (np.array(x, float) for x in zip(*shapes))
     table = {"verify": grid([k + 1 for k in drafts], verify), "draft": {name: grid(ks, cells) for name, cells in draft.items()},
+             "read": {name: grid(contexts, cells, [0]) for name, cells in read.items()},
              "prefill": traces.fit_linear(b, n, 0 * n, s, ("base", "row", "token")),
              "overhead": {"kind": "grid", "rows": list(rows), "tokens": [1], "kv": [0], "seconds": [[[statistics.median(overhead[b])]] for b in rows]}}
     return traces.check_costs(table), {"fits": verify_fits(verify), "scatter": float(np.median(spread))}

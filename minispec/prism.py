@@ -72,7 +72,7 @@ class Module(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.join = nn.Linear(2 * c.d_model, c.d_model)
+        self.join = gpt.Linear(2 * c.d_model, c.d_model)
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
 
@@ -90,7 +90,7 @@ class Prism(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
-        self.fuse = nn.Linear(len(c.taps) * c.d_model, c.d_model) if c.taps else nn.Identity()
+        self.fuse = gpt.Linear(len(c.taps) * c.d_model, c.d_model) if c.taps else nn.Identity()
         self.bank = nn.ModuleList(Module(c) for _ in range(c.n_modules))
         self.rope = gpt.Rope(c)
         self.apply(self._init)

@@ -64,7 +64,7 @@ class Words(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.embed = nn.Embedding(c.vocab_size, c.d_model)
-        self.head = None if c.tied else nn.Linear(c.d_model, c.vocab_size, bias=False)
+        self.head = None if c.tied else gpt.Linear(c.d_model, c.vocab_size, bias=False)
 
     def logits(self, hidden):
         return F.linear(hidden, (self.embed if self.head is None else self.head).weight)
@@ -83,7 +83,7 @@ class Drafter(nn.Module):
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
         self.mask = nn.Parameter(torch.zeros(c.d_model))
-        self.fuse = None if c.taps is None else nn.Linear(max(len(c.taps), 1) * target.config.d_model, c.d_model, bias=False)
+        self.fuse = None if c.taps is None else gpt.Linear(max(len(c.taps), 1) * target.config.d_model, c.d_model, bias=False)
         self.rope = gpt.Rope(c)
 
     def forward(self, tokens, positions, attend, features=None):

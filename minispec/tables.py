@@ -6,6 +6,8 @@ import statistics
 
 from safetensors import safe_open
 
+from . import tasks
+
 
 def _table(head, rows):
     return "\n".join("| " + " | ".join(map(str, r)) + " |" for r in [head, ["---"] * len(head), *rows])
@@ -34,9 +36,10 @@ def render(name, r):
         cells = {(x["method"], x["dtype"], x["workload"]): x for x in r["rows"]}
         workloads, arms = list(dict.fromkeys(x["workload"] for x in r["rows"])), list(dict.fromkeys((x["method"], x["dtype"]) for x in r["rows"]))
         cell = lambda x: f"{times(x)}, tau {x['tau']:.1f}" if x["method"] != "ar" else f"{times(x)}, {x['tokens_per_second']:.0f} tokens/s"
-        rows = [[m, d, *(cell(cells[m, d, w]) for w in workloads), f"{sum(cells[m, d, w]['identical'] for w in workloads)} of {sum(cells[m, d, w]['prompts'] for w in workloads)}"]
+        mean = lambda m, d: statistics.mean(cells[m, d, w]["speedup"] for w in workloads if w in tasks.FAMILIES)
+        rows = [[m, d, f"{mean(m, d):.2f}", *(cell(cells[m, d, w]) for w in workloads), f"{sum(cells[m, d, w]['identical'] for w in workloads)} of {sum(cells[m, d, w]['prompts'] for w in workloads)}"]
                 for m, d in arms]
-        return _table(["method", "dtype", *workloads, "identical to ar, float32"], rows)
+        return _table(["method", "dtype", "mean of the families", *workloads, "identical to ar in its dtype"], rows)
     if name == "serving":
         rows = [[x["context"], x["requests"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x),
                  *([f"{x['accepted']:.2f}", f"{100 * x['attention_share']:.0f} %", f"{x['own_speedup']:.2f}", f"{x['predicted']:.2f}", f"{x['identical']} of {x['requests']}"]
@@ -50,6 +53,8 @@ def render(name, r):
                 + _table(["schedule, 40 requests", "rows a forward", "standard deviation / mean", "most / least"], even))
     if name in ("profile", "trace", "run", "bounds"):
         return {"profile": _costs, "trace": _accepts, "run": _runs, "bounds": _ladder}[name](r)
+    if name.startswith("cdlm_"):
+        return {"cdlm_accuracy": _decoders, "cdlm_curves": _curves, "cdlm_blocks": _blocks, "cdlm_speed": _latency, "cdlm_losses": _losses}[name](r)
     if name in ("prism_arms", "specdiff_objectives"):
         return _arms(r)
     if name in ("prism_trees", "specdiff_chains"):
@@ -151,6 +156,64 @@ def _ladder(r):
     if r["model_error"]:
         out.append(f"Error of the cost model, modelled over observed seconds: median {100 * r['model_error']['median']:.0f} %, at most {100 * r['model_error']['max']:.0f} %.")
     return "\n\n".join(out)
+
+
+def _percent(x):
+    return "" if x is None else f"{100 * x:.0f} %"
+
+
+def _decoders(r):
+    """Who solves how much, by family."""
+    families = list(r["rows"][0]["by_family"])
+    rows = [[x["decoder"], f"{100 * x['solved']:.1f} %", *(f"{100 * x['by_family'][f]:.0f} %" for f in families), f"{x['steps']:.1f}", f"{x['tokens']:.0f}", _percent(x["same"])] for x in r["rows"]]
+    return _table([f"decoder, {r['rows'][0]['problems']} problems", "solved", *families, "steps an answer", "tokens an answer", "same answer as the teacher"], rows)
+
+
+def _curves(r):
+    """Accuracy against steps."""
+    setting = lambda x: f"{x['steps_a_block']} steps a block" if x["steps_a_block"] else f"threshold {x['threshold']:g}"
+    rows = [[x["decoder"], setting(x), f"{x['steps']:.1f}", f"{x['tokens'] / x['steps']:.1f}", f"{100 * x['solved']:.0f} %", _percent(x["same"])] for x in r["rows"]]
+    return _table(["decoder", "setting", "steps an answer", "tokens a step", f"solved of {r['rows'][0]['problems']}", "same answer as the teacher at a token a step"], rows)
+
+
+def _blocks(r):
+    """Block sizes at inference, and gaps inside a block."""
+    sizes = _table(["block size in decoding (32 in training)", "solved", "steps an answer", "tokens an answer"],
+                   [[x["block_size"], _percent(x["solved"]), f"{x['steps']:.1f}", f"{x['tokens']:.0f}"] for x in r["sizes"]])
+    return sizes + "\n\n" + _table(["open slots in the middle of a block", "answers", "filled as in the reference, the rest of the block given", "nothing behind given"],
+                                   [[x["gap"], x["answers"], _percent(x["given"]), _percent(x["open"])] for x in r["infill"]])
+
+
+def _latency(r):
+    rows = [[x["batch"], x["decoder"], f"{x['seconds_a_problem']:.3f}", f"{x['faster_than_teacher']:.1f} ({x['range'][0]:.1f}-{x['range'][1]:.1f})", f"{x['tokens_per_second']:.0f}", f"{x['steps']:.1f}",
+             f"{x['tokens']:.0f}", "" if x["fed"] is None else f"{x['fed'] / x['problems'] / x['tokens']:.1f}", f"{x['intensity']:.1f}", _percent(x["solved"])] for x in r["rows"]]
+    return _table(["batch", "decoder", "seconds from start to end of a problem", "times faster than the teacher (range)", "tokens/s", "steps an answer", "tokens an answer", "rows fed a token",
+                   "operations a byte", "solved"], rows)
+
+
+def _losses(r):
+    rows = [[name, x["step"], f"{x['seconds'] / 60:.0f}", f"{x['heldout']:.3f}", _percent(x["solved"]), f"{x['steps']:.1f}", f"{x['tokens']:.0f}"] for name, x in r["arms"].items()]
+    return _table(["student", "steps", "minutes", "held-out masked loss", f"solved of {r['problems']}", "steps an answer", "tokens an answer"], rows)
+
+
+def whole_table(folder):
+    """What `bench.py` prints at the end: every method on every workload, as observed, as modelled, and what is possible; from the files
+    that run, bounds and accuracy left in a folder."""
+    run, bounds, accuracy = ({} for _ in range(3))
+    for name, into in (("run", run), ("bounds", bounds), ("accuracy", accuracy)):
+        file = os.path.join(folder, name + ".json")
+        if os.path.exists(file):
+            with open(file, encoding="utf-8") as f:
+                into.update(json.load(f)["result"])
+    cells, rows = {(c["workload"], c["batch"], c["kind"]): c for c in bounds.get("cells", ())}, []
+    two = lambda x: "" if x is None else f"{x:.2f}"
+    for x in run["rows"]:
+        c, m = cells.get((x["workload"], x["batch"], x["kind"]), {}), x["method"]
+        solved = accuracy.get("families", {}).get(x["workload"], {}).get("accuracy")
+        rows.append([x["workload"], f"{x['batch']} {x['kind']}" if x["batch"] > 1 else 1, m, f"{x['tokens_per_second']:.0f}", two(x["speedup"]), f"{x['tau']:.2f}",
+                     _percent(x["acceptance"]), two(c.get("L1", {}).get(m)), two(c.get("L6") if m == "adaptive" else c.get("L5", {}).get(m)),
+                     f"{x['identical']} of {x['prompts']}", _percent(solved)])
+    return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "speed-up, modelled", "bound", "identical to ar", "solved (ar)"], rows)
 
 
 def training_table(folder):

@@ -15,9 +15,9 @@ All drafters of a line were run on one and the same output; a trace taken on ano
 
 A cost table is one JSON object: seconds as a function of rows (requests in the forward), tokens per row and cached tokens.
 
-    {"about": {anything}, "verify": TIME, "draft": {name: TIME}, "prefill": TIME, "overhead": TIME, "switch": seconds}
+    {"about": {anything}, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME, "overhead": TIME, "switch": seconds}
 
-Only verify is needed; "about" may hold anything (device, dtype, versions, command). TIME is one of
+Only verify is needed; read is what a drafter takes, beside drafting, for the first round in which it sees so many tokens; "about" may hold anything (device, dtype, versions, command). TIME is one of
 
     {"kind": "linear", "base": s, "row": s, "token": s, "step": s, "kv": s, "kv_step": s}       missing ones are 0
         s are seconds each: base once; per row; per token of all rows; per token of one row (a drafter's sequential steps);
@@ -241,12 +241,14 @@ def _line_of(text, where):
 
 def check_costs(table):
     """Return `table` if it is a valid cost table (already parsed), else ValueError that starts with the field."""
-    _object(table, "", ("about", "verify", "draft", "prefill", "overhead", "switch"), ("verify",))
+    _object(table, "", ("about", "verify", "draft", "read", "prefill", "overhead", "switch"), ("verify",))
     for name in ("verify", "prefill", "overhead"):
         if name in table:
             _check_time(table[name], name, ("linear", "roofline", "grid"))
     for name, entry in _object(table.get("draft", {}), "draft", ()).items():
         _check_time(entry, f"draft.{name}", ("linear", "roofline", "grid", "share"))
+    for name, entry in _object(table.get("read", {}), "read", ()).items():
+        _check_time(entry, f"read.{name}", ("linear", "roofline", "grid"))
     _seconds(table.get("switch", 0), "switch")
     verify = table["verify"]
     paid = np.ravel(verify["seconds"]) if verify["kind"] == "grid" else [sum(verify.get(name, 0) for name in LINEAR)]
@@ -327,6 +329,11 @@ class CostTable:
         if entry["kind"] == "share":
             return entry["of_verify"] * self.verify(kv, rows * (1 + drafts), rows)
         return seconds(entry, rows, drafts, kv)
+
+    def read(self, name, tokens, rows=1):
+        """What drafter `name` takes to read `tokens` tokens of each row that it has not seen; 0 if not in the table."""
+        entry = self.table.get("read", {}).get(name)
+        return seconds(entry, rows, tokens, 0) if entry else 0.0
 
     def prefill(self, prompt_len, rows=1):
         """The forward over the prompts, which gives the first token; T_verify(0, sum of P) + T_ovh if not in the table."""

@@ -56,12 +56,13 @@ def chi_square(counts, probs):
 
 
 def save_toy_target(folder, **changes):
-    """A random target with the shipped tokenizer, in folder/target."""
+    """A random target with the shipped tokenizer, in folder/target, which is returned."""
     from minispec.tokenizer import Tokenizer
     tokenizer = Tokenizer.load(TARGET)
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
         gpt.save(toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], **changes),
                  os.path.join(folder, "target"), json.load(f))
+    return os.path.join(folder, "target")
 
 
 def run_script(script, *args):
@@ -80,6 +81,12 @@ def on_a_terminal(command):
             shown += chunk
     assert p.wait(60) == 0
     return shown
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    """Folder of a random target with the shipped tokenizer."""
+    return save_toy_target(tmp_path_factory.mktemp("toy"), gain=1.0)
 
 
 @pytest.fixture(scope="session")

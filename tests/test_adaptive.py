@@ -101,6 +101,22 @@ def test_a_batch_shares_the_price_of_a_draft():
     assert share(answer(adaptive(cost, SmallLM(TARGET, TARGET)), some, 8), "draft") > 0.8
 
 
+def test_reading_a_prompt_must_pay():
+    """A drafter that is always right and cheap, but takes long to read: worth it for a long answer, not for a short one; and one
+    that has read a prompt is not charged again."""
+    table = {**prices().table, "read": {"draft": {"kind": "linear", "token": 0.5}}}
+    run = lambda new: answer(adaptive(CostTable(table), SmallLM(TARGET, TARGET)), [list(range(50))], 1, new)
+    assert share(run(20), "draft") == 0 and share(run(200), "draft") > 0.85
+    drafter = Adaptive([SmallLM(TARGET, TARGET)], CostTable(table), 6)
+    engine = Engine(TARGET, lambda e: Lockstep(e, drafter, 6), 1)
+    r = Request(list(range(50)), 200)
+    before = drafter._unread("draft", r)
+    for _, tokens in engine.stream([r]):
+        if len(r.generation.token_ids) > 20:
+            break
+    assert before == 25.0 and drafter._unread("draft", r) == 0.0
+
+
 def test_never_much_slower_than_the_best_single_and_never_beyond_the_bound():
     """Its recorded rounds, priced by the table it plans with: within 5 % of the best single drafter's best k at each of
     several prices, and not faster than the optimum that knows the future."""

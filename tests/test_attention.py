@@ -34,10 +34,12 @@ def test_cached_equals_dense(heads, record):
 
 
 @pytest.mark.parametrize("t", [1, 37, 300])
-def test_blocked_attention_is_dense_attention(t):
+@pytest.mark.parametrize("shape", [None, (), (2, 1)])
+def test_blocked_attention_is_dense_attention(t, shape):
     shapes = [(2, t, heads, 16) for heads in (6, 2, 2)]
+    mask = None if shape is None else (torch.rand(*shape, t, t, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(t, dtype=torch.bool)
     runs = []
-    for attend in (dense_attend(), blocked_attend(32)):
+    for attend in (dense_attend(mask), blocked_attend(mask, 32)):
         torch.manual_seed(0)
         q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
         out = attend(0, q, k, v)

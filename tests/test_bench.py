@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, toy_model
 
 import bench
-from minispec import figures, ladder, methods, tasks, traces
+from minispec import figures, ladder, methods, tables, tasks, traces
 from minispec.tokenizer import Tokenizer
 from test_shipped import TARGET
 
@@ -132,6 +132,37 @@ def test_figures_of_what_is_stored(tmp_path):
     figures.draw(bench.RESULTS, str(tmp_path))
     want = [f for study, some in figures.FIGURES.items() if os.path.exists(os.path.join(bench.RESULTS, figures.source(study))) for f in some]
     assert sorted(os.listdir(tmp_path)) == sorted(f + ".svg" for f in want)
+
+
+def test_one_table_of_everything(measured):
+    folder, out = measured
+    lines = tables.whole_table(str(folder)).split("\n")
+    assert len(lines) == 2 + len(out["run"]["rows"]) and len({line.count("|") for line in lines}) == 1
+    cell = next(c for c in out["bounds"]["cells"] if c["workload"] == "mixed")
+    assert f"| {cell['L1']['adaptive']:.2f} | {cell['L6']:.2f} | " in next(line for line in lines if line.startswith("| mixed") and "| adaptive |" in line)
+
+
+def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
+    calls, cells = [], [("a", 1), ("b", 2), ("c", 3)]
+
+    def measure(name, n):
+        calls.append(name)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return [n]
+
+    with pytest.raises(KeyboardInterrupt):
+        bench.resumable("run", {"k": 1}, cells, measure)
+    assert bench.resumable("run", {"k": 1}, cells, measure) == [[1], [2], [3]] and calls == ["a", "b", "c", "c"]
+    assert os.listdir(tmp_path) == ["run.part"]
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        bench.resumable("run", {"k": 2}, cells, measure)                       # other settings: nothing is taken over
+    assert calls == ["a", "b", "c"]
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    bench.write_result("run", {}, 1.0)
+    assert os.listdir(tmp_path) == ["run.json"]
 
 
 def test_gap_is_left_out_where_there_is_none():

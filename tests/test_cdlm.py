@@ -1,4 +1,4 @@
-"""CDLM on toy models: masks, exactness of the block cache, the samplers against plain loops, trajectories, losses, training.
+"""CDLM on toy models: masks, exactness of the block cache, the samplers against plain loops, trajectories.
 Numbers in test names' comments are the statements of the checklist that the paper's notes end with."""
 import json
 import math
@@ -8,15 +8,12 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, TARGET, on_a_terminal, toy_model
-from safetensors.torch import load_file
 
 import decode
-import train_cdlm
-from minispec import cdlm, gpt, tasks
+from minispec import cdlm, cdlm_losses, gpt, tasks
 from minispec.attention import dense_attend
 from minispec.engine import Request
 from minispec.tokenizer import Tokenizer
-from minispec.training import optimizers
 from minispec.verify import Sampling
 
 
@@ -43,10 +40,10 @@ def filled(reqs):
     return [r.state.tokens[r.state.prompt:] for r in reqs]
 
 
-def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
+def dense(model, prompt, slots, mask=cdlm_losses.block_causal, block_size=B):
     """Logits (L, V) of one answer without a cache: the slow, obvious reference."""
     with torch.inference_mode():
-        hidden = cdlm.answer_hidden(model, torch.tensor([prompt]), torch.tensor([len(prompt)]), torch.tensor([slots]), block_size, mask)
+        hidden = cdlm_losses.answer_hidden(model, torch.tensor([prompt]), torch.tensor([len(prompt)]), torch.tensor([slots]), block_size, mask)
         return cdlm.mask_free(model.logits(hidden), MASK)[0]
 
 
@@ -54,8 +51,8 @@ def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
 
 def test_block_causal_mask_is_its_definition():                                    # 1
     lengths, width, length, block = torch.tensor([1, 5, 13]), 13, 10, 4
-    positions, blocks = cdlm.layout(lengths, width, length, block)
-    mask, everything = cdlm.block_causal(blocks)[:, 0], cdlm.bidirectional(blocks)[:, 0]
+    positions, blocks = cdlm_losses.layout(lengths, width, length, block)
+    mask, everything = cdlm_losses.block_causal(blocks)[:, 0], cdlm_losses.bidirectional(blocks)[:, 0]
     for row, p in enumerate(lengths.tolist()):
         number = lambda i: 0 if i < p else 1 + (i - p) // block
         first = width - p
@@ -79,9 +76,22 @@ def test_later_blocks_do_not_reach_back(model):                                 
 
 def test_prompt_never_sees_the_answer(model):                                      # 6
     def prompt_rows(slots):
-        positions, blocks = cdlm.layout(torch.tensor([9]), 9, L, L)
-        return model(torch.tensor([PROMPTS[0] + slots]), positions, dense_attend(cdlm.block_causal(blocks)))[:, :9]
+        positions, blocks = cdlm_losses.layout(torch.tensor([9]), 9, L, L)
+        return model(torch.tensor([PROMPTS[0] + slots]), positions, dense_attend(cdlm_losses.block_causal(blocks)))[:, :9]
     assert torch.equal(prompt_rows([1] * L), prompt_rows([2] * L))
+
+
+def test_two_copies_train_every_block_as_decoding_meets_it(model):
+    g, (prompt, lengths) = torch.Generator().manual_seed(0), cdlm.pad_prompts(PROMPTS)
+    clean = torch.randint(0, 60, (len(PROMPTS), L), generator=g)
+    noisy = clean.masked_fill(torch.rand(clean.shape, generator=g) < 0.5, MASK)
+    with torch.inference_mode():
+        got = cdlm_losses.blocks_hidden(model, prompt, lengths, clean, noisy, B)
+        for first in range(0, L, B):
+            block = slice(first, first + B)
+            alone = clean.clone()
+            alone[:, block] = noisy[:, block]
+            assert (got[:, block] - cdlm_losses.answer_hidden(model, prompt, lengths, alone, B)[:, block]).abs().max() < 1e-5
 
 
 # -- the exact cache (3, 4, 5) -----------------------------------------------------------------------------------------
@@ -160,7 +170,7 @@ def naive(model, prompt, length, block, steps):
         first, last = len(prompt) + b * block, len(prompt) + (b + 1) * block
         m, per_block = x[first:last].count(MASK), steps // n_blocks
         for s in range(per_block):
-            logits = dense(model, prompt, x[len(prompt):], cdlm.bidirectional)
+            logits = dense(model, prompt, x[len(prompt):], cdlm_losses.bidirectional)
             confidence, x0 = logits.softmax(-1).max(-1)
             confidence = torch.cat([torch.zeros(len(prompt)), confidence])
             hidden = torch.tensor([t != MASK for t in x])
@@ -313,7 +323,7 @@ def test_a_trajectory_reveals_a_token_a_step_block_by_block(trajectories):      
     tokens, rank = trajectories["tokens"], trajectories["rank"]
     assert (trajectories["live"] == L).all() and (rank.sort(-1).values == torch.arange(L)).all()
     assert (rank // B == torch.arange(L) // B).all()
-    states = [cdlm.state(tokens, rank, torch.full((4,), k), MASK) for k in range(L + 1)]
+    states = [cdlm_losses.state(tokens, rank, torch.full((4,), k), MASK) for k in range(L + 1)]
     for k in range(L):
         new = states[k] != states[k + 1]
         assert (new.sum(-1) == 1).all() and (states[k][new] == MASK).all()
@@ -326,8 +336,8 @@ def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):  
     for row, prompt in enumerate(PROMPTS[:2]):
         tokens, rank = trajectories["tokens"][row:row + 1], trajectories["rank"][row:row + 1]
         for slot in range(L):
-            y = cdlm.state(tokens, rank, rank[:, slot], MASK)[0].tolist()
-            want = dense(model, prompt, y, cdlm.bidirectional)[slot]
+            y = cdlm_losses.state(tokens, rank, rank[:, slot], MASK)[0].tolist()
+            want = dense(model, prompt, y, cdlm_losses.bidirectional)[slot]
             got = cdlm.mask_free(model.logits(trajectories["hidden"][row, slot].float()), MASK)
             assert y[slot] == MASK and (got.softmax(-1) - want.softmax(-1)).abs().max() <= 1e-3
             assert got.argmax() == want.argmax() == tokens[0, slot]
@@ -345,230 +355,9 @@ def test_blocks_behind_the_end_of_text_are_not_lived_through(model):            
     model.config.eos_id = old
     assert data["live"].tolist() == [live] and data["tokens"][0, :live].tolist() == filled(free)[0][:live] and (data["tokens"][0, live:] == eos).all()
     assert (data["rank"].sort(-1).values == torch.arange(L)).all() and (data["hidden"][0, :live].abs().sum(-1) > 0).all() and (data["hidden"][0, live:] == 0).all()
-    g = torch.Generator().manual_seed(0)
-    drawn = torch.cat([cdlm.draw_states(data["live"].repeat(50), L, B, g)[0] for _ in range(4)])
-    assert drawn.min() == 0 and drawn.max() == live - 1
-
-
-# -- losses (13, 14, 15, 17) -------------------------------------------------------------------------------------------
-
-def test_sets_of_slots(trajectories):                                              # 13
-    rank, g = trajectories["rank"], torch.Generator().manual_seed(1)
-    for _ in range(20):
-        k, k_star = cdlm.draw_states(trajectories["live"], L, B, g)
-        u, s = cdlm.masked_sets(rank, k, k_star, B)
-        assert (k_star > k).all() and ((k_star % B == 0) | (k_star == L)).all() and torch.equal(u.sum(-1), k_star - k)
-        assert not (u & s).any() and torch.equal(s.sum(-1), L - k_star) and ((s.sum(-1) == 0) == (k // B == 3)).all()
-        k, later = cdlm.draw_states(trajectories["live"], L, B, g, "later_state")
-        end = ((k // B + 1) * B).clamp(max=L)
-        u, s = cdlm.masked_sets(rank, k, later, B, "later_state")
-        assert ((later > k) & (later <= end)).all() and torch.equal(s.sum(-1), end - later) and not (s & ~u).any()
-
-
-def losses_at(model, batch, k, k_star, **settings):
-    g, n = torch.Generator().manual_seed(0), len(batch["live"])
-    return cdlm.student_losses(model, model.head.weight.detach(), batch, MASK, B, torch.full((n,), k), torch.full((n,), k_star), torch.full((n,), 0.5), g, **settings)
-
-
-def test_last_block_has_no_consistency_loss(model, trajectories):                  # 13
-    losses = losses_at(model, trajectories, 25, L)
-    assert losses["cons"] == 0 and all(x.isfinite() for x in losses.values())
-    assert losses_at(model, trajectories, 2, 8)["cons"] > 0
-
-
-def test_divergence():                                                             # 14, 17
-    a, b = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
-    p, q = a.softmax(-1), b.softmax(-1)
-    assert torch.allclose(cdlm.divergence(a, b), (p * (p / q).log()).sum(-1), atol=1e-5)
-    assert torch.allclose(cdlm.divergence(a, b, "reverse"), (q * (q / p).log()).sum(-1), atol=1e-5)
-    masked = cdlm.mask_free(a, 3)
-    assert (cdlm.divergence(a, a).abs() < 1e-6).all() and cdlm.divergence(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
-    with pytest.raises(ValueError, match="unknown KL direction 'up'"):
-        cdlm.divergence(a, b, "up")
-
-
-def test_the_teacher_has_nothing_to_learn_from_its_last_step(model, trajectories, monkeypatch):   # 14
-    monkeypatch.setattr(cdlm, "block_causal", cdlm.bidirectional)                  # a student with the teacher's mask
-    monkeypatch.setattr(cdlm.answer_hidden, "__defaults__", (cdlm.bidirectional,))
-    losses = {k: losses_at(model, trajectories, k, 16, weights=(1, 0, 0))["distill"] for k in (15, 11, 8)}
-    assert abs(losses[15]) < 1e-4 and losses[8] > losses[11] > 10 * abs(losses[15])
-
-
-def test_consistency_gradient_reaches_one_side_only(model, trajectories):          # 14
-    calls, real = [], cdlm.answer_hidden
-
-    def spy(*args, **kw):
-        calls.append(real(*args, **kw))
-        return calls[-1]
-
-    cdlm.answer_hidden = spy
-    try:
-        losses_at(model, trajectories, 2, 8, weights=(0, 1, 0))["loss"].backward()
-    finally:
-        cdlm.answer_hidden = real
-    assert [c.requires_grad for c in calls] == [True, False] and model.embed.weight.grad.abs().sum() > 0
-    model.zero_grad()
-
-
-def test_switches_leave_out_what_has_no_weight(model, trajectories, monkeypatch):  # 17
-    forwards, forward = [], gpt.GPT.forward
-    monkeypatch.setattr(gpt.GPT, "forward", lambda self, *args: forwards.append(1) or forward(self, *args))
-    for weights, n in (((1, 0, 0), 1), ((0, 1, 0), 2), ((0, 0, 1), 1), ((1, 0.5, 0), 2), ((1, 0.5, 0.01), 3)):
-        forwards.clear()
-        losses = losses_at(model, trajectories, 2, 8, weights=weights)
-        assert len(forwards) == n and [bool(losses[name] > 0) for name in ("distill", "cons", "dlm")] == [w > 0 for w in weights]
-        assert torch.isclose(losses["loss"], sum(w * losses[name] for w, name in zip(weights, ("distill", "cons", "dlm"))))
-    assert losses_at(model, trajectories, 2, 8, direction="reverse")["distill"] != losses_at(model, trajectories, 2, 8)["distill"]
-    assert losses_at(model, trajectories, 2, 5, target="later_state")["cons"] != losses_at(model, trajectories, 2, 8)["cons"]
-
-
-def test_dlm_loss_by_hand(model, trajectories):                                    # 15
-    rate, g = torch.tensor([0.25, 0.5, 0.75, 1.0]), torch.Generator().manual_seed(3)
-    noisy, masked = cdlm.corrupt(trajectories["answer"], rate, MASK, torch.Generator().manual_seed(3))
-    want = 0.0
-    for row, prompt in enumerate(PROMPTS):
-        logp = dense(model, prompt, noisy[row].tolist(), cdlm.bidirectional).log_softmax(-1)
-        want -= sum(logp[i, trajectories["answer"][row, i]].item() / rate[row].item() for i in range(L) if masked[row, i]) / L / len(PROMPTS)
-    assert abs(cdlm.dlm_loss(model, trajectories, MASK, rate, g, B, cdlm.bidirectional).item() - want) < 1e-3 * want
-
-
-def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories):                       # 15
-    flat, g = toy_model(gain=0.0), torch.Generator().manual_seed(0)
-    big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
-    mean = sum(cdlm.dlm_loss(flat, big, MASK, cdlm.mask_rates(64, g), g, B, cdlm.block_causal).item() for _ in range(30)) / 30
-    assert abs(mean / math.log(63) - 1) < 0.03                                     # 63: the mask itself is never predicted
-    assert abs(cdlm.dlm_loss(flat, big, MASK, cdlm.mask_rates(64, g), g, B, cdlm.block_causal, False).item() - math.log(63)) < 1e-4
-
-
-def test_mask_rates_cover_the_interval_evenly():
-    rates = cdlm.mask_rates(100, torch.Generator().manual_seed(0))
-    assert ((rates >= 1e-3) & (rates <= 1)).all() and (rates.sort().values.diff() < 0.011).all()
-
-
-# -- training (16 and the script) --------------------------------------------------------------------------------------
-
-def test_student_learns_the_trajectories_in_a_third_of_the_steps():                # 16
-    torch.manual_seed(0)
-    prompts, length, steps = [torch.randint(0, 60, (6,)).tolist() for _ in range(32)], 16, 300
-    teacher = toy_model(n_layer=3)
-    with torch.no_grad():
-        teacher.embed.weight[MASK] *= 0.01
-        teacher.head.weight *= 60                        # so sure of its tokens that the student can become surer than 0.9
-    data = cdlm.collect(teacher, MASK, requests(prompts, length), B, batch_size=32)
-    prompt, lengths = cdlm.pad_prompts(prompts)
-    batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
-    student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
-    opts = optimizers(student, 1e-2)
-    for step in range(steps):
-        k, k_star = cdlm.draw_states(batch["live"], length, B, g)
-        cdlm.student_losses(student, teacher.head.weight.detach(), batch, MASK, B, k, k_star, None, g, (1.0, 0.5, 0.0))["loss"].backward()
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = 1e-2 * min(1, 2 * (1 - step / steps))
-            opt.step()
-            opt.zero_grad()
-    got = cdlm.Decoder(student, MASK, block_size=B, threshold=0.9, batch_size=32).generate(requests(prompts, length))
-    same = sum(a == b for g, row in zip(got, data["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / data["tokens"].numel()
-    assert same > 0.9 and sum(len(g.steps) for g in got) / 32 <= length / 3
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    """A random target with the shipped tokenizer."""
-    folder = str(tmp_path_factory.mktemp("toy"))
-    tokenizer = Tokenizer.load(TARGET)
-    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
-        gpt.save(toy_model(vocab=tokenizer.vocab_size, gain=1.0, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"]), folder, json.load(f))
-    return folder
-
-
-SMALL = ["--gen-length", "160", "--block-size", "32", "--steps", "24", "--batch", "4", "--warmup", "4", "--save-every", "8", "--prompts", "3", "--shard", "2",
-         "--check", "0", "--lr", "5e-3", "--data", "", "--device", "cpu", "--seed", "7"]
-
-
-def train(monkeypatch, toy, out, *args):
-    monkeypatch.setattr(sys, "argv", ["train_cdlm.py", "--target", toy, "--out", str(out), *SMALL, *args])
-    train_cdlm.main()
-
-
-@pytest.fixture(scope="module")
-def trained(toy, tmp_path_factory):
-    """The folder of an uninterrupted run of all three stages."""
-    out = tmp_path_factory.mktemp("cdlm") / "whole"
-    with pytest.MonkeyPatch.context() as patch:
-        train(patch, toy, out, "--weights", "1", "0.5", "1")
-    return out
-
-
-def log(folder):
-    return [json.loads(line) for line in open(folder / "log.jsonl")]
-
-
-def test_all_stages_lower_their_losses(trained):
-    for stage in ("teacher", "student"):
-        records = log(trained / stage)
-        assert [r["step"] for r in records] == [8, 16, 24] and records[-1]["loss"] < records[0]["loss"]
-        assert sum(records[-1]["heldout"].values()) < sum(records[0]["heldout"].values()) and set(records[0]["heldout"]) == set(tasks.FAMILIES)
-        assert "train_cdlm.py --target" in (trained / stage / "command.txt").read_text()
-        assert not [f for f in os.listdir(trained / stage) if f.endswith(".tmp")]
-    assert log(trained / "student")[0]["heldout"]["trace"] < log(trained / "teacher")[0]["heldout"]["trace"]      # it starts from the teacher
-    assert sorted(os.listdir(trained / "trajectories")) == ["00000.safetensors", "00001.safetensors", "00002.safetensors", "settings.json"]
-
-
-class Killed(Exception):
-    pass
-
-
-def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, monkeypatch):
-    def kill_after(n, owner, name):
-        real, calls = getattr(owner, name), []
-
-        def counted(*args, **kw):
-            calls.append(1)
-            if len(calls) > n:
-                raise Killed
-            return real(*args, **kw)
-
-        monkeypatch.setattr(owner, name, counted)
-        with pytest.raises(Killed):
-            train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
-        monkeypatch.setattr(owner, name, real)
-
-    kill_after(8 + 15 + 3, cdlm, "dlm_loss")             # in the teacher's step 22: 5 held-out losses a checkpoint
-    kill_after(2, cdlm, "collect")                       # before the third shard
-    assert len(os.listdir(tmp_path / "trajectories")) == 3
-    (tmp_path / "trajectories" / "00002.safetensors.tmp").write_bytes(b"half")
-    kill_after(13, cdlm, "student_losses")
-    assert len(log(tmp_path / "student")) == 1
-    train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
-    for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
-        a, b = load_file(trained / f"{name}.safetensors"), load_file(tmp_path / f"{name}.safetensors")
-        assert all(torch.equal(a[n], b[n]) for n in a), name
-    for stage in ("teacher", "student"):
-        assert [{**r, "seconds": 0} for r in log(trained / stage)] == [{**r, "seconds": 0} for r in log(tmp_path / stage)]
-
-
-def test_trajectory_files(trained, toy, monkeypatch):                              # 12
-    data = train_cdlm.Trajectories(trained / "trajectories")
-    assert len(data.where) == 6 and os.path.getsize(trained / "trajectories" / "00000.safetensors") < 2 * (160 * 32 * 2 + 160 * 4 * 3 + 2000)
-    batch = data.batch([0, 1, 5])
-    assert batch["hidden"].shape == (3, 160, 32) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
-    assert torch.equal(batch["answer"][0], batch["answer"][1]) and batch["prompt"].shape[1] == batch["length"].max()     # two temperatures of one problem
-    for prompt, n in zip(batch["prompt"], batch["length"]):
-        assert prompt[-n] == Tokenizer.load(TARGET).special["<|bos|>"]
-    order = [train_cdlm.numbers_of_step(s, 4, 6, seed=1) for s in range(3)]
-    assert sorted(sum(order, [])[:6]) == sorted(sum(order, [])[6:]) == list(range(6))
-    with pytest.raises(ValueError, match="was begun with gen_length 160, not 192; use another --out or the same settings"):
-        train(monkeypatch, toy, trained, "--stage", "trajectories", "--gen-length", "192")
-    with pytest.raises(ValueError, match="the trajectories have block-size 32, not 16"):
-        train(monkeypatch, toy, trained, "--stage", "student", "--block-size", "16")
-
-
-def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):
-    for args, message in ((["--stage", "student"], "no model folder|no tokenizer"), (["--batch", "0"], "batch 0 is out of range"), (["--gen-length", "600"], "exceed the context of 512"),
-                          (["--gen-length", "40"], "fits a prompt of 160 and an answer of 40 tokens"), (["--target", "nowhere"], "no tokenizer: nowhere")):
-        with pytest.raises(ValueError, match=message):
-            train(monkeypatch, toy, tmp_path, *args)
+    k, k_star = cdlm_losses.draw_states(data["live"].repeat(200), L, B, torch.Generator().manual_seed(0))
+    opened = torch.arange(0, L, B) < live
+    assert (k[:, opened] < k_star[:, opened]).all() and torch.equal(k[:, ~opened], k_star[:, ~opened])     # nothing to learn behind the text
 
 
 def test_problems_fit_and_fill_up_with_ends_of_text():

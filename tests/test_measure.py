@@ -172,9 +172,17 @@ def test_cost_table_is_one_that_the_analyzer_takes():
     assert set(cost.drafters) == set(DRAFTERS) and np.shape(table["verify"]["seconds"]) == (2, 3, 1)
     assert table["verify"]["tokens"] == [1, 2, 5] and table["draft"]["draft"]["tokens"] == [1, 4]
     assert set(report["fits"]) == {"linear", "roofline"} and 0 <= report["scatter"]
-    assert cost.step(16, 1) > 0 and cost.draft("prism", 32, 4, 2) > 0
+    assert cost.step(16, 1) > 0 and cost.draft("prism", 32, 4, 2) > 0 and set(table["read"]) == set(DRAFTERS)
     with pytest.raises(ValueError, match="too small to time"):
         measure.cost_table(TARGET, drafters, (1,), (4096,), (0, 1, 4), 2)
+
+
+def test_price_of_reading_is_the_first_round_beside_the_second(monkeypatch):
+    rounds = iter([{"seconds": {"draft": s}} for s in (9.0, 1.0, 5.0, 1.0, 6.0, 2.0)])
+    monkeypatch.setattr(measure, "_rounds", lambda *args: [next(rounds), next(rounds)])
+    assert measure.read_seconds(TARGET, None, 1, 16, repeats=2) == [4.0, 4.0]
+    assert CostTable({"verify": {"kind": "linear", "base": 1}, "read": {"a": {"kind": "linear", "base": 1, "token": 0.5}}}).read("a", 10, 2) == 11.0
+    assert CostTable({"verify": {"kind": "linear", "base": 1}}).read("a", 10) == 0.0
 
 
 def test_child_rates(dense):

@@ -1,0 +1,169 @@
+"""What bench.py measures of diffusion models: steps against accuracy, latency and throughput, block sizes, losses.
+Studies as in studies.py. All decoders answer the same held-out problems, which fit 256 slots; a step is a forward in which a
+request took part, whatever the batch, counted by the decoder."""
+import os
+import statistics
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from . import cdlm, folders, gpt, methods, tasks
+from .engine import Request
+
+FIRST = 3000                    # seed of the first held-out problem used here
+THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+
+
+@dataclass
+class Models:
+    """Who decodes: the target, the bidirectional teacher, the students by name; the shipped one is "student"."""
+    target: object
+    teacher: object
+    students: dict
+    mask_id: int
+
+    def decoder(self, name, batch, **settings):
+        """An engine or decoder: "ar", "teacher", "dual" (the teacher with stale keys) or a student's name."""
+        if name == "ar":
+            return methods.make_engine("ar", self.target, methods.settings(), batch)
+        kind = name if name in ("teacher", "dual") else "student"
+        return cdlm.Decoder(self.students[name] if kind == "student" else self.teacher, self.mask_id, kind, batch_size=batch, **settings)
+
+
+def load(args, target, tokenizer):
+    """The shipped models, and the students in folders under --arms."""
+    models = {name: gpt.load(folder, target.device) for name, (_, folder) in cdlm.METHODS.items()}
+    students = {"student": models["cdlm"]}
+    for arm in sorted(os.listdir(args.arms)) if args.arms else ():
+        if os.path.exists(os.path.join(args.arms, arm, "tokenizer.json")):     # a whole model, no drafter
+            students[arm] = gpt.load(os.path.join(args.arms, arm), target.device)
+    return Models(target, models["dlm"], students, cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1]))
+
+
+def held_out(tokenizer, n, first=FIRST):
+    """n problems a family that fit: [(problem, prompt ids)]."""
+    return [cdlm.fitting(tokenizer, f, first + i, "heldout")[:2] for i in range(n) for f in tasks.FAMILIES]
+
+
+def requests_of(problems, model, repeat=1):
+    return [Request(ids, cdlm.GEN_LENGTH, stop_ids=[model.config.eos_id]) for _, ids in problems for _ in range(repeat)]
+
+
+def answer(decoder, problems, tokenizer, reference=None):
+    """Decode and judge: {"solved", "by_family", "steps", "tokens", "tokens_fed", "same": share of answers equal to `reference`}, and
+    the answers."""
+    got = decoder.generate(requests_of(problems, decoder.model))
+    right = [tasks.check(p, tokenizer.answer_text(g.token_ids)) for (p, _), g in zip(problems, got)]
+    families = {f: [r for r, (p, _) in zip(right, problems) if p.family == f] for f in tasks.FAMILIES}
+    answers = [g.token_ids for g in got]
+    return {"problems": len(problems), "solved": statistics.mean(right), "by_family": {f: statistics.mean(some) for f, some in families.items()},
+            "steps": statistics.mean(len(g.steps) for g in got), "tokens": statistics.mean(map(len, answers)),
+            "same": statistics.mean(a == b for a, b in zip(answers, reference)) if reference else None}, answers
+
+
+def cdlm_accuracy(args, model, tokenizer):
+    """Held-out problems solved by the target, the teacher at a token a step, and the student at the default threshold."""
+    models, problems, rows = load(args, model, tokenizer), held_out(tokenizer, 4 if args.quick else 100), []
+    reference = None
+    for name, settings in (("ar", {}), ("teacher", {}), ("student", {"threshold": cdlm.THRESHOLD})):
+        row, answers = answer(models.decoder(name, 16, **settings), tqdm(problems, desc=name), tokenizer, reference)
+        reference = answers if name == "teacher" else reference
+        rows.append({"decoder": name, **settings, **row})
+    return {"rows": rows}
+
+
+def cdlm_curves(args, model, tokenizer):
+    """Accuracy against steps: the teacher cut to fewer steps a block, the teacher and its dual cache with a threshold, every student
+    with a threshold."""
+    models, problems = load(args, model, tokenizer), held_out(tokenizer, 2 if args.quick else 20)
+    cells = [("teacher", {"steps": s}) for s in (32, 16, 8, 6, 4, 3)] + [(name, {"threshold": t}) for name in ("teacher", "dual") for t in THRESHOLDS]
+    cells += [(name, {"threshold": t}) for name in models.students for t in (*THRESHOLDS, 1.0)]
+    rows, reference = [], None
+    for name, settings in tqdm(cells[::4] if args.quick else cells, desc="curves"):
+        row, answers = answer(models.decoder(name, 16, **settings), problems, tokenizer, reference)
+        reference = reference or answers                 # the teacher's at a token a step
+        rows.append({"decoder": name, "steps_a_block": settings.get("steps"), "threshold": settings.get("threshold"), **row})
+    return {"rows": rows}
+
+
+def cdlm_blocks(args, model, tokenizer):
+    """The shipped student decoded in blocks of other sizes than it was trained with; and a gap inside a block filled in: the last
+    tokens of the block are given, or not."""
+    models, problems = load(args, model, tokenizer), held_out(tokenizer, 2 if args.quick else 20)
+    sizes = [{"block_size": b, **answer(models.decoder("student", 16, block_size=b, threshold=cdlm.THRESHOLD), problems, tokenizer)[0]} for b in (8, 16, 32, 64)]
+    return {"sizes": sizes, "infill": infill(models.decoder("student", 16), tokenizer, 4 if args.quick else 40)}
+
+
+def infill(decoder, tokenizer, n):
+    """A block of a reference answer of which `gap` slots in the middle are open: share of gaps that are filled as they were, with
+    the rest of the block given, and with nothing behind the gap, which is all that a causal model could use."""
+    rows, eos, b = [], decoder.model.config.eos_id, cdlm.BLOCK_SIZE
+    for gap in (4, 8, 16):
+        same, requests, given, wanted = {}, [], [], []
+        for f in tasks.FAMILIES:
+            for i in range(n // len(tasks.FAMILIES) or 1):
+                _, ids, slots = cdlm.fitting(tokenizer, f, FIRST + i, "heldout")
+                if eos not in slots[:2 * b]:
+                    start = b + (b - gap) // 2           # in the second block, the first one stands in front of it
+                    requests.append(ids + slots[:b])
+                    given.append({j - b: slots[j] for j in range(b, 2 * b) if not start <= j < start + gap})
+                    wanted.append(slots[start:start + gap])
+        at = (b - gap) // 2
+        for name, behind in (("given", True), ("open", False)):
+            fixed = [{j: t for j, t in g.items() if behind or j < at} for g in given]
+            got = [Request(ids, b, stop_ids=[eos]) for ids in requests]
+            decoder.generate(got, fixed)
+            same[name] = statistics.mean(r.state.tokens[r.state.prompt + at:r.state.prompt + at + gap] == w for r, w in zip(got, wanted))
+        rows.append({"gap": gap, "answers": len(requests), **same})
+    return rows
+
+
+def intensity(config, n_params, rows, context, batch, width=4):
+    """Floating-point operations a byte read, of one forward with so many rows a request: weights are read once, keys and values of the
+    context once a request (section 5.3 of the notes' roofline)."""
+    kv = 2 * config.n_layer * config.n_kv_head * config.head_dim
+    attention = 4 * context * config.n_head * config.head_dim * config.n_layer
+    return batch * rows * (2 * n_params + attention) / (width * (n_params + batch * context * kv))
+
+
+def cdlm_speed(args, model, tokenizer):
+    """Seconds a problem and tokens a second by batch, in one process, in turn, against the naive teacher of the same batch."""
+    models, rows = load(args, model, tokenizer), []
+    student = {"threshold": cdlm.THRESHOLD}
+    for batch in (1, 4) if args.quick else (1, 8, 32):
+        problems = held_out(tokenizer, 1 if args.quick else max(2, -(-batch // 5)))[:max(batch, 10)]
+        cells = {"ar": ("ar", {}), "teacher": ("teacher", {}), "teacher, threshold": ("teacher", student), "teacher, dual cache": ("dual", student), "student": ("student", student),
+                 "student, separate commit": ("student", {**student, "commit": "separate"})}
+        timed = {name: [] for name in cells}
+        for repeat in tqdm(range(2 if args.quick else 4 if batch < 32 else 3), desc=f"batch {batch}"):
+            for name, (who, settings) in cells.items():
+                if who == "teacher" and not settings and repeat > 2:
+                    continue                             # minutes each
+                decoder = models.decoder(who, batch, **settings)
+                got = decoder.generate(requests_of(problems, decoder.model))
+                if repeat:
+                    timed[name].append((sum(decoder.seconds.values()), got, decoder))
+        for name, some in timed.items():
+            _, got, decoder = some[-1]
+            tokens, seconds = sum(len(g.token_ids) for g in got), [s for s, _, _ in some]
+            pairs = list(zip(seconds, [s for s, _, _ in timed["teacher"]]))
+            right = statistics.mean(tasks.check(p, tokenizer.answer_text(g.token_ids)) for (p, _), g in zip(problems, got))
+            width = 256 + statistics.mean(len(ids) for _, ids in problems)
+            n_rows = {"ar": 1, "teacher": width, "teacher, threshold": width}.get(name, cdlm.BLOCK_SIZE)
+            rows.append({"decoder": name, "batch": batch, "problems": len(problems), "solved": right, "seconds_a_problem": statistics.median(seconds) * batch / len(problems),
+                         "tokens_per_second": tokens / statistics.median(seconds), "steps": statistics.mean(len(g.steps) for g in got), "tokens": tokens / len(got),
+                         "fed": getattr(decoder, "counts", {}).get("tokens_fed"), "intensity": intensity(model.config, model.n_params(), n_rows, width * 0.6, batch),
+                         "faster_than_teacher": statistics.median(t / s for s, t in pairs), "range": [min(t / s for s, t in pairs), max(t / s for s, t in pairs)]})
+    return {"rows": rows}
+
+
+def cdlm_losses(args, model, tokenizer):
+    """Students of --arms, a folder each, trained with other losses at equal compute: solved and steps at the default threshold."""
+    models, problems, arms = load(args, model, tokenizer), held_out(tokenizer, 2 if args.quick else 20), {}
+    for name in tqdm([s for s in models.students if s != "student"], desc="arms"):
+        row, _ = answer(models.decoder(name, 16, threshold=cdlm.THRESHOLD), problems, tokenizer)
+        record = folders.last_record(os.path.join(args.arms, name))
+        arms[name] = {**row, "step": record["step"], "seconds": record["seconds"], "heldout": statistics.mean(record["heldout"].values())}
+    if not arms:
+        raise ValueError(f"this study compares students: --arms must be a folder with one folder each (train_cdlm.py --name), got {args.arms}")
+    return {"problems": len(problems), "arms": arms}

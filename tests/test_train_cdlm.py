@@ -1,0 +1,294 @@
+"""What CDLM is trained with: sets of slots, losses against slow references, the training script on toy models.
+Numbers in comments are the statements of the checklist that the paper's notes end with."""
+import json
+import math
+import os
+import sys
+
+import pytest
+import torch
+from conftest import TARGET, toy_model
+from safetensors.torch import load_file
+from test_cdlm import MASK, PROMPTS, B, L, dense, filled, model, requests, trajectories  # noqa: F401  the last two are fixtures
+
+import train_cdlm
+from minispec import cdlm, cdlm_losses, gpt, tasks
+from minispec.tokenizer import Tokenizer
+from minispec.training import optimizers
+
+
+# -- losses (13, 14, 15, 17) -------------------------------------------------------------------------------------------
+
+ENDS = [8, 16, 24, 28]           # of the blocks of L slots
+
+
+def test_sets_of_slots(trajectories):                                              # 13
+    rank, ends, g = trajectories["rank"], torch.tensor(ENDS), torch.Generator().manual_seed(1)
+    masked = lambda k: rank >= cdlm_losses.per_slot(k, L, B)
+    for _ in range(20):
+        k, k_star = cdlm_losses.draw_states(trajectories["live"], L, B, g)
+        assert (k < ends).all() and (k >= ends - torch.tensor([8, 8, 8, 4])).all() and (k_star == ends).all()
+        u = masked(k)
+        assert torch.equal(u.sum(-1), (ends - k).sum(-1)) and not masked(k_star).any()
+        k, later = cdlm_losses.draw_states(trajectories["live"], L, B, g, "later_state")
+        u, s = masked(k), masked(later)
+        assert ((later > k) & (later <= ends)).all() and torch.equal(s.sum(-1), (ends - later).sum(-1)) and not (s & ~u).any()
+    drawn = torch.cat([cdlm_losses.draw_states(trajectories["live"], L, B, g)[0] for _ in range(100)])
+    assert (drawn.unique() == torch.arange(L)).all()
+    with pytest.raises(ValueError, match="unknown consistency target 'next'"):
+        cdlm_losses.draw_states(trajectories["live"], L, B, g, "next")
+
+
+def losses_at(model, batch, k, **settings):
+    """The losses where every block has lived k steps; their later state is a step on."""
+    n, g = len(batch["live"]), torch.Generator().manual_seed(0)
+    ends = torch.tensor(ENDS)
+    k = torch.minimum(torch.arange(0, L, B) + k, ends - 1).expand(n, -1)
+    k_star = torch.minimum(k + 1, ends) if settings.get("target") == "later_state" else ends.expand(n, -1)
+    return cdlm_losses.student_losses(model, model.head.weight.detach(), batch, batch, MASK, B, 45, k, k_star, g, **settings)
+
+
+def test_last_block_has_no_consistency_loss(model, trajectories):                  # 13
+    short = {name: x[:, :B] if x.ndim > 1 and name != "prompt" else x for name, x in trajectories.items()}
+    short["live"] = torch.full((4,), B)                  # answers of one block
+    k = torch.full((4, 1), 2)
+    losses = cdlm_losses.student_losses(model, model.head.weight.detach(), short, short, MASK, B, 45, k, torch.full((4, 1), B), torch.Generator().manual_seed(0))
+    assert losses["cons"] == 0 and all(x.isfinite() for x in losses.values())
+    assert losses_at(model, trajectories, 2)["cons"] > 0
+
+
+def test_later_blocks_loss_by_hand(model, trajectories):                           # 13
+    rank, tokens, block = trajectories["rank"], trajectories["tokens"], (torch.rand(4, 1, generator=torch.Generator().manual_seed(0)) * 4).long()
+    k, want = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), 0.0
+    for row, prompt in enumerate(PROMPTS):
+        b = int(block[row])
+        at = lambda step: dense(model, prompt, cdlm_losses.state(tokens[row:row + 1], rank[row:row + 1], torch.tensor([step]), MASK)[0].tolist()).log_softmax(-1)[ENDS[b]:]
+        if b < 3:
+            want += cdlm_losses.divergence(at(ENDS[b]), at(int(k[row, b]))).mean().item() / 4
+    got = cdlm_losses.later_blocks_loss(model, trajectories, MASK, B, k, torch.tensor([ENDS]).expand(4, -1), torch.Generator().manual_seed(0))
+    assert want > 0 and abs(got.item() / want - 1) < 1e-3
+
+
+def test_divergence():                                                             # 14, 17
+    a, b = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
+    p, q = a.softmax(-1), b.softmax(-1)
+    assert torch.allclose(cdlm_losses.divergence(a, b), (p * (p / q).log()).sum(-1), atol=1e-5)
+    assert torch.allclose(cdlm_losses.divergence(a, b, "reverse"), (q * (q / p).log()).sum(-1), atol=1e-5)
+    masked = cdlm.mask_free(a, 3)
+    assert (cdlm_losses.divergence(a, a).abs() < 1e-6).all() and cdlm_losses.divergence(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
+    with pytest.raises(ValueError, match="unknown KL direction 'up'"):
+        cdlm_losses.divergence(a, b, "up")
+
+
+def test_a_model_has_nothing_to_learn_from_its_own_last_step(model):               # 14
+    """Trajectories of the model itself, block-causal: in a block's last step the only masked slot is predicted from the state in
+    which it was finalised; earlier states know less."""
+    reqs = requests()
+    cdlm.Decoder(model, MASK, "student", B, stop="never", batch_size=4, record=True).generate(reqs)
+    answers, (prompt, length) = [r.state for r in reqs], cdlm.pad_prompts(PROMPTS)
+    tokens = torch.tensor(filled(reqs))
+    own = {"tokens": tokens, "answer": tokens, "rank": torch.tensor([a.rank for a in answers]), "live": torch.full((4,), L), "prompt": prompt, "length": length,
+           "hidden": torch.stack([torch.stack([a.hidden[i] for i in range(L)]) for a in answers])}
+    losses = [losses_at(model, own, k, weights=(1, 0, 0))["distill"] for k in (7, 4, 0)]
+    assert abs(losses[0]) < 1e-4 and losses[2] > losses[1] > 10 * abs(losses[0])
+
+
+@pytest.mark.parametrize("target", ["block_end", "later_state"])
+def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeypatch, target):     # 14
+    calls = []
+    for name in ("answer_hidden", "blocks_hidden"):
+        def spy(*args, real=getattr(cdlm_losses, name)):
+            calls.append(real(*args))
+            return calls[-1]
+        monkeypatch.setattr(cdlm_losses, name, spy)
+    losses_at(model, trajectories, 2, weights=(0, 1, 0), target=target)["loss"].backward()
+    assert sorted(c.requires_grad for c in calls) == [False, True] and model.embed.weight.grad.abs().sum() > 0
+    model.zero_grad()
+
+
+def test_switches_leave_out_what_has_no_weight(model, trajectories, monkeypatch):  # 17
+    forwards, forward = [], gpt.GPT.forward
+    monkeypatch.setattr(gpt.GPT, "forward", lambda self, *args: forwards.append(1) or forward(self, *args))
+    for target, more in (("block_end", 1), ("later_state", 0)):          # the literal target needs two forwards of its own
+        for weights, n in (((1, 0, 0), 1), ((0, 1, 0), 2), ((0, 0, 1), 1), ((1, 0.5, 0), 2 + more), ((1, 0.5, 0.01), 3 + more)):
+            forwards.clear()
+            losses = losses_at(model, trajectories, 2, weights=weights, target=target)
+            assert len(forwards) == n and [bool(losses[name] > 0) for name in ("distill", "cons", "dlm")] == [w > 0 for w in weights]
+            assert torch.isclose(losses["loss"], sum(w * losses[name] for w, name in zip(weights, ("distill", "cons", "dlm"))))
+    assert losses_at(model, trajectories, 2, direction="reverse")["distill"] != losses_at(model, trajectories, 2)["distill"]
+
+
+def rates_of(rates):
+    return rates[:, None].expand(-1, L), torch.ones(len(rates), L, dtype=torch.bool)
+
+
+def test_dlm_loss_by_hand(model, trajectories):                                    # 15
+    rate, answer, seed = torch.tensor([0.25, 0.5, 0.75, 1.0]), trajectories["answer"], lambda: torch.Generator().manual_seed(3)
+    masked = torch.rand(answer.shape, generator=seed()) < rate[:, None]
+    for mask in (cdlm_losses.bidirectional, cdlm_losses.block_causal, cdlm_losses.two_copies):
+        want = 0.0
+        for row, prompt in enumerate(PROMPTS):
+            for block in [range(L)] if mask is not cdlm_losses.two_copies else [range(e - B if e < L else 24, e) for e in ENDS]:
+                slots = [MASK if masked[row, i] and (mask is not cdlm_losses.two_copies or i in block) else answer[row, i].item() for i in range(L)]
+                logp = dense(model, prompt, slots, cdlm_losses.block_causal if mask is cdlm_losses.two_copies else mask).log_softmax(-1)
+                want -= sum(logp[i, answer[row, i]].item() / rate[row].item() for i in block if masked[row, i]) / L / len(PROMPTS)
+        assert abs(cdlm_losses.dlm_loss(model, trajectories, MASK, *rates_of(rate), seed(), B, mask).item() - want) < 1e-3 * want
+
+
+def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories):                       # 15
+    flat, g = toy_model(gain=0.0), torch.Generator().manual_seed(0)
+    big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
+    mean = lambda states, mask: sum(cdlm_losses.dlm_loss(flat, big, MASK, *states(), g, B, mask).item() for _ in range(30)) / 30
+    for states, mask in ((lambda: rates_of(cdlm_losses.mask_rates(64, g)), cdlm_losses.block_causal), (lambda: cdlm_losses.all_blocks(big["answer"], 45, B, g), cdlm_losses.two_copies),
+                         (lambda: cdlm_losses.teacher_states(big["answer"], 45, B, g), cdlm_losses.bidirectional)):
+        assert abs(mean(states, mask) / math.log(63) - 1) < 0.04                   # 63: the mask itself is never predicted
+
+
+def test_states_of_training():
+    """Answers of 3, 1, 4 and 2 blocks of text."""
+    answer = torch.full((4, L), 45)
+    for row, n in enumerate((17, 3, 27, 8)):             # then an end of text, in the block behind if the text fills its own
+        answer[row, :n] = 7
+    g = torch.Generator().manual_seed(0)
+    assert cdlm_losses.text_blocks(answer, 45, B).tolist() == [3, 1, 4, 2] and cdlm_losses.text_blocks(torch.full((1, L), 7), 45, B).tolist() == [4]
+    seen = [set() for _ in range(4)]
+    for _ in range(60):
+        rate, counted = cdlm_losses.open_block(answer, 45, B, g)
+        for row in range(4):
+            slots = counted[row].nonzero()[:, 0].tolist()
+            block = slots[0] // B
+            seen[row].add(block)
+            assert slots == list(range(block * B, min(block * B + B, L))) and len(rate[row, slots].unique()) == 1 and 1 / B <= rate[row, slots[0]] <= 1
+            assert (rate[row, :slots[0]] == 0).all() and (rate[row, slots[-1] + 1:] == 1).all()
+    assert seen == [{0, 1, 2}, {0}, {0, 1, 2, 3}, {0, 1}]
+    rate, counted = cdlm_losses.all_blocks(answer, 45, B, g)
+    assert counted.sum(-1).tolist() == [24, 8, 28, 16] and all(len(rate[row, e - 4:e].unique()) == 1 for row in range(4) for e in ENDS)
+    rate, counted = cdlm_losses.teacher_states(answer, 45, B, g)
+    assert counted.sum(-1)[1::2].tolist() == [L, L] and (rate[1::2] == rate[1::2, :1]).all() and (counted.sum(-1)[::2] <= B).all()
+
+
+def test_mask_rates_cover_the_interval_evenly():
+    rates = cdlm_losses.mask_rates(100, torch.Generator().manual_seed(0))
+    assert ((rates >= 1e-3) & (rates <= 1)).all() and (rates.sort().values.diff() < 0.011).all()
+
+
+# -- training (16 and the script) --------------------------------------------------------------------------------------
+
+def test_student_learns_the_trajectories_in_a_third_of_the_steps():                # 16
+    torch.manual_seed(0)
+    prompts, length, steps = [torch.randint(0, 60, (6,)).tolist() for _ in range(32)], 16, 300
+    teacher = toy_model(n_layer=3)
+    with torch.no_grad():
+        teacher.embed.weight[MASK] *= 0.01
+        teacher.head.weight *= 60                        # so sure of its tokens that the student can become surer than 0.9
+    data = cdlm.collect(teacher, MASK, requests(prompts, length), B, batch_size=32)
+    prompt, lengths = cdlm.pad_prompts(prompts)
+    batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
+    student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
+    opts = optimizers(student, 1e-2)
+    for step in range(steps):
+        k, k_star = cdlm_losses.draw_states(batch["live"], length, B, g)
+        cdlm_losses.student_losses(student, teacher.head.weight.detach(), batch, None, MASK, B, 45, k, k_star, g, (1.0, 0.0, 0.0))["loss"].backward()
+        for opt in opts:
+            for group in opt.param_groups:
+                group["lr"] = 1e-2 * min(1, 2 * (1 - step / steps))
+            opt.step()
+            opt.zero_grad()
+    got = cdlm.Decoder(student, MASK, block_size=B, threshold=0.9, batch_size=32).generate(requests(prompts, length))
+    same = sum(a == b for g, row in zip(got, data["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / data["tokens"].numel()
+    assert same > 0.9 and sum(len(g.steps) for g in got) / 32 <= length / 3
+
+
+SMALL = ["--gen-length", "160", "--block-size", "32", "--steps", "24", "--batch", "4", "--warmup", "4", "--save-every", "8", "--prompts", "3", "--shard", "2",
+         "--check", "0", "--lr", "5e-3", "--block-warmup", "0.4", "--data", "", "--device", "cpu", "--seed", "7"]
+
+
+def train(monkeypatch, toy, out, *args):
+    monkeypatch.setattr(sys, "argv", ["train_cdlm.py", "--target", toy, "--out", str(out), *SMALL, *args])
+    train_cdlm.main()
+
+
+@pytest.fixture(scope="module")
+def trained(toy, tmp_path_factory):
+    """The folder of an uninterrupted run of all three stages."""
+    out = tmp_path_factory.mktemp("cdlm") / "whole"
+    with pytest.MonkeyPatch.context() as patch:
+        train(patch, toy, out, "--weights", "1", "0.5", "1")
+    return out
+
+
+def log(folder):
+    return [json.loads(line) for line in open(folder / "log.jsonl")]
+
+
+def test_all_stages_lower_their_losses(trained):
+    for stage in ("teacher", "student"):
+        records = log(trained / stage)
+        assert [r["step"] for r in records] == [8, 16, 24] and records[-1]["loss"] < records[0]["loss"]
+        assert set(records[0]["heldout"]) == set(tasks.FAMILIES)
+        assert "train_cdlm.py --target" in (trained / stage / "command.txt").read_text()
+        assert not [f for f in os.listdir(trained / stage) if f.endswith(".tmp")]
+    total = lambda record: sum(record["heldout"].values())
+    assert total(log(trained / "student")[-1]) < total(log(trained / "student")[0])
+    assert log(trained / "student")[0]["heldout"]["trace"] < log(trained / "teacher")[0]["heldout"]["trace"]      # it starts from the teacher
+    assert sorted(os.listdir(trained / "trajectories")) == ["00000.safetensors", "00001.safetensors", "00002.safetensors", "settings.json"]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, monkeypatch):
+    def kill_after(n, owner, name):
+        real, calls = getattr(owner, name), []
+
+        def counted(*args, **kw):
+            calls.append(1)
+            if len(calls) > n:
+                raise Killed
+            return real(*args, **kw)
+
+        monkeypatch.setattr(owner, name, counted)
+        with pytest.raises(Killed):
+            train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
+        monkeypatch.setattr(owner, name, real)
+
+    kill_after(8 + 15 + 3, cdlm_losses, "dlm_loss")             # in the teacher's step 22: 5 held-out losses a checkpoint
+    kill_after(2, cdlm, "collect")                       # before the third shard
+    assert len(os.listdir(tmp_path / "trajectories")) == 3
+    (tmp_path / "trajectories" / "00002.safetensors.tmp").write_bytes(b"half")
+    kill_after(13, cdlm_losses, "student_losses")
+    assert len(log(tmp_path / "student")) == 1
+    train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
+    for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
+        a, b = load_file(trained / f"{name}.safetensors"), load_file(tmp_path / f"{name}.safetensors")
+        assert all(torch.equal(a[n], b[n]) for n in a), name
+    for stage in ("teacher", "student"):
+        assert [{**r, "seconds": 0} for r in log(trained / stage)] == [{**r, "seconds": 0} for r in log(tmp_path / stage)]
+
+
+def test_trajectory_files(trained, toy, monkeypatch):                              # 12
+    data = train_cdlm.Trajectories(trained / "trajectories")
+    assert len(data.where) == 6 and os.path.getsize(trained / "trajectories" / "00000.safetensors") < 2 * (160 * 32 * 2 + 160 * 4 * 3 + 2000)
+    batch = data.batch([0, 1, 5])
+    assert batch["hidden"].shape == (3, 160, 32) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
+    assert torch.equal(batch["answer"][0], batch["answer"][1]) and batch["prompt"].shape[1] == batch["length"].max()     # two temperatures of one problem
+    for prompt, n in zip(batch["prompt"], batch["length"]):
+        assert prompt[-n] == Tokenizer.load(TARGET).special["<|bos|>"]
+    live = [64, 32, 96, 32, 160, 64]
+    order = [train_cdlm.numbers_of_step(s, 2, live, seed=1, group=2) for s in range(6)]
+    assert sorted(sum(order[:3], [])) == sorted(sum(order[3:], [])) == list(range(6)) and order[:3] != order[3:]
+    assert [live[i] for i in order[0] + order[1]] == sorted(live[i] for i in order[0] + order[1])
+    cut = train_cdlm.short({**batch, "live": torch.tensor([32, 96, 64])}, 0, 32, ("tokens", "hidden"))
+    assert cut["tokens"].shape == (3, 96) and cut["hidden"].shape == (3, 96, 32) and cut["answer"].shape == (3, 160)
+    with pytest.raises(ValueError, match="was begun with gen_length 160, not 192; use another --out or the same settings"):
+        train(monkeypatch, toy, trained, "--stage", "trajectories", "--gen-length", "192")
+    with pytest.raises(ValueError, match="the trajectories have block-size 32, not 16"):
+        train(monkeypatch, toy, trained, "--stage", "student", "--block-size", "16")
+
+
+def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):
+    for args, message in ((["--stage", "student"], "no model folder|no tokenizer"), (["--batch", "0"], "batch 0 is out of range"), (["--gen-length", "600"], "exceed the context of 512"),
+                          (["--gen-length", "40"], "fits a prompt of 160 and an answer of 40 tokens"), (["--target", "nowhere"], "no tokenizer: nowhere")):
+        with pytest.raises(ValueError, match=message):
+            train(monkeypatch, toy, tmp_path, *args)
