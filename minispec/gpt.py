@@ -100,7 +100,7 @@ class Linear(nn.Linear):
         if not PACK or not (several and w.dtype == torch.float32 or w.dtype == torch.bfloat16) or x.dtype != w.dtype or w.is_cuda \
                 or w.numel() > PACK_UP_TO or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return F.linear(x, w, self.bias)
-        state = w._version, w.data_ptr()
+        state = None if w.is_inference() else w._version, w.data_ptr()
         if self._packed[0] != state:
             self._packed = state, torch.ops.mkldnn._reorder_linear_weight(w.detach())
         return torch.ops.mkldnn._linear_pointwise(x, self._packed[1], self.bias, "none", [], "")

@@ -21,6 +21,19 @@ TARGET = os.path.join(ROOT, "checkpoints", "target")
 DRAFT = os.path.join(ROOT, "checkpoints", "draft")
 
 
+def pytest_collection_finish(session):
+    """The checks of test_kernels.py take half a minute in a process of their own: it works beside the other tests."""
+    if any("verdicts" in getattr(item, "fixturenames", ()) for item in session.items):
+        session.config.kernel_checks = subprocess.Popen([sys.executable, os.path.join(ROOT, "tests", "test_kernels.py")], env={**os.environ, "TRITON_INTERPRET": "1"},
+                                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def pytest_unconfigure(config):
+    if hasattr(config, "kernel_checks"):
+        config.kernel_checks.kill()
+        config.kernel_checks.wait()
+
+
 def toy_model(vocab=64, seed=0, gain=4.0, **changes):
     torch.manual_seed(seed)
     shape = {**gpt.SIZES["tiny"], "vocab_size": vocab, "block_size": 512, "tied": False, **changes}
