@@ -106,7 +106,7 @@ def _answers(args, target, tokenizer, folder, split, n):
                 room = min(args.max_new_tokens, target.config.block_size - len(ids))
                 if room < 2:
                     raise ValueError(f"prompt {i + 1} has {len(ids)} tokens; the context of this target is {target.config.block_size}")
-                requests.append(Request(ids, room, Sampling(args.temperature, seed=i), [target.config.eos_id]))
+                requests.append(Request(ids, room, Sampling(args.temperature, seed=i), [target.config.eos_id, *tokenizer.ends]))
             got = Engine(target, Lockstep, 16).generate(requests)
             rows += [[g.prompt_ids, g.token_ids, log_probs(target, g.prompt_ids, g.token_ids, args.temperature)] for g in got]
             gpt.write_json(file, rows)
