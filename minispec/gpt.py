@@ -221,6 +221,7 @@ def _all_names(c):
     return names + [row for layer in range(c.n_layer) for row in _hf_names(layer, c)]
 
 
+COPIED = 1024       # rows of a weight that are converted at once
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 KINDS = ("llama", "qwen2", "qwen3")
 ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1.0,
@@ -308,17 +309,17 @@ def load(folder, device="cpu", dtype=None):
     files = _weight_files(folder, config)
     with torch.device("meta"):                                   # shapes without memory
         model = GPT(config)
-    for ours, theirs, sizes in _all_names(config):
+    for ours, theirs, sizes in _all_names(config):               # the embedding is first
         path, name = ours.rsplit(".", 1)
         module = model.get_submodule(path)
-        value = _read_weight(files, theirs, [(n, *getattr(module, name).shape[1:]) for n in sizes])
-        dtype = dtype or value.dtype
-        setattr(module, name, nn.Parameter(value.to(device=device, dtype=dtype)))
-        if config.tied and module is model.embed:
-            module = model.head
-            module.weight = model.embed.weight
-        store_by_columns(module)
-    model.rope = Rope(config).to(device=device, dtype=dtype)
+        multiplies = isinstance(module, nn.Linear) and name == "weight" or config.tied and module is model.embed
+        shapes = [(n, *getattr(module, name).shape[1:]) for n in sizes]
+        setattr(module, name, nn.Parameter(_read_weight(files, theirs, shapes, device, dtype, multiplies)))
+        if module is model.embed:
+            dtype = model.dtype
+            model.rope = Rope(config).to(device=device, dtype=dtype)     # here, for later weights fit where its table was computed
+    if config.tied:
+        model.head.weight = model.embed.weight
     return model.eval()
 
 
@@ -372,9 +373,10 @@ def _opened(file):
         raise ValueError(f"{file} is damaged: {e}") from None
 
 
-def _read_weight(files, names, shapes):
-    """The tensors of these names, one upon the other. Files are mapped anew for each: closing a map is what frees its pages."""
-    parts = []
+def _read_weight(files, names, shapes, device, dtype, multiplies):
+    """The tensors of these names, one upon the other; by columns, as `store_by_columns` has it, where rows are multiplied with
+    them. Files are mapped anew for each: closing a map is what frees its pages."""
+    out, row = None, 0
     for name, shape in zip(names, shapes):
         file = files[name]
         with _opened(file) as tensors:
@@ -385,14 +387,24 @@ def _read_weight(files, names, shapes):
             raise ValueError(f"{file}: {name} is stored as {part.dtype}; supported are float32, bfloat16 and float16".replace("torch.", ""))
         if not all(map(math.isfinite, torch.aminmax(part))):
             raise ValueError(f"{file}: {name} holds values that are not finite numbers")
-        parts.append(part)
-    return torch.cat(parts)
+        if out is None:
+            out = torch.empty(sum(n for n, *_ in shapes), *shape[1:], dtype=dtype or part.dtype, device=device)
+            if multiplies and by_columns(out):
+                out = out.view(out.shape[::-1]).t()
+        for some in part.split(COPIED):
+            out[row:row + len(some)] = some.to(out.dtype)
+            row += len(some)
+    return out
+
+
+def by_columns(weight):
+    return weight.dtype == torch.float32 and not weight.is_cuda
 
 
 def store_by_columns(model):
     """Store fp32 matrices on a CPU column by column, which changes nothing but speed: a single row, that is plain decoding,
     is then multiplied in half the time; nine rows and more take as long as before. bf16 and GPUs prefer rows."""
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32 and not module.weight.is_cuda:
+        if isinstance(module, nn.Linear) and by_columns(module.weight):
             module.weight.data = module.weight.data.t().contiguous().t()
     return model

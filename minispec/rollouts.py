@@ -2,6 +2,7 @@
 log-probabilities that the target gave its tokens. Made once, read by every arm, seed and prefix; prompts of the split
 "heldout" are never trained on. Nothing is decoded to text and read back, and the end of text stays where it was chosen.
 """
+import glob
 import json
 import os
 import random
@@ -73,8 +74,10 @@ def collect(args, target, tokenizer):
 def _check_folder(args, folder):
     """Answers in `folder` must be the same target's: note what they depend on beside the prompts, or compare. ValueError names
     the difference."""
-    with open(os.path.join(args.target, "model.safetensors"), "rb") as f:
-        target = zlib.crc32(f.read())
+    target = 0
+    for file in sorted(glob.glob(os.path.join(glob.escape(args.target), "*.safetensors"))):
+        with open(file, "rb") as f:
+            target = zlib.crc32(f.read(), target)
     made_with = {"target": target, "temperature": args.temperature, "max_new_tokens": args.max_new_tokens, "probabilities": True}
     file = os.path.join(folder, "settings.json")
     if os.path.exists(file):

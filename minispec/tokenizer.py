@@ -33,6 +33,7 @@ TEMPLATES = {
                               "<|start_header_id|>assistant<|end_header_id|>\n\n",
 }
 NO_THINKING = "<think>\n\n</think>\n\n"       # how a prompt for Qwen3 ends when it shall answer at once
+MOST_SPACE = 100_000         # white-space characters in a row; of a million, the regular expressions run out of stack
 ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
 
@@ -84,6 +85,8 @@ class Tokenizer:
     def encode(self, text):
         """Plain text to ids. Lone surrogates (from undecodable command-line bytes) keep their original bytes' place."""
         text = text.encode("utf-8", "replace").decode("utf-8")
+        if len(text) > MOST_SPACE and any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
+            raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be split into tokens")
         return self.encoding.encode_ordinary(unicodedata.normalize(self.form, text) if self.form else text)
 
     def decode_bytes(self, ids):
@@ -126,9 +129,11 @@ class Tokenizer:
 
 def _check_kind(data):
     """ValueError where a BPE `tokenizer.json` does what tiktoken would do otherwise, and ids would differ without a word."""
-    model, steps, kind = data["model"], data["pre_tokenizer"].get("pretokenizers", [data["pre_tokenizer"]]), (data.get("normalizer") or {}).get("type")
-    if [s["type"] for s in steps] != ["Split", "ByteLevel"] or steps[0]["behavior"] != "Isolated" or steps[0].get("invert") or steps[1].get("use_regex", True) or steps[1]["add_prefix_space"]:
+    model, kind, steps = data["model"], (data.get("normalizer") or {}).get("type"), data["pre_tokenizer"].get("pretokenizers", [])
+    if [s["type"] for s in steps] != ["Split", "ByteLevel"]:
         raise KeyError("pre_tokenizer of one Split and ByteLevel")
+    if steps[0]["behavior"] != "Isolated" or steps[0].get("invert") or steps[1].get("use_regex", True) or steps[1]["add_prefix_space"]:
+        raise ValueError("pre_tokenizer with another behaviour than an isolating Split and a plain ByteLevel is not supported")
     if kind not in (None, "NFC"):
         raise ValueError(f"normalizer {kind} is not supported; supported are none and NFC")
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):

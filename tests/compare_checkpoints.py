@@ -1,10 +1,10 @@
 """Do we read folders and texts as transformers and tokenizers do? Random folders of every family, judged by their code.
 
-    python tests/compare_checkpoints.py             # needs transformers and 6 GB of disk; writes results/checkpoints.json
+    python tests/compare_checkpoints.py             # needs transformers and 3 GB of disk; writes results/checkpoints.json
 
 Of each family: folders in three dtypes, as one file and in shards, tied and not, compared by logits in fp32; a byte-level BPE
 with the family's own pre-tokenizer and special tokens, trained here, compared by ids; 200 greedy tokens. And the peak memory of
-a process that loads 1.2 billion bf16 parameters.
+a process that loads 1.2 billion parameters, stored as bf16.
 """
 import itertools
 import json
@@ -97,7 +97,7 @@ def strings(n, special, seed=0):
     return ["".join(draw(i)) for i in range(n)]
 
 
-LONG = ["a" * 100_000, " " * 100_000 + "x", "\n" * 50_000, "7" * 100_000, "ab " * 40_000, "é" * 50_000, "🙂" * 25_000, "!" * 100_000, "don't " * 20_000]
+LONG = ["a" * 100_000, " " * 100_000 + "x", " \n" * 50_000, "\n" * 50_000, "7" * 100_000, "ab " * 40_000, "é" * 50_000, "🙂" * 25_000, "!" * 100_000, "don't " * 20_000]
 
 
 # -- comparisons -----------------------------------------------------------------------------------------------------------
@@ -142,9 +142,9 @@ def compare_greedy(folder, draft_folder, new_tokens=200, n=1):
 def compare_family(family, folder, n):
     """All of the above for one family."""
     folders = [write_model(os.path.join(folder, "-".join(map(str, how))), family, *how) for how in STORED]
-    greedy = [compare_greedy(f, folders[4]) for f in (folders[0], folders[2])]                       # tied and not; drafts by the bf16 weights
+    greedy = [compare_greedy(f, folders[4], n=5) for f in (folders[0], folders[2])]          # untied and tied; drafts by the bf16 weights
     return {"folders": len(folders), "logit_difference": max(map(compare_logits, folders)), "ids": compare_ids(family, n, long=True),
-            "prompts": len(greedy), "greedy": {name: sum(g[name] for g in greedy) for name in greedy[0]}}
+            "prompts": 5 * len(greedy), "greedy": {name: sum(g[name] for g in greedy) for name in greedy[0]}}
 
 
 def write_large(folder):
@@ -171,14 +171,14 @@ import minispec, re, sys, time, torch
 from minispec import gpt
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 before, started = peak(), time.perf_counter()
-model = gpt.load(sys.argv[1], dtype=torch.bfloat16)
+model = gpt.load(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
 print(before, peak(), time.perf_counter() - started)
 """
 
 
-def peak_memory(folder):
-    """What a fresh process needs at most while it loads a folder, in bytes: python and torch included."""
-    out = subprocess.run([sys.executable, "-c", MEASURE, folder], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+def peak_memory(folder, dtype):
+    """What a fresh process needs at most while it loads a folder, in bytes: Python and torch included."""
+    out = subprocess.run([sys.executable, "-c", MEASURE, folder, dtype], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     return {"before": int(out[0]), "peak": int(out[1]), "seconds": float(out[2])}
 
 
@@ -186,11 +186,11 @@ def main():
     begun, result = time.perf_counter(), {"families": {}}
     with tempfile.TemporaryDirectory() as folder:
         for family in FAMILIES:
-            result["families"][family] = compare_family(family, os.path.join(folder, family), 5000)
+            result["families"][family] = compare_family(family, os.path.join(folder, family), 10_000)
             print(family, result["families"][family], flush=True)
     with tempfile.TemporaryDirectory() as folder:
         parameters = write_large(folder)
-        result["memory"] = {"parameters": parameters, "bytes": 2 * parameters, **peak_memory(folder)}
+        result["memory"] = {d: {"parameters": parameters, "bytes": n * parameters, **peak_memory(folder, d)} for d, n in (("bfloat16", 2), ("float32", 4))}
     import transformers
     result["transformers_version"] = transformers.__version__
     print(bench.render("checkpoints", result))

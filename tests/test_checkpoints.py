@@ -206,7 +206,7 @@ def spoil(data, *path, value):
 SPOILED = {     # where in our own tokenizer.json, what instead, what the line must say
     "normaliser": (("normalizer",), {"type": "NFKC"}, "normalizer NFKC is not supported"),
     "split": (("pre_tokenizer", "pretokenizers"), [{"type": "Digits"}, {"type": "ByteLevel"}], "pre_tokenizer of one Split"),
-    "prefix": (("pre_tokenizer", "pretokenizers", 1, "add_prefix_space"), True, "pre_tokenizer of one Split"),
+    "prefix": (("pre_tokenizer", "pretokenizers", 1, "add_prefix_space"), True, "a plain ByteLevel is not supported"),
     "pattern": (("pre_tokenizer", "pretokenizers", 0, "pattern"), {"Regex": "("}, "tokenizer.json"),
     "suffix": (("model", "end_of_word_suffix"), "</w>", "end_of_word_suffix </w> is not supported"),
     "order": (("model", "merges"), [["Ġt", "h"], ["Ġ", "t"]], "not in the order of their ids"),
@@ -277,6 +277,7 @@ def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
     file.write_bytes(b'{"prompt": "\xff\xfe"}\n')
     cases = [(["--prompts", file], "cannot read"), (["--stop", ""], "--stop is a text of one character or more")]
     cases += [(["--prompt", text], "the context of this model is 512") for text in ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)]
+    cases += [(["--prompt", " \n" * 100_000], "more than 100,000 spaces or line ends in a row")]
     for args, message in cases:
         with pytest.raises(ValueError) as e:
             run_script(decode, "--model", toy, *args)
