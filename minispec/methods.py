@@ -131,6 +131,7 @@ def make_drafter(name, model, settings):
         drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts, settings.rule, settings.draft_temperature, settings.draft_steps)
         return drafter, drafter.gamma * drafter.width
     trained = prism.load(folder, model.device, model.dtype)
+    trained.check(model)
     folders.check_target(trained.config, model, folder)
     if name == "eagle" and trained.config.n_modules > 1:
         raise ValueError(f"the drafter in {folder} has {trained.config.n_modules} modules; --method prism takes it, eagle means one module")
