@@ -221,6 +221,7 @@ def _all_names(c):
     return names + [row for layer in range(c.n_layer) for row in _hf_names(layer, c)]
 
 
+LARGEST = 1 << 22   # of any size in a `config.json`; a damaged one could ask for all memory
 COPIED = 1024       # rows of a weight that are converted at once
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 KINDS = ("llama", "qwen2", "qwen3")
@@ -266,8 +267,11 @@ def from_hf_config(d):
         qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", tied=bool(d.get("tie_word_embeddings")),
         bos_id=d.get("bos_token_id"), eos_id=eos[0] if isinstance(eos, list) else eos)
     for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "d_ff", "block_size"):
-        if not isinstance(getattr(c, name), int) or getattr(c, name) < 1:
-            raise ValueError(f"{name} {getattr(c, name)} is out of range; allowed is 1 or more")
+        if not isinstance(getattr(c, name), int) or not 1 <= getattr(c, name) <= LARGEST:
+            raise ValueError(f"{name} {getattr(c, name)} is out of range; allowed is 1 to {LARGEST}")
+    for name, x in {"norm_eps": c.norm_eps, "rope_theta": c.rope_theta, **(c.rope_scaling or {})}.items():
+        if not isinstance(x, (int, float)) or not x > 0:
+            raise ValueError(f"{name} {x} is out of range; allowed is any number above 0")
     if c.n_head % c.n_kv_head or c.head_dim % 2:
         raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do not divide evenly")
     return c
@@ -284,15 +288,16 @@ def write_json(path, data):
 def save(model, folder, tokenizer_json=None):
     """Write `config.json`, `model.safetensors`, `generation_config.json` and, if given, the tokenizer's two files."""
     from safetensors.torch import save_file
-    os.makedirs(folder, exist_ok=True)
     c, state, tensors = model.config, model.state_dict(), {}
+    config = to_hf_config(c, str(model.dtype).removeprefix("torch."))
+    os.makedirs(folder, exist_ok=True)
     for ours, theirs, sizes in _all_names(c):
         for name, part in zip(theirs, state[ours].split(sizes)):
             tensors[name] = part.contiguous()
     file = os.path.join(folder, "model.safetensors")
     save_file(tensors, file + ".tmp", metadata={"format": "pt"})
     os.replace(file + ".tmp", file)
-    write_json(os.path.join(folder, "config.json"), to_hf_config(c, str(model.dtype).removeprefix("torch.")))
+    write_json(os.path.join(folder, "config.json"), config)
     write_json(os.path.join(folder, "generation_config.json"), {"bos_token_id": c.bos_id, "eos_token_id": c.eos_id})
     if tokenizer_json:
         name = {t["id"]: t["content"] for t in tokenizer_json["added_tokens"]}

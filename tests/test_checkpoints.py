@@ -66,7 +66,8 @@ def test_transformers_computes_the_same_logits_for_every_shape_we_write(tmp_path
 
 def test_what_no_family_has_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="both QK-norm and QKV bias"):
-        gpt.save(toy_model(qk_norm=True, qkv_bias=True), tmp_path)
+        gpt.save(toy_model(qk_norm=True, qkv_bias=True), tmp_path / "new")
+    assert os.listdir(tmp_path) == []
 
 
 def test_positions_are_stretched_where_they_turn_slowly():
@@ -140,6 +141,8 @@ DAMAGE = {      # what is wrong: (how it gets so, what the line must say)
     "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is damaged"),
     "no heads": (lambda f: change_config(f, num_attention_heads=0, head_dim=None), "config.json"),
     "words for numbers": (lambda f: change_config(f, vocab_size="many"), "vocab_size many is out of range"),
+    "words for a base": (lambda f: change_config(f, rope_theta="wide"), "rope_theta wide is out of range"),
+    "no end of positions": (lambda f: change_config(f, max_position_embeddings=10 ** 12), "block_size 1000000000000 is out of range; allowed is 1 to 4194304"),
     "heads do not divide": (lambda f: change_config(f, num_key_value_heads=3), "do not divide"),
     "gpt2": (lambda f: change_config(f, model_type="gpt2"), "model_type 'gpt2' is not supported; supported are llama, qwen2, qwen3"),
     "yarn": (lambda f: change_config(f, rope_scaling={"type": "yarn", "factor": 4.0}), "rope scaling 'yarn' is not supported; supported is llama3"),
