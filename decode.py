@@ -8,8 +8,10 @@
     python decode.py --method specgen --task trace --n 16 --batch 8 --warm-context 4000 --max-new-tokens 200
     python decode.py --method cdlm --watch                           # a diffusion model: masked positions fill in
     python decode.py --method specgen --prompts questions.jsonl --temperature 0.7 --top-p 0.9 --json out.json
+    python decode.py --method ngram --model qwen3 --prompt "Why is the sky blue?" --no-thinking     # a model of your own
 """
 import codecs
+import itertools
 import os
 import statistics
 import sys
@@ -21,7 +23,7 @@ from tqdm import tqdm
 from minispec import cdlm, gpt, methods, specgen, tasks
 from minispec.answers import requests_of, schedule_view, summary, tie_gap, verdict
 from minispec.script import Parser, check_writable, run_main
-from minispec.tokenizer import Tokenizer
+from minispec.tokenizer import NO_THINKING, Tokenizer
 from minispec.verify import Sampling
 
 COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m", "plain": ""}
@@ -42,6 +44,8 @@ def parse_args(argv=None):
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR", help="folder of real prompt files (default $MINISPEC_DATA)")
     p.add_argument("--batch", type=int, default=1, help="requests decoded together (default 1)")
     p.add_argument("--max-new-tokens", type=int, default=None, help="limit of an answer (default: twice a known solution's length, else 1024)")
+    p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given several times")
+    p.add_argument("--no-thinking", action="store_true", help="Qwen3: answer at once, without a chain of thought")
     p.add_argument("--warm-context", type=int, default=0, metavar="N", help="enter the reference chain of thought with N tokens of prompt and chain given")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     p.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 is off")
@@ -72,46 +76,69 @@ def problems_of(args):
     return [tasks.make(family, seed, "heldout", size)]
 
 
+def before_stop(text, stops):
+    """The text up to the first stop string in it."""
+    return text[:min((text.index(s) for s in stops if s in text), default=len(text))]
+
+
+def end_at_stop(generation, tokens, tokenizer, stops):
+    """Of newly committed tokens, those up to the one that completes a stop string, with which the answer then ends."""
+    stops, ids = [s.encode() for s in stops], generation.token_ids
+    reach, begin = max(map(len, stops)), len(ids) - len(tokens)
+    for end in range(begin + 1, len(ids) + 1):
+        if any(s in tokenizer.decode_bytes(ids[max(end - reach, 0):end]) for s in stops):       # a token has a byte at least
+            del ids[end:], generation.who[end:]
+            generation.finish = "stop"
+            break
+    return ids[begin:]
+
+
 class Printer:
-    """Streams the text of one request, coloured by who proposed each token when the output is a terminal."""
+    """Streams the text of one request, coloured by who proposed each token when the output is a terminal. What could be
+    the beginning of a stop string is held back."""
 
-    def __init__(self, tokenizer, colour):
-        self.tokenizer, self.colour = tokenizer, colour
+    def __init__(self, tokenizer, colour, stops=()):
+        self.tokenizer, self.colour, self.stops = tokenizer, colour, stops
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.marks = {tokenizer.special.get("<|answer|>"): "\n=> ", tokenizer.special.get("<|eos|>"): "\n"}
+        self.marks = {tokenizer.special.get("<|answer|>"): "\n=> ", **dict.fromkeys(tokenizer.ends, "\n")}
+        self.held = []                                   # (character, who)
 
-    def __call__(self, tokens, who):
-        out = []
+    def __call__(self, tokens, who, last=False):
         for token, by in zip(tokens, who):
             text = self.marks.get(token)
             if text is None:
                 text = self.utf8.decode(self.tokenizer.decode_bytes([token]))
-            out.append(f"{COLOURS[by]}{text}{RESET}" if self.colour and COLOURS[by] else text)
-        sys.stdout.write("".join(out))
+            self.held += [(c, by) for c in text]
+        text = "".join(c for c, _ in self.held)
+        ready = len(before_stop(text, self.stops))
+        if not last:
+            ready = min((i for i in range(len(text)) if any(s.startswith(text[i:]) for s in self.stops)), default=ready)
+        shown, self.held = self.held[:ready], self.held[ready:]
+        for by, same in itertools.groupby(shown, lambda x: x[1]):
+            text = "".join(c for c, _ in same)
+            sys.stdout.write(f"{COLOURS[by]}{text}{RESET}" if self.colour and COLOURS[by] else text)
         sys.stdout.flush()
 
 
-def run(engine, requests, tokenizer, quiet=False, title=None):
+def run(engine, requests, tokenizer, quiet=False, title=None, stops=()):
     """Decode, showing text (one request at a time) or progress (a batch). Returns the generations."""
-    stream = engine.stream(requests)
-    if quiet:
-        for _ in stream:
-            pass
-    elif engine.batch_size > 1 and len(requests) > 1:
-        with tqdm(total=len(requests), unit="request", desc=title) as bar:
-            n = 0
-            for request, tokens in stream:
-                n += len(tokens)
-                bar.set_postfix(tokens=n, refresh=False)
-                bar.update(int(request.finished))
-    else:
-        printers = {}
-        for request, tokens in stream:
+    many, printers = engine.batch_size > 1 and len(requests) > 1, {}
+    with tqdm(total=len(requests), unit="request", desc=title, disable=quiet or not many) as bar:
+        n = 0
+        for request, tokens in engine.stream(requests):
+            if stops:
+                tokens = end_at_stop(request.generation, tokens, tokenizer, stops)
+            n += len(tokens)
+            bar.set_postfix(tokens=n, refresh=False)
+            bar.update(int(request.finished))
+            if quiet or many:
+                continue
             if request not in printers:
-                printers[request] = Printer(tokenizer, sys.stdout.isatty())
+                printers[request] = Printer(tokenizer, sys.stdout.isatty(), stops)
                 if len(requests) > 1:
                     print(f"--- {len(printers)} of {len(requests)}")
-            printers[request](tokens, request.generation.who[-len(tokens):])
+            printers[request](tokens, request.generation.who[len(request.generation.who) - len(tokens):], request.finished)
+    if printers:
         print()
     return [r.generation for r in requests]
 
@@ -124,8 +151,9 @@ def regime(engine, args, accepted, context):
             "predicted_speedup": specgen.predicted_speedup(k, accepted, **costs, delayed=args.delayed)}
 
 
-def describe(problem, generation, tokenizer):
-    return {"prompt_token_ids": generation.prompt_ids, "token_ids": generation.token_ids, "text": tokenizer.decode(generation.token_ids),
+def describe(problem, generation, tokenizer, stops=()):
+    return {"prompt_token_ids": generation.prompt_ids, "token_ids": generation.token_ids,
+            "text": before_stop(tokenizer.decode(generation.token_ids), stops),
             "who": generation.who, "finish": generation.finish, "steps": [vars(s) for s in generation.steps],
             "correct": verdict(problem, generation, tokenizer)}
 
@@ -166,6 +194,8 @@ def main(argv=None):
     for name, value in (("batch", args.batch), ("max-new-tokens", args.max_new_tokens), ("cache-tokens", args.cache_tokens), ("warm-context", args.warm_context or None)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
+    if args.stop and (diffusion or "" in args.stop):
+        raise ValueError("--stop is a text of one character or more, and not for --method cdlm or dlm")
     if args.watch and (not diffusion or args.batch > 1):
         raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
     if diffusion and args.max_new_tokens is None:
@@ -178,19 +208,23 @@ def main(argv=None):
         raise ValueError("no CUDA device on this machine; use --device cpu")
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32"))
     model, tokenizer = gpt.load(args.model, args.device, dtype), Tokenizer.load(args.model)
+    if args.no_thinking:
+        if "</think>" not in tokenizer.special:
+            raise ValueError(f"--no-thinking is for models of the Qwen3 family; {args.model} is none")
+        tokenizer.template += NO_THINKING
     engine = methods.make_engine(args.method, model, args, args.batch)
     requests = requests_of(problems, tokenizer, model, args.max_new_tokens, sampling, args.warm_context)
 
     if not args.quiet:
         if len(problems) == 1:
-            print(problems[0].prompt)
+            print(problems[0].prompt.encode("utf-8", "replace").decode())        # bytes that are no text stay unprintable
         if sys.stdout.isatty() and args.method != "ar" and not diffusion and args.batch == 1:
             print("legend: " + "  ".join(f"{c}{name}{RESET}" for name, c in COLOURS.items() if c) + "  plain\n")
     if args.watch and not args.quiet:
         engine.on_step = cdlm.Watch(tokenizer, sys.stdout)
-    generations = run(engine, requests, tokenizer, args.quiet or args.watch, args.method)
+    generations = run(engine, requests, tokenizer, args.quiet or args.watch, args.method, args.stop)
 
-    each = [describe(p, g, tokenizer) for p, g in zip(problems, generations)]
+    each = [describe(p, g, tokenizer, args.stop) for p, g in zip(problems, generations)]
     result = {"method": args.method, "device": args.device, "dtype": str(dtype).removeprefix("torch."), **summary(generations, engine)}
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)
@@ -199,7 +233,7 @@ def main(argv=None):
         result["counts"] = engine.counts
     if args.compare:
         baseline = methods.make_engine("ar", model, args, args.batch)
-        ar = run(baseline, requests_of(problems, tokenizer, model, args.max_new_tokens, sampling, args.warm_context), tokenizer, True)
+        ar = run(baseline, requests_of(problems, tokenizer, model, args.max_new_tokens, sampling, args.warm_context), tokenizer, True, stops=args.stop)
         reference = summary(ar, baseline)
         for one, a, g in zip(each, ar, generations):
             one["identical"] = a.token_ids == g.token_ids

@@ -16,7 +16,7 @@ import os
 import minispec  # before torch: it tunes the allocator
 import torch
 
-from minispec import gpt, rollouts, specdiff
+from minispec import folders, gpt, rollouts, specdiff
 from minispec.script import Parser, run_main
 from minispec.tokenizer import Tokenizer
 from minispec.training import learning_rate, optimizers, train
@@ -45,7 +45,9 @@ def parse_args():
 def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
     if args.init:
-        return specdiff.load(args.init, target)
+        drafter = specdiff.load(args.init, target)
+        drafter.config.target = folders.fingerprint(target)      # the one it is now trained for
+        return drafter
     source = gpt.load(args.source, args.device) if args.source else target
     taps = {"none": None, "three": gpt.three_taps(target.config.n_layer)}.get(args.taps, ())
     return specdiff.for_target(target, source, args.layers or min(2, source.config.n_layer), args.gamma or 8, not args.no_shift, taps)

@@ -13,12 +13,16 @@ from .verify import Sampling
 def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), warm=0):
     """One engine request a problem, the i-th with the i-th seed after sampling's: `limit` new tokens at most, or room for
     twice a known solution. warm: enter the reference chain of thought where prompt and chain have so many tokens; a long
-    context is then reached in seconds. ValueError where a prompt does not fit the context, or a chain is too short."""
-    block, eos, out = model.config.block_size, model.config.eos_id, []
+    context is then reached in seconds. ValueError where a prompt does not fit the context, or a chain is too short, or the
+    tokenizer is another model's."""
+    block, ends, out = model.config.block_size, [model.config.eos_id, *tokenizer.ends], []
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, the model a vocabulary of {model.config.vocab_size}; they do not belong together")
     for i, p in enumerate(problems):
         ids = tokenizer.prompt_ids(p.prompt)
-        known = len(tokenizer.response_ids(p.think, p.answer)) if p.think else 512
-        final = len(ids) + known if p.think else None
+        chain = p.think if tokenizer.ours else ""                # other models write chains of their own
+        known = len(tokenizer.response_ids(chain, p.answer)) if chain else 512
+        final = len(ids) + known if chain else None
         if warm:
             ids = (ids + tokenizer.encode(p.think))[:warm]
             if len(ids) < warm:
@@ -26,7 +30,7 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), war
         room = block - len(ids)
         if room < max(limit or 1, 1):
             raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {limit or 2 * known} more; the context of this model is {block}")
-        out.append(Request(ids, limit or min(2 * known, room), replace(sampling, seed=sampling.seed + i), [eos], final))
+        out.append(Request(ids, limit or min(2 * known, room), replace(sampling, seed=sampling.seed + i), ends, final))
     return out
 
 
@@ -72,7 +76,7 @@ def tie_gap(model, prompt_ids, a, b):
 
 
 def verdict(problem, generation, tokenizer):
-    """True or False where the problem has a checkable answer, else None."""
-    if not problem.answer:
+    """True or False where the problem has a checkable answer and the model a mark for it, else None."""
+    if not problem.answer or not tokenizer.ours:
         return None
     return tasks.check(problem, tokenizer.answer_text(generation.token_ids))

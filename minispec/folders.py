@@ -1,8 +1,11 @@
 """Folders of trained drafters: `config.json`, with the kind of drafter in it, and `model.safetensors`. (Whole models have the
 Hugging Face layout instead, see gpt.py.)"""
+import hashlib
 import json
 import os
 from dataclasses import asdict
+
+import torch
 
 from . import gpt
 
@@ -53,6 +56,24 @@ def check_shapes(drafter, target, same):
         raise ValueError(f"the drafter reads layer {max(drafter.taps)} of the target, which has {target.n_layer}")
     if drafter.block_size < target.block_size:
         raise ValueError(f"the drafter was made for contexts of {drafter.block_size} tokens, the target's are {target.block_size}")
+
+
+@torch.no_grad()
+def fingerprint(target):
+    """A short name of a target's weights, "6x256-0a1b2c3d4e5f": layers, width, and a hash of its shape, rows of its embedding and
+    of the last layer, and the last norm. Rounded to bf16 first, so that the dtype it was loaded in does not matter."""
+    c, last = target.config, target.blocks[-1]
+    rows = [target.embed.weight[::max(c.vocab_size // 16, 1)], target.norm.weight, last.qkv.weight[0], last.down.weight[0]]
+    numbers = torch.cat([x.flatten() for x in rows]).bfloat16().float().cpu().numpy()
+    shape = [c.vocab_size, c.n_layer, c.n_head, c.n_kv_head, c.d_model, c.head_dim, c.d_ff, c.qk_norm, c.qkv_bias, c.tied]
+    return f"{c.n_layer}x{c.d_model}-{hashlib.sha256(repr(shape).encode() + numbers.tobytes()).hexdigest()[:12]}"
+
+
+def check_target(drafter, target, folder):
+    """ValueError where a drafter was trained for another target. One from before fingerprints does not say."""
+    made_for, this = drafter.target, fingerprint(target)
+    if made_for and made_for != this:
+        raise ValueError(f"the drafter in {folder} was trained for the target {made_for}, this one is {this}")
 
 
 def kind_of(folder):

@@ -3,7 +3,7 @@
     hidden = gpt(tokens, positions, attend)          # attend(layer, q, k, v) -> out
 
 RMSNorm, rotary positions (RoPE), grouped-query attention, SwiGLU; QK-norm, QKV bias and a tied head are options.
-With them the class covers the Llama and Qwen3 families, whose Hugging Face folders `load` and `save` read and
+With them the class covers the Llama-3, Qwen2 and Qwen3 families, whose Hugging Face folders `load` and `save` read and
 write. What a query may see is not decided here: `attend` is handed in. Training passes a dense causal one, decoding
 one that writes k and v into a cache and reads what the step may see (see attention.py). A method of this repository
 is a new `attend`, a new drafter, or both; the body below never changes.
@@ -11,7 +11,9 @@ is a new `attend`, a new drafter, or both; the body below never changes.
 Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests, in
 decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
 """
+import contextlib
 import json
+import math
 import os
 from dataclasses import dataclass
 
@@ -31,6 +33,7 @@ class GPTConfig:
     d_ff: int = 768             # inner width of the SwiGLU feed-forward layer
     block_size: int = 10240     # longest context, in tokens
     rope_theta: float = 500_000.0  # a large base leaves many slow dimensions, which content look-ups over 8k tokens need
+    rope_scaling: dict = None   # Llama-3.1 and later, see `stretched`
     norm_eps: float = 1e-5
     qk_norm: bool = False       # True: Qwen3; it caps attention logits, and so how sharply a head can look
     qkv_bias: bool = False      # True: Qwen2
@@ -57,11 +60,20 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192):
+    """Llama-3's longer context: dimensions that turn (D/2,), radians a position, less than low_freq_factor times in the context
+    of pretraining do it `factor` times slower, those that turn more than high_freq_factor times stay, between them it slides."""
+    times = turn * original_max_position_embeddings / (2 * math.pi)
+    keep = ((times - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return (1 - keep) * turn / factor + keep * turn
+
+
 def rope_table(config, device=None):
     """cos and sin of every position's rotation angles, each (block_size, D), in fp32; `rotate` says why the first half of
     sin is negated."""
     half = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
-    angle = torch.outer(torch.arange(config.block_size, device=device).float(), config.rope_theta ** -half)
+    turn = stretched(config.rope_theta ** -half, **config.rope_scaling or {})
+    angle = torch.outer(torch.arange(config.block_size, device=device).float(), turn)
     return torch.cat([angle.cos(), angle.cos()], dim=-1), torch.cat([-angle.sin(), angle.sin()], dim=-1)
 
 
@@ -231,8 +243,18 @@ def _all_names(c):
     return names + [row for layer in range(c.n_layer) for row in _hf_names(layer, c)]
 
 
+LARGEST = 1 << 22   # of any size in a `config.json`; a damaged one could ask for all memory
+COPIED = 1024       # rows of a weight that are converted at once
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+KINDS = ("llama", "qwen2", "qwen3")
+ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1.0,
+        "quantization_config": None}     # what `config.json` may say of these, if anything
+
+
 def to_hf_config(c, dtype="float32"):
     """The `config.json` of the family whose shape c has: Llama, Qwen2 (QKV bias) or Qwen3 (QK-norm)."""
+    if c.qk_norm and c.qkv_bias:
+        raise ValueError("no Hugging Face family has both QK-norm and QKV bias")
     kind = "Qwen3" if c.qk_norm else "Qwen2" if c.qkv_bias else "Llama"
     return {
         "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "vocab_size": c.vocab_size,
@@ -241,29 +263,40 @@ def to_hf_config(c, dtype="float32"):
         "max_position_embeddings": c.block_size, "rope_theta": c.rope_theta, "rms_norm_eps": c.norm_eps,
         "hidden_act": "silu", "tie_word_embeddings": c.tied, "attention_bias": False, "mlp_bias": False,
         "initializer_range": 0.02, "bos_token_id": c.bos_id, "eos_token_id": c.eos_id, "torch_dtype": dtype,
+        **({"rope_scaling": {"rope_type": "llama3", **c.rope_scaling}} if c.rope_scaling else {}),
     }
 
 
 def from_hf_config(d):
     """GPTConfig of a Llama, Qwen2 or Qwen3 `config.json`. ValueError names what this model does not do."""
-    kinds = ("llama", "qwen2", "qwen3")
-    if d.get("model_type") not in kinds:
-        raise ValueError(f"model_type '{d.get('model_type')}' is not supported; supported are {', '.join(kinds)}")
-    rope = d.get("rope_parameters") or {}                       # transformers 5 nests what 4 kept flat
-    scaling = d.get("rope_scaling") or rope
-    if (scaling.get("rope_type") or scaling.get("type") or "default") != "default":
-        raise ValueError(f"rope scaling {scaling} is not supported")
-    if d.get("use_sliding_window"):
-        raise ValueError("sliding-window layers are not supported")
-    eos = d.get("eos_token_id")
-    return GPTConfig(
-        vocab_size=d["vocab_size"], n_layer=d["num_hidden_layers"], n_head=d["num_attention_heads"],
-        n_kv_head=d.get("num_key_value_heads") or d["num_attention_heads"], d_model=d["hidden_size"],
-        head_dim=d.get("head_dim") or d["hidden_size"] // d["num_attention_heads"], d_ff=d["intermediate_size"],
+    kind = d.get("model_type")
+    if kind not in KINDS:
+        raise ValueError(f"model_type '{kind}' is not supported; supported are {', '.join(KINDS)}")
+    for key, only in ONLY.items():
+        if d.get(key) not in (None, only):
+            raise ValueError(f"{key} {d[key]} is not supported")
+    rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}       # transformers 5 nests what 4 kept flat
+    scaling = rope.get("rope_type") or rope.get("type") or "default"
+    if scaling not in ("default", "llama3"):
+        raise ValueError(f"rope scaling '{scaling}' is not supported; supported is llama3")
+    eos, n_head = d.get("eos_token_id"), d["num_attention_heads"]
+    c = GPTConfig(
+        vocab_size=d["vocab_size"], n_layer=d["num_hidden_layers"], n_head=n_head, n_kv_head=d.get("num_key_value_heads") or n_head,
+        d_model=d["hidden_size"], head_dim=d.get("head_dim") or d["hidden_size"] // n_head, d_ff=d["intermediate_size"],
         block_size=d["max_position_embeddings"], norm_eps=d["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta") or d.get("rope_theta") or 10000.0, qk_norm=d["model_type"] == "qwen3",
-        qkv_bias=d["model_type"] == "qwen2" or bool(d.get("attention_bias")), tied=bool(d.get("tie_word_embeddings")),
-        bos_id=d.get("bos_token_id") or 0, eos_id=(eos[0] if isinstance(eos, list) else eos) or 0)
+        rope_theta=rope.get("rope_theta") or d.get("rope_theta") or 10000.0,
+        rope_scaling={key: rope[key] for key in SCALING} if scaling == "llama3" else None,
+        qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", tied=bool(d.get("tie_word_embeddings")),
+        bos_id=d.get("bos_token_id"), eos_id=eos[0] if isinstance(eos, list) else eos)
+    for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "d_ff", "block_size"):
+        if not isinstance(getattr(c, name), int) or not 1 <= getattr(c, name) <= LARGEST:
+            raise ValueError(f"{name} {getattr(c, name)} is out of range; allowed is 1 to {LARGEST}")
+    for name, x in {"norm_eps": c.norm_eps, "rope_theta": c.rope_theta, **(c.rope_scaling or {})}.items():
+        if not isinstance(x, (int, float)) or not x > 0:
+            raise ValueError(f"{name} {x} is out of range; allowed is any number above 0")
+    if c.n_head % c.n_kv_head or c.head_dim % 2:
+        raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do not divide evenly")
+    return c
 
 
 def write_json(path, data):
@@ -277,15 +310,16 @@ def write_json(path, data):
 def save(model, folder, tokenizer_json=None):
     """Write `config.json`, `model.safetensors`, `generation_config.json` and, if given, the tokenizer's two files."""
     from safetensors.torch import save_file
-    os.makedirs(folder, exist_ok=True)
     c, state, tensors = model.config, model.state_dict(), {}
+    config = to_hf_config(c, str(model.dtype).removeprefix("torch."))
+    os.makedirs(folder, exist_ok=True)
     for ours, theirs, sizes in _all_names(c):
         for name, part in zip(theirs, state[ours].split(sizes)):
             tensors[name] = part.contiguous()
     file = os.path.join(folder, "model.safetensors")
     save_file(tensors, file + ".tmp", metadata={"format": "pt"})
     os.replace(file + ".tmp", file)
-    write_json(os.path.join(folder, "config.json"), to_hf_config(c, str(model.dtype).removeprefix("torch.")))
+    write_json(os.path.join(folder, "config.json"), config)
     write_json(os.path.join(folder, "generation_config.json"), {"bos_token_id": c.bos_id, "eos_token_id": c.eos_id})
     if tokenizer_json:
         name = {t["id"]: t["content"] for t in tokenizer_json["added_tokens"]}
@@ -296,46 +330,108 @@ def save(model, folder, tokenizer_json=None):
 
 
 def load(folder, device="cpu", dtype=None):
-    """The GPT in a Hugging Face folder. ValueError, in one line, names what is missing, damaged or does not fit."""
-    from safetensors import SafetensorError, safe_open
+    """The GPT in a Hugging Face folder; dtype None: as stored. Weights are read one by one, so memory never holds much more
+    than the model. ValueError, in one line, names the file and what is missing, damaged or does not fit."""
+    config = _read_config(folder)
+    files = _weight_files(folder, config)
+    with torch.device("meta"):                                   # shapes without memory
+        model = GPT(config)
+    for ours, theirs, sizes in _all_names(config):               # the embedding is first
+        path, name = ours.rsplit(".", 1)
+        module = model.get_submodule(path)
+        multiplies = isinstance(module, nn.Linear) and name == "weight" or config.tied and module is model.embed
+        shapes = [(n, *getattr(module, name).shape[1:]) for n in sizes]
+        setattr(module, name, nn.Parameter(_read_weight(files, theirs, shapes, device, dtype, multiplies)))
+        if module is model.embed:
+            dtype = model.dtype
+            model.rope = Rope(config).to(device=device, dtype=dtype)     # here, for later weights fit where its table was computed
+    if config.tied:
+        model.head.weight = model.embed.weight
+    return model.eval()
+
+
+def _read_config(folder):
+    """The GPTConfig of a folder."""
     if not os.path.isdir(folder):
         raise ValueError(f"no model folder {folder}")
     try:
         with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            config = from_hf_config(json.load(f))
+            return from_hf_config(json.load(f))
     except FileNotFoundError:
         raise ValueError(f"{folder} holds no config.json") from None
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError) as e:
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
         raise ValueError(f"{folder}/config.json is damaged or lacks a field: {e}") from None
     except ValueError as e:
         raise ValueError(f"{folder}/config.json: {e}") from None
-    file = os.path.join(folder, "model.safetensors")
-    if not os.path.exists(file):
-        raise ValueError(f"{folder} holds no model.safetensors")
-    model = GPT(config)
-    state = {}
+
+
+def _weight_files(folder, config):
+    """{tensor: its file} from model.safetensors, or from the shards that model.safetensors.index.json lists."""
+    file, index = (os.path.join(folder, name) for name in ("model.safetensors", "model.safetensors.index.json"))
+    if os.path.exists(file):
+        with _opened(file) as tensors:
+            files = dict.fromkeys(tensors.keys(), file)
+    elif os.path.exists(index):
+        file = index
+        try:
+            with open(index, encoding="utf-8") as f:
+                files = {name: os.path.join(folder, shard) for name, shard in json.load(f)["weight_map"].items()}
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
+            raise ValueError(f"{index} is damaged: {e}") from None
+    else:
+        pickled = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
+        raise ValueError(f"{folder} holds no model.safetensors" + (f"; {pickled[0]} is a pickle, which could run anything and is never read" if pickled else ""))
+    missing = [n for _, theirs, _ in _all_names(config) for n in theirs if n not in files]
+    if missing:
+        raise ValueError(f"{file} lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
+    return files
+
+
+@contextlib.contextmanager
+def _opened(file):
+    """A safetensors file, mapped into memory."""
+    from safetensors import SafetensorError, safe_open
     try:
         with safe_open(file, framework="pt") as tensors:
-            missing = [n for _, theirs, _ in _all_names(config) for n in theirs if n not in tensors.keys()]
-            if missing:
-                raise ValueError(f"{file} lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
-            for ours, theirs, _ in _all_names(config):
-                state[ours] = torch.cat([tensors.get_tensor(n) for n in theirs])
-                want = model.get_parameter(ours).shape
-                if state[ours].shape != want:
-                    raise ValueError(f"{file}: {theirs[0]} has shape {tuple(state[ours].shape)}, config.json says {tuple(want)}")
-    except SafetensorError as e:
+            yield tensors
+    except FileNotFoundError:
+        raise ValueError(f"there is no {file}") from None
+    except (SafetensorError, OSError) as e:
         raise ValueError(f"{file} is damaged: {e}") from None
-    with torch.no_grad():
-        for name, tensor in state.items():
-            model.get_parameter(name).copy_(tensor)
-    return store_by_columns(model.to(device=device, dtype=dtype or tensor.dtype).eval())
+
+
+def _read_weight(files, names, shapes, device, dtype, multiplies):
+    """The tensors of these names, one upon the other; by columns, as `store_by_columns` has it, where rows are multiplied with
+    them. Files are mapped anew for each: closing a map is what frees its pages."""
+    out, row = None, 0
+    for name, shape in zip(names, shapes):
+        file = files[name]
+        with _opened(file) as tensors:
+            part = tensors.get_tensor(name)
+        if part.shape != shape:
+            raise ValueError(f"{file}: {name} has shape {tuple(part.shape)}, config.json says {tuple(shape)}")
+        if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{file}: {name} is stored as {part.dtype}; supported are float32, bfloat16 and float16".replace("torch.", ""))
+        if not all(map(math.isfinite, torch.aminmax(part))):
+            raise ValueError(f"{file}: {name} holds values that are not finite numbers")
+        if out is None:
+            out = torch.empty(sum(n for n, *_ in shapes), *shape[1:], dtype=dtype or part.dtype, device=device)
+            if multiplies and by_columns(out):
+                out = out.view(out.shape[::-1]).t()
+        for some in part.split(COPIED):
+            out[row:row + len(some)] = some.to(out.dtype)
+            row += len(some)
+    return out
+
+
+def by_columns(weight):
+    return weight.dtype == torch.float32 and not weight.is_cuda
 
 
 def store_by_columns(model):
     """Store fp32 matrices on a CPU column by column, which changes nothing but speed: a single row, that is plain decoding,
     is then multiplied in half the time. bf16 and GPUs prefer rows; several rows have a layout of their own, see `Linear`."""
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.weight.dtype == torch.float32 and not module.weight.is_cuda:
+        if isinstance(module, nn.Linear) and by_columns(module.weight):
             module.weight.data = module.weight.data.t().contiguous().t()
     return model

@@ -7,7 +7,7 @@ ValueError with one line that names what is wrong and what is allowed. Diffusion
 import argparse
 import os
 
-from . import cdlm, drafters, gpt, prism, specdiff, specgen
+from . import cdlm, drafters, folders, gpt, prism, specdiff, specgen
 from .adaptive import Adaptive
 from .admission import POLICIES
 from .engine import Engine, Lockstep
@@ -127,9 +127,12 @@ def make_drafter(name, model, settings):
     folder = settings.drafter or f"checkpoints/{name}"
     if name == "specdiff":
         trained = specdiff.load(folder, model)
+        folders.check_target(trained.config, model, folder)
         drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts, settings.rule, settings.draft_temperature, settings.draft_steps)
         return drafter, drafter.gamma * drafter.width
     trained = prism.load(folder, model.device, model.dtype)
+    trained.check(model)
+    folders.check_target(trained.config, model, folder)
     if name == "eagle" and trained.config.n_modules > 1:
         raise ValueError(f"the drafter in {folder} has {trained.config.n_modules} modules; --method prism takes it, eagle means one module")
     if not 0 <= settings.tree <= prism.MAX_NODES:

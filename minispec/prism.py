@@ -50,6 +50,7 @@ class PrismConfig(gpt.GPTConfig):
     n_layer: int = 1        # layers of a module
     step_map: tuple = (0, 1)    # draft step 1, 2, .. -> module; the last entry serves all later steps
     taps: tuple = ()        # layers of the target whose inputs are the feature; none: its final hidden state
+    target: str = ""        # fingerprint of the target that it is trained for
 
     def __post_init__(self):
         self.step_map, self.taps = tuple(self.step_map), tuple(self.taps)
@@ -110,7 +111,7 @@ class Prism(nn.Module):
 def for_target(target, step_map=(0, 1), n_layer=1, taps=()):
     """A new drafter with blocks of the target's shape. The norm of its states starts as the target's last one, so that they
     have the right scale for the head."""
-    prism = Prism(PrismConfig(**{**asdict(target.config), "n_layer": n_layer}, step_map=step_map, taps=taps))
+    prism = Prism(PrismConfig(**{**asdict(target.config), "n_layer": n_layer}, step_map=step_map, taps=taps, target=folders.fingerprint(target)))
     with torch.no_grad():
         for module in prism.bank:
             module.norm.weight.copy_(target.norm.weight)

@@ -2,6 +2,7 @@
 log-probabilities that the target gave its tokens. Made once, read by every arm, seed and prefix; prompts of the split
 "heldout" are never trained on. Nothing is decoded to text and read back, and the end of text stays where it was chosen.
 """
+import glob
 import json
 import os
 import random
@@ -73,8 +74,10 @@ def collect(args, target, tokenizer):
 def _check_folder(args, folder):
     """Answers in `folder` must be the same target's: note what they depend on beside the prompts, or compare. ValueError names
     the difference."""
-    with open(os.path.join(args.target, "model.safetensors"), "rb") as f:
-        target = zlib.crc32(f.read())
+    target = 0
+    for file in sorted(glob.glob(os.path.join(glob.escape(args.target), "*.safetensors"))):
+        with open(file, "rb") as f:
+            target = zlib.crc32(f.read(), target)
     made_with = {"target": target, "temperature": args.temperature, "max_new_tokens": args.max_new_tokens, "probabilities": True}
     file = os.path.join(folder, "settings.json")
     if os.path.exists(file):
@@ -106,7 +109,7 @@ def _answers(args, target, tokenizer, folder, split, n):
                 room = min(args.max_new_tokens, target.config.block_size - len(ids))
                 if room < 2:
                     raise ValueError(f"prompt {i + 1} has {len(ids)} tokens; the context of this target is {target.config.block_size}")
-                requests.append(Request(ids, room, Sampling(args.temperature, seed=i), [target.config.eos_id]))
+                requests.append(Request(ids, room, Sampling(args.temperature, seed=i), [target.config.eos_id, *tokenizer.ends]))
             got = Engine(target, Lockstep, 16).generate(requests)
             rows += [[g.prompt_ids, g.token_ids, log_probs(target, g.prompt_ids, g.token_ids, args.temperature)] for g in got]
             gpt.write_json(file, rows)

@@ -51,6 +51,7 @@ class SpecDiffConfig(gpt.GPTConfig):
     shift: bool = True      # a row guesses the token after its own
     taps: tuple = None      # layers of the target that it reads; (): the final hidden state; None: it reads tokens alone
     shared: bool = True     # embedding and head are the target's
+    target: str = ""        # fingerprint of the target that it is trained for
 
     def __post_init__(self):
         self.taps = None if self.taps is None else tuple(self.taps)
@@ -112,7 +113,7 @@ def for_target(target, source=None, n_layer=None, gamma=8, shift=True, taps=None
     n = n_layer or source.config.n_layer
     if not 1 <= n <= source.config.n_layer:
         raise ValueError(f"layers {n} is out of range; the model that the drafter starts from has {source.config.n_layer}")
-    config = SpecDiffConfig(**{**asdict(source.config), "n_layer": n}, gamma=gamma, shift=shift, taps=taps, shared=source is target)
+    config = SpecDiffConfig(**{**asdict(source.config), "n_layer": n}, gamma=gamma, shift=shift, taps=taps, shared=source is target, target=folders.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
     drafter.check(target)
     with torch.no_grad():

@@ -67,6 +67,17 @@ def render(name, r):
     if name == "specdiff_budgets":
         rows = [[x["budget"], *(f"{100 * x[m]['solved'] / x['problems']:.0f} %" for m in ("ar", "specdiff")), *(f"{x[m]['seconds']:.1f}" for m in ("ar", "specdiff"))] for x in r["rows"]]
         return _table(["tokens an answer may have", "solved, ar", "solved, specdiff", "seconds, ar", "seconds, specdiff"], rows)
+    if name == "checkpoints":
+        rows = [[family, x["folders"], f"{x['logit_difference']:.1e}", f"{x['ids']['same']:,} of {x['ids']['strings']:,}", f"{x['ids']['tokens']:,}",
+                 *(f"{n} of {x['prompts']}" for n in x["greedy"].values())]
+                for family, x in r["families"].items()]
+        gb = lambda n: f"{n / 1e9:.2f} GB"
+        memory = [[d, gb(m["bytes"]), gb(m["peak"]), f"{m['peak'] / m['bytes']:.2f}", gb(m["before"])] for d, m in r["memory"].items()]
+        methods = [name for name in next(iter(r["families"].values()))["greedy"] if name != "transformers"]
+        return (_table(["family", "random folders", "largest logit difference", "texts with the same ids", "tokens", "ar like transformers",
+                        *(f"{name} like ar" for name in methods)], rows)
+                + "\n\n" + _table([f"{r['memory']['bfloat16']['parameters'] / 1e9:.2f} billion parameters, stored as bf16, loaded as", "weights",
+                                   "peak memory of the process", "times the weights", "of it Python and torch"], memory))
     if name == "transformers":
         return _table(["loop", "tokens/s, median (range)", "ratio to transformers"],
                       [["transformers generate", _spread(r["transformers"]), "1.00"], ["minispec ar", _spread(r["minispec"]), f"{r['ratio']:.2f}"]])

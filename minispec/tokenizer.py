@@ -1,8 +1,8 @@
 """Text to token ids and back: byte-level BPE. tiktoken is the engine, `tokenizer.json` (Hugging Face) the format.
 
-`Tokenizer.load` reads a `tokenizer.json` and builds a tiktoken `Encoding` of it; `train_bpe` makes the merges of our
-own small vocabulary: 256 bytes, 1,785 merges, 7 special tokens. Digits are always single tokens, since arithmetic
-is learned digit by digit. Any bytes round-trip.
+`Tokenizer.load` reads a `tokenizer.json`, ours or one of the Qwen2, Qwen3 and Llama-3 families, and builds a tiktoken
+`Encoding` of it; `train_bpe` makes the merges of our own small vocabulary: 256 bytes, 1,785 merges, 7 special tokens.
+Digits are always single tokens, since arithmetic is learned digit by digit. Any bytes round-trip.
 
 Special tokens come only from the templates below, never from user text: a prompt that contains the string
 "<|eos|>" is encoded as plain characters.
@@ -11,6 +11,7 @@ import heapq
 import json
 import os
 import re
+import unicodedata
 from collections import Counter, defaultdict
 
 import tiktoken
@@ -19,6 +20,21 @@ SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 # The same split for counting words while training; Python's `re` has no \p{..} classes.
 PATTERN_RE = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+
+# What a model reads before it answers, by the special tokens that tell its family: ours, Qwen3, Qwen2.5, Qwen2, Llama-3.
+TEMPLATES = {
+    ("<|prompt|>", "<|think|>"): "<|bos|><|prompt|>{prompt}<|think|>",
+    ("<|im_start|>", "<think>"): "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
+    ("<|im_start|>", "<tool_call>"): "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+                                     "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
+    ("<|im_start|>",): "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+                       "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
+    ("<|start_header_id|>",): "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{prompt}<|eot_id|>"
+                              "<|start_header_id|>assistant<|end_header_id|>\n\n",
+}
+NO_THINKING = "<think>\n\n</think>\n\n"       # how a prompt for Qwen3 ends when it shall answer at once
+MOST_SPACE = 100_000         # white-space characters in a row; of a million, the regular expressions run out of stack
+ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 
 
 def byte_letters():
@@ -30,12 +46,15 @@ def byte_letters():
 
 
 class Tokenizer:
-    """ids in, text out and back. `special` maps names like "<|eos|>" to ids."""
+    """ids in, text out and back. `special` maps names like "<|eos|>" to ids, `ends` are the ids that end an answer."""
 
-    def __init__(self, ranks, special, pattern=PATTERN):
+    def __init__(self, ranks, special, pattern=PATTERN, form=None):
         self.encoding = tiktoken.Encoding("minispec", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        self.special = special
+        self.special, self.form = special, form                  # form: Unicode normal form of plain text
         self.vocab_size = self.encoding.n_vocab
+        self.template = next((t for marks, t in TEMPLATES.items() if all(m in special for m in marks)), "{prompt}")
+        self.ours = "<|answer|>" in special
+        self.ends = [special[name] for name in ENDS if name in special]
 
     @classmethod
     def load(cls, path):
@@ -46,21 +65,29 @@ class Tokenizer:
                 data = json.load(f)
             if data["model"]["type"] != "BPE":
                 raise KeyError("model.type 'BPE'")
+            _check_kind(data)
             byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
             special = {t["content"]: t["id"] for t in data["added_tokens"]}
             ranks = {bytes(byte_of[c] for c in token): i for token, i in data["model"]["vocab"].items()
                      if token not in special}
-            steps = data["pre_tokenizer"].get("pretokenizers", [data["pre_tokenizer"]])
-            pattern = next(s["pattern"]["Regex"] for s in steps if s["type"] == "Split")
-            return cls(ranks, special, pattern)
+            if not all(bytes([b]) in ranks for b in range(256)):
+                raise ValueError("the vocabulary lacks some of the 256 bytes, so not every text has ids")
+            if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
+                raise ValueError("two tokens of the vocabulary have the same id")
+            return cls(ranks, special, data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], (data.get("normalizer") or {}).get("type"))
         except FileNotFoundError:
             raise ValueError(f"no tokenizer: {file} does not exist") from None
-        except (KeyError, TypeError, AttributeError, StopIteration, json.JSONDecodeError) as e:
+        except (KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError, json.JSONDecodeError) as e:
             raise ValueError(f"{file} is not a byte-level BPE tokenizer.json ({type(e).__name__}: {e})") from None
+        except ValueError as e:
+            raise ValueError(f"{file}: {e}") from None
 
     def encode(self, text):
         """Plain text to ids. Lone surrogates (from undecodable command-line bytes) keep their original bytes' place."""
-        return self.encoding.encode_ordinary(text.encode("utf-8", "replace").decode("utf-8"))
+        text = text.encode("utf-8", "replace").decode("utf-8")
+        if len(text) > MOST_SPACE and any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
+            raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be split into tokens")
+        return self.encoding.encode_ordinary(unicodedata.normalize(self.form, text) if self.form else text)
 
     def decode_bytes(self, ids):
         """Ids to bytes; ids outside the vocabulary (a padded embedding has some) are skipped."""
@@ -75,10 +102,16 @@ class Tokenizer:
     def decode(self, ids):
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
+    def template_ids(self, template, prompt=""):
+        """A template's ids: special tokens where it names them, and {prompt} replaced by plain text, whatever that says."""
+        ids = []
+        for piece in re.split("(" + "|".join(map(re.escape, self.special)) + ")", template):
+            ids += [self.special[piece]] if piece in self.special else self.encode(piece.replace("{prompt}", prompt))
+        return ids
+
     def prompt_ids(self, text):
-        """What the model reads before it starts to think: <bos><prompt>text<think>."""
-        s = self.special
-        return [s["<|bos|>"], s["<|prompt|>"], *self.encode(text), s["<|think|>"]]
+        """What the model reads before it answers. Of ours: <bos><prompt>text<think>. Chat models get no space around the text."""
+        return self.template_ids(self.template, text if self.ours or self.template == "{prompt}" else text.strip())
 
     def response_ids(self, think, answer):
         """What the model is trained to write: think<answer>answer<eos>."""
@@ -88,10 +121,27 @@ class Tokenizer:
     def answer_text(self, ids):
         """The text after the (first) answer mark, up to the end of text; "" where no answer was given."""
         s = self.special
-        if s["<|answer|>"] not in ids:
+        if not self.ours or s["<|answer|>"] not in ids:
             return ""
         tail = ids[ids.index(s["<|answer|>"]) + 1:]
         return self.decode(tail[:tail.index(s["<|eos|>"])] if s["<|eos|>"] in tail else tail)
+
+
+def _check_kind(data):
+    """ValueError where a BPE `tokenizer.json` does what tiktoken would do otherwise, and ids would differ without a word."""
+    model, kind, steps = data["model"], (data.get("normalizer") or {}).get("type"), data["pre_tokenizer"].get("pretokenizers", [])
+    if [s["type"] for s in steps] != ["Split", "ByteLevel"]:
+        raise KeyError("pre_tokenizer of one Split and ByteLevel")
+    if steps[0]["behavior"] != "Isolated" or steps[0].get("invert") or steps[1].get("use_regex", True) or steps[1]["add_prefix_space"]:
+        raise ValueError("pre_tokenizer with another behaviour than an isolating Split and a plain ByteLevel is not supported")
+    if kind not in (None, "NFC"):
+        raise ValueError(f"normalizer {kind} is not supported; supported are none and NFC")
+    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(key):
+            raise ValueError(f"{key} {model[key]} is not supported")
+    ids = [model["vocab"]["".join(m) if isinstance(m, list) else m.replace(" ", "", 1)] for m in model["merges"]]
+    if any(a > b for a, b in zip(ids, ids[1:])):
+        raise ValueError("the merges are not in the order of their ids, by which tiktoken merges")
 
 
 def train_bpe(texts, n_merges):

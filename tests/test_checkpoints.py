@@ -1,0 +1,355 @@
+"""Models that are not ours: folders and tokenizers of other families, their prompts, stop strings, drafters of other targets, and one
+clear line for every damaged file. compare_checkpoints.py does the same at length."""
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, TARGET, dense_logits, run_script, save_toy_target, toy_model
+from safetensors.torch import load_file, save_file
+
+import compare_checkpoints as compare
+import decode
+from minispec import answers, folders, gpt, methods, prism, specdiff, tasks
+from minispec.engine import Request
+from minispec.tokenizer import NO_THINKING, Tokenizer
+
+FAMILIES = list(compare.FAMILIES)
+SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """family -> a random folder of it, as transformers and tokenizers write it."""
+    pytest.importorskip("transformers")
+    out = {}
+    for family in FAMILIES:
+        out[family] = compare.write_model(str(tmp_path_factory.mktemp(family)), family)
+        compare.write_tokenizer(out[family], family)
+    return out
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("how", [("bfloat16", True, "20KB"), ("float16", False, "1GB"), ("float32", True, "20KB")], ids=str)
+def test_logits_are_those_of_transformers(family, how, tmp_path):
+    pytest.importorskip("transformers")
+    assert compare.compare_logits(compare.write_model(tmp_path, family, *how)) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_200_greedy_tokens_are_those_of_transformers_and_of_every_method(family, made, tmp_path):
+    draft = compare.write_model(tmp_path, family, "bfloat16")
+    assert set(compare.compare_greedy(made[family], draft).values()) == {1}
+
+
+WRITTEN = [dict(tied=t, n_kv_head=g, head_dim=d, **more) for t in (True, False) for g, d in ((1, 8), (4, 16))
+           for more in ({}, {"qk_norm": True}, {"qkv_bias": True}, {"rope_scaling": SCALING})]
+
+
+def test_transformers_computes_the_same_logits_for_every_shape_we_write(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(0, 64, (120,)).tolist()
+    for i, shape in enumerate(WRITTEN):
+        model, folder = toy_model(gain=2.0, eos_id=None, **shape), tmp_path / str(i)
+        if model.config.qkv_bias:
+            for block in model.blocks:
+                torch.nn.init.normal_(block.qkv.bias)
+        gpt.save(model, folder)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        with torch.inference_mode():
+            assert (theirs(torch.tensor([ids])).logits[0] - dense_logits(model, ids)).abs().max() < 1e-4, shape
+        assert gpt.load(str(folder)).config == model.config
+
+
+def test_what_no_family_has_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="both QK-norm and QKV bias"):
+        gpt.save(toy_model(qk_norm=True, qkv_bias=True), tmp_path / "new")
+    assert os.listdir(tmp_path) == []
+
+
+def test_positions_are_stretched_where_they_turn_slowly():
+    turn = torch.tensor([1.0, 0.5, 0.1, 1e-3])             # 32 positions of pretraining: 5.1, 2.5, 0.5 and 0.005 turns
+    assert torch.allclose(gpt.stretched(turn, **SCALING) / turn, torch.tensor([1.0, 0.125 + 0.875 * (16 / 6.2831853 - 1) / 3, 0.125, 0.125]))
+
+
+# -- damaged folders ---------------------------------------------------------------------------------------------------------
+
+def shards(folder):
+    """Cut model.safetensors into two shards and an index."""
+    tensors = load_file(folder / "model.safetensors")
+    os.remove(folder / "model.safetensors")
+    where = {name: f"part-{'mlp' in name:d}.safetensors" for name in tensors}
+    for file in set(where.values()):
+        save_file({name: x for name, x in tensors.items() if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def change_weight(folder, change, name="model.layers.1.mlp.down_proj.weight"):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = change(tensors[name])
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def set_first(value):
+    def change(x):
+        x[0, 0] = value
+        return x
+    return change
+
+
+def only_pickles(folder):
+    os.remove(folder / "model.safetensors")
+    torch.save({}, folder / "pytorch_model.bin")
+
+
+def cut_shard(folder):
+    shards(folder)
+    with open(folder / "part-1.safetensors", "r+b") as f:
+        f.truncate(2000)
+
+
+def lost_shard(folder):
+    shards(folder)
+    os.remove(folder / "part-1.safetensors")
+
+
+def bad_index(folder):
+    shards(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+DAMAGE = {      # what is wrong: (how it gets so, what the line must say)
+    "not a number": (lambda f: change_weight(f, set_first(float("nan"))), "model.safetensors: model.layers.1.mlp.down_proj.weight holds values that are not finite"),
+    "infinite": (lambda f: change_weight(f, set_first(float("-inf"))), "holds values that are not finite"),
+    "integers": (lambda f: change_weight(f, lambda x: x.to(torch.int8)), "down_proj.weight is stored as int8; supported are float32"),
+    "shape of a part": (lambda f: change_weight(f, lambda x: x[:, :3].contiguous(), "model.layers.0.self_attn.k_proj.weight"), "k_proj.weight has shape (16, 3), config.json says (16, 32)"),
+    "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors is damaged"),
+    "a pickle by name": (only_pickles, "pytorch_model.bin is a pickle, which could run anything and is never read"),
+    "a pickle by content": (lambda f: torch.save({}, f / "model.safetensors"), "model.safetensors is damaged"),
+    "a shard is cut": (cut_shard, "part-1.safetensors is damaged"),
+    "a shard is lost": (lost_shard, "part-1.safetensors"),
+    "the index": (bad_index, "model.safetensors.index.json is damaged"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json is damaged"),
+    "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is damaged"),
+    "no heads": (lambda f: change_config(f, num_attention_heads=0, head_dim=None), "config.json"),
+    "words for numbers": (lambda f: change_config(f, vocab_size="many"), "vocab_size many is out of range"),
+    "words for a base": (lambda f: change_config(f, rope_theta="wide"), "rope_theta wide is out of range"),
+    "no end of positions": (lambda f: change_config(f, max_position_embeddings=10 ** 12), "block_size 1000000000000 is out of range; allowed is 1 to 4194304"),
+    "heads do not divide": (lambda f: change_config(f, num_key_value_heads=3), "do not divide"),
+    "gpt2": (lambda f: change_config(f, model_type="gpt2"), "model_type 'gpt2' is not supported; supported are llama, qwen2, qwen3"),
+    "yarn": (lambda f: change_config(f, rope_scaling={"type": "yarn", "factor": 4.0}), "rope scaling 'yarn' is not supported; supported is llama3"),
+    "half of llama3": (lambda f: change_config(f, rope_scaling={"rope_type": "llama3", "factor": 4.0}), "lacks a field: 'low_freq_factor'"),
+    "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act gelu is not supported"),
+    "bias of the output": (lambda f: change_config(f, attention_bias=True), "attention_bias True is not supported"),
+    "quantised": (lambda f: change_config(f, quantization_config={"bits": 4}), "quantization_config {'bits': 4} is not supported"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damaged_folders_get_one_line(what, tmp_path):
+    gpt.save(toy_model(), tmp_path)
+    damage, message = DAMAGE[what]
+    damage(tmp_path)
+    with pytest.raises(ValueError) as e:
+        gpt.load(str(tmp_path))
+    assert message in str(e.value) and "\n" not in str(e.value) and str(tmp_path) in str(e.value)
+
+
+def test_shards_are_read_as_one(tmp_path):
+    model = toy_model()
+    gpt.save(model, tmp_path)
+    shards(tmp_path)
+    again = gpt.load(str(tmp_path))
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+
+
+# -- text --------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_are_those_of_tokenizers(family):
+    pytest.importorskip("tokenizers")
+    result = compare.compare_ids(family, 400)
+    assert result["same"] == result["strings"] == 800
+
+
+CHATS = {"Qwen2.5": "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+         "Qwen3": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n",
+         "Llama-3": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chats_are_asked_as_the_family_is_used_to(family, tmp_path):
+    pytest.importorskip("tokenizers")
+    theirs, ours = compare.write_tokenizer(tmp_path, family), Tokenizer.load(tmp_path)
+    read = lambda text: theirs.encode(text, add_special_tokens=False).ids
+    for text in ("Hi", "1 + 1 = ?\r\nand 23", "e\u0301 🙂 don't", ""):
+        assert ours.prompt_ids(text) == ours.prompt_ids(f" {text}\n") == read(CHATS[family].format(text))
+    special = [*ours.special][2]
+    assert ours.prompt_ids(special).count(ours.special[special]) == CHATS[family].count(special)       # a name in the text is text
+    assert ours.special["<|eot_id|>" if family == "Llama-3" else "<|im_end|>"] in ours.ends
+    if family == "Qwen3":
+        ours.template += NO_THINKING
+        assert ours.prompt_ids("Hi") == read(CHATS[family].format("Hi") + "<think>\n\n</think>\n\n")
+
+
+def spoil(data, *path, value):
+    for key in path[:-1]:
+        data = data[key]
+    data[path[-1]] = value
+
+
+SPOILED = {     # where in our own tokenizer.json, what instead, what the line must say
+    "normaliser": (("normalizer",), {"type": "NFKC"}, "normalizer NFKC is not supported"),
+    "split": (("pre_tokenizer", "pretokenizers"), [{"type": "Digits"}, {"type": "ByteLevel"}], "pre_tokenizer of one Split"),
+    "prefix": (("pre_tokenizer", "pretokenizers", 1, "add_prefix_space"), True, "a plain ByteLevel is not supported"),
+    "pattern": (("pre_tokenizer", "pretokenizers", 0, "pattern"), {"Regex": "("}, "tokenizer.json"),
+    "suffix": (("model", "end_of_word_suffix"), "</w>", "end_of_word_suffix </w> is not supported"),
+    "order": (("model", "merges"), [["Ġt", "h"], ["Ġ", "t"]], "not in the order of their ids"),
+    "bytes": (("model", "vocab"), {"Ġ": 0}, "lacks some of the 256 bytes"),
+    "twice": (("added_tokens", 0, "id"), 7, "two tokens of the vocabulary have the same id"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_tokenizers_that_tiktoken_cannot_be_are_refused(what, tmp_path):
+    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+        data = json.load(f)
+    path, value, message = SPOILED[what]
+    data["model"]["merges"] = data["model"]["merges"] if what == "order" else []
+    if what == "order":
+        data["model"]["vocab"] |= {"Ġt": 300, "Ġth": 400}
+    spoil(data, *path, value=value)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError) as e:
+        Tokenizer.load(tmp_path)
+    assert message in str(e.value) and "\n" not in str(e.value) and "tokenizer.json" in str(e.value)
+
+
+# -- decode.py -----------------------------------------------------------------------------------------------------------------
+
+def run(folder, tmp_path, *args):
+    """What decode.py writes for --json."""
+    run_script(decode, "--model", folder, "--quiet", "--json", tmp_path / "o.json", *args)
+    return json.loads((tmp_path / "o.json").read_text())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_models_are_decoded(family, made, tmp_path):
+    ours = Tokenizer.load(made[family])
+    got = run(made[family], tmp_path, "--method", "specgen", "--prompt", "🙂 <|im_end|>", "--max-new-tokens", 30, "--compare", *["--no-thinking"] * (family == "Qwen3"))
+    ours.template += NO_THINKING * (family == "Qwen3")
+    assert got["prompt_token_ids"] == ours.prompt_ids("🙂 <|im_end|>") and got["identical"] and got["correct"] is None
+    if family != "Qwen3":
+        with pytest.raises(ValueError, match="--no-thinking is for models of the Qwen3 family"):
+            run_script(decode, "--model", made[family], "--no-thinking", "--prompt", "x")
+    got = run(made[family], tmp_path, "--task", "story", "--n", 2, "--batch", 2, "--max-new-tokens", 5)
+    assert got["correct"] is None and len(got["requests"]) == 2
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    gpt.save(toy_model(), tmp_path)
+    shutil.copy(os.path.join(TARGET, "tokenizer.json"), tmp_path)
+    with pytest.raises(ValueError, match="ids up to 2047, the model a vocabulary of 64"):
+        run_script(decode, "--model", tmp_path, "--prompt", "x")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    save_toy_target(folder)
+    return folder / "target"
+
+
+@pytest.mark.parametrize("prompt", ["", "x", "🙂", "\udcff\udc80", "\x00", "<|eos|>" * 3])
+def test_odd_prompts_are_answered(prompt, toy, tmp_path, capsys):
+    assert run(toy, tmp_path, "--prompt", prompt, "--max-new-tokens", 3)["new_tokens"] <= 3
+    run_script(decode, "--model", toy, "--prompt", prompt, "--max-new-tokens", 3)
+    assert "tokens/s" in capsys.readouterr().out
+
+
+def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'{"prompt": "\xff\xfe"}\n')
+    cases = [(["--prompts", file], "cannot read"), (["--stop", ""], "--stop is a text of one character or more")]
+    cases += [(["--prompt", text], "the context of this model is 512") for text in ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)]
+    cases += [(["--prompt", " \n" * 100_000], "more than 100,000 spaces or line ends in a row")]
+    for args, message in cases:
+        with pytest.raises(ValueError) as e:
+            run_script(decode, "--model", toy, *args)
+        assert message in str(e.value) and "\n" not in str(e.value)
+    tokenizer = Tokenizer.load(TARGET)
+    tokenizer.template, tokenizer.ours = "{prompt}", False                        # no family that is known: text alone
+    make = lambda text: answers.requests_of([tasks.Problem("prompt", text, "", "")], tokenizer, toy_model(vocab=2048), 2)
+    assert len(make("x")[0].tokens) == 1
+    with pytest.raises(ValueError, match="an empty prompt"):
+        make("")
+
+
+def test_a_stop_string_ends_the_answer_before_it(toy, tmp_path, capsys):
+    args = ["--prompt", "one two", "--max-new-tokens", 60]
+    text = run(toy, tmp_path, *args)["text"]
+    stop = text[len(text) // 2:][:5]
+    want = text[:text.index(stop)]
+    ids = []
+    for method in ("ar", "ngram", "specgen"):
+        got = run(toy, tmp_path, *args, "--method", method, "--stop", "not there", "--stop", stop, "--compare")
+        assert got["text"] == want and got["finish"] == "stop" and got["identical"]
+        assert len(got["who"]) == len(got["token_ids"]) == got["new_tokens"]
+        ids.append(got["token_ids"])
+    assert ids[0] == ids[1] == ids[2]
+    capsys.readouterr()
+    run_script(decode, "--model", toy, *args, "--stop", stop)
+    assert capsys.readouterr().out.startswith(f"one two\n{want}\n")
+
+
+def test_what_may_begin_a_stop_string_is_held_back(shipped, capsys):
+    tokenizer = shipped[1]
+    printer, seen = decode.Printer(tokenizer, False, ["END", "NDX"]), []
+    for text in ("a", "E", "N", "x", "E", "N", "D"):
+        ids = tokenizer.encode(text)
+        printer(ids, ["plain"] * len(ids), text == "D")
+        seen.append(capsys.readouterr().out)
+    assert seen == ["a", "", "", "ENx", "", "", ""]
+    printer = decode.Printer(tokenizer, True, ["END"])
+    printer(tokenizer.encode("xE"), ["draft"] * 2)
+    printer(tokenizer.encode("N"), ["bonus"], True)                               # the answer ends: it was no stop string
+    assert capsys.readouterr().out == "\033[32mx\033[0m\033[32mE\033[0m\033[36mN\033[0m"
+
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------------
+
+def test_a_drafter_of_another_target_is_refused_by_name(tmp_path):
+    target, other = toy_model(seed=1), toy_model(seed=2)
+    for method, module in (("prism", prism.for_target(target)), ("specdiff", specdiff.for_target(target, n_layer=1, gamma=3))):
+        (prism if method == "prism" else specdiff).save(module, tmp_path)
+        settings = methods.settings(drafter=str(tmp_path))
+        assert len(methods.make_engine(method, target, settings, 1).generate([Request([1, 2, 3], 4)])[0].token_ids) == 4
+        with pytest.raises(ValueError) as e:
+            methods.make_engine(method, other, settings, 1)
+        assert f"trained for the target {folders.fingerprint(target)}, this one is {folders.fingerprint(other)}" in str(e.value)
+        change_config(tmp_path, target="")                                        # a folder from before fingerprints does not say
+        methods.make_engine(method, other, settings, 1)
+
+
+def test_fingerprints_tell_weights_apart_and_not_dtypes(tmp_path):
+    model = toy_model()
+    gpt.save(model, tmp_path)
+    name = folders.fingerprint(model)
+    assert name.startswith("2x32-") and {folders.fingerprint(gpt.load(str(tmp_path), dtype=d)) for d in (torch.float32, torch.bfloat16)} == {name}
+    with torch.no_grad():
+        model.blocks[-1].qkv.weight.mul_(1.1)
+    assert folders.fingerprint(model) != name and folders.fingerprint(toy_model(seed=1)) != name
+
+
+def test_shipped_drafters_name_the_shipped_target(shipped):
+    for name in methods.TRAINED:
+        with open(os.path.join(ROOT, "checkpoints", name, "config.json"), encoding="utf-8") as f:
+            assert json.load(f)["target"] == folders.fingerprint(shipped[0])
