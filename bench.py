@@ -21,7 +21,7 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import cdlm, cdlm_studies, drafter_studies, figures, gpt, ladder, measure, methods, studies, tasks, traces
+from minispec import cdlm, cdlm_studies, drafter_studies, figures, folders, gpt, ladder, measure, methods, studies, tasks, traces
 from minispec.answers import requests_of, summary
 from minispec.engine import Request
 from minispec.script import Parser, run_main
@@ -82,7 +82,7 @@ def run(args, model, tokenizer):
     requests = family_requests(tokenizer, model, 4 if args.quick else 16, args.data)
     grid = [(1, "different", 4), (4, "different", 8), (16, "different", 16), (16, "copies", 1)]
     cells = [(w, b, kind, [i for i in requests if i.startswith(w + "/")][:n]) for w in dict.fromkeys(i.split("/")[0] for i in requests) for b, kind, n in grid]
-    cells += [("mixed", b, kind, list(requests)[:24]) for b, kind, _ in grid[:3]]
+    cells += [("mixed", b, kind, list(requests)[:16]) for b, kind, _ in grid[:3]]
     names = ["ar", *methods.ready(args)]
 
     def measured(workload, batch, kind, ids):
@@ -107,7 +107,8 @@ def run(args, model, tokenizer):
 
     if args.quick:
         return {"new_tokens": NEW, "rows": [r for c in cells if c[1] == 4 for r in measured(*c)]}
-    about = {"new_tokens": NEW, "methods": names, "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")}}
+    about = {"new_tokens": NEW, "methods": names, "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")},
+             "target": folders.fingerprint(model), "machine": [processor(), torch.get_num_threads(), torch.__version__]}
     return {"new_tokens": NEW, "rows": [r for rows in resumable("run", about, tqdm(cells, desc="run"), measured) for r in rows]}
 
 
@@ -198,10 +199,11 @@ def possible(name, args):
     """Whether what a study needs is there, where it was not asked for by name."""
     if name == "bounds":
         return os.path.exists(os.path.join(RESULTS, "traces.jsonl"))       # a quick run leaves no files to compute from
-    if name in ("prism_arms", "specdiff_objectives", "cdlm_losses"):
-        return args.arms is not None
+    if name in ("prism_arms", "specdiff_objectives"):
+        kinds = [folders.kind_of(os.path.join(args.arms, arm)) for arm in os.listdir(args.arms)] if args.arms else []
+        return {"prism_arms": "prism", "specdiff_objectives": "specdiff"}[name] in kinds
     if name.startswith("cdlm_"):
-        return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values())
+        return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values()) and (name != "cdlm_losses" or args.arms is not None)
     needed = {"prism_trees": ("prism", "eagle"), "specdiff_chains": ("specdiff",), "specdiff_budgets": ("specdiff",)}.get(name, ())
     return not needed or any(method in methods.ready(args) for method in needed)
 

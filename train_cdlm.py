@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from minispec import cdlm, cdlm_losses, corpus, gpt, tasks
+from minispec import cdlm, cdlm_losses, corpus, folders, gpt, tasks
 from minispec.engine import Request
 from minispec.script import Parser, run_main
 from minispec.tokenizer import Tokenizer
@@ -53,7 +53,7 @@ def parse_args(argv=None):
     p.add_argument("--all-blocks", action="store_true", help="trajectories: decode the blocks behind the end of text too")
     p.add_argument("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01), metavar=("DISTILL", "CONS", "DLM"), help="student: of the losses (default 1 0.5 0.01)")
     p.add_argument("--kl", default="forward", choices=("forward", "reverse"), help="student: direction of the divergences")
-    p.add_argument("--cons-target", default="block_end", choices=("block_end", "later_state"), help="student: see cdlm.masked_sets")
+    p.add_argument("--cons-target", default="block_end", choices=("block_end", "later_state"), help="student: see cdlm_losses.student_losses")
     p.add_argument("--check", type=int, default=4, help="held-out problems a family that are decoded when a training stage ends (default %(default)s)")
     p.add_argument("--seed", type=int, default=1337)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -124,7 +124,7 @@ def numbers_of_step(step, batch, live, seed, group=4):
 
 
 def short(batch, eos_id, block_size, names=("answer",)):
-    """The batch without the blocks behind its longest text: nothing there is predicted, nor seen from before."""
+    """The batch without the blocks behind its longest text: decoding never opens them, and nothing before sees them."""
     longest = int(batch["live"].max() if "live" in batch else cdlm_losses.text_blocks(batch["answer"], eos_id, block_size).max() * block_size)
     return {name: x[:, :longest] if name in names else x for name, x in batch.items()}
 
@@ -147,7 +147,8 @@ def fit(args, name, model, tokenizer_json, tokenizer, loss_of, objective_of, mod
 
 @torch.no_grad()
 def heldout_loss(model, tokenizer, args, states, mask, mask_id):
-    """The masked-diffusion loss per slot of held-out problems by family; the same problems, rates and masks every time."""
+    """The masked-diffusion loss per slot of held-out problems by family; the same problems, rates and masks every time, as long as the
+    objective is the same."""
     out, eos = {}, model.config.eos_id
     for family in tasks.FAMILIES:
         problems = [cdlm.fitting(tokenizer, family, seed, "heldout", args.gen_length, args.longest_prompt)[1:] for seed in range(8)]
@@ -195,9 +196,10 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
 def collect_trajectories(args, tokenizer, mask_id):
     folder = os.path.join(args.out, "trajectories")
     os.makedirs(folder, exist_ok=True)
-    model = gpt.load(os.path.join(args.out, "teacher"), args.device)
+    model, examples, each = gpt.load(os.path.join(args.out, "teacher"), args.device), Examples(tokenizer, args), len(args.temperatures)
     settings = {name: getattr(args, name) for name in ("prompts", "shard", "gen_length", "block_size", "longest_prompt", "real_share", "all_blocks", "seed")}
-    settings["temperatures"], file = list(args.temperatures), os.path.join(folder, "settings.json")
+    settings |= {"temperatures": list(args.temperatures), "real_text": bool(examples.real), "teacher": folders.fingerprint(model)}
+    file = os.path.join(folder, "settings.json")
     if os.path.exists(file):
         with open(file, encoding="utf-8") as f:
             old = json.load(f)
@@ -205,7 +207,6 @@ def collect_trajectories(args, tokenizer, mask_id):
         if changed:
             raise ValueError(f"{folder} was begun with {changed[0]} {old.get(changed[0])}, not {settings[changed[0]]}; use another --out or the same settings")
     gpt.write_json(file, settings)
-    examples, each = Examples(tokenizer, args), len(args.temperatures)
     n = args.prompts * each
     for shard in tqdm(range(-(-n // args.shard)), unit="shard", desc="trajectories"):
         file, items = os.path.join(folder, f"{shard:05d}.safetensors"), range(shard * args.shard, min((shard + 1) * args.shard, n))
@@ -214,7 +215,7 @@ def collect_trajectories(args, tokenizer, mask_id):
         batch = as_batch([examples(i // each) for i in items])
         requests = [Request(prompt[-length:].tolist(), args.gen_length, Sampling(args.temperatures[i % each], seed=args.seed * 1000003 + i), [model.config.eos_id])
                     for i, prompt, length in zip(items, batch["prompt"], batch["length"])]
-        data = {**batch, **cdlm.collect(model, mask_id, requests, args.block_size, batch_size=args.batch, stop="never" if args.all_blocks else "block")}
+        data = {"prompt": batch["prompt"], "length": batch["length"], **cdlm.collect(model, mask_id, requests, args.block_size, batch_size=args.batch, stop="never" if args.all_blocks else "block")}
         data = {name: x if name == "hidden" else x.to(torch.int32) for name, x in data.items()}
         save_file({name: x.contiguous() for name, x in data.items()}, file + ".tmp")
         os.replace(file + ".tmp", file)
@@ -222,7 +223,8 @@ def collect_trajectories(args, tokenizer, mask_id):
 
 def train_student(args, tokenizer, tokenizer_json, mask_id):
     teacher = os.path.join(args.out, "teacher")
-    model, head = gpt.load(teacher, args.device, torch.float32), gpt.load(teacher, args.device, torch.float32).head.weight.detach()
+    model = gpt.load(teacher, args.device, torch.float32)
+    head = model.head.weight.detach().clone()
     folder = os.path.join(args.out, "trajectories")
     try:
         data = Trajectories(folder)
@@ -235,6 +237,8 @@ def train_student(args, tokenizer, tokenizer_json, mask_id):
     for name in ("gen_length", "block_size"):
         if settings[name] != getattr(args, name):
             raise ValueError(f"the trajectories have {name.replace('_', '-')} {settings[name]}, not {getattr(args, name)}")
+    if settings["teacher"] != folders.fingerprint(model):
+        raise ValueError(f"the trajectories in {folder} are of another teacher than the one in {teacher}; remove them and run --stage trajectories")
     bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
 
     examples, live, eos = Examples(tokenizer, args), [int(shard["live"][i]) for shard, i in data.where], model.config.eos_id

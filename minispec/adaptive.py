@@ -23,7 +23,7 @@ greedy or sampled.
 """
 from .drafters import NGram
 
-START, WEIGHT = 0.9, 4.0                # alpha of what was never tried, and how many trials that opinion is worth
+START, WEIGHT = 0.95, 4.0               # alpha of what was never tried, and how many trials that opinion is worth
 FADE, FADE_ALL = 0.9, 0.995             # what a round leaves of a request's counts, and of the counts of all requests
 MATCHES = (3, 4, 6, 8, 12, 16, 24, 32)  # match lengths that are told apart
 
@@ -151,10 +151,12 @@ class Adaptive:
         price of drafting."""
         note = getattr(self.drafters[name], "notes", {}).get(r)
         tokens = len(r.tokens) - (note.cached if note else 0)
-        key = name, tokens // 64
+        if tokens <= 2 * self.k:
+            return 0.0
+        key = name, tokens // 256
         if key not in self.prices:
             self.prices[key] = float(self.cost.read(name, tokens))
-        return self.prices[key] if tokens > 2 * self.k else 0.0
+        return self.prices[key]
 
     def _prices(self, rows, context):
         """(seconds of a step by drafts per row, {name: seconds of drafting by drafts}), looked up once per 256 tokens."""

@@ -173,8 +173,8 @@ def student_losses(model, teacher_head, batch, reference, mask_id, block_size, e
     p_teacher is rebuilt from the hidden row with which the teacher finalised the token, by the teacher's own head (V, C):
     it is better informed than y, and that is the lesson. All blocks of an answer, k and k* (n, L / B), are trained at once.
 
-    Where y* is the end of the block, as the paper prints it, S holds later blocks alone, and nothing in the last one; this
-    takes two forwards of their own, from one block of each answer. "later_state" keeps S inside the block.
+    Where y* is the end of the block, as the paper prints it, S holds later blocks with text alone, and nothing in the last one;
+    this takes two forwards of their own, from one block of each answer. "later_state" keeps S inside the block.
     A loss of weight 0 is not computed.
     """
     tokens, rank, (w_distill, w_cons, w_dlm) = batch["tokens"], batch["rank"], weights
@@ -186,7 +186,7 @@ def student_losses(model, teacher_head, batch, reference, mask_id, block_size, e
     u, n_states = at(k), -(-batch["live"] // block_size).sum()
     hidden = rows(u) if w_distill or w_cons and target == "later_state" else None
     if w_distill:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
             goal = mask_free(batch["hidden"][u].to(teacher_head.dtype) @ teacher_head.T, mask_id)
         losses["distill"] = state_mean(divergence(goal, logits(hidden[u]), direction), u, block_size, n_states)
     if w_cons and target == "later_state":
@@ -210,7 +210,7 @@ def later_blocks_loss(model, batch, mask_id, block_size, k, k_star, generator, d
     block = (torch.rand(len(tokens), 1, generator=generator) * -(-batch["live"].cpu() // block_size)[:, None]).long()
     k, k_star = (x.gather(1, block)[:, 0].to(rank.device) for x in (k, k_star))
     rows = lambda step: answer_hidden(model, batch["prompt"], batch["length"], state(tokens, rank, step, mask_id), block_size)
-    s = rank >= k_star[:, None]
+    s = (rank >= k_star[:, None]) & (torch.arange(rank.shape[1], device=rank.device) < batch["live"][:, None])
     if not s.any():
         return torch.zeros((), device=rank.device)
     with torch.no_grad():

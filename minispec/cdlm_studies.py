@@ -34,26 +34,32 @@ def load(args, target, tokenizer):
     """The shipped models, and the students in folders under --arms."""
     models = {name: gpt.load(folder, target.device) for name, (_, folder) in cdlm.METHODS.items()}
     students = {"student": models["cdlm"]}
+    if args.arms and not os.path.isdir(args.arms):
+        raise ValueError(f"no folder of students {args.arms}")
     for arm in sorted(os.listdir(args.arms)) if args.arms else ():
-        if os.path.exists(os.path.join(args.arms, arm, "tokenizer.json")):     # a whole model, no drafter
-            students[arm] = gpt.load(os.path.join(args.arms, arm), target.device)
+        if arm != "teacher" and os.path.exists(os.path.join(args.arms, arm, "tokenizer.json")):       # a whole model, no drafter
+            students[f"arm {arm}"] = gpt.load(os.path.join(args.arms, arm), target.device)
     return Models(target, models["dlm"], students, cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1]))
 
 
-def held_out(tokenizer, n, first=FIRST):
+def held_out(tokenizer, n):
     """n problems a family that fit: [(problem, prompt ids)]."""
-    return [cdlm.fitting(tokenizer, f, first + i, "heldout")[:2] for i in range(n) for f in tasks.FAMILIES]
+    return [cdlm.fitting(tokenizer, f, FIRST + i, "heldout")[:2] for i in range(n) for f in tasks.FAMILIES]
 
 
-def requests_of(problems, model, repeat=1):
-    return [Request(ids, cdlm.GEN_LENGTH, stop_ids=[model.config.eos_id]) for _, ids in problems for _ in range(repeat)]
+def requests_of(problems, model):
+    return [Request(ids, cdlm.GEN_LENGTH, stop_ids=[model.config.eos_id]) for _, ids in problems]
+
+
+def solved(problems, generations, tokenizer):
+    """[True or False] for each."""
+    return [tasks.check(p, tokenizer.answer_text(g.token_ids)) for (p, _), g in zip(problems, generations)]
 
 
 def answer(decoder, problems, tokenizer, reference=None):
-    """Decode and judge: {"solved", "by_family", "steps", "tokens", "tokens_fed", "same": share of answers equal to `reference`}, and
-    the answers."""
+    """Decode and judge: {"solved", "by_family", "steps", "tokens", "same": share of answers equal to `reference`}, and the answers."""
     got = decoder.generate(requests_of(problems, decoder.model))
-    right = [tasks.check(p, tokenizer.answer_text(g.token_ids)) for (p, _), g in zip(problems, got)]
+    right = solved(problems, got, tokenizer)
     families = {f: [r for r, (p, _) in zip(right, problems) if p.family == f] for f in tasks.FAMILIES}
     answers = [g.token_ids for g in got]
     return {"problems": len(problems), "solved": statistics.mean(right), "by_family": {f: statistics.mean(some) for f, some in families.items()},
@@ -65,8 +71,8 @@ def cdlm_accuracy(args, model, tokenizer):
     """Held-out problems solved by the target, the teacher at a token a step, and the student at the default threshold."""
     models, problems, rows = load(args, model, tokenizer), held_out(tokenizer, 4 if args.quick else 100), []
     reference = None
-    for name, settings in (("ar", {}), ("teacher", {}), ("student", {"threshold": cdlm.THRESHOLD})):
-        row, answers = answer(models.decoder(name, 16, **settings), tqdm(problems, desc=name), tokenizer, reference)
+    for name, settings in tqdm([("ar", {}), ("teacher", {}), ("student", {"threshold": cdlm.THRESHOLD})], desc="decoders"):
+        row, answers = answer(models.decoder(name, 16, **settings), problems, tokenizer, reference)
         reference = answers if name == "teacher" else reference
         rows.append({"decoder": name, **settings, **row})
     return {"rows": rows}
@@ -120,7 +126,7 @@ def infill(decoder, tokenizer, n):
 
 def intensity(config, n_params, rows, context, batch, width=4):
     """Floating-point operations a byte read, of one forward with so many rows a request: weights are read once, keys and values of the
-    context once a request (section 5.3 of the notes' roofline)."""
+    context once a request."""
     kv = 2 * config.n_layer * config.n_kv_head * config.head_dim
     attention = 4 * context * config.n_head * config.head_dim * config.n_layer
     return batch * rows * (2 * n_params + attention) / (width * (n_params + batch * context * kv))
@@ -131,7 +137,7 @@ def cdlm_speed(args, model, tokenizer):
     models, rows = load(args, model, tokenizer), []
     student = {"threshold": cdlm.THRESHOLD}
     for batch in (1, 4) if args.quick else (1, 8, 32):
-        problems = held_out(tokenizer, 1 if args.quick else max(2, -(-batch // 5)))[:max(batch, 10)]
+        problems = held_out(tokenizer, 7)[:10 if batch == 1 and not args.quick else batch]       # full batches
         cells = {"ar": ("ar", {}), "teacher": ("teacher", {}), "teacher, threshold": ("teacher", student), "teacher, dual cache": ("dual", student), "student": ("student", student),
                  "student, separate commit": ("student", {**student, "commit": "separate"})}
         timed = {name: [] for name in cells}
@@ -147,12 +153,12 @@ def cdlm_speed(args, model, tokenizer):
             _, got, decoder = some[-1]
             tokens, seconds = sum(len(g.token_ids) for g in got), [s for s, _, _ in some]
             pairs = list(zip(seconds, [s for s, _, _ in timed["teacher"]]))
-            right = statistics.mean(tasks.check(p, tokenizer.answer_text(g.token_ids)) for (p, _), g in zip(problems, got))
             width = 256 + statistics.mean(len(ids) for _, ids in problems)
             n_rows = {"ar": 1, "teacher": width, "teacher, threshold": width}.get(name, cdlm.BLOCK_SIZE)
-            rows.append({"decoder": name, "batch": batch, "problems": len(problems), "solved": right, "seconds_a_problem": statistics.median(seconds) * batch / len(problems),
+            rows.append({"decoder": name, "batch": batch, "problems": len(problems), "solved": statistics.mean(solved(problems, got, tokenizer)),
+                         "seconds_a_problem": statistics.median(seconds) / len(problems),
                          "tokens_per_second": tokens / statistics.median(seconds), "steps": statistics.mean(len(g.steps) for g in got), "tokens": tokens / len(got),
-                         "fed": getattr(decoder, "counts", {}).get("tokens_fed"), "intensity": intensity(model.config, model.n_params(), n_rows, width * 0.6, batch),
+                         "fed": getattr(decoder, "counts", {}).get("tokens_fed"), "intensity": intensity(model.config, model.n_params(), n_rows, width, batch),
                          "faster_than_teacher": statistics.median(t / s for s, t in pairs), "range": [min(t / s for s, t in pairs), max(t / s for s, t in pairs)]})
     return {"rows": rows}
 
@@ -162,8 +168,8 @@ def cdlm_losses(args, model, tokenizer):
     models, problems, arms = load(args, model, tokenizer), held_out(tokenizer, 2 if args.quick else 20), {}
     for name in tqdm([s for s in models.students if s != "student"], desc="arms"):
         row, _ = answer(models.decoder(name, 16, threshold=cdlm.THRESHOLD), problems, tokenizer)
-        record = folders.last_record(os.path.join(args.arms, name))
-        arms[name] = {**row, "step": record["step"], "seconds": record["seconds"], "heldout": statistics.mean(record["heldout"].values())}
+        record = folders.last_record(os.path.join(args.arms, name.removeprefix("arm ")))
+        arms[name.removeprefix("arm ")] = {**row, "step": record["step"], "seconds": record["seconds"], "heldout": statistics.mean(record["heldout"].values())}
     if not arms:
         raise ValueError(f"this study compares students: --arms must be a folder with one folder each (train_cdlm.py --name), got {args.arms}")
     return {"problems": len(problems), "arms": arms}

@@ -84,7 +84,7 @@ def specdiff_objectives(args, model, tokenizer):
     return compare("specdiff", args, model, tokenizer, (0.0, 1.0))
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def prism_steps(args, model, tokenizer):
     """Milliseconds of one draft step by number of modules, and of two stacked layers: untrained, for time does not depend on it."""
     repeats, arms = 20 if args.quick else 400, {"1 module": ((0,), 1), "2 modules": ((0, 1), 1), "3 modules": ((0, 1, 2), 1), "2 layers, stacked": ((0,), 2)}

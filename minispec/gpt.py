@@ -96,26 +96,35 @@ class Rope(nn.Module):
         return self.cos[positions][..., None, :].to(dtype), self.sin[positions][..., None, :].to(dtype)
 
 
-PACK = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 PACK_UP_TO = 1 << 22        # elements: a packed matrix is a second copy, which a model of billions has no room for
+PACKED_TYPES = {torch.float32, torch.bfloat16}
+if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    PACKED_TYPES.clear()
+elif not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    PACKED_TYPES.discard(torch.bfloat16)
 
 
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU. Several rows are multiplied with a copy of the matrix in oneDNN's own layout, which is
     what torch.compile does too: nine rows take a third of the time in fp32. A single row in fp32 is fastest with the matrix
-    stored by columns (`store_by_columns`). The copy is made anew when the weights have changed; gradients never see it."""
-    _packed = None, None
+    stored by columns (`store_by_columns`). The copy is made anew when an optimiser or a loader has changed the weights;
+    gradients never see it."""
+    _packed = None, None                                 # (version and place of the weights, their copy)
 
     def forward(self, x):
-        w = self.weight
-        several = x.numel() != w.shape[1]
-        if not PACK or not (several and w.dtype == torch.float32 or w.dtype == torch.bfloat16) or x.dtype != w.dtype or w.is_cuda \
-                or w.numel() > PACK_UP_TO or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return F.linear(x, w, self.bias)
-        state = None if w.is_inference() else w._version, w.data_ptr()
+        if not self._packs(x):
+            return F.linear(x, self.weight, self.bias)
+        state = self.weight._version, self.weight.data_ptr()
         if self._packed[0] != state:
-            self._packed = state, torch.ops.mkldnn._reorder_linear_weight(w.detach())
+            self._packed = state, torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
         return torch.ops.mkldnn._linear_pointwise(x, self._packed[1], self.bias, "none", [], "")
+
+    def _packs(self, x):
+        w = self.weight
+        if w.dtype == torch.float32 and x.numel() == w.shape[1]:               # a single row
+            return False
+        plain = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or w.is_cuda or w.is_inference()
+        return w.dtype in PACKED_TYPES and x.dtype == w.dtype and w.numel() <= PACK_UP_TO and not plain
 
 
 class Block(nn.Module):

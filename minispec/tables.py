@@ -198,7 +198,7 @@ def _blocks(r):
 def _latency(r):
     rows = [[x["batch"], x["decoder"], f"{x['seconds_a_problem']:.3f}", f"{x['faster_than_teacher']:.1f} ({x['range'][0]:.1f}-{x['range'][1]:.1f})", f"{x['tokens_per_second']:.0f}", f"{x['steps']:.1f}",
              f"{x['tokens']:.0f}", "" if x["fed"] is None else f"{x['fed'] / x['problems'] / x['tokens']:.1f}", f"{x['intensity']:.1f}", _percent(x["solved"])] for x in r["rows"]]
-    return _table(["batch", "decoder", "seconds from start to end of a problem", "times faster than the teacher (range)", "tokens/s", "steps an answer", "tokens an answer", "rows fed a token",
+    return _table(["batch", "decoder", "seconds a problem", "times faster than the teacher (range)", "tokens/s", "steps an answer", "tokens an answer", "rows fed a token",
                    "operations a byte", "solved"], rows)
 
 

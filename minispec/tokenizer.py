@@ -104,8 +104,8 @@ class Tokenizer:
 
     def template_ids(self, template, prompt=""):
         """A template's ids: special tokens where it names them, and {prompt} replaced by plain text, whatever that says."""
-        ids = []
-        for piece in re.split("(" + "|".join(map(re.escape, self.special)) + ")", template):
+        ids, marks = [], "|".join(map(re.escape, self.special))
+        for piece in re.split(f"({marks})", template) if marks else [template]:
             ids += [self.special[piece]] if piece in self.special else self.encode(piece.replace("{prompt}", prompt))
         return ids
 

@@ -127,3 +127,26 @@ def test_shipped_target_loads(shipped):
     assert model.config.vocab_size == tokenizer.vocab_size and model.config.eos_id == tokenizer.special["<|eos|>"]
     assert not model.config.qk_norm and model.config.block_size >= 8192
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(TARGET))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_products_are_products_and_follow_the_weights(dtype):
+    torch.manual_seed(0)
+    linear, x = gpt.Linear(48, 80).to(dtype), torch.randn(3, 9, 48, dtype=dtype)
+    plain = lambda: torch.nn.functional.linear(x, linear.weight, linear.bias)
+    close = lambda a, b: (a.float() - b.float()).abs().max() < (1e-5 if dtype == torch.float32 else 0.05)
+    with torch.no_grad():
+        assert close(linear(x), plain())
+        assert (linear._packed[1] is not None) == (dtype in gpt.PACKED_TYPES)
+    opt = torch.optim.SGD(linear.parameters(), lr=0.5)
+    linear(x).float().pow(2).mean().backward()           # gradients are those of the weights
+    assert linear.weight.grad.abs().sum() > 0
+    opt.step()
+    with torch.no_grad():
+        assert close(linear(x), plain())
+        linear.load_state_dict(gpt.Linear(48, 80).to(dtype).state_dict())
+        assert close(linear(x), plain())
+        linear.weight.data = linear.weight.data.t().contiguous().t()
+        assert close(linear(x), plain()) and close(linear(x[0, :1]), plain()[0, :1])
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert linear(x).dtype == torch.bfloat16

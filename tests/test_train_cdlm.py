@@ -57,6 +57,13 @@ def test_last_block_has_no_consistency_loss(model, trajectories):               
     assert losses_at(model, trajectories, 2)["cons"] > 0
 
 
+def test_nothing_behind_the_text_is_in_the_consistency_loss(model, trajectories):   # 13
+    """In a row whose text ends with its first block there is no later block to be consistent in, however long its neighbours are."""
+    k, ends = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), torch.tensor([ENDS]).expand(4, -1)
+    loss = lambda live: cdlm_losses.later_blocks_loss(model, {**trajectories, "live": torch.tensor(live)}, MASK, B, k, ends, torch.Generator().manual_seed(0))
+    assert loss([B] * 4) == 0 and loss([L] * 4) > loss([2 * B] * 4) > 0
+
+
 def test_later_blocks_loss_by_hand(model, trajectories):                           # 13
     rank, tokens, block = trajectories["rank"], trajectories["tokens"], (torch.rand(4, 1, generator=torch.Generator().manual_seed(0)) * 4).long()
     k, want = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), 0.0
@@ -272,7 +279,7 @@ def test_trajectory_files(trained, toy, monkeypatch):                           
     assert len(data.where) == 6 and os.path.getsize(trained / "trajectories" / "00000.safetensors") < 2 * (160 * 32 * 2 + 160 * 4 * 3 + 2000)
     batch = data.batch([0, 1, 5])
     assert batch["hidden"].shape == (3, 160, 32) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
-    assert torch.equal(batch["answer"][0], batch["answer"][1]) and batch["prompt"].shape[1] == batch["length"].max()     # two temperatures of one problem
+    assert torch.equal(batch["prompt"][0], batch["prompt"][1]) and batch["prompt"].shape[1] == batch["length"].max()     # two temperatures of one problem
     for prompt, n in zip(batch["prompt"], batch["length"]):
         assert prompt[-n] == Tokenizer.load(TARGET).special["<|bos|>"]
     live = [64, 32, 96, 32, 160, 64]
@@ -280,9 +287,14 @@ def test_trajectory_files(trained, toy, monkeypatch):                           
     assert sorted(sum(order[:3], [])) == sorted(sum(order[3:], [])) == list(range(6)) and order[:3] != order[3:]
     assert [live[i] for i in order[0] + order[1]] == sorted(live[i] for i in order[0] + order[1])
     cut = train_cdlm.short({**batch, "live": torch.tensor([32, 96, 64])}, 0, 32, ("tokens", "hidden"))
-    assert cut["tokens"].shape == (3, 96) and cut["hidden"].shape == (3, 96, 32) and cut["answer"].shape == (3, 160)
+    assert cut["tokens"].shape == (3, 96) and cut["hidden"].shape == (3, 96, 32) and cut["prompt"].shape == batch["prompt"].shape
     with pytest.raises(ValueError, match="was begun with gen_length 160, not 192; use another --out or the same settings"):
         train(monkeypatch, toy, trained, "--stage", "trajectories", "--gen-length", "192")
+    (trained / "teacher" / "model.safetensors").rename(trained / "kept")
+    (trained / "teacher" / "model.safetensors").write_bytes((trained / "student" / "model.safetensors").read_bytes())
+    with pytest.raises(ValueError, match="are of another teacher"):
+        train(monkeypatch, toy, trained, "--stage", "student", "--name", "other")
+    (trained / "kept").rename(trained / "teacher" / "model.safetensors")
     with pytest.raises(ValueError, match="the trajectories have block-size 32, not 16"):
         train(monkeypatch, toy, trained, "--stage", "student", "--block-size", "16")
 
