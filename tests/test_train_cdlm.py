@@ -58,10 +58,10 @@ def test_last_block_has_no_consistency_loss(model, trajectories):               
 
 
 def test_nothing_behind_the_text_is_in_the_consistency_loss(model, trajectories):   # 13
-    """In a row whose text ends with its first block there is no later block to be consistent in, however long its neighbours are."""
+    """Rows whose text ends with the first block have no later block to be consistent in, although the batch has more slots."""
     k, ends = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), torch.tensor([ENDS]).expand(4, -1)
     loss = lambda live: cdlm_losses.later_blocks_loss(model, {**trajectories, "live": torch.tensor(live)}, MASK, B, k, ends, torch.Generator().manual_seed(0))
-    assert loss([B] * 4) == 0 and loss([L] * 4) > loss([2 * B] * 4) > 0
+    assert loss([B] * 4) == 0 < loss([L] * 4)
 
 
 def test_later_blocks_loss_by_hand(model, trajectories):                           # 13
