@@ -200,10 +200,10 @@ def possible(name, args):
     if name == "bounds":
         return os.path.exists(os.path.join(RESULTS, "traces.jsonl"))       # a quick run leaves no files to compute from
     if name in ("prism_arms", "specdiff_objectives"):
-        kinds = [folders.kind_of(os.path.join(args.arms, arm)) for arm in os.listdir(args.arms)] if args.arms else []
+        kinds = [folders.kind_of(os.path.join(args.arms, arm)) for arm in os.listdir(args.arms)] if args.arms and os.path.isdir(args.arms) else []
         return {"prism_arms": "prism", "specdiff_objectives": "specdiff"}[name] in kinds
     if name.startswith("cdlm_"):
-        return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values()) and (name != "cdlm_losses" or args.arms is not None)
+        return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values()) and (name != "cdlm_losses" or bool(cdlm_studies.arms_of(args)))
     needed = {"prism_trees": ("prism", "eagle"), "specdiff_chains": ("specdiff",), "specdiff_budgets": ("specdiff",)}.get(name, ())
     return not needed or any(method in methods.ready(args) for method in needed)
 
@@ -222,20 +222,19 @@ def main():
     unknown = [s for s in args.studies if s not in (*STUDIES, "all", "report")]
     if unknown:
         p.error(f"unknown study '{unknown[0]}'; choose from {', '.join((*STUDIES, 'all', 'report'))}")
-    wanted, model, tokenizer = args.studies or WHOLE, None, None
-    if set(wanted) - {"bounds", "report"}:
+    default = STUDIES if "all" in args.studies else () if args.studies else WHOLE
+    model = tokenizer = None
+    if default or set(args.studies) - {"bounds", "report"}:
         model, tokenizer = gpt.load(args.model, args.device), Tokenizer.load(args.model)
     for name, study in STUDIES.items():
-        if name not in wanted and not ("all" in wanted and possible(name, args)):
-            continue
-        if not args.studies and not possible(name, args):
+        if name not in args.studies and not (name in default and possible(name, args)):
             continue
         if os.path.exists(os.path.join(RESULTS, name + ".json")) and not args.force and not args.quick and name != "bounds":
             print(f"{name}: already measured (--force measures again)")
             continue
         started = time.perf_counter()
         result = study(args, model, tokenizer)
-        if args.studies or name == "bounds" and args.quick:
+        if args.studies or args.quick:                   # else one table at the end
             print(render(name, result))
         outside = name == "bounds" and (args.traces is not None or args.cost != p.get_default("cost"))
         if not args.quick and not outside:

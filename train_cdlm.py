@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from minispec import cdlm, cdlm_losses, corpus, folders, gpt, tasks
+from minispec import cdlm, cdlm_losses, cdlm_studies, corpus, folders, gpt, tasks
 from minispec.engine import Request
 from minispec.script import Parser, run_main
 from minispec.tokenizer import Tokenizer
@@ -131,14 +131,14 @@ def short(batch, eos_id, block_size, names=("answer",)):
 
 # -- stages ------------------------------------------------------------------------------------------------------------
 
-def fit(args, name, model, tokenizer_json, tokenizer, loss_of, objective_of, mode, mask_id, lr):
+def fit(args, name, model, tokenizer_json, tokenizer, loss_of, objective_of, kind, mask_id, lr):
     """Both training stages. At every checkpoint the log gets the held-out losses, at the end what decoding with it gives."""
     folder = os.path.join(args.out, name)
 
     def evaluate(step):
         record = {"heldout": heldout_loss(model, tokenizer, args, *objective_of(step), mask_id)}
         if step + 1 == args.steps:
-            record["decoded"] = decoded(cdlm.Decoder(model, mask_id, mode, args.block_size, cdlm.THRESHOLD, batch_size=16), tokenizer, args)
+            record["decoded"] = decoded(cdlm.Decoder(model, mask_id, kind, args.block_size, cdlm.THRESHOLD, batch_size=16), tokenizer, args)
         return record
 
     train(folder, model, optimizers(model, lr, lambda name: name.startswith("blocks.")), args.steps, loss_of,
@@ -159,14 +159,9 @@ def heldout_loss(model, tokenizer, args, states, mask, mask_id):
 
 
 def decoded(decoder, tokenizer, args):
-    """Held-out problems solved, forwards and tokens of an answer, by family."""
-    out = {}
-    for family in tasks.FAMILIES if args.check else ():
-        problems = [cdlm.fitting(tokenizer, family, 1000 + i, "heldout", args.gen_length, args.longest_prompt)[:2] for i in range(args.check)]
-        got = decoder.generate([Request(ids, args.gen_length, stop_ids=[decoder.model.config.eos_id]) for _, ids in problems])
-        right = sum(tasks.check(p, tokenizer.answer_text(g.token_ids)) for (p, _), g in zip(problems, got))
-        out[family] = {"solved": right / args.check, "forwards": sum(len(g.steps) for g in got) / args.check, "tokens": sum(len(g.token_ids) for g in got) / args.check}
-    return out
+    """Held-out problems solved, in all and by family, forwards and tokens of an answer."""
+    problems = [cdlm.fitting(tokenizer, family, 1000 + i, "heldout", args.gen_length, args.longest_prompt)[:2] for family in tasks.FAMILIES for i in range(args.check)]
+    return cdlm_studies.answer(decoder, problems, tokenizer, gen_length=args.gen_length)[0] if problems else {}
 
 
 def to(device, batch):
@@ -174,8 +169,8 @@ def to(device, batch):
 
 
 def train_teacher(args, tokenizer, tokenizer_json, mask_id):
-    """First block-causally, all blocks of an answer in one forward: what the slots of a block need is learned in a few hundred
-    steps, and most of it is the same when every slot sees all others. Then as the teacher is used."""
+    """First block-causally, all blocks of an answer in one forward, for most of what a mask must learn is the same when every slot
+    sees all others. Then as the teacher is used."""
     model = gpt.load(args.target, args.device, torch.float32)
     examples, bf16, eos = Examples(tokenizer, args), torch.autocast(args.device.split(":")[0], torch.bfloat16), model.config.eos_id
     first = args.steps * args.block_warmup

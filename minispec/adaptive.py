@@ -123,7 +123,7 @@ class Adaptive:
             for name, (situation, drafts) in offers.items():
                 most = min(self.k, limit if drafts is None else len(drafts))
                 alpha = self.notes[r].counts.rate(situation, self.counts.rate(situation, START))
-                reading = self._unread(name, r) / r.remaining
+                reading = self._unread(name, r) / r.remaining if drafts is None else 0.0      # a lookup has read already, whoever drafts
                 best, tokens, chance = (0.0, 1.0, 0, 0.0), 1.0, 1.0
                 for k in range(1, most + 1):
                     chance *= alpha
@@ -149,7 +149,7 @@ class Adaptive:
     def _unread(self, name, r):
         """Seconds that it takes a drafter to read what it does not know of a request; the tokens of a round or two are in the
         price of drafting."""
-        note = getattr(self.drafters[name], "notes", {}).get(r)
+        note = self.drafters[name].notes.get(r)
         tokens = len(r.tokens) - (note.cached if note else 0)
         if tokens <= 2 * self.k:
             return 0.0

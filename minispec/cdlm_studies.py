@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from . import cdlm, folders, gpt, methods, tasks
+from .answers import verdict
 from .engine import Request
 
 FIRST = 3000                    # seed of the first held-out problem used here
@@ -33,13 +34,15 @@ class Models:
 def load(args, target, tokenizer):
     """The shipped models, and the students in folders under --arms."""
     models = {name: gpt.load(folder, target.device) for name, (_, folder) in cdlm.METHODS.items()}
-    students = {"student": models["cdlm"]}
+    students = {"student": models["cdlm"], **{f"arm {arm}": gpt.load(os.path.join(args.arms, arm), target.device) for arm in arms_of(args)}}
+    return Models(target, models["dlm"], students, cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1]))
+
+
+def arms_of(args):
+    """Names of the students under --arms: whole models, no drafters, and not the teacher that train_cdlm.py keeps beside them."""
     if args.arms and not os.path.isdir(args.arms):
         raise ValueError(f"no folder of students {args.arms}")
-    for arm in sorted(os.listdir(args.arms)) if args.arms else ():
-        if arm != "teacher" and os.path.exists(os.path.join(args.arms, arm, "tokenizer.json")):       # a whole model, no drafter
-            students[f"arm {arm}"] = gpt.load(os.path.join(args.arms, arm), target.device)
-    return Models(target, models["dlm"], students, cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1]))
+    return [arm for arm in sorted(os.listdir(args.arms)) if arm != "teacher" and os.path.exists(os.path.join(args.arms, arm, "tokenizer.json"))] if args.arms else []
 
 
 def held_out(tokenizer, n):
@@ -47,18 +50,18 @@ def held_out(tokenizer, n):
     return [cdlm.fitting(tokenizer, f, FIRST + i, "heldout")[:2] for i in range(n) for f in tasks.FAMILIES]
 
 
-def requests_of(problems, model):
-    return [Request(ids, cdlm.GEN_LENGTH, stop_ids=[model.config.eos_id]) for _, ids in problems]
+def requests_of(problems, model, gen_length=cdlm.GEN_LENGTH):
+    return [Request(ids, gen_length, stop_ids=[model.config.eos_id]) for _, ids in problems]
 
 
 def solved(problems, generations, tokenizer):
     """[True or False] for each."""
-    return [tasks.check(p, tokenizer.answer_text(g.token_ids)) for (p, _), g in zip(problems, generations)]
+    return [verdict(p, g, tokenizer) for (p, _), g in zip(problems, generations)]
 
 
-def answer(decoder, problems, tokenizer, reference=None):
+def answer(decoder, problems, tokenizer, reference=None, gen_length=cdlm.GEN_LENGTH):
     """Decode and judge: {"solved", "by_family", "steps", "tokens", "same": share of answers equal to `reference`}, and the answers."""
-    got = decoder.generate(requests_of(problems, decoder.model))
+    got = decoder.generate(requests_of(problems, decoder.model, gen_length))
     right = solved(problems, got, tokenizer)
     families = {f: [r for r, (p, _) in zip(right, problems) if p.family == f] for f in tasks.FAMILIES}
     answers = [g.token_ids for g in got]

@@ -106,7 +106,7 @@ elif not torch.ops.mkldnn._is_mkldnn_bf16_supported():
 
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU. Several rows are multiplied with a copy of the matrix in oneDNN's own layout, which is
-    what torch.compile does too: nine rows take a third of the time in fp32. A single row in fp32 is fastest with the matrix
+    what torch.compile does too; torch's own product is slow for few rows in fp32. A single row in fp32 is fastest with the matrix
     stored by columns (`store_by_columns`). The copy is made anew when an optimiser or a loader has changed the weights;
     gradients never see it."""
     _packed = None, None                                 # (version and place of the weights, their copy)

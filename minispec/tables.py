@@ -13,6 +13,14 @@ def _table(head, rows):
     return "\n".join("| " + " | ".join(map(str, r)) + " |" for r in [head, ["---"] * len(head), *rows])
 
 
+def _two(x):
+    return "" if x is None else f"{x:.2f}"
+
+
+def _batch(cell):
+    return f"{cell['batch']} {cell['kind']}" if cell["batch"] > 1 else 1
+
+
 def render(name, r):
     """The Markdown table of a study's result."""
     if name == "accuracy":
@@ -131,7 +139,7 @@ def _accepts(r):
 def _runs(r):
     """What was observed, and T2: where its time went."""
     shares = lambda p: [f"{100 * p[x] / sum(p.values()):.0f}" for x in ("prefill", "draft", "verify", "sample", "overhead")]
-    rows = [[x["workload"], f"{x['batch']} {x['kind']}" if x["batch"] > 1 else 1, x["method"], f"{x['tokens_per_second']:.0f}", f"{x['speedup']:.2f}", f"{x['tau']:.2f}",
+    rows = [[x["workload"], _batch(x), x["method"], f"{x['tokens_per_second']:.0f}", f"{x['speedup']:.2f}", f"{x['tau']:.2f}",
              f"{100 * x['acceptance']:.0f} %" if x["acceptance"] is not None else "", *shares(x["phases"]), f"{x['identical']} of {x['prompts']}"] for x in r["rows"]]
     return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "prefill %", "draft %", "verify %", "sample %", "overhead %",
                    "identical to ar"], rows)
@@ -139,8 +147,7 @@ def _runs(r):
 
 def _ladder(r):
     """T1: the rungs, first a line for each cell, then one for each drafter in it."""
-    two, seen = lambda x: "" if x is None else f"{x:.2f}", r["observed"]
-    batch = lambda c: f"{c['batch']} {c['kind']}" if c["batch"] > 1 else 1
+    seen = r["observed"]
     best = lambda some: max(some.items(), key=lambda x: x[1]) if some else ("", None)
     brief, full, amdahl = [], [], []
     for c in r["cells"]:
@@ -148,15 +155,15 @@ def _ladder(r):
         who, single = best({m: s for m, s in l0.items() if m in c["L5"]})
         bound_by, bound = best(c["L5"])
         fixed_by, fixed_ = best({f"{m}, k {x['k']}": x["speedup"] for m, x in c["L2"].items()})
-        observed = [f"{two(single)} {who}", two(l0.get("adaptive")), f"{100 * c['gap']:.0f} %" if "gap" in c else ""] if seen else []
-        brief.append([c["workload"], batch(c), *observed, f"{fixed_:.2f} {fixed_by}", f"{bound:.2f} {bound_by}", two(c["L6"]), two(c["L7"]), two(c["L9"])])
+        observed = [f"{_two(single)} {who}", _two(l0.get("adaptive")), f"{100 * c['gap']:.0f} %" if "gap" in c else ""] if seen else []
+        brief.append([c["workload"], _batch(c), *observed, f"{fixed_:.2f} {fixed_by}", f"{bound:.2f} {bound_by}", _two(c["L6"]), _two(c["L7"]), _two(c["L9"])])
         for m in [*c["L5"], "all"]:
             key, all_ = "adaptive" if m == "all" else m, m == "all"
-            observed = [two(c[x].get(key)) for x in ("L0", "L1", "above")] if seen else []
-            full.append([c["workload"], batch(c), m, *observed, "" if all_ else f"{c['L2'][m]['speedup']:.2f}, k {c['L2'][m]['k']}", two(c["L3"].get(m)), two(c["L4"].get(m)),
-                         two(c["L6"] if all_ else c["L5"][m]), two(c["L7"]) if all_ else "", two(c["L8"].get(m)), two(c["L9"]) if all_ else "",
-                         "" if all_ else f"{c['L10'][m]['speedup']:.2f}, alpha {c['L10'][m]['alpha']:.2f}", *([two(c["published"].get(m))] if "published" in c else [])])
-        amdahl += [[c["workload"], batch(c), m, *(two(c["L12"][m].get(x)) for x in ("rejected", "draft", "overhead", "all")),
+            observed = [_two(c[x].get(key)) for x in ("L0", "L1", "above")] if seen else []
+            full.append([c["workload"], _batch(c), m, *observed, "" if all_ else f"{c['L2'][m]['speedup']:.2f}, k {c['L2'][m]['k']}", _two(c["L3"].get(m)), _two(c["L4"].get(m)),
+                         _two(c["L6"] if all_ else c["L5"][m]), _two(c["L7"]) if all_ else "", _two(c["L8"].get(m)), _two(c["L9"]) if all_ else "",
+                         "" if all_ else f"{c['L10'][m]['speedup']:.2f}, alpha {c['L10'][m]['alpha']:.2f}", *([_two(c["published"].get(m))] if "published" in c else [])])
+        amdahl += [[c["workload"], _batch(c), m, *(_two(c["L12"][m].get(x)) for x in ("rejected", "draft", "overhead", "all")),
                     "{speedup:.2f}, {nodes} nodes, depth {depth}".format(**c["L11"][m]) if m in c["L11"] else ""] for m in c["L12"]]
     out = [_table(["workload", "batch", *(["observed, best single", "observed, adaptive", "share of the gap to L6 it closes"] if seen else []), "L2 best fixed k",
                    "L5 optimum, best single", "L6 all drafters", "L7 free drafters", "L9 one pass"], brief),
@@ -217,12 +224,11 @@ def whole_table(folder):
             with open(file, encoding="utf-8") as f:
                 into.update(json.load(f)["result"])
     cells, rows = {(c["workload"], c["batch"], c["kind"]): c for c in bounds.get("cells", ())}, []
-    two = lambda x: "" if x is None else f"{x:.2f}"
     for x in run["rows"]:
         c, m = cells.get((x["workload"], x["batch"], x["kind"]), {}), x["method"]
         solved = accuracy.get("families", {}).get(x["workload"], {}).get("accuracy")
-        rows.append([x["workload"], f"{x['batch']} {x['kind']}" if x["batch"] > 1 else 1, m, f"{x['tokens_per_second']:.0f}", two(x["speedup"]), f"{x['tau']:.2f}",
-                     _percent(x["acceptance"]), two(c.get("L1", {}).get(m)), two(c.get("L6") if m == "adaptive" else c.get("L5", {}).get(m)),
+        rows.append([x["workload"], _batch(x), m, f"{x['tokens_per_second']:.0f}", _two(x["speedup"]), f"{x['tau']:.2f}",
+                     _percent(x["acceptance"]), _two(c.get("L1", {}).get(m)), _two(c.get("L6") if m == "adaptive" else c.get("L5", {}).get(m)),
                      f"{x['identical']} of {x['prompts']}", _percent(solved)])
     return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "speed-up, modelled", "bound", "identical to ar", "solved (ar)"], rows)
 

@@ -4,7 +4,7 @@ import statistics
 import pytest
 import torch
 from conftest import chi_square, toy_model
-from test_engine import PLANNERS, SMALL, SMALL_OTHER, exact, prompts, sampled
+from test_engine import PLANNERS, exact, prompts, sampled
 
 from minispec import bounds, ladder, methods
 from minispec.adaptive import Adaptive, Counts
@@ -115,6 +115,8 @@ def test_reading_a_prompt_must_pay():
         if len(r.generation.token_ids) > 20:
             break
     assert before == 25.0 and drafter._unread("draft", r) == 0.0
+    lookups = CostTable({**prices().table, "read": {"ngram": {"kind": "linear", "token": 100.0}}})       # read at every round anyway, whoever drafts
+    assert share(answer(adaptive(lookups, NGram(3, 1)), [[1, 2, 3] * 20], 1, 30), "ngram") == share(answer(adaptive(prices(), NGram(3, 1)), [[1, 2, 3] * 20], 1, 30), "ngram") > 0
 
 
 def test_never_much_slower_than_the_best_single_and_never_beyond_the_bound():
