@@ -38,7 +38,7 @@ class GPTConfig:
     qk_norm: bool = False       # True: Qwen3; it caps attention logits, and so how sharply a head can look
     qkv_bias: bool = False      # True: Qwen2
     tied: bool = True           # output head = token embedding
-    shift: bool = True          # a row predicts the token behind it; False: its own, as some diffusion models do
+    shift: bool = True          # a row predicts the token behind it; False: its own slot's, as some diffusion models do
     bos_id: int = 2040
     eos_id: int = 2041
 
