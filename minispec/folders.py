@@ -85,7 +85,11 @@ def kind_of(folder):
         return json.load(f).get("model_type")
 
 
-def last_record(folder):
-    """The last line of log.jsonl."""
+def records(folder):
+    """The lines of log.jsonl."""
     with open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as f:
-        return json.loads(f.readlines()[-1])
+        return [json.loads(line) for line in f]
+
+
+def last_record(folder):
+    return records(folder)[-1]
