@@ -26,7 +26,7 @@ once is cheaper on a CPU than gathering it at every step, and the cache never ho
 attention at all (the paper overwrites them at verification). All k + 1 rows count in the scores; the released
 kernel drops rows beyond its first tile. By default scores are handed on to the positions behind and remembered
 (`look_ahead`); select="pillar" is the paper's rule. Selections are positions, not slots, so a request may move or leave the device.
-On a GPU (`fused_attend`) it is as in the paper. Not here: CUDA graphs.
+On a GPU (`fused_attend`) it is as in the paper, CUDA graphs included (kernels/graphs.py).
 """
 import math
 import random
@@ -197,6 +197,9 @@ class SpecGen:
         c = self.engine.model.config
         slot = 2 * c.n_layer * c.n_kv_head * c.head_dim
         return budget(r.longest, self.sparsity, self.min_budget) + self.k + math.ceil((2 * c.n_layer * c.n_kv_head * r.longest + self.k * c.vocab_size) / slot)
+
+    def widest(self, length):
+        return budget(length, self.sparsity, self.min_budget)
 
     # -- plan: which rows, which keys ----------------------------------------------------------------------------------
 
