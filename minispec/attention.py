@@ -7,7 +7,7 @@ Decoding:  `packed_attend(segments)` serves one packed batch in which every requ
              FullKeys   all cached positions, causal among the new rows (or along the paths of a draft tree);
                         optionally records attention scores
              (specgen.py adds PillarKeys, a short list of positions per layer and head, all requests' in one pool)
-           `fused_attend(cache, plan, group)` does the same on a GPU, all segments in one launch of a Triton kernel a layer.
+           `fused_attend(cache, fused_inputs(..))` does the same on a GPU, all segments in one launch of a Triton kernel a layer.
 """
 import torch
 import torch.nn.functional as F
@@ -71,41 +71,50 @@ def can_fuse(x):
     return not unavailable(x)
 
 
-def fused_attend(cache, plan, group):
-    """packed_attend for an engine's plan (a list of Segments), in one launch a layer (kernels/attention.py); group = H / G.
-    Draft rows write their keys and values into the cache here, where verification overwrites them, and read the selected
-    positions in place."""
-    from kernels import attention as kernel
-    from kernels import scores as score_kernel
-    device, shapes = cache.k.device, []
+def fused_inputs(cache, plan, tokens, positions, group):
+    """All that the kernels read of an engine's plan (a list of Segments), as kernels.graphs.Inputs; group = H / G."""
+    from kernels import graphs
+    from kernels.attention import make_plan
+    (layers, groups, _, _), device, shapes = cache.k.shape, cache.k.device, []
     longest = max(s.start + len(s.tokens) for s in plan)
     widest = max([s.keys.selected.shape[-1] for s in plan if s.keys.selected is not None], default=0)
-    selected = torch.zeros(cache.k.shape[0], len(plan), cache.k.shape[1], widest, dtype=torch.int32, device=device)
+    selected = torch.zeros(len(plan), layers, groups, widest, dtype=torch.int32, device=device)
     for i, s in enumerate(plan):
         chosen = s.keys.selected
         if chosen is not None:
-            selected[:, i, :, :chosen.shape[-1]] = chosen
+            selected[i, :, :, :chosen.shape[-1]] = chosen
         tail = 0 if chosen is None else s.keys.length - s.keys.recent
         shapes.append((len(s.tokens), s.start + len(s.tokens), 0 if chosen is None else chosen.shape[-1], tail))
     first = torch.tensor([s.request.run.first for s in plan], device=device)
     slots = (first[:, None] + torch.arange(longest, device=device)).clamp(max=cache.n_slots - 1).int()
     new = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) + s.request.run.first for s in plan]).to(device)
-    work = kernel.make_plan(shapes, group).to(device)
-    recorded = [i for i, s in enumerate(plan) if s.keys.scores is not None]
-    which = torch.tensor(recorded, dtype=torch.int32, device=device)
-    scores = torch.empty(len(plan), cache.k.shape[1], longest, device=device) if recorded else None
+    which = torch.tensor([i for i, s in enumerate(plan) if s.keys.scores is not None], dtype=torch.int32, device=device)
+    return graphs.Inputs(tokens, positions, new, slots, selected, which, make_plan(shapes, group).to(device))
+
+
+def fused_attend(cache, x):
+    """packed_attend for x = fused_inputs(..), in one launch a layer (kernels/attention.py). Draft rows write their keys and values
+    into the cache here, where verification overwrites them, and read the selected positions in place. Nothing in here may wait
+    for the device or depend on anything but tensors' contents: it is captured in a CUDA graph (kernels/graphs.py)."""
+    from kernels import attention as kernel
+    from kernels import scores as score_kernel
 
     def attend(layer, q, k, v):
         keys, values = cache.layers[layer]
-        keys[:, new], values[:, new] = k.transpose(0, 1), v.transpose(0, 1)
-        if not recorded:
-            return kernel.attention(q, keys, values, slots, selected[layer], work)
-        out, lse = kernel.attention(q, keys, values, slots, selected[layer], work, return_lse=True)
-        score_kernel.scores(q, keys, lse, slots, work, which, scores)
-        for i in recorded:
-            plan[i].keys.scores[layer] = scores[i, :, :shapes[i][1]]
+        keys[:, x.new], values[:, x.new] = k.transpose(0, 1), v.transpose(0, 1)
+        if not len(x.which):
+            return kernel.attention(q, keys, values, x.slots, x.selected[:, layer], x.plan)
+        out, lse = kernel.attention(q, keys, values, x.slots, x.selected[:, layer], x.plan, return_lse=True)
+        score_kernel.scores(q, keys, lse, x.slots, x.plan, x.which, x.scores[layer])
         return out
     return attend
+
+
+def keep_scores(plan, scores):
+    """Give the segments that record their scores, out of (L, B, G, T)."""
+    for i, s in enumerate(plan):
+        if s.keys.scores is not None:
+            s.keys.scores.copy_(scores[:, i, :, :s.keys.scores.shape[-1]])
 
 
 LONG = 2048              # keys

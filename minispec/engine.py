@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .admission import Admission
-from .attention import FullKeys, can_fuse, fused_attend, packed_attend, tree_mask
+from .attention import FullKeys, can_fuse, fused_attend, fused_inputs, keep_scores, packed_attend, tree_mask
 from .kv_cache import KVCache
 from .verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
 
@@ -164,7 +164,7 @@ class Engine:
         self.model, self.batch_size, self.prefill_chunk = model, batch_size, prefill_chunk
         self.cache_tokens, self.host_tokens = cache_tokens, host_tokens
         self.planner, self.admission = planner(self), Admission(self, admission)
-        self.cache = None
+        self.cache = self.graphs = None                  # graphs: of forwards on the kernels, see kernels/graphs.py
         self.active, self.waiting = [], []
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
         self.iterations = []                             # of each one: rows by kind, the state of the pool, seconds by phase
@@ -221,14 +221,16 @@ class Engine:
             segments.append((n, n + rows, s.keys))
             n += rows
             wanted += range(n - s.n_logits, n)
-        attend = fused_attend(self.cache, plan, self.group) if self.fused else packed_attend(segments)
-        inputs = torch.tensor(tokens, device=device), torch.tensor(positions, device=device), attend
-        if self.planner.taps is None:
-            hidden = self.model(*inputs)
+        inputs = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
+        if self.fused:
+            (hidden, *features), scores, capturing = self.graphs(fused_inputs(self.cache, plan, *inputs, self.group))
+            keep_scores(plan, scores)
+            self.seconds["capture"] = self.seconds.get("capture", 0.0) + capturing
+            started += capturing
         else:
-            hidden, features = self.model.features(*inputs, self.planner.taps)
-            for s, (a, b, _) in zip(plan, segments):
-                s.features = features[a:b]
+            hidden, *features = self._pass(*inputs, packed_attend(segments))
+        for s, (a, b, _) in zip(plan, segments):
+            s.features = features[0][a:b] if features else None
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
         if logits.is_cuda:
             torch.cuda.synchronize()
@@ -236,6 +238,12 @@ class Engine:
         for s in plan:                                   # a mixed forward is charged by rows
             self.charge(s.request, s.kind, spent * len(s.tokens) / n)
         return logits
+
+    def _pass(self, tokens, positions, attend):
+        """The final hidden states (n, C), and, if the planner asks, the features (n, F)."""
+        if self.planner.taps is None:
+            return [self.model(tokens, positions, attend)]
+        return list(self.model.features(tokens, positions, attend, self.planner.taps))
 
     def charge(self, request, phase, seconds):
         """Book time of a phase, on the engine and on the request's round."""
@@ -296,7 +304,12 @@ class Engine:
             raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
         if self.cache is None or self.cache.n_slots < slots:
             host = slots if self.host_tokens is None else self.host_tokens
-            self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device, host)
+            self.cache, self.graphs = KVCache(self.model.config, slots, self.model.dtype, self.model.device, host, int(self.fused)), None
+        longest = max([r.longest for r in requests], default=0)
+        if self.fused and (self.graphs is None or self.graphs.longest < longest):
+            from kernels.graphs import Graphs
+            self.graphs = Graphs(lambda x: self._pass(x.tokens, x.positions, fused_attend(self.cache, x)), self.cache, self.batch_size,
+                                 longest, self.planner.widest(longest), self.group)
         self.waiting += requests
 
     def _note(self, plan):
@@ -330,6 +343,10 @@ class Lockstep:
 
     def extra_slots(self, request):
         """Cache slots' worth of buffers that this request needs beside its run."""
+        return 0
+
+    def widest(self, length):
+        """How many selected positions a row reads at most, of `length`."""
         return 0
 
     def plan(self, active):

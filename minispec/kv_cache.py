@@ -32,10 +32,11 @@ class Run:
 class KVCache:
     """Pool of n_slots token slots. k and v: (L, G, n_slots, D), heads before slots, so that the keys of one head are
     contiguous and the products with them are plain matrix products. host_slots: how many tokens the host pool takes.
-    `charged` slots are kept free for buffers that live elsewhere but count against the same memory."""
+    `charged` slots are kept free for buffers that live elsewhere but count against the same memory. spare: slots more, behind
+    the others, that are nobody's; rows that pad a CUDA graph write there."""
 
-    def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", host_slots=0):
-        shape = (config.n_layer, config.n_kv_head, n_slots, config.head_dim)
+    def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", host_slots=0, spare=0):
+        shape = (config.n_layer, config.n_kv_head, n_slots + spare, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = [(self.k[i], self.v[i]) for i in range(config.n_layer)]   # (G, n_slots, D) views, made once

@@ -26,7 +26,7 @@ once is cheaper on a CPU than gathering it at every step, and the cache never ho
 attention at all (the paper overwrites them at verification). All k + 1 rows count in the scores; the released
 kernel drops rows beyond its first tile. By default scores are handed on to the positions behind and remembered
 (`look_ahead`); select="pillar" is the paper's rule. Selections are positions, not slots, so a request may move or leave the device.
-On a GPU (`fused_attend`) it is as in the paper. Not here: CUDA graphs.
+On a GPU (`fused_attend`) it is as in the paper, CUDA graphs included (kernels/graphs.py).
 """
 import math
 import random
@@ -198,6 +198,9 @@ class SpecGen:
         slot = 2 * c.n_layer * c.n_kv_head * c.head_dim
         return budget(r.longest, self.sparsity, self.min_budget) + self.k + math.ceil((2 * c.n_layer * c.n_kv_head * r.longest + self.k * c.vocab_size) / slot)
 
+    def widest(self, length):
+        return budget(length, self.sparsity, self.min_budget)
+
     # -- plan: which rows, which keys ----------------------------------------------------------------------------------
 
     def plan(self, active):
@@ -342,10 +345,11 @@ def predicted_speedup(k, accepted, attention_share, draft_cost, growth=1.0, veri
 @torch.inference_mode()
 def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
     """What the cost model needs, measured (medians) on a batch of requests that have `context` tokens: its arguments by name.
-    Under an attention share of about a third drafting sparsely cannot win."""
+    Under an attention share of about a third drafting sparsely cannot win. The rest is timed without any attention: what a
+    call for every request costs, however short its context, is attention, which draft rows share and which more rows do not repeat."""
     c, room = model.config, context + k + 1
     cache, mixed = KVCache(c, batch * room, model.dtype, model.device), math.ceil(batch * (2 * k + 1) / (k + 1))
-    scores = torch.rand(batch, c.n_layer, c.n_kv_head, context, device=model.device)
+    scores, pool = torch.rand(batch, c.n_layer, c.n_kv_head, context, device=model.device), DraftPool(cache, k)
 
     def seconds(work):
         started = time.perf_counter()
@@ -354,27 +358,29 @@ def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
             torch.cuda.synchronize()
         return time.perf_counter() - started, out
 
-    def forward(rows, keys):
-        tokens = torch.zeros(len(keys) * rows, dtype=torch.long, device=model.device)
-        attend = packed_attend([(i * rows, i * rows + rows, one) for i, one in enumerate(keys)])
-        return model.logits(model(tokens, torch.full_like(tokens, context), attend))
+    def forward(rows, attend):
+        tokens = torch.zeros(rows, dtype=torch.long, device=model.device)
+        return seconds(lambda: model.logits(model(tokens, torch.full_like(tokens, context), attend())))[0]
 
-    def full(requests, rows, length):
-        keys = [FullKeys(cache, (i % batch) * room, length, rows, record=rows > 1) for i in range(requests)]
-        return seconds(lambda: forward(rows, keys))[0]
+    def full(rows):
+        keys = [FullKeys(cache, i * room, context, rows, record=rows > 1) for i in range(batch)]
+        return forward(batch * rows, lambda: packed_attend([(i * rows, i * rows + rows, one) for i, one in enumerate(keys)]))
+
+    def rest(rows):                                            # of a forward: everything but attention
+        return forward(rows, lambda: lambda layer, q, k, v: q)
 
     def drafting():
         """Of a round: choosing, and the first draft step, which gathers; and a later draft step."""
-        choosing, chosen = seconds(lambda: [s.topk(budget(context, sparsity, min_budget) - 1, dim=-1, sorted=False).indices for s in scores])
-        pool = DraftPool(cache, k)
+        top = budget(context, sparsity, min_budget) - 1
+        choosing, chosen = seconds(lambda: [look_ahead(s, s).topk(top, dim=-1, sorted=False).indices for s in scores])
         keys = [PillarKeys(pool, i * room, context, one, 1) for i, one in enumerate(chosen)]
-        first, later = seconds(lambda: forward(1, keys))[0], seconds(lambda: forward(1, keys))[0]
+        first, later = (forward(batch, lambda: pool.attend(keys)) for _ in range(2))
+        for one in keys:
+            pool.give_back(one)
         return choosing + first - later, later
 
-    shapes = {"short": (batch, 1, 1), "full": (batch, 1, context), "mixed": (mixed, 1, 1), "verify short": (batch, k + 1, 1), "verify": (batch, k + 1, context)}
-    median = lambda some: sorted(some)[repeats // 2]
-    t = {name: median([full(*shape) for _ in range(repeats)]) for name, shape in shapes.items()}
-    select, draft = map(median, zip(*[drafting() for _ in range(repeats)]))
-    attention = max(t["full"] - t["short"], 1e-9)
-    return {"attention_share": attention / (t["short"] + attention), "growth": t["mixed"] / t["short"], "draft_cost": max(draft - t["short"], 0) / attention,
-            "verify_cost": max((t["verify"] - t["verify short"]) / attention, 1.0), "select_cost": max(select, 0) / attention}
+    t = [(full(1), rest(batch), rest(mixed), full(k + 1), rest(batch * (k + 1)), *drafting()) for _ in range(repeats)]
+    whole, others, more, verify, verify_others, select, draft = (sorted(some)[repeats // 2] for some in zip(*t))
+    attention = max(whole - others, 1e-9)
+    return {"attention_share": attention / (others + attention), "growth": more / others, "draft_cost": max(draft - others, 0) / attention,
+            "verify_cost": max((verify - verify_others) / attention, 1.0), "select_cost": max(select, 0) / attention}

@@ -1,4 +1,6 @@
 """PillarAttn: what is selected, what a draft row sees, and that nothing sparse survives a round."""
+import types
+
 import pytest
 import torch
 from conftest import dense_logits, toy_model
@@ -7,7 +9,7 @@ from minispec import specgen
 from minispec.attention import FullKeys, dense_attend, packed_attend
 from minispec.engine import Engine, Lockstep, Request
 from minispec.kv_cache import KVCache
-from minispec.specgen import SELECTIONS, DraftPool, OracleKeys, PillarKeys, Round, SpecGen, budget, measure_costs, predicted_speedup
+from minispec.specgen import SELECTIONS, DraftPool, OracleKeys, PillarKeys, Round, SpecGen, budget, look_ahead, measure_costs, predicted_speedup
 
 MODEL = toy_model()
 PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -317,6 +319,50 @@ def test_attention_share_grows_with_the_context():
     long, short = (measure_costs(model, n, 4, 8, 0.05, 64) for n in (16000, 64))
     assert 0 < short["attention_share"] < long["attention_share"] < 1 and long["verify_cost"] >= 1
     assert predicted_speedup(8, 8, **long) > 0                     # they are its arguments
+
+
+def test_costs_of_a_model_whose_clock_is_known(monkeypatch):
+    """A forward takes 10 and 1 a row, attention 3 a request and 1 for 100 entries that a row sees, and so on: the costs are these,
+    whatever is fixed about attention belongs to attention, and the prediction is a round's time by hand."""
+    clock = [0.0]
+
+    def tick(seconds, x=None):
+        clock[0] += seconds
+        return x
+
+    class Model:
+        config, dtype, device = MODEL.config, torch.float32, torch.device("cpu")
+
+        def __call__(self, tokens, positions, attend):
+            c, n = self.config, tick(10 + len(tokens), len(tokens))
+            return attend(0, torch.zeros(n, c.n_head, c.head_dim), *torch.zeros(2, n, c.n_kv_head, c.head_dim))
+
+        def logits(self, hidden):
+            return hidden
+
+    class Full(FullKeys):
+        def attend(self, layer, q, k, v):
+            return tick(3 + self.n * (self.all.stop - self.all.start - self.n) / 100, q)
+
+    class Pool(DraftPool):
+        def _gather(self, keys):
+            shape = self.k.shape
+            super()._gather(keys)
+            tick(2 + 50 * (self.k.shape != shape))                          # a pool grows once, not in every round
+
+        def attend(self, some):
+            attend = super().attend(some)
+            return lambda *args: tick(4, attend(*args))
+
+    for name, fake in (("time", types.SimpleNamespace(perf_counter=lambda: clock[0])), ("FullKeys", Full), ("DraftPool", Pool),
+                       ("look_ahead", lambda scores, memory, real=look_ahead: tick(0.5, real(scores, memory)))):
+        monkeypatch.setattr(specgen, name, fake)
+    costs = measure_costs(Model(), 100, 4, 8, 0.05, 10)
+    rest, mixed, attention = 10 + 4, 10 + 8, 4 * (3 + 1)                    # 4 requests; 8 rows are 4 * 17 / 9, rounded up
+    draft, verify, select = 4, 4 * (3 + 9), 4 * (0.5 + 2)
+    assert costs == pytest.approx({"attention_share": attention / (rest + attention), "growth": mixed / rest, "draft_cost": draft / attention,
+                                   "verify_cost": verify / attention, "select_cost": select / attention})
+    assert predicted_speedup(8, 6, **costs) == pytest.approx(7 * (rest + attention) / (9 * mixed + 8 * draft + verify + select))
 
 
 @pytest.mark.parametrize("bad", [dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5), dict(select="best"), dict(schedule="fair")])
