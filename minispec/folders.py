@@ -7,17 +7,16 @@ from dataclasses import asdict
 
 import torch
 
-from . import gpt
+from .files import blame, read_json, replaced, write_json
 
 
 def save(module, folder, kind):
     """Write a module with a dataclass `config`."""
     from safetensors.torch import save_file
     os.makedirs(folder, exist_ok=True)
-    file = os.path.join(folder, "model.safetensors")
-    save_file({name: x.contiguous() for name, x in module.state_dict().items()}, file + ".tmp", metadata={"format": "pt"})
-    os.replace(file + ".tmp", file)
-    gpt.write_json(os.path.join(folder, "config.json"), {"model_type": kind, **asdict(module.config)})
+    with replaced(os.path.join(folder, "model.safetensors")) as file:
+        save_file({name: x.contiguous() for name, x in module.state_dict().items()}, file, metadata={"format": "pt"})
+    write_json(os.path.join(folder, "config.json"), {"model_type": kind, **asdict(module.config)})
 
 
 def load(folder, kind, make):
@@ -26,22 +25,26 @@ def load(folder, kind, make):
     from safetensors.torch import load_file
     if not os.path.isdir(folder):
         raise ValueError(f"no drafter folder {folder}")
-    file = os.path.join(folder, "model.safetensors")
+    file, config_file = (os.path.join(folder, name) for name in ("model.safetensors", "config.json"))
+    for needed in (config_file, file):
+        if not os.path.exists(needed):
+            raise ValueError(f"{folder} holds no {os.path.basename(needed)}")
+    config = read_json(config_file)
     try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            config = json.load(f)
         if config.pop("model_type", None) != kind:
             raise ValueError(f"this is not a drafter made by train_{kind}.py")
         module = make(**config)
-        module.load_state_dict(load_file(file))
-    except FileNotFoundError as e:
-        raise ValueError(f"{folder} holds no {os.path.basename(e.filename or file)}") from None
-    except SafetensorError as e:
+        weights = load_file(file)
+        bad = next((name for name, x in weights.items() if not x.is_floating_point() or not x.isfinite().all()), None)
+        if bad:
+            raise SafetensorError(f"{bad} holds values that are not finite numbers")
+        module.load_state_dict(weights)
+    except (SafetensorError, OSError) as e:
         raise ValueError(f"{file} is damaged: {e}") from None
     except RuntimeError as e:
         raise ValueError(f"{file} does not fit config.json: {str(e).splitlines()[-1].strip()}") from None
-    except (ValueError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder}/config.json: {e}") from None
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
+        raise ValueError(f"{config_file}: {e}") from None
     return module
 
 
@@ -81,11 +84,12 @@ def kind_of(folder):
     file = os.path.join(folder, "config.json")
     if not os.path.exists(file):
         return None
-    with open(file, encoding="utf-8") as f:
-        return json.load(f).get("model_type")
+    with blame(file):
+        return read_json(file).get("model_type")
 
 
 def last_record(folder):
     """The last line of log.jsonl."""
-    with open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as f:
+    file = os.path.join(folder, "log.jsonl")
+    with blame(file), open(file, encoding="utf-8") as f:
         return json.loads(f.readlines()[-1])

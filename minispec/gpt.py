@@ -12,7 +12,6 @@ Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packe
 decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
 """
 import contextlib
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from .files import blame, read_json, replaced, write_json
 
 
 @dataclass
@@ -308,14 +309,6 @@ def from_hf_config(d):
     return c
 
 
-def write_json(path, data):
-    """Write to a temporary name, then rename: a reader sees the old file or the new one, never half of one."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        json.dump(data, f, indent=1)
-        f.write("\n")
-    os.replace(path + ".tmp", path)
-
-
 def save(model, folder, tokenizer_json=None):
     """Write `config.json`, `model.safetensors`, `generation_config.json` and, if given, the tokenizer's two files."""
     from safetensors.torch import save_file
@@ -325,9 +318,8 @@ def save(model, folder, tokenizer_json=None):
     for ours, theirs, sizes in _all_names(c):
         for name, part in zip(theirs, state[ours].split(sizes)):
             tensors[name] = part.contiguous()
-    file = os.path.join(folder, "model.safetensors")
-    save_file(tensors, file + ".tmp", metadata={"format": "pt"})
-    os.replace(file + ".tmp", file)
+    with replaced(os.path.join(folder, "model.safetensors")) as file:
+        save_file(tensors, file, metadata={"format": "pt"})
     write_json(os.path.join(folder, "config.json"), config)
     write_json(os.path.join(folder, "generation_config.json"), {"bos_token_id": c.bos_id, "eos_token_id": c.eos_id})
     if tokenizer_json:
@@ -361,17 +353,18 @@ def load(folder, device="cpu", dtype=None):
 
 def _read_config(folder):
     """The GPTConfig of a folder."""
+    file = os.path.join(folder, "config.json")
     if not os.path.isdir(folder):
         raise ValueError(f"no model folder {folder}")
+    if not os.path.exists(file):
+        raise ValueError(f"{folder} holds no config.json")
+    data = read_json(file)
     try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            return from_hf_config(json.load(f))
-    except FileNotFoundError:
-        raise ValueError(f"{folder} holds no config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
-        raise ValueError(f"{folder}/config.json is damaged or lacks a field: {e}") from None
+        return from_hf_config(data)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
+        raise ValueError(f"{file} is damaged or lacks a field: {e}") from None
     except ValueError as e:
-        raise ValueError(f"{folder}/config.json: {e}") from None
+        raise ValueError(f"{file}: {e}") from None
 
 
 def _weight_files(folder, config):
@@ -382,11 +375,9 @@ def _weight_files(folder, config):
             files = dict.fromkeys(tensors.keys(), file)
     elif os.path.exists(index):
         file = index
-        try:
-            with open(index, encoding="utf-8") as f:
-                files = {name: os.path.join(folder, shard) for name, shard in json.load(f)["weight_map"].items()}
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{index} is damaged: {e}") from None
+        shards = read_json(index)
+        with blame(index):
+            files = {name: os.path.join(folder, shard) for name, shard in shards["weight_map"].items()}
     else:
         pickled = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
         raise ValueError(f"{folder} holds no model.safetensors" + (f"; {pickled[0]} is a pickle, which could run anything and is never read" if pickled else ""))

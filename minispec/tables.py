@@ -7,6 +7,7 @@ import statistics
 from safetensors import safe_open
 
 from . import tasks
+from .files import blame, read_json
 
 
 def _table(head, rows):
@@ -140,9 +141,10 @@ def _runs(r):
     """What was observed, and T2: where its time went."""
     shares = lambda p: [f"{100 * p[x] / sum(p.values()):.0f}" for x in ("prefill", "draft", "verify", "sample", "overhead")]
     rows = [[x["workload"], _batch(x), x["method"], f"{x['tokens_per_second']:.0f}", f"{x['speedup']:.2f}", f"{x['tau']:.2f}",
-             f"{100 * x['acceptance']:.0f} %" if x["acceptance"] is not None else "", *shares(x["phases"]), f"{x['identical']} of {x['prompts']}"] for x in r["rows"]]
+             f"{100 * x['acceptance']:.0f} %" if x["acceptance"] is not None else "", *shares(x["phases"]), f"{x['identical']} of {x['prompts']}",
+             *(["{} of {}".format(*x["solved"]) if x["solved"][1] else ""] if "solved" in x else [])] for x in r["rows"]]
     return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "prefill %", "draft %", "verify %", "sample %", "overhead %",
-                   "identical to ar"], rows)
+                   "identical to ar", *(["solved"] if "solved" in r["rows"][0] else [])], rows)
 
 
 def _ladder(r):
@@ -221,8 +223,8 @@ def whole_table(folder):
     for name, into in (("run", run), ("bounds", bounds), ("accuracy", accuracy)):
         file = os.path.join(folder, name + ".json")
         if os.path.exists(file):
-            with open(file, encoding="utf-8") as f:
-                into.update(json.load(f)["result"])
+            with blame(file):
+                into.update(read_json(file)["result"])
     cells, rows = {(c["workload"], c["batch"], c["kind"]): c for c in bounds.get("cells", ())}, []
     for x in run["rows"]:
         c, m = cells.get((x["workload"], x["batch"], x["kind"]), {}), x["method"]
@@ -241,9 +243,9 @@ def training_table(folder):
         if all(map(os.path.exists, files)):
             with open(files[0], encoding="utf-8") as f:
                 command = f.read().strip()
-            with open(files[1], encoding="utf-8") as f:
+            with blame(files[1]), open(files[1], encoding="utf-8") as f:
                 log = [json.loads(line) for line in f]
-            seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
+                seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
             with safe_open(os.path.join(folder, name, "model.safetensors"), "pt") as f:
                 params = sum(math.prod(f.get_slice(tensor).get_shape()) for tensor in f.keys())
             rows.append([name, f"{params / 1e6:.2f}M", f"{log[-1]['tokens'] / 1e6:.1f}M", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}", f"`{command}`"])

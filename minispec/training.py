@@ -14,6 +14,8 @@ import time
 import torch
 from tqdm import tqdm
 
+from .files import blame, replaced
+
 
 def optimizers(model, lr, matrix=lambda name: True):
     """Muon for the matrices whose name `matrix` accepts, AdamW for other matrices (embeddings) and, without weight decay,
@@ -37,16 +39,26 @@ def resume(folder, model, opts, device):
     file, log = os.path.join(folder, "resume.pt"), os.path.join(folder, "log.jsonl")
     if not os.path.exists(file):
         return 0, 0.0
-    saved = torch.load(file, map_location=device, weights_only=True)
-    model.load_state_dict(saved["model"])
-    for opt, state in zip(opts, saved["optimizers"]):
-        opt.load_state_dict(state)
-    with open(log, encoding="utf-8") as f:                     # the log is written first; drop what is being done again
-        kept = [line for line in f if json.loads(line)["step"] <= saved["step"]]
-    with open(log + ".tmp", "w", encoding="utf-8") as f:
-        f.writelines(kept)
-    os.replace(log + ".tmp", log)
-    return saved["step"], saved["seconds"]
+    try:
+        saved = torch.load(file, map_location=device, weights_only=True)       # never unpickles anything but tensors
+        model.load_state_dict(saved["model"])
+        for opt, state in zip(opts, saved["optimizers"], strict=True):
+            opt.load_state_dict(state)
+        step, seconds = saved["step"] + 0, saved["seconds"] + 0
+        if any(x.shape != p.shape for opt in opts for p, s in opt.state.items() for x in s.values() if torch.is_tensor(x) and x.ndim):
+            raise ValueError("the optimisers' state is of other shapes")
+    except Exception as e:                                     # what a damaged archive raises is anybody's guess
+        raise ValueError(f"{file} is damaged or of another run; remove it to begin anew, or use another --out ({type(e).__name__}: {e})"[:600]) from None
+    if os.path.exists(log):
+        with blame(log), open(log, encoding="utf-8") as f:     # the log is written first; drop what is being done again
+            kept = [line for line in f if json.loads(line)["step"] <= step]
+        _write_lines(log, kept)
+    return step, seconds
+
+
+def _write_lines(path, lines):
+    with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
+        f.writelines(lines)
 
 
 def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_every, device="cpu"):
@@ -77,17 +89,21 @@ def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_eve
         bar.set_postfix({name: f"{x:.3f}" for name, x in mean.items()})
         if (step + 1) % save_every == 0 or step + 1 == steps:
             recent = []                                        # so that a resumed run logs the same means
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise ValueError(f"after {step + 1} steps the weights are not finite numbers any more; try a smaller --lr (the last checkpoint is kept)")
             record = {"step": step + 1, **{name: round(x, 5) for name, x in mean.items()}, **evaluate(step), "seconds": round(time.time() - started)}
             _checkpoint(folder, model, opts, save, record)
             model.train()
-    with open(os.path.join(folder, "command.txt"), "w", encoding="utf-8") as f:
-        f.write(shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\n")
+    _write_lines(os.path.join(folder, "command.txt"), [shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\n"])
 
 
 def _checkpoint(folder, model, opts, save, record):
+    """The model, the log, and last what a resumed run starts from: killed in between, it does these steps again."""
+    log, lines = os.path.join(folder, "log.jsonl"), []
     save()
-    with open(os.path.join(folder, "log.jsonl"), "a", encoding="utf-8") as f:
-        f.write(json.dumps(record) + "\n")
-    file = os.path.join(folder, "resume.pt")
-    torch.save({"step": record["step"], "seconds": record["seconds"], "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, file + ".tmp")
-    os.replace(file + ".tmp", file)
+    if os.path.exists(log):
+        with open(log, encoding="utf-8") as f:
+            lines = f.readlines()
+    _write_lines(log, [*lines, json.dumps(record) + "\n"])
+    with replaced(os.path.join(folder, "resume.pt")) as file:
+        torch.save({"step": record["step"], "seconds": record["seconds"], "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, file)
