@@ -25,7 +25,7 @@ from minispec import cdlm, cdlm_studies, drafter_studies, figures, folders, gpt,
 from minispec.answers import converse, requests_of, summary, verdict
 from minispec.engine import Request
 from minispec.files import blame, read_json, replaced, write_json
-from minispec.script import Parser, run_main
+from minispec.script import Parser, check_device, run_main
 from minispec.tables import render, training_table, whole_table
 from minispec.tokenizer import Tokenizer
 
@@ -251,6 +251,7 @@ def main():
     unknown = [s for s in args.studies if s not in (*STUDIES, "all", "report")]
     if unknown:
         p.error(f"unknown study '{unknown[0]}'; choose from {', '.join((*STUDIES, 'all', 'report'))}")
+    check_device(args.device)
     if args.workload and (set(args.studies) - {"run"} or args.max_new_tokens is not None and args.max_new_tokens < 1):
         raise ValueError("--workload is for the study run alone, with --max-new-tokens 1 or more")
     if args.workload:
@@ -281,4 +282,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; studies that were finished are kept")
+    run_main(main, "interrupted; studies that were finished are kept", "--cache-tokens, or --quick")

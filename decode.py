@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from minispec import cdlm, gpt, methods, prompts, specgen, tasks
 from minispec.answers import converse, requests_of, schedule_view, summary, tie_gap, verdict
-from minispec.script import Parser, check_writable, run_main
+from minispec.script import Parser, check_device, check_writable, run_main
 from minispec.tokenizer import NO_THINKING, Tokenizer
 from minispec.verify import Sampling
 
@@ -195,6 +195,7 @@ def main(argv=None):
     for name, value in (("batch", args.batch), ("max-new-tokens", args.max_new_tokens), ("cache-tokens", args.cache_tokens), ("warm-context", args.warm_context or None)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
+    args.stop = [s.encode("utf-8", "replace").decode() for s in args.stop]
     if args.stop and (diffusion or "" in args.stop):
         raise ValueError("--stop is a text of one character or more, and not for --method cdlm or dlm")
     if args.watch and (not diffusion or args.batch > 1):
@@ -205,8 +206,7 @@ def main(argv=None):
     if args.json:
         check_writable(args.json)
     problems = problems_of(args)
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("no CUDA device on this machine; use --device cpu")
+    check_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32"))
     model, tokenizer = gpt.load(args.model, args.device, dtype), Tokenizer.load(args.model)
     if args.no_thinking:

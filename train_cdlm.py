@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from minispec import cdlm, cdlm_losses, cdlm_studies, corpus, folders, gpt, tasks
 from minispec.engine import Request
-from minispec.script import Parser, run_main
+from minispec.script import Parser, check_device, run_main
 from minispec.tokenizer import Tokenizer
 from minispec.training import learning_rate, optimizers, train
 from minispec.verify import Sampling
@@ -258,8 +258,7 @@ def main():
             raise ValueError(f"{name.replace('_', '-')} {getattr(args, name)} is out of range; allowed is 1 or more")
     if not 0 <= args.block_warmup <= 1:
         raise ValueError(f"block-warmup {args.block_warmup} is out of range; allowed is 0 to 1")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("no CUDA device on this machine; use --device cpu")
+    check_device(args.device)
     stages = STAGES if args.stage == "all" else (args.stage,)
     source = args.target if stages[0] == "teacher" else os.path.join(args.out, "teacher")
     tokenizer, context = Tokenizer.load(source), gpt.load(source).config.block_size
@@ -277,4 +276,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command continues from the last checkpoint or shard")
+    run_main(main, "interrupted; the same command continues from the last checkpoint or shard", "--batch")

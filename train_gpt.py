@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from minispec import corpus, gpt, tasks
 from minispec.attention import blocked_attend, dense_attend, mass_in_top
-from minispec.script import Parser, run_main
+from minispec.script import Parser, check_device, run_main
 from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 from minispec.training import learning_rate, optimizers, train
 
@@ -164,6 +164,7 @@ def main():
         raise ValueError("tokens, batch-scale and save-every must be 1 or more")
     if not 0 <= args.start < 1:
         raise ValueError(f"--start {args.start} is out of range; from 0 up to, not including, 1")
+    check_device(args.device)
     teacher = gpt.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
@@ -219,4 +220,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command continues from the last checkpoint")
+    run_main(main, "interrupted; the same command continues from the last checkpoint", "--max-length, --batch-scale or --size")

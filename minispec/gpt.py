@@ -253,7 +253,8 @@ def _all_names(c):
     return names + [row for layer in range(c.n_layer) for row in _hf_names(layer, c)]
 
 
-LARGEST = 1 << 22   # of any size in a `config.json`; a damaged one could ask for all memory
+LARGEST = {"vocab_size": 1 << 22, "n_layer": 1 << 10, "n_head": 1 << 10, "n_kv_head": 1 << 10, "d_model": 1 << 18, "head_dim": 1 << 12, "d_ff": 1 << 20, "block_size": 1 << 22}
+LARGEST_ROPE = 1 << 28      # elements of its tables, 1 GB each; a damaged `config.json` could ask for all memory
 COPIED = 1024       # rows of a weight that are converted at once
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 KINDS = ("llama", "qwen2", "qwen3")
@@ -298,14 +299,24 @@ def from_hf_config(d):
         rope_scaling={key: rope[key] for key in SCALING} if scaling == "llama3" else None,
         qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", tied=bool(d.get("tie_word_embeddings")),
         bos_id=d.get("bos_token_id"), eos_id=eos[0] if isinstance(eos, list) else eos)
-    for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "d_ff", "block_size"):
-        if not isinstance(getattr(c, name), int) or not 1 <= getattr(c, name) <= LARGEST:
-            raise ValueError(f"{name} {getattr(c, name)} is out of range; allowed is 1 to {LARGEST}")
+    return checked(c)
+
+
+def checked(c):
+    """The GPTConfig c. ValueError where a file says sizes of which no model could be made."""
+    for name, most in LARGEST.items():
+        if type(getattr(c, name)) is not int or not 1 <= getattr(c, name) <= most:
+            raise ValueError(f"{name} {getattr(c, name)} is out of range; allowed is 1 to {most}")
     for name, x in {"norm_eps": c.norm_eps, "rope_theta": c.rope_theta, **(c.rope_scaling or {})}.items():
-        if not isinstance(x, (int, float)) or not x > 0:
+        if type(x) not in (int, float) or not 0 < x < 1e30:
             raise ValueError(f"{name} {x} is out of range; allowed is any number above 0")
+    for name, x in {"bos_id": c.bos_id, "eos_id": c.eos_id}.items():
+        if x is not None and type(x) is not int:
+            raise ValueError(f"{name} {x} is not a token id")
     if c.n_head % c.n_kv_head or c.head_dim % 2:
         raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do not divide evenly")
+    if c.block_size * c.head_dim > LARGEST_ROPE:
+        raise ValueError(f"a context of {c.block_size} with heads of {c.head_dim} dimensions is too long; allowed are {LARGEST_ROPE // c.head_dim} tokens")
     return c
 
 

@@ -15,6 +15,7 @@ from . import prompts, tasks
 from .attention import dense_attend
 from .engine import Engine, Lockstep, Request
 from .files import blame, read_json, write_json
+from .script import check_device
 from .verify import Sampling
 
 SHARD = 64                  # prompts answered between two writes
@@ -47,8 +48,7 @@ def check_arguments(args, limits):
         value = getattr(args, name.replace("-", "_"))
         if value is not None and value < least:
             raise ValueError(f"{name} {value:g} is out of range; allowed is {least} or more")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("no CUDA device on this machine; use --device cpu")
+    check_device(args.device)
     Sampling(args.temperature)
     prompts_of(args, "train", args.prompts), prompts_of(args, "heldout", args.heldout)
 

@@ -1,6 +1,7 @@
 """What the scripts share: arguments and outputs that fail in one line before the work, exits that say why."""
 import argparse
 import os
+import re
 import signal
 import sys
 
@@ -25,6 +26,19 @@ def check_writable(path):
             raise IsADirectoryError(21, "Is a directory")
     except OSError as e:
         raise ValueError(f"cannot write {path}: {e.strerror}") from None
+
+
+def check_device(name):
+    """ValueError unless `name` is the CPU or a CUDA device of this machine."""
+    import torch
+    if name == "cpu":
+        return
+    if not re.fullmatch(r"cuda(:\d{1,3})?", name):
+        raise ValueError(f"unknown device '{name}'; choose cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ValueError("no CUDA device on this machine; use --device cpu")
+    if int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
+        raise ValueError(f"no device {name} on this machine; it has {torch.cuda.device_count()}")
 
 
 def fault(error, smaller):

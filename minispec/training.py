@@ -35,10 +35,11 @@ def learning_rate(step, progress, peak, warmup):
 
 
 def resume(folder, model, opts, device):
-    """(steps done, seconds spent) of the run in `folder`, its weights and optimisers' state put in place; (0, 0.0) for none."""
+    """(steps done, seconds spent, lines of the log) of the run in `folder`, its weights and optimisers' state put in place; (0, 0.0, [])
+    for none. ValueError where resume.pt is damaged, or another run's."""
     file, log = os.path.join(folder, "resume.pt"), os.path.join(folder, "log.jsonl")
     if not os.path.exists(file):
-        return 0, 0.0
+        return 0, 0.0, []
     try:
         saved = torch.load(file, map_location=device, weights_only=True)       # never unpickles anything but tensors
         model.load_state_dict(saved["model"])
@@ -49,11 +50,10 @@ def resume(folder, model, opts, device):
             raise ValueError("the optimisers' state is of other shapes")
     except Exception as e:                                     # what a damaged archive raises is anybody's guess
         raise ValueError(f"{file} is damaged or of another run; remove it to begin anew, or use another --out ({type(e).__name__}: {e})"[:600]) from None
-    if os.path.exists(log):
-        with blame(log), open(log, encoding="utf-8") as f:     # the log is written first; drop what is being done again
-            kept = [line for line in f if json.loads(line)["step"] <= step]
-        _write_lines(log, kept)
-    return step, seconds
+    if not os.path.exists(log):
+        return step, seconds, []
+    with blame(log), open(log, encoding="utf-8") as f:         # the log is written first; drop what is being done again
+        return step, seconds, [line for line in f if json.loads(line)["step"] <= step]
 
 
 def _write_lines(path, lines):
@@ -69,7 +69,7 @@ def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_eve
     called every save_every steps and at the end.
     """
     os.makedirs(folder, exist_ok=True)
-    first, spent = resume(folder, model, opts, device)
+    first, spent, log = resume(folder, model, opts, device)
     if first:
         print(f"resuming at step {first} of {steps}")
     model.train()
@@ -92,18 +92,15 @@ def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_eve
             if not all(p.isfinite().all() for p in model.parameters()):
                 raise ValueError(f"after {step + 1} steps the weights are not finite numbers any more; try a smaller --lr (the last checkpoint is kept)")
             record = {"step": step + 1, **{name: round(x, 5) for name, x in mean.items()}, **evaluate(step), "seconds": round(time.time() - started)}
-            _checkpoint(folder, model, opts, save, record)
+            log.append(json.dumps(record) + "\n")
+            _checkpoint(folder, model, opts, save, record, log)
             model.train()
     _write_lines(os.path.join(folder, "command.txt"), [shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\n"])
 
 
-def _checkpoint(folder, model, opts, save, record):
+def _checkpoint(folder, model, opts, save, record, log):
     """The model, the log, and last what a resumed run starts from: killed in between, it does these steps again."""
-    log, lines = os.path.join(folder, "log.jsonl"), []
     save()
-    if os.path.exists(log):
-        with open(log, encoding="utf-8") as f:
-            lines = f.readlines()
-    _write_lines(log, [*lines, json.dumps(record) + "\n"])
+    _write_lines(os.path.join(folder, "log.jsonl"), log)
     with replaced(os.path.join(folder, "resume.pt")) as file:
         torch.save({"step": record["step"], "seconds": record["seconds"], "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, file)
