@@ -8,7 +8,6 @@ Interrupt it at any time: the same command continues where the last checkpoint w
 Writes a Hugging Face folder (config.json, model.safetensors, tokenizer.json), log.jsonl and, while it runs,
 resume.pt with the optimiser's state.
 """
-import json
 import os
 import random
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 
 from minispec import corpus, gpt, tasks
 from minispec.attention import blocked_attend, dense_attend, mass_in_top
+from minispec.files import read_json, write_json
 from minispec.script import Parser, check_device, run_main
 from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 from minispec.training import learning_rate, optimizers, train
@@ -175,11 +175,10 @@ def main():
     # tokenizer
     source = next((f for f in (args.tokenizer, args.teacher, args.init, args.out) if f and os.path.exists(os.path.join(f, "tokenizer.json"))), None)
     if source:
-        with open(os.path.join(source, "tokenizer.json"), encoding="utf-8") as f:
-            tokenizer_json = json.load(f)
+        tokenizer_json = read_json(os.path.join(source, "tokenizer.json"))
     else:
         tokenizer_json = new_tokenizer(real, args.seed)
-        gpt.write_json(os.path.join(args.out, "tokenizer.json"), tokenizer_json)
+        write_json(os.path.join(args.out, "tokenizer.json"), tokenizer_json)
     tokenizer = Tokenizer.load(source or args.out)
 
     # model, teacher, optimisers

@@ -43,6 +43,20 @@ def read_json(path):
         raise ValueError(f"cannot read {path}: {e.strerror}") from None
 
 
+def read_tensors(path):
+    """{name: tensor} of a safetensors file. ValueError names the file where it is damaged or holds what is no finite number."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f"{path} is damaged: {e}") from None
+    for name, x in tensors.items():
+        if x.is_floating_point() and not x.isfinite().all():
+            raise ValueError(f"{path} is damaged: {name} holds values that are not finite numbers")
+    return tensors
+
+
 def write_json(path, data):
     with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
         json.dump(data, f, indent=1)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import torch
 
-from .files import blame, read_json, replaced, write_json
+from .files import blame, read_json, read_tensors, replaced, write_json
 
 
 def save(module, folder, kind):
@@ -21,8 +21,6 @@ def save(module, folder, kind):
 
 def load(folder, kind, make):
     """make(**config) with the folder's weights. ValueError, in one line, names what is missing, damaged or does not fit."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
     if not os.path.isdir(folder):
         raise ValueError(f"no drafter folder {folder}")
     file, config_file = (os.path.join(folder, name) for name in ("model.safetensors", "config.json"))
@@ -34,17 +32,13 @@ def load(folder, kind, make):
         if config.pop("model_type", None) != kind:
             raise ValueError(f"this is not a drafter made by train_{kind}.py")
         module = make(**config)
-        weights = load_file(file)
-        bad = next((name for name, x in weights.items() if not x.is_floating_point() or not x.isfinite().all()), None)
-        if bad:
-            raise SafetensorError(f"{bad} holds values that are not finite numbers")
-        module.load_state_dict(weights)
-    except (SafetensorError, OSError) as e:
-        raise ValueError(f"{file} is damaged: {e}") from None
-    except RuntimeError as e:
-        raise ValueError(f"{file} does not fit config.json: {str(e).splitlines()[-1].strip()}") from None
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
         raise ValueError(f"{config_file}: {e}") from None
+    weights = read_tensors(file)
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as e:
+        raise ValueError(f"{file} does not fit config.json: {str(e).splitlines()[-1].strip()}") from None
     return module
 
 
