@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import time
+import zipfile
 
 import torch
 from tqdm import tqdm
@@ -41,6 +42,8 @@ def resume(folder, model, opts, device):
     if not os.path.exists(file):
         return 0, 0.0, []
     try:
+        if zipfile.ZipFile(file).testzip():                    # torch.load does not look at the check sums
+            raise ValueError("a check sum is wrong")
         saved = torch.load(file, map_location=device, weights_only=True)       # never unpickles anything but tensors
         model.load_state_dict(saved["model"])
         for opt, state in zip(opts, saved["optimizers"], strict=True):
@@ -102,5 +105,5 @@ def _checkpoint(folder, model, opts, save, record, log):
     """The model, the log, and last what a resumed run starts from: killed in between, it does these steps again."""
     save()
     _write_lines(os.path.join(folder, "log.jsonl"), log)
-    with replaced(os.path.join(folder, "resume.pt")) as file:
+    with replaced(os.path.join(folder, "resume.pt")) as temporary, open(temporary, "wb") as file:
         torch.save({"step": record["step"], "seconds": record["seconds"], "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, file)

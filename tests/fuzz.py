@@ -65,8 +65,9 @@ LONG = ("--n", "--steps", "--prompts", "--heldout", "--check", "--batch", "--sha
 LEFT_OUT = {"--help", "-h", "--compile", "--watch", "--run-code", "--workload"}      # minutes; a terminal; what a model wrote; seconds a method
 
 
-def template(folder):
-    """A folder in which every script works, in a second: toys in place of checkpoints/, and files of every kind it reads."""
+def template(folder, runs=True):
+    """A folder in which every script works, in a few seconds: toys in place of checkpoints/, and files of every kind it reads. runs:
+    also training that can be resumed."""
     for name in [n + ".py" for n in SCRIPTS] + ["minispec", "kernels", "docs", "README.md", "results"]:
         source = os.path.join(ROOT, name)
         (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, os.path.join(folder, name))
@@ -88,10 +89,10 @@ def template(folder):
             f.write("\n".join(map(json.dumps, rows)))
     files.write_json(os.path.join(folder, "costs.json"), COSTS)
     os.symlink("loop", os.path.join(folder, "loop"))
-    for name in ("train_gpt", "train_prism", "train_specdiff", "train_cdlm"):            # runs that can be resumed
+    for name in ("train_gpt", "train_prism", "train_specdiff", "train_cdlm") if runs else ():
         code, _, text = run(folder, name, [*SMALL[name][:1], "runs/" + name.removeprefix("train_"), *SMALL[name][2:]])
         assert code == 0, text
-    assert run(folder, "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:], "--tokens", "2e3", "--save-every", "1"])[0] == 0
+    assert not runs or run(folder, "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:], "--tokens", "2e3", "--save-every", "1"])[0] == 0
 
 
 def run(folder, name, argv, show=False, drawing=False):
@@ -286,7 +287,8 @@ def damage_pt(file, rng):
 
 def damaged_file(rng, folder):
     """Damages one file; (script, arguments that read it, file)."""
-    _, file, name, argv = rng.choices(FILES, [f[0] for f in FILES])[0]
+    some = [f for f in FILES if os.path.exists(os.path.join(folder, "runs")) or not f[1].startswith("runs")]
+    _, file, name, argv = rng.choices(some, [f[0] for f in some])[0]
     path = os.path.join(folder, file)
     if not os.path.exists(path):                                # toys have no log
         shutil.copy(os.path.join(ROOT, file), path)
@@ -366,7 +368,7 @@ def main():
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as top:
         source = os.path.join(top, "template")
         os.makedirs(os.path.join(source, "checkpoints"))
-        template(source)
+        template(source, runs=args.files > 100 or bool(args.only))
         known = options()
         if args.only:
             kind, i = args.only.split(":")
