@@ -172,7 +172,7 @@ STUDIES = {**{study.__name__: study for study in (studies.accuracy, studies.loss
                                                   studies.scheduler)},
            **{study.__name__: study for study in (drafter_studies.prism_arms, drafter_studies.prism_steps, drafter_studies.prism_trees, drafter_studies.specdiff_objectives,
                                                   drafter_studies.specdiff_chains, drafter_studies.specdiff_budgets, cdlm_studies.cdlm_accuracy, cdlm_studies.cdlm_curves,
-                                                  cdlm_studies.cdlm_blocks, cdlm_studies.cdlm_speed, cdlm_studies.cdlm_losses)},
+                                                  cdlm_studies.cdlm_blocks, cdlm_studies.cdlm_speed, cdlm_studies.cdlm_losses, cdlm_studies.cdlm_teachers)},
            "profile": profile, "trace": trace, "run": run, "bounds": bounds}
 WHOLE = ("profile", "trace", "run", "bounds")           # what is measured where nothing is asked for
 
@@ -190,14 +190,14 @@ def report(page):
         text = f.read()
     for file in sorted(os.listdir(RESULTS)):
         name = file.removesuffix(".json")
-        mark = re.compile(rf"(<!-- results:{name} -->\n).*?(\n<!-- end -->)", re.S)
+        mark = re.compile(rf"(<!-- results:{name} -->).*?(\n<!-- end -->)", re.S)
         if mark.search(text):
             with blame(os.path.join(RESULTS, file)):
                 r = read_json(os.path.join(RESULTS, file))
                 source = f"\n\n`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}, {r['seconds'] / 60:.0f} minutes."
                 table = render(name, r["result"])
-            text = mark.sub(lambda m: m[1] + table + source + m[2], text)
-    text = re.sub(r"(<!-- training -->\n).*?(\n<!-- end -->)", lambda m: m[1] + training_table(CHECKPOINTS) + m[2], text, flags=re.S)
+            text = mark.sub(lambda m: m[1] + "\n" + table + source + m[2], text)
+    text = re.sub(r"(<!-- training -->).*?(\n<!-- end -->)", lambda m: m[1] + "\n" + training_table(CHECKPOINTS) + m[2], text, flags=re.S)
     with replaced(page) as temporary, open(temporary, "w", encoding="utf-8") as f:
         f.write(text)
 
@@ -228,6 +228,8 @@ def possible(name, args):
     if name in ("prism_arms", "specdiff_objectives"):
         kinds = [folders.kind_of(os.path.join(args.arms, arm)) for arm in os.listdir(args.arms)] if args.arms and os.path.isdir(args.arms) else []
         return {"prism_arms": "prism", "specdiff_objectives": "specdiff"}[name] in kinds
+    if name == "cdlm_teachers":
+        return False                                     # compares runs that somebody has made for it
     if name.startswith("cdlm_"):
         return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values()) and (name != "cdlm_losses" or bool(cdlm_studies.arms_of(args)))
     needed = {"prism_trees": ("prism", "eagle"), "specdiff_chains": ("specdiff",), "specdiff_budgets": ("specdiff",)}.get(name, ())
@@ -239,7 +241,7 @@ def main():
     p.add_argument("studies", nargs="*", metavar="STUDY", help=f"{', '.join(STUDIES)}, all, report (default: {' '.join(WHOLE)})")
     p.add_argument("--quick", action="store_true", help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
-    p.add_argument("--arms", metavar="DIR", help="prism_arms, specdiff_objectives, cdlm_losses, cdlm_curves: a folder of trained drafters or students to compare, a folder each")
+    p.add_argument("--arms", metavar="DIR", help="prism_arms, specdiff_objectives, cdlm_losses, cdlm_curves, cdlm_teachers: a folder of trained models to compare, a folder each")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR", help="folder of real prompt files, for the same (default $MINISPEC_DATA)")
     p.add_argument("--workload", metavar="NAME", help=f"run: on these prompts alone, and nothing is written: a family ({', '.join(tasks.FAMILIES)}), "
                    f"a file of the data folder ({', '.join(prompts.PROMPT_FILES)}) or any FILE that decode.py --prompts takes")

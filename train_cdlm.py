@@ -47,6 +47,7 @@ def parse_args(argv=None):
     p.add_argument("--lr", type=float, help="peak learning rate (default: teacher 1e-3, student 2e-4)")
     p.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up")
     p.add_argument("--block-warmup", type=float, default=0.5, help="teacher: share of its steps in which it is trained block-causally, all blocks at once (default %(default)s)")
+    p.add_argument("--no-shift", action="store_true", help="teacher: the row of a slot predicts that slot, not the one behind it")
     p.add_argument("--prompts", type=int, default=4000, help="trajectories: training problems (default %(default)s)")
     p.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5), help="trajectories: one each of every problem (default 0 0.5)")
     p.add_argument("--shard", type=int, default=64, help="trajectories: how many a file (default %(default)s)")
@@ -109,7 +110,8 @@ class Trajectories:
         with blame(file):
             n, length, _ = shard["hidden"].shape
             shapes = {"tokens": (n, length), "rank": (n, length), "live": (n,), "length": (n,), "prompt": (n, shard["prompt"].shape[1])}
-            if any(shard[name].shape != shape or shard[name].min() < 0 for name, shape in shapes.items()) or shard["live"].max() > length:
+            if any(shard[name].shape != shape or shard[name].min() < 0 for name, shape in shapes.items()) or max(shard["live"].max(), shard["rank"].max() + 1) > length or \
+                    shard["length"].max() > shard["prompt"].shape[1]:
                 raise ValueError("its tensors do not fit each other")
         return shard
 
@@ -182,6 +184,7 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
     """First block-causally, all blocks of an answer in one forward, for most of what a mask must learn is the same when every slot
     sees all others. Then as the teacher is used."""
     model = gpt.load(args.target, args.device, torch.float32)
+    model.config.shift = not args.no_shift
     examples, bf16, eos = Examples(tokenizer, args), torch.autocast(args.device.split(":")[0], torch.bfloat16), model.config.eos_id
     first = args.steps * args.block_warmup
     objective_of = lambda step: (cdlm_losses.all_blocks, cdlm_losses.two_copies) if step < first else (cdlm_losses.teacher_states, cdlm_losses.bidirectional)
@@ -238,6 +241,8 @@ def train_student(args, tokenizer, tokenizer_json, mask_id):
     settings = read_json(file)
     if not isinstance(settings, dict) or not {"gen_length", "block_size", "teacher"} <= set(settings):
         raise ValueError(f"{file} is damaged: it does not say how the trajectories were made")
+    if any(max(s["tokens"].max(), s["prompt"].max()) >= model.config.vocab_size or s["hidden"].shape[2] != model.config.d_model for s in data.shards):
+        raise ValueError(f"the trajectories in {folder} are not of the model in {teacher}")
     for name in ("gen_length", "block_size"):
         if settings[name] != getattr(args, name):
             raise ValueError(f"the trajectories have {name.replace('_', '-')} {settings[name]}, not {getattr(args, name)}")

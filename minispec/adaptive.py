@@ -12,8 +12,8 @@ An n-gram lookup costs nothing, so it is made at every round and learns at every
 it is: the longer the text before the copied place agrees, the more likely it goes on to. Its alpha is one per match length.
 
 What differs from SmartSpec and why: it chooses k for one drafter and the whole batch; here each request chooses, among
-several drafters. A drafter's price is mostly the same for one row as for the batch, so in the end a few sets of drafters
-are compared by the goodput of the whole batch: a drafter that would serve one row of sixteen is not worth its forward.
+several drafters, and all together want the most tokens a second (`richest`): a drafter that would serve one row of sixteen
+is not worth its forward, and who would draft much deeper than the others must be worth the wait.
 
 A drafter that has not read a request's tokens must do so before it drafts, and on a long prompt that may take longer than
 the whole answer. The table's price of reading is spread over the tokens that the request may still get.
@@ -21,9 +21,11 @@ the whole answer. The table's price of reading is spread over the tokens that th
 The choice depends on committed tokens alone, never on the coins that will judge it, so the output is the target's own,
 greedy or sampled.
 """
+import numpy as np
+
 from .drafters import NGram
 
-START, WEIGHT = 0.95, 4.0               # alpha of what was never tried, and how many trials that opinion is worth
+START, LOOKUP, WEIGHT = 0.95, 0.5, 4.0  # alpha of a drafter that was never tried, of a lookup, and how many trials that opinion is worth
 FADE, FADE_ALL = 0.9, 0.995             # what a round leaves of a request's counts, and of the counts of all requests
 MATCHES = (3, 4, 6, 8, 12, 16, 24, 32)  # match lengths that are told apart
 
@@ -114,37 +116,20 @@ class Adaptive:
         return offers
 
     def _choose(self, requests, limits, found):
-        """[(drafter's name or None, drafts)] of every request: the set of drafters with the largest goodput of the batch."""
-        rows, mean = len(requests), sum(len(r.tokens) for r in requests) / len(requests)
-        step, draft = self._prices(rows, int(mean))
-        options = []                     # of each request: {name: (goodput, expected tokens, k, seconds of reading they are charged)}
-        for r, limit, offers in zip(requests, limits, found):
-            some = {None: (1 / step[0], 1.0, 0, 0.0)}
-            for name, (situation, drafts) in offers.items():
-                most = min(self.k, limit if drafts is None else len(drafts))
-                alpha = self.notes[r].counts.rate(situation, self.counts.rate(situation, START))
-                reading = self._unread(name, r) / r.remaining if drafts is None else 0.0      # a lookup has read already, whoever drafts
-                best, tokens, chance = (0.0, 1.0, 0, 0.0), 1.0, 1.0
-                for k in range(1, most + 1):
-                    chance *= alpha
-                    tokens += chance
-                    best = max(best, (tokens / (step[k] + draft[name][k] + reading * tokens), tokens, k, reading * tokens))
-                some[name] = best
-            options.append(some)
-        lookups = [name for name, d in self.drafters.items() if isinstance(d, NGram)]
-        others = [name for name in self.drafters if name not in lookups]
-        best = (0.0, None)
-        for names in [base + extra for base in ([], lookups) for extra in ([], *([name] for name in others))]:
-            picks = [max(((some[name], name) for name in [None, *names]), key=lambda pick: pick[0]) for some in options]
-            deepest = {}
-            for (_, _, k, _), name in picks:
-                deepest[name] = max(k, deepest.get(name, 0))
-            fed = sum(k for (_, _, k, _), _ in picks) / rows
-            low = int(fed)
-            seconds = step[low] + (fed - low) * (step[min(low + 1, self.k)] - step[low])
-            seconds += sum(draft[name][k] for name, k in deepest.items() if name) + sum(reading for (_, _, _, reading), _ in picks)
-            best = max(best, (sum(tokens for (_, tokens, _, _), _ in picks) / seconds, [(name, k) for (_, _, k, _), name in picks]), key=lambda b: b[0])
-        return best[1]
+        """[(drafter's name or None, drafts)] of every request."""
+        names, ks = list(self.drafters), np.arange(self.k + 1)
+        alpha, most, reading = np.zeros((3, len(requests), len(names)))
+        for i, (r, limit, offers) in enumerate(zip(requests, limits, found)):
+            for j, (situation, drafts) in enumerate(offers.values()):
+                alpha[i, j] = self.notes[r].counts.rate(situation, self.counts.rate(situation, START if drafts is None else LOOKUP))
+                most[i, j] = limit if drafts is None else len(drafts)
+                reading[i, j] = self._unread(names[j], r) / r.remaining if drafts is None else 0.0       # a lookup has read already, whoever drafts
+        tokens = np.cumsum(alpha[..., None] ** ks, -1)
+        charge = reading[..., None] * tokens
+        tokens[ks > most[..., None]] = -np.inf
+        step, draft = self._prices(len(requests), int(sum(len(r.tokens) for r in requests) / len(requests)))
+        asked = np.array([not isinstance(d, NGram) for d in self.drafters.values()])
+        return [(names[j] if k else None, k) for j, k in richest(tokens, charge, step, np.array([draft[name] for name in names]), asked)]
 
     def _unread(self, name, r):
         """Seconds that it takes a drafter to read what it does not know of a request; the tokens of a round or two are in the
@@ -177,6 +162,37 @@ class Adaptive:
         self.chosen.pop(request, None)
         for drafter in self.drafters.values():
             drafter.release(request)
+
+
+def richest(tokens, charge, step, price, asked):
+    """The choices [(drafter, drafts)] of all requests that give the batch the most expected tokens a second.
+
+    tokens (rows, M, k + 1): expected of a request by drafter and number of drafts, -inf for more than there can be; charge, of
+    the same shape: seconds that only this request costs. step (k + 1): seconds of verifying so many drafts a request.
+    price (M, k + 1): seconds of drafting. asked (M,): False for lookups, which are made anyway; beside them one drafter drafts,
+    for all who want it, as deep as one of them wants, for a draft costs almost the same for one row as for the batch.
+
+    The largest quotient, by Dinkelbach's method: let a second be worth so many tokens. Then every request by itself takes what
+    leaves it most when its seconds are paid for, and the quotient that results is what a second is worth next."""
+    rows, _, n = tokens.shape
+    ks, request, worth, best = np.arange(n), np.arange(rows), rows / step[0], [(0, 0)] * rows
+    each = (step[-1] - step[1]) / (rows * max(n - 2, 1))           # verification: so much a draft, and at once so much for the first
+    first = step[1] - step[0] - each * rows
+    while True:
+        value = tokens - worth * (charge + each * ks)
+        value[..., 0] = 1.0
+        takes = np.where(asked[:, None], ks == 0, True)            # (M, k + 1): what is open to every request
+        if asked.any():
+            lookup = value[:, ~asked].max((1, 2), initial=1.0)
+            total = np.maximum(np.maximum.accumulate(value[:, asked], -1), lookup[:, None, None]).sum(0) - worth * (price[asked] + first) * (ks > 0)
+            who, depth = np.unravel_index(total.argmax(), total.shape)
+            takes[np.flatnonzero(asked)[who], :depth + 1] = True
+        j, k = np.divmod(np.where(takes, value, -np.inf).reshape(rows, -1).argmax(-1), n)
+        drafting = sum(price[m, k[j == m].max(initial=0)] for m in np.flatnonzero(asked) if k[j == m].any())
+        quotient = tokens[request, j, k].sum() / (np.interp(k.mean(), ks, step) + drafting + (charge[request, j, k] * (k > 0)).sum())
+        if quotient <= worth * (1 + 1e-9):
+            return best
+        worth, best = quotient, list(zip(j.tolist(), k.tolist()))
 
 
 def _agreement(tokens, at):

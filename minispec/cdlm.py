@@ -15,8 +15,9 @@ This file decodes: one loop for student, teacher and the baselines. What they ar
 
 Notation: P prompt tokens, L answer slots (`gen_length`), B slots a block (n in shapes: the batch), rank (L,) the order in
 which slots were finalised. State k of a trajectory: the slots of rank < k hold their tokens, all others are masked.
-Logits of a slot predict the token of that slot; nothing is shifted by one, although the weights come from an
-autoregressive model: a shifted first slot of a block could never profit from what is revealed behind it.
+The row of a slot predicts the token behind it, as in the autoregressive model that the weights come from (`config.shift`): what
+a block's first slot will be, the last finished row says, so that row is fed with the block once more. Without shift a row
+predicts its own slot; then even the first slot profits from what is revealed behind it, but the model learns more slowly.
 """
 import random
 import shutil
@@ -146,6 +147,7 @@ class Decoder:
                 raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"threshold {threshold} is out of range; allowed is 0 (a whole block a step) to 1 (one token a step)")
+        self.shift = int(model.config.shift)
         self.model, self.mask_id, self.kind, self.block_size, self.threshold, self.steps = model, mask_id, kind, block_size, threshold, steps
         self.commit, self.stop, self.batch_size, self.record, self.on_step = commit, stop, batch_size, record, on_step
         self.cache, self.seconds = None, {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}    # prefill: all clean rows
@@ -196,10 +198,10 @@ class Decoder:
         if self.kind == "teacher" or self.kind == "dual" and a.steps == 0:
             return Window(a, 0, 0, len(a.tokens), len(a.tokens))
         if self.kind == "dual":
-            return Window(a, a.first, 0, a.last, len(a.tokens))
-        n_clean = a.first - a.n_cached                   # the prompt, or the block before, when a block opens
-        end = a.first if n_clean and self.commit == "separate" else a.last
-        return Window(a, a.n_cached, n_clean, end, end)
+            return Window(a, a.first - self.shift, 0, a.last, len(a.tokens))
+        end = a.first if a.n_cached < a.first and self.commit == "separate" else a.last
+        start = min(a.n_cached, a.first - self.shift)    # of the prompt, or the block before, when a block opens
+        return Window(a, start, a.first - start, end, end)
 
     def forward(self, plan):
         """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open blocks that were fed, in
@@ -211,7 +213,7 @@ class Decoder:
             tokens += w.answer.tokens[w.start:w.end]
             positions += range(w.start, w.end)
             segments.append((n, len(tokens), BlockKeys(self.cache, w.answer.request.run.first, w.start, w.n_clean, w.end - w.start, w.seen)))
-            wanted += [n + i - w.start for i in w.answer.masked() if i < w.end]
+            wanted += [n + i - w.start - self.shift for i in w.answer.masked() if i < w.end]
         hidden = self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), packed_attend(segments))
         hidden = hidden[torch.tensor(wanted, dtype=torch.long, device=device)]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
@@ -232,7 +234,7 @@ class Decoder:
         for w in plan:
             a, revealed = w.answer, []
             if self.kind == "student":
-                a.n_cached += w.n_clean
+                a.n_cached = w.start + w.n_clean
             if w.end > a.first:
                 masked = a.masked()
                 revealed = [(masked[i], row + i) for i in pick(confidence[row:row + len(masked)], self._quota(a), self.threshold)]

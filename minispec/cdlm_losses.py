@@ -51,17 +51,21 @@ def attend_by(mask):
 
 
 def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal):
-    """Hidden states (n, L, C) of the answer slots (n, L) behind left-padded prompts (n, width)."""
+    """Hidden states (n, L, C) from which the answer slots (n, L) behind left-padded prompts (n, width) are predicted."""
     positions, blocks = layout(lengths, prompt.shape[1], answer.shape[1], block_size)
-    return model(torch.cat([prompt, answer], 1), positions, attend_by(mask(blocks)))[:, prompt.shape[1]:]
+    first = prompt.shape[1] - model.config.shift
+    return model(torch.cat([prompt, answer], 1), positions, attend_by(mask(blocks)))[:, first:first + answer.shape[1]]
 
 
 def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
-    """Hidden states (n, L, C) of the noisy slots (n, L) of a block-causal model, each block behind clean ones: `two_copies`."""
+    """Hidden states (n, L, C) from which a block-causal model predicts the noisy slots (n, L), each block behind clean ones:
+    `two_copies`. Where logits are shifted, a block's first slot is predicted by the clean row before it, as in decoding."""
     length = clean.shape[1]
     positions, blocks = layout(lengths, prompt.shape[1], length, block_size)
     positions = torch.cat([positions, positions[:, -length:]], 1)
-    return model(torch.cat([prompt, clean, noisy], 1), positions, attend_by(two_copies(blocks, length)))[:, -length:]
+    slot, shift = torch.arange(length, device=clean.device), int(model.config.shift)
+    row = prompt.shape[1] + slot - shift + length * (slot % block_size >= shift)
+    return model(torch.cat([prompt, clean, noisy], 1), positions, attend_by(two_copies(blocks, length)))[:, row]
 
 
 # -- losses ------------------------------------------------------------------------------------------------------------

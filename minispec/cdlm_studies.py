@@ -176,3 +176,11 @@ def cdlm_losses(args, model, tokenizer):
     if not arms:
         raise ValueError(f"this study compares students: --arms must be a folder with one folder each (train_cdlm.py --name), got {args.arms}")
     return {"problems": len(problems), "arms": arms}
+
+
+def cdlm_teachers(args, model, tokenizer):
+    """Held-out masked loss, mean of the families, at the checkpoints of runs of train_cdlm.py: --arms holds a folder (--out) each."""
+    found = args.arms and os.path.isdir(args.arms) and [arm for arm in sorted(os.listdir(args.arms)) if os.path.exists(os.path.join(args.arms, arm, "teacher", "log.jsonl"))]
+    if not found:
+        raise ValueError(f"this study compares teachers: --arms must be a folder with one folder each (train_cdlm.py --out), got {args.arms}")
+    return {"arms": {arm: {str(r["step"]): statistics.mean(r["heldout"].values()) for r in folders.records(os.path.join(args.arms, arm, "teacher"))} for arm in found}}

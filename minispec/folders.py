@@ -82,8 +82,12 @@ def kind_of(folder):
         return read_json(file).get("model_type")
 
 
-def last_record(folder):
-    """The last line of log.jsonl."""
+def records(folder):
+    """The lines of log.jsonl."""
     file = os.path.join(folder, "log.jsonl")
     with blame(file), open(file, encoding="utf-8") as f:
-        return json.loads(f.readlines()[-1])
+        return [json.loads(line) for line in f]
+
+
+def last_record(folder):
+    return records(folder)[-1]

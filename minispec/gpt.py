@@ -39,6 +39,7 @@ class GPTConfig:
     qk_norm: bool = False       # True: Qwen3; it caps attention logits, and so how sharply a head can look
     qkv_bias: bool = False      # True: Qwen2
     tied: bool = True           # output head = token embedding
+    shift: bool = True          # a row predicts the token behind it; False: its own slot's, as some diffusion models do
     bos_id: int = 2040
     eos_id: int = 2041
 
@@ -274,7 +275,7 @@ def to_hf_config(c, dtype="float32"):
         "max_position_embeddings": c.block_size, "rope_theta": c.rope_theta, "rms_norm_eps": c.norm_eps,
         "hidden_act": "silu", "tie_word_embeddings": c.tied, "attention_bias": False, "mlp_bias": False,
         "initializer_range": 0.02, "bos_token_id": c.bos_id, "eos_token_id": c.eos_id, "torch_dtype": dtype,
-        **({"rope_scaling": {"rope_type": "llama3", **c.rope_scaling}} if c.rope_scaling else {}),
+        **({"rope_scaling": {"rope_type": "llama3", **c.rope_scaling}} if c.rope_scaling else {}), **({} if c.shift else {"shift": False}),
     }
 
 
@@ -297,7 +298,7 @@ def from_hf_config(d):
         block_size=d["max_position_embeddings"], norm_eps=d["rms_norm_eps"],
         rope_theta=rope.get("rope_theta") or d.get("rope_theta") or 10000.0,
         rope_scaling={key: rope[key] for key in SCALING} if scaling == "llama3" else None,
-        qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", tied=bool(d.get("tie_word_embeddings")),
+        qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", tied=bool(d.get("tie_word_embeddings")), shift=bool(d.get("shift", True)),
         bos_id=d.get("bos_token_id"), eos_id=eos[0] if isinstance(eos, list) else eos)
     return checked(c)
 

@@ -48,7 +48,6 @@ RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point
 class SpecDiffConfig(gpt.GPTConfig):
     """The shape of the model that the drafter starts from, and what makes it a drafter."""
     gamma: int = 8          # slots of a window in training; decoding may use another number
-    shift: bool = True      # a row guesses the token after its own
     taps: tuple = None      # layers of the target that it reads; (): the final hidden state; None: it reads tokens alone
     shared: bool = True     # embedding and head are the target's
     target: str = ""        # fingerprint of the target that it is trained for
@@ -113,7 +112,7 @@ def for_target(target, source=None, n_layer=None, gamma=8, shift=True, taps=None
     n = n_layer or source.config.n_layer
     if not 1 <= n <= source.config.n_layer:
         raise ValueError(f"layers {n} is out of range; the model that the drafter starts from has {source.config.n_layer}")
-    config = SpecDiffConfig(**{**asdict(source.config), "n_layer": n}, gamma=gamma, shift=shift, taps=taps, shared=source is target, target=folders.fingerprint(target))
+    config = SpecDiffConfig(**{**asdict(source.config), "n_layer": n, "shift": shift}, gamma=gamma, taps=taps, shared=source is target, target=folders.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
     drafter.check(target)
     with torch.no_grad():

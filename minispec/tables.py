@@ -63,7 +63,7 @@ def render(name, r):
     if name in ("profile", "trace", "run", "bounds"):
         return {"profile": _costs, "trace": _accepts, "run": _runs, "bounds": _ladder}[name](r)
     if name.startswith("cdlm_"):
-        return {"cdlm_accuracy": _decoders, "cdlm_curves": _curves, "cdlm_blocks": _blocks, "cdlm_speed": _latency, "cdlm_losses": _losses}[name](r)
+        return {"cdlm_accuracy": _decoders, "cdlm_curves": _curves, "cdlm_blocks": _blocks, "cdlm_speed": _latency, "cdlm_losses": _losses, "cdlm_teachers": _teachers}[name](r)
     if name in ("prism_arms", "specdiff_objectives"):
         return _arms(r)
     if name in ("prism_trees", "specdiff_chains"):
@@ -220,6 +220,11 @@ def _latency(r):
 def _losses(r):
     rows = [[name, x["step"], f"{x['seconds'] / 60:.0f}", f"{x['heldout']:.3f}", _percent(x["solved"]), f"{x['steps']:.1f}", f"{x['tokens']:.0f}"] for name, x in r["arms"].items()]
     return _table(["student", "steps", "minutes", "held-out masked loss", f"solved of {r['problems']}", "steps an answer", "tokens an answer"], rows)
+
+
+def _teachers(r):
+    steps = sorted({int(step) for arm in r["arms"].values() for step in arm})
+    return _table(["held-out masked loss after steps", *steps], [[name, *(f"{arm[str(s)]:.3f}" if str(s) in arm else "" for s in steps)] for name, arm in r["arms"].items()])
 
 
 def whole_table(folder):

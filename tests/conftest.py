@@ -10,28 +10,17 @@ from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+os.environ.setdefault("OMP_NUM_THREADS", "1")            # two processes share the cores, and tiny models have nothing for a second thread
 
 import minispec  # noqa: E402  before torch: it tunes the allocator
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from beside import pytest_configure, pytest_runtestloop  # noqa: E402, F401  hooks
 from minispec import gpt  # noqa: E402
 
 TARGET = os.path.join(ROOT, "checkpoints", "target")
 DRAFT = os.path.join(ROOT, "checkpoints", "draft")
-
-
-def pytest_collection_finish(session):
-    """The checks of test_kernels.py take half a minute in a process of their own: it works beside the other tests."""
-    if any("verdicts" in getattr(item, "fixturenames", ()) for item in session.items):
-        session.config.kernel_checks = subprocess.Popen([sys.executable, os.path.join(ROOT, "tests", "test_kernels.py")], env={**os.environ, "TRITON_INTERPRET": "1"},
-                                                        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def pytest_unconfigure(config):
-    if hasattr(config, "kernel_checks"):
-        config.kernel_checks.kill()
-        config.kernel_checks.wait()
 
 
 def toy_model(vocab=64, seed=0, gain=4.0, **changes):

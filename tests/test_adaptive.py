@@ -1,13 +1,15 @@
 """The method that chooses: lossless whoever drafts, and its choices are the sensible ones under prices made up here."""
+import itertools
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from conftest import chi_square, toy_model
 from test_engine import PLANNERS, exact, prompts, sampled
 
 from minispec import bounds, ladder, methods
-from minispec.adaptive import Adaptive, Counts
+from minispec.adaptive import Adaptive, Counts, richest
 from minispec.drafters import NGram, SmallLM
 from minispec.engine import Engine, Lockstep, Request
 from minispec.traces import CostTable
@@ -156,3 +158,25 @@ def test_what_it_cannot_choose_from_is_refused(tmp_path):
     with pytest.raises(ValueError, match="no cost table .*bench.py profile"):
         methods.make_engine("adaptive", TARGET, methods.settings(cost=str(tmp_path / "none.json")), 1)
     assert "adaptive" not in methods.ready(methods.settings(cost=str(tmp_path / "none.json")))
+
+
+def test_the_richest_choice_is_found():
+    """Against all choices of all requests, one drafter at a time beside the lookups, where every draft costs the same to verify."""
+    rng, ks = np.random.default_rng(0), np.arange(4)
+    asked = np.array([False, True, True])
+    for _ in range(30):
+        tokens = np.cumsum(rng.uniform(0, 1, (2, 3, 1)) ** ks, -1)
+        tokens[ks > rng.integers(0, 4, (2, 3, 1))] = -np.inf
+        charge = rng.uniform(0, 0.2, (2, 3, 4)) * (ks > 0) * asked[:, None]
+        step, price = 1.0 + rng.uniform(0, 0.5) * ks, rng.uniform(0, 0.6, (3, 1)) * ks * asked[:, None]
+
+        def speed(picks):
+            deepest = [max([k for j, k in picks if j == m], default=0) for m in range(3)]
+            seconds = np.interp(sum(k for _, k in picks) / 2, ks, step) + sum(price[m, k] for m, k in enumerate(deepest))
+            return sum(tokens[i, j, k] for i, (j, k) in enumerate(picks)) / (seconds + sum(charge[i, j, k] for i, (j, k) in enumerate(picks)))
+
+        everything = itertools.product(itertools.product(range(3), range(4)), repeat=2)
+        best = max(speed(picks) for picks in everything if len({j for j, k in picks if asked[j] and k}) < 2)
+        assert speed(richest(tokens, charge, step, price, asked)) == pytest.approx(best)
+        alone = richest(tokens[:, :1], charge[:, :1], step, price[:1], asked[:1])                 # nobody to ask
+        assert all(j == 0 for j, _ in alone) and speed(alone) >= 2.0 - 1e-9

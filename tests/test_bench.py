@@ -170,3 +170,17 @@ def test_gap_is_left_out_where_there_is_none():
     rows = [{"method": m, "batch": 1, "kind": "different", "seconds": 1.0, "rounds": 6, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
     t = traces.Trace("a", 10, 2, {"ngram": [0, 1]})
     assert "gap" not in ladder.observed(rows, [t], traces.CostTable(COSTS), cell)
+
+
+def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_path, monkeypatch):
+    """Also where a table is still missing: then its end follows at once, and the next end is another table's."""
+    about = {"command": "c", "device": "d", "torch": "t", "date": "x", "seconds": 60}
+    (tmp_path / "cdlm_teachers.json").write_text(json.dumps({**about, "result": {"arms": {"a": {"50": 1.0}}}}))
+    monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results:cdlm_teachers -->\n<!-- end -->\nbetween\n<!-- results:cdlm_speed -->\n<!-- end -->\nafter\n")
+    for _ in range(2):                                   # the second time over what the first one wrote
+        bench.report(str(page))
+        before, table, rest = page.read_text().replace("<!-- end -->", "<!-- results:cdlm_teachers -->", 1).split("<!-- results:cdlm_teachers -->")
+        assert before == "before\n" and "| a | 1.000 |" in table and "`c` on d" in table
+        assert rest == "\nbetween\n<!-- results:cdlm_speed -->\n<!-- end -->\nafter\n"

@@ -21,10 +21,10 @@ MASK, L, B = 63, 28, 8           # the last block of 28 slots is short
 PROMPTS = [list(range(1, 10)), list(range(5, 19)), [7], list(range(30, 52))]
 
 
-@pytest.fixture(scope="module")
-def model():
+@pytest.fixture(scope="module", params=[True, False], ids=["shifted", "unshifted"])
+def model(request):
     """A mask embedding near 0 makes predictions depend on the context, so that answers wander; logits spread by about 3."""
-    model = toy_model(n_layer=3)
+    model = toy_model(n_layer=3, shift=request.param)
     with torch.no_grad():
         model.embed.weight[MASK] *= 0.01
         model.head.weight *= 5
@@ -71,7 +71,7 @@ def test_later_blocks_do_not_reach_back(model):                                 
         one, two = dense(model, prompt, slots), dense(model, prompt, other)
         assert torch.equal(one[:end], two[:end]) and not torch.equal(one[end:], two[end:])
     whole = lambda s: dense(model, prompt, s, block_size=L)                        # one block: bidirectional
-    assert not torch.allclose(whole(slots)[0], whole(slots[:-1] + [0])[0])
+    assert not torch.allclose(whole(slots)[1], whole(slots[:-1] + [0])[1])
 
 
 def test_prompt_never_sees_the_answer(model):                                      # 6
@@ -92,6 +92,30 @@ def test_two_copies_train_every_block_as_decoding_meets_it(model):
             alone = clean.clone()
             alone[:, block] = noisy[:, block]
             assert (got[:, block] - cdlm_losses.answer_hidden(model, prompt, lengths, alone, B)[:, block]).abs().max() < 1e-5
+
+
+def test_whose_token_a_row_predicts():                                             # 8
+    """A model that says what it is fed: with a shift a slot gets the token before it, and a block's first slot is settled before
+    the block opens."""
+    for shift in (True, False):
+        echo = toy_model(tied=True, shift=shift)
+        with torch.no_grad():
+            for block in echo.blocks:
+                for p in block.parameters():
+                    p.zero_()
+        slots = list(range(20, 20 + L))
+        assert dense(echo, PROMPTS[0], slots).argmax(-1).tolist() == ([PROMPTS[0][-1]] + slots[:-1] if shift else slots)
+        two = cdlm_losses.blocks_hidden(echo, torch.tensor(PROMPTS[:1]), torch.tensor([9]), torch.tensor([slots]), torch.tensor([slots]) + 10, B)
+        assert echo.logits(two)[0].argmax(-1)[B - 1:B + 2].tolist() == ([36, 27, 38] if shift else [37, 38, 39])
+        decoder = Compared(echo, MASK, block_size=B)
+        decoder.generate(requests(PROMPTS[:1]), [{0: 1, 8: 2}])
+        assert decoder.worst <= 1e-5
+
+
+def test_only_without_a_shift_a_blocks_first_slot_sees_its_block(model):           # 8
+    slots = list(range(20, 20 + L))
+    one, two = (dense(model, PROMPTS[0], slots[:B + 1] + [t] * (B - 1) + slots[2 * B:]) for t in (3, 4))
+    assert torch.equal(one[B], two[B]) == model.config.shift and not torch.equal(one[B + 1], two[B + 1])
 
 
 # -- the exact cache (3, 4, 5) -----------------------------------------------------------------------------------------
@@ -279,7 +303,7 @@ def test_counters_are_measured(model, monkeypatch):                             
         assert abs(sum(s.verify_seconds for g in got for s in g.steps) - decoder.seconds["prefill"] - decoder.seconds["verify"]) < 1e-6
     decoder = cdlm.Decoder(model, MASK, block_size=B, steps=2)
     decoder.generate(requests(PROMPTS[:1], 2 * B))
-    assert decoder.counts == {"forwards": 4, "tokens_fed": len(PROMPTS[0]) + 4 * B + B, "tokens_kept": 2 * B}
+    assert decoder.counts == {"forwards": 4, "tokens_fed": len(PROMPTS[0]) + 4 * B + B + 2 * decoder.shift, "tokens_kept": 2 * B}
 
 
 @pytest.mark.parametrize("kind", cdlm.KINDS)

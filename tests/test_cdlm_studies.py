@@ -77,6 +77,19 @@ def test_gaps_are_filled_where_they_are(toys, monkeypatch):
     assert seen[0][0] == [*range(14), *range(18, 32)] and seen[1][0] == list(range(14)) and seen[4][0] == [*range(8), *range(24, 32)]
 
 
+def test_runs_of_teachers_are_compared_step_by_step(toys, tmp_path):
+    args, model, tokenizer = toys
+    for arm, losses in (("a", [3, 1]), ("b", [2])):
+        (tmp_path / arm / "teacher").mkdir(parents=True)
+        lines = [json.dumps({"step": 50 * (i + 1), "heldout": {"arith": x, "story": x + 1}}) for i, x in enumerate(losses)]
+        (tmp_path / arm / "teacher" / "log.jsonl").write_text("\n".join(lines))
+    (tmp_path / "other").mkdir()
+    result = json.loads(json.dumps(cdlm_studies.cdlm_teachers(methods.settings(**{**vars(args), "arms": str(tmp_path)}), model, tokenizer)))
+    assert bench.render("cdlm_teachers", result).split("\n")[2:] == ["| a | 3.500 | 1.500 |", "| b | 2.500 |  |"]
+    with pytest.raises(ValueError, match="this study compares teachers"):
+        cdlm_studies.cdlm_teachers(methods.settings(**{**vars(args), "arms": str(tmp_path / "a")}), model, tokenizer)
+
+
 def test_what_cannot_be_compared_is_one_line(toys, tmp_path):
     args, model, tokenizer = toys
     for arms, message in (("/nowhere", "no folder of students /nowhere"), (str(tmp_path), "train_cdlm.py --name"), (None, "got None")):

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import os
+import subprocess
 import sys
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -145,10 +146,10 @@ CHECKS |= {"batch of one": check_batch_of_one, "moved": check_moved, "full list"
 
 
 @pytest.fixture(scope="module")
-def verdicts(pytestconfig):
-    out, err = pytestconfig.kernel_checks.communicate(timeout=1800)            # conftest.py has started it
-    assert pytestconfig.kernel_checks.returncode == 0, err[-2000:]
-    return json.loads(out.splitlines()[-1])
+def verdicts():
+    p = subprocess.run([sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1800)
+    assert p.returncode == 0, p.stderr[-2000:]
+    return json.loads(p.stdout.splitlines()[-1])
 
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed, so kernels neither run nor compile")

@@ -241,6 +241,11 @@ def test_all_stages_lower_their_losses(trained):
     assert sorted(os.listdir(trained / "trajectories")) == ["00000.safetensors", "00001.safetensors", "00002.safetensors", "settings.json"]
 
 
+def test_a_model_remembers_whose_token_its_rows_predict(trained, toy, tmp_path, monkeypatch):   # 8
+    train(monkeypatch, toy, tmp_path, "--stage", "teacher", "--no-shift", "--steps", "2")
+    assert [gpt.load(folder / "teacher").config.shift for folder in (tmp_path, trained)] == [False, True]
+
+
 class Killed(Exception):
     pass
 
