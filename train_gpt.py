@@ -31,6 +31,7 @@ CURRICULUM = ((0.06, {256: 1.0}),
               (0.14, {512: 1.0}),
               (0.85, {1024: 1.0}),
               (1.0, {1024: 0.4, 6144: 0.4, 10240: 0.2}))
+MOST = 10 ** 10             # of tokens and the like: nobody means more
 BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 6144: 6144, 10240: 10240}
 
 
@@ -160,8 +161,9 @@ def evaluate(model, tokenizer, device):
 
 def main():
     args = parse_args()
-    if args.tokens < 1 or args.batch_scale < 1 or args.save_every < 1:
-        raise ValueError("tokens, batch-scale and save-every must be 1 or more")
+    for name, least in {"tokens": 1, "batch_scale": 1, "save_every": 1, "max_length": 1, "warmup": 0}.items():
+        if not least <= getattr(args, name) <= MOST:
+            raise ValueError(f"{name.replace('_', '-')} {getattr(args, name):g} is out of range; allowed is {least} or more, up to {MOST:.0e}")
     if not 0 <= args.start < 1:
         raise ValueError(f"--start {args.start} is out of range; from 0 up to, not including, 1")
     check_device(args.device)
@@ -184,6 +186,9 @@ def main():
     # model, teacher, optimisers
     config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size, "block_size": max(args.max_length, 2048),
                               "bos_id": tokenizer.special["<|bos|>"], "eos_id": tokenizer.special["<|eos|>"]})
+    if teacher and (teacher.config.vocab_size != config.vocab_size or teacher.config.block_size < config.block_size):
+        raise ValueError(f"{args.teacher} has a vocabulary of {teacher.config.vocab_size} and a context of {teacher.config.block_size}; "
+                         f"to teach this model it needs {config.vocab_size} and {config.block_size} or more")
     model = gpt.GPT(config).to(args.device)
     if args.init:
         start = gpt.load(args.init, args.device, torch.float32)

@@ -19,7 +19,8 @@ from .script import check_device
 from .verify import Sampling
 
 SHARD = 64                  # prompts answered between two writes
-LIMITS = {"prompts": 1, "heldout": 1, "max-new-tokens": 2, "tokens": 1, "batch-tokens": 1, "max-length": 8, "save-every": 1}
+LIMITS = {"prompts": 1, "heldout": 1, "max-new-tokens": 2, "tokens": 1, "batch-tokens": 1, "max-length": 8, "save-every": 1, "warmup": 0}
+MOST = 10 ** 10             # of all of them: nobody means more
 
 
 def add_arguments(parser):
@@ -46,8 +47,8 @@ def check_arguments(args, limits):
     """ValueError where a setting is below the least that `limits`, or LIMITS here, allow for it; or names no prompts."""
     for name, least in {**LIMITS, **limits}.items():
         value = getattr(args, name.replace("-", "_"))
-        if value is not None and value < least:
-            raise ValueError(f"{name} {value:g} is out of range; allowed is {least} or more")
+        if value is not None and not least <= value <= MOST:
+            raise ValueError(f"{name} {value:g} is out of range; allowed is {least} or more, up to {MOST:.0e}")
     check_device(args.device)
     Sampling(args.temperature)
     prompts_of(args, "train", args.prompts), prompts_of(args, "heldout", args.heldout)

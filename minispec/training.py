@@ -32,7 +32,7 @@ def optimizers(model, lr, matrix=lambda name: True):
 
 def learning_rate(step, progress, peak, warmup):
     """Linear warm-up over `warmup` steps, then a cosine over `progress` (0 to 1) down to a twentieth of the peak."""
-    return peak * min((step + 1) / warmup, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+    return peak * min((step + 1) / max(warmup, 1), 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def resume(folder, model, opts, device):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import decode
 import train_gpt
-from minispec import files, folders, gpt, methods, prism, script, specdiff, training
+from minispec import files, folders, gpt, methods, prism, script, specdiff, tables, training
 from minispec.engine import Request
 
 
@@ -259,3 +259,13 @@ def test_some_fuzzing():
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-1000:]
     out = json.loads(r.stdout.splitlines()[-1])
     assert out["lines"]["cases"] == 10 and out["files"]["cases"] == 14 and set(out["files"]["exits"]) <= {"0", "2"}
+
+
+def test_what_was_measured_is_shown():
+    file = os.path.join(ROOT, "results", "knocks.json")
+    if not os.path.exists(file):
+        pytest.skip("no results/knocks.json")
+    result = files.read_json(file)["result"]
+    assert tables.render("knocks", result).count("\n|") == 5 + len(result["kill"]["scripts"])
+    for x in (result["fuzz"]["lines"], result["fuzz"]["files"]):
+        assert sum(x["exits"].values()) == x["cases"]

@@ -152,6 +152,14 @@ def test_turns_are_asked_after_the_own_answer(tmp_path, toy):
         assert not extra or all(x["identical"] for x in each)
 
 
+def test_code_is_run_with_the_flag_alone(tmp_path, toy):
+    (tmp_path / "p.jsonl").write_text(json.dumps(EVAL))
+    for flags, correct in (((), None), (("--run-code",), False)):
+        decode.main(["--model", toy, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "5", "--quiet", "--json", str(tmp_path / "o.json"), *flags])
+        with open(tmp_path / "o.json") as f:
+            assert json.load(f)["correct"] is correct
+
+
 def test_turns_share_out_the_context(tmp_path, toy):
     """What would not fit in a later turn fails before the first."""
     problem, = load(tmp_path, {"turns": ["one", "two"]})
