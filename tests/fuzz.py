@@ -356,7 +356,7 @@ def one(kind, seed, i, source, known, show=False):
         else:
             name, argv, file = damaged_file(rng, folder)
         code, seconds, text = run(folder, name, argv, show, drawing=rng.random() < 0.05)
-        return verdict(folder, name, code, text), code, seconds, f"{kind}:{i} {file or ''} {name}.py " + " ".join(map(repr, argv))[:300], text
+        return verdict(folder, name, code, text if not show else name + ".py: (shown above)"), code, seconds, f"{kind}:{i} {file or ''} {name}.py " + " ".join(map(repr, argv))[:300], text
     finally:
         shutil.rmtree(folder)
 
