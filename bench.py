@@ -9,6 +9,7 @@
 
 A study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` goes on cell by cell.
 """
+import contextlib
 import glob
 import os
 import platform
@@ -165,7 +166,9 @@ def bounds(args, model, tokenizer):
             with blame(file):
                 more[name] = read_json(file)["result"]
     some = traces.read_traces(args.traces or os.path.join(RESULTS, "traces.jsonl"))
-    return ladder.analyse(some, traces.read_costs(args.cost), more.get("run", {}).get("rows"), more.get("trace", {}).get("children"), args.as_published)
+    cost = traces.read_costs(args.cost)
+    with blame("run.json or trace.json in " + RESULTS) if more else contextlib.nullcontext():
+        return ladder.analyse(some, cost, more.get("run", {}).get("rows"), more.get("trace", {}).get("children"), args.as_published)
 
 
 STUDIES = {**{study.__name__: study for study in (studies.accuracy, studies.lossless, studies.attention, studies.acceptance, studies.speed, studies.serving,

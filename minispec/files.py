@@ -43,14 +43,23 @@ def read_json(path):
         raise ValueError(f"cannot read {path}: {e.strerror}") from None
 
 
+@contextlib.contextmanager
+def opened(file):
+    """A safetensors file, mapped into memory."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except FileNotFoundError:
+        raise ValueError(f"there is no {file}") from None
+    except (SafetensorError, OSError) as e:
+        raise ValueError(f"{file} is damaged: {e}") from None
+
+
 def read_tensors(path):
     """{name: tensor} of a safetensors file. ValueError names the file where it is damaged or holds what is no finite number."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-    try:
-        tensors = load_file(path)
-    except (SafetensorError, OSError) as e:
-        raise ValueError(f"{path} is damaged: {e}") from None
+    with opened(path) as f:
+        tensors = {name: f.get_tensor(name) for name in f.keys()}
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
             raise ValueError(f"{path} is damaged: {name} holds values that are not finite numbers")

@@ -3,7 +3,7 @@ Hugging Face layout instead, see gpt.py.)"""
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import torch
 
@@ -32,6 +32,11 @@ def load(folder, kind, make):
         if config.pop("model_type", None) != kind:
             raise ValueError(f"this is not a drafter made by train_{kind}.py")
         module = make(**config)
+        for field in fields(module.config):                      # a list where a number belongs would show in the middle of decoding
+            value, kind = getattr(module.config, field.name), type(field.default)
+            wrong = kind in (bool, int, str) and type(value) is not kind or type(value) is tuple and not all(type(i) is int and i >= 0 for i in value)
+            if wrong and value is not None:
+                raise ValueError(f"{field.name} {value} is of the wrong kind")
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
         raise ValueError(f"{config_file}: {e}") from None
     weights = read_tensors(file)

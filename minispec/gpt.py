@@ -11,7 +11,6 @@ is a new `attend`, a new drafter, or both; the body below never changes.
 Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests, in
 decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
 """
-import contextlib
 import math
 import os
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .files import blame, read_json, replaced, write_json
+from .files import blame, opened, read_json, replaced, write_json
 
 
 @dataclass
@@ -383,7 +382,7 @@ def _weight_files(folder, config):
     """{tensor: its file} from model.safetensors, or from the shards that model.safetensors.index.json lists."""
     file, index = (os.path.join(folder, name) for name in ("model.safetensors", "model.safetensors.index.json"))
     if os.path.exists(file):
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             files = dict.fromkeys(tensors.keys(), file)
     elif os.path.exists(index):
         file = index
@@ -399,26 +398,13 @@ def _weight_files(folder, config):
     return files
 
 
-@contextlib.contextmanager
-def _opened(file):
-    """A safetensors file, mapped into memory."""
-    from safetensors import SafetensorError, safe_open
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except FileNotFoundError:
-        raise ValueError(f"there is no {file}") from None
-    except (SafetensorError, OSError) as e:
-        raise ValueError(f"{file} is damaged: {e}") from None
-
-
 def _read_weight(files, names, shapes, device, dtype, multiplies):
     """The tensors of these names, one upon the other; by columns, as `store_by_columns` has it, where rows are multiplied with
     them. Files are mapped anew for each: closing a map is what frees its pages."""
     out, row = None, 0
     for name, shape in zip(names, shapes):
         file = files[name]
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             part = tensors.get_tensor(name)
         if part.shape != shape:
             raise ValueError(f"{file}: {name} has shape {tuple(part.shape)}, config.json says {tuple(shape)}")

@@ -123,8 +123,10 @@ def _read_shard(file, vocab_size):
     """The rows of a shard: [[prompt ids, answer ids, a number for each of these]]."""
     rows = read_json(file)
     with blame(file):
+        if type(rows) is not list:
+            raise ValueError("a list of rows is needed")
         for prompt, answer, logs in rows:
-            if not all(type(i) is int and 0 <= i < vocab_size for i in prompt + answer) or len(answer) != len(logs) or not all(map(math.isfinite, logs)):
+            if not all(type(x) is list for x in (prompt, answer, logs)) or not all(type(i) is int and 0 <= i < vocab_size for i in prompt + answer) or len(answer) != len(logs) or not all(map(math.isfinite, logs)):
                 raise ValueError(f"a row is not made of token ids below {vocab_size} and a number for each of the answer's")
     return rows
 

@@ -4,10 +4,8 @@ import math
 import os
 import statistics
 
-from safetensors import safe_open
-
 from . import tasks
-from .files import blame, read_json
+from .files import blame, opened, read_json
 
 
 def _table(head, rows):
@@ -88,7 +86,7 @@ def render(name, r):
                 + "\n\n" + _table([f"{r['memory']['bfloat16']['parameters'] / 1e9:.2f} billion parameters, stored as bf16, loaded as", "weights",
                                    "peak memory of the process", "times the weights", "of it Python and torch"], memory))
     if name == "knocks":
-        kinds = [["wrong command lines", r["fuzz"]["lines"]], ["damaged files", r["fuzz"]["files"]]]
+        kinds = [["wrong command lines", r["lines"]], ["damaged files", r["files"]]]
         rows = [[what, f"{x['cases']:,}", f"{x['exits'].get('0', 0):,}", f"{x['exits'].get('2', 0):,}", x["failures"], f"{x['slowest_seconds']:.0f} s"] for what, x in kinds]
         kills = [[f"`{script}.py`", x["kills"], x["runs_that_reached_the_end"]] for script, x in r["kill"]["scripts"].items()]
         return (_table(["fuzzed", "cases", "exit 0", "exit 2 with a line", "tracebacks, hangs, half-written files", "slowest"], rows) + "\n\n"
@@ -257,9 +255,10 @@ def training_table(folder):
             with blame(files[1]), open(files[1], encoding="utf-8") as f:
                 log = [json.loads(line) for line in f]
                 seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
-            with safe_open(os.path.join(folder, name, "model.safetensors"), "pt") as f:
+                last = [f"{log[-1]['tokens'] / 1e6:.1f}M", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}"]
+            with opened(os.path.join(folder, name, "model.safetensors")) as f:
                 params = sum(math.prod(f.get_slice(tensor).get_shape()) for tensor in f.keys())
-            rows.append([name, f"{params / 1e6:.2f}M", f"{log[-1]['tokens'] / 1e6:.1f}M", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}", f"`{command}`"])
+            rows.append([name, f"{params / 1e6:.2f}M", *last, f"`{command}`"])
     return _table(["checkpoint", "parameters", "tokens", "minutes on 2 CPU cores", "last loss", "command"], rows)
 
 

@@ -48,9 +48,9 @@ def resume(folder, model, opts, device):
         model.load_state_dict(saved["model"])
         for opt, state in zip(opts, saved["optimizers"], strict=True):
             opt.load_state_dict(state)
-        step, seconds = saved["step"] + 0, saved["seconds"] + 0
-        if any(x.shape != p.shape for opt in opts for p, s in opt.state.items() for x in s.values() if torch.is_tensor(x) and x.ndim):
-            raise ValueError("the optimisers' state is of other shapes")
+        step, seconds = saved["step"], saved["seconds"]
+        if type(step) is not int or type(seconds) not in (int, float) or any(x.shape != p.shape for opt in opts for p, s in opt.state.items() for x in s.values() if torch.is_tensor(x) and x.ndim):
+            raise ValueError("the steps or the optimisers' state are of another kind")
     except Exception as e:                                     # what a damaged archive raises is anybody's guess
         raise ValueError(f"{file} is damaged or of another run; remove it to begin anew, or use another --out ({type(e).__name__}: {e})"[:600]) from None
     if not os.path.exists(log):

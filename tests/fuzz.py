@@ -370,7 +370,7 @@ def main():
     p.add_argument("--no-results", action="store_true", help="write no results/knocks.json")
     args = p.parse_args()
     torch.set_num_threads(1)                                    # a fork has no threads but its own
-    out, started = {}, time.monotonic()
+    out = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as top:
         source = os.path.join(top, "template")
         os.makedirs(os.path.join(source, "checkpoints"))
@@ -381,7 +381,7 @@ def main():
             wrong, code, seconds, what, _ = one(kind, args.seed, int(i), source, known, show=True)
             return print(f"{what}\nexit {code} after {seconds:.1f} s: {wrong or 'fine'}")
         for kind, n in (("files", args.files), ("lines", args.lines)):
-            codes, slowest, failures = collections.Counter(), (0.0, ""), []
+            codes, slowest, failures, started = collections.Counter(), (0.0, ""), [], time.monotonic()
             for i in range(n):
                 wrong, code, seconds, what, text = one(kind, args.seed, i, source, known)
                 codes[str(code)] += 1
@@ -391,20 +391,19 @@ def main():
                     print(f"FAILED {wrong}: {what}\n{text[-1500:]}\n", flush=True)
                 if (i + 1) % 100 == 0:
                     print(f"{kind}: {i + 1} of {n}, {dict(codes)}, {len(failures)} failures, slowest {slowest[0]:.1f} s, {time.monotonic() - started:.0f} s", flush=True)
-            out[kind] = {"cases": n, "exits": dict(sorted(codes.items())), "failures": len(failures), "slowest_seconds": round(slowest[0], 1), "slowest": slowest[1][:120]}
-    if not args.no_results:
-        note("fuzz", {"seed": args.seed, "memory_limit": MEMORY, **out}, time.monotonic() - started)
+            out[kind] = {"seed": args.seed, "cases": n, "exits": dict(sorted(codes.items())), "failures": len(failures), "slowest_seconds": round(slowest[0], 1), "slowest": slowest[1][:120]}
+            if n and not args.no_results:
+                note(kind, out[kind], time.monotonic() - started)
     print(json.dumps(out))
     return sum(x["failures"] for x in out.values()) > 0
 
 
 def note(part, result, seconds):
-    """Put one part of results/knocks.json there, beside the others."""
+    """Put one part of results/knocks.json there, beside the others: "lines", "files", "kill"."""
     file = os.path.join(ROOT, "results", "knocks.json")
-    old = files.read_json(file) if os.path.exists(file) else {"seconds": 0, "result": {}}
+    parts = {**(files.read_json(file)["result"] if os.path.exists(file) else {}), part: {**result, "seconds": round(seconds, 1)}}
     files.write_json(file, {"command": "python tests/fuzz.py && python tests/kill.py", "device": f"{bench.processor()}, {torch.get_num_threads()} threads", "python": platform.python_version(),
-                            "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": round(sum(r["seconds"] for r in old["result"].values() if r is not old["result"].get(part)) + seconds, 1),
-                            "result": {**old["result"], part: {**result, "seconds": round(seconds, 1)}}})
+                            "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": round(sum(p["seconds"] for p in parts.values()), 1), "result": parts})
 
 
 if __name__ == "__main__":

@@ -267,5 +267,5 @@ def test_what_was_measured_is_shown():
         pytest.skip("no results/knocks.json")
     result = files.read_json(file)["result"]
     assert tables.render("knocks", result).count("\n|") == 5 + len(result["kill"]["scripts"])
-    for x in (result["fuzz"]["lines"], result["fuzz"]["files"]):
+    for x in (result["lines"], result["files"]):
         assert sum(x["exits"].values()) == x["cases"]
