@@ -72,7 +72,7 @@ def read_rows(file):
     except OSError as e:
         raise ValueError(f"cannot read {file}: {e.strerror}") from None
     except UnicodeDecodeError as e:
-        raise ValueError(f"{file} is not UTF-8 text: {e.reason} at byte {e.start}") from None
+        raise ValueError(f"cannot read {file}: not UTF-8 text ({e.reason} at byte {e.start})") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:

@@ -87,9 +87,9 @@ def render(name, r):
                                    "peak memory of the process", "times the weights", "of it Python and torch"], memory))
     if name == "knocks":
         kinds = [["wrong command lines", r["lines"]], ["damaged files", r["files"]]]
-        rows = [[what, f"{x['cases']:,}", f"{x['exits'].get('0', 0):,}", f"{x['exits'].get('2', 0):,}", x["failures"], f"{x['slowest_seconds']:.0f} s"] for what, x in kinds]
+        rows = [[what, f"{x['cases']:,}", f"{x['exits'].get('0', 0):,}", f"{x['exits'].get('2', 0):,}", x["failures"], f"{x['slowest_seconds']:.0f}"] for what, x in kinds]
         kills = [[f"`{script}.py`", x["kills"], x["runs_that_reached_the_end"]] for script, x in r["kill"]["scripts"].items()]
-        return (_table(["fuzzed", "cases", "exit 0", "exit 2 with a line", "tracebacks, hangs, half-written files", "slowest"], rows) + "\n\n"
+        return (_table(["fuzzed", "cases", "exit 0", "exit 2 with a line", "tracebacks, hangs, half-written files", "slowest, CPU seconds"], rows) + "\n\n"
                 + _table(["killed (kill -9) at random moments and started again", "kills", "runs that reached the end, equal to an undisturbed one"], kills))
     if name == "transformers":
         return _table(["loop", "tokens/s, median (range)", "ratio to transformers"],

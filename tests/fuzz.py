@@ -38,7 +38,7 @@ import train_specdiff
 from minispec import files, gpt, prism, script, specdiff, traces
 
 SCRIPTS = {m.__name__: m for m in (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm)}
-SECONDS, MEMORY = 60, 6 << 30       # a case that takes longer hangs; a case that takes more memory must say so
+SECONDS, WAIT, MEMORY = 60, 600, 6 << 30        # of a processor, of doing nothing: a case that takes longer hangs; of more memory it must say so
 GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"It is <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"} for i in range(30)]
 PROMPTS = [GSM8K[3], {"problem": "Half?", "solution": "\\boxed{2}", "answer": "2"}, {"prompt": "n \\boxed{}", "answer": 7},
            {"prompt": "def f():\n", "test": "def check(f):\n    assert f() == 1", "entry_point": "f"}, {"text": "Do.", "code": "x", "test_list": ["assert True"]},
@@ -58,7 +58,7 @@ GOOD = {    # values that options not listed here do not guess by their type
     "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
     "--teacher": ["checkpoints/target"], "--tokenizer": ["checkpoints/target"], "--target": ["checkpoints/target"], "--source": ["checkpoints/draft"], "--out": ["out", "runs/gpt"], "--workload": ["prompts.jsonl"],
     "--rule": list(specdiff.RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt", "oracle"], "--device": ["cpu"],
-    "--diffusion-model": ["checkpoints/cdlm/student"], "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--stop": ["e", "🙂"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
+    "--diffusion-model": ["checkpoints/cdlm/student"], "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--check": ["1"], "--stop": ["e", "🙂"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
 NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/dev/full", ".", "/", "--", "-", "None", "[]", "{}", "1_0", "\n", "\0"[:0] + "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
 LONG = ("--n", "--steps", "--prompts", "--heldout", "--check", "--batch", "--shard", "--batch-scale", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
@@ -102,16 +102,16 @@ def template(folder, runs=True):
 
 
 def run(folder, name, argv, show=False, drawing=False):
-    """A script in a fork of this process: (exit code, or "hang" or "killed", seconds, what it printed)."""
-    started, output = time.monotonic(), os.path.join(folder, ".output")
+    """A script in a fork of this process: (exit code, or "hang" or "killed", seconds of a processor, what it printed)."""
+    output = os.path.join(folder, ".output")
     sys.stdout.flush()
     sys.stderr.flush()
     if (pid := os.fork()) == 0:
         code = 1
         try:
             os.setsid()
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(SECONDS)
+            signal.alarm(WAIT)
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if not show:
@@ -135,7 +135,7 @@ def run(folder, name, argv, show=False, drawing=False):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
-    _, status = os.waitpid(pid, 0)
+    _, status, used = os.wait4(pid, 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)
@@ -144,7 +144,8 @@ def run(folder, name, argv, show=False, drawing=False):
         with open(output, encoding="utf-8", errors="replace") as f:
             text = f.read()
         os.remove(output)
-    return {-signal.SIGALRM: "hang"}.get(code, code if code >= 0 else "killed"), time.monotonic() - started, text
+    outcome = "hang" if code in (-signal.SIGALRM, -signal.SIGXCPU) else "killed" if code < 0 else code
+    return outcome, used.ru_utime + used.ru_stime, text
 
 
 # -- command lines -----------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def options():
 
 def command_line(rng, known):
     """(script, arguments): what keeps it small, then a few options with good and bad values; some are broken in other ways."""
-    name = rng.choices(list(SCRIPTS), (8, 3, 3, 3, 3, 3))[0]
+    name = rng.choices(list(SCRIPTS), (10, 4, 2, 2, 2, 2))[0]
     argv = list(SMALL[name])
     if name == "bench":
         argv = rng.choice([["bounds", "--quick", "--traces", "traces.jsonl", "--cost", "costs.json"], ["bounds", "--quick"], ["report"], ["prism_arms", "--quick"], ["cdlm_losses", "--quick"], ["nonsense"]])

@@ -90,7 +90,7 @@ def test_malformed_lines_are_named(tmp_path, text, message):
 
 def test_files_that_are_no_text_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}')
-    with pytest.raises(ValueError, match="a.jsonl is not UTF-8 text: invalid start byte at byte 12"):
+    with pytest.raises(ValueError, match="cannot read .*a.jsonl: not UTF-8 text .invalid start byte at byte 12"):
         prompts.load_prompts(str(tmp_path / "a.jsonl"))
     with pytest.raises(ValueError, match="no prompt file"):
         prompts.load_prompts(str(tmp_path / "none.jsonl"))
