@@ -95,6 +95,18 @@ def trace(args, model, tokenizer):
             "children": {name: rates for name, rates in children.items() if rates}}
 
 
+def suitable(args, model):
+    """Of the methods that are ready, those for this target; a drafter of another one is left out with a line that says so."""
+    out = []
+    for name in methods.ready(args):
+        try:
+            methods.make_engine(name, model, args, 1)
+            out.append(name)
+        except ValueError as e:
+            print(f"{name} is left out: {e}")
+    return out
+
+
 def run(args, model, tokenizer):
     """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype.
     A batch is of different requests, or of copies of one as in the paper."""
@@ -109,7 +121,7 @@ def run(args, model, tokenizer):
         known = [v for i, g in zip(ids, generations) if (v := verdict(problems[i], g, tokenizer)) is not None]
         return [sum(known), len(known)]
 
-    names = ["ar", *methods.ready(args)]
+    names = ["ar", *(methods.ready(args) if not args.workload else suitable(args, model))]
 
     def measured(workload, batch, kind, ids):
         timed, rows = {}, []

@@ -183,7 +183,7 @@ def program(facts, text):
 
 
 SECONDS, PASSED = 10, 97
-LIMITS = {"CPU": SECONDS, "AS": 2 << 30, "FSIZE": 1 << 20, "NPROC": 0, "CORE": 0}      # of time, memory, a file, processes
+LIMITS = {"CPU": SECONDS, "AS": 2 << 30, "FSIZE": 1 << 20, "NPROC": 0, "CORE": 0}      # of time, memory, a file, processes (root's are not counted)
 RUNNER = f"""import os, resource, runpy, sys
 for name, most in {LIMITS}.items():
     resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))

@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from conftest import TARGET
+from conftest import ROOT, TARGET
 
 import bench
 import decode
@@ -172,7 +172,7 @@ def test_turns_share_out_the_context(tmp_path, toy):
     assert [len(g.token_ids) for _, g, _ in rows] == [most, most] and len(rows[1][1].prompt_ids) + most <= 512
 
 
-def test_bench_measures_a_workload(tmp_path, toy):
+def test_bench_measures_a_workload(tmp_path, toy, capsys):
     """Blocks by family, second turns after the target's own first answer, solved of those that can be checked."""
     rows = [{"turns": ["one", "two"], "category": "writing"}, {"turns": ["three"], "category": "qa"}, ROWS["Spec-Bench"][0]]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -186,6 +186,8 @@ def test_bench_measures_a_workload(tmp_path, toy):
     rows = {(x["workload"], x["method"]): x for x in result["rows"]}
     assert {w for w, _ in rows} == {"mt_bench", "qa", "math_reasoning", "mixed"} and rows["math_reasoning", "ar"]["solved"] == [0, 1] and rows["qa", "ar"]["solved"] == [0, 0]
     assert all(x["identical"] == x["prompts"] for x in result["rows"]) and "| solved |" in bench.render("run", result)
+    args.drafter, args.draft_model = os.path.join(ROOT, "checkpoints", "prism"), toy             # a drafter of another target
+    assert bench.suitable(args, model) == ["ngram", "draft", "specgen"] and "prism is left out: the drafter was made for" in capsys.readouterr().out
 
 
 # -- real files --------------------------------------------------------------------------------------------------------
