@@ -164,6 +164,8 @@ def main():
     for name, least in {"tokens": 1, "batch_scale": 1, "save_every": 1, "max_length": 1, "warmup": 0}.items():
         if not least <= getattr(args, name) <= MOST:
             raise ValueError(f"{name.replace('_', '-')} {getattr(args, name):g} is out of range; allowed is {least} or more, up to {MOST:.0e}")
+    if not 0 < args.logit_limit <= 1e6:
+        raise ValueError(f"--logit-limit {args.logit_limit} is out of range; allowed is above 0, up to 1e6")
     if not 0 <= args.start < 1:
         raise ValueError(f"--start {args.start} is out of range; from 0 up to, not including, 1")
     check_device(args.device)

@@ -101,8 +101,10 @@ def test_bugs_are_still_shown(monkeypatch):
 
 def test_a_cache_larger_than_all_memory(toy):
     with pytest.raises(RuntimeError) as e:
-        decode.main(["--model", toy, "--prompt", "x", "--max-new-tokens", "4", "--cache-tokens", str(10 ** 13), "--quiet"])
+        decode.main(["--model", toy, "--prompt", "x", "--max-new-tokens", "4", "--cache-tokens", str(10 ** 12), "--quiet"])
     assert script.fault(e.value, "--batch") == "out of memory; try a smaller --batch"
+    with pytest.raises(ValueError, match="a cache of 10000000000000000000000000 tokens is out of range"):
+        decode.main(["--model", toy, "--prompt", "x", "--max-new-tokens", "4", "--cache-tokens", str(10 ** 25), "--quiet"])
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
