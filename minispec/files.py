@@ -7,8 +7,12 @@ import os
 @contextlib.contextmanager
 def replaced(path):
     """Yields a temporary name to write to, which becomes `path` if all went well and is removed if not: a reader sees the old file
-    or the new one, whenever the writer is killed. ValueError where it cannot be written, say because the disk is full."""
-    temporary = os.fspath(path) + ".tmp"
+    or the new one, whenever the writer is killed. ValueError where it cannot be written, say because the disk is full. A device or a
+    pipe would be replaced too, so it is refused."""
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"cannot write {path}: it is not a regular file")
+    temporary = path + ".tmp"
     try:
         yield temporary
         os.replace(temporary, path)

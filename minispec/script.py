@@ -18,12 +18,13 @@ class Parser(argparse.ArgumentParser):
 
 def check_writable(path):
     """Fail before the work, not after it: ValueError where `path` cannot be written."""
+    real = os.path.realpath(path)
+    if os.path.exists(real) and not os.path.isfile(real):
+        raise ValueError(f"cannot write {path}: it is not a regular file")
     try:
-        with open(path + ".tmp", "w"):
+        with open(real + ".tmp", "w"):
             pass
-        os.remove(path + ".tmp")
-        if os.path.isdir(path):
-            raise IsADirectoryError(21, "Is a directory")
+        os.remove(real + ".tmp")
     except OSError as e:
         raise ValueError(f"cannot write {path}: {e.strerror}") from None
 

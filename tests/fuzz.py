@@ -6,7 +6,7 @@
 
 A case is a copy of the scripts with toy models in a folder of its own, a script with arguments, and perhaps one damaged file. It
 runs in a fork of this process, which has imported everything. Numbers that ask for long work ("--steps 1000000") are no errors and
-are left out; those that nobody means ("--tokens 1e300") are not.
+are left out; those that nobody means ("--tokens 1e300") are not. No case names a place outside its folder that can be written to.
 """
 import argparse
 import collections
@@ -59,7 +59,7 @@ GOOD = {    # values that options not listed here do not guess by their type
     "--teacher": ["checkpoints/target"], "--tokenizer": ["checkpoints/target"], "--target": ["checkpoints/target"], "--source": ["checkpoints/draft"], "--out": ["out", "runs/gpt"], "--workload": ["prompts.jsonl"],
     "--rule": list(specdiff.RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt", "oracle"], "--device": ["cpu"],
     "--diffusion-model": ["checkpoints/cdlm/student"], "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--check": ["1"], "--stop": ["e", "🙂"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
-NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/dev/full", ".", "/", "--", "-", "None", "[]", "{}", "1_0", "\n", "\0"[:0] + "%s",
+NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
 LONG = ("--n", "--steps", "--prompts", "--heldout", "--check", "--batch", "--shard", "--batch-scale", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
 LEFT_OUT = {"--help", "-h", "--compile", "--watch", "--run-code", "--workload"}      # minutes; a terminal; what a model wrote; seconds a method
@@ -180,7 +180,7 @@ def command_line(rng, known):
     if rng.random() < 0.15:
         at = max(rng.randrange(len(argv) + 1), name == "bench")          # without a study bench.py runs for minutes
         argv[at:at + rng.choice((0, 1))] = rng.choice(([], [rng.choice(NASTY)], [rng.choice(argv)]))
-    return name, [a.replace("\0", "") for a in argv]
+    return name, argv
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -51,6 +51,20 @@ def test_a_full_disk_keeps_the_old_file(what, tmp_path, full_disk):
         assert files.read_json(tmp_path / file) == [1] * 10
 
 
+def test_devices_pipes_and_links_are_not_replaced(tmp_path):
+    """A file renamed over /dev/null would be one no more; behind a link, the file is written and the link stays."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match=f"cannot write {path}: it is not a regular file"):
+            files.write_json(path, 1)
+        with pytest.raises(ValueError, match=f"cannot write {path}: it is not a regular file"):
+            script.check_writable(str(path))
+    (tmp_path / "real").write_text("old")
+    os.symlink("real", tmp_path / "link")
+    files.write_json(tmp_path / "link", 1)
+    assert (tmp_path / "link").is_symlink() and files.read_json(tmp_path / "real") == 1
+
+
 def test_interrupted_writing_keeps_the_old_file(tmp_path):
     files.write_json(tmp_path / "a.json", "old")
     with pytest.raises(KeyboardInterrupt), files.replaced(tmp_path / "a.json") as temporary:
