@@ -4,7 +4,8 @@
     python bench.py accuracy --quick     # one study, small: minutes
     python bench.py speed serving        # some studies; all: all of them, about an hour and a half on 2 CPU cores
     python bench.py bounds --traces T.jsonl --cost C.json     # bounds for traces and prices of your own, from files alone
-    python bench.py --workload spec_bench     # the methods on real prompts (minispec/prompts.py), --workload FILE on your own
+    python bench.py --workload spec_bench                     # the methods on real prompts (minispec/prompts.py); --workload FILE on your own
+    python bench.py --suite gpu --device cuda                 # a GPU's figures; again and again until it is done
     python bench.py report               # only render tables and figures, into README.md and docs/
 
 A study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` goes on cell by cell.
@@ -22,7 +23,7 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import cdlm, cdlm_studies, drafter_studies, figures, folders, gpt, ladder, measure, methods, prompts, studies, tasks, traces
+from minispec import cdlm, cdlm_studies, drafter_studies, figures, folders, gpt, gpu_suite, ladder, measure, methods, prompts, studies, tasks, traces
 from minispec.answers import converse, requests_of, summary, verdict
 from minispec.engine import Request
 from minispec.files import blame, read_json, replaced, write_json
@@ -151,9 +152,9 @@ def run(args, model, tokenizer):
     return {"new_tokens": NEW, "rows": [r for rows in resumable("run", about, tqdm(cells, desc="run"), measured) for r in rows]}
 
 
-def resumable(name, about, cells, measure):
+def resumable(name, about, cells, measure, until=None):
     """[measure(*cell) for every cell], each kept in results/NAME.part when it is done, and taken from there if an interrupted run with
-    the same settings has left it. Removed once the result is written."""
+    the same settings has left it. Removed once the result is written. No cell is begun after `until`, by time.monotonic."""
     file, done = os.path.join(RESULTS, name + ".part"), []
     if os.path.exists(file):
         saved = read_json(file)
@@ -162,6 +163,8 @@ def resumable(name, about, cells, measure):
     out = []
     for i, cell in enumerate(cells):
         if i >= len(done):
+            if until is not None and time.monotonic() > until:
+                break
             done.append(measure(*cell))
             write_json(file, {"about": about, "cells": done})
         out.append(done[i])
@@ -192,6 +195,24 @@ STUDIES = {**{study.__name__: study for study in (studies.accuracy, studies.loss
 WHOLE = ("profile", "trace", "run", "bounds")           # what is measured where nothing is asked for
 
 
+def gpu(args):
+    """--suite gpu: results/DEVICE.json, cell by cell."""
+    if not args.dry_run and not (args.device.startswith("cuda") and torch.cuda.is_available()):
+        raise ValueError("--suite gpu needs --device cuda and a GPU; --dry-run runs it on tiny shapes anywhere")
+    model, tokenizer = gpt.load(args.model, args.device, torch.bfloat16 if args.device.startswith("cuda") else None), Tokenizer.load(args.model)
+    device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "dry-run"
+    name, started = re.sub(r"[^a-z0-9]+", "-", device.lower()), time.perf_counter()
+    keep = lambda about, cells, measured, until: resumable(name, about, tqdm(cells, desc="gpu"), measured, until)
+    if args.dry_run:
+        keep = lambda about, cells, measured, until: [measured(*cell) for cell in tqdm(cells, desc="gpu")]
+    result = gpu_suite.run(args, model, tokenizer, keep, time.monotonic() + 60 * args.minutes)
+    if result is None:
+        return
+    print(render("gpu", result))
+    if not args.dry_run:
+        write_result(name, {"suite": "gpu", **result}, time.perf_counter() - started)
+
+
 # -- pages and files -----------------------------------------------------------------------------------------------------
 
 def pages():
@@ -212,9 +233,20 @@ def report(page):
                 source = f"\n\n`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}, {r['seconds'] / 60:.0f} minutes."
                 table = render(name, r["result"])
             text = mark.sub(lambda m: m[1] + "\n" + table + source + m[2], text)
+    text = re.sub(r"(<!-- gpu -->).*?(\n<!-- end -->)", lambda m: m[1] + "\n" + gpu_tables() + m[2], text, flags=re.S)
     text = re.sub(r"(<!-- training -->).*?(\n<!-- end -->)", lambda m: m[1] + "\n" + training_table(CHECKPOINTS) + m[2], text, flags=re.S)
     with replaced(page) as temporary, open(temporary, "w", encoding="utf-8") as f:
         f.write(text)
+
+
+def gpu_tables():
+    """What `--suite gpu` found, a part for each device."""
+    out = []
+    for file in sorted(glob.glob(os.path.join(RESULTS, "*.json"))):
+        r = read_json(file)
+        if isinstance(r, dict) and isinstance(r.get("result"), dict) and r["result"].get("suite") == "gpu":
+            out.append(f"{render('gpu', r['result'])}\n\n`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}.")
+    return "\n\n".join(out) or "No GPU has been measured yet."
 
 
 def processor():
@@ -229,7 +261,7 @@ def write_result(name, result, seconds):
     """results/NAME.json with what is needed to repeat it."""
     os.makedirs(RESULTS, exist_ok=True)
     write_json(os.path.join(RESULTS, name + ".json"), {
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]), "device": f"{processor()}, {torch.get_num_threads()} threads",
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]), "device": torch.cuda.get_device_name() if "--suite" in sys.argv else f"{processor()}, {torch.get_num_threads()} threads",
         "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1), "result": result})
     part = os.path.join(RESULTS, name + ".part")
     if os.path.exists(part):
@@ -263,6 +295,9 @@ def main():
     p.add_argument("--max-new-tokens", type=int, help=f"--workload: most tokens of an answer (default {NEW})")
     p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own (format: minispec/traces.py), with --cost; then nothing is written")
     p.add_argument("--as-published", action="store_true", help="bounds: also what the paper's simulator would say, defects included")
+    p.add_argument("--suite", choices=("gpu",), help="gpu: kernels, decoding and every method on this GPU, into results/DEVICE.json; goes on where it was (needs --device cuda)")
+    p.add_argument("--minutes", type=float, default=9.0, help="--suite: begin no cell after so many minutes (default %(default)g)")
+    p.add_argument("--dry-run", action="store_true", help="--suite: tiny shapes, on any device, to see that it runs; nothing is written")
     methods.add_arguments(p)
     args = p.parse_args()
     unknown = [s for s in args.studies if s not in (*STUDIES, "all", "report")]
@@ -273,6 +308,8 @@ def main():
         raise ValueError("--workload is for the study run alone, with --max-new-tokens 1 or more")
     if args.workload:
         args.studies = ["run"]
+    if args.suite:
+        return gpu(args)
     default = STUDIES if "all" in args.studies else () if args.studies else WHOLE
     model = tokenizer = None
     if default or set(args.studies) - {"bounds", "report"}:

@@ -204,7 +204,7 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
 def collect_trajectories(args, tokenizer, mask_id):
     folder = os.path.join(args.out, "trajectories")
     os.makedirs(folder, exist_ok=True)
-    model, examples, each = gpt.load(os.path.join(args.out, "teacher"), args.device), Examples(tokenizer, args), len(args.temperatures)
+    model, examples, each = gpt.load(os.path.join(args.out, "teacher"), args.device, torch.bfloat16), Examples(tokenizer, args), len(args.temperatures)
     settings = {name: getattr(args, name) for name in ("prompts", "shard", "gen_length", "block_size", "longest_prompt", "real_share", "all_blocks", "seed")}
     settings |= {"temperatures": list(args.temperatures), "real_text": bool(examples.real), "teacher": folders.fingerprint(model)}
     file = os.path.join(folder, "settings.json")

@@ -122,7 +122,7 @@ class Adaptive:
         for i, (r, limit, offers) in enumerate(zip(requests, limits, found)):
             for j, (situation, drafts) in enumerate(offers.values()):
                 alpha[i, j] = self.notes[r].counts.rate(situation, self.counts.rate(situation, START if drafts is None else LOOKUP))
-                most[i, j] = limit if drafts is None else len(drafts)
+                most[i, j] = min(limit, getattr(self.drafters[names[j]], "gamma", limit)) if drafts is None else len(drafts)
                 reading[i, j] = self._unread(names[j], r) / r.remaining if drafts is None else 0.0       # a lookup has read already, whoever drafts
         tokens = np.cumsum(alpha[..., None] ** ks, -1)
         charge = reading[..., None] * tokens

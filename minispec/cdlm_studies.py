@@ -5,6 +5,7 @@ import os
 import statistics
 from dataclasses import dataclass
 
+import torch
 from tqdm import tqdm
 
 from . import cdlm, folders, gpt, methods, tasks
@@ -12,6 +13,7 @@ from .answers import verdict
 from .engine import Request
 
 FIRST = 3000                    # seed of the first held-out problem used here
+BF16 = torch.bfloat16           # what decides accuracy is decoded in it: half the time of fp32; latencies are measured in the target's dtype
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
@@ -31,10 +33,11 @@ class Models:
         return cdlm.Decoder(self.students[name] if kind == "student" else self.teacher, self.mask_id, kind, batch_size=batch, **settings)
 
 
-def load(args, target, tokenizer):
-    """The shipped models, and the students in folders under --arms."""
-    models = {name: gpt.load(folder, target.device) for name, (_, folder) in cdlm.METHODS.items()}
-    students = {"student": models["cdlm"], **{f"arm {arm}": gpt.load(os.path.join(args.arms, arm), target.device) for arm in arms_of(args)}}
+def load(args, target, tokenizer, dtype=None):
+    """The shipped models, and the students in folders under --arms; all in another dtype than the target's, if one is given."""
+    target = target if dtype is None else gpt.load(args.model, target.device, dtype)
+    models = {name: gpt.load(folder, target.device, target.dtype) for name, (_, folder) in cdlm.METHODS.items()}
+    students = {"student": models["cdlm"], **{f"arm {arm}": gpt.load(os.path.join(args.arms, arm), target.device, target.dtype) for arm in arms_of(args)}}
     return Models(target, models["dlm"], students, cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1]))
 
 
@@ -72,7 +75,7 @@ def answer(decoder, problems, tokenizer, reference=None, gen_length=cdlm.GEN_LEN
 
 def cdlm_accuracy(args, model, tokenizer):
     """Held-out problems solved by the target, the teacher at a token a step, and the student at the default threshold."""
-    models, problems, rows = load(args, model, tokenizer), held_out(tokenizer, 4 if args.quick else 100), []
+    models, problems, rows = load(args, model, tokenizer, BF16), held_out(tokenizer, 4 if args.quick else 40), []
     reference = None
     for name, settings in tqdm([("ar", {}), ("teacher", {}), ("student", {"threshold": cdlm.THRESHOLD})], desc="decoders"):
         row, answers = answer(models.decoder(name, 16, **settings), problems, tokenizer, reference)
@@ -84,7 +87,7 @@ def cdlm_accuracy(args, model, tokenizer):
 def cdlm_curves(args, model, tokenizer):
     """Accuracy against steps: the teacher cut to fewer steps a block, the teacher and its dual cache with a threshold, every student
     with a threshold."""
-    models, problems = load(args, model, tokenizer), held_out(tokenizer, 2 if args.quick else 20)
+    models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 20)
     cells = [("teacher", {"steps": s}) for s in (32, 16, 8, 6, 4, 3)] + [(name, {"threshold": t}) for name in ("teacher", "dual") for t in THRESHOLDS]
     cells += [(name, {"threshold": t}) for name in models.students for t in (*THRESHOLDS, 1.0)]
     rows, reference = [], None
@@ -98,7 +101,7 @@ def cdlm_curves(args, model, tokenizer):
 def cdlm_blocks(args, model, tokenizer):
     """The shipped student decoded in blocks of other sizes than it was trained with; and a gap inside a block filled in: the last
     tokens of the block are given, or not."""
-    models, problems = load(args, model, tokenizer), held_out(tokenizer, 2 if args.quick else 20)
+    models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 20)
     sizes = [{"block_size": b, **answer(models.decoder("student", 16, block_size=b, threshold=cdlm.THRESHOLD), problems, tokenizer)[0]} for b in (8, 16, 32, 64)]
     return {"sizes": sizes, "infill": infill(models.decoder("student", 16), tokenizer, 4 if args.quick else 40)}
 
@@ -168,7 +171,7 @@ def cdlm_speed(args, model, tokenizer):
 
 def cdlm_losses(args, model, tokenizer):
     """Students of --arms, a folder each, trained with other losses at equal compute: solved and steps at the default threshold."""
-    models, problems, arms = load(args, model, tokenizer), held_out(tokenizer, 2 if args.quick else 20), {}
+    models, problems, arms = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 20), {}
     for name in tqdm([s for s in models.students if s != "student"], desc="arms"):
         row, _ = answer(models.decoder(name, 16, threshold=cdlm.THRESHOLD), problems, tokenizer)
         record = folders.last_record(os.path.join(args.arms, name.removeprefix("arm ")))

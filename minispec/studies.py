@@ -153,43 +153,52 @@ def ratio(rates, *baselines):
 
 def speed(args, model, tokenizer):
     """Tokens a second of every method in both dtypes, one request at a time, against the faster dtype of the autoregressive loop."""
-    rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, dtype=torch.bfloat16)}
+    rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, args.device, torch.bfloat16)}
     workloads = {f: (lambda t, f=f: requests_of([tasks.make(f, 500 + i, "heldout") for i in range(3)], tokenizer, t, 192)) for f in tasks.FAMILIES}
     workloads["trace at 4,000"] = lambda t: warm_requests(tokenizer, t, 4000, 128, 3)
     for workload, requests in workloads.items():
-        cells = {(m, d): (lambda m=m, d=d: (methods.make_engine(m, targets[d], args, 1), requests(targets[d])))
-                 for m in ["ar", *methods.ready(args)] for d in targets}
-        results = race(cells, 1 if args.quick else 3, workload)
-        for (m, d), (rates, engine, generations) in results.items():
-            rows.append({"workload": workload, "method": m, "dtype": d, **ratio(rates, *(results["ar", d][0] for d in targets)),
-                         "tau": summary(generations, engine)["tau"],
-                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(results["ar", d][2], generations)), "prompts": len(generations)})
+        rows += speed_rows(targets, args, workload, requests, 1, 1 if args.quick else 3)
     return {"batch": 1, "rows": rows}
+
+
+def speed_rows(targets, args, workload, requests, batch, repeats):
+    """Every method in every dtype of `targets`, on requests(target), against the fastest autoregressive loop among them."""
+    rows, cells = [], {(m, d): (lambda m=m, t=t: (methods.make_engine(m, t, args, batch), requests(t))) for m in ["ar", *methods.ready(args)] for d, t in targets.items()}
+    results = race(cells, repeats, workload)
+    for (m, d), (rates, engine, generations) in results.items():
+        rows.append({"workload": workload, "method": m, "dtype": d, **ratio(rates, *(results["ar", d][0] for d in targets)),
+                     "tau": summary(generations, engine)["tau"],
+                     "identical": sum(a.token_ids == b.token_ids for a, b in zip(results["ar", d][2], generations)), "prompts": len(generations)})
+    return rows
 
 
 def serving(args, model, tokenizer):
     """SpecGen where it should win: several requests with long contexts. Speed-up over the autoregressive loop of the same
     batch (the faster dtype), and what the cost model predicts from timings of single steps (for the same dtype)."""
-    rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, dtype=torch.bfloat16)}
+    rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, args.device, torch.bfloat16)}
     sweep = ((1000, 1), (8192, 1), (1000, 8), (4000, 8), (8192, 8), (1000, 16), (4000, 16))
     grid = [(1000, 2, 1)] if args.quick else [(context, batch, 5 if context * batch == 8 * 8192 else 2) for context, batch in sweep]
     for context, batch, pairs in grid:
-        new = 96
-        cells = {(m, d): (lambda m=m, t=t: (methods.make_engine(m, t, args, batch), warm_requests(tokenizer, t, context, new, batch)))
-                 for m in ("ar", "specgen") for d, t in targets.items()}
-        results = race(cells, pairs, f"{batch} requests at {context}")
-        both = [results["ar", d][0] for d in targets]
-        for (m, d), (rates, engine, generations) in results.items():
-            row = {"context": context, "requests": batch, "pairs": pairs, "method": m, "dtype": d, **ratio(rates, *both), "identical": None}
-            if m == "specgen":
-                accepted = statistics.mean(s.accepted for g in generations for s in g.steps if s.proposed == 8)
-                costs = specgen.measure_costs(targets[d], context, batch, 8, args.sparsity, args.min_budget)
-                own = statistics.median(rates) / statistics.median(results["ar", d][0])
-                row |= {"accepted": accepted, **costs, "own_speedup": own, "phase_seconds": dict(engine.seconds),
-                        "predicted": specgen.predicted_speedup(8, accepted, **costs),
-                        "identical": sum(a.token_ids == b.token_ids for a, b in zip(results["ar", d][2], generations))}
-            rows.append(row)
+        rows += serving_rows(targets, args, tokenizer, context, batch, pairs)
     return {"k": 8, "sparsity": args.sparsity, "rows": rows}
+
+
+def serving_rows(targets, args, tokenizer, context, batch, pairs, new=96):
+    """The rows of one context and batch, for the targets by dtype."""
+    cells = {(m, d): (lambda m=m, t=t: (methods.make_engine(m, t, args, batch), warm_requests(tokenizer, t, context, new, batch)))
+             for m in ("ar", "specgen") for d, t in targets.items()}
+    rows, results = [], race(cells, pairs, f"{batch} requests at {context}")
+    for (m, d), (rates, engine, generations) in results.items():
+        row = {"context": context, "requests": batch, "pairs": pairs, "method": m, "dtype": d, **ratio(rates, *(results["ar", d][0] for d in targets)), "identical": None}
+        if m == "specgen":
+            accepted = statistics.mean(s.accepted for g in generations for s in g.steps if s.proposed == 8)
+            costs = specgen.measure_costs(targets[d], context, batch, 8, args.sparsity, args.min_budget)
+            own = statistics.median(rates) / statistics.median(results["ar", d][0])
+            row |= {"accepted": accepted, **costs, "own_speedup": own, "phase_seconds": dict(engine.seconds),
+                    "predicted": specgen.predicted_speedup(8, accepted, **costs),
+                    "identical": sum(a.token_ids == b.token_ids for a, b in zip(results["ar", d][2], generations))}
+        rows.append(row)
+    return rows
 
 
 def scheduler(args, model, tokenizer):

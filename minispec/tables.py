@@ -16,6 +16,10 @@ def _two(x):
     return "" if x is None else f"{x:.2f}"
 
 
+def _times(x):
+    return f"{x['speedup']:.2f} ({x['speedup_range'][0]:.2f}-{x['speedup_range'][1]:.2f})"
+
+
 def _batch(cell):
     return f"{cell['batch']} {cell['kind']}" if cell["batch"] > 1 else 1
 
@@ -26,6 +30,8 @@ def render(name, r):
         rows = [[f, "{}-{}".format(*x["size"]) if x["size"][0] != x["size"][1] else x["size"][0], x["problems"], f"{x['mean_tokens']:.0f}", f"{100 * x['accuracy']:.1f} %"]
                 for f, x in r["families"].items()]
         return _table(["held-out problems", "size", "problems", "tokens an answer", "solved"], rows + [["mean of the five families", "", "", "", f"{100 * r['mean']:.1f} %"]])
+    if name == "gpu":
+        return _gpu(r)
     if name == "lossless":
         rows = [[m, d, f"{x['identical']} of {x['prompts']}", f"{x['largest_tie_gap']:.3g}", f"{r[d]['row_count_noise']:.2g}"]
                 for d in ("float32", "bfloat16") for m, x in r[d]["methods"].items()]
@@ -38,23 +44,22 @@ def render(name, r):
         label = lambda x: x["select"] + (f", {100 * x['recent_share']:.0f} % newest" if x["recent_share"] else ", the paper's rule" if x["select"] == "pillar" else "")
         rows = [[label(x), x["k"], f"{100 * x['sparsity']:g} %", f"{x['accepted']:.2f} ± {x['standard_error']:.2f}", f"{100 * x['accepted'] / x['k']:.0f} %", f"{x['tau']:.2f}", x["rounds"]] for x in r["rows"]]
         return _table(["selection", "k", "budget s", "accepted (± standard error over requests)", "of k", "tau", "rounds"], rows)
-    times = lambda x: f"{x['speedup']:.2f} ({x['speedup_range'][0]:.2f}-{x['speedup_range'][1]:.2f})"
     if name == "speed":
         cells = {(x["method"], x["dtype"], x["workload"]): x for x in r["rows"]}
         workloads, arms = list(dict.fromkeys(x["workload"] for x in r["rows"])), list(dict.fromkeys((x["method"], x["dtype"]) for x in r["rows"]))
-        cell = lambda x: f"{times(x)}, tau {x['tau']:.1f}" if x["method"] != "ar" else f"{times(x)}, {x['tokens_per_second']:.0f} tokens/s"
+        cell = lambda x: f"{_times(x)}, tau {x['tau']:.1f}" if x["method"] != "ar" else f"{_times(x)}, {x['tokens_per_second']:.0f} tokens/s"
         mean = lambda m, d: statistics.mean(cells[m, d, w]["speedup"] for w in workloads if w in tasks.FAMILIES)
         rows = [[m, d, f"{mean(m, d):.2f}", *(cell(cells[m, d, w]) for w in workloads), f"{sum(cells[m, d, w]['identical'] for w in workloads)} of {sum(cells[m, d, w]['prompts'] for w in workloads)}"]
                 for m, d in arms]
         return _table(["method", "dtype", "mean of the families", *workloads, "identical to ar in its dtype"], rows)
     if name == "serving":
-        rows = [[x["context"], x["requests"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", times(x),
+        rows = [[x["context"], x["requests"], x["method"], x["dtype"], f"{x['tokens_per_second']:.0f}", _times(x),
                  *([f"{x['accepted']:.2f}", f"{100 * x['attention_share']:.0f} %", f"{x['own_speedup']:.2f}", f"{x['predicted']:.2f}", f"{x['identical']} of {x['requests']}"]
                    if x["method"] == "specgen" else [""] * 5)] for x in r["rows"]]
         return _table(["context", "requests", "method", "dtype", "tokens/s", "speed-up over the best ar (range)", "accepted of 8", "attention share",
                        "speed-up in its dtype", "predicted", "identical to ar in its dtype"], rows)
     if name == "scheduler":
-        rows = [[x["stage"], f"{x['tokens_per_second']:.0f}", times(x), f"{x['active_mean']:.1f}", x["iterations"], x["offloaded"], x["recomputed"], f"{x['identical']} of {r['requests']}"] for x in r["rows"]]
+        rows = [[x["stage"], f"{x['tokens_per_second']:.0f}", _times(x), f"{x['active_mean']:.1f}", x["iterations"], x["offloaded"], x["recomputed"], f"{x['identical']} of {r['requests']}"] for x in r["rows"]]
         even = [[name, f"{e['mean']:.1f}", f"{e['deviation'] / e['mean']:.2f}", f"{e['most'] / e['least']:.1f}"] for name, e in r["evenness"].items()]
         return (_table(["stage", "tokens/s", "speed-up (range)", "requests at once", "forwards", "tokens offloaded", "recomputed", "identical to ar"], rows) + "\n\n"
                 + _table(["schedule, 40 requests", "rows a forward", "standard deviation / mean", "most / least"], even))
@@ -66,7 +71,7 @@ def render(name, r):
         return _arms(r)
     if name in ("prism_trees", "specdiff_chains"):
         columns = [c for c in r["rows"][0] if c not in ("tokens_per_second", "speedup", "speedup_range", "tau", "identical")]
-        rows = [[*("" if x[c] is None else x[c] for c in columns), f"{x['tau']:.2f}", f"{x['tokens_per_second']:.0f}", times(x), "" if x["identical"] is None else f"{x['identical']} of {r['prompts']}"] for x in r["rows"]]
+        rows = [[*("" if x[c] is None else x[c] for c in columns), f"{x['tau']:.2f}", f"{x['tokens_per_second']:.0f}", _times(x), "" if x["identical"] is None else f"{x['identical']} of {r['prompts']}"] for x in r["rows"]]
         return _table([*(c.replace("_", " ") for c in columns), "tau", "tokens/s", "speed-up over greedy ar (range)", "identical to it"], rows)
     if name == "prism_steps":
         return _table(["drafter", "parameters", "read by a step", "ms a draft step", "ratio to 1 module"],
@@ -218,6 +223,25 @@ def _latency(r):
 def _losses(r):
     rows = [[name, x["step"], f"{x['seconds'] / 60:.0f}", f"{x['heldout']:.3f}", _percent(x["solved"]), f"{x['steps']:.1f}", f"{x['tokens']:.0f}"] for name, x in r["arms"].items()]
     return _table(["student", "steps", "minutes", "held-out masked loss", f"solved of {r['problems']}", "steps an answer", "tokens an answer"], rows)
+
+
+def _gpu(r):
+    """The sections of the GPU suite, a table each."""
+    copy = r["floors"][0]["bytes_per_second"]
+    tables = [_table(["floor", "measured"], [["copy", f"{copy / 1e12:.2f} TB/s"], ["bf16 product", f"{r['floors'][1]['flops'] / 1e12:.0f} Tflop/s"]])]
+    micro = lambda x: "" if x is None else f"{1e6 * x:.1f}"
+    tables.append(_table(["kernel", "context", "requests", "heads a KV head", "us (range)", "share of copy speed", "two launches, us", "SDPA, us", "FlexAttention, us"],
+                         [[x["kernel"] + ", torch reference" * x["reference"], x["context"], x["batch"], x["group"], f"{micro(x['seconds'])} ({micro(x['range'][0])}-{micro(x['range'][1])})",
+                           f"{100 * x['bytes'] / x['seconds'] / copy:.0f} %", *(micro(x.get(n)) for n in ("two_launches", "sdpa", "flex"))] for x in r["kernels"]]))
+    tables.append(_table(["random weights, batch 1", "tokens/s (range)", "floor", "share"],
+                         [[x["model"], f"{x['tokens_per_second']:.0f} ({x['range'][0]:.0f}-{x['range'][1]:.0f})", f"{x['floor_tokens_per_second']:.0f}",
+                           f"{100 * x['tokens_per_second'] / x['floor_tokens_per_second']:.0f} %"] for x in r["decode"]]))
+    tables.append(_table(["context", "requests", "method", "tokens/s", "speed-up (range)", "predicted", "accepted of 8", "identical to ar"],
+                         [[x["context"], x["requests"], x["method"], f"{x['tokens_per_second']:.0f}", _times(x), _two(x.get("predicted")), _two(x.get("accepted")),
+                           "" if x["identical"] is None else f"{x['identical']} of {x['requests']}"] for x in r.get("serving", ())]))
+    tables.append(_table(["workload", "batch", "method", "tokens/s", "speed-up (range)", "tau", "identical to ar"],
+                         [[x["workload"], x["batch"], x["method"], f"{x['tokens_per_second']:.0f}", _times(x), f"{x['tau']:.2f}", f"{x['identical']} of {x['prompts']}"] for x in r["methods"]]))
+    return "\n\n".join(tables)
 
 
 def _teachers(r):

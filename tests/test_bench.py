@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, toy_model
+from conftest import ROOT, run_script, toy_model
 
 import bench
-from minispec import figures, ladder, methods, tables, tasks, traces
+from minispec import figures, gpu_suite, ladder, methods, tables, tasks, traces
+from minispec.script import run_main
 from minispec.tokenizer import Tokenizer
 from test_shipped import TARGET
 
@@ -184,3 +185,37 @@ def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_pa
         before, table, rest = page.read_text().replace("<!-- end -->", "<!-- results:cdlm_teachers -->", 1).split("<!-- results:cdlm_teachers -->")
         assert before == "before\n" and "| a | 1.000 |" in table and "`c` on d" in table
         assert rest == "\nbetween\n<!-- results:cdlm_speed -->\n<!-- end -->\nafter\n"
+
+
+def test_gpu_suite_runs_dry_anywhere(toy, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
+    monkeypatch.setattr(methods, "ready", lambda settings: ["ngram"])
+    run_script(bench, "--suite", "gpu", "--dry-run", "--model", toy)
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    assert len(tables) == 5 and all(len({line.count("|") for line in t.split("\n")}) == 1 and "nan" not in t for t in tables)
+    kernels = [line.split(" | ")[0].strip("| ") for line in tables[1].split("\n")[2:]]
+    assert kernels == 2 * [f"{kind}, torch reference" for kind in ("full", "draft", "verify", "mixed", "scores")]
+    assert "| trace | 2 | ngram | " in tables[4] and not os.listdir(tmp_path)
+    with pytest.raises(SystemExit) as e:
+        run_main(lambda: run_script(bench, "--suite", "gpu", "--device", "cuda", "--model", toy), "")
+    assert e.value.code == 2 and "--suite gpu needs --device cuda and a GPU" in capsys.readouterr().err
+
+
+def test_lists_of_the_gpu_suite_are_what_they_are_called():
+    """A drafting request reads 5 % of its context and the newest, a verifying one all of it; the bytes follow."""
+    for kind, entries in (("full", 2 * 4096), ("draft", 2 * (204 + 16)), ("verify", 2 * 4096), ("mixed", 4096 + 220)):
+        requests = gpu_suite.batch_of(kind, 4096, 2)
+        assert gpu_suite.list_bytes(requests, 8, 128, 2) == 8 * entries * (2 * 128 * 2 + 4)
+        q, k, v, slots, selected, plan = gpu_suite.inputs(gpu_suite.DRY, gpu_suite.batch_of(kind, 64, 2), 2, "cpu")
+        assert len(q) == plan.requests[:, 1].sum() and sorted(slots.flatten().tolist()) == list(range(128))
+        if selected is not None:
+            assert selected.max() < 48 and (selected.diff() > 0).all()
+
+
+def test_a_suite_stops_when_its_time_is_up_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
+    seen, now = [], iter(range(100))
+    monkeypatch.setattr(bench.time, "monotonic", lambda: next(now))
+    measure = lambda x: seen.append(x) or [x]
+    assert bench.resumable("s", {}, [(1,), (2,), (3,)], measure, until=1) == [[1], [2]]
+    assert bench.resumable("s", {}, [(1,), (2,), (3,)], measure, until=90) == [[1], [2], [3]] and seen == [1, 2, 3]

@@ -1,0 +1,218 @@
+"""What a GPU is asked, cell by cell: `python bench.py --suite gpu` (README, "On a GPU").
+
+    floors    what the device can do: bytes a second of a copy in its memory, bf16 products a second
+    kernels   attention over slot lists and scores, against those bytes; beside PyTorch's SDPA and FlexAttention on the same work
+    decode    our autoregressive loop on random weights of known shapes, against the time to read weights and cache once a token
+    serving   SpecGen with long contexts and many requests, against our autoregressive loop
+    methods   every method on every family by batch, against the same loop
+
+A cell is one row of the result. Finished cells are kept, and `--minutes` ends a run in between; the same command goes on. With
+`--dry-run` all of it runs anywhere in a minute, on tiny shapes and, without a GPU, on the kernels' torch references: it shows
+that the script works, and none of its figures means anything.
+
+How it is timed: warm-up first, then the median of at least five repeats by device events, with the spread; inputs are random, never
+zeros; between repeats a buffer larger than the cache is overwritten, so that keys come from memory as they do in decoding.
+"""
+import statistics
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from kernels import attention as packed
+from kernels import scores, unavailable
+
+from . import folders, gpt, methods, studies, tasks
+from .answers import requests_of
+from .engine import Request
+
+QWEN = dict(vocab_size=151936, n_kv_head=8, head_dim=128, block_size=4096, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
+K, SPARSITY = 8, 0.05
+
+
+@dataclass
+class Shapes:
+    """What is measured. kernels: (context, batch, query heads a KV head); serving: (context, requests)."""
+    copy_bytes: int = 1 << 32
+    matmul: int = 8192
+    groups: int = 8                     # KV heads
+    head_dim: int = 128
+    kernels: tuple = ((4096, 8, 4), (4096, 64, 4), (4096, 256, 4), (16384, 8, 4), (16384, 64, 4), (65536, 8, 4), (16384, 64, 1), (16384, 64, 8))
+    models: dict = field(default_factory=lambda: {"Qwen3-1.7B": {**QWEN, **dict(n_layer=28, n_head=16, d_model=2048, d_ff=6144)},
+                                                  "Qwen3-8B": {**QWEN, **dict(n_layer=36, n_head=32, d_model=4096, d_ff=12288, tied=False)}})
+    new_tokens: int = 128
+    serving: tuple = ((8000, 32), (8000, 128), (8000, 256), (32000, 32), (32000, 64))
+    batches: tuple = (1, 4, 16, 64)
+    repeats: int = 7
+
+
+DRY = Shapes(1 << 16, 32, 2, 16, ((64, 2, 2), (64, 3, 1)), {"tiny": {**gpt.SIZES["tiny"], "block_size": 256}}, 32, ((200, 2),), (1, 2), 2)
+
+
+# -- timing --------------------------------------------------------------------------------------------------------------
+
+class Clock:
+    """Seconds of a function, {"seconds": median, "range": [least, most]}: by device events on a GPU, by the wall clock elsewhere."""
+
+    def __init__(self, device, repeats):
+        self.cuda, self.repeats = device.startswith("cuda"), repeats
+        self.flush = torch.empty(1 << 28 if self.cuda else 1, dtype=torch.uint8, device=device)
+
+    def __call__(self, function, warm_up=3):
+        for _ in range(warm_up):
+            function()
+        times = [self.once(function) for _ in range(self.repeats)]
+        return {"seconds": statistics.median(times), "range": [min(times), max(times)]}
+
+    def once(self, function):
+        self.flush.fill_(1)
+        if not self.cuda:
+            started = time.perf_counter()
+            function()
+            return time.perf_counter() - started
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+# -- floors and kernels --------------------------------------------------------------------------------------------------
+
+def floors(s, clock, device):
+    """A copy reads and writes every byte."""
+    x = torch.randint(1, 255, (s.copy_bytes // 2,), dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    a, b = torch.randn(2, s.matmul, s.matmul, device=device).bfloat16()
+    copy, product = clock(lambda: y.copy_(x)), clock(lambda: a @ b)
+    return [{"what": "copy", **copy, "bytes_per_second": 2 * x.numel() / copy["seconds"]},
+            {"what": "bf16 product", **product, "flops": 2 * s.matmul ** 3 / product["seconds"]}]
+
+
+def batch_of(kind, context, batch):
+    """[(rows, length, selected, tail)] as make_plan takes them. In steady state one request in k + 1 verifies and the others draft."""
+    budget = int(SPARSITY * context)
+    draft, verify, full = (1, context, budget, context - 16), (K + 1, context, 0, 0), (1, context, 0, 0)
+    one = {"draft": lambda i: draft, "verify": lambda i: verify, "full": lambda i: full, "mixed": lambda i: draft if i % (K + 1) else verify}[kind]
+    return [one(i) for i in range(batch)]
+
+
+def list_bytes(requests, groups, head_dim, width):
+    """The least that attention over these lists must move: each key and value once, indices, queries and outputs aside."""
+    entries = sum(selected + length - tail for _, length, selected, tail in requests)
+    return groups * entries * (2 * head_dim * width + 4)
+
+
+def inputs(s, requests, group, device):
+    """(q, k, v, slots, selected, plan): random numbers, slots in random order, selections in order of position."""
+    longest, n = max(r[1] for r in requests), sum(r[0] for r in requests)
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    q = torch.randn(n, s.groups * group, s.head_dim, device=device).to(dtype)
+    k, v = torch.randn(2, s.groups, len(requests) * longest, s.head_dim, device=device).to(dtype)
+    slots = torch.randperm(len(requests) * longest, device=device).view(len(requests), longest).int()
+    most = max(r[2] for r in requests)
+    tail = min(r[3] for r in requests if r[2]) if most else 0
+    selected = torch.rand(len(requests), s.groups, max(tail, 1), device=device).topk(most).indices.sort().values.int() if most else None
+    return q, k, v, slots, selected, packed.make_plan(requests, group).to(device)
+
+
+def kernel(s, clock, device, kind, context, batch, group):
+    """One launch, or for `scores` the second pass, beside PyTorch's own attention where it can do the same work."""
+    requests = batch_of("verify" if kind == "scores" else kind, context, batch)
+    args = inputs(s, requests, group, device)
+    q, k, v, slots, _, plan = args
+    here = not unavailable(q)
+    attend = packed.attention if here else packed.attention_reference
+    width = q.element_size()
+    row = {"kernel": kind, "context": context, "batch": batch, "group": group, "bytes": list_bytes(requests, s.groups, s.head_dim, width), "reference": not here}
+    if kind == "scores":
+        _, lse = attend(*args, return_lse=True)
+        which, out = torch.arange(batch, dtype=torch.int32, device=device), torch.empty(batch, s.groups, context, device=device)
+        score = scores.scores if here else scores.scores_reference
+        row |= {"bytes": batch * s.groups * context * (s.head_dim * width + 8)} | clock(lambda: score(q, k, lse, slots, plan, which, out))
+    else:
+        row |= clock(lambda: attend(*args))
+    if kind == "mixed":
+        parts = [inputs(s, [r for r in requests if (r[0] > 1) == big], group, device) for big in (False, True)]
+        row["two_launches"] = clock(lambda: [attend(*p) for p in parts])["seconds"]
+    if kind in ("full", "verify"):
+        row |= others(s, clock, device, requests, group)
+    return [row]
+
+
+def others(s, clock, device, requests, group):
+    """Seconds of PyTorch's attention on the same rows and contexts, keys of each request side by side in memory, which is easier."""
+    (n, length, _, _), batch, cuda = requests[0], len(requests), device.startswith("cuda")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    q = torch.randn(batch, s.groups * group, n, s.head_dim, device=device).to(dtype)
+    k, v = torch.randn(2, batch, s.groups, length, s.head_dim, device=device).to(dtype)
+    sees = torch.arange(length, device=device) <= torch.arange(length - n, length, device=device)[:, None]
+    out = {"sdpa": clock(lambda: F.scaled_dot_product_attention(q, k, v, sees if n > 1 else None, enable_gqa=True))["seconds"]}
+    if cuda:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        mask = create_block_mask(lambda b, h, i, j: j <= i + length - n, None, None, n, length, device=device)
+        flex = torch.compile(flex_attention)
+        out["flex"] = clock(lambda: flex(q, k, v, block_mask=mask, enable_gqa=True))["seconds"]
+    return out
+
+
+# -- the engine ----------------------------------------------------------------------------------------------------------
+
+def decode(s, clock, device, name):
+    """Tokens a second at batch 1, and of the floor: weights and cache read once a token at the speed of a copy."""
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    with torch.device(device):
+        model = gpt.GPT(gpt.GPTConfig(**s.models[name])).to(dtype).eval()
+    c, prompt = model.config, [(7 * i) % model.config.vocab_size for i in range(32)]
+    rates = []
+    for _ in range(3):
+        engine = methods.make_engine("ar", model, methods.settings(), 1)
+        engine.generate([Request(prompt, s.new_tokens)])
+        rates.append((s.new_tokens - 1) / studies.busy(engine))
+    copy = floors(s, clock, device)[0]["bytes_per_second"]
+    read = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if c.tied or n != "embed.weight")
+    read += (len(prompt) + s.new_tokens / 2) * 2 * c.n_layer * c.n_kv_head * c.head_dim * model.embed.weight.element_size()
+    return [{"model": name, "tokens_per_second": statistics.median(rates), "range": [min(rates), max(rates)], "floor_tokens_per_second": copy / read}]
+
+
+def measure(section, settings, args, model, tokenizer, s, clock):
+    """The rows of one cell."""
+    if section == "floors":
+        return floors(s, clock, args.device)
+    if section == "kernels":
+        return kernel(s, clock, args.device, *settings)
+    if section == "decode":
+        return decode(s, clock, args.device, *settings)
+    targets, pairs = {str(model.dtype).removeprefix("torch."): model}, 1 if args.dry_run else 5
+    if section == "serving":
+        return studies.serving_rows(targets, args, tokenizer, *settings, pairs, s.new_tokens)
+    family, batch = settings
+    problems = [tasks.make(family, 500 + i, "heldout") for i in range(max(batch, 1 if args.dry_run else 3))]
+    rows = studies.speed_rows(targets, args, family, lambda t: requests_of(problems, tokenizer, t, 24 if args.dry_run else 192), batch, pairs)
+    return [{"batch": batch, **row} for row in rows]
+
+
+def cells(s, families, context):
+    """[(section, settings)] in the order of worth: what depends on nothing comes first. context: the target's; longer ones are left out."""
+    return [("floors", ())] + [("kernels", (kind, *shape)) for shape in s.kernels for kind in ("full", "draft", "verify", "mixed", "scores")] + \
+        [("decode", (name,)) for name in s.models] + [("serving", shape) for shape in s.serving if shape[0] + 2 * s.new_tokens <= context] + \
+        [("methods", (f, b)) for f in families for b in s.batches]
+
+
+def run(args, model, tokenizer, resumable, until=None):
+    """All cells, as rows by section; None where the time was up (`until`, in seconds of time.monotonic) before the last one.
+    resumable: the function that keeps finished cells, see bench.py."""
+    s = DRY if args.dry_run else Shapes()
+    clock, families = Clock(args.device, s.repeats), tasks.FAMILIES[:1] if args.dry_run else tasks.FAMILIES
+    todo = cells(s, families, model.config.block_size)
+    about = {"dry_run": args.dry_run, "torch": torch.__version__, "target": folders.fingerprint(model), "cells": [[section, list(settings)] for section, settings in todo]}
+    done = resumable(about, todo, lambda section, settings: measure(section, settings, args, model, tokenizer, s, clock), until)
+    if len(done) < len(todo):
+        print(f"{len(done)} of {len(todo)} cells are measured; the same command goes on")
+        return None
+    out = {}
+    for (section, _), rows in zip(todo, done):
+        out.setdefault(section, []).extend(rows)
+    return out
