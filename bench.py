@@ -199,6 +199,7 @@ def gpu(args):
     """--suite gpu: results/DEVICE.json, cell by cell."""
     if not args.dry_run and not (args.device.startswith("cuda") and torch.cuda.is_available()):
         raise ValueError("--suite gpu needs --device cuda and a GPU; --dry-run runs it on tiny shapes anywhere")
+    check_device(args.device)
     model, tokenizer = gpt.load(args.model, args.device, torch.bfloat16 if args.device.startswith("cuda") else None), Tokenizer.load(args.model)
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "dry-run"
     name, started = re.sub(r"[^a-z0-9]+", "-", device.lower()), time.perf_counter()
@@ -303,13 +304,13 @@ def main():
     unknown = [s for s in args.studies if s not in (*STUDIES, "all", "report")]
     if unknown:
         p.error(f"unknown study '{unknown[0]}'; choose from {', '.join((*STUDIES, 'all', 'report'))}")
+    if args.suite:
+        return gpu(args)
     check_device(args.device)
     if args.workload and (set(args.studies) - {"run"} or args.max_new_tokens is not None and args.max_new_tokens < 1):
         raise ValueError("--workload is for the study run alone, with --max-new-tokens 1 or more")
     if args.workload:
         args.studies = ["run"]
-    if args.suite:
-        return gpu(args)
     default = STUDIES if "all" in args.studies else () if args.studies else WHOLE
     model = tokenizer = None
     if default or set(args.studies) - {"bounds", "report"}:
