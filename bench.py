@@ -4,13 +4,14 @@
     python bench.py accuracy --quick     # one study, small: minutes
     python bench.py speed serving        # some studies; all: all of them, about an hour and a half on 2 CPU cores
     python bench.py bounds --traces T.jsonl --cost C.json     # bounds for traces and prices of your own, from files alone
+    python bench.py --workload spec_bench                     # the methods on real prompts (minispec/prompts.py); --workload FILE on your own
     python bench.py --suite gpu --device cuda                 # a GPU's figures; again and again until it is done
     python bench.py report               # only render tables and figures, into README.md and docs/
 
 A study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` goes on cell by cell.
 """
+import contextlib
 import glob
-import json
 import os
 import platform
 import re
@@ -22,10 +23,11 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import cdlm, cdlm_studies, drafter_studies, figures, folders, gpt, gpu_suite, ladder, measure, methods, studies, tasks, traces
-from minispec.answers import requests_of, summary
+from minispec import cdlm, cdlm_studies, drafter_studies, figures, folders, gpt, gpu_suite, ladder, measure, methods, prompts, studies, tasks, traces
+from minispec.answers import converse, requests_of, summary, verdict
 from minispec.engine import Request
-from minispec.script import Parser, run_main
+from minispec.files import blame, read_json, replaced, write_json
+from minispec.script import Parser, check_device, run_main
 from minispec.tables import render, training_table, whole_table
 from minispec.tokenizer import Tokenizer
 
@@ -49,8 +51,25 @@ def profile(args, model, tokenizer):
         fit |= {name: rate if rate < 1e30 else None for name, rate in rates.items()}
     table["about"] = {"device": f"{processor()}, {torch.get_num_threads()} threads", "dtype": str(model.dtype).removeprefix("torch."), "torch": torch.__version__}
     if not args.quick:
-        gpt.write_json(os.path.join(RESULTS, "costs.json"), table)
+        write_json(os.path.join(RESULTS, "costs.json"), table)
     return {"table": table, **report}
+
+
+def workload_requests(args, model, tokenizer):
+    """({"block/i": request}, {"block/i": problem}) of --workload: a family, a known file of prompts or any other, its blocks in turn. A
+    second turn, "block/i/2", is asked after the target's own greedy answer, which is what every method here gives."""
+    name, n, out = args.workload, 4 if args.quick else 16, {}
+    if name in tasks.FAMILIES:
+        problems = [tasks.make(name, 800 + i, "heldout") for i in range(n)]
+    else:
+        problems = prompts.load_named(name, args.data) if name in prompts.PROMPT_FILES else prompts.load_prompts(name)
+    blocks = {f: [p for p in problems if p.family == f] for f in dict.fromkeys(p.family for p in problems)}
+    new = lambda some: requests_of(some, tokenizer, model, args.max_new_tokens or NEW)
+    for i, f in [(i, f) for i in range(n) for f in blocks if i < len(blocks[f])]:
+        p = blocks[f][i]
+        turns = converse([p], lambda some: methods.make_engine("ar", model, args, 1).generate(new(some))) if p.turns else [(p, None, 1)]
+        out |= {f"{f}/{i}" + f"/{turn}" * (turn > 1): q for q, _, turn in turns}
+    return dict(zip(out, new(list(out.values())))), out
 
 
 def family_requests(tokenizer, model, n, data=None):
@@ -58,7 +77,7 @@ def family_requests(tokenizer, model, n, data=None):
     and questions of GSM8K, where there is a data folder."""
     problems = {f: [tasks.make(f, 800 + i, "heldout") for i in range(n)] for f in tasks.FAMILIES}
     if data:
-        problems["gsm8k"] = tasks.load_named("gsm8k", data)[:n]
+        problems["gsm8k"] = prompts.load_named("gsm8k", data)[:n]
     some = {f: requests_of(p, tokenizer, model, NEW) for f, p in problems.items()}
     return {f"{f}/{i}": some[f][i] for i in range(n) for f in some}
 
@@ -77,21 +96,40 @@ def trace(args, model, tokenizer):
             "children": {name: rates for name, rates in children.items() if rates}}
 
 
+def suitable(args, model):
+    """Of the methods that are ready, those for this target; a drafter of another one is left out with a line that says so."""
+    out = []
+    for name in methods.ready(args):
+        try:
+            methods.make_engine(name, model, args, 1)
+            out.append(name)
+        except ValueError as e:
+            print(f"{name} is left out: {e}")
+    return out
+
+
 def run(args, model, tokenizer):
     """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype.
     A batch is of different requests, or of copies of one as in the paper."""
-    requests = family_requests(tokenizer, model, 4 if args.quick else 16, args.data)
+    n = 4 if args.quick else 16
+    requests, problems = workload_requests(args, model, tokenizer) if args.workload else (family_requests(tokenizer, model, n, args.data), {})
+    new = args.max_new_tokens or NEW
     grid = [(1, "different", 4), (4, "different", 8), (16, "different", 16), (16, "copies", 1)]
     cells = [(w, b, kind, [i for i in requests if i.startswith(w + "/")][:n]) for w in dict.fromkeys(i.split("/")[0] for i in requests) for b, kind, n in grid]
-    cells += [("mixed", b, kind, list(requests)[:16]) for b, kind, _ in grid[:3]]
-    names = ["ar", *methods.ready(args)]
+    cells += [("mixed", b, kind, list(requests)[:16]) for b, kind, _ in grid[:3] if len(cells) > len(grid) or not args.workload]
+
+    def solved(ids, generations):
+        known = [v for i, g in zip(ids, generations) if (v := verdict(problems[i], g, tokenizer)) is not None]
+        return [sum(known), len(known)]
+
+    names = ["ar", *(methods.ready(args) if not args.workload else suitable(args, model))]
 
     def measured(workload, batch, kind, ids):
         timed, rows = {}, []
         for _ in range(1 if args.quick else 2):
             for m in names:
                 engine = methods.make_engine(m, model, args, batch)
-                fresh = [Request(requests[i].tokens, NEW, stop_ids=requests[i].stop_ids) for i in ids for _ in range(batch if kind == "copies" else 1)]
+                fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids) for i in ids for _ in range(batch if kind == "copies" else 1)]
                 generations = engine.generate(fresh)
                 timed.setdefault(m, []).append((sum(engine.seconds.values()), engine, generations))
         plain = statistics.median(s for s, _, _ in timed["ar"])
@@ -102,12 +140,13 @@ def run(args, model, tokenizer):
                          "tokens": tokens, "tokens_per_second": tokens / seconds, "speedup": plain / seconds, "tau": summary(generations, engine)["tau"],
                          "acceptance": sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1) if m != "ar" else None, "rounds": len(steps),
                          "phases": {p: sum(i["seconds"][p] for i in engine.iterations) for p in engine.iterations[0]["seconds"]},
+                         **({"solved": solved(ids, generations)} if problems else {}),
                          "plans": {i: ladder.pack(g.steps) for i, g in zip(ids, generations)} if m == ladder.COMBINED else None,
                          "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][2], generations)), "prompts": len(generations)})
         return rows
 
-    if args.quick:
-        return {"new_tokens": NEW, "rows": [r for c in cells if c[1] == 4 for r in measured(*c)]}
+    if args.quick or args.workload:
+        return {"new_tokens": new, "rows": [r for c in tqdm(cells, desc="run") if c[1] == 4 or not args.quick for r in measured(*c)]}
     about = {"new_tokens": NEW, "methods": names, "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")},
              "target": folders.fingerprint(model), "machine": [processor(), torch.get_num_threads(), torch.__version__]}
     return {"new_tokens": NEW, "rows": [r for rows in resumable("run", about, tqdm(cells, desc="run"), measured) for r in rows]}
@@ -118,16 +157,16 @@ def resumable(name, about, cells, measure, until=None):
     the same settings has left it. Removed once the result is written. No cell is begun after `until`, by time.monotonic."""
     file, done = os.path.join(RESULTS, name + ".part"), []
     if os.path.exists(file):
-        with open(file, encoding="utf-8") as f:
-            saved = json.load(f)
-        done = saved["cells"] if saved["about"] == about else []
+        saved = read_json(file)
+        with blame(file):
+            done = list(saved["cells"]) if saved["about"] == about else []
     out = []
     for i, cell in enumerate(cells):
         if i >= len(done):
             if until is not None and time.monotonic() > until:
                 break
             done.append(measure(*cell))
-            gpt.write_json(file, {"about": about, "cells": done})
+            write_json(file, {"about": about, "cells": done})
         out.append(done[i])
     return out
 
@@ -139,10 +178,12 @@ def bounds(args, model, tokenizer):
     for name in ("run", "trace") if args.traces is None else ():
         file = os.path.join(RESULTS, name + ".json")
         if os.path.exists(file):
-            with open(file, encoding="utf-8") as f:
-                more[name] = json.load(f)["result"]
+            with blame(file):
+                more[name] = read_json(file)["result"]
     some = traces.read_traces(args.traces or os.path.join(RESULTS, "traces.jsonl"))
-    return ladder.analyse(some, traces.read_costs(args.cost), more.get("run", {}).get("rows"), more.get("trace", {}).get("children"), args.as_published)
+    cost = traces.read_costs(args.cost)
+    with blame("run.json or trace.json in " + RESULTS) if more else contextlib.nullcontext():
+        return ladder.analyse(some, cost, more.get("run", {}).get("rows"), more.get("trace", {}).get("children"), args.as_published)
 
 
 STUDIES = {**{study.__name__: study for study in (studies.accuracy, studies.lossless, studies.attention, studies.acceptance, studies.speed, studies.serving,
@@ -158,6 +199,7 @@ def gpu(args):
     """--suite gpu: results/DEVICE.json, cell by cell."""
     if not args.dry_run and not (args.device.startswith("cuda") and torch.cuda.is_available()):
         raise ValueError("--suite gpu needs --device cuda and a GPU; --dry-run runs it on tiny shapes anywhere")
+    check_device(args.device)
     model, tokenizer = gpt.load(args.model, args.device, torch.bfloat16 if args.device.startswith("cuda") else None), Tokenizer.load(args.model)
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "dry-run"
     name, started = re.sub(r"[^a-z0-9]+", "-", device.lower()), time.perf_counter()
@@ -187,24 +229,23 @@ def report(page):
         name = file.removesuffix(".json")
         mark = re.compile(rf"(<!-- results:{name} -->).*?(\n<!-- end -->)", re.S)
         if mark.search(text):
-            with open(os.path.join(RESULTS, file), encoding="utf-8") as f:
-                r = json.load(f)
-            source = f"\n\n`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}, {r['seconds'] / 60:.0f} minutes."
-            text = mark.sub(lambda m: m[1] + "\n" + render(name, r["result"]) + source + m[2], text)
+            with blame(os.path.join(RESULTS, file)):
+                r = read_json(os.path.join(RESULTS, file))
+                source = f"\n\n`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}, {r['seconds'] / 60:.0f} minutes."
+                table = render(name, r["result"])
+            text = mark.sub(lambda m: m[1] + "\n" + table + source + m[2], text)
     text = re.sub(r"(<!-- gpu -->).*?(\n<!-- end -->)", lambda m: m[1] + "\n" + gpu_tables() + m[2], text, flags=re.S)
     text = re.sub(r"(<!-- training -->).*?(\n<!-- end -->)", lambda m: m[1] + "\n" + training_table(CHECKPOINTS) + m[2], text, flags=re.S)
-    with open(page + ".tmp", "w", encoding="utf-8") as f:
+    with replaced(page) as temporary, open(temporary, "w", encoding="utf-8") as f:
         f.write(text)
-    os.replace(page + ".tmp", page)
 
 
 def gpu_tables():
     """What `--suite gpu` found, a part for each device."""
     out = []
     for file in sorted(glob.glob(os.path.join(RESULTS, "*.json"))):
-        with open(file, encoding="utf-8") as f:
-            r = json.load(f)
-        if isinstance(r.get("result"), dict) and r["result"].get("suite") == "gpu":
+        r = read_json(file)
+        if isinstance(r, dict) and isinstance(r.get("result"), dict) and r["result"].get("suite") == "gpu":
             out.append(f"{render('gpu', r['result'])}\n\n`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}.")
     return "\n\n".join(out) or "No GPU has been measured yet."
 
@@ -220,7 +261,7 @@ def processor():
 def write_result(name, result, seconds):
     """results/NAME.json with what is needed to repeat it."""
     os.makedirs(RESULTS, exist_ok=True)
-    gpt.write_json(os.path.join(RESULTS, name + ".json"), {
+    write_json(os.path.join(RESULTS, name + ".json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]), "device": torch.cuda.get_device_name() if "--suite" in sys.argv else f"{processor()}, {torch.get_num_threads()} threads",
         "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1), "result": result})
     part = os.path.join(RESULTS, name + ".part")
@@ -250,6 +291,9 @@ def main():
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
     p.add_argument("--arms", metavar="DIR", help="prism_arms, specdiff_objectives, cdlm_losses, cdlm_curves, cdlm_teachers: a folder of trained models to compare, a folder each")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR", help="folder of real prompt files, for the same (default $MINISPEC_DATA)")
+    p.add_argument("--workload", metavar="NAME", help=f"run: on these prompts alone, and nothing is written: a family ({', '.join(tasks.FAMILIES)}), "
+                   f"a file of the data folder ({', '.join(prompts.PROMPT_FILES)}) or any FILE that decode.py --prompts takes")
+    p.add_argument("--max-new-tokens", type=int, help=f"--workload: most tokens of an answer (default {NEW})")
     p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own (format: minispec/traces.py), with --cost; then nothing is written")
     p.add_argument("--as-published", action="store_true", help="bounds: also what the paper's simulator would say, defects included")
     p.add_argument("--suite", choices=("gpu",), help="gpu: kernels, decoding and every method on this GPU, into results/DEVICE.json; goes on where it was (needs --device cuda)")
@@ -262,6 +306,11 @@ def main():
         p.error(f"unknown study '{unknown[0]}'; choose from {', '.join((*STUDIES, 'all', 'report'))}")
     if args.suite:
         return gpu(args)
+    check_device(args.device)
+    if args.workload and (set(args.studies) - {"run"} or args.max_new_tokens is not None and args.max_new_tokens < 1):
+        raise ValueError("--workload is for the study run alone, with --max-new-tokens 1 or more")
+    if args.workload:
+        args.studies = ["run"]
     default = STUDIES if "all" in args.studies else () if args.studies else WHOLE
     model = tokenizer = None
     if default or set(args.studies) - {"bounds", "report"}:
@@ -269,17 +318,17 @@ def main():
     for name, study in STUDIES.items():
         if name not in args.studies and not (name in default and possible(name, args)):
             continue
-        if os.path.exists(os.path.join(RESULTS, name + ".json")) and not args.force and not args.quick and name != "bounds":
+        if os.path.exists(os.path.join(RESULTS, name + ".json")) and not (args.force or args.quick or args.workload) and name != "bounds":
             print(f"{name}: already measured (--force measures again)")
             continue
         started = time.perf_counter()
         result = study(args, model, tokenizer)
         if args.studies or args.quick:                   # else one table at the end
             print(render(name, result))
-        outside = name == "bounds" and (args.traces is not None or args.cost != p.get_default("cost"))
+        outside = args.workload or name == "bounds" and (args.traces is not None or args.cost != p.get_default("cost"))
         if not args.quick and not outside:
             write_result(name, result, time.perf_counter() - started)
-    if not args.quick:
+    if not args.quick and not args.workload:
         for page in pages():
             report(page)
         figures.draw(RESULTS, os.path.join(ROOT, "docs", "figures"))
@@ -288,4 +337,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; studies that were finished are kept")
+    run_main(main, "interrupted; studies that were finished are kept", "--cache-tokens, or --quick")

@@ -20,9 +20,9 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import cdlm, gpt, methods, specgen, tasks
-from minispec.answers import requests_of, schedule_view, summary, tie_gap, verdict
-from minispec.script import Parser, check_writable, run_main
+from minispec import cdlm, gpt, methods, prompts, specgen, tasks
+from minispec.answers import converse, requests_of, schedule_view, summary, tie_gap, verdict
+from minispec.script import Parser, check_device, check_writable, run_main
 from minispec.tokenizer import NO_THINKING, Tokenizer
 from minispec.verify import Sampling
 
@@ -37,11 +37,12 @@ def parse_args(argv=None):
     methods.add_arguments(p)
     source = p.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="a prompt of your own")
-    source.add_argument("--prompts", metavar="FILE", help="JSON lines with 'prompt', 'question' or 'turns', and 'answer' if known")
-    source.add_argument("--task", metavar="FAMILY", help=f"held-out problems: {', '.join(tasks.FAMILIES)}; or a file of the data folder: {', '.join(tasks.PROMPT_FILES)}")
+    source.add_argument("--prompts", metavar="FILE", help="JSON lines as GSM8K, MATH-500, AIME, HumanEval, MBPP, MT-bench and Spec-Bench have them, or like that")
+    source.add_argument("--task", metavar="FAMILY", help=f"held-out problems: {', '.join(tasks.FAMILIES)}; or a file of the data folder: {', '.join(prompts.PROMPT_FILES)}")
     p.add_argument("--n", type=int, default=None, help="how many problems (default 1 of a task, all of a file)")
     p.add_argument("--size", type=int, help="difficulty of --task: lines, digits, events, rooms (default: drawn from the trained range)")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR", help="folder of real prompt files (default $MINISPEC_DATA)")
+    p.add_argument("--run-code", action="store_true", help="judge answers to HumanEval and MBPP by running them: code that a model wrote, in a process with limits but no jail")
     p.add_argument("--batch", type=int, default=1, help="requests decoded together (default 1)")
     p.add_argument("--max-new-tokens", type=int, default=None, help="limit of an answer (default: twice a known solution's length, else 1024)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given several times")
@@ -65,9 +66,9 @@ def problems_of(args):
     if args.prompt is not None:
         return [tasks.Problem("prompt", args.prompt, "", "")]
     if args.prompts:
-        return tasks.load_prompts(args.prompts)[:args.n]
-    if args.task in tasks.PROMPT_FILES:
-        return tasks.load_named(args.task, args.data)[:args.n or 1]
+        return prompts.load_prompts(args.prompts)[:args.n]
+    if args.task in prompts.PROMPT_FILES:
+        return prompts.load_named(args.task, args.data)[:args.n or 1]
     if args.task:
         if args.task == "trace" and args.warm_context and args.size is None:
             args.size = tasks.lines_for(args.warm_context + 2 * (args.max_new_tokens or 512))
@@ -151,11 +152,11 @@ def regime(engine, args, accepted, context):
             "predicted_speedup": specgen.predicted_speedup(k, accepted, **costs, delayed=args.delayed)}
 
 
-def describe(problem, generation, tokenizer, stops=()):
-    return {"prompt_token_ids": generation.prompt_ids, "token_ids": generation.token_ids,
+def describe(problem, generation, turn, tokenizer, stops=(), run_code=False):
+    return {"turn": turn, "prompt_token_ids": generation.prompt_ids, "token_ids": generation.token_ids,
             "text": before_stop(tokenizer.decode(generation.token_ids), stops),
             "who": generation.who, "finish": generation.finish, "steps": [vars(s) for s in generation.steps],
-            "correct": verdict(problem, generation, tokenizer)}
+            "correct": verdict(problem, generation, tokenizer, run_code)}
 
 
 def table(result):
@@ -194,6 +195,7 @@ def main(argv=None):
     for name, value in (("batch", args.batch), ("max-new-tokens", args.max_new_tokens), ("cache-tokens", args.cache_tokens), ("warm-context", args.warm_context or None)):
         if value is not None and value < 1:
             raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
+    args.stop = [s.encode("utf-8", "replace").decode() for s in args.stop]
     if args.stop and (diffusion or "" in args.stop):
         raise ValueError("--stop is a text of one character or more, and not for --method cdlm or dlm")
     if args.watch and (not diffusion or args.batch > 1):
@@ -204,8 +206,7 @@ def main(argv=None):
     if args.json:
         check_writable(args.json)
     problems = problems_of(args)
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("no CUDA device on this machine; use --device cpu")
+    check_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32"))
     model, tokenizer = gpt.load(args.model, args.device, dtype), Tokenizer.load(args.model)
     if args.no_thinking:
@@ -213,31 +214,36 @@ def main(argv=None):
             raise ValueError(f"--no-thinking is for models of the Qwen3 family; {args.model} is none")
         tokenizer.template += NO_THINKING
     engine = methods.make_engine(args.method, model, args, args.batch)
-    requests = requests_of(problems, tokenizer, model, args.max_new_tokens, sampling, args.warm_context)
+    make_requests = lambda some: requests_of(some, tokenizer, model, args.max_new_tokens, sampling, args.warm_context)
+    make_requests(problems)                                          # what does not fit fails before anything is shown
 
-    if not args.quiet:
-        if len(problems) == 1:
-            print(problems[0].prompt.encode("utf-8", "replace").decode())        # bytes that are no text stay unprintable
-        if sys.stdout.isatty() and args.method != "ar" and not diffusion and args.batch == 1:
-            print("legend: " + "  ".join(f"{c}{name}{RESET}" for name, c in COLOURS.items() if c) + "  plain\n")
+    def answer(some):
+        if not args.quiet and len(some) == 1:
+            print(some[0].prompt.encode("utf-8", "replace").decode())        # bytes that are no text stay unprintable
+        return run(engine, make_requests(some), tokenizer, args.quiet or args.watch, args.method, args.stop)
+
+    if not args.quiet and sys.stdout.isatty() and args.method != "ar" and not diffusion and args.batch == 1:
+        print("legend: " + "  ".join(f"{c}{name}{RESET}" for name, c in COLOURS.items() if c) + "  plain\n")
     if args.watch and not args.quiet:
         engine.on_step = cdlm.Watch(tokenizer, sys.stdout)
-    generations = run(engine, requests, tokenizer, args.quiet or args.watch, args.method, args.stop)
+    rows = converse(problems, answer)
 
-    each = [describe(p, g, tokenizer, args.stop) for p, g in zip(problems, generations)]
+    generations = [g for _, g, _ in rows]
+    each = [describe(p, g, turn, tokenizer, args.stop, args.run_code) for p, g, turn in rows]
     result = {"method": args.method, "device": args.device, "dtype": str(dtype).removeprefix("torch."), **summary(generations, engine)}
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)
-        result["regime"] = regime(engine, args, result["accepted_per_round"], int(statistics.mean(len(r.tokens) for r in requests)))
+        result["regime"] = regime(engine, args, result["accepted_per_round"], int(statistics.mean(len(g.prompt_ids) + len(g.token_ids) for g in generations)))
     if diffusion:
         result["counts"] = engine.counts
     if args.compare:
         baseline = methods.make_engine("ar", model, args, args.batch)
-        ar = run(baseline, requests_of(problems, tokenizer, model, args.max_new_tokens, sampling, args.warm_context), tokenizer, True, stops=args.stop)
+        ar = [g for _, g, _ in converse(problems, lambda some: run(baseline, make_requests(some), tokenizer, True, stops=args.stop))]
         reference = summary(ar, baseline)
         for one, a, g in zip(each, ar, generations):
-            one["identical"] = a.token_ids == g.token_ids
-            one["tie_gap"] = tie_gap(model, g.prompt_ids, a.token_ids, g.token_ids) if args.temperature == 0 else 0.0
+            same = a.prompt_ids == g.prompt_ids                  # a later turn is asked about the answers before it
+            one["identical"] = same and a.token_ids == g.token_ids
+            one["tie_gap"] = tie_gap(model, g.prompt_ids, a.token_ids, g.token_ids) if same and args.temperature == 0 else 0.0
         result |= {"ar_tokens_per_second": reference["tokens_per_second"],
                    "speedup": result["tokens_per_second"] / reference["tokens_per_second"],
                    "identical": all(one["identical"] for one in each), "tie_gap": max(one["tie_gap"] for one in each)}

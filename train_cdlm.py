@@ -12,18 +12,18 @@
 Interrupt it at any time: the same command continues where the last checkpoint or shard was, with the same result. A stage
 that is finished is not done again. Models are Hugging Face folders with log.jsonl and command.txt beside them.
 """
-import json
 import os
 import random
 
 import minispec  # before torch: it tunes the allocator
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 from minispec import cdlm, cdlm_losses, cdlm_studies, corpus, folders, gpt, tasks
 from minispec.engine import Request
-from minispec.script import Parser, run_main
+from minispec.files import blame, read_json, read_tensors, replaced, write_json
+from minispec.script import Parser, check_device, run_main
 from minispec.tokenizer import Tokenizer
 from minispec.training import learning_rate, optimizers, train
 from minispec.verify import Sampling
@@ -101,8 +101,19 @@ class Trajectories:
 
     def __init__(self, folder):
         files = sorted(f for f in os.listdir(folder) if f.endswith(".safetensors"))
-        self.shards = [load_file(os.path.join(folder, f)) for f in files]
+        self.shards = [self._read(os.path.join(folder, f)) for f in files]
         self.where = [(s, i) for s in self.shards for i in range(len(s["live"]))]
+
+    @staticmethod
+    def _read(file):
+        shard = read_tensors(file)
+        with blame(file):
+            n, length, _ = shard["hidden"].shape
+            shapes = {"tokens": (n, length), "rank": (n, length), "live": (n,), "length": (n,), "prompt": (n, shard["prompt"].shape[1])}
+            if any(shard[name].shape != shape or shard[name].min() < 0 for name, shape in shapes.items()) or max(shard["live"].max(), shard["rank"].max() + 1) > length or \
+                    shard["length"].max() > shard["prompt"].shape[1]:
+                raise ValueError("its tensors do not fit each other")
+        return shard
 
     def batch(self, numbers):
         rows = [{name: x[i] for name, x in shard.items()} for shard, i in (self.where[n] for n in numbers)]
@@ -198,12 +209,12 @@ def collect_trajectories(args, tokenizer, mask_id):
     settings |= {"temperatures": list(args.temperatures), "real_text": bool(examples.real), "teacher": folders.fingerprint(model)}
     file = os.path.join(folder, "settings.json")
     if os.path.exists(file):
-        with open(file, encoding="utf-8") as f:
-            old = json.load(f)
-        changed = [name for name in settings if settings[name] != old.get(name)]
+        old = read_json(file)
+        with blame(file):
+            changed = [name for name in settings if settings[name] != old.get(name)]
         if changed:
             raise ValueError(f"{folder} was begun with {changed[0]} {old.get(changed[0])}, not {settings[changed[0]]}; use another --out or the same settings")
-    gpt.write_json(file, settings)
+    write_json(file, settings)
     n = args.prompts * each
     for shard in tqdm(range(-(-n // args.shard)), unit="shard", desc="trajectories"):
         file, items = os.path.join(folder, f"{shard:05d}.safetensors"), range(shard * args.shard, min((shard + 1) * args.shard, n))
@@ -214,8 +225,8 @@ def collect_trajectories(args, tokenizer, mask_id):
                     for i, prompt, length in zip(items, batch["prompt"], batch["length"])]
         data = {"prompt": batch["prompt"], "length": batch["length"], **cdlm.collect(model, mask_id, requests, args.block_size, batch_size=args.batch, stop="never" if args.all_blocks else "block")}
         data = {name: x if name == "hidden" else x.to(torch.int32) for name, x in data.items()}
-        save_file({name: x.contiguous() for name, x in data.items()}, file + ".tmp")
-        os.replace(file + ".tmp", file)
+        with replaced(file) as temporary:
+            save_file({name: x.contiguous() for name, x in data.items()}, temporary)
 
 
 def train_student(args, tokenizer, tokenizer_json, mask_id):
@@ -223,14 +234,15 @@ def train_student(args, tokenizer, tokenizer_json, mask_id):
     model = gpt.load(teacher, args.device, torch.float32)
     head = model.head.weight.detach().clone()
     folder = os.path.join(args.out, "trajectories")
-    try:
-        data = Trajectories(folder)
-        with open(os.path.join(folder, "settings.json"), encoding="utf-8") as f:
-            settings = json.load(f)
-    except FileNotFoundError:
-        raise ValueError(f"{folder} holds no trajectories; run --stage trajectories first") from None
-    if not data.where:
+    file = os.path.join(folder, "settings.json")
+    data = Trajectories(folder) if os.path.exists(file) else None
+    if not data or not data.where:
         raise ValueError(f"{folder} holds no trajectories; run --stage trajectories first")
+    settings = read_json(file)
+    if not isinstance(settings, dict) or not {"gen_length", "block_size", "teacher"} <= set(settings):
+        raise ValueError(f"{file} is damaged: it does not say how the trajectories were made")
+    if any(max(s["tokens"].max(), s["prompt"].max()) >= model.config.vocab_size or s["hidden"].shape[2] != model.config.d_model for s in data.shards):
+        raise ValueError(f"the trajectories in {folder} are not of the model in {teacher}")
     for name in ("gen_length", "block_size"):
         if settings[name] != getattr(args, name):
             raise ValueError(f"the trajectories have {name.replace('_', '-')} {settings[name]}, not {getattr(args, name)}")
@@ -260,16 +272,14 @@ def main():
             raise ValueError(f"{name.replace('_', '-')} {getattr(args, name)} is out of range; allowed is 1 or more")
     if not 0 <= args.block_warmup <= 1:
         raise ValueError(f"block-warmup {args.block_warmup} is out of range; allowed is 0 to 1")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("no CUDA device on this machine; use --device cpu")
+    check_device(args.device)
     stages = STAGES if args.stage == "all" else (args.stage,)
     source = args.target if stages[0] == "teacher" else os.path.join(args.out, "teacher")
     tokenizer, context = Tokenizer.load(source), gpt.load(source).config.block_size
     if args.gen_length + args.longest_prompt > context:
         raise ValueError(f"gen-length {args.gen_length} and longest-prompt {args.longest_prompt} exceed the context of {context}")
     mask_id = cdlm.mask_id_of(tokenizer, source)
-    with open(os.path.join(source, "tokenizer.json"), encoding="utf-8") as f:
-        tokenizer_json = json.load(f)
+    tokenizer_json = read_json(os.path.join(source, "tokenizer.json"))
     if "teacher" in stages:
         train_teacher(args, tokenizer, tokenizer_json, mask_id)
     if "trajectories" in stages:
@@ -279,4 +289,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command continues from the last checkpoint or shard")
+    run_main(main, "interrupted; the same command continues from the last checkpoint or shard", "--batch")

@@ -8,7 +8,6 @@ Interrupt it at any time: the same command continues where the last checkpoint w
 Writes a Hugging Face folder (config.json, model.safetensors, tokenizer.json), log.jsonl and, while it runs,
 resume.pt with the optimiser's state.
 """
-import json
 import os
 import random
 
@@ -19,7 +18,8 @@ import torch.nn.functional as F
 
 from minispec import corpus, gpt, tasks
 from minispec.attention import blocked_attend, dense_attend, mass_in_top
-from minispec.script import Parser, run_main
+from minispec.files import read_json, write_json
+from minispec.script import Parser, check_device, run_main
 from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 from minispec.training import learning_rate, optimizers, train
 
@@ -31,6 +31,7 @@ CURRICULUM = ((0.06, {256: 1.0}),
               (0.14, {512: 1.0}),
               (0.85, {1024: 1.0}),
               (1.0, {1024: 0.4, 6144: 0.4, 10240: 0.2}))
+MOST = 10 ** 10             # of tokens and the like: nobody means more
 BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 6144: 6144, 10240: 10240}
 
 
@@ -160,10 +161,14 @@ def evaluate(model, tokenizer, device):
 
 def main():
     args = parse_args()
-    if args.tokens < 1 or args.batch_scale < 1 or args.save_every < 1:
-        raise ValueError("tokens, batch-scale and save-every must be 1 or more")
+    for name, least in {"tokens": 1, "batch_scale": 1, "save_every": 1, "max_length": 1, "warmup": 0}.items():
+        if not least <= getattr(args, name) <= MOST:
+            raise ValueError(f"{name.replace('_', '-')} {getattr(args, name):g} is out of range; allowed is {least} or more, up to {MOST:.0e}")
+    if not 0 < args.logit_limit <= 1e6:
+        raise ValueError(f"--logit-limit {args.logit_limit} is out of range; allowed is above 0, up to 1e6")
     if not 0 <= args.start < 1:
         raise ValueError(f"--start {args.start} is out of range; from 0 up to, not including, 1")
+    check_device(args.device)
     teacher = gpt.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
@@ -174,16 +179,18 @@ def main():
     # tokenizer
     source = next((f for f in (args.tokenizer, args.teacher, args.init, args.out) if f and os.path.exists(os.path.join(f, "tokenizer.json"))), None)
     if source:
-        with open(os.path.join(source, "tokenizer.json"), encoding="utf-8") as f:
-            tokenizer_json = json.load(f)
+        tokenizer_json = read_json(os.path.join(source, "tokenizer.json"))
     else:
         tokenizer_json = new_tokenizer(real, args.seed)
-        gpt.write_json(os.path.join(args.out, "tokenizer.json"), tokenizer_json)
+        write_json(os.path.join(args.out, "tokenizer.json"), tokenizer_json)
     tokenizer = Tokenizer.load(source or args.out)
 
     # model, teacher, optimisers
     config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size, "block_size": max(args.max_length, 2048),
                               "bos_id": tokenizer.special["<|bos|>"], "eos_id": tokenizer.special["<|eos|>"]})
+    if teacher and (teacher.config.vocab_size != config.vocab_size or teacher.config.block_size < config.block_size):
+        raise ValueError(f"{args.teacher} has a vocabulary of {teacher.config.vocab_size} and a context of {teacher.config.block_size}; "
+                         f"to teach this model it needs {config.vocab_size} and {config.block_size} or more")
     model = gpt.GPT(config).to(args.device)
     if args.init:
         start = gpt.load(args.init, args.device, torch.float32)
@@ -219,4 +226,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command continues from the last checkpoint")
+    run_main(main, "interrupted; the same command continues from the last checkpoint", "--max-length, --batch-scale or --size")

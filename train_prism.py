@@ -82,8 +82,9 @@ def main():
     lengths = [min(len(p) + len(a), args.max_length) for p, a, _ in rows]
     rows = [row for row, n in zip(rows, lengths) if n > len(row[0]) + unroll]                # something to guess at every step
     lengths = [min(len(p) + len(a), args.max_length) for p, a, _ in rows]
-    if not rows:
-        raise ValueError(f"no answer is longer than {unroll} tokens within max-length {args.max_length}; nothing to train on")
+    heldout = [row for row in heldout if len(row[0]) < args.max_length]
+    if not rows or not heldout:
+        raise ValueError(f"no {'held-out ' * bool(rows)}answer has {f'more than {unroll} tokens' if not rows else 'a token'} within max-length {args.max_length}; nothing to train on")
     plan = rollouts.schedule(args.seed, lengths, args.batch_tokens, args.tokens)
     one = sum(p.numel() for p in model.bank[0].parameters())
     print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {one / 1e6:.2f}M read by a draft step; {len(rows)} texts, {sum(lengths):,} tokens, {len(plan)} steps")
@@ -102,4 +103,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command continues from the last checkpoint")
+    run_main(main, "interrupted; the same command continues from the last checkpoint", "--batch-tokens or --max-length")

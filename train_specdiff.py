@@ -96,4 +96,4 @@ def main():
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command continues from the last checkpoint")
+    run_main(main, "interrupted; the same command continues from the last checkpoint", "--batch-tokens, --windows or --max-length")

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from . import tasks
+from . import prompts, tasks
 from .attention import dense_attend
 from .engine import Request
 from .verify import Sampling
@@ -19,7 +19,7 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), war
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, the model a vocabulary of {model.config.vocab_size}; they do not belong together")
     for i, p in enumerate(problems):
-        ids = tokenizer.prompt_ids(p.prompt)
+        ids = tokenizer.next_prompt_ids(*p.before, p.prompt) if p.before else tokenizer.prompt_ids(p.prompt)
         chain = p.think if tokenizer.ours else ""                # other models write chains of their own
         known = len(tokenizer.response_ids(chain, p.answer)) if chain else 512
         final = len(ids) + known if chain else None
@@ -27,9 +27,11 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), war
             ids = (ids + tokenizer.encode(p.think))[:warm]
             if len(ids) < warm:
                 raise ValueError(f"problem {i + 1} has a known chain of {len(ids)} tokens with its prompt; a warm context of {warm} needs a longer one (--task trace)")
-        room = block - len(ids)
+        later = sum(len(tokenizer.next_prompt_ids([], [], t)) for t in p.turns)      # every turn gets as much room as the first
+        room = (block - len(ids) - later) // (1 + len(p.turns))
         if room < max(limit or 1, 1):
-            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {limit or 2 * known} more; the context of this model is {block}")
+            turns = f" for each of {1 + len(p.turns)} answers" if p.turns else ""
+            raise ValueError(f"prompt {i + 1} has {len(ids) + later} tokens and asks for {limit or 2 * known} more{turns}; the context of this model is {block}")
         out.append(Request(ids, limit or min(2 * known, room), replace(sampling, seed=sampling.seed + i), ends, final))
     return out
 
@@ -75,8 +77,25 @@ def tie_gap(model, prompt_ids, a, b):
     return (top[0] - top[1]).item()
 
 
-def verdict(problem, generation, tokenizer):
-    """True or False where the problem has a checkable answer and the model a mark for it, else None."""
-    if not problem.answer or not tokenizer.ours:
-        return None
-    return tasks.check(problem, tokenizer.answer_text(generation.token_ids))
+def converse(problems, answer):
+    """Ask the problems, then what their further turns ask about the answers. answer(problems) -> generations. Returns [(problem,
+    generation, turn)], a problem's turns one after the other."""
+    out, live, turn = [], list(enumerate(problems)), 1
+    while live:
+        generations = answer([p for _, p in live])
+        out += [(i, turn, p, g) for (i, p), g in zip(live, generations)]
+        live, turn = [(i, _next(p, g)) for (i, p), g in zip(live, generations) if p.turns], turn + 1
+    return [(p, g, turn) for _, turn, p, g in sorted(out, key=lambda row: row[:2])]
+
+
+def _next(problem, generation):
+    return replace(problem, prompt=problem.turns[0].rstrip("\n") + "\n", think="", answer="", turns=problem.turns[1:], before=(generation.prompt_ids, generation.token_ids))
+
+
+def verdict(problem, generation, tokenizer, run_code=False):
+    """True or False where the problem has a checkable answer, else None. The answer of a procedural problem needs a mark, which only
+    our models have; that of a problem from a file may be code (prompts.py), which is run if the user says so."""
+    text = tokenizer.answer_text(generation.token_ids)
+    if "check" in problem.facts:
+        return prompts.check(problem, text, run_code)
+    return tasks.check(problem, text) if problem.answer and tokenizer.ours else None

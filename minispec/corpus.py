@@ -7,14 +7,14 @@ which stands nowhere else, so heads that find nothing to fetch have a place to l
 Real text is read from a data folder (--data or MINISPEC_DATA) and is optional; SOURCES says what and from where.
 """
 import glob
-import json
 import os
 import random
 import sysconfig
 
 import numpy as np
 
-from . import tasks
+from . import prompts, tasks
+from .files import blame, read_json
 
 SOURCES = {     # folder: (public source, licence)
     "gsm8k": ("github.com/openai/grade-school-math, grade_school_math/data", "MIT"),
@@ -30,27 +30,26 @@ EXCLUDED_TASK = "arithmetic/gsm_symbolic"      # its questions are variations of
 def real_documents(folder, split="train"):
     """{source: [(prompt, think, answer)]} of the real text under `folder`; sources that are not there are left out.
     Books and code are plain text: prompt None. Standard-library code comes with every Python."""
-    def rows(path, lines=True):
-        with open(os.path.join(folder, path), encoding="utf-8") as f:
-            return [json.loads(line) for line in f] if lines else json.load(f)
+    def documents(path, row_to_document, keep_row=lambda r: keep(r["question"])):
+        file = os.path.join(folder, path)
+        rows = [row for _, row in prompts.read_rows(file)] if file.endswith(".jsonl") else read_json(file)
+        with blame(file):
+            return [row_to_document(r) for r in rows if keep_row(r)]
 
     keep = lambda text: tasks.is_heldout(text) == (split != "train")
     out = {}
     if folder and os.path.isdir(folder):
         have = lambda name: os.path.isdir(os.path.join(folder, name))
         if have("gsm8k"):
-            out["gsm8k"] = [(r["question"] + "\n", *tasks.split_gsm8k(r["answer"])) for r in rows("gsm8k/train.jsonl")
-                            if keep(r["question"])]
+            out["gsm8k"] = documents("gsm8k/train.jsonl", lambda r: (r["question"] + "\n", *prompts.split_gsm8k(r["answer"])))
         if have("reasoning_gym_traces"):
-            out["traces"] = [(r["question"] + "\n", r["response"] + "\n", r["expected_answer"])
-                             for r in rows("reasoning_gym_traces/traces_correct.jsonl")
-                             if r["task"] != EXCLUDED_TASK and keep(r["question"])]
+            out["traces"] = documents("reasoning_gym_traces/traces_correct.jsonl", lambda r: (r["question"] + "\n", r["response"] + "\n", r["expected_answer"]),
+                                      lambda r: r["task"] != EXCLUDED_TASK and keep(r["question"]))
         if have("marco_o1"):
-            out["marco"] = [(r["instruction"] + "\n", r["response"] + "\n", "") for r in rows("marco_o1/CoT_demo.json", False)
-                            if keep(r["instruction"])]
+            out["marco"] = documents("marco_o1/CoT_demo.json", lambda r: (r["instruction"] + "\n", r["response"] + "\n", ""), lambda r: keep(r["instruction"]))
         if have("instruct"):
-            out["instruct"] = [((r["instruction"] + "\n" + r["input"]).strip() + "\n", "", r["output"])
-                               for r in rows("instruct/instruction-data.json", False) if keep(r["instruction"])]
+            out["instruct"] = documents("instruct/instruction-data.json", lambda r: ((r["instruction"] + "\n" + r["input"]).strip() + "\n", "", r["output"]),
+                                        lambda r: keep(r["instruction"]))
         books = [p for p in sorted(glob.glob(os.path.join(folder, "standardebooks", "*.txt")))
                  if (HELDOUT_BOOK in p) == (split != "train")]
         out["books"] = [(None, chunk, "") for path in books for chunk in _chunks(path, 4000)]

@@ -4,13 +4,12 @@ and divided by their number; intervals are bootstraps over prompts, differences 
 import os
 import statistics
 import time
-from dataclasses import replace
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from . import folders, gpt, methods, prism, tasks
+from . import folders, gpt, methods, prism, prompts, tasks
 from .answers import requests_of, summary, verdict
 from .engine import Request
 from .prism import PrismDrafter
@@ -50,7 +49,7 @@ def compare(kind, args, model, tokenizer, temperatures):
         raise ValueError(f"this study compares trained drafters: --arms must be a folder with one folder each (train_{kind}.py), got {args.arms}")
     problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(4 if args.quick else 20)]
     if args.data:
-        problems += [replace(p, family="gsm8k") for p in tasks.load_named("gsm8k", args.data)[:4 if args.quick else 20]]
+        problems += prompts.load_named("gsm8k", args.data)[:4 if args.quick else 20]
     out = {}
     for arm in tqdm([a for a in sorted(os.listdir(args.arms)) if folders.kind_of(os.path.join(args.arms, a)) == kind], desc=kind):
         folder = os.path.join(args.arms, arm)

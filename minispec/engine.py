@@ -295,6 +295,8 @@ class Engine:
     def _prepare(self, requests):
         block = self.model.config.block_size
         for r in requests:
+            if not 0 <= min(r.tokens) <= max(r.tokens) < self.model.config.vocab_size:
+                raise ValueError(f"a prompt has token ids from {min(r.tokens)} to {max(r.tokens)}; the vocabulary of this model is 0 to {self.model.config.vocab_size - 1}")
             if r.longest > block:
                 raise ValueError(f"prompt of {len(r.tokens)} tokens and {r.max_new_tokens} new ones exceed the context of {block}")
         sizes = [r.longest + self.planner.extra_slots(r) for r in requests]

@@ -1,10 +1,10 @@
 """The lessons' figures, drawn from results/*.json. matplotlib is optional: without it nothing is drawn, and nothing is lost,
 for every figure has its numbers in results/."""
-import json
 import os
 
 import numpy as np
 
+from .files import blame, read_json
 from .traces import read_traces
 
 
@@ -25,7 +25,8 @@ def draw(results, folder):
             result = load(file)
             for name, figure in figures.items():
                 canvas, axes = pyplot.subplots(figsize=(7, 3))
-                figure(axes, result)
+                with blame(file):
+                    figure(axes, result)
                 if axes.get_legend_handles_labels()[0]:
                     axes.legend(frameon=False)
                 canvas.savefig(os.path.join(folder, name + ".svg"), bbox_inches="tight", metadata={"Date": None})
@@ -40,8 +41,8 @@ def source(study):
 def load(file):
     if file.endswith(".jsonl"):
         return read_traces(file)
-    with open(file, encoding="utf-8") as f:
-        return json.load(f)["result"]
+    with blame(file):
+        return read_json(file)["result"]
 
 
 def schedule(axes, r):

@@ -3,45 +3,47 @@ Hugging Face layout instead, see gpt.py.)"""
 import hashlib
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, fields
 
 import torch
 
-from . import gpt
+from .files import blame, read_json, read_tensors, replaced, write_json
 
 
 def save(module, folder, kind):
     """Write a module with a dataclass `config`."""
     from safetensors.torch import save_file
     os.makedirs(folder, exist_ok=True)
-    file = os.path.join(folder, "model.safetensors")
-    save_file({name: x.contiguous() for name, x in module.state_dict().items()}, file + ".tmp", metadata={"format": "pt"})
-    os.replace(file + ".tmp", file)
-    gpt.write_json(os.path.join(folder, "config.json"), {"model_type": kind, **asdict(module.config)})
+    with replaced(os.path.join(folder, "model.safetensors")) as file:
+        save_file({name: x.contiguous() for name, x in module.state_dict().items()}, file, metadata={"format": "pt"})
+    write_json(os.path.join(folder, "config.json"), {"model_type": kind, **asdict(module.config)})
 
 
 def load(folder, kind, make):
     """make(**config) with the folder's weights. ValueError, in one line, names what is missing, damaged or does not fit."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
     if not os.path.isdir(folder):
         raise ValueError(f"no drafter folder {folder}")
-    file = os.path.join(folder, "model.safetensors")
+    file, config_file = (os.path.join(folder, name) for name in ("model.safetensors", "config.json"))
+    for needed in (config_file, file):
+        if not os.path.exists(needed):
+            raise ValueError(f"{folder} holds no {os.path.basename(needed)}")
+    config = read_json(config_file)
     try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            config = json.load(f)
         if config.pop("model_type", None) != kind:
             raise ValueError(f"this is not a drafter made by train_{kind}.py")
         module = make(**config)
-        module.load_state_dict(load_file(file))
-    except FileNotFoundError as e:
-        raise ValueError(f"{folder} holds no {os.path.basename(e.filename or file)}") from None
-    except SafetensorError as e:
-        raise ValueError(f"{file} is damaged: {e}") from None
+        for field in fields(module.config):                      # a list where a number belongs would show in the middle of decoding
+            value, kind = getattr(module.config, field.name), type(field.default)
+            wrong = kind in (bool, int, str) and type(value) is not kind or type(value) is tuple and not all(type(i) is int and i >= 0 for i in value)
+            if wrong and value is not None:
+                raise ValueError(f"{field.name} {value} is of the wrong kind")
+    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
+        raise ValueError(f"{config_file}: {e}") from None
+    weights = read_tensors(file)
+    try:
+        module.load_state_dict(weights)
     except RuntimeError as e:
         raise ValueError(f"{file} does not fit config.json: {str(e).splitlines()[-1].strip()}") from None
-    except (ValueError, TypeError, AttributeError) as e:
-        raise ValueError(f"{folder}/config.json: {e}") from None
     return module
 
 
@@ -81,13 +83,14 @@ def kind_of(folder):
     file = os.path.join(folder, "config.json")
     if not os.path.exists(file):
         return None
-    with open(file, encoding="utf-8") as f:
-        return json.load(f).get("model_type")
+    with blame(file):
+        return read_json(file).get("model_type")
 
 
 def records(folder):
     """The lines of log.jsonl."""
-    with open(os.path.join(folder, "log.jsonl"), encoding="utf-8") as f:
+    file = os.path.join(folder, "log.jsonl")
+    with blame(file), open(file, encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 
 

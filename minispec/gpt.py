@@ -11,8 +11,6 @@ is a new `attend`, a new drafter, or both; the body below never changes.
 Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests, in
 decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
 """
-import contextlib
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -20,6 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from .files import blame, opened, read_json, replaced, write_json
 
 
 @dataclass
@@ -253,7 +253,8 @@ def _all_names(c):
     return names + [row for layer in range(c.n_layer) for row in _hf_names(layer, c)]
 
 
-LARGEST = 1 << 22   # of any size in a `config.json`; a damaged one could ask for all memory
+LARGEST = {"vocab_size": 1 << 22, "n_layer": 1 << 10, "n_head": 1 << 10, "n_kv_head": 1 << 10, "d_model": 1 << 18, "head_dim": 1 << 12, "d_ff": 1 << 20, "block_size": 1 << 22}
+LARGEST_ROPE = 1 << 28      # elements of its tables, 1 GB each; a damaged `config.json` could ask for all memory
 COPIED = 1024       # rows of a weight that are converted at once
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 KINDS = ("llama", "qwen2", "qwen3")
@@ -298,23 +299,25 @@ def from_hf_config(d):
         rope_scaling={key: rope[key] for key in SCALING} if scaling == "llama3" else None,
         qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", tied=bool(d.get("tie_word_embeddings")), shift=bool(d.get("shift", True)),
         bos_id=d.get("bos_token_id"), eos_id=eos[0] if isinstance(eos, list) else eos)
-    for name in ("vocab_size", "n_layer", "n_head", "n_kv_head", "d_model", "head_dim", "d_ff", "block_size"):
-        if not isinstance(getattr(c, name), int) or not 1 <= getattr(c, name) <= LARGEST:
-            raise ValueError(f"{name} {getattr(c, name)} is out of range; allowed is 1 to {LARGEST}")
+    return checked(c)
+
+
+def checked(c):
+    """The GPTConfig c. ValueError where a file says sizes of which no model could be made."""
+    for name, most in LARGEST.items():
+        if type(getattr(c, name)) is not int or not 1 <= getattr(c, name) <= most:
+            raise ValueError(f"{name} {getattr(c, name)} is out of range; allowed is 1 to {most}")
     for name, x in {"norm_eps": c.norm_eps, "rope_theta": c.rope_theta, **(c.rope_scaling or {})}.items():
-        if not isinstance(x, (int, float)) or not x > 0:
+        if type(x) not in (int, float) or not 0 < x < 1e30:
             raise ValueError(f"{name} {x} is out of range; allowed is any number above 0")
+    for name, x in {"bos_id": c.bos_id, "eos_id": c.eos_id}.items():
+        if x is not None and type(x) is not int:
+            raise ValueError(f"{name} {x} is not a token id")
     if c.n_head % c.n_kv_head or c.head_dim % 2:
         raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do not divide evenly")
+    if c.block_size * c.head_dim > LARGEST_ROPE:
+        raise ValueError(f"a context of {c.block_size} with heads of {c.head_dim} dimensions is too long; allowed are {LARGEST_ROPE // c.head_dim} tokens")
     return c
-
-
-def write_json(path, data):
-    """Write to a temporary name, then rename: a reader sees the old file or the new one, never half of one."""
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
-        json.dump(data, f, indent=1)
-        f.write("\n")
-    os.replace(path + ".tmp", path)
 
 
 def save(model, folder, tokenizer_json=None):
@@ -326,9 +329,8 @@ def save(model, folder, tokenizer_json=None):
     for ours, theirs, sizes in _all_names(c):
         for name, part in zip(theirs, state[ours].split(sizes)):
             tensors[name] = part.contiguous()
-    file = os.path.join(folder, "model.safetensors")
-    save_file(tensors, file + ".tmp", metadata={"format": "pt"})
-    os.replace(file + ".tmp", file)
+    with replaced(os.path.join(folder, "model.safetensors")) as file:
+        save_file(tensors, file, metadata={"format": "pt"})
     write_json(os.path.join(folder, "config.json"), config)
     write_json(os.path.join(folder, "generation_config.json"), {"bos_token_id": c.bos_id, "eos_token_id": c.eos_id})
     if tokenizer_json:
@@ -362,32 +364,31 @@ def load(folder, device="cpu", dtype=None):
 
 def _read_config(folder):
     """The GPTConfig of a folder."""
+    file = os.path.join(folder, "config.json")
     if not os.path.isdir(folder):
         raise ValueError(f"no model folder {folder}")
+    if not os.path.exists(file):
+        raise ValueError(f"{folder} holds no config.json")
+    data = read_json(file)
     try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            return from_hf_config(json.load(f))
-    except FileNotFoundError:
-        raise ValueError(f"{folder} holds no config.json") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError, ZeroDivisionError) as e:
-        raise ValueError(f"{folder}/config.json is damaged or lacks a field: {e}") from None
+        return from_hf_config(data)
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
+        raise ValueError(f"{file} is damaged or lacks a field: {e}") from None
     except ValueError as e:
-        raise ValueError(f"{folder}/config.json: {e}") from None
+        raise ValueError(f"{file}: {e}") from None
 
 
 def _weight_files(folder, config):
     """{tensor: its file} from model.safetensors, or from the shards that model.safetensors.index.json lists."""
     file, index = (os.path.join(folder, name) for name in ("model.safetensors", "model.safetensors.index.json"))
     if os.path.exists(file):
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             files = dict.fromkeys(tensors.keys(), file)
     elif os.path.exists(index):
         file = index
-        try:
-            with open(index, encoding="utf-8") as f:
-                files = {name: os.path.join(folder, shard) for name, shard in json.load(f)["weight_map"].items()}
-        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as e:
-            raise ValueError(f"{index} is damaged: {e}") from None
+        shards = read_json(index)
+        with blame(index):
+            files = {name: os.path.join(folder, shard) for name, shard in shards["weight_map"].items()}
     else:
         pickled = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
         raise ValueError(f"{folder} holds no model.safetensors" + (f"; {pickled[0]} is a pickle, which could run anything and is never read" if pickled else ""))
@@ -397,26 +398,13 @@ def _weight_files(folder, config):
     return files
 
 
-@contextlib.contextmanager
-def _opened(file):
-    """A safetensors file, mapped into memory."""
-    from safetensors import SafetensorError, safe_open
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            yield tensors
-    except FileNotFoundError:
-        raise ValueError(f"there is no {file}") from None
-    except (SafetensorError, OSError) as e:
-        raise ValueError(f"{file} is damaged: {e}") from None
-
-
 def _read_weight(files, names, shapes, device, dtype, multiplies):
     """The tensors of these names, one upon the other; by columns, as `store_by_columns` has it, where rows are multiplied with
     them. Files are mapped anew for each: closing a map is what frees its pages."""
     out, row = None, 0
     for name, shape in zip(names, shapes):
         file = files[name]
-        with _opened(file) as tensors:
+        with opened(file) as tensors:
             part = tensors.get_tensor(name)
         if part.shape != shape:
             raise ValueError(f"{file}: {name} has shape {tuple(part.shape)}, config.json says {tuple(shape)}")

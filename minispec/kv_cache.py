@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+MOST = 1 << 40              # slots; a larger number does not even fit into the error of an allocator
+
 
 @dataclass(eq=False)
 class Run:
@@ -36,6 +38,9 @@ class KVCache:
     the others, that are nobody's; rows that pad a CUDA graph write there."""
 
     def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", host_slots=0, spare=0):
+        for slots in (n_slots, host_slots):
+            if not 0 <= slots <= MOST:
+                raise ValueError(f"a cache of {slots} tokens is out of range; allowed is 0 to {MOST}")
         shape = (config.n_layer, config.n_kv_head, n_slots + spare, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)

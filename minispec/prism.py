@@ -363,5 +363,5 @@ def save(prism, folder):
 
 def load(folder, device="cpu", dtype=None):
     """The drafter in a folder. ValueError, in one line, names what is missing, damaged or does not fit."""
-    prism = folders.load(folder, "prism", lambda **config: Prism(PrismConfig(**config)))
+    prism = folders.load(folder, "prism", lambda **config: Prism(gpt.checked(PrismConfig(**config))))
     return gpt.store_by_columns(prism.to(device=device, dtype=dtype).eval())

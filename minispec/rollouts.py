@@ -3,7 +3,7 @@ log-probabilities that the target gave its tokens. Made once, read by every arm,
 "heldout" are never trained on. Nothing is decoded to text and read back, and the end of text stays where it was chosen.
 """
 import glob
-import json
+import math
 import os
 import random
 import zlib
@@ -11,13 +11,16 @@ import zlib
 import torch
 from tqdm import tqdm
 
-from . import gpt, tasks
+from . import prompts, tasks
 from .attention import dense_attend
 from .engine import Engine, Lockstep, Request
+from .files import blame, read_json, write_json
+from .script import check_device
 from .verify import Sampling
 
 SHARD = 64                  # prompts answered between two writes
-LIMITS = {"prompts": 1, "heldout": 1, "max-new-tokens": 2, "tokens": 1, "batch-tokens": 1, "max-length": 8, "save-every": 1}
+LIMITS = {"prompts": 1, "heldout": 1, "max-new-tokens": 2, "tokens": 1, "batch-tokens": 1, "max-length": 8, "save-every": 1, "warmup": 0}
+MOST = 10 ** 10             # of all of them: nobody means more
 
 
 def add_arguments(parser):
@@ -44,18 +47,17 @@ def check_arguments(args, limits):
     """ValueError where a setting is below the least that `limits`, or LIMITS here, allow for it; or names no prompts."""
     for name, least in {**LIMITS, **limits}.items():
         value = getattr(args, name.replace("-", "_"))
-        if value is not None and value < least:
-            raise ValueError(f"{name} {value:g} is out of range; allowed is {least} or more")
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError("no CUDA device on this machine; use --device cpu")
+        if value is not None and not least <= value <= MOST:
+            raise ValueError(f"{name} {value:g} is out of range; allowed is {least} or more, up to {MOST:.0e}")
+    check_device(args.device)
     Sampling(args.temperature)
     prompts_of(args, "train", args.prompts), prompts_of(args, "heldout", args.heldout)
 
 
 def prompts_of(args, split, n):
-    """n prompts of a split; fewer are always a prefix of more."""
+    """n prompts of a split; fewer are always a prefix of more. Of several turns in a file, the first."""
     if args.prompt_file:
-        some = [p.prompt for p in tasks.load_prompts(args.prompt_file) if tasks.is_heldout(p.prompt) == (split == "heldout")]
+        some = [p.prompt for p in prompts.load_prompts(args.prompt_file) if tasks.is_heldout(p.prompt) == (split == "heldout")]
         if not some:
             raise ValueError(f"{args.prompt_file} has no prompts for the split '{split}'; every eighth or so is held out, so give it more")
         return some[:n]
@@ -81,25 +83,25 @@ def _check_folder(args, folder):
     made_with = {"target": target, "temperature": args.temperature, "max_new_tokens": args.max_new_tokens, "probabilities": True}
     file = os.path.join(folder, "settings.json")
     if os.path.exists(file):
-        with open(file, encoding="utf-8") as f:
-            other = json.load(f)
+        other = read_json(file)
+        if not isinstance(other, dict):
+            raise ValueError(f"{file} is damaged: a JSON object is needed")
         for key, value in made_with.items():
             if other.get(key) != value:
                 raise ValueError(f"the answers in {folder} were made with {key} {other.get(key)}, now it is {value}; use another --responses folder")
     os.makedirs(folder, exist_ok=True)
-    gpt.write_json(file, made_with)
+    write_json(file, made_with)
 
 
 def _answers(args, target, tokenizer, folder, split, n):
     """The target's answers to n prompts, from the shards of `folder` or made now."""
-    prompts, out = prompts_of(args, split, n), []
-    shards = range(0, len(prompts), SHARD)
+    asked, out = prompts_of(args, split, n), []
+    shards = range(0, len(asked), SHARD)
     for start in tqdm(shards, desc=f"{split} answers", unit="shard", disable=all(os.path.exists(_shard(folder, split, i)) for i in shards)):
-        file, some = _shard(folder, split, start), prompts[start:start + SHARD]
+        file, some = _shard(folder, split, start), asked[start:start + SHARD]
         rows = []
         if os.path.exists(file):
-            with open(file, encoding="utf-8") as f:
-                rows = json.load(f)
+            rows = _read_shard(file, target.config.vocab_size)
             if any(row[0] != tokenizer.prompt_ids(prompt) for row, prompt in zip(rows, some)):
                 raise ValueError(f"the answers in {file} are to other prompts; use another --responses folder")
         if len(rows) < len(some):                                # a shorter run before this one ended inside this shard
@@ -112,9 +114,21 @@ def _answers(args, target, tokenizer, folder, split, n):
                 requests.append(Request(ids, room, Sampling(args.temperature, seed=i), [target.config.eos_id, *tokenizer.ends]))
             got = Engine(target, Lockstep, 16).generate(requests)
             rows += [[g.prompt_ids, g.token_ids, log_probs(target, g.prompt_ids, g.token_ids, args.temperature)] for g in got]
-            gpt.write_json(file, rows)
+            write_json(file, rows)
         out += rows[:len(some)]
     return out
+
+
+def _read_shard(file, vocab_size):
+    """The rows of a shard: [[prompt ids, answer ids, a number for each of these]]."""
+    rows = read_json(file)
+    with blame(file):
+        if type(rows) is not list:
+            raise ValueError("a list of rows is needed")
+        for prompt, answer, logs in rows:
+            if not all(type(x) is list for x in (prompt, answer, logs)) or not all(type(i) is int and 0 <= i < vocab_size for i in prompt + answer) or len(answer) != len(logs) or not all(map(math.isfinite, logs)):
+                raise ValueError(f"a row is not made of token ids below {vocab_size} and a number for each of the answer's")
+    return rows
 
 
 def _shard(folder, split, start):

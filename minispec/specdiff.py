@@ -403,7 +403,7 @@ def save(drafter, folder):
 def load(folder, target):
     """The drafter in a folder, on the device and in the dtype of its target. ValueError, in one line, says what is wrong."""
     def make(**config):
-        drafter = Drafter(SpecDiffConfig(**config), target)
+        drafter = Drafter(gpt.checked(SpecDiffConfig(**config)), target)
         drafter.check(target)
         return drafter
     return gpt.store_by_columns(folders.load(folder, "specdiff", make).to(device=target.device, dtype=target.dtype).eval())

@@ -4,9 +4,8 @@ import math
 import os
 import statistics
 
-from safetensors import safe_open
-
 from . import tasks
+from .files import blame, opened, read_json
 
 
 def _table(head, rows):
@@ -91,6 +90,12 @@ def render(name, r):
                         *(f"{name} like ar" for name in methods)], rows)
                 + "\n\n" + _table([f"{r['memory']['bfloat16']['parameters'] / 1e9:.2f} billion parameters, stored as bf16, loaded as", "weights",
                                    "peak memory of the process", "times the weights", "of it Python and torch"], memory))
+    if name == "knocks":
+        kinds = [["wrong command lines", r["lines"]], ["damaged files", r["files"]]]
+        rows = [[what, f"{x['cases']:,}", f"{x['exits'].get('0', 0):,}", f"{x['exits'].get('2', 0):,}", x["failures"], f"{x['slowest_seconds']:.0f}"] for what, x in kinds]
+        kills = [[f"`{script}.py`", x["kills"], x["runs_that_reached_the_end"]] for script, x in r["kill"]["scripts"].items()]
+        return (_table(["fuzzed", "cases", "exit 0", "exit 2 with a line", "tracebacks, hangs, half-written files", "slowest, CPU seconds"], rows) + "\n\n"
+                + _table(["killed (kill -9) at random moments and started again", "kills", "runs that reached the end, equal to an undisturbed one"], kills))
     if name == "transformers":
         return _table(["loop", "tokens/s, median (range)", "ratio to transformers"],
                       [["transformers generate", _spread(r["transformers"]), "1.00"], ["minispec ar", _spread(r["minispec"]), f"{r['ratio']:.2f}"]])
@@ -145,9 +150,10 @@ def _runs(r):
     """What was observed, and T2: where its time went."""
     shares = lambda p: [f"{100 * p[x] / sum(p.values()):.0f}" for x in ("prefill", "draft", "verify", "sample", "overhead")]
     rows = [[x["workload"], _batch(x), x["method"], f"{x['tokens_per_second']:.0f}", f"{x['speedup']:.2f}", f"{x['tau']:.2f}",
-             f"{100 * x['acceptance']:.0f} %" if x["acceptance"] is not None else "", *shares(x["phases"]), f"{x['identical']} of {x['prompts']}"] for x in r["rows"]]
+             f"{100 * x['acceptance']:.0f} %" if x["acceptance"] is not None else "", *shares(x["phases"]), f"{x['identical']} of {x['prompts']}",
+             *(["{} of {}".format(*x["solved"]) if x["solved"][1] else ""] if "solved" in x else [])] for x in r["rows"]]
     return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "prefill %", "draft %", "verify %", "sample %", "overhead %",
-                   "identical to ar"], rows)
+                   "identical to ar", *(["solved"] if "solved" in r["rows"][0] else [])], rows)
 
 
 def _ladder(r):
@@ -250,8 +256,8 @@ def whole_table(folder):
     for name, into in (("run", run), ("bounds", bounds), ("accuracy", accuracy)):
         file = os.path.join(folder, name + ".json")
         if os.path.exists(file):
-            with open(file, encoding="utf-8") as f:
-                into.update(json.load(f)["result"])
+            with blame(file):
+                into.update(read_json(file)["result"])
     cells, rows = {(c["workload"], c["batch"], c["kind"]): c for c in bounds.get("cells", ())}, []
     for x in run["rows"]:
         c, m = cells.get((x["workload"], x["batch"], x["kind"]), {}), x["method"]
@@ -270,12 +276,13 @@ def training_table(folder):
         if all(map(os.path.exists, files)):
             with open(files[0], encoding="utf-8") as f:
                 command = f.read().strip()
-            with open(files[1], encoding="utf-8") as f:
+            with blame(files[1]), open(files[1], encoding="utf-8") as f:
                 log = [json.loads(line) for line in f]
-            seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
-            with safe_open(os.path.join(folder, name, "model.safetensors"), "pt") as f:
+                seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
+                last = [f"{log[-1]['tokens'] / 1e6:.1f}M", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}"]
+            with opened(os.path.join(folder, name, "model.safetensors")) as f:
                 params = sum(math.prod(f.get_slice(tensor).get_shape()) for tensor in f.keys())
-            rows.append([name, f"{params / 1e6:.2f}M", f"{log[-1]['tokens'] / 1e6:.1f}M", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}", f"`{command}`"])
+            rows.append([name, f"{params / 1e6:.2f}M", *last, f"`{command}`"])
     return _table(["checkpoint", "parameters", "tokens", "minutes on 2 CPU cores", "last loss", "command"], rows)
 
 

@@ -1,4 +1,4 @@
-"""The workloads: five families of procedural reasoning problems whose answers a checker verifies, and prompt files.
+"""The workloads: five families of procedural reasoning problems whose answers a checker verifies. (Prompt files: prompts.py.)
 
     problem = make("trace", seed=7, split="heldout", size=40)
     problem.prompt, problem.think, problem.answer      # text; `think` is one correct chain of thought
@@ -18,8 +18,6 @@ A step of a chain needs one look-up, one single-digit operation or one carry, so
 parameters can do it; difficulty lies in the number of steps. Splits are disjoint by construction: a problem whose
 prompt hashes to 0 modulo 8 is held out, all others are for training, and `make` draws until the split fits.
 """
-import json
-import os
 import random
 import re
 import zlib
@@ -58,11 +56,13 @@ def lines_for(tokens):
 class Problem:
     family: str
     prompt: str
-    think: str                # a correct chain of thought; "" when unknown (prompt files)
+    think: str                # a correct chain of thought; "" when unknown
     answer: str               # "" when unknown
     size: int = 0
     seed: int = 0
     facts: dict = field(default_factory=dict)   # what the checker needs beyond the answer
+    turns: list = field(default_factory=list)   # what is asked after the answer, one after the other
+    before: tuple = None                        # a later turn: (ids of the prompt before, ids of its answer)
 
 
 def is_heldout(prompt):
@@ -317,63 +317,3 @@ def revise(rng, size):
 
 
 GENERATORS = {"trace": trace, "arith": arith, "story": story, "search": search, "revise": revise}
-
-
-# -- real prompts from files -------------------------------------------------------------------------------------------
-
-PROMPT_FILES = {    # name: (path under the data folder, public source)
-    "gsm8k": ("gsm8k/test.jsonl", "github.com/openai/grade-school-math, grade_school_math/data"),
-    "humaneval": ("humaneval/HumanEval.jsonl", "github.com/openai/human-eval, data (unpack HumanEval.jsonl.gz)"),
-    "spec_bench": ("spec_bench/question.jsonl", "github.com/hemingkx/Spec-Bench, data/spec_bench"),
-    "aime": ("aime/qwq_aime24.jsonl", "github.com/QwenLM/QwQ, eval/data (aime24.jsonl)"),
-}
-
-
-def load_named(name, data):
-    """The prompts of a known public file under the data folder. ValueError says where to get the file."""
-    path, source = PROMPT_FILES[name]
-    if not data:
-        raise ValueError(f"'{name}' is read from a data folder: give --data DIR or set MINISPEC_DATA, with {path} in it from {source}")
-    file = os.path.join(data, path)
-    if not os.path.exists(file):
-        raise ValueError(f"{file} is not there; get it from {source}")
-    return load_prompts(file)
-
-
-def load_prompts(file):
-    """Problems from JSON lines: the prompt under `prompt` (HumanEval, AIME), `question` (GSM8K), `turns` (Spec-Bench,
-    MT-bench: the first turn) or `instruction`; the answer, if any, under `answer`. ValueError names file and line."""
-    problems = []
-    try:
-        with open(file, encoding="utf-8") as f:
-            lines = f.read().splitlines()
-    except FileNotFoundError:
-        raise ValueError(f"no prompt file {file}") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise ValueError(f"cannot read {file}: {e}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{file}:{number}: not a JSON line ({e.msg} at column {e.colno})") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"{file}:{number}: a JSON object is needed, this is a {type(row).__name__}")
-        text = next((row[key] for key in ("prompt", "question", "turns", "instruction") if row.get(key)), None)
-        text = text[0] if isinstance(text, list) and text else text
-        if not isinstance(text, str):
-            raise ValueError(f"{file}:{number}: no text under 'prompt', 'question', 'turns' or 'instruction'")
-        think, answer = "", row.get("answer", "")
-        if isinstance(answer, str) and "\n#### " in answer:
-            think, answer = split_gsm8k(answer)
-        problems.append(Problem("file", text.rstrip("\n") + "\n", think, str(answer), seed=number))
-    if not problems:
-        raise ValueError(f"{file} holds no prompts")
-    return problems
-
-
-def split_gsm8k(answer):
-    """GSM8K's answer field into (chain of thought, final answer); its <<calculator>> marks are dropped."""
-    think, _, final = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
-    return think + "\n", final.strip().replace(",", "")

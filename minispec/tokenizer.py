@@ -8,13 +8,14 @@ Special tokens come only from the templates below, never from user text: a promp
 "<|eos|>" is encoded as plain characters.
 """
 import heapq
-import json
 import os
 import re
 import unicodedata
 from collections import Counter, defaultdict
 
 import tiktoken
+
+from .files import read_json
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|>", "<|answer|>")
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -31,6 +32,11 @@ TEMPLATES = {
                        "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
     ("<|start_header_id|>",): "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{prompt}<|eot_id|>"
                               "<|start_header_id|>assistant<|end_header_id|>\n\n",
+}
+TURNS = {   # by the first such token in the vocabulary: how an answer is closed, and where the template begins again for the next prompt
+    "<|prompt|>": ("<|eos|>", "<|prompt|>"),
+    "<|im_start|>": ("<|im_end|>\n", "<|im_start|>user"),
+    "<|start_header_id|>": ("<|eot_id|>", "<|start_header_id|>user"),
 }
 NO_THINKING = "<think>\n\n</think>\n\n"       # how a prompt for Qwen3 ends when it shall answer at once
 MOST_SPACE = 100_000         # white-space characters in a row; of a million, the regular expressions run out of stack
@@ -60,9 +66,10 @@ class Tokenizer:
     def load(cls, path):
         """From a folder holding tokenizer.json, or from that file. ValueError names what is wrong."""
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        if not os.path.exists(file):
+            raise ValueError(f"no tokenizer: {file} does not exist")
         try:
-            with open(file, encoding="utf-8") as f:
-                data = json.load(f)
+            data = read_json(file)
             if data["model"]["type"] != "BPE":
                 raise KeyError("model.type 'BPE'")
             _check_kind(data)
@@ -75,12 +82,10 @@ class Tokenizer:
             if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
                 raise ValueError("two tokens of the vocabulary have the same id")
             return cls(ranks, special, data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], (data.get("normalizer") or {}).get("type"))
-        except FileNotFoundError:
-            raise ValueError(f"no tokenizer: {file} does not exist") from None
-        except (KeyError, TypeError, AttributeError, IndexError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        except (LookupError, TypeError, AttributeError, OverflowError) as e:
             raise ValueError(f"{file} is not a byte-level BPE tokenizer.json ({type(e).__name__}: {e})") from None
         except ValueError as e:
-            raise ValueError(f"{file}: {e}") from None
+            raise ValueError(str(e) if file in str(e) else f"{file}: {e}") from None
 
     def encode(self, text):
         """Plain text to ids. Lone surrogates (from undecodable command-line bytes) keep their original bytes' place."""
@@ -113,15 +118,35 @@ class Tokenizer:
         """What the model reads before it answers. Of ours: <bos><prompt>text<think>. Chat models get no space around the text."""
         return self.template_ids(self.template, text if self.ours or self.template == "{prompt}" else text.strip())
 
+    def next_prompt_ids(self, prompt_ids, answer_ids, text):
+        """What the model reads after a prompt and its own answer to it, when it is asked again. Chains of thought of Qwen3 are left
+        out, as its chat template has it."""
+        close, begin = next((turn for mark, turn in TURNS.items() if mark in self.special), ("\n", "{prompt}"))
+        said, suffix = list(answer_ids), self.template_ids(NO_THINKING)
+        while said and said[-1] in self.ends:
+            said.pop()
+        if "</think>" in self.special:
+            if prompt_ids[-len(suffix):] == suffix:
+                prompt_ids = prompt_ids[:-len(suffix)]
+            while self.special["</think>"] in said:
+                said = said[said.index(self.special["</think>"]) + 1:]
+            while said and not self.decode(said[:1]).strip("\n"):
+                said = said[1:]
+        again = close + self.template[self.template.rindex(begin):]
+        return [*prompt_ids, *said, *self.template_ids(again, text if self.ours or begin == "{prompt}" else text.strip())]
+
     def response_ids(self, think, answer):
         """What the model is trained to write: think<answer>answer<eos>."""
         s = self.special
         return [*self.encode(think), s["<|answer|>"], *self.encode(answer), s["<|eos|>"]]
 
     def answer_text(self, ids):
-        """The text after the (first) answer mark, up to the end of text; "" where no answer was given."""
+        """The text after the (first) answer mark, up to the end of text; "" where no answer was given. Of other models: all that
+        stands behind a chain of thought."""
         s = self.special
-        if not self.ours or s["<|answer|>"] not in ids:
+        if not self.ours:
+            return self.decode([i for i in ids if i not in self.ends]).rpartition("</think>")[2]
+        if s["<|answer|>"] not in ids:
             return ""
         tail = ids[ids.index(s["<|answer|>"]) + 1:]
         return self.decode(tail[:tail.index(s["<|eos|>"])] if s["<|eos|>"] in tail else tail)

@@ -38,6 +38,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .files import replaced
+
 LINEAR = ("base", "row", "token", "step", "kv", "kv_step")
 ROOFLINE = ("base", "kv", "token")
 GRID = ("rows", "tokens", "kv")
@@ -98,7 +100,7 @@ def read_traces(path):
 def write_traces(path, traces):
     """Write a list of Trace so that `read_traces` returns it again."""
     plain = lambda columns: {name: np.asarray(column).tolist() for name, column in columns.items()}
-    with open(path, "w", encoding="utf-8") as file:
+    with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for t in traces:
             row = {"id": t.id, "prompt_len": t.prompt_len, "n_out": t.n_out, "accept": plain(t.accept)}
             optional = {"censored": plain(t.censored), "offered": plain(t.offered)}

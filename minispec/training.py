@@ -10,9 +10,12 @@ import os
 import shlex
 import sys
 import time
+import zipfile
 
 import torch
 from tqdm import tqdm
+
+from .files import blame, replaced
 
 
 def optimizers(model, lr, matrix=lambda name: True):
@@ -29,24 +32,36 @@ def optimizers(model, lr, matrix=lambda name: True):
 
 def learning_rate(step, progress, peak, warmup):
     """Linear warm-up over `warmup` steps, then a cosine over `progress` (0 to 1) down to a twentieth of the peak."""
-    return peak * min((step + 1) / warmup, 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+    return peak * min((step + 1) / max(warmup, 1), 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def resume(folder, model, opts, device):
-    """(steps done, seconds spent) of the run in `folder`, its weights and optimisers' state put in place; (0, 0.0) for none."""
+    """(steps done, seconds spent, lines of the log) of the run in `folder`, its weights and optimisers' state put in place; (0, 0.0, [])
+    for none. ValueError where resume.pt is damaged, or another run's."""
     file, log = os.path.join(folder, "resume.pt"), os.path.join(folder, "log.jsonl")
     if not os.path.exists(file):
-        return 0, 0.0
-    saved = torch.load(file, map_location=device, weights_only=True)
-    model.load_state_dict(saved["model"])
-    for opt, state in zip(opts, saved["optimizers"]):
-        opt.load_state_dict(state)
-    with open(log, encoding="utf-8") as f:                     # the log is written first; drop what is being done again
-        kept = [line for line in f if json.loads(line)["step"] <= saved["step"]]
-    with open(log + ".tmp", "w", encoding="utf-8") as f:
-        f.writelines(kept)
-    os.replace(log + ".tmp", log)
-    return saved["step"], saved["seconds"]
+        return 0, 0.0, []
+    try:
+        if zipfile.ZipFile(file).testzip():                    # torch.load does not look at the check sums
+            raise ValueError("a check sum is wrong")
+        saved = torch.load(file, map_location=device, weights_only=True)       # never unpickles anything but tensors
+        model.load_state_dict(saved["model"])
+        for opt, state in zip(opts, saved["optimizers"], strict=True):
+            opt.load_state_dict(state)
+        step, seconds = saved["step"], saved["seconds"]
+        if type(step) is not int or type(seconds) not in (int, float) or any(x.shape != p.shape for opt in opts for p, s in opt.state.items() for x in s.values() if torch.is_tensor(x) and x.ndim):
+            raise ValueError("the steps or the optimisers' state are of another kind")
+    except Exception as e:                                     # what a damaged archive raises is anybody's guess
+        raise ValueError(f"{file} is damaged or of another run; remove it to begin anew, or use another --out ({type(e).__name__}: {e})"[:600]) from None
+    if not os.path.exists(log):
+        return step, seconds, []
+    with blame(log), open(log, encoding="utf-8") as f:         # the log is written first; drop what is being done again
+        return step, seconds, [line for line in f if json.loads(line)["step"] <= step]
+
+
+def _write_lines(path, lines):
+    with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
+        f.writelines(lines)
 
 
 def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_every, device="cpu"):
@@ -57,7 +72,7 @@ def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_eve
     called every save_every steps and at the end.
     """
     os.makedirs(folder, exist_ok=True)
-    first, spent = resume(folder, model, opts, device)
+    first, spent, log = resume(folder, model, opts, device)
     if first:
         print(f"resuming at step {first} of {steps}")
     model.train()
@@ -77,17 +92,18 @@ def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_eve
         bar.set_postfix({name: f"{x:.3f}" for name, x in mean.items()})
         if (step + 1) % save_every == 0 or step + 1 == steps:
             recent = []                                        # so that a resumed run logs the same means
+            if not all(p.isfinite().all() for p in model.parameters()):
+                raise ValueError(f"after {step + 1} steps the weights are not finite numbers any more; try a smaller --lr (the last checkpoint is kept)")
             record = {"step": step + 1, **{name: round(x, 5) for name, x in mean.items()}, **evaluate(step), "seconds": round(time.time() - started)}
-            _checkpoint(folder, model, opts, save, record)
+            log.append(json.dumps(record) + "\n")
+            _checkpoint(folder, model, opts, save, record, log)
             model.train()
-    with open(os.path.join(folder, "command.txt"), "w", encoding="utf-8") as f:
-        f.write(shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\n")
+    _write_lines(os.path.join(folder, "command.txt"), [shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\n"])
 
 
-def _checkpoint(folder, model, opts, save, record):
+def _checkpoint(folder, model, opts, save, record, log):
+    """The model, the log, and last what a resumed run starts from: killed in between, it does these steps again."""
     save()
-    with open(os.path.join(folder, "log.jsonl"), "a", encoding="utf-8") as f:
-        f.write(json.dumps(record) + "\n")
-    file = os.path.join(folder, "resume.pt")
-    torch.save({"step": record["step"], "seconds": record["seconds"], "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, file + ".tmp")
-    os.replace(file + ".tmp", file)
+    _write_lines(os.path.join(folder, "log.jsonl"), log)
+    with replaced(os.path.join(folder, "resume.pt")) as temporary, open(temporary, "wb") as file:
+        torch.save({"step": record["step"], "seconds": record["seconds"], "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, file)

@@ -82,7 +82,7 @@ def measured(tmp_path_factory):
     folder, patch = tmp_path_factory.mktemp("results"), pytest.MonkeyPatch()
     tokenizer = Tokenizer.load(TARGET)
     model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
-    args = methods.settings(quick=True, cost=str(folder / "costs.json"), traces=None, data=None, as_published=False, draft_model=str(folder / "none"))
+    args = methods.settings(quick=True, cost=str(folder / "costs.json"), traces=None, data=None, as_published=False, workload=None, max_new_tokens=None, draft_model=str(folder / "none"))
     patch.setattr(bench, "RESULTS", str(folder))
     patch.setattr(bench, "NEW", 12)
     patch.setattr(tasks, "FAMILIES", ("revise",))

@@ -1,4 +1,3 @@
-import json
 import re
 
 import pytest
@@ -107,34 +106,3 @@ def test_sizes_are_checked(family):
 def test_unknown_family_is_named():
     with pytest.raises(ValueError, match="unknown task family 'chess'; choose from trace, arith"):
         tasks.make("chess", 0)
-
-
-ROWS = [({"question": "2+2?", "answer": "<<2+2=4>>4 it is\n#### 1,004"}, "2+2?", "1004"), ({"prompt": "def f():", "task_id": "x"}, "def f():", ""),
-        ({"turns": ["one", "two"]}, "one", ""), ({"instruction": "do"}, "do", ""), ({"prompt": "n", "answer": 5}, "n", "5")]
-
-
-def test_prompt_files_of_known_shapes(tmp_path):
-    file = tmp_path / "a.jsonl"
-    file.write_text("\n".join(json.dumps(r) for r, _, _ in ROWS) + "\n\n")
-    got = tasks.load_prompts(str(file))
-    assert [(p.prompt.strip(), p.answer) for p in got] == [(prompt, answer) for _, prompt, answer in ROWS]
-    assert "<<" not in got[0].think and tasks.check(got[0], "1004")
-
-
-@pytest.mark.parametrize("text, message", [('{"prompt": "a"}\n{"prompt": ', ":2: not a JSON line"), ('[1]', ":1: a JSON object is needed"),
-                                           ('{"prompt": 5}', ":1: no text under"), ('{"x": 1}', ":1: no text under"), ("", "holds no prompts")])
-def test_malformed_lines_are_named(tmp_path, text, message):
-    file = tmp_path / "a.jsonl"
-    file.write_text(text)
-    with pytest.raises(ValueError) as e:
-        tasks.load_prompts(str(file))
-    assert message in str(e.value) and str(file) in str(e.value) and "\n" not in str(e.value)
-
-
-def test_missing_data_names_the_public_source(tmp_path):
-    with pytest.raises(ValueError, match="github.com/openai/grade-school-math"):
-        tasks.load_named("gsm8k", str(tmp_path))
-    with pytest.raises(ValueError, match="--data DIR or set MINISPEC_DATA"):
-        tasks.load_named("humaneval", None)
-    with pytest.raises(ValueError, match="no prompt file"):
-        tasks.load_prompts(str(tmp_path / "none.jsonl"))

@@ -1,0 +1,411 @@
+"""Thousands of wrong command lines and damaged files for all scripts: no traceback, no hang, exit code 0 or 2, nothing half-written.
+
+    python tests/fuzz.py                        # 2,000 of each, about 20 minutes on one core; writes results/knocks.json
+    python tests/fuzz.py --lines 30 --files 30 --seed 5 --no-results        # what the tests do
+    python tests/fuzz.py --only files:17        # one case again, with what it prints
+
+A case is a copy of the scripts with toy models in a folder of its own, a script with arguments, and perhaps one damaged file. It
+runs in a fork of this process, which has imported everything. Numbers that ask for long work ("--steps 1000000") are no errors and
+are left out; those that nobody means ("--tokens 1e300") are not. No case names a place outside its folder that can be written to.
+"""
+import argparse
+import collections
+import contextlib
+import copy
+import json
+import os
+import platform
+import random
+import resource
+import runpy
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+from unittest import mock
+
+from conftest import ROOT, save_toy_target  # before torch: it tunes the allocator
+import torch
+
+import bench
+import decode
+import train_cdlm
+import train_gpt
+import train_prism
+import train_specdiff
+from minispec import files, gpt, prism, script, specdiff, traces
+
+SCRIPTS = {m.__name__: m for m in (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm)}
+SECONDS, WAIT, MEMORY = 60, 600, 6 << 30        # of a processor, of doing nothing: a case that takes longer hangs; of more memory it must say so
+GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"It is <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"} for i in range(30)]
+PROMPTS = [GSM8K[3], {"problem": "Half?", "solution": "\\boxed{2}", "answer": "2"}, {"prompt": "n \\boxed{}", "answer": 7},
+           {"prompt": "def f():\n", "test": "def check(f):\n    assert f() == 1", "entry_point": "f"}, {"text": "Do.", "code": "x", "test_list": ["assert True"]},
+           {"turns": ["one", "two"], "category": "writing"}, {"turns": ["three"], "category": "math_reasoning", "reference": ["4\n#### 5"]}]
+TRACES = [{"id": f"{w}/{i}", "prompt_len": 40, "n_out": 7, "accept": {"ngram": [0, 4, 1, 1, 3, 1, 1], "draft": [0, 2, 2 + i, 1, 2, 2, 1]}} for w in ("a", "b") for i in (0, 1)]
+COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8}, "overhead": {"kind": "linear", "base": 1e-3},
+         "draft": {"ngram": {"kind": "share", "of_verify": 0.006}, "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
+SMALL = {   # what keeps a valid case short
+    "decode": ["--max-new-tokens", "6", "--quiet"], "bench": ["bounds", "--quick"],
+    "train_gpt": ["--out", "out", "--size", "tiny", "--tokens", "4e3", "--max-length", "256", "--tokenizer", "checkpoints/target"],
+    "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--max-length", "128", "--tasks", "revise"],
+    "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--max-length", "128", "--tasks", "revise"],
+    "train_cdlm": ["--out", "cdlm", "--steps", "2", "--batch", "2", "--prompts", "2", "--shard", "2", "--gen-length", "256", "--longest-prompt", "200", "--block-size", "32", "--check", "0"]}
+GOOD = {    # values that options not listed here do not guess by their type
+    "--task": ["trace", "arith", "search", "gsm8k"], "--tasks": ["arith", "revise,arith"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],
+    "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--draft-model": ["checkpoints/draft"], "--drafter": ["checkpoints/prism", "checkpoints/specdiff"],
+    "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
+    "--teacher": ["checkpoints/target"], "--tokenizer": ["checkpoints/target"], "--target": ["checkpoints/target"], "--source": ["checkpoints/draft"], "--out": ["out", "runs/gpt"], "--workload": ["prompts.jsonl"],
+    "--rule": list(specdiff.RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt", "oracle"], "--device": ["cpu"],
+    "--diffusion-model": ["checkpoints/cdlm/student"], "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--check": ["1"], "--stop": ["e", "🙂"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
+NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
+         "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
+LONG = ("--n", "--steps", "--prompts", "--heldout", "--check", "--batch", "--shard", "--batch-scale", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
+LEFT_OUT = {"--help", "-h", "--compile", "--watch", "--run-code", "--workload"}      # minutes; a terminal; what a model wrote; seconds a method
+
+
+def template(folder, runs=True):
+    """A folder in which every script works, in a few seconds: toys in place of checkpoints/, and files of every kind it reads. runs:
+    also training that can be resumed."""
+    for name in [n + ".py" for n in SCRIPTS] + ["minispec", "kernels", "docs", "README.md", "results"]:
+        source = os.path.join(ROOT, name)
+        (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, os.path.join(folder, name))
+    stored = os.path.join(folder, "results", "run.json")                       # all of it would take `bounds` a quarter of a minute
+    whole = files.read_json(stored)
+    whole["result"]["rows"] = [r for r in whole["result"]["rows"] if r["workload"] == "arith" and r["batch"] == 1]
+    files.write_json(stored, whole)
+    some = traces.read_traces(os.path.join(folder, "results", "traces.jsonl"))
+    traces.write_traces(os.path.join(folder, "results", "traces.jsonl"), [t for t in some if t.id in whole["result"]["rows"][0]["ids"]])
+    checkpoints = os.path.join(folder, "checkpoints")
+    target = save_toy_target(checkpoints, gain=1.0, block_size=2048)
+    for name in ("draft", "cdlm/student", "cdlm/teacher"):
+        shutil.copytree(target, os.path.join(checkpoints, name))
+    model = gpt.load(target)
+    prism.save(prism.for_target(model, (0, 1)), os.path.join(checkpoints, "prism"))
+    prism.save(prism.for_target(model, (0,)), os.path.join(checkpoints, "eagle"))
+    specdiff.save(specdiff.for_target(model), os.path.join(checkpoints, "specdiff"))
+    shutil.copytree(target, os.path.join(folder, "sharded"))
+    shards = gpt._weight_files(target, model.config)
+    files.write_json(os.path.join(folder, "sharded", "model.safetensors.index.json"), {"weight_map": dict.fromkeys(shards, "all.safetensors")})
+    os.rename(os.path.join(folder, "sharded", "model.safetensors"), os.path.join(folder, "sharded", "all.safetensors"))
+    os.makedirs(os.path.join(folder, "data", "gsm8k"))
+    for name, rows in {"prompts.jsonl": PROMPTS, "many.jsonl": GSM8K, "traces.jsonl": TRACES, "data/gsm8k/train.jsonl": GSM8K, "data/gsm8k/test.jsonl": GSM8K}.items():
+        with open(os.path.join(folder, name), "w") as f:
+            f.write("\n".join(map(json.dumps, rows)))
+    files.write_json(os.path.join(folder, "costs.json"), COSTS)
+    os.symlink("loop", os.path.join(folder, "loop"))
+    for name in ("train_gpt", "train_prism", "train_specdiff", "train_cdlm") if runs else ():
+        code, _, text = run(folder, name, [*SMALL[name][:1], "runs/" + name.removeprefix("train_"), *SMALL[name][2:]])
+        assert code == 0, text
+    assert not runs or run(folder, "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:], "--tokens", "2e3", "--save-every", "1"])[0] == 0
+
+
+def run(folder, name, argv, show=False, drawing=False):
+    """A script in a fork of this process: (exit code, or "hang" or "killed", seconds of a processor, what it printed)."""
+    output = os.path.join(folder, ".output")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            os.setsid()
+            signal.alarm(WAIT)
+            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            if not show:
+                out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(out, 1), os.dup2(out, 2)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.chdir(folder)
+            os.environ.pop("MINISPEC_DATA", None)
+            if not drawing:
+                sys.modules["matplotlib"] = None
+            sys.argv = [name + ".py", *argv]
+            runpy.run_path(os.path.join(folder, name + ".py"), run_name="__main__")
+            code = 0
+        except SystemExit as e:
+            code = e.code if isinstance(e.code, int) else int(e.code is not None)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+    _, status, used = os.wait4(pid, 0)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(status)
+    text = ""
+    if not show:
+        with open(output, encoding="utf-8", errors="replace") as f:
+            text = f.read()
+        os.remove(output)
+    outcome = "hang" if code in (-signal.SIGALRM, -signal.SIGXCPU) else "killed" if code < 0 else code
+    return outcome, used.ru_utime + used.ru_stime, text
+
+
+# -- command lines -----------------------------------------------------------------------------------------------------
+
+def options():
+    """{script: [(option, its good values)]}, asked of the scripts' own parsers."""
+    found = {}
+
+    class Seen(Exception):
+        pass
+
+    for name, module in SCRIPTS.items():
+        def see(parser, argv=None, name=name):
+            found[name] = [a for a in parser._actions if a.option_strings and not set(a.option_strings) & LEFT_OUT]
+            raise Seen
+        with mock.patch.object(script.Parser, "parse_args", see), contextlib.suppress(Seen):
+            module.main()
+    good = lambda a: list(a.choices) if a.choices else GOOD.get(a.option_strings[0]) or ["1", "2", "3", "0.5", "0.9", "8"]
+    return {name: [(a.option_strings[0], [] if a.nargs == 0 else good(a), a.nargs if isinstance(a.nargs, int) else 1) for a in some] for name, some in found.items()}
+
+
+def command_line(rng, known):
+    """(script, arguments): what keeps it small, then a few options with good and bad values; some are broken in other ways."""
+    name = rng.choices(list(SCRIPTS), (10, 4, 2, 2, 2, 2))[0]
+    argv = list(SMALL[name])
+    if name == "bench":
+        argv = rng.choice([["bounds", "--quick", "--traces", "traces.jsonl", "--cost", "costs.json"], ["bounds", "--quick"], ["report"], ["prism_arms", "--quick"], ["cdlm_losses", "--quick"], ["nonsense"]])
+    for _ in range(rng.choice((1, 1, 2, 3, 5))):
+        option, values, n = rng.choice(known[name])
+        nasty = [v for v in NASTY if option not in LONG or v not in ("1e300", "99999999999999999999")]
+        argv += [option, *([] if not values else [rng.choice(values if rng.random() < 0.5 else nasty) for _ in range(n)])]
+    if rng.random() < 0.15:
+        at = max(rng.randrange(len(argv) + 1), name == "bench")          # without a study bench.py runs for minutes
+        argv[at:at + rng.choice((0, 1))] = rng.choice(([], [rng.choice(NASTY)], [rng.choice(argv)]))
+    return name, argv
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+DECODE = ["--max-new-tokens", "6", "--prompt", "one two", "--quiet"]
+FILES = [   # (weight, file, script, arguments that read it)
+    (10, "prompts.jsonl", "decode", ["--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--batch", "4"]),
+    (6, "many.jsonl", "train_prism", ["--prompt-file", "many.jsonl", *SMALL["train_prism"]]),
+    (8, "traces.jsonl", "bench", ["bounds", "--quick", "--traces", "traces.jsonl", "--cost", "costs.json"]),
+    (8, "costs.json", "bench", ["bounds", "--quick", "--traces", "traces.jsonl", "--cost", "costs.json"]),
+    (4, "costs.json", "decode", ["--method", "adaptive", "--cost", "costs.json", *DECODE]),
+    (8, "checkpoints/target/config.json", "decode", DECODE),
+    (6, "checkpoints/target/model.safetensors", "decode", ["--method", "specgen", *DECODE]),
+    (8, "checkpoints/target/tokenizer.json", "decode", ["--method", "ngram", *DECODE]),
+    (4, "sharded/model.safetensors.index.json", "decode", ["--model", "sharded", *DECODE]),
+    (4, "sharded/all.safetensors", "decode", ["--model", "sharded", *DECODE]),
+    (5, "checkpoints/prism/config.json", "decode", ["--method", "prism", *DECODE]),
+    (3, "checkpoints/prism/model.safetensors", "decode", ["--method", "prism", *DECODE]),
+    (5, "checkpoints/specdiff/config.json", "decode", ["--method", "specdiff", *DECODE]),
+    (3, "checkpoints/specdiff/model.safetensors", "decode", ["--method", "specdiff", *DECODE]),
+    (3, "checkpoints/cdlm/student/config.json", "decode", ["--method", "cdlm", "--prompt", "x", "--max-new-tokens", "32", "--quiet"]),
+    *[(2, f"results/{name}", "bench", ["report"]) for name in ("speed.json", "lossless.json", "serving.json", "bounds.json", "run.json", "accuracy.json", "checkpoints.json")],
+    (3, "results/run.json", "bench", ["bounds", "--quick"]),
+    (3, "results/trace.json", "bench", ["bounds", "--quick"]),
+    (3, "checkpoints/target/log.jsonl", "bench", ["report"]),
+    (8, "runs/first/resume.pt", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
+    (4, "runs/first/log.jsonl", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
+    (4, "data/gsm8k/train.jsonl", "train_gpt", ["--data", "data", *SMALL["train_gpt"]]),
+    (4, "data/gsm8k/test.jsonl", "decode", ["--data", "data", "--task", "gsm8k", "--n", "3", "--max-new-tokens", "4"]),
+    (4, "runs/prism/resume.pt", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
+    (6, "runs/prism/responses/train-00000.json", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
+    (4, "runs/specdiff/responses/settings.json", "train_specdiff", ["--out", "runs/specdiff", *SMALL["train_specdiff"][2:]]),
+    (4, "runs/cdlm/trajectories/settings.json", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:]]),
+    (4, "runs/cdlm/trajectories/00000.safetensors", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:], "--stage", "student", "--name", "other"]),
+]
+WRONG = [None, True, -1, 0, 1, 2, 3, 1e308, -1e-9, float("nan"), float("inf"), 10 ** 30, 2 ** 31, 1 << 22, "", "x", "🙂", "\ud800", "9" * 5000, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], "nowhere", "float32"]
+
+
+def damage_json(data, rng):
+    """One node of a JSON value made wrong, moved or left out."""
+    path, node = [], data
+    while isinstance(node, (dict, list)) and node and (not path or rng.random() < 0.85):
+        key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
+        path.append((node, key))
+        node = node[key]
+    if not path:
+        return rng.choice(WRONG)
+    parent, key = path[-1]
+    kind = rng.random()
+    if kind < 0.2:
+        del parent[key]
+    elif kind < 0.3:
+        parent[key] = [node] if rng.random() < 0.5 else {"x": node}
+    elif kind < 0.4 and isinstance(node, (int, float)):
+        parent[key] = rng.choice([-node, node * 1000, node + 1, str(node), node / 2])
+    elif kind < 0.5 and len(path) > 1:
+        around = path[-2][0]
+        parent[key] = copy.deepcopy(rng.choice(list(around.values()) if isinstance(around, dict) else around))
+    else:
+        parent[key] = rng.choice(WRONG)
+    return data
+
+
+def damage_bytes(data, rng):
+    at, kind = rng.randrange(max(len(data), 1)), rng.randrange(7)
+    some = rng.randbytes(rng.choice((1, 2, 8)))
+    return [data[:at], data[:at] + some + data[at + len(some):], data[:at] + some + data[at:], data[:at] + data[at + rng.randrange(100):], data + data[:at],
+            data[:at] + b"\0" * 64 + data[at + 64:], rng.choice([b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"null", b"\n", rng.randbytes(100), b"\x80\x04\x95c" + data])][kind]
+
+
+def damage_safetensors(data, rng):
+    """A header that says other things, or numbers that are none."""
+    n = struct.unpack("<Q", data[:8])[0]
+    header, body = json.loads(data[8:8 + n]), bytearray(data[8 + n:])
+    if rng.random() < 0.3:
+        at = rng.randrange(len(body) // 4) * 4
+        body[at:at + 4] = struct.pack("<f", rng.choice([float("nan"), float("inf")]))
+    else:
+        header = damage_json(header, rng)
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + bytes(body)
+
+
+def damage_pt(file, rng):
+    """A whole archive with other things in it, or a pickle that would run a program if it were believed."""
+    saved = torch.load(file, weights_only=True)
+    name = rng.choice(list(saved["model"]))
+    kind = rng.randrange(8)
+    if kind == 0:
+        saved["model"][name] = torch.zeros(3)
+    elif kind == 1:
+        saved["model"][name].fill_(float("nan"))
+    elif kind == 2:
+        del saved[rng.choice(list(saved))]
+    elif kind == 3:
+        saved[rng.choice(list(saved))] = rng.choice([None, -1, "x", [], {}, 1e308])
+    elif kind == 4:
+        saved["optimizers"] = saved["optimizers"][::-1]
+    elif kind == 5:
+        state = saved["optimizers"][0]["state"]
+        state[rng.choice(list(state))] = rng.choice([{}, {"momentum_buffer": torch.zeros(2)}, None])
+    elif kind == 6:
+        saved = rng.choice([[], None, {}, torch.zeros(2)])
+    else:
+        class Bad:
+            def __reduce__(self):
+                return os.system, ("touch PWNED",)
+        saved["step"] = Bad()
+    torch.save(saved, file)
+
+
+def damaged_file(rng, folder):
+    """Damages one file; (script, arguments that read it, file)."""
+    some = [f for f in FILES if os.path.exists(os.path.join(folder, "runs")) or not f[1].startswith("runs")]
+    _, file, name, argv = rng.choices(some, [f[0] for f in some])[0]
+    path = os.path.join(folder, file)
+    if not os.path.exists(path):                                # toys have no log
+        shutil.copy(os.path.join(ROOT, file), path)
+        shutil.copy(os.path.join(ROOT, os.path.dirname(file), "command.txt"), os.path.dirname(path))
+    with open(path, "rb") as f:
+        data = f.read()
+    kind, ending = rng.random(), path.rsplit(".", 1)[1]
+    if kind < 0.03:
+        os.remove(path)
+        if rng.random() < 0.5:
+            os.mkdir(path)
+        elif rng.random() < 0.5:
+            os.symlink(os.path.basename(path), path)
+        return name, argv, file
+    if kind < 0.4:
+        data = damage_bytes(data, rng)
+    elif ending == "json":
+        data = json.dumps(damage_json(json.loads(data), rng)).encode()
+    elif ending == "jsonl":
+        rows = [json.loads(line) for line in data.decode().split("\n") if line]
+        at = rng.randrange(len(rows))
+        rows[at] = damage_json(rows[at], rng)
+        data = "\n".join(map(json.dumps, rows)).encode()
+    elif ending == "safetensors":
+        data = damage_safetensors(data, rng)
+    elif ending == "pt":
+        damage_pt(path, rng)
+        return name, argv, file
+    os.remove(path)
+    with open(path, "wb") as f:
+        f.write(data)
+    return name, argv, file
+
+
+# -- all together ------------------------------------------------------------------------------------------------------
+
+def verdict(folder, name, code, text):
+    """What is wrong with the outcome of a case, or None."""
+    if code not in (0, 2):
+        return f"exit {code}"
+    if "Traceback" in text or "PWNED" in os.listdir(folder):
+        return "traceback" if "Traceback" in text else "unpickled"
+    last = text.rstrip("\n").rpartition("\n")[2].rpartition("\r")[2]
+    if code == 2 and not last.startswith(name + ".py: "):
+        return "exit 2 without a line that says why"
+    left = [f for _, _, some in os.walk(folder) for f in some if f.endswith(".tmp")]
+    return f"left {left[0]}" if left else None
+
+
+def one(kind, seed, i, source, known, show=False):
+    """Case i of a kind in a copy of `source`: (what is wrong or None, code, seconds, description, output)."""
+    rng = random.Random(f"{seed}/{kind}/{i}")
+    folder = tempfile.mkdtemp(dir=os.path.dirname(source))
+    try:
+        shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
+        file = None
+        if kind == "lines":
+            name, argv = command_line(rng, known)
+        else:
+            name, argv, file = damaged_file(rng, folder)
+        code, seconds, text = run(folder, name, argv, show, drawing=rng.random() < 0.05)
+        return verdict(folder, name, code, text if not show else name + ".py: (shown above)"), code, seconds, f"{kind}:{i} {file or ''} {name}.py " + " ".join(map(repr, argv))[:300], text
+    finally:
+        shutil.rmtree(folder)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--lines", type=int, default=2000, help="command lines")
+    p.add_argument("--files", type=int, default=2000, help="damaged files")
+    p.add_argument("--seed", type=int, default=1)
+    p.add_argument("--only", metavar="KIND:NUMBER", help="one case, with its output")
+    p.add_argument("--no-results", action="store_true", help="write no results/knocks.json")
+    args = p.parse_args()
+    torch.set_num_threads(1)                                    # a fork has no threads but its own
+    out = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as top:
+        source = os.path.join(top, "template")
+        os.makedirs(os.path.join(source, "checkpoints"))
+        template(source, runs=args.files > 100 or bool(args.only))
+        known = options()
+        if args.only:
+            kind, i = args.only.split(":")
+            wrong, code, seconds, what, _ = one(kind, args.seed, int(i), source, known, show=True)
+            return print(f"{what}\nexit {code} after {seconds:.1f} s: {wrong or 'fine'}")
+        for kind, n in (("files", args.files), ("lines", args.lines)):
+            codes, slowest, failures, started = collections.Counter(), (0.0, ""), [], time.monotonic()
+            for i in range(n):
+                wrong, code, seconds, what, text = one(kind, args.seed, i, source, known)
+                codes[str(code)] += 1
+                slowest = max(slowest, (seconds, what))
+                if wrong:
+                    failures.append(what)
+                    print(f"FAILED {wrong}: {what}\n{text[-1500:]}\n", flush=True)
+                if (i + 1) % 100 == 0:
+                    print(f"{kind}: {i + 1} of {n}, {dict(codes)}, {len(failures)} failures, slowest {slowest[0]:.1f} s, {time.monotonic() - started:.0f} s", flush=True)
+            out[kind] = {"seed": args.seed, "cases": n, "exits": dict(sorted(codes.items())), "failures": len(failures), "slowest_seconds": round(slowest[0], 1), "slowest": slowest[1][:120]}
+            if n and not args.no_results:
+                note(kind, out[kind], time.monotonic() - started)
+    print(json.dumps(out))
+    return sum(x["failures"] for x in out.values()) > 0
+
+
+def note(part, result, seconds):
+    """Put one part of results/knocks.json there, beside the others: "lines", "files", "kill"."""
+    file = os.path.join(ROOT, "results", "knocks.json")
+    parts = {**(files.read_json(file)["result"] if os.path.exists(file) else {}), part: {**result, "seconds": round(seconds, 1)}}
+    files.write_json(file, {"command": "python tests/fuzz.py && python tests/kill.py", "device": f"{bench.processor()}, {torch.get_num_threads()} threads", "python": platform.python_version(),
+                            "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": round(sum(p["seconds"] for p in parts.values()), 1), "result": parts})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

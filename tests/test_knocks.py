@@ -1,0 +1,287 @@
+"""Hard knocks: full disks, damaged and hostile files, prompts and pools of odd sizes, memory that runs out. One clear line, exit code
+2, nothing half-written, nothing lost. Thousands more of them: fuzz.py, of which a few run here, and kill.py."""
+import errno
+import json
+import os
+import pickle
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TARGET, run_script, toy_model
+from safetensors.torch import load_file, save_file
+
+import decode
+import train_gpt
+from minispec import files, folders, gpt, methods, prism, script, specdiff, tables, training
+from minispec.engine import Request
+
+
+# -- disks -------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def full_disk():
+    """Files grow to 20,000 bytes and no further, as on a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+WRITERS = {     # what is written: (file, writer of something small or large)
+    "json": ("a.json", lambda folder, n: files.write_json(f"{folder}/a.json", [1] * n)),
+    "weights": ("model.safetensors", lambda folder, n: gpt.save(toy_model(vocab=n // 10), folder)),
+    "drafter": ("model.safetensors", lambda folder, n: folders.save(prism.for_target(toy_model(d_model=n // 25, vocab=9)), folder, "prism")),
+    "checkpoint": ("resume.pt", lambda folder, n: training._checkpoint(folder, toy_model(vocab=n // 10), [], lambda: None, {"step": 1, "seconds": 1}, ['{"step": 1}\n'])),
+}
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_a_full_disk_keeps_the_old_file(what, tmp_path, full_disk):
+    file, write = WRITERS[what]
+    (tmp_path / file).write_text("the old one")
+    with pytest.raises(ValueError, match=f"cannot write .*{file}: .*[Ff]ile too large"):
+        write(str(tmp_path), 20_000)
+    assert (tmp_path / file).read_text() == "the old one" and not [f for f in os.listdir(tmp_path) if f.endswith(".tmp")]
+    if what == "json":
+        write(str(tmp_path), 10)
+        assert files.read_json(tmp_path / file) == [1] * 10
+
+
+def test_devices_pipes_and_links_are_not_replaced(tmp_path):
+    """A file renamed over /dev/null would be one no more; behind a link, the file is written and the link stays."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match=f"cannot write {path}: it is not a regular file"):
+            files.write_json(path, 1)
+        with pytest.raises(ValueError, match=f"cannot write {path}: it is not a regular file"):
+            script.check_writable(str(path))
+    (tmp_path / "real").write_text("old")
+    os.symlink("real", tmp_path / "link")
+    files.write_json(tmp_path / "link", 1)
+    assert (tmp_path / "link").is_symlink() and files.read_json(tmp_path / "real") == 1
+
+
+def test_interrupted_writing_keeps_the_old_file(tmp_path):
+    files.write_json(tmp_path / "a.json", "old")
+    with pytest.raises(KeyboardInterrupt), files.replaced(tmp_path / "a.json") as temporary:
+        with open(temporary, "w") as f:
+            f.write("half")
+            raise KeyboardInterrupt
+    assert files.read_json(tmp_path / "a.json") == "old" and os.listdir(tmp_path) == ["a.json"]
+
+
+def test_training_on_a_full_disk_stops_in_a_line_and_goes_on(tmp_path, full_disk, monkeypatch):
+    """The disk has no room for the optimiser's state; later it has."""
+    args = ["--out", tmp_path / "out", "--size", "tiny", "--tokens", "8e3", "--max-length", "256", "--tokenizer", TARGET, "--save-every", "2", "--data", ""]
+    monkeypatch.setattr(train_gpt, "evaluate", lambda *_: {})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, -1))
+    with pytest.raises(ValueError, match="cannot write .*resume.pt: File too large"):
+        run_script(train_gpt, *args)
+    assert (tmp_path / "out" / "model.safetensors").exists() and not list((tmp_path / "out").glob("*.tmp"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    run_script(train_gpt, *args)
+    assert [json.loads(line)["step"] for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()] == [2, 4]
+
+
+def test_a_full_disk_behind_stdout(toy):
+    with open("/dev/full", "w") as full:
+        r = subprocess.run([sys.executable, os.path.join(ROOT, "decode.py"), "--model", toy, "--prompt", "x", "--max-new-tokens", "4"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert r.returncode == 2 and r.stderr == "decode.py: No space left on device, while writing the output\n"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), MemoryError(), RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")])
+def test_out_of_memory_says_what_to_make_smaller(error, monkeypatch, capsys):
+    def main():
+        raise error
+    monkeypatch.setattr(sys, "argv", ["decode.py"])
+    with pytest.raises(SystemExit) as e:
+        script.run_main(main)
+    assert e.value.code == 2 and capsys.readouterr().err == "decode.py: out of memory; try a smaller --batch, --max-new-tokens or --cache-tokens\n"
+
+
+def test_bugs_are_still_shown(monkeypatch):
+    def main():
+        raise RuntimeError("a bug")
+    with pytest.raises(RuntimeError, match="a bug"):
+        script.run_main(main)
+    assert script.fault(KeyError("x"), "") is None and script.fault(OSError(errno.ENOSPC, "No space left on device", "f"), "") == "No space left on device: f"
+
+
+def test_a_cache_larger_than_all_memory(toy):
+    with pytest.raises(RuntimeError) as e:
+        decode.main(["--model", toy, "--prompt", "x", "--max-new-tokens", "4", "--cache-tokens", str(10 ** 12), "--quiet"])
+    assert script.fault(e.value, "--batch") == "out of memory; try a smaller --batch"
+    with pytest.raises(ValueError, match="a cache of 10000000000000000000000000 tokens is out of range"):
+        decode.main(["--model", toy, "--prompt", "x", "--max-new-tokens", "4", "--cache-tokens", str(10 ** 25), "--quiet"])
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+class Evil:
+    """Unpickled, it would leave a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+BROKEN = {"truncated": lambda b: b[:len(b) // 2], "empty": lambda b: b"", "no archive": lambda b: b"x" * 100, "flipped": lambda b: b[:len(b) // 2] + bytes([b[len(b) // 2] ^ 255]) + b[len(b) // 2 + 1:]}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Folder with the resume.pt of a toy, and how it is resumed."""
+    folder = tmp_path_factory.mktemp("trained")
+
+    def again(at):
+        model = toy_model()
+        opts = training.optimizers(model, 1e-3)
+        steps = lambda step: {"loss": model(torch.tensor([[1, 2, 3]]), torch.arange(3)[None], lambda layer, q, k, v: q).square().mean()}
+        training.train(str(at), model, opts, 2, steps, lambda step: 1e-3, lambda: None, lambda step: {}, 1)
+    again(folder)
+    return folder, again
+
+
+@pytest.mark.parametrize("how", [*BROKEN, "pickled", "another shape", "of nothing"])
+def test_a_damaged_checkpoint_is_named_and_left_alone(how, trained, tmp_path):
+    folder, again = trained
+    shutil.copytree(folder, tmp_path / "run")
+    file = tmp_path / "run" / "resume.pt"
+    if how == "pickled":
+        torch.save({"step": Evil(tmp_path / "pwned"), "model": {}}, file)
+    elif how == "another shape":
+        torch.save({**torch.load(file, weights_only=True), "model": toy_model(vocab=65).state_dict()}, file)
+    elif how == "of nothing":
+        torch.save({}, file)
+    else:
+        file.write_bytes(BROKEN[how](file.read_bytes()))
+    before = file.read_bytes()
+    with pytest.raises(ValueError, match="resume.pt is damaged or of another run; remove it to begin anew") as e:
+        again(tmp_path / "run")
+    assert not (tmp_path / "pwned").exists() and file.read_bytes() == before and len(str(e.value)) < 1000
+
+
+def test_weights_that_are_no_numbers_are_not_kept(trained, tmp_path):
+    """A loss that explodes ends training before the last good checkpoint is written over."""
+    folder, again = trained
+    model = toy_model()
+    opts = training.optimizers(model, 1e-3)
+    with pytest.raises(ValueError, match="after 1 steps the weights are not finite numbers any more; try a smaller --lr"):
+        training.train(str(tmp_path), model, opts, 2, lambda step: {"loss": model.embed.weight.sum() * float("nan")}, lambda step: 1.0, lambda: None, lambda step: {}, 1)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["prism", "specdiff"])
+@pytest.mark.parametrize("how", ["nan", "pickled", "another width", "a billion layers", "a word", "truncated", "no object"])
+def test_a_damaged_drafter_is_named(kind, how, tmp_path):
+    target, module = toy_model(), {"prism": prism, "specdiff": specdiff}[kind]
+    module.save(module.for_target(target), str(tmp_path))
+    file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
+    if how == "nan":
+        tensors = load_file(file)
+        next(iter(tensors.values())).view(-1)[0] = float("nan")
+        save_file(tensors, file)
+    elif how == "pickled":
+        file.write_bytes(pickle.dumps(Evil(tmp_path / "pwned")))
+    elif how == "truncated":
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        (tmp_path / "config.json").write_text(json.dumps({"another width": {**config, "d_ff": 100}, "a billion layers": {**config, "n_layer": 10 ** 9},
+                                                          "a word": {**config, "head_dim": "wide"}, "no object": [1]}[how]))
+    with pytest.raises(ValueError) as e:
+        module.load(str(tmp_path), target) if kind == "specdiff" else module.load(str(tmp_path))
+    assert str(tmp_path) in str(e.value) and "\n" not in str(e.value) and not (tmp_path / "pwned").exists()
+
+
+def test_json_of_every_bad_kind_is_named(tmp_path):
+    for content, message in ((b"{", "Expecting"), (b"\xff\xfe", "codec"), (b"[" * 100_000, "recursion"), (b"9" * 5000, "digits")):
+        (tmp_path / "a.json").write_bytes(content)
+        with pytest.raises(ValueError, match=f"a.json is damaged: .*{message}"):
+            files.read_json(tmp_path / "a.json")
+    with pytest.raises(ValueError, match="cannot read .*: No such file"):
+        files.read_json(tmp_path / "b.json")
+
+
+# -- prompts and pools -------------------------------------------------------------------------------------------------
+
+def engine_of(name, model, batch=1, **changes):
+    return methods.make_engine(name, model, methods.settings(k=4, **changes), batch)
+
+
+@pytest.mark.parametrize("name", ["ar", "ngram", "specgen"])
+def test_prompts_of_one_token_and_a_context_exactly_full(name):
+    model = toy_model(block_size=64)
+    one, full = Request([5], 20), Request(list(range(40)), 24)
+    a, b = engine_of(name, model, 2).generate([one, full])
+    assert len(a.token_ids) == 20 and len(b.token_ids) == 24 and b.finish == "length" and len(full.tokens) == 64
+    plain = engine_of("ar", model, 2).generate([Request([5], 20), Request(list(range(40)), 24)])
+    assert [g.token_ids for g in plain] == [a.token_ids, b.token_ids]
+    with pytest.raises(ValueError, match="exceed the context of 64"):
+        engine_of(name, model).generate([Request(list(range(40)), 25)])
+
+
+def test_no_tokens_and_ids_out_of_range():
+    with pytest.raises(ValueError, match="an empty prompt"):
+        Request([])
+    for ids in ([64], [-1], [3, 10 ** 12]):
+        with pytest.raises(ValueError, match="the vocabulary of this model is 0 to 63"):
+            engine_of("ar", toy_model()).generate([Request(ids, 3)])
+
+
+@pytest.mark.parametrize("text", ["", "x", "🙂🏳️‍🌈" * 5, "\udcff\udcfe", "\0", "<|eos|><|answer|>", "é" * 50, "e\u0301\u200b\ufeff"])
+def test_prompts_of_any_text(text, toy, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": text or " \n.", "answer": text}))
+    for source in (["--prompt", text], ["--prompts", str(tmp_path / "p.jsonl")]):
+        decode.main(["--model", toy, "--max-new-tokens", "5", "--json", str(tmp_path / "o.json"), *source])
+        assert len(files.read_json(tmp_path / "o.json")["token_ids"]) <= 5
+
+
+def test_a_prompt_of_100_000_characters_names_the_context(toy):
+    for text in ("a" * 100_000, "🙂" * 100_000, "1 " * 50_000):
+        with pytest.raises(ValueError, match="prompt 1 has [0-9]+ tokens .* the context of this model is 512"):
+            decode.main(["--model", toy, "--prompt", text, "--quiet"])
+
+
+@pytest.mark.parametrize("policy", ["reserve", "offload", "preempt", "oracle"])
+def test_a_pool_too_small_for_one_request(policy):
+    engine = engine_of("specgen", toy_model(), 4, cache_tokens=30, admission=policy)
+    with pytest.raises(ValueError, match="a cache of 30 tokens cannot hold a request of"):
+        engine.generate([Request([1, 2, 3], 5), Request([1] * 30, 5)])
+
+
+def test_500_requests_through_a_pool_for_8():
+    model = toy_model(block_size=64)
+    asked = [([1 + i % 60, 2 + i % 7], 3 + i % 6) for i in range(500)]
+    engine = engine_of("ngram", model, 8, cache_tokens=8 * 16)
+    got = engine.generate([Request(ids, n) for ids, n in asked])
+    assert [len(g.token_ids) for g in got] == [n for _, n in asked] and engine.cache.used == 0 and max(i["active"] for i in engine.iterations) <= 8
+    alone = engine_of("ar", model)
+    for i in range(0, 500, 50):
+        assert alone.generate([Request(*asked[i])])[0].token_ids == got[i].token_ids
+
+
+# -- thousands, a few of them ------------------------------------------------------------------------------------------
+
+def test_some_fuzzing():
+    r = subprocess.run([sys.executable, os.path.join(ROOT, "tests", "fuzz.py"), "--lines", "10", "--files", "14", "--seed", "7", "--no-results"], cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-1000:]
+    out = json.loads(r.stdout.splitlines()[-1])
+    assert out["lines"]["cases"] == 10 and out["files"]["cases"] == 14 and set(out["files"]["exits"]) <= {"0", "2"}
+
+
+def test_what_was_measured_is_shown():
+    file = os.path.join(ROOT, "results", "knocks.json")
+    if not os.path.exists(file):
+        pytest.skip("no results/knocks.json")
+    result = files.read_json(file)["result"]
+    assert tables.render("knocks", result).count("\n|") == 5 + len(result["kill"]["scripts"])
+    for x in (result["lines"], result["files"]):
+        assert sum(x["exits"].values()) == x["cases"]
