@@ -68,8 +68,8 @@ def read_seconds(model, drafter, rows, context, repeats=2):
 def _rounds(model, drafter, rows, context, order):
     """The engine's record of rounds with `order` drafts. The requests come as if their prompts were read already: what the
     cache holds makes no difference to the time."""
-    engine = Engine(model, lambda e: Lockstep(e, drafter, max(order)), rows)
-    requests = [Request([(7 * i + 3 * row) % model.config.vocab_size for i in range(context + 1)], sum(order) + len(order) + max(order) + 1)
+    engine = Engine(model, lambda e: Lockstep(e, drafter, max(1, *order)), rows)
+    requests = [Request([(7 * i + 3 * row) % model.config.vocab_size for i in range(context + 1)], sum(order) + len(order) + max(1, *order) + 1)
                 for row in range(rows)]
     for r in requests:
         r.n_cached = context
@@ -99,7 +99,12 @@ def prefill_seconds(model, rows, prompt_len, repeats=5):
 def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=5, progress=lambda items, **_: items):
     """(cost table, report). drafters: {name: drafter}. The table is what traces.CostTable takes: measured grids of verify
     (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows. report: how well the linear and
-    the roofline fit do on the verify grid, and how much the repeats of a cell scatter. progress: tqdm, or nothing."""
+    the roofline fit do on the verify grid, and how much the repeats of a cell scatter. progress: tqdm, or nothing.
+
+    Verification of one token is timed in rounds without any drafts, one after the other, for that is what decoding without a drafter
+    is: one row's weights stay in the caches, and it is a fifth faster than between larger rounds. The price of a drafter is
+    what a round with it takes longer than one whose drafts come from nowhere: its own seconds, and what the target's
+    forward loses because the drafter's weights have pushed out some of its own."""
     ks, spread = [k for k in drafts if k], []
     contexts = [c for c in contexts if c + (repeats + 2) * (sum(drafts) + len(drafts)) <= model.config.block_size]
     if not contexts:
@@ -114,16 +119,17 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
         return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": [[[cells[b, c, t] for c in kv] for t in tokens] for b in rows]}
 
     verify, overhead, draft, read = {}, {b: [] for b in rows}, {}, {}
-    for name, b, c in progress([(name, b, c) for name in ("verify", *drafters) for b in rows for c in contexts], desc="rounds"):
-        timed = round_seconds(model, Rote() if name == "verify" else drafters[name], b, c, drafts, repeats)
-        for k, some in timed.items():
-            if name == "verify":
+    for b, c, name in progress([(b, c, name) for b in rows for c in contexts for name in ("verify", *drafters)], desc="rounds"):
+        if name == "verify":
+            timed = round_seconds(model, Rote(), b, c, drafts, repeats) | round_seconds(model, Rote(), b, c, (0,), 4 * repeats)
+            for k, some in timed.items():
                 verify[b, c, k + 1] = typical([s["verify"] + s["sample"] for s in some])
                 overhead[b] += [s["overhead"] for s in some]
-            elif k:
-                draft.setdefault(name, {})[b, c, k] = typical([s["draft"] for s in some])
-        if name != "verify":
-            read.setdefault(name, {})[b, 0, c] = statistics.median(read_seconds(model, drafters[name], b, c))
+            continue
+        for k, some in round_seconds(model, drafters[name], b, c, ks, repeats).items():
+            longer = typical([s["draft"] + s["verify"] + s["sample"] for s in some]) - verify[b, c, k + 1]
+            draft.setdefault(name, {})[b, c, k] = max(longer, statistics.median(s["draft"] for s in some))
+        read.setdefault(name, {})[b, 0, c] = statistics.median(read_seconds(model, drafters[name], b, c))
     shapes = [(b, n, s) for b in (rows[0], rows[min(1, len(rows) - 1)]) for n in PROMPTS if n < model.config.block_size
               for s in prefill_seconds(model, b, n, repeats)]
     b, n, s = (np.array(x, float) for x in zip(*shapes))

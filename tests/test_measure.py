@@ -177,6 +177,18 @@ def test_cost_table_is_one_that_the_analyzer_takes():
         measure.cost_table(TARGET, drafters, (1,), (4096,), (0, 1, 4), 2)
 
 
+def test_price_of_a_drafter_is_what_its_rounds_take_longer(monkeypatch):
+    """And of one token that of rounds without drafts, one after the other."""
+    def rounds(model, drafter, rows, context, drafts, repeats):
+        verify = {"Rote": 3.0 if len(drafts) > 1 else 2.0, "SmallLM": 3.5, "NGram": 2.5}[type(drafter).__name__]
+        return {k: [{"verify": verify, "sample": 0.5, "draft": 0.0 if type(drafter) is measure.Rote else 1.0 * k, "overhead": 0.1}] for k in drafts}
+
+    monkeypatch.setattr(measure, "round_seconds", rounds)
+    table, _ = measure.cost_table(TARGET, {"draft": DRAFTERS["draft"](), "ngram": NGram()}, (1,), (16,), (0, 1, 4), 1)
+    assert table["verify"]["seconds"] == [[[2.5], [3.5], [3.5]]]
+    assert table["draft"]["draft"]["seconds"] == [[[1.5], [4.5]]] and table["draft"]["ngram"]["seconds"] == [[[1.0], [4.0]]]
+
+
 def test_price_of_reading_is_the_first_round_beside_the_second(monkeypatch):
     rounds = iter([{"seconds": {"draft": s}} for s in (9.0, 1.0, 5.0, 1.0, 6.0, 2.0)])
     monkeypatch.setattr(measure, "_rounds", lambda *args: [next(rounds), next(rounds)])
