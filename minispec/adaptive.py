@@ -127,9 +127,9 @@ class Adaptive:
         tokens = np.cumsum(alpha[..., None] ** ks, -1)
         charge = reading[..., None] * tokens
         tokens[ks > most[..., None]] = -np.inf
-        step, draft = self._prices(len(requests), int(sum(len(r.tokens) for r in requests) / len(requests)))
+        step, price = self._prices(len(requests), int(sum(len(r.tokens) for r in requests) / len(requests)))
         asked = np.array([not isinstance(d, NGram) for d in self.drafters.values()])
-        return [(names[j] if k else None, k) for j, k in richest(tokens, charge, step, np.array([draft[name] for name in names]), asked)]
+        return [(names[j] if k else None, k) for j, k in richest(tokens, charge, step, price, asked)]
 
     def _unread(self, name, r):
         """Seconds that it takes a drafter to read what it does not know of a request; the tokens of a round or two are in the
@@ -144,12 +144,12 @@ class Adaptive:
         return self.prices[key]
 
     def _prices(self, rows, context):
-        """(seconds of a step by drafts per row, {name: seconds of drafting by drafts}), looked up once per 256 tokens."""
+        """Seconds of a step (k + 1,) by drafts per row, and of drafting (drafters, k + 1), looked up once per 256 tokens."""
         key = rows, context // 256
         if key not in self.prices:
-            kv, ks = rows * (key[1] * 256 + 128), range(self.k + 1)
-            self.prices[key] = ([float(self.cost.step(kv, rows * (1 + k), rows)) for k in ks],
-                                {name: [float(self.cost.draft(name, kv, k, rows)) for k in ks] for name in self.drafters})
+            kv, ks = rows * (key[1] * 256 + 128), np.arange(self.k + 1)
+            price = [np.broadcast_to(self.cost.draft(name, kv, ks, rows), ks.shape) for name in self.drafters]
+            self.prices[key] = np.broadcast_to(self.cost.step(kv, rows * (1 + ks), rows), ks.shape), np.array(price)
         return self.prices[key]
 
     def observe(self, request, features):
