@@ -69,12 +69,14 @@ def pytest_runtestloop(session):
 
 class Reports:
     def __init__(self, config):
-        self.config = config
+        self.config, self.lines = config, []
 
     def pytest_runtest_logreport(self, report):
-        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        with open(os.path.join(CHILD, "reports"), "a", encoding="utf-8") as f:
-            f.write(json.dumps(data) + "\n")
+        self.lines.append(json.dumps(self.config.hook.pytest_report_to_serializable(config=self.config, report=report)) + "\n")
+        if report.when == "teardown":                    # not before: a test may have made the disk look full
+            with open(os.path.join(CHILD, "reports"), "a", encoding="utf-8") as f:
+                f.writelines(self.lines)
+            self.lines.clear()
 
 
 def pytest_configure(config):
