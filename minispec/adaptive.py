@@ -172,9 +172,14 @@ def richest(tokens, charge, step, price, asked):
     price (M, k + 1): seconds of drafting. asked (M,): False for lookups, which are made anyway; beside them one drafter drafts,
     for all who want it, as deep as one of them wants, for a draft costs almost the same for one row as for the batch.
 
-    The largest quotient, by Dinkelbach's method: let a second be worth so many tokens. Then every request by itself takes what
-    leaves it most when its seconds are paid for, and the quotient that results is what a second is worth next."""
+    For one request that is a look at all quotients. For more, Dinkelbach's method: let a second be worth so many tokens. Then every
+    request by itself takes what leaves it most when its seconds are paid for, and the quotient that results is what a second is
+    worth next."""
     rows, _, n = tokens.shape
+    if rows == 1:
+        quotient = tokens[0] / (step + price * asked[:, None] + charge[0])
+        quotient[:, 0] = 1 / step[0]
+        return [divmod(int(quotient.argmax()), n)]
     ks, request, worth, best = np.arange(n), np.arange(rows), rows / step[0], [(0, 0)] * rows
     each = (step[-1] - step[1]) / (rows * max(n - 2, 1))           # verification: so much a draft, and at once so much for the first
     first = step[1] - step[0] - each * rows

@@ -178,5 +178,8 @@ def test_the_richest_choice_is_found():
         everything = itertools.product(itertools.product(range(3), range(4)), repeat=2)
         best = max(speed(picks) for picks in everything if len({j for j, k in picks if asked[j] and k}) < 2)
         assert speed(richest(tokens, charge, step, price, asked)) == pytest.approx(best)
+        [(j, k)] = richest(tokens[:1], charge[:1], step, price, asked)                            # one request
+        quotients = tokens[0] / (step + price + np.where(ks > 0, charge[0], 0))
+        assert quotients[j, k] == pytest.approx(quotients.max())
         alone = richest(tokens[:, :1], charge[:, :1], step, price[:1], asked[:1])                 # nobody to ask
         assert all(j == 0 for j, _ in alone) and speed(alone) >= 2.0 - 1e-9
