@@ -6,7 +6,7 @@ import torch
 from conftest import DRAFT, ROOT, TARGET
 
 import bench
-from minispec import answers, gpt, methods, studies, tasks
+from minispec import answers, cdlm_studies, gpt, methods, studies, tasks
 from minispec.engine import Request
 
 SETTINGS = methods.settings(draft_model=DRAFT, min_budget=16)
@@ -47,6 +47,13 @@ def test_solves_what_it_was_trained_for(family, shipped):
     requests = answers.requests_of(problems, tokenizer, model)
     generations = methods.make_engine("ar", model, SETTINGS, 12).generate(requests)
     assert sum(answers.verdict(p, g, tokenizer) for p, g in zip(problems, generations)) >= 9
+
+
+def test_diffusion_teacher_solves_problems_with_several_tokens_a_step(shipped):
+    target, tokenizer = shipped
+    decoder = methods.make_engine("dlm", target, methods.settings(diffusion_model=os.path.join(ROOT, "checkpoints", "cdlm", "teacher"), threshold=0.99), 5)
+    row, _ = cdlm_studies.answer(decoder, cdlm_studies.held_out(tokenizer, 1), tokenizer)
+    assert row["solved"] >= 0.6 and row["tokens"] > 3 * row["steps"]
 
 
 def test_transformers_agrees_on_the_shipped_folder():
