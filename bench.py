@@ -203,15 +203,17 @@ def gpu(args):
     model, tokenizer = gpt.load(args.model, args.device, torch.bfloat16 if args.device.startswith("cuda") else None), Tokenizer.load(args.model)
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "dry-run"
     name, started = re.sub(r"[^a-z0-9]+", "-", device.lower()), time.perf_counter()
-    keep = lambda about, cells, measured, until: resumable(name, about, tqdm(cells, desc="gpu"), measured, until)
-    if args.dry_run:
-        keep = lambda about, cells, measured, until: [measured(*cell) for cell in tqdm(cells, desc="gpu")]
-    result = gpu_suite.run(args, model, tokenizer, keep, time.monotonic() + 60 * args.minutes)
-    if result is None:
-        return
-    print(render("gpu", result))
-    if not args.dry_run:
-        write_result(name, {"suite": "gpu", **result}, time.perf_counter() - started)
+    until = time.monotonic() + 60 * args.minutes
+
+    def measured(about, cells, measure):
+        cells = tqdm(cells, desc="gpu")
+        return [measure(*cell) for cell in cells] if args.dry_run else resumable(name, about, cells, measure, until)
+
+    result = gpu_suite.run(args, model, tokenizer, measured)
+    if result is not None:
+        print(render("gpu", result))
+    if result is not None and not args.dry_run:
+        write_result(name, {"suite": "gpu", **result}, time.perf_counter() - started, device)
 
 
 # -- pages and files -----------------------------------------------------------------------------------------------------
@@ -258,11 +260,11 @@ def processor():
         return platform.processor() or platform.machine()
 
 
-def write_result(name, result, seconds):
-    """results/NAME.json with what is needed to repeat it."""
+def write_result(name, result, seconds, device=None):
+    """results/NAME.json with what is needed to repeat it. device: what it was measured on, if not on this CPU."""
     os.makedirs(RESULTS, exist_ok=True)
     write_json(os.path.join(RESULTS, name + ".json"), {
-        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]), "device": torch.cuda.get_device_name() if "--suite" in sys.argv else f"{processor()}, {torch.get_num_threads()} threads",
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]), "device": device or f"{processor()}, {torch.get_num_threads()} threads",
         "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": round(seconds, 1), "result": result})
     part = os.path.join(RESULTS, name + ".part")
     if os.path.exists(part):

@@ -184,7 +184,8 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
     """First block-causally, all blocks of an answer in one forward, for most of what a mask must learn is the same when every slot
     sees all others. Then as the teacher is used."""
     model = gpt.load(args.target, args.device, torch.float32)
-    model.config.shift = not args.no_shift
+    if args.no_shift:
+        model.config.shift = False
     examples, bf16, eos = Examples(tokenizer, args), torch.autocast(args.device.split(":")[0], torch.bfloat16), model.config.eos_id
     first = args.steps * args.block_warmup
     objective_of = lambda step: (cdlm_losses.all_blocks, cdlm_losses.two_copies) if step < first else (cdlm_losses.teacher_states, cdlm_losses.bidirectional)

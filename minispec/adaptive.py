@@ -72,6 +72,7 @@ class Adaptive:
             raise ValueError(f"the drafters read different layers of the target: {readers}")
         self.taps = readers[0] if readers else None
         self.drafters, self.cost, self.k = {d.name: d for d in drafters}, cost, k
+        self.asked = np.array([not isinstance(d, NGram) for d in drafters])       # a lookup is made anyway
         self.counts, self.notes, self.prices = Counts(FADE_ALL), {}, {}
         self.chosen = {}                 # request -> who proposes for it now; the engine records it
 
@@ -128,8 +129,7 @@ class Adaptive:
         charge = reading[..., None] * tokens
         tokens[ks > most[..., None]] = -np.inf
         step, price = self._prices(len(requests), int(sum(len(r.tokens) for r in requests) / len(requests)))
-        asked = np.array([not isinstance(d, NGram) for d in self.drafters.values()])
-        return [(names[j] if k else None, k) for j, k in richest(tokens, charge, step, price, asked)]
+        return [(names[j] if k else None, k) for j, k in richest(tokens, charge, step, price, self.asked)]
 
     def _unread(self, name, r):
         """Seconds that it takes a drafter to read what it does not know of a request; the tokens of a round or two are in the

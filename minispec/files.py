@@ -4,14 +4,20 @@ import json
 import os
 
 
+def written_to(path):
+    """Where writing to `path` ends, links followed. ValueError for what is there and is no regular file: a device or a pipe would be
+    replaced by a file."""
+    real = os.path.realpath(path)
+    if os.path.exists(real) and not os.path.isfile(real):
+        raise ValueError(f"cannot write {path}: it is not a regular file")
+    return real
+
+
 @contextlib.contextmanager
 def replaced(path):
     """Yields a temporary name to write to, which becomes `path` if all went well and is removed if not: a reader sees the old file
-    or the new one, whenever the writer is killed. ValueError where it cannot be written, say because the disk is full. A device or a
-    pipe would be replaced too, so it is refused."""
-    path = os.path.realpath(path)
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ValueError(f"cannot write {path}: it is not a regular file")
+    or the new one, whenever the writer is killed. ValueError where it cannot be written, say because the disk is full."""
+    path = written_to(path)
     temporary = path + ".tmp"
     try:
         yield temporary

@@ -93,10 +93,9 @@ def floors(s, clock, device):
 
 def batch_of(kind, context, batch):
     """[(rows, length, selected, tail)] as make_plan takes them. In steady state one request in k + 1 verifies and the others draft."""
-    budget = int(SPARSITY * context)
-    draft, verify, full = (1, context, budget, context - 16), (K + 1, context, 0, 0), (1, context, 0, 0)
-    one = {"draft": lambda i: draft, "verify": lambda i: verify, "full": lambda i: full, "mixed": lambda i: draft if i % (K + 1) else verify}[kind]
-    return [one(i) for i in range(batch)]
+    draft, verify, full = (1, context, int(SPARSITY * context), context - 16), (K + 1, context, 0, 0), (1, context, 0, 0)
+    pattern = {"draft": [draft], "verify": [verify], "full": [full], "mixed": [verify] + [draft] * K}[kind]
+    return (pattern * batch)[:batch]
 
 
 def list_bytes(requests, groups, head_dim, width):
@@ -160,8 +159,8 @@ def others(s, clock, device, requests, group):
 
 # -- the engine ----------------------------------------------------------------------------------------------------------
 
-def decode(s, clock, device, name):
-    """Tokens a second at batch 1, and of the floor: weights and cache read once a token at the speed of a copy."""
+def decode(s, device, name):
+    """Tokens a second at batch 1, and the bytes that a token cannot do without: weights and cache, read once."""
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     with torch.device(device):
         model = gpt.GPT(gpt.GPTConfig(**s.models[name])).to(dtype).eval()
@@ -171,10 +170,9 @@ def decode(s, clock, device, name):
         engine = methods.make_engine("ar", model, methods.settings(), 1)
         engine.generate([Request(prompt, s.new_tokens)])
         rates.append((s.new_tokens - 1) / studies.busy(engine))
-    copy = floors(s, clock, device)[0]["bytes_per_second"]
     read = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if c.tied or n != "embed.weight")
     read += (len(prompt) + s.new_tokens / 2) * 2 * c.n_layer * c.n_kv_head * c.head_dim * model.embed.weight.element_size()
-    return [{"model": name, "tokens_per_second": statistics.median(rates), "range": [min(rates), max(rates)], "floor_tokens_per_second": copy / read}]
+    return [{"model": name, "tokens_per_second": statistics.median(rates), "range": [min(rates), max(rates)], "bytes": read}]
 
 
 def measure(section, settings, args, model, tokenizer, s, clock):
@@ -184,7 +182,7 @@ def measure(section, settings, args, model, tokenizer, s, clock):
     if section == "kernels":
         return kernel(s, clock, args.device, *settings)
     if section == "decode":
-        return decode(s, clock, args.device, *settings)
+        return decode(s, args.device, *settings)
     targets, pairs = {str(model.dtype).removeprefix("torch."): model}, 1 if args.dry_run else 5
     if section == "serving":
         return studies.serving_rows(targets, args, tokenizer, *settings, pairs, s.new_tokens)
@@ -201,14 +199,14 @@ def cells(s, families, context):
         [("methods", (f, b)) for f in families for b in s.batches]
 
 
-def run(args, model, tokenizer, resumable, until=None):
-    """All cells, as rows by section; None where the time was up (`until`, in seconds of time.monotonic) before the last one.
-    resumable: the function that keeps finished cells, see bench.py."""
+def run(args, model, tokenizer, measured):
+    """All cells, as rows by section; None where the time was up before the last one. measured(about, cells, measure) -> what
+    measure(*cell) gives, of as many cells as there was time for."""
     s = DRY if args.dry_run else Shapes()
     clock, families = Clock(args.device, s.repeats), tasks.FAMILIES[:1] if args.dry_run else tasks.FAMILIES
     todo = cells(s, families, model.config.block_size)
     about = {"dry_run": args.dry_run, "torch": torch.__version__, "target": folders.fingerprint(model), "cells": [[section, list(settings)] for section, settings in todo]}
-    done = resumable(about, todo, lambda section, settings: measure(section, settings, args, model, tokenizer, s, clock), until)
+    done = measured(about, todo, lambda section, settings: measure(section, settings, args, model, tokenizer, s, clock))
     if len(done) < len(todo):
         print(f"{len(done)} of {len(todo)} cells are measured; the same command goes on")
         return None

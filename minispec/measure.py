@@ -102,9 +102,9 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
     the roofline fit do on the verify grid, and how much the repeats of a cell scatter. progress: tqdm, or nothing.
 
     Verification of one token is timed in rounds without any drafts, one after the other, for that is what decoding without a drafter
-    is: one row's weights stay in the caches, and it is a fifth faster than between larger rounds. The price of a drafter is
-    what a round with it takes longer than one whose drafts come from nowhere: its own seconds, and what the target's
-    forward loses because the drafter's weights have pushed out some of its own."""
+    is: one row's weights stay in the caches, and it is faster than between larger rounds. The price of a drafter is what a round
+    with it takes longer than one whose drafts come from nowhere: its own seconds, and what the target's forward loses because
+    the drafter's weights have pushed out some of its own."""
     ks, spread = [k for k in drafts if k], []
     contexts = [c for c in contexts if c + (repeats + 2) * (sum(drafts) + len(drafts)) <= model.config.block_size]
     if not contexts:
@@ -121,7 +121,7 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
     verify, overhead, draft, read = {}, {b: [] for b in rows}, {}, {}
     for b, c, name in progress([(b, c, name) for b in rows for c in contexts for name in ("verify", *drafters)], desc="rounds"):
         if name == "verify":
-            timed = round_seconds(model, Rote(), b, c, drafts, repeats) | round_seconds(model, Rote(), b, c, (0,), 4 * repeats)
+            timed = round_seconds(model, Rote(), b, c, ks, repeats) | round_seconds(model, Rote(), b, c, (0,), 4 * repeats)
             for k, some in timed.items():
                 verify[b, c, k + 1] = typical([s["verify"] + s["sample"] for s in some])
                 overhead[b] += [s["overhead"] for s in some]

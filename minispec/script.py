@@ -5,6 +5,8 @@ import re
 import signal
 import sys
 
+from .files import written_to
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that shows the module's docstring as it stands, and errors as one line without the usage text."""
@@ -18,9 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 def check_writable(path):
     """Fail before the work, not after it: ValueError where `path` cannot be written."""
-    real = os.path.realpath(path)
-    if os.path.exists(real) and not os.path.isfile(real):
-        raise ValueError(f"cannot write {path}: it is not a regular file")
+    real = written_to(path)
     try:
         with open(real + ".tmp", "w"):
             pass

@@ -26,7 +26,7 @@ once is cheaper on a CPU than gathering it at every step, and the cache never ho
 attention at all (the paper overwrites them at verification). All k + 1 rows count in the scores; the released
 kernel drops rows beyond its first tile. By default scores are handed on to the positions behind and remembered
 (`look_ahead`); select="pillar" is the paper's rule. Selections are positions, not slots, so a request may move or leave the device.
-On a GPU (`fused_attend`) it is as in the paper, CUDA graphs included (kernels/graphs.py).
+On a GPU (`fused_attend`) it is meant to be as in the paper, with CUDA graphs (kernels/graphs.py); it has not run on one yet.
 """
 import math
 import random

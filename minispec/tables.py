@@ -1,10 +1,10 @@
 """The Markdown table of every study, from its file in results/. Numbers are stored in full and rounded here alone."""
-import json
+import glob
 import math
 import os
 import statistics
 
-from . import tasks
+from . import folders, tasks
 from .files import blame, opened, read_json
 
 
@@ -234,8 +234,8 @@ def _gpu(r):
                          [[x["kernel"] + ", torch reference" * x["reference"], x["context"], x["batch"], x["group"], f"{micro(x['seconds'])} ({micro(x['range'][0])}-{micro(x['range'][1])})",
                            f"{100 * x['bytes'] / x['seconds'] / copy:.0f} %", *(micro(x.get(n)) for n in ("two_launches", "sdpa", "flex"))] for x in r["kernels"]]))
     tables.append(_table(["random weights, batch 1", "tokens/s (range)", "floor", "share"],
-                         [[x["model"], f"{x['tokens_per_second']:.0f} ({x['range'][0]:.0f}-{x['range'][1]:.0f})", f"{x['floor_tokens_per_second']:.0f}",
-                           f"{100 * x['tokens_per_second'] / x['floor_tokens_per_second']:.0f} %"] for x in r["decode"]]))
+                         [[x["model"], f"{x['tokens_per_second']:.0f} ({x['range'][0]:.0f}-{x['range'][1]:.0f})", f"{copy / x['bytes']:.0f}",
+                           f"{100 * x['tokens_per_second'] * x['bytes'] / copy:.0f} %"] for x in r["decode"]]))
     tables.append(_table(["context", "requests", "method", "tokens/s", "speed-up (range)", "predicted", "accepted of 8", "identical to ar"],
                          [[x["context"], x["requests"], x["method"], f"{x['tokens_per_second']:.0f}", _times(x), _two(x.get("predicted")), _two(x.get("accepted")),
                            "" if x["identical"] is None else f"{x['identical']} of {x['requests']}"] for x in r.get("serving", ())]))
@@ -271,19 +271,18 @@ def whole_table(folder):
 def training_table(folder):
     """Command, size, tokens, minutes and last held-out figures of every checkpoint, from its command.txt and log.jsonl."""
     rows = []
-    for name in sorted(os.listdir(folder)):
-        files = [os.path.join(folder, name, f) for f in ("command.txt", "log.jsonl")]
-        if all(map(os.path.exists, files)):
-            with open(files[0], encoding="utf-8") as f:
-                command = f.read().strip()
-            with blame(files[1]), open(files[1], encoding="utf-8") as f:
-                log = [json.loads(line) for line in f]
-                seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
-                last = [f"{log[-1]['tokens'] / 1e6:.1f}M", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}"]
-            with opened(os.path.join(folder, name, "model.safetensors")) as f:
-                params = sum(math.prod(f.get_slice(tensor).get_shape()) for tensor in f.keys())
-            rows.append([name, f"{params / 1e6:.2f}M", *last, f"`{command}`"])
-    return _table(["checkpoint", "parameters", "tokens", "minutes on 2 CPU cores", "last loss", "command"], rows)
+    for file in sorted(glob.glob(os.path.join(folder, "**", "command.txt"), recursive=True)):
+        where = os.path.dirname(file)
+        with open(file, encoding="utf-8") as f:
+            command = f.read().strip()
+        with blame(os.path.join(where, "log.jsonl")):
+            log = folders.records(where)
+            seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
+            last = [f"{log[-1]['tokens'] / 1e6:.1f}M tokens" if "tokens" in log[-1] else f"{log[-1]['step']:,} steps", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}"]
+        with opened(os.path.join(where, "model.safetensors")) as f:
+            params = sum(math.prod(f.get_slice(tensor).get_shape()) for tensor in f.keys())
+        rows.append([os.path.relpath(where, folder), f"{params / 1e6:.2f}M", *last, f"`{command}`"])
+    return _table(["checkpoint", "parameters", "trained on", "minutes on 1 or 2 CPU cores", "last loss", "command"], rows)
 
 
 def _spread(values):

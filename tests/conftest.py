@@ -67,6 +67,26 @@ def save_toy_target(folder, **changes):
     return os.path.join(folder, "target")
 
 
+def interpreted(file):
+    """{name: "" or what was wrong} of the checks of a test file, run as a script in Triton's interpreter: that must be chosen before
+    triton is imported, and cannot compile."""
+    p = subprocess.run([sys.executable, file], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1800)
+    assert p.returncode == 0, p.stderr[-2000:]
+    return json.loads(p.stdout.splitlines()[-1])
+
+
+def tell(checks):
+    """What such a script prints: the verdicts of checks {name: function}."""
+    verdicts = {}
+    for name, check in checks.items():
+        try:
+            check()
+            verdicts[name] = ""
+        except Exception as e:                          # one check's failure must not hide the others
+            verdicts[name] = f"{type(e).__name__}: {e}"
+    print(json.dumps(verdicts))
+
+
 def run_script(script, *args):
     """main() of an imported script with these arguments."""
     with mock.patch.object(sys, "argv", [script.__name__ + ".py", *map(str, args)]):

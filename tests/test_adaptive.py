@@ -138,6 +138,16 @@ def test_never_much_slower_than_the_best_single_and_never_beyond_the_bound():
         assert 0.95 * best < speedup <= rungs["L6"] + 1e-9
 
 
+def test_nobody_is_believed_to_draft_more_than_a_window_holds():
+    """At a price that makes ten drafts worth while, a drafter whose window holds two is asked for two."""
+    def most(window):
+        drafter = SmallLM(TARGET, TARGET)
+        if window:
+            drafter.gamma = window
+        return max(s.proposed for g in answer(adaptive(prices(0.001, token=0.001), drafter, k=10), prompts(2), 1, 60) for s in g.steps)
+    assert most(None) == 10 and most(2) == 2
+
+
 def test_counts_fade():
     counts = Counts(0.5)
     counts.add("x", 3, 4)

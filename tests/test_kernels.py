@@ -2,22 +2,18 @@
 compilation. The interpreter must be chosen before triton is imported and cannot compile, so everything in `CHECKS` runs in one
 child process, this file as a script, whose verdicts the tests below report one by one. (The interpreter of triton 3.7 cannot
 multiply bf16; fp16 takes the same path through the kernels, and bf16 is compiled.)"""
-import contextlib
 import importlib
 import importlib.util
 import json
 import os
-import random
-import subprocess
 import sys
-from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from conftest import interpreted, tell  # noqa: E402
 
 from kernels import attention as att  # noqa: E402
 from kernels import compile_report, scores, triton  # noqa: E402
@@ -125,135 +121,15 @@ def check_too_small(g=4, d=64):
             att.attention(*batch.args(**changes), plan)
 
 
-def check_engine():
-    """The whole engine on the kernels and their graphs: every method's greedy output is the one it has on torch operators, and SpecGen's
-    scores and selections are the same, so it accepts as many drafts."""
-    from conftest import toy_model
-    from minispec.drafters import NGram
-    from minispec.engine import Engine, Lockstep, Request
-    from minispec.specgen import SpecGen
-    model = toy_model(head_dim=16)
-    prompts = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (30, 3, 17)]
-    for planner in (Lockstep, lambda e: Lockstep(e, NGram(3, 1), 3), lambda e: SpecGen(e, 3, 0.2, 6), lambda e: SpecGen(e, 3, 0.2, 6, delayed=True)):
-        runs = []
-        for fused in (False, True):
-            engine = Engine(model, planner, 3, prefill_chunk=16)
-            engine.fused = fused
-            runs.append([(g.token_ids, [s.accepted for s in g.steps]) for g in engine.generate([Request(p, 11) for p in prompts])])
-            assert engine.graphs is None or len(engine.graphs.graphs) > 2
-        assert runs[0] == runs[1], runs
-
-
-def plan_of(cache, runs, shapes):
-    """An engine's plan out of (rows, tokens cached, selected positions or None for all, recent ones, whether scores are wanted)."""
-    from types import SimpleNamespace
-
-    from minispec.attention import FullKeys
-    from minispec.engine import Segment
-    from minispec.specgen import PillarKeys
-    plan = []
-    for run, (n, start, selected, recent, record) in zip(runs, shapes):
-        if selected is None:
-            keys = FullKeys(cache, run.first, start, n, record=record)
-        else:
-            lists = torch.stack([torch.randperm(start - recent)[:selected] for _ in range(2)])[None]
-            keys = PillarKeys(None, run.first, start, lists, recent)
-        plan.append(Segment(SimpleNamespace(run=run), torch.randint(0, 64, (n,)).tolist(), start, keys, "", n))
-    return plan
-
-
-VERIFY, DRAFT, PROMPT, FIRST = (4, 33, None, 0, True), (1, 30, 5, 4, False), (7, 0, None, 0, False), (1, 50, None, 0, False)
-STEPS = [(PROMPT, VERIFY, DRAFT, FIRST), (DRAFT, VERIFY, DRAFT), (DRAFT,), ((1, 7, 2, 1, False), VERIFY, (1, 40, 12, 8, False)),
-         ((2, 50, None, 0, True), DRAFT, VERIFY, VERIFY)]
-FEW, MANY = ((1, 3, None, 0, False), (3, 5, None, 0, False), (1, 3, None, 0, False)), (DRAFT, (2, 50, None, 0, False), DRAFT, FIRST)
-
-
-def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
-    """Every mix of phases through graphs and without: (captures, sizes of graphs, names of what came out different). From the second one
-    on the graphs are `spoilt`. Lists are split at 32 entries, so that there are partial results to merge."""
-    from conftest import toy_model
-    from kernels import graphs
-    from minispec.attention import fused_attend, fused_inputs
-    from minispec.kv_cache import KVCache
-    torch.manual_seed(0)
-    model, captures, sizes, wrong = toy_model(head_dim=16, n_layer=1), [], set(), set()
-    cache = KVCache(model.config, 240, spare=1)
-    cache.k.normal_(), cache.v.normal_()
-    runs, pools = [cache.open(60) for _ in range(4)], (cache.k, cache.v)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(graphs, "capture", lambda *a, real=graphs.capture: captures.append(a) or real(*a)))
-        stack.enter_context(mock.patch.object(graphs, "CHUNK", 32))
-        stack.enter_context(mock.patch.object(att.make_plan, "__defaults__", (32,)))
-        run = graphs.Graphs(lambda x: [model(x.tokens, x.positions, fused_attend(cache, x))], cache, 4, 60, 20, 2)
-        for i, shapes in enumerate(steps):
-            plan = plan_of(cache, runs, shapes)
-            tokens, positions = (torch.tensor([x for s in plan for x in getattr(s, name)]) for name in ("tokens", "positions"))
-            x, before = fused_inputs(cache, plan, tokens, positions, 2), [pool.clone() for pool in pools]
-            x.scores = torch.empty(1, 4, 2, 60)
-            (want,), after = run.function(x), [pool.clone() for pool in pools]
-            for pool, old in zip(pools, before):
-                pool.copy_(old)
-            (got,), scores, _ = run(x)
-            recorded = [(scores[:, j, :, :s[0] + s[1]], x.scores[:, j, :, :s[0] + s[1]]) for j, s in enumerate(shapes) if s[4]]
-            pairs = {"hidden states": [(got, want)], "scores": recorded, "cache": [(a[:, :, :240], b[:, :, :240]) for a, b in zip(pools, after)]}
-            wrong |= {name for name, some in pairs.items() for a, b in some if a.shape != b.shape or not (a - b).abs().max() <= 1e-5}
-            sizes.add(min(size for size in graphs.SIZES if size >= len(tokens)))
-            if i == 0:
-                stack.enter_context(spoilt(run))
-    return len(captures), len(sizes), wrong
-
-
-class Forbidding(TorchDispatchMode):
-    """Inside, nothing may ask the device for a number or make a tensor of the host's: a graph could hold neither."""
-    NAMES = ("item", "is_nonzero", "nonzero", "lift_fresh", "to.device", "to.dtype_layout", "repeat_interleave", "masked_select")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        masks = str(func).startswith("aten.index") and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if masks or str(func).removeprefix("aten.").startswith(self.NAMES):
-            raise AssertionError(f"{func} inside a graph")
-        return func(*args, **(kwargs or {}))
-
-
-def check_graphs():
-    """One graph a size; whatever mix it replays and whatever a larger forward left behind, all comes out as without it; and on a GPU
-    it could be captured."""
-    from kernels import graphs
-
-    def replay(graph, real=graphs.Recorded.replay):
-        with Forbidding():
-            real(graph)
-
-    x = torch.rand(5)
-    with torch.inference_mode(), mock.patch.object(graphs.Recorded, "replay", replay):
-        for function in (lambda: x * x.max().item(), lambda: x[x > 0], lambda: x[[0, 1, 2, 3, 4]], lambda: x + torch.ones(5).cpu(),
-                         lambda: x if x.sum() > 0 else -x, lambda: x.repeat_interleave(torch.ones(5).long())):
-            graph = graphs.Recorded(lambda: [function()])
-            with pytest.raises(AssertionError, match="inside a graph"):
-                graph.replay()
-        assert (got := replayed(STEPS)) == (3, 3, set()), got
-
-
-def check_graphs_that_are_not_cleared():
-    """Where pad rows or work items keep what an earlier forward left, that is noticed. (Forwards of one size: a stale item could
-    write behind the end of a smaller one.)"""
-    with torch.inference_mode():
-        assert replayed([MANY, FEW]) == (1, 1, set())
-        assert "hidden states" in replayed([MANY, FEW], lambda graphs: mock.patch.object(att.Plan, "padded", lambda plan, *room: plan))[2]
-        uncleared = {"tokens": 0, "positions": 0, "which": -1}             # without "new"
-        assert "cache" in replayed([STEPS[3][:2] + MANY[:1], FEW], lambda graphs: mock.patch.object(graphs, "padding", uncleared))[2]
-
-
 CHECKS = {f"mixed g={g} D={d}": lambda g=g, d=d: check_mixed(g, d) for g in GROUPS for d in HEADS}
 CHECKS |= {f"fp16 g=4 D={d}": lambda d=d: check_mixed(4, d, torch.float16, 4e-3) for d in HEADS}
 CHECKS |= {"batch of one": check_batch_of_one, "moved": check_moved, "full list": check_full_list, "padded": check_padded,
-           "too small": check_too_small, "engine": check_engine, "graphs": check_graphs, "graphs that are not cleared": check_graphs_that_are_not_cleared}
+           "too small": check_too_small}
 
 
 @pytest.fixture(scope="module")
 def verdicts():
-    p = subprocess.run([sys.executable, __file__], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1800)
-    assert p.returncode == 0, p.stderr[-2000:]
-    return json.loads(p.stdout.splitlines()[-1])
+    return interpreted(__file__)
 
 
 needs_triton = pytest.mark.skipif(triton is None, reason="triton is not installed, so kernels neither run nor compile")
@@ -335,83 +211,6 @@ def test_impossible_requests_are_named(request_):
         att.make_plan(MIXED, 4).padded(3, 0, 0)
 
 
-def graphs_of(n_slots, batch, longest, group, function=None):
-    from kernels import graphs
-    from minispec.gpt import GPTConfig
-    from minispec.kv_cache import KVCache
-    return graphs, graphs.Graphs(function, KVCache(GPTConfig(n_layer=1, n_kv_head=2, head_dim=2), n_slots, spare=1), batch, longest, 8, group)
-
-
-def test_graphs_have_room_for_every_mix_of_requests():
-    """Random batches fill a cache; their plans fit into the room of their padded rows, and a single request takes up all of it."""
-    n_slots, batch, longest = 6000, 6, 3100
-    rng = random.Random(0)
-    for group in (1, 4):
-        graphs, run = graphs_of(n_slots, batch, longest, group)
-        for _ in range(150):
-            shapes, left = [], n_slots
-            for _ in range(rng.randint(1, batch)):
-                length = rng.randint(1, min(longest, left))
-                n = min(length, rng.choice([1, 1, 9, 100]), graphs.SIZES[-1] - sum(s[0] for s in shapes))
-                tail = rng.choice([0, rng.randint(0, length - n)])
-                shapes.append((n, length, rng.randint(0, min(tail, 8)), tail))
-                left -= length
-                if not left or sum(s[0] for s in shapes) == graphs.SIZES[-1]:
-                    break
-            rows = min(size for size in graphs.SIZES if size >= sum(s[0] for s in shapes))
-            att.make_plan(shapes, group).padded(*run.room(rows))           # or a ValueError
-        one = att.make_plan([(1, longest, 0, 0)], group)
-        assert (len(one.items), len(one.merges), one.n_part_rows) == run.room(1) == (7, 1, 7 * group)
-        full = att.make_plan([(1, longest, 0, 0), (1, n_slots - longest, 0, 0)], group)
-        assert len(full.items) == 13 and run.room(2)[0] == 13                  # here the cache's size is what limits it
-
-
-def test_a_forward_larger_than_the_largest_graph_is_eager_and_others_share_their_sizes():
-    called = []
-
-    def function(x):
-        called.append(x)
-        return [x.tokens + 1]
-
-    graphs, run = graphs_of(2000, 3, 1000, 1, function)
-
-    def inputs(n):
-        lists = torch.zeros(1, 1, 2, 0, dtype=torch.int32)
-        rows = torch.arange(n)
-        return graphs.Inputs(rows, rows, rows, rows[None].int(), lists, lists.view(-1), att.make_plan([(n, n, 0, 0)], 1))
-
-    largest, too_large = graphs.SIZES[-1], inputs(graphs.SIZES[-1] + 1)
-    (out,), scores, seconds = run(too_large)
-    assert called[0].tokens is too_large.tokens and run.graphs == {} and scores is called[0].scores and seconds == 0 and len(out) == largest + 1
-    for n in (3, 1, 4, 3, largest, 2, 513):
-        captures = len(run.graphs)
-        (out,), _, seconds = run(inputs(n))
-        assert out.tolist() == list(range(1, n + 1)) and (seconds > 0) == (len(run.graphs) > captures)
-        held = out
-    assert list(run.graphs) == [4, 1, largest, 2, 576]
-    other = inputs(514)
-    other.tokens = other.tokens + 7
-    run(other)
-    assert held.tolist() == list(range(1, 514))                            # what was handed out is not overwritten
-
-
-def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
-    from conftest import toy_model
-    from minispec.engine import Engine, Lockstep, Request
-    from minispec.specgen import SpecGen
-    made = []
-    for planner in (Lockstep, lambda e: SpecGen(e, 3, 0.1, 4)):
-        engine = Engine(toy_model(), planner, 2)
-        engine.fused = True
-        for n in (20, 10, 15, 40):
-            engine._prepare([Request([1] * n, 20)] * (2 if n == 20 else 1))
-            made.append(engine.graphs)
-        assert made[-4] is made[-3] is made[-2] is not made[-1] and made[-1].longest == 60     # a longer one
-        engine._prepare([Request([1] * 40, 20)] * 2)
-        assert engine.graphs is not made[-1] and engine.graphs.n_slots == engine.cache.n_slots == engine.cache.k.shape[2] - 1      # a larger cache
-    assert made[0].static.which.shape == (0,) and made[-1].static.selected.shape == (2, 2, 2, 6) and made[-1].static.scores.shape == (2, 2, 2, 60)
-
-
 def test_without_triton_everything_imports_and_one_line_says_why_it_cannot_run(monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
@@ -439,16 +238,5 @@ def test_cpu_tensors_are_refused_outside_the_interpreter():
         att.attention(*Batch(2, 64).args(), att.make_plan(MIXED, 2))
 
 
-def main():
-    verdicts = {}
-    for name, check in CHECKS.items():
-        try:
-            check()
-            verdicts[name] = ""
-        except Exception as e:                                             # one check's failure must not hide the others
-            verdicts[name] = f"{type(e).__name__}: {e}"
-    print(json.dumps(verdicts))
-
-
 if __name__ == "__main__":
-    main()
+    tell(CHECKS)
