@@ -131,18 +131,18 @@ def run(args, model, tokenizer):
                 engine = methods.make_engine(m, model, args, batch)
                 fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids) for i in ids for _ in range(batch if kind == "copies" else 1)]
                 generations = engine.generate(fresh)
-                timed.setdefault(m, []).append((sum(engine.seconds.values()), engine, generations))
-        plain = statistics.median(s for s, _, _ in timed["ar"])
+                timed.setdefault(m, []).append((sum(engine.seconds.values()), studies.busy(engine), engine, generations))
+        plain = statistics.median(s for s, *_ in timed["ar"])
         for m, some in timed.items():
-            (_, engine, generations), seconds = some[-1], statistics.median(s for s, _, _ in some)
+            (*_, engine, generations), seconds, decoding = some[-1], statistics.median(s for s, *_ in some), statistics.median(s for _, s, *_ in some)
             steps, tokens = [s for g in generations for s in g.steps], sum(len(g.token_ids) for g in generations)
-            rows.append({"workload": workload, "batch": batch, "kind": kind, "ids": ids, "method": m, "k": getattr(engine.planner, "k", None), "seconds": seconds,
+            rows.append({"workload": workload, "batch": batch, "kind": kind, "ids": ids, "method": m, "k": getattr(engine.planner, "k", None), "seconds": seconds, "decoding": decoding,
                          "tokens": tokens, "tokens_per_second": tokens / seconds, "speedup": plain / seconds, "tau": summary(generations, engine)["tau"],
                          "acceptance": sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1) if m != "ar" else None, "rounds": len(steps),
                          "phases": {p: sum(i["seconds"][p] for i in engine.iterations) for p in engine.iterations[0]["seconds"]},
                          **({"solved": solved(ids, generations)} if problems else {}),
                          "plans": {i: ladder.pack(g.steps) for i, g in zip(ids, generations)} if m == ladder.COMBINED else None,
-                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][2], generations)), "prompts": len(generations)})
+                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][-1], generations)), "prompts": len(generations)})
         return rows
 
     if args.quick or args.workload:

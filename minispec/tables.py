@@ -263,9 +263,9 @@ def whole_table(folder):
         c, m = cells.get((x["workload"], x["batch"], x["kind"]), {}), x["method"]
         solved = accuracy.get("families", {}).get(x["workload"], {}).get("accuracy")
         rows.append([x["workload"], _batch(x), m, f"{x['tokens_per_second']:.0f}", _two(x["speedup"]), f"{x['tau']:.2f}",
-                     _percent(x["acceptance"]), _two(c.get("L1", {}).get(m)), _two(c.get("L6") if m == "adaptive" else c.get("L5", {}).get(m)),
+                     _percent(x["acceptance"]), *(_two(c.get(rung, {}).get(m)) for rung in ("L0", "L1")), _two(c.get("L6") if m == "adaptive" else c.get("L5", {}).get(m)),
                      f"{x['identical']} of {x['prompts']}", _percent(solved)])
-    return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "speed-up, modelled", "bound", "identical to ar", "solved (ar)"], rows)
+    return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "decoding alone", "modelled", "bound", "identical to ar", "solved (ar)"], rows)
 
 
 def training_table(folder):

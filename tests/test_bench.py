@@ -112,7 +112,7 @@ def test_the_studies_fit_together(measured):
         assert all(recorded == replayed for replayed, recorded in c["rounds"].values())
     assert all(r["identical"] == r["prompts"] for r in out["run"]["rows"])
     for r in out["run"]["rows"]:                              # the phases are all of the time
-        assert sum(r["phases"].values()) == pytest.approx(r["seconds"])
+        assert sum(r["phases"].values()) == pytest.approx(r["seconds"]) == pytest.approx(r["decoding"] + r["phases"]["prefill"])
     assert len(traces.read_traces(folder / "traces.jsonl")) == 4
 
 
@@ -168,7 +168,7 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
 
 def test_gap_is_left_out_where_there_is_none():
     cell = {"seconds": 1.0, "L5": {"ngram": 1.0}, "L6": 1.0}
-    rows = [{"method": m, "batch": 1, "kind": "different", "seconds": 1.0, "rounds": 6, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
+    rows = [{"method": m, "batch": 1, "kind": "different", "decoding": 1.0, "rounds": 6, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
     t = traces.Trace("a", 10, 2, {"ngram": [0, 1]})
     assert "gap" not in ladder.observed(rows, [t], traces.CostTable(COSTS), cell)
 

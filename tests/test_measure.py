@@ -213,7 +213,7 @@ def runs_of(some, methods, seconds, cell=("toy", 2, "different")):
     rows = []
     for name in methods:
         generations, engine = run(name if name != "ar" else None, cell[1])
-        rows.append({"workload": cell[0], "batch": cell[1], "kind": cell[2], "ids": [t.id for t in some], "method": name, "k": K, "seconds": seconds[name],
+        rows.append({"workload": cell[0], "batch": cell[1], "kind": cell[2], "ids": [t.id for t in some], "method": name, "k": K, "decoding": seconds[name],
                      "rounds": sum(len(g.steps) for g in generations), "plans": None})
     return rows
 
