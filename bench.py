@@ -99,7 +99,7 @@ def trace(args, model, tokenizer):
 def suitable(args, model):
     """Of the methods that are ready, those for this target; a drafter of another one is left out with a line that says so."""
     out = []
-    for name in methods.ready(args):
+    for name in methods.ready(args) + methods.diffusion_ready(args):
         try:
             methods.make_engine(name, model, args, 1)
             out.append(name)
@@ -110,7 +110,8 @@ def suitable(args, model):
 
 def run(args, model, tokenizer):
     """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype.
-    A batch is of different requests, or of copies of one as in the paper."""
+    A batch is of different requests, or of copies of one as in the paper. The diffusion models give answers of their own, so they are
+    compared by tokens a second; `dlm`, a whole forward a token, has one request of each family, alone."""
     n = 4 if args.quick else 16
     requests, problems = workload_requests(args, model, tokenizer) if args.workload else (family_requests(tokenizer, model, n, args.data), {})
     new = args.max_new_tokens or NEW
@@ -122,27 +123,31 @@ def run(args, model, tokenizer):
         known = [v for i, g in zip(ids, generations) if (v := verdict(problems[i], g, tokenizer)) is not None]
         return [sum(known), len(known)]
 
-    names = ["ar", *(methods.ready(args) if not args.workload else suitable(args, model))]
+    names = ["ar", *(methods.ready(args) + methods.diffusion_ready(args) if not args.workload else suitable(args, model))]
 
     def measured(workload, batch, kind, ids):
         timed, rows = {}, []
-        for _ in range(1 if args.quick else 2):
+        for repeat in range(1 if args.quick else 2):
             for m in names:
+                slow = m == "dlm"
+                if slow and (repeat or batch > 1 or workload == "mixed"):
+                    continue
                 engine = methods.make_engine(m, model, args, batch)
-                fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids) for i in ids for _ in range(batch if kind == "copies" else 1)]
+                fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids)
+                         for i in ids[:1 if slow else None] for _ in range(batch if kind == "copies" else 1)]
                 generations = engine.generate(fresh)
-                timed.setdefault(m, []).append((sum(engine.seconds.values()), studies.busy(engine), engine, generations))
-        plain = statistics.median(s for s, *_ in timed["ar"])
+                timed.setdefault(m, []).append((sum(engine.seconds.values()), engine, generations))
+        plain = statistics.median(s for s, _, _ in timed["ar"]) / sum(len(g.token_ids) for g in timed["ar"][-1][2])
         for m, some in timed.items():
-            (*_, engine, generations), seconds, decoding = some[-1], statistics.median(s for s, *_ in some), statistics.median(s for _, s, *_ in some)
+            (_, engine, generations), seconds = some[-1], statistics.median(s for s, _, _ in some)
             steps, tokens = [s for g in generations for s in g.steps], sum(len(g.token_ids) for g in generations)
-            rows.append({"workload": workload, "batch": batch, "kind": kind, "ids": ids, "method": m, "k": getattr(engine.planner, "k", None), "seconds": seconds, "decoding": decoding,
-                         "tokens": tokens, "tokens_per_second": tokens / seconds, "speedup": plain / seconds, "tau": summary(generations, engine)["tau"],
-                         "acceptance": sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1) if m != "ar" else None, "rounds": len(steps),
-                         "phases": {p: sum(i["seconds"][p] for i in engine.iterations) for p in engine.iterations[0]["seconds"]},
+            rows.append({"workload": workload, "batch": batch, "kind": kind, "ids": ids, "method": m, "k": getattr(getattr(engine, "planner", None), "k", None), "seconds": seconds,
+                         "tokens": tokens, "tokens_per_second": tokens / seconds, "speedup": plain / seconds * tokens, "tau": summary(generations, engine)["tau"],
+                         "acceptance": sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1) if m in methods.METHODS and m != "ar" else None, "rounds": len(steps),
+                         "phases": {p: statistics.mean(studies.phases(e)[p] for _, e, _ in some) for p in studies.phases(engine)},
                          **({"solved": solved(ids, generations)} if problems else {}),
                          "plans": {i: ladder.pack(g.steps) for i, g in zip(ids, generations)} if m == ladder.COMBINED else None,
-                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][-1], generations)), "prompts": len(generations)})
+                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][2], generations)) if m in methods.METHODS else None, "prompts": len(generations)})
         return rows
 
     if args.quick or args.workload:

@@ -4,8 +4,7 @@ A *cell* is one workload at one batch size. Without observations there is one fo
 of the workload "arith") at each of BATCHES; with them, one for each that was run. Every cell has the rungs L2 to L12 of
 bounds.ladder, and where there are observations
 
-    L0        speed-up of decoding by the wall clock, {method: autoregressive seconds / seconds}; reading the prompts, which all do
-              alike, is in no rung
+    L0        speed-up by the wall clock, {method: autoregressive seconds / seconds}; like all rungs it includes reading the prompts
     L1        the same with both times modelled: the recorded rounds, replayed through the cost table
     error     modelled seconds / observed seconds - 1, of every method, autoregressive included
     above     observed seconds / the least the optimum may take (L5; L6 where drafters are combined). Under 1 the model is
@@ -43,6 +42,7 @@ def analyse(traces, table, runs=None, child_rates=None, published=False):
     cost = CostTable(table)
     plans = [{"workload": w, "batch": rows, "kind": "copies", "ids": [t.id for t in some]} for w, some in by_workload(traces).items() for rows in BATCHES]
     if runs:
+        runs = [r for r in runs if r["identical"] is not None]         # the diffusion models' answers are their own
         plans = [r for r in runs if r["method"] == "ar"]
     names = [m for m in traces[0].accept if m in cost.drafters]
     by_id, cells = {t.id: t for t in traces}, []
@@ -68,7 +68,7 @@ def analyse(traces, table, runs=None, child_rates=None, published=False):
 def observed(rows, traces, cost, cell):
     """L0, L1, error, above and gap of one cell (see above). rows: what was run, one row a method."""
     copies = rows[0]["batch"] if rows[0]["kind"] == "copies" else 1
-    modelled, seconds, rounds = {}, {r["method"]: r["decoding"] for r in rows}, {}
+    modelled, seconds, rounds = {}, {r["method"]: r["seconds"] for r in rows}, {}
     for r in rows:
         plans = plans_of(r, traces)
         if plans is not None:

@@ -76,6 +76,11 @@ def ready(settings):
     return [name for name in METHODS if name != "ar" and os.path.exists(needed.get(name, "."))]
 
 
+def diffusion_ready(settings):
+    """The diffusion models that are there."""
+    return [name for name in DIFFUSION if os.path.exists(settings.diffusion_model or cdlm.METHODS[name][1])]
+
+
 def chain_drafters(model, settings, k):
     """{name: drafter} of all methods that are ready and in which a drafter proposes chains, for up to k drafts a round."""
     changed = argparse.Namespace(**{**vars(settings), "k": k, "depth": k, "tree": 0, "k_drafts": 1})

@@ -132,6 +132,13 @@ def busy(engine):
     return engine.seconds["draft"] + engine.seconds["verify"] + engine.seconds["other"]
 
 
+def phases(engine):
+    """Seconds by phase of everything that an engine, or a diffusion model's decoder, has answered."""
+    if not hasattr(engine, "iterations"):
+        return {"sample": 0.0, "overhead": engine.seconds["other"], **{p: s for p, s in engine.seconds.items() if p != "other"}}
+    return {p: sum(i["seconds"][p] for i in engine.iterations) for p in engine.iterations[0]["seconds"]}
+
+
 def race(cells, repeats, desc, warm_up=True):
     """cells: {name: function that returns (engine, fresh requests)}. Runs them in turn, `repeats` times after one warm-up;
     {name: ([tokens a second], last engine, last generations)}."""

@@ -150,7 +150,7 @@ def _runs(r):
     """What was observed, and T2: where its time went."""
     shares = lambda p: [f"{100 * p[x] / sum(p.values()):.0f}" for x in ("prefill", "draft", "verify", "sample", "overhead")]
     rows = [[x["workload"], _batch(x), x["method"], f"{x['tokens_per_second']:.0f}", f"{x['speedup']:.2f}", f"{x['tau']:.2f}",
-             f"{100 * x['acceptance']:.0f} %" if x["acceptance"] is not None else "", *shares(x["phases"]), f"{x['identical']} of {x['prompts']}",
+             f"{100 * x['acceptance']:.0f} %" if x["acceptance"] is not None else "", *shares(x["phases"]), _identical(x),
              *(["{} of {}".format(*x["solved"]) if x["solved"][1] else ""] if "solved" in x else [])] for x in r["rows"]]
     return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "prefill %", "draft %", "verify %", "sample %", "overhead %",
                    "identical to ar", *(["solved"] if "solved" in r["rows"][0] else [])], rows)
@@ -189,6 +189,10 @@ def _ladder(r):
 
 def _percent(x):
     return "" if x is None else f"{100 * x:.0f} %"
+
+
+def _identical(row):
+    return "" if row["identical"] is None else f"{row['identical']} of {row['prompts']}"
 
 
 def _decoders(r):
@@ -252,20 +256,22 @@ def _teachers(r):
 def whole_table(folder):
     """What `bench.py` prints at the end: every method on every workload, as observed, as modelled, and what is possible; from the files
     that run, bounds and accuracy left in a folder."""
-    run, bounds, accuracy = ({} for _ in range(3))
-    for name, into in (("run", run), ("bounds", bounds), ("accuracy", accuracy)):
+    run, bounds, accuracy, diffusion = ({} for _ in range(4))
+    for name, into in (("run", run), ("bounds", bounds), ("accuracy", accuracy), ("cdlm_accuracy", diffusion)):
         file = os.path.join(folder, name + ".json")
         if os.path.exists(file):
             with blame(file):
                 into.update(read_json(file)["result"])
     cells, rows = {(c["workload"], c["batch"], c["kind"]): c for c in bounds.get("cells", ())}, []
+    own = {x["decoder"]: x["by_family"] for x in diffusion.get("rows", ())}
+    lossless = {f: x["accuracy"] for f, x in accuracy.get("families", {}).items()}
     for x in run["rows"]:
         c, m = cells.get((x["workload"], x["batch"], x["kind"]), {}), x["method"]
-        solved = accuracy.get("families", {}).get(x["workload"], {}).get("accuracy")
+        solved = {"cdlm": own.get("student", {}), "dlm": own.get("teacher", {})}.get(m, lossless).get(x["workload"])
         rows.append([x["workload"], _batch(x), m, f"{x['tokens_per_second']:.0f}", _two(x["speedup"]), f"{x['tau']:.2f}",
-                     _percent(x["acceptance"]), *(_two(c.get(rung, {}).get(m)) for rung in ("L0", "L1")), _two(c.get("L6") if m == "adaptive" else c.get("L5", {}).get(m)),
-                     f"{x['identical']} of {x['prompts']}", _percent(solved)])
-    return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "decoding alone", "modelled", "bound", "identical to ar", "solved (ar)"], rows)
+                     _percent(x["acceptance"]), _two(c.get("L1", {}).get(m)), _two(c.get("L6") if m == "adaptive" else c.get("L5", {}).get(m)),
+                     _identical(x), _percent(solved)])
+    return _table(["workload", "batch", "method", "tokens/s", "speed-up", "tau", "accepted", "speed-up, modelled", "bound", "identical to ar", "solved"], rows)
 
 
 def training_table(folder):

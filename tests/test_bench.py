@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, run_script, toy_model
 
 import bench
-from minispec import figures, gpu_suite, ladder, methods, tables, tasks, traces
+from minispec import cdlm, figures, gpt, gpu_suite, ladder, methods, tables, tasks, traces
 from minispec.script import run_main
 from minispec.tokenizer import Tokenizer
 from test_shipped import TARGET
@@ -88,13 +88,16 @@ def measured(tmp_path_factory):
     patch.setattr(tasks, "FAMILIES", ("revise",))
     patch.setattr(bench, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost))
+    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+        gpt.save(model, folder / "diffusion", json.load(f))
+    patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "diffusion")), "dlm": ("teacher", str(folder / "diffusion"))})
     out = {"profile": bench.profile(args, model, tokenizer)}
     bench.gpt.write_json(args.cost, out["profile"]["table"])
     args.quick = False                                        # writes the traces
     patch.setattr(bench, "family_requests", lambda *_, full=bench.family_requests: full(tokenizer, model, 4))
     out["trace"] = bench.trace(args, model, tokenizer)
-    args.quick = True
     out["run"] = bench.run(args, model, tokenizer)
+    args.quick = True
     for name in ("trace", "run"):
         bench.write_result(name, out[name], 1.0)
     out["bounds"] = bench.bounds(args, None, None)
@@ -106,13 +109,15 @@ def measured(tmp_path_factory):
 def test_the_studies_fit_together(measured):
     folder, out = measured
     cells = out["bounds"]["cells"]
-    assert [(c["workload"], c["batch"], c["kind"]) for c in cells] == [("revise", 4, "different"), ("mixed", 4, "different")]
+    assert [(c["workload"], c["batch"], c["kind"]) for c in cells] == [("revise", b, "different") for b in (1, 4, 16)] + [("revise", 16, "copies")] + [("mixed", b, "different") for b in (1, 4, 16)]
     for c in cells:
         assert set(c["L0"]) == {"ar", "ngram", "adaptive"} and set(c["L1"]) == set(c["error"]) == {"ar", "ngram", "adaptive"}
         assert all(recorded == replayed for replayed, recorded in c["rounds"].values())
-    assert all(r["identical"] == r["prompts"] for r in out["run"]["rows"])
+    rows = out["run"]["rows"]
+    assert all(r["identical"] == (r["prompts"] if r["method"] in methods.METHODS else None) for r in rows)
+    assert [(r["workload"], r["batch"], r["prompts"]) for r in rows if r["method"] == "dlm"] == [("revise", 1, 1)] and sum(r["method"] == "cdlm" for r in rows) == 7
     for r in out["run"]["rows"]:                              # the phases are all of the time
-        assert sum(r["phases"].values()) == pytest.approx(r["seconds"]) == pytest.approx(r["decoding"] + r["phases"]["prefill"])
+        assert sum(r["phases"].values()) == pytest.approx(r["seconds"])
     assert len(traces.read_traces(folder / "traces.jsonl")) == 4
 
 
@@ -168,7 +173,7 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
 
 def test_gap_is_left_out_where_there_is_none():
     cell = {"seconds": 1.0, "L5": {"ngram": 1.0}, "L6": 1.0}
-    rows = [{"method": m, "batch": 1, "kind": "different", "decoding": 1.0, "rounds": 6, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
+    rows = [{"method": m, "batch": 1, "kind": "different", "seconds": 1.0, "rounds": 6, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
     t = traces.Trace("a", 10, 2, {"ngram": [0, 1]})
     assert "gap" not in ladder.observed(rows, [t], traces.CostTable(COSTS), cell)
 

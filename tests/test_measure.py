@@ -213,8 +213,8 @@ def runs_of(some, methods, seconds, cell=("toy", 2, "different")):
     rows = []
     for name in methods:
         generations, engine = run(name if name != "ar" else None, cell[1])
-        rows.append({"workload": cell[0], "batch": cell[1], "kind": cell[2], "ids": [t.id for t in some], "method": name, "k": K, "decoding": seconds[name],
-                     "rounds": sum(len(g.steps) for g in generations), "plans": None})
+        rows.append({"workload": cell[0], "batch": cell[1], "kind": cell[2], "ids": [t.id for t in some], "method": name, "k": K, "seconds": seconds[name],
+                     "rounds": sum(len(g.steps) for g in generations), "plans": None, "identical": 1})
     return rows
 
 
