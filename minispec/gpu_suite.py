@@ -2,9 +2,12 @@
 
     floors    what the device can do: bytes a second of a copy in its memory, bf16 products a second
     kernels   attention over slot lists and scores, against those bytes; beside PyTorch's SDPA and FlexAttention on the same work
-    decode    our autoregressive loop on random weights of known shapes, against the time to read weights and cache once a token
+    decode    our autoregressive loop on random weights of known shapes, against the time to read weights and cache once a token, and
+              against the loop of transformers, if that is installed; how long the device waits between two forwards
     serving   SpecGen with long contexts and many requests, against our autoregressive loop
+    system    the parts of SpecGen's system, one after the other
     methods   every method on every family by batch, against the same loop
+    bounds    what a round costs, what every drafter would get accepted, and from both the ladder of bounds by batch
 
 A cell is one row of the result. Finished cells are kept, and `--minutes` ends a run in between; the same command goes on. With
 `--dry-run` all of it runs anywhere in a minute, on tiny shapes and, without a GPU, on the kernels' torch references: it shows
@@ -23,7 +26,8 @@ import torch.nn.functional as F
 from kernels import attention as packed
 from kernels import scores, unavailable
 
-from . import folders, gpt, methods, studies, tasks
+from . import folders, gpt, ladder, methods, studies, tasks
+from . import measure as rounds
 from .answers import requests_of
 from .engine import Request
 
@@ -43,11 +47,14 @@ class Shapes:
                                                   "Qwen3-8B": {**QWEN, **dict(n_layer=36, n_head=32, d_model=4096, d_ff=12288, tied=False)}})
     new_tokens: int = 128
     serving: tuple = ((8000, 32), (8000, 128), (8000, 256), (32000, 32), (32000, 64))
+    system: tuple = (64, 100, 3)        # chains, their lines, repeats
     batches: tuple = (1, 4, 16, 64)
     repeats: int = 7
+    grid: dict = field(default_factory=lambda: {"contexts": (64, 1024, 4096)})          # of the cost table; the rest as measure.py has it
 
 
-DRY = Shapes(1 << 16, 32, 2, 16, ((64, 2, 2), (64, 3, 1)), {"tiny": {**gpt.SIZES["tiny"], "block_size": 256}}, 32, ((200, 2),), (1, 2), 2)
+DRY = Shapes(1 << 16, 32, 2, 16, ((64, 2, 2), (64, 3, 1)), {"tiny": {**gpt.SIZES["tiny"], "block_size": 256}}, 32, ((200, 2),), (6, 3, 1), (1, 2), 2,
+             {"contexts": (64,), "drafts": (0, 1, 2), "repeats": 1})
 
 
 # -- timing --------------------------------------------------------------------------------------------------------------
@@ -165,14 +172,70 @@ def decode(s, device, name):
     with torch.device(device):
         model = gpt.GPT(gpt.GPTConfig(**s.models[name])).to(dtype).eval()
     c, prompt = model.config, [(7 * i) % model.config.vocab_size for i in range(32)]
-    rates = []
+    rates, waits = [], []
     for _ in range(3):
         engine = methods.make_engine("ar", model, methods.settings(), 1)
         engine.generate([Request(prompt, s.new_tokens)])
         rates.append((s.new_tokens - 1) / studies.busy(engine))
+    if engine.graphs:
+        engine.graphs = Gaps(engine.graphs)
+        engine.generate([Request(prompt, s.new_tokens)])
+        waits = engine.graphs.seconds()
     read = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if c.tied or n != "embed.weight")
     read += (len(prompt) + s.new_tokens / 2) * 2 * c.n_layer * c.n_kv_head * c.head_dim * model.embed.weight.element_size()
-    return [{"model": name, "tokens_per_second": statistics.median(rates), "range": [min(rates), max(rates)], "bytes": read}]
+    del model, engine                                    # room for theirs
+    return [{"model": name, "tokens_per_second": statistics.median(rates), "range": [min(rates), max(rates)], "bytes": read,
+             "wait": statistics.median(waits) if waits else None, "transformers": transformers_rate(c, dtype, device, prompt, s.new_tokens)}]
+
+
+class Gaps:
+    """Stands before the engine's graphs and notes how long the device has no forward to do between two of them; the product with the
+    vocabulary, which is outside the graphs, falls into that time."""
+
+    def __init__(self, graphs):
+        self.graphs, self.marks = graphs, []
+
+    def __getattr__(self, name):
+        return getattr(self.graphs, name)
+
+    def __call__(self, x):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        out = self.graphs(x)
+        end.record()
+        self.marks.append((begin, end))
+        return out
+
+    def seconds(self):
+        torch.cuda.synchronize()
+        return [end.elapsed_time(begin) / 1e3 for (_, end), (begin, _) in zip(self.marks, self.marks[1:])]
+
+
+def transformers_rate(c, dtype, device, prompt, new_tokens):
+    """Tokens a second of transformers' own loop on random weights of the same shape; None where it is not installed."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    shape = {k: v for k, v in gpt.to_hf_config(c).items() if k not in ("architectures", "torch_dtype")}
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape)).to(dtype).eval()
+    rates = []
+    for _ in range(4):                                   # the first warms up
+        started = time.perf_counter()
+        model.generate(torch.tensor([prompt], device=device), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
+        rates.append(new_tokens / (time.perf_counter() - started))
+    return statistics.median(rates[1:])
+
+
+def bounds(args, model, tokenizer, s, families):
+    """The ladder on this device's prices."""
+    drafters = methods.chain_drafters(model, args, max(s.grid.get("drafts", rounds.DRAFTS)))
+    table, _ = rounds.cost_table(model, drafters, s.batches, **s.grid)
+    problems = {f"{f}/{i}": tasks.make(f, 800 + i, "heldout") for f in families for i in range(1 if args.dry_run else 8)}
+    generations = methods.make_engine("ar", model, args, 16).generate(requests_of(list(problems.values()), tokenizer, model, 24 if args.dry_run else 256))
+    texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(problems, generations)}
+    return [{"costs": table, **ladder.analyse(rounds.traces_of(drafters, model, texts), table, batches=s.batches)}]
 
 
 def measure(section, settings, args, model, tokenizer, s, clock):
@@ -183,6 +246,10 @@ def measure(section, settings, args, model, tokenizer, s, clock):
         return kernel(s, clock, args.device, *settings)
     if section == "decode":
         return decode(s, args.device, *settings)
+    if section == "system":
+        return [studies.cumulative(args, model, tokenizer, *settings)]
+    if section == "bounds":
+        return bounds(args, model, tokenizer, s, settings)
     targets, pairs = {str(model.dtype).removeprefix("torch."): model}, 1 if args.dry_run else 5
     if section == "serving":
         return studies.serving_rows(targets, args, tokenizer, *settings, pairs, s.new_tokens)
@@ -196,7 +263,7 @@ def cells(s, families, context):
     """[(section, settings)] in the order of worth: what depends on nothing comes first. context: the target's; longer ones are left out."""
     return [("floors", ())] + [("kernels", (kind, *shape)) for shape in s.kernels for kind in ("full", "draft", "verify", "mixed", "scores")] + \
         [("decode", (name,)) for name in s.models] + [("serving", shape) for shape in s.serving if shape[0] + 2 * s.new_tokens <= context] + \
-        [("methods", (f, b)) for f in families for b in s.batches]
+        [("system", s.system)] + [("methods", (f, b)) for f in families for b in s.batches] + [("bounds", families)]
 
 
 def run(args, model, tokenizer, measured):

@@ -1,7 +1,7 @@
 """From files to the ladder of bounds.py: accept traces and a cost table, and what an engine was observed to do, if it was.
 
 A *cell* is one workload at one batch size. Without observations there is one for each family of trace ids ("arith/17" is
-of the workload "arith") at each of BATCHES; with them, one for each that was run. Every cell has the rungs L2 to L12 of
+of the workload "arith") at each of `batches`; with them, one for each that was run. Every cell has the rungs L2 to L12 of
 bounds.ladder, and where there are observations
 
     L0        speed-up by the wall clock, {method: autoregressive seconds / seconds}; like all rungs it includes reading the prompts
@@ -36,11 +36,11 @@ def by_workload(traces):
     return out
 
 
-def analyse(traces, table, runs=None, child_rates=None, published=False):
+def analyse(traces, table, runs=None, child_rates=None, published=False, batches=BATCHES):
     """All cells, as a dict that JSON can hold. table: a checked cost table; runs: the rows of bench.py's study `run`;
     child_rates: {drafter: chances} for L11; published: add the figure of the paper's own simulator, defects included."""
     cost = CostTable(table)
-    plans = [{"workload": w, "batch": rows, "kind": "copies", "ids": [t.id for t in some]} for w, some in by_workload(traces).items() for rows in BATCHES]
+    plans = [{"workload": w, "batch": rows, "kind": "copies", "ids": [t.id for t in some]} for w, some in by_workload(traces).items() for rows in batches]
     if runs:
         runs = [r for r in runs if r["identical"] is not None]         # the diffusion models' answers are their own
         plans = [r for r in runs if r["method"] == "ar"]

@@ -209,9 +209,12 @@ def serving_rows(targets, args, tokenizer, context, batch, pairs, new=96):
 
 
 def scheduler(args, model, tokenizer):
-    """The parts of SpecGen's system, one after the other, with a cache of half of what all requests may need; and how even
-    the forwards are with 40 requests in steady state."""
-    n, lines = (4, 8) if args.quick else (8, 50)
+    """The parts of SpecGen's system, one after the other; and how even the forwards are with 40 requests in steady state."""
+    return {**cumulative(args, model, tokenizer, *((4, 8, 1) if args.quick else (8, 50, 2))), "evenness": evenness(args, model, tokenizer, 8 if args.quick else 40)}
+
+
+def cumulative(args, model, tokenizer, n, lines, repeats):
+    """n chains of so many lines at once, in a cache of half of what all of them may need."""
     problems = [tasks.make("trace", 700 + i, "heldout", lines) for i in range(n)]
     new = lambda: requests_of(problems, tokenizer, model)
     demand = sum(r.longest for r in new())
@@ -220,16 +223,20 @@ def scheduler(args, model, tokenizer):
               "preempt instead of offload": ("specgen", {"admission": "preempt"}), "oracle lengths": ("specgen", {"admission": "oracle"})}
     cells = {name: (lambda m=m, c=c: (methods.make_engine(m, model, methods.settings(**{**vars(args), "cache_tokens": demand // 2, **c}), n), new()))
              for name, (m, c) in stages.items()}
-    results, rows = race(cells, 1 if args.quick else 2, "scheduler", warm_up=False), []
+    results, rows = race(cells, repeats, "scheduler", warm_up=False), []
     plain = results["autoregressive, reserve"]
     for name, (rates, engine, generations) in results.items():
         rows.append({"stage": name, **ratio(rates, plain[0]), **schedule_view(engine),
                      "identical": sum(a.token_ids == b.token_ids for a, b in zip(plain[2], generations))})
+    return {"requests": n, "cache_tokens": demand // 2, "demand": demand, "rows": rows}
+
+
+def evenness(args, model, tokenizer, batch):
+    """Rows of every forward in steady state, by schedule."""
     even = {}
     for schedule in specgen.SCHEDULES:
-        batch = 8 if args.quick else 40
         engine = methods.make_engine("specgen", model, methods.settings(**{**vars(args), "schedule": schedule}), batch)
         engine.generate(requests_of([tasks.make("trace", i, "heldout", 12) for i in range(batch)], tokenizer, model, 120))
         steady = [i["draft"] + i["verify"] for i in engine.iterations if i["active"] == batch and not i["prefill"]][9:-9]
         even[schedule] = {"rows": steady, "mean": statistics.mean(steady), "deviation": statistics.pstdev(steady), "most": max(steady), "least": min(steady)}
-    return {"requests": n, "cache_tokens": demand // 2, "demand": demand, "rows": rows, "evenness": even}
+    return even

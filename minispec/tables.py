@@ -59,10 +59,8 @@ def render(name, r):
         return _table(["context", "requests", "method", "dtype", "tokens/s", "speed-up over the best ar (range)", "accepted of 8", "attention share",
                        "speed-up in its dtype", "predicted", "identical to ar in its dtype"], rows)
     if name == "scheduler":
-        rows = [[x["stage"], f"{x['tokens_per_second']:.0f}", _times(x), f"{x['active_mean']:.1f}", x["iterations"], x["offloaded"], x["recomputed"], f"{x['identical']} of {r['requests']}"] for x in r["rows"]]
         even = [[name, f"{e['mean']:.1f}", f"{e['deviation'] / e['mean']:.2f}", f"{e['most'] / e['least']:.1f}"] for name, e in r["evenness"].items()]
-        return (_table(["stage", "tokens/s", "speed-up (range)", "requests at once", "forwards", "tokens offloaded", "recomputed", "identical to ar"], rows) + "\n\n"
-                + _table(["schedule, 40 requests", "rows a forward", "standard deviation / mean", "most / least"], even))
+        return (_stages(r) + "\n\n" + _table(["schedule, 40 requests", "rows a forward", "standard deviation / mean", "most / least"], even))
     if name in ("profile", "trace", "run", "bounds"):
         return {"profile": _costs, "trace": _accepts, "run": _runs, "bounds": _ladder}[name](r)
     if name.startswith("cdlm_"):
@@ -229,6 +227,12 @@ def _losses(r):
     return _table(["student", "steps", "minutes", "held-out masked loss", f"solved of {r['problems']}", "steps an answer", "tokens an answer"], rows)
 
 
+def _stages(r):
+    return _table(["stage", "tokens/s", "speed-up (range)", "requests at once", "forwards", "tokens offloaded", "recomputed", "identical to ar"],
+                  [[x["stage"], f"{x['tokens_per_second']:.0f}", _times(x), f"{x['active_mean']:.1f}", x["iterations"], x["offloaded"], x["recomputed"],
+                    f"{x['identical']} of {r['requests']}"] for x in r["rows"]])
+
+
 def _gpu(r):
     """The sections of the GPU suite, a table each."""
     copy = r["floors"][0]["bytes_per_second"]
@@ -237,15 +241,16 @@ def _gpu(r):
     tables.append(_table(["kernel", "context", "requests", "heads a KV head", "us (range)", "share of copy speed", "two launches, us", "SDPA, us", "FlexAttention, us"],
                          [[x["kernel"] + ", torch reference" * x["reference"], x["context"], x["batch"], x["group"], f"{micro(x['seconds'])} ({micro(x['range'][0])}-{micro(x['range'][1])})",
                            f"{100 * x['bytes'] / x['seconds'] / copy:.0f} %", *(micro(x.get(n)) for n in ("two_launches", "sdpa", "flex"))] for x in r["kernels"]]))
-    tables.append(_table(["random weights, batch 1", "tokens/s (range)", "floor", "share"],
+    tables.append(_table(["random weights, batch 1", "tokens/s (range)", "floor", "share", "transformers, tokens/s", "wait between forwards, ms"],
                          [[x["model"], f"{x['tokens_per_second']:.0f} ({x['range'][0]:.0f}-{x['range'][1]:.0f})", f"{copy / x['bytes']:.0f}",
-                           f"{100 * x['tokens_per_second'] * x['bytes'] / copy:.0f} %"] for x in r["decode"]]))
+                           f"{100 * x['tokens_per_second'] * x['bytes'] / copy:.0f} %", "" if x["transformers"] is None else f"{x['transformers']:.0f}",
+                           "" if x["wait"] is None else f"{1e3 * x['wait']:.2f}"] for x in r["decode"]]))
     tables.append(_table(["context", "requests", "method", "tokens/s", "speed-up (range)", "predicted", "accepted of 8", "identical to ar"],
                          [[x["context"], x["requests"], x["method"], f"{x['tokens_per_second']:.0f}", _times(x), _two(x.get("predicted")), _two(x.get("accepted")),
                            "" if x["identical"] is None else f"{x['identical']} of {x['requests']}"] for x in r.get("serving", ())]))
     tables.append(_table(["workload", "batch", "method", "tokens/s", "speed-up (range)", "tau", "identical to ar"],
                          [[x["workload"], x["batch"], x["method"], f"{x['tokens_per_second']:.0f}", _times(x), f"{x['tau']:.2f}", f"{x['identical']} of {x['prompts']}"] for x in r["methods"]]))
-    return "\n\n".join(tables)
+    return "\n\n".join([*tables, _stages(r["system"][0]), _ladder(r["bounds"][0])])
 
 
 def _teachers(r):

@@ -197,7 +197,7 @@ def test_gpu_suite_runs_dry_anywhere(toy, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(methods, "ready", lambda settings: ["ngram"])
     run_script(bench, "--suite", "gpu", "--dry-run", "--model", toy)
     tables = capsys.readouterr().out.strip().split("\n\n")
-    assert len(tables) == 5 and all(len({line.count("|") for line in t.split("\n")}) == 1 and "nan" not in t for t in tables)
+    assert len(tables) == 9 and all(len({line.count("|") for line in t.split("\n")}) == 1 and "nan" not in t for t in tables)
     kernels = [line.split(" | ")[0].strip("| ") for line in tables[1].split("\n")[2:]]
     assert kernels == 2 * [f"{kind}, torch reference" for kind in ("full", "draft", "verify", "mixed", "scores")]
     assert "| trace | 2 | ngram | " in tables[4] and not os.listdir(tmp_path)
