@@ -1,0 +1,172 @@
+"""The two file formats of traces.py: cost tables between and beyond their points, fits, and bad files named with file, line and field."""
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+from test_bounds import linear, random_trace
+
+from minispec import traces
+from minispec.traces import PUBLISHED, CostTable, read_costs, read_traces, write_traces
+
+
+# -- cost tables -----------------------------------------------------------------------------------------------------------
+
+def test_grid_is_linear_between_and_beyond_its_points():
+    rows, tokens, kv = [1, 4, 16], [1, 2, 9], [0, 100, 1000]
+    exact = lambda b, n, c: 1 + 0.2 * b + 0.1 * n + 0.01 * c + 0.003 * b * n + 1e-4 * b * c     # linear in each
+    values = [[[exact(b, n, c) for c in kv] for n in tokens] for b in rows]
+    grid = {"kind": "grid", "rows": rows, "tokens": tokens, "kv": kv, "seconds": values}
+    cost = CostTable({"verify": grid})
+    for b, n, c in itertools.product((1, 2, 4, 30), (1, 1.5, 9, 50), (0, 37, 1000, 3000)):
+        assert cost.verify(b * c, b * n, b) == pytest.approx(exact(b, n, c), rel=1e-12)
+    kinked = CostTable({"verify": grid | {"rows": [1], "tokens": [1, 2, 4, 8], "kv": [0], "seconds": [[[1], [3], [4], [9]]]}})
+    assert kinked.verify(0, np.array([1, 1.5, 2, 3, 4, 5, 8, 16])).tolist() == [1, 2, 3, 3.5, 4, 5.25, 9, 19]
+    many = cost.verify(4 * np.array([[50], [700]]), 4 * np.array([1, 2, 3]), 4)
+    assert many.shape == (2, 3) and many[1, 2] == pytest.approx(exact(4, 3, 700))
+    flat = CostTable({"verify": {"kind": "grid", "rows": [1], "tokens": [1, 2], "kv": [5], "seconds": [[[2.0], [1.0]]]}})
+    assert flat.verify(500, 1) == 2 and flat.verify(0, 9) == 1                  # one point: constant; never below the least
+
+
+def samples(rng, entry, noise=0.0):
+    b, n, c = (np.array(x, float) for x in zip(*itertools.product((1, 4, 16), (1, 2, 5, 9, 17), (50, 300, 2000))))
+    times = traces.seconds(entry, b, n, b * c)
+    return b, n, b * c, times * np.array([1 + rng.uniform(-noise, noise) for _ in times])
+
+
+def test_fits_recover_what_made_the_times():
+    rng = random.Random(18)
+    true = linear(base=5e-3, token=2e-4, kv=4e-8)
+    fit = traces.fit_linear(*samples(rng, true))
+    assert {k: v for k, v in fit.items() if k != "kind"} == pytest.approx({k: v for k, v in true.items() if k != "kind"}, rel=1e-6)
+    spare = traces.fit_linear(*samples(rng, true), terms=("base", "token", "kv", "row"))
+    assert all(v >= 0 for k, v in spare.items() if k != "kind") and spare.get("row", 0) < 1e-12
+    steps = linear(base=1e-3, step=2e-3, kv_step=1e-8)
+    fit = traces.fit_linear(*samples(rng, steps), terms=("base", "step", "kv_step"))
+    assert fit["step"] == pytest.approx(2e-3, rel=1e-6) and fit["kv_step"] == pytest.approx(1e-8, rel=1e-6)
+    roof = {"kind": "roofline", "base": 5e-3, "kv": 4e-7, "token": 2e-4}
+    fit = traces.fit_roofline(*samples(rng, roof))
+    assert [fit[k] for k in ("base", "kv", "token")] == pytest.approx([5e-3, 4e-7, 2e-4], rel=1e-6)
+    noisy = samples(rng, roof, 0.05)
+    good, bad = traces.residual(traces.fit_roofline(*noisy), *noisy), traces.residual(traces.fit_linear(*noisy), *noisy)
+    assert good["median"] < 0.05 and good["max"] < 0.12 and good["r2"] > 0.98 and bad["median"] > 2 * good["median"]
+
+
+def test_a_fit_never_has_a_negative_coefficient():
+    b, n, kv, _ = samples(random.Random(0), linear(base=1.0))
+    falling = 2.0 - 1e-5 * kv
+    fit = traces.fit_linear(b, n, kv, falling)
+    assert fit.get("kv", 0) == 0 and fit["base"] > 0 and traces.check_costs({"verify": fit})
+
+
+# -- files -----------------------------------------------------------------------------------------------------------------
+
+def test_files_are_read_as_they_were_written(tmp_path):
+    rng, path = random.Random(19), tmp_path / "t.jsonl"
+    some = [random_trace(rng, n) for n in (2, 1 + 5, 30)]
+    for i, t in enumerate(some):
+        t.id = f"\u2028{i}"                                                     # a line separator for Unicode, not for JSON lines
+        t.censored["a"] = t.accept["a"] > 4
+        t.offered["b"] = t.accept["b"] + 2
+    write_traces(path, some)
+    for a, b in zip(read_traces(path), some, strict=True):
+        assert (a.id, a.prompt_len, a.n_out) == (b.id, b.prompt_len, b.n_out)
+        for field in ("accept", "censored", "offered"):
+            assert {m: v.tolist() for m, v in getattr(a, field).items()} == {m: v.tolist() for m, v in getattr(b, field).items()}
+    path.write_text(json.dumps(GOOD | {"id": some[0].id}, ensure_ascii=False), encoding="utf-8")
+    assert read_traces(path)[0].id == some[0].id
+    (tmp_path / "c.json").write_text(json.dumps(PUBLISHED, indent=1))
+    assert read_costs(tmp_path / "c.json") == PUBLISHED
+
+
+def test_the_documented_example_is_valid(tmp_path):
+    text = traces.__doc__
+    example = text[text.index('    {"id"'):text.index("\n\naccept[name][i]")]
+    (tmp_path / "t.jsonl").write_text(" ".join(example.split()) + "\n\n")
+    assert read_traces(tmp_path / "t.jsonl")[0].accept["ngram"].tolist() == [1, 3, 1, 1]
+
+
+GOOD = {"id": "x", "prompt_len": 9, "n_out": 4, "accept": {"a": [0, 2, 1, 1]}, "censored": {"a": [None, False, False, True]}}
+BAD_TRACES = {
+    "not json": ('{"id": ', "not JSON"),
+    "not an object": ("[1]", "expected an object"),
+    "too deep": ("[" * 100_000, "not JSON"),
+    "huge number": ('{"id": ' + "1" * 5000 + "}", "not JSON"),
+    "field missing": ({k: v for k, v in GOOD.items() if k != "n_out"}, "n_out: missing"),
+    "field unknown": (GOOD | {"acept": {}}, "acept: unknown field; known are id"),
+    "id": (GOOD | {"id": 7}, "id: expected a string, got 7"),
+    "twice": (GOOD | {"id": "first"}, "id: 'first' is on line 1 already"),
+    "prompt_len": (GOOD | {"prompt_len": -1}, "prompt_len: expected an integer from 0 to"),
+    "n_out": (GOOD | {"n_out": True}, "n_out: expected an integer from 1 to"),
+    "no drafter": (GOOD | {"accept": {}}, "accept: no drafter"),
+    "other drafters": (GOOD | {"accept": {"b": [1, 1, 1, 1]}, "censored": {}}, "accept: the drafters are b, but a above"),
+    "length": (GOOD | {"accept": {"a": [1, 1, 1]}}, "accept.a: expected a list of n_out = 4 values, got 3"),
+    "zero": (GOOD | {"accept": {"a": [1, 0, 1, 1]}}, "accept.a[1]: expected an integer from 1 to 3, got 0"),
+    "past the end": (GOOD | {"accept": {"a": [1, 1, 1, 2]}}, "accept.a[3]: expected an integer from 1 to 1, got 2"),
+    "fraction": (GOOD | {"accept": {"a": [1, 1.0, 1, 1]}}, "accept.a[1]: expected an integer from 1 to 3, got 1.0"),
+    "nan": (GOOD | {"accept": {"a": [1, float("nan"), 1, 1]}}, "accept.a[1]: expected an integer"),
+    "null": (GOOD | {"accept": {"a": None}}, "accept.a: expected a list of n_out = 4 values, got null"),
+    "censored": (GOOD | {"censored": {"a": [0, 0, 0, 0]}}, "censored.a[1]: expected true or false, got 0"),
+    "censored name": (GOOD | {"censored": {"b": []}}, "censored.b: unknown field; known are a"),
+    "offered": (GOOD | {"offered": {"a": [0, 0, 0, 0]}}, "offered.a[1]: 0 drafts cannot give accept 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TRACES)
+def test_bad_trace_is_refused_with_file_line_and_field(name, tmp_path):
+    line, message = BAD_TRACES[name]
+    path, good = tmp_path / "t.jsonl", GOOD | {"id": "first"}
+    path.write_text("\n".join([json.dumps(good), "", line if isinstance(line, str) else json.dumps(line)]) + "\n")
+    with pytest.raises(ValueError) as e:
+        read_traces(path)
+    assert str(e.value).startswith(f"{path}:3: ") and message in str(e.value) and "\n" not in str(e.value) and len(str(e.value)) < 400
+    path.write_text(json.dumps(good))
+    assert len(read_traces(path)) == 1                                          # the good line is good
+
+
+def test_unreadable_files_are_named(tmp_path):
+    path = tmp_path / "t.jsonl"
+    for read in (read_traces, read_costs):
+        with pytest.raises(ValueError, match=f"cannot read {path}: No such file"):
+            read(path)
+    path.write_bytes(b"\n\xff\n")
+    with pytest.raises(ValueError, match=f"{path}:2: not UTF-8"):
+        read_traces(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match=f"{path}:1: no trace"):
+        read_traces(path)
+
+
+GRID = {"kind": "grid", "rows": [1, 2], "tokens": [1], "kv": [0], "seconds": [[[1.0]], [[2.0]]]}
+BAD_COSTS = {                                # what replaces table["draft"]["b"], or the whole; the line of the error; message
+    "not json": ('{\n "verify": {\n', 3, "not JSON"),
+    "not an object": ("[]", 1, "expected an object"),
+    "no verify": ("{}", 1, "verify: missing"),
+    "unknown": ('{\n "verify": {"kind": "linear", "base": 1},\n "verfy": 1}', 3, "verfy: unknown field"),
+    "free verify": ('{\n "verify": {"kind": "linear"}}', 2, "verify: a forward that takes no time"),
+    "read": ('{\n "verify": {"kind": "linear", "base": 1},\n "read": {"a": {"kind": "share", "of_verify": 1}}}', 3, "read.a: expected an object whose kind is linear or roofline or grid"),
+    "switch": ('{\n "verify": {"kind": "linear", "base": 1},\n "switch": -1}', 3, "switch: expected a number from 0"),
+    "kind": ({"kind": "cubic"}, 11, "draft.b: expected an object whose kind is linear or roofline or grid or share, got 'cubic'"),
+    "no object": (3, 11, "draft.b: expected an object whose kind is"),
+    "negative": ({"kind": "linear", "kv": -1}, 13, "draft.b.kv: expected a number from 0 to 1e9, got -1"),
+    "nan": ({"kind": "linear", "kv": float("nan")}, 13, "draft.b.kv: expected a number from 0 to 1e9, got NaN"),
+    "text": ({"kind": "linear", "kv": "1"}, 13, "draft.b.kv: expected a number from 0 to 1e9, got '1'"),
+    "coefficient": ({"kind": "roofline", "step": 1}, 13, "draft.b.step: unknown field; known are kind, base, kv, token"),
+    "share": ({"kind": "share"}, 11, "draft.b.of_verify: missing"),
+    "grid axis": (GRID | {"rows": [2, 1]}, 13, "draft.b.rows: expected increasing numbers"),
+    "grid empty": (GRID | {"kv": []}, 20, "draft.b.kv: expected a list of numbers, got []"),
+    "grid shape": (GRID | {"seconds": [[[1.0]]]}, 23, "draft.b.seconds: expected a list of 2 values, got 1"),
+    "grid value": (GRID | {"seconds": [[[1.0]], [[None]]]}, 23, "draft.b.seconds[1][0][0]: expected a number from 0 to 1e9, got null"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COSTS)
+def test_bad_cost_table_is_refused_with_file_line_and_field(name, tmp_path):
+    entry, line, message = BAD_COSTS[name]
+    path = tmp_path / "c.json"
+    table = {"verify": {"kind": "linear", "base": 1.0}, "draft": {"a": {"kind": "linear", "kv": 0}, "b": entry}}
+    path.write_text(entry if isinstance(entry, str) else json.dumps(table, indent=1))
+    with pytest.raises(ValueError) as e:
+        read_costs(path)
+    assert str(e.value).startswith(f"{path}:{line}: ") and message in str(e.value) and "\n" not in str(e.value)
