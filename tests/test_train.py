@@ -85,15 +85,15 @@ def test_entropy_of_uniform_attention():
 
 
 def test_killed_training_resumes_to_the_same_weights(tmp_path):
-    whole, parts = train(tmp_path / "whole", "--save-every", "10"), tmp_path / "parts"
+    whole, parts = train(tmp_path / "whole", "--save-every", "10", "--sharpen", "0.01"), tmp_path / "parts"
     out, err = whole.communicate(timeout=200)
     assert whole.returncode == 0, err
-    p = train(parts, "--save-every", "10")
+    p = train(parts, "--save-every", "10", "--sharpen", "0.01")
     while not (parts / "resume.pt").exists() and p.poll() is None:
         time.sleep(0.01)
     p.send_signal(signal.SIGKILL)
     p.communicate()
-    p = train(parts, "--save-every", "10")
+    p = train(parts, "--save-every", "10", "--sharpen", "0.01")
     out, err = p.communicate(timeout=200)
     assert p.returncode == 0, err
     assert "resuming at step" in out
