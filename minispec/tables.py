@@ -196,7 +196,7 @@ def _identical(row):
 def _decoders(r):
     """Who solves how much, by family."""
     families = list(r["rows"][0]["by_family"])
-    rows = [[x["decoder"], f"{100 * x['solved']:.1f} %", *(f"{100 * x['by_family'][f]:.0f} %" for f in families), f"{x['steps']:.1f}", f"{x['tokens']:.0f}", _percent(x["same"])] for x in r["rows"]]
+    rows = [[x["decoder"] + (f", threshold {x['threshold']}" if "threshold" in x else ""), f"{100 * x['solved']:.1f} %", *(f"{100 * x['by_family'][f]:.0f} %" for f in families), f"{x['steps']:.1f}", f"{x['tokens']:.0f}", _percent(x["same"])] for x in r["rows"]]
     return _table([f"decoder, {r['rows'][0]['problems']} problems", "solved", *families, "steps an answer", "tokens an answer", "same answer as the teacher"], rows)
 
 
@@ -268,7 +268,9 @@ def whole_table(folder):
             with blame(file):
                 into.update(read_json(file)["result"])
     cells, rows = {(c["workload"], c["batch"], c["kind"]): c for c in bounds.get("cells", ())}, []
-    own = {x["decoder"]: x["by_family"] for x in diffusion.get("rows", ())}
+    own = {}
+    for x in diffusion.get("rows", ()):                  # the default threshold comes first
+        own.setdefault(x["decoder"], x["by_family"])
     lossless = {f: x["accuracy"] for f, x in accuracy.get("families", {}).items()}
     for x in run["rows"]:
         c, m = cells.get((x["workload"], x["batch"], x["kind"]), {}), x["method"]
