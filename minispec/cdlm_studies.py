@@ -146,7 +146,7 @@ def cdlm_speed(args, model, tokenizer):
     for batch in (1, 4) if args.quick else (1, 8, 32):
         problems, naive_runs = held_out(tokenizer, 7)[:5 if batch == 1 and not args.quick else batch], {1: 3, 8: 2}.get(batch, 1)       # full batches
         cells = {"ar": ("ar", {}), "teacher": ("teacher", {}), "teacher, threshold": ("teacher", student), "teacher, dual cache": ("dual", student), "student": ("student", student),
-                 "student, separate commit": ("student", {**student, "commit": "separate"})}
+                 "student, threshold 0.999": ("student", {"threshold": 0.999}), "student, separate commit": ("student", {**student, "commit": "separate"})}
         timed = {name: [] for name in cells}
         for repeat in tqdm(range(2 if args.quick else 4), desc=f"batch {batch}"):
             for name, (who, settings) in cells.items():

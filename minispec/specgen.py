@@ -329,24 +329,27 @@ class SpecGen:
 
 # -- when does it pay? -------------------------------------------------------------------------------------------------
 
-def predicted_speedup(k, accepted, attention_share, draft_cost, growth=1.0, verify_cost=1.0, select_cost=0.0, delayed=False):
+def predicted_speedup(k, accepted, attention_share, draft_cost, growth=1.0, verify_cost=1.0, select_cost=0.0, delayed=False, host_cost=0.0, rounds=math.inf):
     """Speed-up over autoregressive decoding of the same batch (the paper's cost model). accepted: of k drafts, on average;
     attention_share: part of an autoregressive step; growth: how much longer everything else takes on the (2k + 1) / (k + 1)
     as many rows of a mixed forward. The others are in units of a step's attention: draft_cost that of a draft step, verify_cost
     that of a verification's k + 1 rows, select_cost choosing and gathering for a round. Where a step is bound by reading
-    weights and keys, the paper's case, they are s, 1 and 0, and growth is 1.
+    weights and keys, the paper's case, they are s, 1 and 0, and growth is 1. host_cost: what an iteration's planning and judging takes
+    longer than in the autoregressive loop, in steps.
 
-    A round takes k + 1 iterations (one more if delayed) and commits accepted + 1 tokens.
+    A round takes k + 1 iterations (one more if delayed) and commits accepted + 1 tokens. rounds: of an answer, where all of a
+    batch begin together and are waited for: the schedule spreads them over a round, so the last one ends about one round later.
     """
-    rest = 1 - attention_share
-    return (accepted + 1) / ((k + 1 + delayed) * growth * rest + (k * draft_cost + verify_cost + select_cost) * attention_share)
+    rest, waited = 1 - attention_share, 1 / (1 + 1 / rounds)
+    return waited * (accepted + 1) / ((k + 1 + delayed) * (growth * rest + host_cost) + (k * draft_cost + verify_cost + select_cost) * attention_share)
 
 
 @torch.inference_mode()
 def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
     """What the cost model needs, measured (medians) on a batch of requests that have `context` tokens: its arguments by name.
     Under an attention share of about a third drafting sparsely cannot win. The rest is timed without any attention: what a
-    call for every request costs, however short its context, is attention, which draft rows share and which more rows do not repeat."""
+    call for every request costs, however short its context, is attention, which draft rows share and which more rows do not repeat.
+    Everything short is timed behind a step that reads all keys, as it happens in serving: nothing is left in the processor's caches."""
     c, room = model.config, context + k + 1
     cache, mixed = KVCache(c, batch * room, model.dtype, model.device), math.ceil(batch * (2 * k + 1) / (k + 1))
     scores, pool = torch.rand(batch, c.n_layer, c.n_kv_head, context, device=model.device), DraftPool(cache, k)
@@ -367,6 +370,7 @@ def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
         return forward(batch * rows, lambda: packed_attend([(i * rows, i * rows + rows, one) for i, one in enumerate(keys)]))
 
     def rest(rows):                                            # of a forward: everything but attention
+        full(1)
         return forward(rows, lambda: lambda layer, q, k, v: q)
 
     def drafting():
@@ -374,7 +378,9 @@ def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
         top = budget(context, sparsity, min_budget) - 1
         choosing, chosen = seconds(lambda: [look_ahead(s, s).topk(top, dim=-1, sorted=False).indices for s in scores])
         keys = [PillarKeys(pool, i * room, context, one, 1) for i, one in enumerate(chosen)]
-        first, later = (forward(batch, lambda: pool.attend(keys)) for _ in range(2))
+        first = forward(batch, lambda: pool.attend(keys))
+        full(1)
+        later = forward(batch, lambda: pool.attend(keys))
         for one in keys:
             pool.give_back(one)
         return choosing + first - later, later

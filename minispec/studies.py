@@ -158,6 +158,12 @@ def ratio(rates, *baselines):
     return {"tokens_per_second": statistics.median(rates), "speedup": statistics.median(ratios), "speedup_range": [min(ratios), max(ratios)]}
 
 
+def iteration_seconds(engine):
+    """Seconds of an iteration without prompts, and what of it is neither drafting nor verifying; medians."""
+    spent = [i["seconds"] for i in engine.iterations if not i["prefill"]]
+    return statistics.median(sum(s.values()) for s in spent), statistics.median(s["sample"] + s["overhead"] for s in spent)
+
+
 def speed(args, model, tokenizer):
     """Tokens a second of every method in both dtypes, one request at a time, against the faster dtype of the autoregressive loop."""
     rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, args.device, torch.bfloat16)}
@@ -201,8 +207,10 @@ def serving_rows(targets, args, tokenizer, context, batch, pairs, new=96):
             accepted = statistics.mean(s.accepted for g in generations for s in g.steps if s.proposed == 8)
             costs = specgen.measure_costs(targets[d], context, batch, 8, args.sparsity, args.min_budget)
             own = statistics.median(rates) / statistics.median(results["ar", d][0])
+            (step, host), (_, ours) = iteration_seconds(results["ar", d][1]), iteration_seconds(engine)
+            costs["host_cost"] = max(ours - host, 0.0) / step
             row |= {"accepted": accepted, **costs, "own_speedup": own, "phase_seconds": dict(engine.seconds),
-                    "predicted": specgen.predicted_speedup(8, accepted, **costs),
+                    "predicted": specgen.predicted_speedup(8, accepted, **costs, rounds=new / (accepted + 1)),
                     "identical": sum(a.token_ids == b.token_ids for a, b in zip(results["ar", d][2], generations))}
         rows.append(row)
     return rows
