@@ -329,7 +329,7 @@ class SpecGen:
 
 # -- when does it pay? -------------------------------------------------------------------------------------------------
 
-def predicted_speedup(k, accepted, attention_share, draft_cost, growth=1.0, verify_cost=1.0, select_cost=0.0, delayed=False, host_cost=0.0, rounds=math.inf):
+def predicted_speedup(k, accepted, attention_share, draft_cost, growth=1.0, verify_cost=1.0, select_cost=0.0, delayed=False, host_cost=0.0, rounds=math.inf, batch=1):
     """Speed-up over autoregressive decoding of the same batch (the paper's cost model). accepted: of k drafts, on average;
     attention_share: part of an autoregressive step; growth: how much longer everything else takes on the (2k + 1) / (k + 1)
     as many rows of a mixed forward. The others are in units of a step's attention: draft_cost that of a draft step, verify_cost
@@ -338,9 +338,9 @@ def predicted_speedup(k, accepted, attention_share, draft_cost, growth=1.0, veri
     longer than in the autoregressive loop, in steps.
 
     A round takes k + 1 iterations (one more if delayed) and commits accepted + 1 tokens. rounds: of an answer, where all of a
-    batch begin together and are waited for: the schedule spreads them over a round, so the last one ends about one round later.
+    batch begin together and are waited for: the schedule spreads them over the k + 1 phases, and the last one ends so much later.
     """
-    rest, waited = 1 - attention_share, 1 / (1 + 1 / rounds)
+    rest, waited = 1 - attention_share, 1 / (1 + min(batch - 1, k) / (k + 1) / rounds)
     return waited * (accepted + 1) / ((k + 1 + delayed) * (growth * rest + host_cost) + (k * draft_cost + verify_cost + select_cost) * attention_share)
 
 

@@ -210,7 +210,7 @@ def serving_rows(targets, args, tokenizer, context, batch, pairs, new=96):
             (step, host), (_, ours) = iteration_seconds(results["ar", d][1]), iteration_seconds(engine)
             costs["host_cost"] = max(ours - host, 0.0) / step
             row |= {"accepted": accepted, **costs, "own_speedup": own, "phase_seconds": dict(engine.seconds),
-                    "predicted": specgen.predicted_speedup(8, accepted, **costs, rounds=new / (accepted + 1)),
+                    "predicted": specgen.predicted_speedup(8, accepted, **costs, rounds=new / (accepted + 1), batch=batch),
                     "identical": sum(a.token_ids == b.token_ids for a, b in zip(results["ar", d][2], generations))}
         rows.append(row)
     return rows

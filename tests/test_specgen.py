@@ -310,7 +310,9 @@ def test_cost_model_gives_the_notes_table():
     for share, sync, delayed in ((0.30, 1.07, 0.96), (0.50, 1.38, 1.26), (0.70, 1.95, 1.80), (0.77, 2.27, 2.12), (0.85, 2.82, 2.66)):
         assert predicted_speedup(8, 0.77 * 8, share, 0.05) == pytest.approx(sync, abs=0.02)
         assert predicted_speedup(8, 0.77 * 8, share, 0.05, delayed=True) == pytest.approx(delayed, abs=0.02)
-    assert predicted_speedup(8, 6, 0.6, 0.05, rounds=3) == pytest.approx(0.75 * predicted_speedup(8, 6, 0.6, 0.05))
+    assert predicted_speedup(8, 6, 0.6, 0.05, rounds=3) == predicted_speedup(8, 6, 0.6, 0.05)              # one request waits for nobody
+    assert predicted_speedup(8, 6, 0.6, 0.05, rounds=2, batch=4) == pytest.approx(6 / 7 * predicted_speedup(8, 6, 0.6, 0.05))
+    assert predicted_speedup(8, 6, 0.6, 0.05, rounds=2, batch=40) == pytest.approx(9 / 13 * predicted_speedup(8, 6, 0.6, 0.05))
     assert predicted_speedup(8, 6, 0.6, 0.05, host_cost=0.1) == pytest.approx(7 / (7 / predicted_speedup(8, 6, 0.6, 0.05) + 0.9))
     for dearer in (dict(growth=1.5), dict(verify_cost=2), dict(select_cost=0.5)):
         assert predicted_speedup(8, 6, 0.6, 0.05, **dearer) < predicted_speedup(8, 6, 0.6, 0.05) < predicted_speedup(8, 6, 0.6, 0.04)
