@@ -177,7 +177,7 @@ def test_bench_measures_a_workload(tmp_path, toy, capsys):
     rows = [{"turns": ["one", "two"], "category": "writing"}, {"turns": ["three"], "category": "qa"}, ROWS["Spec-Bench"][0]]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model, tokenizer = gpt.load(toy), Tokenizer.load(toy)
-    args = methods.settings(model=toy, quick=True, data=None, workload=str(tmp_path / "p.jsonl"), max_new_tokens=8, draft_model="none", cost="none", drafter="none")
+    args = methods.settings(model=toy, quick=True, data=None, workload=str(tmp_path / "p.jsonl"), max_new_tokens=8, draft_model="none", cost="none", drafter="none", diffusion_model="none")
     requests, problems = bench.workload_requests(args, model, tokenizer)
     assert list(requests) == ["mt_bench/0", "mt_bench/0/2", "qa/0", "math_reasoning/0"]
     first = methods.make_engine("ar", model, args, 1).generate([answers.requests_of([problems["mt_bench/0"]], tokenizer, model, 8)[0]])[0]
