@@ -129,25 +129,25 @@ def run(args, model, tokenizer):
         timed, rows = {}, []
         for repeat in range(1 if args.quick else 2):
             for m in names:
-                slow = m == "dlm"
-                if slow and (repeat or batch > 1 or workload == "mixed"):
+                some = ids if m != "dlm" else ids[:1] if batch == 1 and not repeat and workload != "mixed" else []
+                if not some:
                     continue
                 engine = methods.make_engine(m, model, args, batch)
-                fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids)
-                         for i in ids[:1 if slow else None] for _ in range(batch if kind == "copies" else 1)]
+                fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids) for i in some for _ in range(batch if kind == "copies" else 1)]
                 generations = engine.generate(fresh)
                 timed.setdefault(m, []).append((sum(engine.seconds.values()), engine, generations))
         plain = statistics.median(s for s, _, _ in timed["ar"]) / sum(len(g.token_ids) for g in timed["ar"][-1][2])
         for m, some in timed.items():
             (_, engine, generations), seconds = some[-1], statistics.median(s for s, _, _ in some)
-            steps, tokens = [s for g in generations for s in g.steps], sum(len(g.token_ids) for g in generations)
-            rows.append({"workload": workload, "batch": batch, "kind": kind, "ids": ids, "method": m, "k": getattr(getattr(engine, "planner", None), "k", None), "seconds": seconds,
+            steps, tokens, lossless = [s for g in generations for s in g.steps], sum(len(g.token_ids) for g in generations), m in methods.METHODS
+            drafts = lossless and m != "ar"
+            rows.append({"workload": workload, "batch": batch, "kind": kind, "ids": ids, "method": m, "k": engine.planner.k if drafts else None, "seconds": seconds,
                          "tokens": tokens, "tokens_per_second": tokens / seconds, "speedup": plain / seconds * tokens, "tau": summary(generations, engine)["tau"],
-                         "acceptance": sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1) if m in methods.METHODS and m != "ar" else None, "rounds": len(steps),
+                         "acceptance": sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1) if drafts else None, "rounds": len(steps),
                          "phases": {p: statistics.mean(studies.phases(e)[p] for _, e, _ in some) for p in studies.phases(engine)},
                          **({"solved": solved(ids, generations)} if problems else {}),
                          "plans": {i: ladder.pack(g.steps) for i, g in zip(ids, generations)} if m == ladder.COMBINED else None,
-                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][2], generations)) if m in methods.METHODS else None, "prompts": len(generations)})
+                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][2], generations)) if lossless else None, "prompts": len(generations)})
         return rows
 
     if args.quick or args.workload:

@@ -179,7 +179,7 @@ def table(result):
         lines.append(f"forwards: {v['iterations']} of {v['rows_mean']:.1f} rows (standard deviation {v['rows_deviation']:.1f}); rows: {v['prefill_rows']} prefill, "
                      f"{v['draft_rows']} draft, {v['verify_rows']} verify; {v['active_mean']:.1f} requests at once, {v['stalled']} stalls")
         lines.append(f"cache: at most {v['cache_peak']} of {v['cache_slots']} slots; {v['offloaded']} tokens offloaded, {v['recomputed']} recomputed, {v['moved']} moved")
-        lines.append(f"attention takes {100 * r['attention_share']:.0f} % of an autoregressive step here; the cost model predicts a speed-up of {r['predicted_speedup']:.2f}x"
+        lines.append(f"attention takes {100 * r['attention_share']:.0f} % of an autoregressive step here; on long answers the cost model predicts a speed-up of {r['predicted_speedup']:.2f}x"
                      + ("" if r["attention_share"] > 1 / 3 else ". Under a third, reading less of the cache saves too little to win: try longer contexts or a larger batch"))
     correct = result["correct"]
     if correct is not None:

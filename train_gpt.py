@@ -210,7 +210,10 @@ def main():
         if step % 20 == 0:
             clip_attention(model, x[:1, :1024], positions[:1, :1024], args.logit_limit)
         entropies = []
-        attend = entropy_attend(torch.randint(x.shape[1], (32,), generator=torch.Generator().manual_seed(step)).to(x.device), entropies, attend_all()) if args.sharpen else attend_all()
+        attend = attend_all()
+        if args.sharpen:
+            generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
+            attend = entropy_attend(torch.randint(x.shape[1], (32,), generator=generator).to(x.device), entropies, attend)
         run = forward if x.shape[1] <= 4096 else model          # compiling the longest takes longer than it saves
         with bf16:
             logits = model.logits(run(x, positions, attend)[learn]).float()

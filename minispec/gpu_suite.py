@@ -212,7 +212,8 @@ class Gaps:
 
 
 def transformers_rate(c, dtype, device, prompt, new_tokens):
-    """Tokens a second of transformers' own loop on random weights of the same shape; None where it is not installed."""
+    """Tokens a second of transformers' own loop on random weights of the same shape, less the time of the prompt and the first token,
+    as in ours; None where it is not installed."""
     try:
         import transformers
     except ImportError:
@@ -220,12 +221,14 @@ def transformers_rate(c, dtype, device, prompt, new_tokens):
     shape = {k: v for k, v in gpt.to_hf_config(c).items() if k not in ("architectures", "torch_dtype")}
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape)).to(dtype).eval()
-    rates = []
-    for _ in range(4):                                   # the first warms up
+
+    def seconds(n):
         started = time.perf_counter()
-        model.generate(torch.tensor([prompt], device=device), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-        rates.append(new_tokens / (time.perf_counter() - started))
-    return statistics.median(rates[1:])
+        model.generate(torch.tensor([prompt], device=device), max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
+        return time.perf_counter() - started
+
+    seconds(new_tokens)                                  # warms up
+    return statistics.median((new_tokens - 1) / (seconds(new_tokens) - seconds(1)) for _ in range(3))
 
 
 def bounds(args, model, tokenizer, s, families):

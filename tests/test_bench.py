@@ -148,6 +148,18 @@ def test_one_table_of_everything(measured):
     assert f"| {cell['L1']['adaptive']:.2f} | {cell['L6']:.2f} | " in next(line for line in lines if line.startswith("| mixed") and "| adaptive |" in line)
 
 
+def test_answers_of_diffusion_models_are_their_own_in_that_table(tmp_path):
+    """Lossless methods solve what ar solves; a diffusion model what it solved at the threshold that `run` used, which comes first."""
+    row = {"workload": "trace", "batch": 1, "kind": "different", "tokens_per_second": 1.0, "speedup": 1.0, "tau": 1.0, "acceptance": None, "identical": None, "prompts": 1}
+    diffusion = [{"decoder": "ar", "by_family": {"trace": 1.0}}, {"decoder": "teacher", "by_family": {"trace": 0.5}},
+                 {"decoder": "student", "by_family": {"trace": 0.25}}, {"decoder": "student", "by_family": {"trace": 0.0}}]
+    for name, result in {"run": {"rows": [{**row, "method": m} for m in ("ar", "ngram", "dlm", "cdlm")]}, "accuracy": {"families": {"trace": {"accuracy": 0.9}}},
+                         "cdlm_accuracy": {"rows": diffusion}}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"result": result}))
+    lines = tables.whole_table(str(tmp_path)).split("\n")[2:]
+    assert [line.split(" | ")[-1] for line in lines] == ["90 % |", "90 % |", "50 % |", "25 % |"]
+
+
 def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
     calls, cells = [], [("a", 1), ("b", 2), ("c", 3)]
@@ -204,6 +216,36 @@ def test_gpu_suite_runs_dry_anywhere(toy, monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         run_main(lambda: run_script(bench, "--suite", "gpu", "--device", "cuda", "--model", toy), "")
     assert e.value.code == 2 and "--suite gpu needs --device cuda and a GPU" in capsys.readouterr().err
+
+
+def test_gaps_are_the_time_between_forwards(monkeypatch):
+    """A device whose forwards take 5 ms and whose host needs 1, 2 and 3 ms between them."""
+    now, host = [0.0], iter((1.0, 2.0, 3.0))
+
+    class Event:
+        def __init__(self, enable_timing):
+            pass
+
+        def record(self):
+            self.at = now[0]
+
+        def elapsed_time(self, other):
+            return other.at - self.at
+
+    class Graphs:
+        batch = 4
+
+        def __call__(self, x):
+            now[0] += 5
+            return x
+
+    monkeypatch.setattr(gpu_suite.torch.cuda, "Event", Event)
+    monkeypatch.setattr(gpu_suite.torch.cuda, "synchronize", lambda: None)
+    gaps = gpu_suite.Gaps(Graphs())
+    for i in range(4):
+        assert gaps(i) == i
+        now[0] += next(host, 0)
+    assert gaps.seconds() == pytest.approx([0.001, 0.002, 0.003]) and gaps.batch == 4
 
 
 def test_lists_of_the_gpu_suite_are_what_they_are_called():

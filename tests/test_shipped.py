@@ -56,6 +56,13 @@ def test_diffusion_teacher_solves_problems_with_several_tokens_a_step(shipped):
     assert row["solved"] >= 0.6 and row["tokens"] > 3 * row["steps"]
 
 
+def test_student_solves_problems_in_fewer_steps_than_its_teacher(shipped):
+    target, tokenizer = shipped
+    decoder = methods.make_engine("cdlm", target, methods.settings(diffusion_model=os.path.join(ROOT, "checkpoints", "cdlm", "student")), 5)
+    row, _ = cdlm_studies.answer(decoder, cdlm_studies.held_out(tokenizer, 1), tokenizer)
+    assert row["solved"] >= 0.6 and row["tokens"] > 5 * row["steps"]
+
+
 def test_transformers_agrees_on_the_shipped_folder():
     pytest.importorskip("transformers")
     from compare_transformers import compare
