@@ -47,6 +47,7 @@ def parse_args(argv=None):
     p.add_argument("--lr", type=float, help="peak learning rate (default: teacher 1e-3, student 2e-4)")
     p.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up")
     p.add_argument("--block-warmup", type=float, default=0.5, help="teacher: share of its steps in which it is trained block-causally, all blocks at once (default %(default)s)")
+    p.add_argument("--in-order", type=float, default=0.6, help="share of blocks that are masked from about one slot on, not at random; see cdlm_losses.turns (default %(default)s)")
     p.add_argument("--no-shift", action="store_true", help="teacher: the row of a slot predicts that slot, not the one behind it")
     p.add_argument("--prompts", type=int, default=4000, help="trajectories: training problems (default %(default)s)")
     p.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5), help="trajectories: one each of every problem (default 0 0.5)")
@@ -197,7 +198,7 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
             batch = short(batch, eos, args.block_size)
         rate, counted = states(batch["answer"], eos, args.block_size, generator)
         with bf16:
-            return {"loss": cdlm_losses.dlm_loss(model, to(args.device, batch), mask_id, rate, counted, generator, args.block_size, mask)}
+            return {"loss": cdlm_losses.dlm_loss(model, to(args.device, batch), mask_id, rate, counted, generator, args.block_size, mask, args.in_order)}
 
     fit(args, "teacher", model, tokenizer_json, tokenizer, loss_of, objective_of, "teacher", mask_id, args.lr or 1e-3)
 
@@ -261,7 +262,7 @@ def train_student(args, tokenizer, tokenizer_json, mask_id):
         k, k_star = cdlm_losses.draw_states(batch["live"], batch["tokens"].shape[1], args.block_size, generator, args.cons_target)
         with bf16:
             return cdlm_losses.student_losses(model, head, to(args.device, batch), reference and to(args.device, reference), mask_id, args.block_size, eos, k, k_star,
-                                              generator, args.weights, args.kl, args.cons_target)
+                                              generator, args.weights, args.kl, args.cons_target, args.in_order)
 
     fit(args, args.name, model, tokenizer_json, tokenizer, loss_of, lambda step: (cdlm_losses.all_blocks, cdlm_losses.two_copies), "student", mask_id, args.lr or 2e-4)
 
@@ -271,8 +272,9 @@ def main():
     for name in ("gen_length", "block_size", "steps", "batch", "prompts", "shard", "save_every", "warmup"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name.replace('_', '-')} {getattr(args, name)} is out of range; allowed is 1 or more")
-    if not 0 <= args.block_warmup <= 1:
-        raise ValueError(f"block-warmup {args.block_warmup} is out of range; allowed is 0 to 1")
+    for name in ("block_warmup", "in_order"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise ValueError(f"{name.replace('_', '-')} {getattr(args, name)} is out of range; allowed is 0 to 1")
     check_device(args.device)
     stages = STAGES if args.stage == "all" else (args.stage,)
     source = args.target if stages[0] == "teacher" else os.path.join(args.out, "teacher")

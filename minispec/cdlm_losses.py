@@ -114,13 +114,25 @@ def teacher_states(answer, eos_id, block_size, generator):
     return rate, counted
 
 
-def dlm_loss(model, batch, mask_id, rate, counted, generator, block_size, mask):
-    """The masked-diffusion loss. Each slot of the answers (n, L) becomes a mask with its probability `rate` (n, L). The loss is the
-    mean over rows of the summed cross-entropies of masked slots, each divided by its rate and by the number of `counted`
-    slots (n, L). With all counted and one rate t a row, 1 / (t L) times the sum, that is an upper bound on the answer's
-    negative log-likelihood per slot."""
+def turns(shape, block_size, generator, in_order=0.0):
+    """When, from 1 down to 0, each slot (n, L) is revealed: masked are the slots whose turn is below their rate. Turns are random
+    numbers; but in a share `in_order` of the blocks they follow the text from left to right, more or less, as decoding does:
+    what a slot waits for is mostly the slots before it. Masks drawn at random hardly ever show a block like that."""
+    turn, per_block = torch.rand(shape, generator=generator), (shape[0], -(-shape[1] // block_size))
+    if not in_order:
+        return turn
+    loose, ordered = (per_slot(torch.rand(per_block, generator=generator), shape[1], block_size) for _ in range(2))
+    loose, place = 0.75 * block_size * loose ** 2, torch.arange(shape[1]) % block_size      # so many slots may overtake each other
+    return torch.where(ordered < in_order, 1 - (place + (1 + loose) * turn) / (block_size + loose), turn)
+
+
+def dlm_loss(model, batch, mask_id, rate, counted, generator, block_size, mask, in_order=0.0):
+    """The masked-diffusion loss. Slots of the answers (n, L) become masks by their `turns`, about as many as `rate` (n, L) says. The
+    loss is the mean over rows of the summed cross-entropies of masked slots, each divided by its rate and by the number of
+    `counted` slots (n, L). With all counted, nothing in order and one rate t a row, 1 / (t L) times the sum, that is an upper
+    bound on the answer's negative log-likelihood per slot."""
     answer = batch["answer"]
-    masked = torch.rand(answer.shape, generator=generator) < rate
+    masked = turns(answer.shape, block_size, generator, in_order) < rate
     rate, counted, masked = (x.to(answer.device) for x in (rate, counted, masked))
     noisy, where = answer.masked_fill(masked, mask_id), masked & counted
     if mask is two_copies:
@@ -167,7 +179,7 @@ def state_mean(values, where, block_size, n_states):
 
 
 def student_losses(model, teacher_head, batch, reference, mask_id, block_size, eos_id, k, k_star, generator, weights=(1.0, 0.5, 0.01),
-                   direction="forward", target="block_end"):
+                   direction="forward", target="block_end", in_order=0.0):
     """The three losses of the student, and "loss", their weighted sum. With y the state k of a block and y* its state k*:
 
         distill  mean over U, the slots of the block that are masked in y, of KL(p_teacher || q(y))
@@ -202,7 +214,7 @@ def student_losses(model, teacher_head, batch, reference, mask_id, block_size, e
         losses["cons"] = later_blocks_loss(model, batch, mask_id, block_size, k, k_star, generator, direction)
     if w_dlm:
         rate, counted = all_blocks(reference["answer"].cpu(), eos_id, block_size, generator)
-        losses["dlm"] = dlm_loss(model, reference, mask_id, rate, counted, generator, block_size, two_copies)
+        losses["dlm"] = dlm_loss(model, reference, mask_id, rate, counted, generator, block_size, two_copies, in_order)
     losses["loss"] = w_distill * losses["distill"] + w_cons * losses["cons"] + w_dlm * losses["dlm"]
     return losses
 

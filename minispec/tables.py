@@ -164,7 +164,7 @@ def _ladder(r):
         who, single = best({m: s for m, s in l0.items() if m in c["L5"]})
         bound_by, bound = best(c["L5"])
         fixed_by, fixed_ = best({f"{m}, k {x['k']}": x["speedup"] for m, x in c["L2"].items()})
-        observed = [f"{_two(single)} {who}", _two(l0.get("adaptive")), f"{100 * c['gap']:.0f} %" if "gap" in c else ""] if seen else []
+        observed = [f"{_two(single)} {who}", _two(l0.get("adaptive")), _percent(c.get("gap")), _percent(c.get("gap_modelled"))] if seen else []
         brief.append([c["workload"], _batch(c), *observed, f"{fixed_:.2f} {fixed_by}", f"{bound:.2f} {bound_by}", _two(c["L6"]), _two(c["L7"]), _two(c["L9"])])
         for m in [*c["L5"], "all"]:
             key, all_ = "adaptive" if m == "all" else m, m == "all"
@@ -174,7 +174,7 @@ def _ladder(r):
                          "" if all_ else f"{c['L10'][m]['speedup']:.2f}, alpha {c['L10'][m]['alpha']:.2f}", *([_two(c["published"].get(m))] if "published" in c else [])])
         amdahl += [[c["workload"], _batch(c), m, *(_two(c["L12"][m].get(x)) for x in ("rejected", "draft", "overhead", "all")),
                     "{speedup:.2f}, {nodes} nodes, depth {depth}".format(**c["L11"][m]) if m in c["L11"] else ""] for m in c["L12"]]
-    out = [_table(["workload", "batch", *(["observed, best single", "observed, adaptive", "share of the gap to L6 it closes"] if seen else []), "L2 best fixed k",
+    out = [_table(["workload", "batch", *(["observed, best single", "observed, adaptive", "share of the gap to L6 it closes", "the same, modelled"] if seen else []), "L2 best fixed k",
                    "L5 optimum, best single", "L6 all drafters", "L7 free drafters", "L9 one pass"], brief),
            _table(["workload", "batch", "drafter", *(["L0 observed", "L1 modelled", "time over the bound's"] if seen else []), "L2 best fixed k", "L3 k by request",
                    "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters", "L8 perfect drafter", "L9 one pass", "L10 i.i.d.",

@@ -207,6 +207,13 @@ def test_child_rates(dense):
     assert abs(rates["draft"][0] - first) < 0.05                               # the last position has room for no draft
 
 
+def test_reading_is_charged_once_for_each_drafter_that_a_request_asked():
+    cost, t = CostTable({**TABLE, "read": {"draft": {"kind": "linear", "base": 2.0}}}), traces.Trace("a", 10, 9, {"draft": [0] + [1] * 8})
+    plan = bounds.autoregressive(t)[:2] + bounds.fixed(t, "draft", 2)[2:]
+    assert ladder.reading([plan, bounds.autoregressive(t)], [t, t], cost) == 2.0 and ladder.reading([plan], [t], CostTable(TABLE)) == 0
+    assert ladder.reading([plan], [t], CostTable({**TABLE, "read": {"draft": {"kind": "linear", "token": 1.0}}})) == 10 + plan[2].position
+
+
 # -- the ladder from files -------------------------------------------------------------------------------------------------
 
 def runs_of(some, methods, seconds, cell=("toy", 2, "different")):
@@ -233,6 +240,8 @@ def test_ladder_of_a_run_and_of_files_alone(dense):
     assert cell["L6"] >= max(cell["L5"].values()) - 1e-9
     single = max(s for m, s in cell["L0"].items() if m != "adaptive")
     assert cell["gap"] == pytest.approx((cell["L0"]["draft"] - single) / (cell["L6"] - single))
+    single = max(s for m, s in cell["L1"].items() if m != "adaptive")
+    assert cell["gap_modelled"] == pytest.approx((cell["L1"]["adaptive"] - single) / (cell["L6"] - single))
     impossible = ladder.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": seconds["ar"], "draft": seconds["draft"] / 20}))
     assert impossible["cells"][0]["above"]["draft"] < 1
     alone = ladder.analyse(some, TABLE, published=True)

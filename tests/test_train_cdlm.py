@@ -174,6 +174,22 @@ def test_states_of_training():
     assert counted.sum(-1)[1::2].tolist() == [L, L] and (rate[1::2] == rate[1::2, :1]).all() and (counted.sum(-1)[::2] <= B).all()
 
 
+def test_turns_follow_the_text_as_far_as_they_are_told():
+    g, length, block = torch.Generator().manual_seed(0), 60, 32                    # the last block is shorter
+    plain = cdlm_losses.turns((2000, length), block, g)
+    some, ordered = cdlm_losses.turns((2000, length), block, g, 0.5), cdlm_losses.turns((2000, length), block, g, 1.0)
+    for rate in (0.1, 0.5, 0.9):                         # about so many masks either way
+        assert abs((plain < rate).float().mean() - rate) < 0.01 and abs((ordered[:, :block] < rate).float().mean() - rate) < 0.07
+    first, last = (ordered < 0.5)[:, [0, block]].float().mean(), (ordered < 0.5)[:, [block - 1]].float().mean()
+    assert first < 0.05 and last > 0.95 and ((plain < 0.5).float().mean(0) - 0.5).abs().max() < 0.06
+    half = (some < 0.5)[:, [0, block]].float().mean()
+    assert abs(half - (0.25 + first / 2)) < 0.02         # half of the blocks, whichever they are
+    in_line = lambda turn: (turn[:, :block].diff() < 0).all(1).float().mean()
+    assert in_line(plain) == 0 and 0.05 < in_line(ordered) < 0.3 and abs(in_line(some) - in_line(ordered) / 2) < 0.04
+    a, b = (cdlm_losses.turns((4, L), B, torch.Generator().manual_seed(3), x) for x in (0.0, 1.0))
+    assert torch.equal(a, torch.rand(4, L, generator=torch.Generator().manual_seed(3))) and not torch.equal(a, b)
+
+
 def test_mask_rates_cover_the_interval_evenly():
     rates = cdlm_losses.mask_rates(100, torch.Generator().manual_seed(0))
     assert ((rates >= 1e-3) & (rates <= 1)).all() and (rates.sort().values.diff() < 0.011).all()
