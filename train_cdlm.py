@@ -52,6 +52,7 @@ def parse_args(argv=None):
     p.add_argument("--prompts", type=int, default=4000, help="trajectories: training problems (default %(default)s)")
     p.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5), help="trajectories: one each of every problem (default 0 0.5)")
     p.add_argument("--shard", type=int, default=64, help="trajectories: how many a file (default %(default)s)")
+    p.add_argument("--order", default="first", choices=cdlm.ORDERS, help="trajectories: which slot the teacher reveals in a step: the first masked one (default) or the surest, as in the paper")
     p.add_argument("--all-blocks", action="store_true", help="trajectories: decode the blocks behind the end of text too")
     p.add_argument("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01), metavar=("DISTILL", "CONS", "DLM"), help="student: of the losses (default 1 0.5 0.01)")
     p.add_argument("--kl", default="forward", choices=("forward", "reverse"), help="student: direction of the divergences")
@@ -151,7 +152,7 @@ def fit(args, name, model, tokenizer_json, tokenizer, loss_of, objective_of, kin
     def evaluate(step):
         record = {"heldout": heldout_loss(model, tokenizer, args, *objective_of(step), mask_id)}
         if step + 1 == args.steps:
-            record["decoded"] = decoded(cdlm.Decoder(model, mask_id, kind, args.block_size, cdlm.THRESHOLD, batch_size=16), tokenizer, args)
+            record["decoded"] = decoded(cdlm.Decoder(model, mask_id, kind, args.block_size, cdlm.THRESHOLD, order=args.order, batch_size=16), tokenizer, args)
         return record
 
     train(folder, model, optimizers(model, lr, lambda name: name.startswith("blocks.")), args.steps, loss_of,
@@ -200,14 +201,14 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
         with bf16:
             return {"loss": cdlm_losses.dlm_loss(model, to(args.device, batch), mask_id, rate, counted, generator, args.block_size, mask, args.in_order)}
 
-    fit(args, "teacher", model, tokenizer_json, tokenizer, loss_of, objective_of, "teacher", mask_id, args.lr or 1e-3)
+    fit(args, "teacher", model, tokenizer_json, tokenizer, loss_of, objective_of, "teacher" if first < args.steps else "student", mask_id, args.lr or 1e-3)
 
 
 def collect_trajectories(args, tokenizer, mask_id):
     folder = os.path.join(args.out, "trajectories")
     os.makedirs(folder, exist_ok=True)
     model, examples, each = gpt.load(os.path.join(args.out, "teacher"), args.device, torch.bfloat16), Examples(tokenizer, args), len(args.temperatures)
-    settings = {name: getattr(args, name) for name in ("prompts", "shard", "gen_length", "block_size", "longest_prompt", "real_share", "all_blocks", "seed")}
+    settings = {name: getattr(args, name) for name in ("prompts", "shard", "gen_length", "block_size", "longest_prompt", "real_share", "all_blocks", "order", "seed")}
     settings |= {"temperatures": list(args.temperatures), "real_text": bool(examples.real), "teacher": folders.fingerprint(model)}
     file = os.path.join(folder, "settings.json")
     if os.path.exists(file):
@@ -225,7 +226,7 @@ def collect_trajectories(args, tokenizer, mask_id):
         batch = as_batch([examples(i // each) for i in items])
         requests = [Request(prompt[-length:].tolist(), args.gen_length, Sampling(args.temperatures[i % each], seed=args.seed * 1000003 + i), [model.config.eos_id])
                     for i, prompt, length in zip(items, batch["prompt"], batch["length"])]
-        data = {"prompt": batch["prompt"], "length": batch["length"], **cdlm.collect(model, mask_id, requests, args.block_size, batch_size=args.batch, stop="never" if args.all_blocks else "block")}
+        data = {"prompt": batch["prompt"], "length": batch["length"], **cdlm.collect(model, mask_id, requests, args.block_size, batch_size=args.batch, stop="never" if args.all_blocks else "block", order=args.order)}
         data = {name: x if name == "hidden" else x.to(torch.int32) for name, x in data.items()}
         with replaced(file) as temporary:
             save_file({name: x.contiguous() for name, x in data.items()}, temporary)

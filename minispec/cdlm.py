@@ -37,6 +37,7 @@ GEN_LENGTH, BLOCK_SIZE, THRESHOLD, LONGEST_PROMPT = 256, 32, 0.99, 160       # t
 KINDS = ("student", "teacher", "dual")
 COMMITS = ("fused", "separate")
 STOPS = ("at_once", "block", "never")
+ORDERS = ("surest", "first")
 
 
 # -- decoding: one loop for student, teacher and the baselines ---------------------------------------------------------
@@ -114,10 +115,10 @@ def choose(logits, answers):
     return tokens.tolist(), confidence.tolist()
 
 
-def pick(confidence, n=1, threshold=None):
+def pick(confidence, n=1, threshold=None, order="surest"):
     """Which of the masked slots to reveal, by index into `confidence`: all above the threshold, or else, so that every step makes
-    progress, the best one; without a threshold the n best. Ties go to the left."""
-    best = sorted(range(len(confidence)), key=lambda i: -confidence[i])
+    progress, one; without a threshold n. These are the surest, ties to the left, or, in the order "first", the leftmost."""
+    best = sorted(range(len(confidence)), key=lambda i: -confidence[i] if order == "surest" else i)
     if threshold is None:
         return best[:n]
     return [i for i in best if confidence[i] > threshold] or best[:1]
@@ -132,14 +133,17 @@ class Decoder:
                  of everything, masked slots behind it included (Fast-dLLM's dual cache). Approximate.
 
     threshold: reveal all slots of higher confidence; None: `steps` forwards a block (default: as many as slots, a token each).
+    order: what a step reveals where nothing is above the threshold, or none is given: the "surest" slot, as in the papers, or
+    the "first" one. A choice that is left open, such as how to begin a sentence, leaves all behind it a mixture of what may follow;
+    the surest of that is not sure. Made first, it makes the rest sure.
     commit: clean keys of a finished block are computed in the next block's first forward ("fused"), or in one of their own
     ("separate"). stop: "at_once" when nothing is masked before an end of text, "block" when that block is complete,
     "never": all slots are filled in. on_step(answer, revealed positions) is called after every step.
     """
 
     def __init__(self, model, mask_id, kind="student", block_size=BLOCK_SIZE, threshold=None, steps=None, commit="fused", stop="at_once",
-                 batch_size=1, record=False, on_step=None):
-        for name, value, allowed in (("kind", kind, KINDS), ("commit", commit, COMMITS), ("stop", stop, STOPS)):
+                 order="surest", batch_size=1, record=False, on_step=None):
+        for name, value, allowed in (("kind", kind, KINDS), ("commit", commit, COMMITS), ("stop", stop, STOPS), ("order", order, ORDERS)):
             if value not in allowed:
                 raise ValueError(f"unknown {name} '{value}'; choose from {', '.join(allowed)}")
         for name, value in (("block-size", block_size), ("batch", batch_size), ("steps", steps)):
@@ -149,7 +153,7 @@ class Decoder:
             raise ValueError(f"threshold {threshold} is out of range; allowed is 0 (a whole block a step) to 1 (one token a step)")
         self.shift = int(model.config.shift)
         self.model, self.mask_id, self.kind, self.block_size, self.threshold, self.steps = model, mask_id, kind, block_size, threshold, steps
-        self.commit, self.stop, self.batch_size, self.record, self.on_step = commit, stop, batch_size, record, on_step
+        self.commit, self.stop, self.order, self.batch_size, self.record, self.on_step = commit, stop, order, batch_size, record, on_step
         self.cache, self.seconds = None, {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}    # prefill: all clean rows
         self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}          # measured; a forward counts once for a whole batch
 
@@ -237,7 +241,7 @@ class Decoder:
                 a.n_cached = w.start + w.n_clean
             if w.end > a.first:
                 masked = a.masked()
-                revealed = [(masked[i], row + i) for i in pick(confidence[row:row + len(masked)], self._quota(a), self.threshold)]
+                revealed = [(masked[i], row + i) for i in pick(confidence[row:row + len(masked)], self._quota(a), self.threshold, self.order)]
                 row += len(masked)
                 a.steps += 1
             for position, i in revealed:
@@ -276,11 +280,11 @@ class Decoder:
 
 # -- trajectories ------------------------------------------------------------------------------------------------------
 
-def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, stop="block"):
+def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, stop="block", order="surest"):
     """What the teacher did, a token a step: tokens and rank (n, L), live (n,) slots that were decoded, and hidden (n, L, C), the
     row from which each token was finalised, as it enters the head, in 16 bit. Behind the block that ends the text
     everything is an end of text, its rank is its place, and its hidden row is 0."""
-    Decoder(model, mask_id, "teacher", block_size, stop=stop, batch_size=batch_size, record=True).generate(requests)
+    Decoder(model, mask_id, "teacher", block_size, stop=stop, order=order, batch_size=batch_size, record=True).generate(requests)
     length, eos = requests[0].max_new_tokens, model.config.eos_id
     out = {"tokens": torch.full((len(requests), length), eos), "rank": torch.arange(length).repeat(len(requests), 1),
            "live": torch.zeros(len(requests), dtype=torch.long), "hidden": torch.zeros(len(requests), length, model.config.d_model, dtype=torch.float16)}
@@ -332,7 +336,7 @@ def load_decoder(name, settings, batch_size, target):
     if model.config.vocab_size != target.config.vocab_size:
         raise ValueError(f"the diffusion model has {model.config.vocab_size} tokens in its vocabulary, the target {target.config.vocab_size}")
     threshold = THRESHOLD if settings.threshold is None and name == "cdlm" else settings.threshold
-    return Decoder(model, mask_id_of(Tokenizer.load(folder), folder), kind, settings.block_size, threshold, batch_size=batch_size)
+    return Decoder(model, mask_id_of(Tokenizer.load(folder), folder), kind, settings.block_size, threshold, order=settings.order, batch_size=batch_size)
 
 
 class Watch:

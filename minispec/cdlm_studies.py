@@ -31,7 +31,7 @@ class Models:
         if name == "ar":
             return methods.make_engine("ar", self.target, methods.settings(), batch)
         kind = name if name in ("teacher", "dual") else "student"
-        return cdlm.Decoder(self.students[name] if kind == "student" else self.teacher, self.mask_id, kind, batch_size=batch, **settings)
+        return cdlm.Decoder(self.students[name] if kind == "student" else self.teacher, self.mask_id, kind, batch_size=batch, **{"order": "first", **settings})
 
 
 def load(args, target, tokenizer, dtype=None):
@@ -75,12 +75,15 @@ def answer(decoder, problems, tokenizer, reference=None, gen_length=cdlm.GEN_LEN
 
 
 def cdlm_accuracy(args, model, tokenizer):
-    """Held-out problems solved by the target, the teacher at a token a step, and the student at the default threshold, the paper's and a stricter one."""
+    """Held-out problems solved by the target, the teacher at a token a step, and the student at the default threshold, a stricter one and the
+    paper's; for teacher and student also as the papers decode, surest slot first."""
     models, problems, rows = load(args, model, tokenizer, BF16), held_out(tokenizer, 4 if args.quick else 40), []
     reference = None
-    for name, settings in tqdm([("ar", {}), ("teacher", {}), *(("student", {"threshold": t}) for t in (cdlm.THRESHOLD, 0.9, STRICT))], desc="decoders"):
+    cells = [("ar", {}), ("teacher", {}), ("teacher", {"order": "surest"}), *(("student", {"threshold": t}) for t in (cdlm.THRESHOLD, STRICT, 0.9)),
+             ("student", {"threshold": cdlm.THRESHOLD, "order": "surest"})]
+    for name, settings in tqdm(cells, desc="decoders"):
         row, answers = answer(models.decoder(name, 16, **settings), problems, tokenizer, reference)
-        reference = answers if name == "teacher" else reference
+        reference = reference or (answers if name == "teacher" else None)
         rows.append({"decoder": name, **settings, **row})
     return {"rows": rows}
 
@@ -88,14 +91,14 @@ def cdlm_accuracy(args, model, tokenizer):
 def cdlm_curves(args, model, tokenizer):
     """Accuracy against steps: the teacher cut to fewer steps a block, the teacher and its dual cache with a threshold, every student
     with a threshold."""
-    models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 20)
-    cells = [("teacher", {"steps": s}) for s in (32, 16, 8, 6, 4, 3)] + [(name, {"threshold": t}) for name in ("teacher", "dual") for t in THRESHOLDS]
-    cells += [(name, {"threshold": t}) for name in models.students for t in (*THRESHOLDS, 1.0)]
+    models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 10)
+    cells = [("teacher", {"steps": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)] + [(name, {"threshold": t}) for name in ("teacher", "dual") for t in THRESHOLDS]
+    cells += [("student", {"threshold": t, "order": "surest"}) for t in THRESHOLDS] + [(name, {"threshold": t}) for name in models.students for t in (*THRESHOLDS, 1.0)]
     rows, reference = [], None
     for name, settings in tqdm(cells[::4] if args.quick else cells, desc="curves"):
         row, answers = answer(models.decoder(name, 16, **settings), problems, tokenizer, reference)
         reference = reference or answers                 # the teacher's at a token a step
-        rows.append({"decoder": name, "steps_a_block": settings.get("steps"), "threshold": settings.get("threshold"), **row})
+        rows.append({"decoder": name, "steps_a_block": settings.get("steps"), "threshold": settings.get("threshold"), "order": settings.get("order"), **row})
     return {"rows": rows}
 
 
@@ -185,8 +188,10 @@ def cdlm_losses(args, model, tokenizer):
 
 
 def cdlm_teachers(args, model, tokenizer):
-    """Held-out masked loss, mean of the families, at the checkpoints of runs of train_cdlm.py: --arms holds a folder (--out) each."""
+    """Held-out masked loss, mean of the families, at the checkpoints of runs of train_cdlm.py, and what was solved when they ended: --arms
+    holds a folder (--out) each."""
     found = args.arms and os.path.isdir(args.arms) and [arm for arm in sorted(os.listdir(args.arms)) if os.path.exists(os.path.join(args.arms, arm, "teacher", "log.jsonl"))]
     if not found:
         raise ValueError(f"this study compares teachers: --arms must be a folder with one folder each (train_cdlm.py --out), got {args.arms}")
-    return {"arms": {arm: {str(r["step"]): statistics.mean(r["heldout"].values()) for r in folders.records(os.path.join(args.arms, arm, "teacher"))} for arm in found}}
+    logs = {arm: folders.records(os.path.join(args.arms, arm, "teacher")) for arm in found}
+    return {"arms": {arm: {"heldout": {str(r["step"]): statistics.mean(r["heldout"].values()) for r in log}, "decoded": log[-1].get("decoded")} for arm, log in logs.items()}}

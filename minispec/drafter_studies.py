@@ -2,6 +2,7 @@
 Studies as in studies.py. Accepted length is tau: tokens that a round commits, its own token included, summed over all rounds
 and divided by their number; intervals are bootstraps over prompts, differences between drafters are paired by prompt."""
 import os
+import re
 import statistics
 import time
 
@@ -43,34 +44,51 @@ def accepted_lengths(engine, problems, tokenizer, temperature=0.0):
             "by_depth": [r / max(t, 1) for r, t in zip(reached[1:], tried)], "prompts": np.stack([committed, rounds], 1).tolist()}
 
 
+def arm_of(folder):
+    """A folder's name is ARM, ARM-PROMPTS, and with -sSEED behind it one of several trainings: (arm, number of prompts or 0)."""
+    name, n = re.fullmatch(r"(.+?)(?:-(\d+))?(?:-s\d+)?", folder).groups()
+    return name, int(n or 0)
+
+
 def compare(kind, args, model, tokenizer, temperatures):
-    """Every drafter of this kind in a folder of --arms, greedy and sampled, on the same held-out problems."""
+    """Every drafter of this kind in a folder of --arms, greedy and sampled, on the same held-out problems. Seeds of an arm are one: their
+    tokens and rounds are added up prompt by prompt. An arm is held against the reference arm with as many training prompts."""
     if not args.arms or not os.path.isdir(args.arms):
         raise ValueError(f"this study compares trained drafters: --arms must be a folder with one folder each (train_{kind}.py), got {args.arms}")
     problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(4 if args.quick else 20)]
     if args.data:
         problems += prompts.load_named("gsm8k", args.data)[:4 if args.quick else 20]
-    out = {}
-    for arm in tqdm([a for a in sorted(os.listdir(args.arms)) if folders.kind_of(os.path.join(args.arms, a)) == kind], desc=kind):
-        folder = os.path.join(args.arms, arm)
+    trained = {}
+    for name in tqdm([a for a in sorted(os.listdir(args.arms)) if folders.kind_of(os.path.join(args.arms, a)) == kind], desc=kind):
+        folder = os.path.join(args.arms, name)
         settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
         engine = methods.make_engine(kind, model, settings, 8)
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
-        out[arm] = {"parameters": module.n_params(), "parameters_read": module.n_params() if kind == "specdiff" else sum(p.numel() for p in module.bank[0].parameters()),
-                    "log": folders.last_record(folder), **{f"at_{t:g}": accepted_lengths(engine, problems, tokenizer, t) for t in temperatures}}
-    if not out:
+        trained.setdefault(arm_of(name), []).append({"parameters": module.n_params(), "parameters_read": module.n_params() if kind == "specdiff" else sum(p.numel() for p in module.bank[0].parameters()),
+                    "log": folders.last_record(folder), **{f"at_{t:g}": accepted_lengths(engine, problems, tokenizer, t) for t in temperatures}})
+    if not trained:
         raise ValueError(f"{args.arms} holds no drafter made by train_{kind}.py")
-    reference = REFERENCE[kind] if REFERENCE[kind] in out else next(iter(out))
-    for arm in out.values():
-        for t in temperatures:
-            mine, other = (np.array(a[f"at_{t:g}"]["prompts"]).T for a in (arm, out[reference]))
-            arm[f"at_{t:g}"]["ratio"] = arm[f"at_{t:g}"]["tau"] / out[reference][f"at_{t:g}"]["tau"]
-            arm[f"at_{t:g}"]["ratio_interval"] = interval(*mine, tuple(other))
-    for arm in out.values():
-        for t in temperatures:
-            del arm[f"at_{t:g}"]["prompts"]
+    reference = REFERENCE[kind] if REFERENCE[kind] in {name for name, _ in trained} else next(iter(trained))[0]
+    out = {}
+    for (name, n), seeds in sorted(trained.items(), key=lambda x: (-x[0][1], x[0][0])):
+        arm = out[f"{name}, {n} prompts" if n else name] = {**seeds[0], "seeds": len(seeds)}
+        for at in (f"at_{t:g}" for t in temperatures):
+            summed = lambda some: sum(np.array(x[at]["prompts"]) for x in some).T          # (committed, rounds) of every prompt
+            (committed, rounds), other = summed(seeds), trained.get((reference, n))
+            arm[at] = {"tau": committed.sum() / rounds.sum(), "interval": interval(committed, rounds), "seeds": [x[at]["tau"] for x in seeds],
+                       **{key: _mean([x[at][key] for x in seeds]) for key in ("by_family", "by_depth")}}
+            if other:
+                against = summed(other)
+                arm[at] |= {"ratio": arm[at]["tau"] / (against[0].sum() / against[1].sum()), "ratio_interval": interval(committed, rounds, tuple(against))}
     return {"prompts": len(problems), "reference": reference, "arms": out}
+
+
+def _mean(some):
+    """Entry by entry, the mean of lists, as far as all of them go, or dicts of numbers."""
+    if isinstance(some[0], dict):
+        return {key: statistics.mean(x[key] for x in some) for key in some[0]}
+    return [statistics.mean(x) for x in zip(*some)]
 
 
 def prism_arms(args, model, tokenizer):

@@ -101,19 +101,20 @@ def render(name, r):
 
 
 def _arms(r):
-    """Trained drafters beside each other; intervals are 95 % bootstraps over prompts."""
+    """Trained drafters beside each other; intervals are 95 % bootstraps over prompts. `seeds`: least and largest tau of the trainings."""
     kinds = [key for key in next(iter(r["arms"].values())) if key.startswith("at_")]
     span = lambda x: f"{x[0]:.2f}-{x[1]:.2f}"
     rows = []
     for name, x in r["arms"].items():
-        row = [name, f"{x['parameters'] / 1e6:.2f}M", f"{x['log']['tokens'] / 1e6:.1f}M", f"{x['log']['seconds'] / 60:.0f}"]
+        row = [name, x["seeds"], f"{x['parameters'] / 1e6:.2f}M", f"{x['log']['tokens'] / 1e6:.1f}M", f"{x['log']['seconds'] / 60:.0f}"]
         for key in kinds:
             a = x[key]
-            row += [f"{a['tau']:.2f} ({span(a['interval'])})", f"{a['ratio']:.3f} ({a['ratio_interval'][0]:.3f}-{a['ratio_interval'][1]:.3f})"]
+            row += [f"{a['tau']:.2f} ({span(a['interval'])})", span((min(a["seeds"]), max(a["seeds"]))),
+                    f"{a['ratio']:.3f} ({a['ratio_interval'][0]:.3f}-{a['ratio_interval'][1]:.3f})" if "ratio" in a else ""]
         rows.append([*row, " ".join(f"{p:.2f}" for p in x[kinds[0]]["by_depth"]), " / ".join(f"{t:.2f}" for t in x[kinds[0]]["by_family"].values())])
-    heads = [h for key in kinds for h in (f"tau, temperature {key.removeprefix('at_')}", f"ratio to {r['reference']}")]
+    heads = [h for key in kinds for h in (f"tau, temperature {key.removeprefix('at_')}", "of the seeds", f"ratio to {r['reference']}")]
     families = " / ".join(next(iter(r["arms"].values()))[kinds[0]]["by_family"])
-    return _table(["drafter", "parameters", "trained tokens", "minutes", *heads, "accepted by depth", f"tau of {families}"], rows)
+    return _table(["drafter", "seeds", "parameters", "trained tokens", "minutes", *heads, "accepted by depth", f"tau of {families}"], rows)
 
 
 def _costs(r):
@@ -196,14 +197,14 @@ def _identical(row):
 def _decoders(r):
     """Who solves how much, by family."""
     families = list(r["rows"][0]["by_family"])
-    rows = [[x["decoder"] + (f", threshold {x['threshold']}" if "threshold" in x else ""), f"{100 * x['solved']:.1f} %", *(f"{100 * x['by_family'][f]:.0f} %" for f in families), f"{x['steps']:.1f}", f"{x['tokens']:.0f}", _percent(x["same"])] for x in r["rows"]]
+    rows = [[x["decoder"] + (f", threshold {x['threshold']}" if "threshold" in x else "") + (f", {x['order']} slot first" if "order" in x else ""), f"{100 * x['solved']:.1f} %", *(f"{100 * x['by_family'][f]:.0f} %" for f in families), f"{x['steps']:.1f}", f"{x['tokens']:.0f}", _percent(x["same"])] for x in r["rows"]]
     return _table([f"decoder, {r['rows'][0]['problems']} problems", "solved", *families, "steps an answer", "tokens an answer", "same answer as the teacher"], rows)
 
 
 def _curves(r):
     """Accuracy against steps."""
     setting = lambda x: f"{x['steps_a_block']} steps a block" if x["steps_a_block"] else f"threshold {x['threshold']:g}"
-    rows = [[x["decoder"], setting(x), f"{x['steps']:.1f}", f"{x['tokens'] / x['steps']:.1f}", f"{100 * x['solved']:.0f} %", _percent(x["same"])] for x in r["rows"]]
+    rows = [[x["decoder"], setting(x) + (f", {x['order']} slot first" if x["order"] else ""), f"{x['steps']:.1f}", f"{x['tokens'] / x['steps']:.1f}", f"{100 * x['solved']:.0f} %", _percent(x["same"])] for x in r["rows"]]
     return _table(["decoder", "setting", "steps an answer", "tokens a step", f"solved of {r['rows'][0]['problems']}", "same answer as the teacher at a token a step"], rows)
 
 
@@ -254,8 +255,10 @@ def _gpu(r):
 
 
 def _teachers(r):
-    steps = sorted({int(step) for arm in r["arms"].values() for step in arm})
-    return _table(["held-out masked loss after steps", *steps], [[name, *(f"{arm[str(s)]:.3f}" if str(s) in arm else "" for s in steps)] for name, arm in r["arms"].items()])
+    steps = sorted({int(step) for arm in r["arms"].values() for step in arm["heldout"]})
+    losses = lambda arm: [f"{arm['heldout'][str(s)]:.3f}" if str(s) in arm["heldout"] else "" for s in steps]
+    decoded = lambda x: [f"{100 * x['solved']:.0f} % of {x['problems']}", f"{x['steps']:.1f}"] if x else ["", ""]
+    return _table(["held-out masked loss after steps", *steps, "solved at the end", "steps an answer"], [[name, *losses(arm), *decoded(arm["decoded"])] for name, arm in r["arms"].items()])
 
 
 def whole_table(folder):

@@ -193,7 +193,7 @@ def test_gap_is_left_out_where_there_is_none():
 def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_path, monkeypatch):
     """Also where a table is still missing: then its end follows at once, and the next end is another table's."""
     about = {"command": "c", "device": "d", "torch": "t", "date": "x", "seconds": 60}
-    (tmp_path / "cdlm_teachers.json").write_text(json.dumps({**about, "result": {"arms": {"a": {"50": 1.0}}}}))
+    (tmp_path / "cdlm_teachers.json").write_text(json.dumps({**about, "result": {"arms": {"a": {"heldout": {"50": 1.0}, "decoded": None}}}}))
     monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- results:cdlm_teachers -->\n<!-- end -->\nbetween\n<!-- results:cdlm_speed -->\n<!-- end -->\nafter\n")

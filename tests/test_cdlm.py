@@ -232,7 +232,7 @@ def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
 
 
 @pytest.mark.parametrize("kind", cdlm.KINDS)
-@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "commit": "separate"}, {"steps": 3}])
+@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "first"}, {"threshold": 0.2, "commit": "separate"}, {"steps": 3}])
 def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):    # 9
     single = [cdlm.Decoder(model, MASK, kind, B, **settings).generate([r])[0] for r in requests(stop=[45])]
     for size in (2, 4):
@@ -258,6 +258,8 @@ def test_threshold_sets_the_steps(model):                                       
 def test_progress_and_ties():                                                      # 18
     assert cdlm.pick([0.2, 0.95, 0.91], threshold=0.9) == [1, 2] and cdlm.pick([0.2, 0.5, 0.5], threshold=0.9) == [1]
     assert cdlm.pick([0.5, 0.5, 0.1], 2) == [0, 1] and cdlm.pick([], threshold=0.9) == [] and cdlm.pick([0.3], 0) == []
+    assert cdlm.pick([0.2, 0.95, 0.91], threshold=0.9, order="first") == [1, 2] and cdlm.pick([0.2, 0.5, 0.6], threshold=0.9, order="first") == [0]
+    assert cdlm.pick([0.1, 0.5, 0.6], 2, order="first") == [0, 1] and cdlm.pick([], threshold=0.9, order="first") == []
 
 
 @pytest.mark.parametrize("kind", cdlm.KINDS)

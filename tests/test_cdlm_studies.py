@@ -42,8 +42,10 @@ def test_all_run_and_render(measured):
 
 
 def test_figures_are_what_the_decoders_did(measured, toys):
-    rows = {r["decoder"]: r for r in measured["cdlm_accuracy"]["rows"]}
-    assert list(rows) == ["ar", "teacher", "student"] and rows["teacher"]["problems"] == 8 and set(rows["teacher"]["by_family"]) == {"revise", "arith"}
+    table = measured["cdlm_accuracy"]["rows"]
+    rows = {r["decoder"]: r for r in reversed(table)}    # the first of each: the way decode.py decodes
+    assert [r.get("order") for r in table] == [None, None, "surest", None, None, None, "surest"] and all(r["steps"] >= r["tokens"] for r in table[1:3])
+    assert list(rows)[::-1] == ["ar", "teacher", "student"] and rows["teacher"]["problems"] == 8 and set(rows["teacher"]["by_family"]) == {"revise", "arith"}
     assert rows["teacher"]["same"] is None and 0 <= rows["student"]["same"] <= 1 and rows["teacher"]["steps"] >= rows["teacher"]["tokens"]
     assert {r["decoder"] for r in measured["cdlm_curves"]["rows"]} >= {"teacher", "dual", "student"}
     assert set(measured["cdlm_losses"]["arms"]) == {"student", "plain"}             # no teacher, and the shipped name is not taken
@@ -81,11 +83,12 @@ def test_runs_of_teachers_are_compared_step_by_step(toys, tmp_path):
     args, model, tokenizer = toys
     for arm, losses in (("a", [3, 1]), ("b", [2])):
         (tmp_path / arm / "teacher").mkdir(parents=True)
-        lines = [json.dumps({"step": 50 * (i + 1), "heldout": {"arith": x, "story": x + 1}}) for i, x in enumerate(losses)]
-        (tmp_path / arm / "teacher" / "log.jsonl").write_text("\n".join(lines))
+        lines = [{"step": 50 * (i + 1), "heldout": {"arith": x, "story": x + 1}} for i, x in enumerate(losses)]
+        lines[-1] |= {"decoded": {"solved": 0.5, "problems": 8, "steps": 12.0}} if arm == "a" else {}
+        (tmp_path / arm / "teacher" / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "other").mkdir()
     result = json.loads(json.dumps(cdlm_studies.cdlm_teachers(methods.settings(**{**vars(args), "arms": str(tmp_path)}), model, tokenizer)))
-    assert bench.render("cdlm_teachers", result).split("\n")[2:] == ["| a | 3.500 | 1.500 |", "| b | 2.500 |  |"]
+    assert bench.render("cdlm_teachers", result).split("\n")[2:] == ["| a | 3.500 | 1.500 | 50 % of 8 | 12.0 |", "| b | 2.500 |  |  |  |"]
     with pytest.raises(ValueError, match="this study compares teachers"):
         cdlm_studies.cdlm_teachers(methods.settings(**{**vars(args), "arms": str(tmp_path / "a")}), model, tokenizer)
 

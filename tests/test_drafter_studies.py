@@ -3,6 +3,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from conftest import save_toy_target
 
 import bench
@@ -57,6 +58,22 @@ def test_arms_are_compared_on_the_same_prompts(toy, small):
     out = drafter_studies.specdiff_objectives(args, target, tokenizer)
     assert set(out["arms"]) == {"ce"} and {"at_0", "at_1"} <= set(out["arms"]["ce"])
     assert "temperature 1" in bench.render("specdiff_objectives", json.loads(json.dumps(out)))
+
+
+def test_seeds_of_an_arm_are_added_up_and_sizes_kept_apart(toy, small, tmp_path):
+    """Names say which is which; an arm is held against the reference of its own size, and has no ratio where there is none."""
+    assert [drafter_studies.arm_of(x) for x in ("prism2", "ttt1-125", "ttt1-125-s3", "exp-ce-s1", "mdlm_more")] == [("prism2", 0), ("ttt1", 125), ("ttt1", 125), ("exp-ce", 0), ("mdlm_more", 0)]
+    target, tokenizer, args = toy
+    for i, name in enumerate(("ttt1-64-s1", "ttt1-64-s2", "prism2-64-s1", "prism2-128")):
+        torch.manual_seed(i)
+        prism.save(prism.for_target(target, (0, 1) if "2-" in name[:7] else (0,)), tmp_path / name)
+        (tmp_path / name / "log.jsonl").write_text(json.dumps({"tokens": 1e6, "seconds": 60}) + "\n")
+    out = drafter_studies.prism_arms(methods.settings(**{**vars(args), "arms": str(tmp_path)}), target, tokenizer)
+    assert list(out["arms"]) == ["prism2, 128 prompts", "prism2, 64 prompts", "ttt1, 64 prompts"] and out["reference"] == "ttt1"
+    two = out["arms"]["ttt1, 64 prompts"]
+    assert two["seeds"] == 2 == len(two["at_0"]["seeds"]) and min(two["at_0"]["seeds"]) <= two["at_0"]["tau"] <= max(two["at_0"]["seeds"]) and two["at_0"]["ratio"] == 1
+    assert "ratio" not in out["arms"]["prism2, 128 prompts"]["at_0"] and "ratio" in out["arms"]["prism2, 64 prompts"]["at_0"]
+    assert "| prism2, 128 prompts | 1 |" in bench.render("prism_arms", json.loads(json.dumps(out)))
 
 
 @pytest.mark.parametrize("name", ["prism_steps", "specdiff_chains", "specdiff_budgets"])
