@@ -109,9 +109,9 @@ def suitable(args, model):
 
 
 def run(args, model, tokenizer):
-    """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype.
-    A batch is of different requests, or of copies of one as in the paper. The diffusion models give answers of their own, so they are
-    compared by tokens a second; `dlm`, a whole forward a token, has one request of each family, alone."""
+    """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype; twice, in
+    turn. A batch is of different requests, or, once, of copies of one as in the paper. The diffusion models give answers of their own, so
+    they are compared by tokens a second, once; `dlm`, a whole forward a token, has one request of each family, alone."""
     n = 4 if args.quick else 16
     requests, problems = workload_requests(args, model, tokenizer) if args.workload else (family_requests(tokenizer, model, n, args.data), {})
     new = args.max_new_tokens or NEW
@@ -127,24 +127,24 @@ def run(args, model, tokenizer):
 
     def measured(workload, batch, kind, ids):
         timed, rows = {}, []
-        for repeat in range(1 if args.quick else 2):
+        for repeat in range(1 if args.quick or kind == "copies" else 2):
             for m in names:
-                some = ids if m != "dlm" else ids[:1] if batch == 1 and not repeat and workload != "mixed" else []
-                if not some:
+                if m in methods.DIFFUSION and repeat or m == "dlm" and (batch > 1 or workload == "mixed"):
                     continue
+                asked = ids[:1] if m == "dlm" else ids
                 engine = methods.make_engine(m, model, args, batch)
-                fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids) for i in some for _ in range(batch if kind == "copies" else 1)]
+                fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids) for i in asked for _ in range(batch if kind == "copies" else 1)]
                 generations = engine.generate(fresh)
                 timed.setdefault(m, []).append((sum(engine.seconds.values()), engine, generations))
         plain = statistics.median(s for s, _, _ in timed["ar"]) / sum(len(g.token_ids) for g in timed["ar"][-1][2])
-        for m, some in timed.items():
-            (_, engine, generations), seconds = some[-1], statistics.median(s for s, _, _ in some)
+        for m, runs in timed.items():
+            (_, engine, generations), seconds = runs[-1], statistics.median(s for s, _, _ in runs)
             steps, tokens, lossless = [s for g in generations for s in g.steps], sum(len(g.token_ids) for g in generations), m in methods.METHODS
             drafts = lossless and m != "ar"
             rows.append({"workload": workload, "batch": batch, "kind": kind, "ids": ids, "method": m, "k": engine.planner.k if drafts else None, "seconds": seconds,
                          "tokens": tokens, "tokens_per_second": tokens / seconds, "speedup": plain / seconds * tokens, "tau": summary(generations, engine)["tau"],
                          "acceptance": sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1) if drafts else None, "rounds": len(steps),
-                         "phases": {p: statistics.mean(studies.phases(e)[p] for _, e, _ in some) for p in studies.phases(engine)},
+                         "phases": {p: statistics.mean(studies.phases(e)[p] for _, e, _ in runs) for p in studies.phases(engine)},
                          **({"solved": solved(ids, generations)} if problems else {}),
                          "plans": {i: ladder.pack(g.steps) for i, g in zip(ids, generations)} if m == ladder.COMBINED else None,
                          "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][2], generations)) if lossless else None, "prompts": len(generations)})

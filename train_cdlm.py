@@ -52,7 +52,7 @@ def parse_args(argv=None):
     p.add_argument("--prompts", type=int, default=4000, help="trajectories: training problems (default %(default)s)")
     p.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5), help="trajectories: one each of every problem (default 0 0.5)")
     p.add_argument("--shard", type=int, default=64, help="trajectories: how many a file (default %(default)s)")
-    p.add_argument("--order", default="first", choices=cdlm.ORDERS, help="trajectories: which slot the teacher reveals in a step: the first masked one (default) or the surest, as in the paper")
+    p.add_argument("--order", default=cdlm.ORDER, choices=cdlm.ORDERS, help="trajectories: which slot the teacher reveals in a step: the first masked one or the surest, as in the paper (default %(default)s)")
     p.add_argument("--all-blocks", action="store_true", help="trajectories: decode the blocks behind the end of text too")
     p.add_argument("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01), metavar=("DISTILL", "CONS", "DLM"), help="student: of the losses (default 1 0.5 0.01)")
     p.add_argument("--kl", default="forward", choices=("forward", "reverse"), help="student: direction of the divergences")
@@ -201,7 +201,8 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
         with bf16:
             return {"loss": cdlm_losses.dlm_loss(model, to(args.device, batch), mask_id, rate, counted, generator, args.block_size, mask, args.in_order)}
 
-    fit(args, "teacher", model, tokenizer_json, tokenizer, loss_of, objective_of, "teacher" if first < args.steps else "student", mask_id, args.lr or 1e-3)
+    kind = "teacher" if first < args.steps else "student"            # one that was only ever block-causal must be decoded so
+    fit(args, "teacher", model, tokenizer_json, tokenizer, loss_of, objective_of, kind, mask_id, args.lr or 1e-3)
 
 
 def collect_trajectories(args, tokenizer, mask_id):

@@ -37,7 +37,8 @@ GEN_LENGTH, BLOCK_SIZE, THRESHOLD, LONGEST_PROMPT = 256, 32, 0.99, 160       # t
 KINDS = ("student", "teacher", "dual")
 COMMITS = ("fused", "separate")
 STOPS = ("at_once", "block", "never")
-ORDERS = ("surest", "first")
+ORDERS = ("first", "surest")
+ORDER = "first"                                                                # the papers: surest
 
 
 # -- decoding: one loop for student, teacher and the baselines ---------------------------------------------------------
@@ -115,7 +116,7 @@ def choose(logits, answers):
     return tokens.tolist(), confidence.tolist()
 
 
-def pick(confidence, n=1, threshold=None, order="surest"):
+def pick(confidence, n=1, threshold=None, order=ORDER):
     """Which of the masked slots to reveal, by index into `confidence`: all above the threshold, or else, so that every step makes
     progress, one; without a threshold n. These are the surest, ties to the left, or, in the order "first", the leftmost."""
     best = sorted(range(len(confidence)), key=lambda i: -confidence[i] if order == "surest" else i)
@@ -142,7 +143,7 @@ class Decoder:
     """
 
     def __init__(self, model, mask_id, kind="student", block_size=BLOCK_SIZE, threshold=None, steps=None, commit="fused", stop="at_once",
-                 order="surest", batch_size=1, record=False, on_step=None):
+                 order=ORDER, batch_size=1, record=False, on_step=None):
         for name, value, allowed in (("kind", kind, KINDS), ("commit", commit, COMMITS), ("stop", stop, STOPS), ("order", order, ORDERS)):
             if value not in allowed:
                 raise ValueError(f"unknown {name} '{value}'; choose from {', '.join(allowed)}")
@@ -280,7 +281,7 @@ class Decoder:
 
 # -- trajectories ------------------------------------------------------------------------------------------------------
 
-def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, stop="block", order="surest"):
+def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, stop="block", order=ORDER):
     """What the teacher did, a token a step: tokens and rank (n, L), live (n,) slots that were decoded, and hidden (n, L, C), the
     row from which each token was finalised, as it enters the head, in 16 bit. Behind the block that ends the text
     everything is an end of text, its rank is its place, and its hidden row is 0."""

@@ -31,7 +31,7 @@ class Models:
         if name == "ar":
             return methods.make_engine("ar", self.target, methods.settings(), batch)
         kind = name if name in ("teacher", "dual") else "student"
-        return cdlm.Decoder(self.students[name] if kind == "student" else self.teacher, self.mask_id, kind, batch_size=batch, **{"order": "first", **settings})
+        return cdlm.Decoder(self.students[name] if kind == "student" else self.teacher, self.mask_id, kind, batch_size=batch, **settings)
 
 
 def load(args, target, tokenizer, dtype=None):

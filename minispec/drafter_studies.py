@@ -31,7 +31,7 @@ def interval(committed, rounds, other=None, draws=2000):
 
 
 def accepted_lengths(engine, problems, tokenizer, temperature=0.0):
-    """Decode the problems with chains; {"tau", "interval", "by_family", "by_depth", "prompts": [[committed, rounds]]}. by_depth:
+    """Decode the problems with chains; {"tau", "by_family", "by_depth", "prompts": [[committed, rounds]]}. by_depth:
     how often draft 1, 2, .. is accepted where those before it are."""
     requests = requests_of(problems, tokenizer, engine.model, NEW, Sampling(temperature))
     steps = [g.steps for g in engine.generate(requests)]
@@ -40,7 +40,7 @@ def accepted_lengths(engine, problems, tokenizer, temperature=0.0):
     by_family = {f: float(committed[families == f].sum() / rounds[families == f].sum()) for f in dict.fromkeys(families.tolist())}
     reached = [sum(s.accepted >= d and s.proposed >= d for one in steps for s in one) for d in range(max(s.proposed for one in steps for s in one) + 1)]
     tried = [sum(s.accepted >= d - 1 and s.proposed >= d for one in steps for s in one) for d in range(1, len(reached))]
-    return {"tau": float(committed.sum() / rounds.sum()), "interval": interval(committed, rounds), "by_family": by_family,
+    return {"tau": float(committed.sum() / rounds.sum()), "by_family": by_family,
             "by_depth": [r / max(t, 1) for r, t in zip(reached[1:], tried)], "prompts": np.stack([committed, rounds], 1).tolist()}
 
 

@@ -98,6 +98,7 @@ class Rope(nn.Module):
 
 
 PACK_UP_TO = 1 << 22        # elements: a packed matrix is a second copy, which a model of billions has no room for
+PACK_LONE_ROWS = 1 << 16    # elements from which on it pays for a single row in fp32 too
 PACKED_TYPES = {torch.float32, torch.bfloat16}
 if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
     PACKED_TYPES.clear()
@@ -107,9 +108,10 @@ elif not torch.ops.mkldnn._is_mkldnn_bf16_supported():
 
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU. Several rows are multiplied with a copy of the matrix in oneDNN's own layout, which is
-    what torch.compile does too; torch's own product is slow for few rows in fp32. A single row in fp32 is fastest with the matrix
-    stored by columns (`store_by_columns`). The copy is made anew when an optimiser or a loader has changed the weights;
-    gradients never see it."""
+    what torch.compile does too; torch's own product is slow for few rows in fp32. A single row uses that copy as well, or drafting and
+    plain rounds in turn would drive each other's weights from the processor's cache; but where the matrix is small, it is
+    fastest stored by columns (`store_by_columns`). The copy is made anew when an optimiser or a loader has changed the
+    weights; gradients never see it."""
     _packed = None, None                                 # (version and place of the weights, their copy)
 
     def forward(self, x):
@@ -122,7 +124,7 @@ class Linear(nn.Linear):
 
     def _packs(self, x):
         w = self.weight
-        if w.dtype == torch.float32 and x.numel() == w.shape[1]:               # a single row
+        if w.dtype == torch.float32 and x.numel() == w.shape[1] and w.numel() < PACK_LONE_ROWS:
             return False
         plain = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or w.is_cuda or w.is_inference()
         return w.dtype in PACKED_TYPES and x.dtype == w.dtype and w.numel() <= PACK_UP_TO and not plain
@@ -427,8 +429,8 @@ def by_columns(weight):
 
 
 def store_by_columns(model):
-    """Store fp32 matrices on a CPU column by column, which changes nothing but speed: a single row, that is plain decoding,
-    is then multiplied in half the time. bf16 and GPUs prefer rows; several rows have a layout of their own, see `Linear`."""
+    """Store fp32 matrices on a CPU column by column, which changes nothing but speed: where matrices are not packed (`Linear`), a
+    single row, that is plain decoding, is then multiplied in half the time. bf16 and GPUs prefer rows."""
     for module in model.modules():
         if isinstance(module, nn.Linear) and by_columns(module.weight):
             module.weight.data = module.weight.data.t().contiguous().t()

@@ -45,7 +45,7 @@ def add_arguments(parser):
     parser.add_argument("--draft-temperature", type=float, default=None, metavar="T", help="specdiff: of the drafts (default: the target's; of several chains 1)")
     parser.add_argument("--draft-steps", type=int, default=1, metavar="N", help="specdiff: fill a window in N forwards, surest slots first (default 1)")
     parser.add_argument("--diffusion-model", metavar="DIR", help=f"cdlm, dlm: the model (default {', '.join(d for _, d in cdlm.METHODS.values())})")
-    parser.add_argument("--order", default="first", choices=cdlm.ORDERS, help="cdlm, dlm: what to reveal where nothing is sure enough: the first masked slot (default) or the surest, as in the papers")
+    parser.add_argument("--order", default=cdlm.ORDER, choices=cdlm.ORDERS, help="cdlm, dlm: what to reveal where nothing is sure enough: the first masked slot or the surest, as in the papers (default %(default)s)")
     parser.add_argument("--threshold", type=float, help=f"cdlm, dlm: reveal what is surer than this (default: cdlm {cdlm.THRESHOLD}, dlm one token a step)")
     parser.add_argument("--block-size", type=int, default=cdlm.BLOCK_SIZE, help="cdlm, dlm: slots that are filled in together (default %(default)s)")
     parser.add_argument("--k", type=int, default=None, help="draft tokens a round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")

@@ -4,13 +4,14 @@ import json
 import math
 import os
 import sys
+from functools import partial
 
 import pytest
 import torch
 from conftest import ROOT, TARGET, on_a_terminal, toy_model
 
 import decode
-from minispec import cdlm, cdlm_losses, gpt, tasks
+from minispec import cdlm, cdlm_losses, gpt, methods, tasks
 from minispec.attention import dense_attend
 from minispec.engine import Request
 from minispec.tokenizer import Tokenizer
@@ -187,8 +188,8 @@ def test_blocks_of_one_are_left_to_right(model, threshold):                     
     assert g.token_ids == slots and len(g.steps) == 12
 
 
-def naive(model, prompt, length, block, steps):
-    """The teacher's loop as the notes write it down (section 1.3), on one prompt: `steps` steps in all."""
+def naive(model, prompt, length, block, steps, order="surest"):
+    """The teacher's loop as the notes write it down (section 1.3), on one prompt: `steps` steps in all; or from left to right."""
     x, n_blocks = prompt + [MASK] * length, length // block
     for b in range(n_blocks):
         first, last = len(prompt) + b * block, len(prompt) + (b + 1) * block
@@ -196,7 +197,7 @@ def naive(model, prompt, length, block, steps):
         for s in range(per_block):
             logits = dense(model, prompt, x[len(prompt):], cdlm_losses.bidirectional)
             confidence, x0 = logits.softmax(-1).max(-1)
-            confidence = torch.cat([torch.zeros(len(prompt)), confidence])
+            confidence = torch.cat([torch.zeros(len(prompt)), confidence if order == "surest" else -torch.arange(length)])
             hidden = torch.tensor([t != MASK for t in x])
             hidden[:first] = hidden[last:] = True
             confidence[hidden] = -math.inf
@@ -205,14 +206,17 @@ def naive(model, prompt, length, block, steps):
     return x[len(prompt):]
 
 
+@pytest.mark.parametrize("order", cdlm.ORDERS)
 @pytest.mark.parametrize("steps", [24, 15, 6, 3])
-def test_teacher_is_the_loop_of_the_notes(model, steps):                           # 7
+def test_teacher_is_the_loop_of_the_notes(model, steps, order):                    # 7
     reqs = requests(length=24, stop=[45])
-    cdlm.Decoder(model, MASK, "teacher", B, steps=steps // 3, stop="never", batch_size=3).generate(reqs)
-    assert filled(reqs) == [naive(model, p, 24, B, steps) for p in PROMPTS]
+    cdlm.Decoder(model, MASK, "teacher", B, steps=steps // 3, stop="never", order=order, batch_size=3).generate(reqs)
+    assert filled(reqs) == [naive(model, p, 24, B, steps, order) for p in PROMPTS]
+    if order == "first":
+        assert all([i for _, i in sorted(zip(r.state.rank, range(24)))] == list(range(24)) for r in reqs)
     if steps == 24:
         same = requests(length=24, stop=[45])
-        cdlm.Decoder(model, MASK, "teacher", B, stop="never").generate(same)
+        cdlm.Decoder(model, MASK, "teacher", B, stop="never", order=order).generate(same)
         assert filled(same) == filled(reqs)
 
 
@@ -232,7 +236,7 @@ def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
 
 
 @pytest.mark.parametrize("kind", cdlm.KINDS)
-@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "first"}, {"threshold": 0.2, "commit": "separate"}, {"steps": 3}])
+@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"threshold": 0.2, "commit": "separate"}, {"steps": 3}])
 def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):    # 9
     single = [cdlm.Decoder(model, MASK, kind, B, **settings).generate([r])[0] for r in requests(stop=[45])]
     for size in (2, 4):
@@ -256,10 +260,11 @@ def test_threshold_sets_the_steps(model):                                       
 
 
 def test_progress_and_ties():                                                      # 18
-    assert cdlm.pick([0.2, 0.95, 0.91], threshold=0.9) == [1, 2] and cdlm.pick([0.2, 0.5, 0.5], threshold=0.9) == [1]
-    assert cdlm.pick([0.5, 0.5, 0.1], 2) == [0, 1] and cdlm.pick([], threshold=0.9) == [] and cdlm.pick([0.3], 0) == []
-    assert cdlm.pick([0.2, 0.95, 0.91], threshold=0.9, order="first") == [1, 2] and cdlm.pick([0.2, 0.5, 0.6], threshold=0.9, order="first") == [0]
-    assert cdlm.pick([0.1, 0.5, 0.6], 2, order="first") == [0, 1] and cdlm.pick([], threshold=0.9, order="first") == []
+    surest, first = (partial(cdlm.pick, order=order) for order in ("surest", "first"))
+    assert surest([0.2, 0.95, 0.91], threshold=0.9) == [1, 2] and surest([0.2, 0.5, 0.5], threshold=0.9) == [1]
+    assert surest([0.5, 0.5, 0.1], 2) == [0, 1] and surest([], threshold=0.9) == [] and surest([0.3], 0) == []
+    assert first([0.2, 0.95, 0.91], threshold=0.9) == [1, 2] and first([0.2, 0.5, 0.6], threshold=0.9) == [0]
+    assert first([0.1, 0.5, 0.6], 2) == [0, 1] and first([], threshold=0.9) == []
 
 
 @pytest.mark.parametrize("kind", cdlm.KINDS)
@@ -312,7 +317,7 @@ def test_counters_are_measured(model, monkeypatch):                             
 def test_infilling(model, kind):                                                   # 25
     def run(given):
         reqs = requests(PROMPTS[:1])
-        cdlm.Decoder(model, MASK, kind, B).generate(reqs, [given])
+        cdlm.Decoder(model, MASK, kind, B, order="surest").generate(reqs, [given])
         return filled(reqs)[0]
     plain = run({})
     right = [run({i: t + i for i in range(4, 8)}) for t in (0, 10, 20, 30)]
@@ -340,7 +345,7 @@ def test_what_a_decoder_does_not_take(model):
 @pytest.fixture(scope="module")
 def trajectories(model):
     """(those of PROMPTS, as a training batch)."""
-    data = cdlm.collect(model, MASK, requests(), B, batch_size=2)
+    data = cdlm.collect(model, MASK, requests(), B, batch_size=2, order="surest")
     prompt, length = cdlm.pad_prompts(PROMPTS)
     return {**data, "prompt": prompt, "length": length, "answer": data["tokens"]}
 
@@ -355,6 +360,11 @@ def test_a_trajectory_reveals_a_token_a_step_block_by_block(trajectories):      
         assert (new.sum(-1) == 1).all() and (states[k][new] == MASK).all()
         assert (states[k + 1][:, :k // B * B] != MASK).all() and (states[k + 1][:, (k // B + 1) * B:] == MASK).all()
     assert torch.equal(states[-1], tokens)
+
+
+def test_a_trajectory_in_the_order_of_the_text(model):
+    data = cdlm.collect(model, MASK, requests(), B, batch_size=2, order="first")
+    assert torch.equal(data["rank"], torch.arange(L).expand(4, -1)) and (data["hidden"].abs().sum(-1) > 0).all()
 
 
 def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):     # 11
@@ -409,6 +419,15 @@ def test_bad_input_is_one_line(args, message):
     with pytest.raises(ValueError) as e:
         decode.main(args)
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_settings_reach_the_decoder(toy):
+    target = gpt.load(toy)
+    for method, threshold in (("cdlm", cdlm.THRESHOLD), ("dlm", None)):
+        plain = methods.make_engine(method, target, methods.settings(diffusion_model=toy), 1)
+        assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method][0])
+        other = methods.make_engine(method, target, methods.settings(diffusion_model=toy, order="surest", threshold=0.5, block_size=16), 3)
+        assert (other.order, other.threshold, other.block_size, other.batch_size) == ("surest", 0.5, 16, 3)
 
 
 def test_decode_json(toy, tmp_path, capsys):

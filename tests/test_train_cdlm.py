@@ -204,7 +204,7 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     with torch.no_grad():
         teacher.embed.weight[MASK] *= 0.01
         teacher.head.weight *= 60                        # so sure of its tokens that the student can become surer than 0.9
-    data = cdlm.collect(teacher, MASK, requests(prompts, length), B, batch_size=32)
+    data = cdlm.collect(teacher, MASK, requests(prompts, length), B, batch_size=32, order="surest")
     prompt, lengths = cdlm.pad_prompts(prompts)
     batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
@@ -260,6 +260,18 @@ def test_all_stages_lower_their_losses(trained):
 def test_a_model_remembers_whose_token_its_rows_predict(trained, toy, tmp_path, monkeypatch):   # 8
     train(monkeypatch, toy, tmp_path, "--stage", "teacher", "--no-shift", "--steps", "2")
     assert [gpt.load(folder / "teacher").config.shift for folder in (tmp_path, trained)] == [False, True]
+
+
+def test_settings_reach_what_they_set(toy, tmp_path, monkeypatch):
+    asked = {}
+    for name in ("turns", "collect", "student_losses"):
+        owner = cdlm if name == "collect" else cdlm_losses
+        real = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, name=name, real=real, **kw: asked.setdefault(name, []).append(kw.get("order", a[-1])) or real(*a, **kw))
+    train(monkeypatch, toy, tmp_path, "--steps", "2", "--prompts", "1", "--in-order", "0.25", "--order", "surest", "--weights", "1", "0", "1")
+    assert asked["collect"] == ["surest"] and asked["student_losses"] == [0.25, 0.25]
+    heldout = 2 * len(tasks.FAMILIES)                        # of both stages: always measured on masks drawn at random
+    assert sorted(asked["turns"]) == [0.0] * heldout + [0.25] * 4
 
 
 class Killed(Exception):
@@ -321,7 +333,8 @@ def test_trajectory_files(trained, toy, monkeypatch):                           
 
 
 def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):
-    for args, message in ((["--stage", "student"], "no model folder|no tokenizer"), (["--batch", "0"], "batch 0 is out of range"), (["--gen-length", "600"], "exceed the context of 512"),
+    for args, message in ((["--stage", "student"], "no model folder|no tokenizer"), (["--batch", "0"], "batch 0 is out of range"), (["--in-order", "1.5"], "in-order 1.5 is out of range; allowed is 0 to 1"),
+                          (["--gen-length", "600"], "exceed the context of 512"),
                           (["--gen-length", "40"], "fits a prompt of 160 and an answer of 40 tokens"), (["--target", "nowhere"], "no tokenizer: nowhere")):
         with pytest.raises(ValueError, match=message):
             train(monkeypatch, toy, tmp_path, *args)
