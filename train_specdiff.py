@@ -2,7 +2,8 @@
 
     python train_specdiff.py --out checkpoints/specdiff --objective ce               # a window drafter that reads the target's states
     python train_specdiff.py --out /tmp/base --objective mdlm --taps none            # the unaligned one: plain masked diffusion
-    python train_specdiff.py --out /tmp/streak --objective streak --taps none --init /tmp/base --responses /tmp/base/responses
+    python train_specdiff.py --out /tmp/streak --objective streak --init /tmp/base --responses /tmp/base/responses
+    python train_specdiff.py --out /tmp/more --objective streak --init /tmp/streak --taps last --responses /tmp/base/responses   # now it reads states
     python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1     # answers sampled; for rejection sampling
 
 The target answers the prompts itself (greedily, unless --temperature says otherwise); the answers are kept in shards, from
@@ -26,7 +27,7 @@ def parse_args():
     p = Parser(__doc__)
     rollouts.add_arguments(p)
     p.add_argument("--objective", default="ce", choices=specdiff.OBJECTIVES, help="what to train for, see specdiff.objective (default %(default)s)")
-    p.add_argument("--init", metavar="DIR", help="start from this drafter; its shape is kept")
+    p.add_argument("--init", metavar="DIR", help="start from this drafter; its shape is kept, but it may begin to read the target (--taps)")
     p.add_argument("--source", metavar="DIR", help="a new drafter starts as the first layers of this model (default: of the target)")
     p.add_argument("--layers", type=int, help="so many (default 2)")
     p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
@@ -36,7 +37,7 @@ def parse_args():
     p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     args = p.parse_args()
     rollouts.check_arguments(args, {"windows": 1, "layers": 1})  # a wrong name fails before the work
-    given = [name for name in ("source", "layers", "gamma", "taps", "no_shift") if getattr(args, name)]
+    given = [name for name in ("source", "layers", "gamma", "no_shift") if getattr(args, name)]
     if args.init and given:
         raise ValueError(f"--init keeps the shape of its drafter; --{given[0].replace('_', '-')} is for a new one")
     return args
@@ -44,12 +45,14 @@ def parse_args():
 
 def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
+    taps = {"none": None, "three": gpt.three_taps(target.config.n_layer)}.get(args.taps, ())
     if args.init:
         drafter = specdiff.load(args.init, target)
         drafter.config.target = folders.fingerprint(target)      # the one it is now trained for
+        if args.taps and taps != drafter.config.taps:
+            drafter = specdiff.tapped(drafter, target, taps)
         return drafter
     source = gpt.load(args.source, args.device) if args.source else target
-    taps = {"none": None, "three": gpt.three_taps(target.config.n_layer)}.get(args.taps, ())
     return specdiff.for_target(target, source, args.layers or min(2, source.config.n_layer), args.gamma or 8, not args.no_shift, taps)
 
 

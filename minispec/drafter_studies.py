@@ -101,30 +101,53 @@ def specdiff_objectives(args, model, tokenizer):
     return compare("specdiff", args, model, tokenizer, (0.0, 1.0))
 
 
+FLUSH = 1 << 24                     # numbers, 64 MB: more than the processor's caches hold
+
+
 @torch.no_grad()
 def prism_steps(args, model, tokenizer):
-    """Milliseconds of one draft step by number of modules, and of two stacked layers: untrained, for time does not depend on it."""
+    """Milliseconds of one draft step by number of modules, and of two stacked layers: untrained, for time does not depend on it.
+    Warm: steps follow each other, as in decoding. Cold: between any two, the processor's caches are filled with other things, so
+    that every step reads its weights from memory, as a model does that is too large for them."""
     repeats, arms = 20 if args.quick else 400, {"1 module": ((0,), 1), "2 modules": ((0, 1), 1), "3 modules": ((0, 1, 2), 1), "2 layers, stacked": ((0,), 2)}
-    context, times = min(512, model.config.block_size // 2), {name: [] for name in arms}
+    context, drafts, other = min(512, model.config.block_size // 2), 4, torch.zeros(FLUSH)
     drafters = {name: PrismDrafter(gpt.store_by_columns(prism.for_target(model, *arm)), model, 4) for name, arm in arms.items()}
-    requests = {}
+    times, requests, flushing = {(how, name): [] for how in ("warm", "cold") for name in arms}, {}, []
+
+    def flush(*_):
+        started = time.perf_counter()
+        other.add_(1)
+        flushing.append(time.perf_counter() - started)
+
+    def timed(name):
+        r, drafter = requests[name], drafters[name]
+        note = drafter.notes[r]
+        note.features = [torch.zeros(1, model.config.d_model, dtype=model.dtype, device=model.device)]
+        note.cached = context - 1
+        flushing.clear()
+        started = time.perf_counter()
+        drafter.propose([r], [drafts])
+        return (time.perf_counter() - started - sum(flushing)) / drafts
+
     for name, drafter in drafters.items():
-        r = requests[name] = Request([1 + i % 50 for i in range(context + 1)], 4 * repeats)
+        r = requests[name] = Request([1 + i % 50 for i in range(context + 1)], drafts * repeats)
         r.n_cached = context
         drafter.observe(r, torch.zeros(context, model.config.d_model, dtype=model.dtype, device=model.device))
         drafter.propose([r], [1])
     for _ in tqdm(range(repeats), desc="draft steps"):
         for name, drafter in drafters.items():               # in turn, so that a slow moment slows all of them
-            r, note = requests[name], drafter.notes[requests[name]]
-            note.features = [torch.zeros(1, model.config.d_model, dtype=model.dtype, device=model.device)]
-            note.cached = context - 1
-            started = time.perf_counter()
-            drafter.propose([r], [4])
-            times[name].append((time.perf_counter() - started) / 4)
-    plain = times["1 module"]
-    return {"repeats": repeats, "drafts": 4, "context": context, "arms": {name: {
-        "milliseconds": 1000 * statistics.median(some), "ratio": statistics.median(a / b for a, b in zip(some, plain)),
-        "parameters": drafters[name].prism.n_params(), "parameters_read": sum(p.numel() for p in drafters[name].prism.bank[0].parameters())} for name, some in times.items()}}
+            timed(name)                                      # what the last one flushed is warm again
+            times["warm", name].append(timed(name))
+            hook = drafter.prism.register_forward_pre_hook(flush)
+            times["cold", name].append(timed(name))
+            hook.remove()
+    out = {}
+    for name, drafter in drafters.items():
+        out[name] = {"parameters": drafter.prism.n_params(), "parameters_read": sum(p.numel() for p in drafter.prism.bank[0].parameters())}
+        for how in ("warm", "cold"):
+            some, plain = times[how, name], times[how, "1 module"]
+            out[name][how] = {"milliseconds": 1000 * statistics.median(some), "ratio": statistics.median(a / b for a, b in zip(some, plain))}
+    return {"repeats": repeats, "drafts": drafts, "context": context, "arms": out}
 
 
 def prism_trees(args, model, tokenizer):

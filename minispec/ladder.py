@@ -6,7 +6,8 @@ bounds.ladder, and where there are observations
 
     L0        speed-up by the wall clock, {method: autoregressive seconds / seconds}; like all rungs it includes reading the prompts
     L1        the same with both times modelled: the recorded rounds, replayed through the cost table, and what drafters had to read
-    error     modelled seconds / observed seconds - 1, of every method, autoregressive included
+    error     modelled seconds / observed seconds - 1, of every method, autoregressive included. What the machine's speed did between
+              pricing and running is in it; "speedup_error", L1 / L0 - 1, of all but the autoregressive loop, is free of that
     above     observed seconds / the least the optimum may take (L5; L6 where drafters are combined). Under 1 the model is
               wrong by that much, or the bound is; 1.5 says that 50 % more time was spent than any choice of lengths needs.
     gap       share of the way from the best single method to L6 that the combined method goes by the clock, and "gap_modelled", all
@@ -61,9 +62,12 @@ def analyse(traces, table, runs=None, child_rates=None, published=False, batches
             same = lambda r: all(r[k] == plan[k] for k in ("workload", "batch", "kind"))
             cell |= observed([r for r in runs if same(r)], some, cost, cell)
         cells.append(cell)
-    errors = [abs(e) for c in cells for e in c.get("error", {}).values()]
+    def summary(name):
+        errors = [abs(e) for c in cells for e in c.get(name, {}).values()]
+        return {"median": float(np.median(errors)), "max": max(errors)} if errors else None
+
     return {"about": table.get("about", {}), "observed": bool(runs), "cells": cells, "context": speedup_by_context(traces, cost, names),
-            "model_error": {"median": float(np.median(errors)), "max": max(errors)} if errors else None}
+            "model_error": summary("error"), "speedup_error": summary("speedup_error")}
 
 
 def observed(rows, traces, cost, cell):
@@ -80,6 +84,7 @@ def observed(rows, traces, cost, cell):
     out = {"L0": {m: seconds["ar"] / s for m, s in seconds.items()}, "L1": {m: modelled["ar"] / s for m, s in modelled.items()},
            "error": {m: s / seconds[m] - 1 for m, s in modelled.items()}, "rounds": rounds,
            "above": {m: s / least[m] for m, s in seconds.items() if m in least}}
+    out["speedup_error"] = {m: s / out["L0"][m] - 1 for m, s in out["L1"].items() if m != "ar"}
     for rung, name in (("L0", "gap"), ("L1", "gap_modelled")):
         single = max((s for m, s in out[rung].items() if m in ("ar", *cell["L5"])), default=1.0)
         if COMBINED in out[rung] and cell["L6"] > single:

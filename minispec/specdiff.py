@@ -12,12 +12,14 @@ one chain does; the target judges their merged trie in one forward, too (`RULES`
 Rows of a round: the tokens committed since the last one, causal, whose keys stay in the drafter's cache for good; then the
 window, whose rows see everything, each other included, and whose keys are overwritten by the next round:
 
-    plain      t_0 .. t_n-1 | t_n  MASK .. MASK           a causal prefix, so cached keys are exactly those of a new prefill
-    tapped     f_0 .. f_n-1 | t_n  MASK .. MASK           the same, and tokens come with the target's hidden states (f)
+    plain      t_0   t_1   ..  t_n   | MASK  ..  MASK      a causal prefix, so cached keys are exactly those of a new prefill
+    tapped     t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row comes with the newest hidden state (f) that the target
+                     f_0   ..  f_n-1 | f_n-1 ..  f_n-1     has when the row's token is chosen: that of the token before
 
 `shift` True: a row guesses the token after its own, as the target does, whose weights the drafter starts from; t_n guesses slot 1
-and gamma - 1 masks the others. False: every mask guesses its own slot, of which there are gamma. In the tapped form (the
-idea of DFlash, 2602.06036) t_n itself stands in the window, for the target has not seen it: it is encoded again when it has.
+and gamma - 1 masks the others. False: every mask guesses its own slot, of which there are gamma. The tapped form joins the
+ideas of DFlash (2602.06036), a diffusion drafter that reads the target, and of EAGLE, by which the state of a token stands beside
+the next one: the row of t_n has what an EAGLE head has.
 
 What differs from the paper and why: the released drafter sees its prefix bidirectionally and encodes it anew every round; ours
 is causal, so that a cache is exact and many windows of a text train in one forward. The released code trains the paper's
@@ -87,8 +89,8 @@ class Drafter(nn.Module):
         self.rope = gpt.Rope(c)
 
     def forward(self, tokens, positions, attend, features=None):
-        """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (..., F): the target's,
-        0 where it has not been; for a tapped drafter."""
+        """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (..., F): the target's of the
+        token before, or of the last one it has seen; for a tapped drafter."""
         x = torch.where((tokens == MASK)[..., None], self.mask, self.words.embed(tokens.clamp(min=0)))
         if self.fuse is not None:
             x = x + self.fuse(features)
@@ -127,6 +129,17 @@ def for_target(target, source=None, n_layer=None, gamma=8, shift=True, taps=None
     return drafter
 
 
+def tapped(drafter, target, taps):
+    """The same drafter, beginning to read the target: a projection of 0 changes nothing yet. ValueError if it reads already."""
+    if drafter.config.taps is not None or taps is None:
+        raise ValueError(f"the drafter reads {'nothing' if drafter.config.taps is None else drafter.config.taps or 'the last state'} of the target; only one that reads nothing can begin to")
+    out = Drafter(replace(drafter.config, taps=taps), target).to(target.device)
+    with torch.no_grad():
+        out.fuse.weight.zero_()
+        out.load_state_dict({**out.state_dict(), **drafter.state_dict()})
+    return out
+
+
 # -- training: many windows of a text in one forward -------------------------------------------------------------------
 
 def window_attend(n, seen, rows, clean):
@@ -152,25 +165,25 @@ def window_attend(n, seen, rows, clean):
 def window_logits(drafter, ids, starts, features=None, shown=None):
     """Logits (B, W, gamma, V) of the windows that begin at positions `starts` (B, W), above 0, of texts ids (B, S).
 
-    shown: what stands in the slots (B, W, gamma), MASK where they are open (default: all are). features (B, S, F) for a tapped
-    drafter. Texts are padded on the right, which no window may begin behind.
+    shown: what stands in the slots (B, W, gamma), MASK where they are open (default: all are). features (B, S, F): what the target
+    makes of every token, for a tapped drafter. Texts are padded on the right, which no window may begin behind.
     """
     c, (b, s) = drafter.config, ids.shape
-    tapped, at = c.taps is not None, torch.arange(c.gamma, device=ids.device)
+    at = torch.arange(c.gamma, device=ids.device)
     slots = torch.full((*starts.shape, c.gamma), MASK, device=ids.device) if shown is None else shown
     slots, places = slots[..., :c.gamma - c.shift], (starts[..., None] + at)[..., :c.gamma - c.shift]
-    if tapped:                                           # the last token, which the target has not seen, stands in the window
-        slots = torch.cat([ids.gather(1, starts - 1)[..., None], slots], -1)
-        places = torch.cat([starts[..., None] - 1, places], -1)
-        features = F.pad(features, (0, 0, 0, slots[0].numel()))
+    if c.taps is not None:
+        features = F.pad(features, (0, 0, 1, 0))[:, :-1]                                                         # of the token before
+        newest = (starts - 1).repeat_interleave(slots.shape[-1], 1)[..., None].expand(-1, -1, features.shape[-1])
+        features = torch.cat([features, features.gather(1, newest)], 1)
     positions = torch.cat([torch.arange(s, device=ids.device).expand(b, -1), places.flatten(1)], 1).clamp(max=c.block_size - 1)
-    attend = window_attend(s, starts - int(tapped), slots.shape[-1], blocked_attend() if ids.device.type == "cpu" else dense_attend())
+    attend = window_attend(s, starts, slots.shape[-1], blocked_attend() if ids.device.type == "cpu" else dense_attend())
     hidden = drafter(torch.cat([ids, slots.flatten(1)], 1), positions, attend, features)
     windows = hidden[:, s:].unflatten(1, slots.shape[1:])                                                        # (B, W, r, C)
-    if c.shift and not tapped:                                                   # the last committed token is a clean row
+    if c.shift:                                                                  # slot 1 is guessed by a clean row, the last committed token
         last = hidden.gather(1, (starts - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
         windows = torch.cat([last[:, :, None], windows], 2)
-    return drafter.words.logits(windows[:, :, -c.gamma:])
+    return drafter.words.logits(windows)
 
 
 def draw_windows(learn, n, generator):
@@ -286,10 +299,10 @@ def merge(chains):
 
 
 class _Notes:
-    """A request as the drafter knows it: a cache of clean rows, how many it holds, the features of the rows to come."""
+    """A request as the drafter knows it: a cache of clean rows, how many it holds, features up to those of the rows to come."""
 
-    def __init__(self, cache):
-        self.cache, self.cached, self.features = cache, 0, []
+    def __init__(self, cache, features):
+        self.cache, self.cached, self.features = cache, 0, features
 
 
 class SpecDiffDrafter:
@@ -321,7 +334,9 @@ class SpecDiffDrafter:
 
     def _note(self, request):
         if request not in self.notes:
-            self.notes[request] = _Notes(KVCache(self.drafter.config, request.longest + self.gamma, self.target.dtype, self.target.device))
+            like, fuse = {"dtype": self.target.dtype, "device": self.target.device}, self.drafter.fuse
+            cache = KVCache(self.drafter.config, request.longest + self.gamma, **like)
+            self.notes[request] = _Notes(cache, [] if fuse is None else [torch.zeros(1, fuse.in_features, **like)])      # before the first token: nothing
         return self.notes[request]
 
     def observe(self, request, features):
@@ -348,20 +363,19 @@ class SpecDiffDrafter:
         c, tokens, positions, segments, features, wanted = self.drafter.config, [], [], [], [], []
         for r, window in windows.items():
             note = self._note(r)
-            start = min(note.cached, len(r.tokens) - 1)                        # the last token again, where a window takes several steps
-            end = len(r.tokens) - (c.taps is not None)                         # clean rows from start to end
-            inner = r.tokens[end:] + window[:len(window) - c.shift]
-            a, b = len(tokens), len(tokens) + end - start
-            if a < b:
-                segments.append((a, b, FullKeys(note.cache, 0, start, b - a)))
+            start, end = min(note.cached, len(r.tokens) - 1), len(r.tokens)    # the last token again, where a window takes several steps
+            inner, n = window[:len(window) - c.shift], len(tokens)
+            segments.append((n, n + end - start, FullKeys(note.cache, 0, start, end - start)))
             if inner:
-                segments.append((b, b + len(inner), FullKeys(note.cache, 0, end, len(inner), tail=torch.ones(len(inner), len(inner), dtype=torch.bool))))
-            tokens += r.tokens[start:end] + inner
+                sees = torch.ones(len(inner), len(inner), dtype=torch.bool)
+                segments.append((n + end - start, n + end - start + len(inner), FullKeys(note.cache, 0, end, len(inner), tail=sees)))
+            tokens += r.tokens[start:] + inner
             positions += range(start, end + len(inner))
             wanted += range(len(tokens) - len(window), len(tokens))
             if c.taps is not None:
-                new = torch.cat([*note.features, torch.zeros(len(inner), self.drafter.fuse.in_features, dtype=self.target.dtype, device=self.target.device)])
-                features, note.features = [*features, new], []
+                known = torch.cat(note.features)[start - end:]
+                features += [known, known[-1:].expand(len(inner), -1)]
+                note.features = [known[-1:]]
             note.cached = end
         device = self.target.device
         hidden = self.drafter(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), packed_attend(segments),

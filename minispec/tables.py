@@ -72,8 +72,9 @@ def render(name, r):
         rows = [[*("" if x[c] is None else x[c] for c in columns), f"{x['tau']:.2f}", f"{x['tokens_per_second']:.0f}", _times(x), "" if x["identical"] is None else f"{x['identical']} of {r['prompts']}"] for x in r["rows"]]
         return _table([*(c.replace("_", " ") for c in columns), "tau", "tokens/s", "speed-up over greedy ar (range)", "identical to it"], rows)
     if name == "prism_steps":
-        return _table(["drafter", "parameters", "read by a step", "ms a draft step", "ratio to 1 module"],
-                      [[a, f"{x['parameters'] / 1e6:.2f}M", f"{x['parameters_read'] / 1e6:.2f}M", f"{x['milliseconds']:.3f}", f"{x['ratio']:.3f}"] for a, x in r["arms"].items()])
+        return _table(["drafter", "parameters", "read by a step", *(x for how in ("warm", "cold") for x in (f"ms a draft step, {how}", "ratio to 1 module"))],
+                      [[a, f"{x['parameters'] / 1e6:.2f}M", f"{x['parameters_read'] / 1e6:.2f}M", *(f"{x[how][n]:.3f}" for how in ("warm", "cold") for n in ("milliseconds", "ratio"))]
+                       for a, x in r["arms"].items()])
     if name == "specdiff_budgets":
         rows = [[x["budget"], *(f"{100 * x[m]['solved'] / x['problems']:.0f} %" for m in ("ar", "specdiff")), *(f"{x[m]['seconds']:.1f}" for m in ("ar", "specdiff"))] for x in r["rows"]]
         return _table(["tokens an answer may have", "solved, ar", "solved, specdiff", "seconds, ar", "seconds, specdiff"], rows)
@@ -182,7 +183,9 @@ def _ladder(r):
                    *(["the paper's simulator"] if any("published" in c for c in r["cells"]) else [])], full),
            _table(["workload", "batch", "drafter, best fixed k", "rejected tokens free", "drafting free", "overhead free", "all three", "L11 best static tree"], amdahl)]
     if r["model_error"]:
-        out.append(f"Error of the cost model, modelled over observed seconds: median {100 * r['model_error']['median']:.0f} %, at most {100 * r['model_error']['max']:.0f} %.")
+        says = [f"{what}: median {100 * e['median']:.0f} %, at most {100 * e['max']:.0f} %" for what, e in
+                (("modelled over observed seconds", r["model_error"]), ("modelled over observed speed-ups", r["speedup_error"])) if e]
+        out.append(f"Error of the cost model, {'; '.join(says)}.")
     return "\n\n".join(out)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import toy_model
 
+import bench
 from minispec import bounds, ladder, measure, prism, traces
 from minispec.drafters import NGram, SmallLM
 from minispec.engine import Engine, Lockstep, Request
@@ -242,6 +243,10 @@ def test_ladder_of_a_run_and_of_files_alone(dense):
     assert cell["gap"] == pytest.approx((cell["L0"]["draft"] - single) / (cell["L6"] - single))
     single = max(s for m, s in cell["L1"].items() if m != "adaptive")
     assert cell["gap_modelled"] == pytest.approx((cell["L1"]["adaptive"] - single) / (cell["L6"] - single))
+    slower = ladder.analyse(some, TABLE, runs_of(some, ["ar", *DRAFTERS], {m: 2 * s for m, s in seconds.items()}))        # since it was priced
+    assert slower["model_error"]["median"] == pytest.approx(0.5) and slower["speedup_error"]["max"] < 1e-9 and "ar" not in slower["cells"][0]["speedup_error"]
+    off = ladder.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": seconds["ar"], "draft": seconds["draft"] / 1.25}))
+    assert off["cells"][0]["speedup_error"] == pytest.approx({"draft": -0.2}) and "modelled over observed speed-ups: median 20 %, at most 20 %" in bench.render("bounds", off)
     impossible = ladder.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": seconds["ar"], "draft": seconds["draft"] / 20}))
     assert impossible["cells"][0]["above"]["draft"] < 1
     alone = ladder.analyse(some, TABLE, published=True)

@@ -89,16 +89,16 @@ def trained():
 def obvious_logits(drafter, ids, start, shown=None, target=TARGET):
     """Logits (gamma, V) of the window of one text that begins at `start`: a forward over prefix and window alone, with a dense mask."""
     c = drafter.config
-    tapped, slots = c.taps is not None, list(shown or [MASK] * c.gamma)
-    end = start - tapped                                           # clean rows
-    rows = ids[:end] + ids[end:start] + slots[:len(slots) - c.shift]
+    slots = list(shown or [MASK] * c.gamma)
+    rows = ids[:start] + slots[:len(slots) - c.shift]
     mask = torch.ones(len(rows), len(rows)).tril().bool()
-    mask[end:] = True
+    mask[start:] = True
     features = None
-    if tapped:
-        x = torch.tensor([ids[:end]], dtype=torch.long)
-        seen = target.features(x, torch.arange(end)[None], dense_attend(), c.taps)[1] if end else torch.zeros(1, 0, drafter.fuse.in_features)
-        features = torch.cat([seen, torch.zeros(1, len(rows) - end, seen.shape[-1])], 1)
+    if c.taps is not None:                                         # what the target, which has not seen the last token, can say
+        seen = [torch.zeros(1, 1, drafter.fuse.in_features)]
+        if start > 1:
+            seen.append(target.features(torch.tensor([ids[:start - 1]]), torch.arange(start - 1)[None], dense_attend(), c.taps)[1])
+        features = torch.cat([*seen, seen[-1][:, -1:].expand(-1, len(rows) - start, -1)], 1)
     hidden = drafter(torch.tensor([rows]), torch.arange(len(rows))[None], dense_attend(mask), features)
     return drafter.words.logits(hidden[0, -len(slots):])
 
@@ -168,6 +168,7 @@ def test_the_drafters_cache_holds_what_a_new_prefill_gives(form):
         n, own = note.cached, KVCache(drafter.config, note.cached)
         x, positions = torch.tensor(r.tokens[:n]), torch.arange(n)
         features = None if drafter.config.taps is None else TARGET.features(x[None], positions[None], dense_attend(), drafter.config.taps)[1][0]
+        features = features if features is None else torch.cat([torch.zeros_like(features[:1]), features[:-1]])
         drafter(x, positions, FullKeys(own, 0, 0, n).attend, features)
         assert (note.cache.k[:, :, :n] - own.k).abs().max() < 1e-4 and (note.cache.v[:, :, :n] - own.v).abs().max() < 1e-4
         m, own = r.n_cached, KVCache(TARGET.config, r.n_cached)    # and the target's cache, after keeping a path of the trie (B6)
@@ -735,6 +736,22 @@ def test_a_drafter_can_go_on_from_another(folder):
     assert all(torch.equal(one[n], two[n]) for n in one)
     with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --gamma is for a new one"):
         train(folder, "three", "--init", folder / "one", "--gamma", 6)
+
+
+def test_a_drafter_can_begin_to_read_the_target(folder):
+    """At first that changes nothing; it learns from there, and does not begin twice."""
+    target = gpt.load(folder / "target")
+    train(folder, "blind", "--objective", "ce", "--taps", "none", "--gamma", 4, tokens="2000")
+    train(folder, "same", "--objective", "streak", "--init", folder / "blind", "--taps", "three", "--lr", "0", tokens="1")
+    train(folder, "more", "--objective", "streak", "--init", folder / "blind", "--taps", "three", tokens="2000")
+    blind, same, more = (specdiff.load(folder / name, target) for name in ("blind", "same", "more"))
+    assert same.config.taps == more.config.taps == (0, 1, 2) and not same.fuse.weight.any() and more.fuse.weight.any()
+    ids, starts = torch.arange(40)[None] % 30, torch.tensor([[9, 20]])
+    seen = target.features(ids, torch.arange(40)[None], dense_attend(), (0, 1, 2))[1]
+    logits = [specdiff.window_logits(d, ids, starts, f) for d, f in ((blind, None), (same, seen), (more, seen), (more, 0 * seen))]
+    assert torch.equal(logits[0], logits[1]) and not torch.allclose(logits[2], logits[3], atol=1e-4)
+    with pytest.raises(ValueError, match="reads \\(0, 1, 2\\) of the target; only one that reads nothing can begin to"):
+        train(folder, "twice", "--init", folder / "same", "--taps", "last")
 
 
 def test_save_and_load(tmp_path):
