@@ -3,7 +3,7 @@
     python train_specdiff.py --out checkpoints/specdiff --objective ce               # a window drafter that reads the target's states
     python train_specdiff.py --out /tmp/base --objective mdlm --taps none            # the unaligned one: plain masked diffusion
     python train_specdiff.py --out /tmp/streak --objective streak --init /tmp/base --responses /tmp/base/responses
-    python train_specdiff.py --out /tmp/more --objective streak --init /tmp/streak --taps last --responses /tmp/base/responses   # now it reads states
+    python train_specdiff.py --out /tmp/more --objective log-streak --init /tmp/streak --taps last --gamma 16 --responses /tmp/base/responses
     python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1     # answers sampled; for rejection sampling
 
 The target answers the prompts itself (greedily, unless --temperature says otherwise); the answers are kept in shards, from
@@ -13,6 +13,7 @@ command.txt, and resume.pt with the optimisers' state. heldout_tau estimates the
 greedy, the argmax at temperature 0; point_mass and rejection, chains drawn from the drafter, under the answers' temperature.
 """
 import os
+from dataclasses import replace
 
 import minispec  # before torch: it tunes the allocator
 import torch
@@ -27,7 +28,7 @@ def parse_args():
     p = Parser(__doc__)
     rollouts.add_arguments(p)
     p.add_argument("--objective", default="ce", choices=specdiff.OBJECTIVES, help="what to train for, see specdiff.objective (default %(default)s)")
-    p.add_argument("--init", metavar="DIR", help="start from this drafter; its shape is kept, but it may begin to read the target (--taps)")
+    p.add_argument("--init", metavar="DIR", help="start from this drafter; its shape is kept, but windows may be longer (--gamma), and it may begin to read the target (--taps)")
     p.add_argument("--source", metavar="DIR", help="a new drafter starts as the first layers of this model (default: of the target)")
     p.add_argument("--layers", type=int, help="so many (default 2)")
     p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
@@ -37,7 +38,7 @@ def parse_args():
     p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     args = p.parse_args()
     rollouts.check_arguments(args, {"windows": 1, "layers": 1})  # a wrong name fails before the work
-    given = [name for name in ("source", "layers", "gamma", "no_shift") if getattr(args, name)]
+    given = [name for name in ("source", "layers", "no_shift") if getattr(args, name)]
     if args.init and given:
         raise ValueError(f"--init keeps the shape of its drafter; --{given[0].replace('_', '-')} is for a new one")
     return args
@@ -49,6 +50,7 @@ def drafter_of(args, target):
     if args.init:
         drafter = specdiff.load(args.init, target)
         drafter.config.target = folders.fingerprint(target)      # the one it is now trained for
+        drafter.config = replace(drafter.config, gamma=args.gamma or drafter.config.gamma)
         if args.taps and taps != drafter.config.taps:
             drafter = specdiff.tapped(drafter, target, taps)
         return drafter

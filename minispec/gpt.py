@@ -98,7 +98,7 @@ class Rope(nn.Module):
 
 
 PACK_UP_TO = 1 << 22        # elements: a packed matrix is a second copy, which a model of billions has no room for
-PACK_LONE_ROWS = 1 << 16    # elements from which on it pays for a single row in fp32 too
+CACHED = 1 << 22            # elements: of all matrices of a model that stays in the processor's cache from one row to the next
 PACKED_TYPES = {torch.float32, torch.bfloat16}
 if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
     PACKED_TYPES.clear()
@@ -108,11 +108,12 @@ elif not torch.ops.mkldnn._is_mkldnn_bf16_supported():
 
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU. Several rows are multiplied with a copy of the matrix in oneDNN's own layout, which is
-    what torch.compile does too; torch's own product is slow for few rows in fp32. A single row uses that copy as well, or drafting and
-    plain rounds in turn would drive each other's weights from the processor's cache; but where the matrix is small, it is
-    fastest stored by columns (`store_by_columns`). The copy is made anew when an optimiser or a loader has changed the
-    weights; gradients never see it."""
+    what torch.compile does too; torch's own product is slow for few rows in fp32. A single row uses that copy as well, or plain and
+    larger rounds in turn would drive each other's weights from the processor's cache. But in a model that is small enough to
+    stay there, a single row in fp32 is fastest with matrices stored by columns (`store_by_columns`). The copy is made anew
+    when an optimiser or a loader has changed the weights; gradients never see it."""
     _packed = None, None                                 # (version and place of the weights, their copy)
+    small = False                                        # a part of a small model, see store_by_columns
 
     def forward(self, x):
         if not self._packs(x):
@@ -124,7 +125,7 @@ class Linear(nn.Linear):
 
     def _packs(self, x):
         w = self.weight
-        if w.dtype == torch.float32 and x.numel() == w.shape[1] and w.numel() < PACK_LONE_ROWS:
+        if self.small and w.dtype == torch.float32 and x.numel() == w.shape[1]:               # a single row
             return False
         plain = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or w.is_cuda or w.is_inference()
         return w.dtype in PACKED_TYPES and x.dtype == w.dtype and w.numel() <= PACK_UP_TO and not plain
@@ -353,15 +354,14 @@ def load(folder, device="cpu", dtype=None):
     for ours, theirs, sizes in _all_names(config):               # the embedding is first
         path, name = ours.rsplit(".", 1)
         module = model.get_submodule(path)
-        multiplies = isinstance(module, nn.Linear) and name == "weight" or config.tied and module is model.embed
         shapes = [(n, *getattr(module, name).shape[1:]) for n in sizes]
-        setattr(module, name, nn.Parameter(_read_weight(files, theirs, shapes, device, dtype, multiplies)))
+        setattr(module, name, nn.Parameter(_read_weight(files, theirs, shapes, device, dtype)))
         if module is model.embed:
             dtype = model.dtype
             model.rope = Rope(config).to(device=device, dtype=dtype)     # here, for later weights fit where its table was computed
     if config.tied:
         model.head.weight = model.embed.weight
-    return model.eval()
+    return store_by_columns(model.eval())
 
 
 def _read_config(folder):
@@ -400,9 +400,8 @@ def _weight_files(folder, config):
     return files
 
 
-def _read_weight(files, names, shapes, device, dtype, multiplies):
-    """The tensors of these names, one upon the other; by columns, as `store_by_columns` has it, where rows are multiplied with
-    them. Files are mapped anew for each: closing a map is what frees its pages."""
+def _read_weight(files, names, shapes, device, dtype):
+    """The tensors of these names, one upon the other. Files are mapped anew for each: closing a map is what frees its pages."""
     out, row = None, 0
     for name, shape in zip(names, shapes):
         file = files[name]
@@ -416,22 +415,17 @@ def _read_weight(files, names, shapes, device, dtype, multiplies):
             raise ValueError(f"{file}: {name} holds values that are not finite numbers")
         if out is None:
             out = torch.empty(sum(n for n, *_ in shapes), *shape[1:], dtype=dtype or part.dtype, device=device)
-            if multiplies and by_columns(out):
-                out = out.view(out.shape[::-1]).t()
         for some in part.split(COPIED):
             out[row:row + len(some)] = some.to(out.dtype)
             row += len(some)
     return out
 
 
-def by_columns(weight):
-    return weight.dtype == torch.float32 and not weight.is_cuda
-
-
 def store_by_columns(model):
-    """Store fp32 matrices on a CPU column by column, which changes nothing but speed: where matrices are not packed (`Linear`), a
-    single row, that is plain decoding, is then multiplied in half the time. bf16 and GPUs prefer rows."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and by_columns(module.weight):
-            module.weight.data = module.weight.data.t().contiguous().t()
+    """Store the fp32 matrices of a small model on a CPU column by column, which changes nothing but speed: a single row, that is a draft
+    step or plain decoding, is then multiplied in half the time. bf16, GPUs and large models (`Linear`) prefer rows."""
+    matrices = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.float32 and not m.weight.is_cuda]
+    if sum(m.weight.numel() for m in matrices) <= CACHED:
+        for m in matrices:
+            m.weight.data, m.small = m.weight.data.t().contiguous().t(), True
     return model

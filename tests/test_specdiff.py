@@ -734,8 +734,10 @@ def test_a_drafter_can_go_on_from_another(folder):
     train(folder, "two", "--objective", "streak", "--init", folder / "one", "--lr", "0", tokens="1")
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[n], two[n]) for n in one)
-    with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --gamma is for a new one"):
-        train(folder, "three", "--init", folder / "one", "--gamma", 6)
+    train(folder, "longer", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 6, tokens="1")
+    assert [specdiff.load(folder / name, gpt.load(folder / "target")).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
+    with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --layers is for a new one"):
+        train(folder, "three", "--init", folder / "one", "--layers", 1)
 
 
 def test_a_drafter_can_begin_to_read_the_target(folder):
