@@ -2,6 +2,7 @@
 Studies as in studies.py. All decoders answer the same held-out problems, which fit 256 slots; a step is a forward in which a
 request took part, whatever the batch, counted by the decoder."""
 import os
+import re
 import statistics
 from dataclasses import dataclass
 
@@ -176,15 +177,19 @@ def cdlm_speed(args, model, tokenizer):
 
 
 def cdlm_losses(args, model, tokenizer):
-    """Students of --arms, a folder each, trained with other losses at equal compute: solved and steps at the default threshold."""
-    models, problems, arms = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 20), {}
+    """Students of --arms, a folder each, trained with other losses at equal compute: solved and steps at the default threshold. Folders
+    NAME-s1, NAME-s2, .. are seeds of one arm."""
+    models, problems, runs = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 20), {}
     for name in tqdm([s for s in models.students if s != "student"], desc="arms"):
+        arm = name.removeprefix("arm ")
         row, _ = answer(models.decoder(name, 16, threshold=cdlm.THRESHOLD), problems, tokenizer)
-        record = folders.last_record(os.path.join(args.arms, name.removeprefix("arm ")))
-        arms[name.removeprefix("arm ")] = {**row, "step": record["step"], "seconds": record["seconds"], "heldout": statistics.mean(record["heldout"].values())}
-    if not arms:
+        record = folders.last_record(os.path.join(args.arms, arm))
+        runs.setdefault(re.sub(r"-s\d+$", "", arm), []).append(
+            {**{key: row[key] for key in ("solved", "steps", "tokens")}, "trained": record["step"], "seconds": record["seconds"], "heldout": statistics.mean(record["heldout"].values())})
+    if not runs:
         raise ValueError(f"this study compares students: --arms must be a folder with one folder each (train_cdlm.py --name), got {args.arms}")
-    return {"problems": len(problems), "arms": arms}
+    return {"problems": len(problems), "arms": {arm: {**{key: statistics.mean(x[key] for x in seeds) for key in seeds[0]}, "seeds": [x["solved"] for x in seeds]}
+                                                for arm, seeds in runs.items()}}
 
 
 def cdlm_teachers(args, model, tokenizer):

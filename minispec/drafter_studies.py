@@ -62,7 +62,7 @@ def compare(kind, args, model, tokenizer, temperatures):
     for name in tqdm([a for a in sorted(os.listdir(args.arms)) if folders.kind_of(os.path.join(args.arms, a)) == kind], desc=kind):
         folder = os.path.join(args.arms, name)
         settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
-        engine = methods.make_engine(kind, model, settings, 8)
+        engine = methods.make_engine(kind, model, settings, 16)
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
         trained.setdefault(arm_of(name), []).append({"parameters": module.n_params(), "parameters_read": module.n_params() if kind == "specdiff" else sum(p.numel() for p in module.bank[0].parameters()),

@@ -227,8 +227,10 @@ def _latency(r):
 
 
 def _losses(r):
-    rows = [[name, x["step"], f"{x['seconds'] / 60:.0f}", f"{x['heldout']:.3f}", _percent(x["solved"]), f"{x['steps']:.1f}", f"{x['tokens']:.0f}"] for name, x in r["arms"].items()]
-    return _table(["student", "steps", "minutes", "held-out masked loss", f"solved of {r['problems']}", "steps an answer", "tokens an answer"], rows)
+    """Students by loss; solved is the mean of the seeds, and the least and the most of them."""
+    rows = [[name, len(x["seeds"]), f"{x['trained']:.0f}", f"{x['seconds'] / 60:.1f}", f"{x['heldout']:.3f}", f"{_percent(x['solved'])} ({100 * min(x['seeds']):.0f}-{100 * max(x['seeds']):.0f})",
+             f"{x['steps']:.1f}", f"{x['tokens']:.0f}"] for name, x in r["arms"].items()]
+    return _table(["student", "seeds", "training steps", "minutes", "held-out masked loss", f"solved of {r['problems']}", "steps an answer", "tokens an answer"], rows)
 
 
 def _stages(r):

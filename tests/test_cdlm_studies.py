@@ -18,9 +18,9 @@ def toys(tmp_path_factory):
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
         text = json.load(f)
     make = lambda seed: toy_model(vocab=tokenizer.vocab_size, seed=seed, gain=1.0, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
-    for seed, name in enumerate(("teacher", "student", "plain")):
+    for seed, name in enumerate(("teacher", "student", "plain-s1", "plain-s2")):
         gpt.save(make(seed), folder / "arms" / name, text)
-        (folder / "arms" / name / "log.jsonl").write_text(json.dumps({"step": 9, "seconds": 60, "heldout": {"revise": 1.0}}) + "\n")
+        (folder / "arms" / name / "log.jsonl").write_text(json.dumps({"step": 9, "seconds": 60, "heldout": {"revise": float(seed)}}) + "\n")
     (folder / "arms" / "trajectories").mkdir()
     patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "arms" / "student")), "dlm": ("teacher", str(folder / "arms" / "teacher"))})
     patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
@@ -48,7 +48,10 @@ def test_figures_are_what_the_decoders_did(measured, toys):
     assert list(rows)[::-1] == ["ar", "teacher", "student"] and rows["teacher"]["problems"] == 8 and set(rows["teacher"]["by_family"]) == {"revise", "arith"}
     assert rows["teacher"]["same"] is None and 0 <= rows["student"]["same"] <= 1 and rows["teacher"]["steps"] >= rows["teacher"]["tokens"]
     assert {r["decoder"] for r in measured["cdlm_curves"]["rows"]} >= {"teacher", "dual", "student"}
-    assert set(measured["cdlm_losses"]["arms"]) == {"student", "plain"}             # no teacher, and the shipped name is not taken
+    arms = measured["cdlm_losses"]["arms"]
+    assert set(arms) == {"student", "plain"} and len(arms["student"]["seeds"]) == 1             # no teacher, and the shipped name is not taken
+    assert len(arms["plain"]["seeds"]) == 2 and arms["plain"]["heldout"] == 2.5 and arms["plain"]["solved"] == sum(arms["plain"]["seeds"]) / 2
+    assert "| plain | 2 | 9 |" in bench.render("cdlm_losses", measured["cdlm_losses"])
     speed = {(r["batch"], r["decoder"]): r for r in measured["cdlm_speed"]["rows"]}
     for batch in (1, 4):
         assert speed[batch, "teacher"]["faster_than_teacher"] == 1 and speed[batch, "student"]["fed"] < speed[batch, "teacher"]["fed"]
