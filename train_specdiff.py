@@ -49,8 +49,7 @@ def drafter_of(args, target):
     taps = {"none": None, "three": gpt.three_taps(target.config.n_layer)}.get(args.taps, ())
     if args.init:
         drafter = specdiff.load(args.init, target)
-        drafter.config.target = folders.fingerprint(target)      # the one it is now trained for
-        drafter.config = replace(drafter.config, gamma=args.gamma or drafter.config.gamma)
+        drafter.config = replace(drafter.config, gamma=args.gamma or drafter.config.gamma, target=folders.fingerprint(target))      # the one it is now trained for
         if args.taps and taps != drafter.config.taps:
             drafter = specdiff.tapped(drafter, target, taps)
         return drafter

@@ -2,7 +2,6 @@
 Studies as in studies.py. All decoders answer the same held-out problems, which fit 256 slots; a step is a forward in which a
 request took part, whatever the batch, counted by the decoder."""
 import os
-import re
 import statistics
 from dataclasses import dataclass
 
@@ -184,7 +183,7 @@ def cdlm_losses(args, model, tokenizer):
         arm = name.removeprefix("arm ")
         row, _ = answer(models.decoder(name, 16, threshold=cdlm.THRESHOLD), problems, tokenizer)
         record = folders.last_record(os.path.join(args.arms, arm))
-        runs.setdefault(re.sub(r"-s\d+$", "", arm), []).append(
+        runs.setdefault(folders.arm_of(arm)[0], []).append(
             {**{key: row[key] for key in ("solved", "steps", "tokens")}, "trained": record["step"], "seconds": record["seconds"], "heldout": statistics.mean(record["heldout"].values())})
     if not runs:
         raise ValueError(f"this study compares students: --arms must be a folder with one folder each (train_cdlm.py --name), got {args.arms}")

@@ -2,7 +2,6 @@
 Studies as in studies.py. Accepted length is tau: tokens that a round commits, its own token included, summed over all rounds
 and divided by their number; intervals are bootstraps over prompts, differences between drafters are paired by prompt."""
 import os
-import re
 import statistics
 import time
 
@@ -44,12 +43,6 @@ def accepted_lengths(engine, problems, tokenizer, temperature=0.0):
             "by_depth": [r / max(t, 1) for r, t in zip(reached[1:], tried)], "prompts": np.stack([committed, rounds], 1).tolist()}
 
 
-def arm_of(folder):
-    """A folder's name is ARM, ARM-PROMPTS, and with -sSEED behind it one of several trainings: (arm, number of prompts or 0)."""
-    name, n = re.fullmatch(r"(.+?)(?:-(\d+))?(?:-s\d+)?", folder).groups()
-    return name, int(n or 0)
-
-
 def compare(kind, args, model, tokenizer, temperatures):
     """Every drafter of this kind in a folder of --arms, greedy and sampled, on the same held-out problems. Seeds of an arm are one: their
     tokens and rounds are added up prompt by prompt. An arm is held against the reference arm with as many training prompts."""
@@ -65,7 +58,7 @@ def compare(kind, args, model, tokenizer, temperatures):
         engine = methods.make_engine(kind, model, settings, 16)
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
-        trained.setdefault(arm_of(name), []).append({"parameters": module.n_params(), "parameters_read": module.n_params() if kind == "specdiff" else sum(p.numel() for p in module.bank[0].parameters()),
+        trained.setdefault(folders.arm_of(name), []).append({"parameters": module.n_params(), "parameters_read": module.n_params() if kind == "specdiff" else sum(p.numel() for p in module.bank[0].parameters()),
                     "log": folders.last_record(folder), **{f"at_{t:g}": accepted_lengths(engine, problems, tokenizer, t) for t in temperatures}})
     if not trained:
         raise ValueError(f"{args.arms} holds no drafter made by train_{kind}.py")
@@ -110,13 +103,14 @@ def prism_steps(args, model, tokenizer):
     Warm: steps follow each other, as in decoding. Cold: between any two, the processor's caches are filled with other things, so
     that every step reads its weights from memory, as a model does that is too large for them."""
     repeats, arms = 20 if args.quick else 400, {"1 module": ((0,), 1), "2 modules": ((0, 1), 1), "3 modules": ((0, 1, 2), 1), "2 layers, stacked": ((0,), 2)}
-    context, drafts, other = min(512, model.config.block_size // 2), 4, torch.zeros(FLUSH)
+    context, drafts, other = min(512, model.config.block_size // 2), 4, torch.zeros(FLUSH, device=model.device)
     drafters = {name: PrismDrafter(gpt.store_by_columns(prism.for_target(model, *arm)), model, 4) for name, arm in arms.items()}
     times, requests, flushing = {(how, name): [] for how in ("warm", "cold") for name in arms}, {}, []
 
     def flush(*_):
+        other[0].item()                                      # a GPU finishes what it was asked for, then the clock starts, and stops
         started = time.perf_counter()
-        other.add_(1)
+        other.add_(1)[0].item()
         flushing.append(time.perf_counter() - started)
 
     def timed(name):

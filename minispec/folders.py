@@ -3,6 +3,7 @@ Hugging Face layout instead, see gpt.py.)"""
 import hashlib
 import json
 import os
+import re
 from dataclasses import asdict, fields
 
 import torch
@@ -96,3 +97,9 @@ def records(folder):
 
 def last_record(folder):
     return records(folder)[-1]
+
+
+def arm_of(folder):
+    """A folder's name is ARM, ARM-PROMPTS, and with -sSEED behind it one of several trainings: (arm, number of prompts or 0)."""
+    name, n = re.fullmatch(r"(.+?)(?:-(\d+))?(?:-s\d+)?", folder).groups()
+    return name, int(n or 0)

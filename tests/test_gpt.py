@@ -150,3 +150,17 @@ def test_packed_products_are_products_and_follow_the_weights(dtype):
         assert close(linear(x), plain()) and close(linear(x[0, :1]), plain()[0, :1])
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert linear(x).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("small", [True, False])
+def test_lone_rows_use_the_weights_by_columns_in_small_models_alone(small, monkeypatch):
+    matrices = toy_model().blocks[0]
+    if not small:
+        monkeypatch.setattr(gpt, "CACHED", 0)
+    linear = gpt.store_by_columns(matrices).down
+    assert (linear.weight.stride(0) == 1) == small and linear.weight.shape[0] > 1
+    one, several = torch.randn(1, linear.in_features), torch.randn(2, linear.in_features)
+    packs = torch.float32 in gpt.PACKED_TYPES
+    assert linear._packs(one) == (packs and not small) and linear._packs(several) == packs
+    assert torch.allclose(linear(one), torch.nn.functional.linear(one, linear.weight), atol=1e-5)
