@@ -117,7 +117,7 @@ def run(args, model, tokenizer):
     new = args.max_new_tokens or NEW
     grid = [(1, "different", 4), (4, "different", 8), (16, "different", 16), (16, "copies", 1)]
     cells = [(w, b, kind, [i for i in requests if i.startswith(w + "/")][:n]) for w in dict.fromkeys(i.split("/")[0] for i in requests) for b, kind, n in grid]
-    cells += [("mixed", b, kind, list(requests)[:16]) for b, kind, _ in grid[:3] if len(cells) > len(grid) or not args.workload]
+    cells += [("mixed", b, "different", list(requests)[:n]) for b, n in ((1, 12), (4, 12), (16, 24)) if len(cells) > len(grid) or not args.workload]
 
     def solved(ids, generations):
         known = [v for i, g in zip(ids, generations) if (v := verdict(problems[i], g, tokenizer)) is not None]

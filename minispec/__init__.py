@@ -1,7 +1,8 @@
 """minispec: five papers on fast LLM decoding, one small GPT, one decoding loop.
 
-Importing the package tunes the C allocator, so import it before torch.
+Importing the package tunes the C allocator and oneDNN, so import it before torch.
 """
-from .allocator import tune_allocator
+from .allocator import keep_kernels, tune_allocator
 
 tune_allocator()
+keep_kernels()

@@ -1,14 +1,20 @@
-"""One machine fact in one place: keep freed memory instead of handing it back to the kernel.
+"""Two machine facts in one place. Both must be settled before `import torch`; `import minispec` does it.
 
-A PyTorch step on a CPU allocates and frees the same megabytes again and again. By default glibc returns large
-blocks to the kernel at once, and the next step pays a page fault for every 4 KiB it touches again. Where page
-faults are slow (virtual machines), this can cost more than the arithmetic; these three calls spare it. They must run before the first large allocation, that is, before `import
-torch`; `import minispec` does it. Only glibc has these knobs, so elsewhere nothing happens.
+Keep freed memory instead of handing it back to the kernel. A PyTorch step on a CPU allocates and frees the same megabytes again
+and again. By default glibc returns large blocks to the kernel at once, and the next step pays a page fault for every 4 KiB it
+touches again. Where page faults are slow (virtual machines), this can cost more than the arithmetic; three calls spare it. Only
+glibc has these knobs, so elsewhere nothing happens.
+
+Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every number of rows and shape of weights, in a third of a
+millisecond, and forgets all but the last 1,024. A batch in which every request verifies as many drafts as it likes has another
+number of rows each round, times some ten shapes: so remember more.
 """
 import ctypes
+import os
 import sys
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4   # from glibc's malloc.h
+KERNELS = "8192"
 
 
 def tune_allocator():
@@ -22,3 +28,8 @@ def tune_allocator():
                     libc.mallopt(M_TOP_PAD, 1 << 28)))           # grow it 256 MiB at a time
     except (OSError, AttributeError):                            # not glibc
         return False
+
+
+def keep_kernels():
+    """Remember KERNELS of oneDNN's kernels, if the environment does not say otherwise."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from . import folders, gpt, methods, prism, prompts, tasks
 from .answers import requests_of, summary, verdict
+from .attention import dense_attend
 from .engine import Request
 from .prism import PrismDrafter
 from .studies import race, ratio
@@ -95,53 +96,71 @@ def specdiff_objectives(args, model, tokenizer):
 
 
 FLUSH = 1 << 24                     # numbers, 64 MB: more than the processor's caches hold
+CONDITIONS = ("alone", "decoding", "cold")
+
+
+def prism_steps(args, model, tokenizer):
+    """Milliseconds of one draft step by number of modules, and of two stacked layers: untrained, for time does not depend on it.
+    Alone: one drafter's steps follow each other, nothing else runs. Decoding: between two rounds of drafts the target reads all its
+    weights, as in verification. Cold: before every step the processor's caches are filled with other things, so that it reads its
+    weights from memory, as a model does that is too large for them."""
+    arms = {"1 module": ((0,), 1), "2 modules": ((0, 1), 1), "3 modules": ((0, 1, 2), 1), "2 layers, stacked": ((0,), 2)}
+    repeats, drafts, context = 20 if args.quick else 400, 4, min(512, model.config.block_size // 2)
+    out = {}
+    for dtype, target in {"float32": model, "bfloat16": gpt.load(args.model, args.device, torch.bfloat16)}.items():
+        drafters = {name: PrismDrafter(gpt.store_by_columns(prism.for_target(target, *arm).to(target.dtype)), target, drafts) for name, arm in arms.items()}
+        times = _step_times(target, drafters, repeats, drafts, context)
+        for name, drafter in drafters.items():
+            row = {"dtype": dtype, "arm": name, "parameters": drafter.prism.n_params(), "parameters_read": sum(p.numel() for p in drafter.prism.bank[0].parameters())}
+            for how in CONDITIONS:
+                some, plain = times[how, name], times[how, "1 module"]
+                row[how] = {"milliseconds": 1000 * statistics.median(some), "ratio": statistics.median(a / b for a, b in zip(some, plain))}
+            out[dtype, name] = row
+    return {"repeats": repeats, "drafts": drafts, "context": context, "rows": list(out.values())}
 
 
 @torch.no_grad()
-def prism_steps(args, model, tokenizer):
-    """Milliseconds of one draft step by number of modules, and of two stacked layers: untrained, for time does not depend on it.
-    Warm: steps follow each other, as in decoding. Cold: between any two, the processor's caches are filled with other things, so
-    that every step reads its weights from memory, as a model does that is too large for them."""
-    repeats, arms = 20 if args.quick else 400, {"1 module": ((0,), 1), "2 modules": ((0, 1), 1), "3 modules": ((0, 1, 2), 1), "2 layers, stacked": ((0,), 2)}
-    context, drafts, other = min(512, model.config.block_size // 2), 4, torch.zeros(FLUSH, device=model.device)
-    drafters = {name: PrismDrafter(gpt.store_by_columns(prism.for_target(model, *arm)), model, 4) for name, arm in arms.items()}
-    times, requests, flushing = {(how, name): [] for how in ("warm", "cold") for name in arms}, {}, []
+def _step_times(target, drafters, repeats, drafts, context):
+    """{(condition, name): seconds of a draft step, of each repeat} for {name: PrismDrafter}, in turn, so that a slow moment slows all."""
+    times, requests, elsewhere = {(how, name): [] for how in CONDITIONS for name in drafters}, {}, []
+    other, ids = torch.zeros(FLUSH, device=target.device), torch.arange(drafts + 1, device=target.device)
+    feature = lambda n: torch.zeros(n, target.config.d_model, dtype=target.dtype, device=target.device)
 
     def flush(*_):
         other[0].item()                                      # a GPU finishes what it was asked for, then the clock starts, and stops
         started = time.perf_counter()
         other.add_(1)[0].item()
-        flushing.append(time.perf_counter() - started)
+        elsewhere.append(time.perf_counter() - started)
+
+    def verify():
+        target.logits(target(ids[None], ids[None], dense_attend()))[0, 0, 0].item()
 
     def timed(name):
-        r, drafter = requests[name], drafters[name]
-        note = drafter.notes[r]
-        note.features = [torch.zeros(1, model.config.d_model, dtype=model.dtype, device=model.device)]
-        note.cached = context - 1
-        flushing.clear()
+        note = drafters[name].notes[requests[name]]
+        note.features, note.cached = [feature(1)], context - 1
+        elsewhere.clear()
         started = time.perf_counter()
-        drafter.propose([r], [drafts])
-        return (time.perf_counter() - started - sum(flushing)) / drafts
+        drafters[name].propose([requests[name]], [drafts])
+        return (time.perf_counter() - started - sum(elsewhere)) / drafts
 
     for name, drafter in drafters.items():
         r = requests[name] = Request([1 + i % 50 for i in range(context + 1)], drafts * repeats)
         r.n_cached = context
-        drafter.observe(r, torch.zeros(context, model.config.d_model, dtype=model.dtype, device=model.device))
+        drafter.observe(r, feature(context))
         drafter.propose([r], [1])
-    for _ in tqdm(range(repeats), desc="draft steps"):
-        for name, drafter in drafters.items():               # in turn, so that a slow moment slows all of them
-            timed(name)                                      # what the last one flushed is warm again
-            times["warm", name].append(timed(name))
+    for _ in tqdm(range(repeats), desc=f"draft steps, {str(target.dtype).removeprefix('torch.')}"):
+        for name, drafter in drafters.items():
+            for _ in range(8):                               # what ran before is forgotten after some rounds
+                last = timed(name)
+            times["alone", name].append(last)
+            for _ in range(2):
+                verify()
+                last = timed(name)
+            times["decoding", name].append(last)
             hook = drafter.prism.register_forward_pre_hook(flush)
             times["cold", name].append(timed(name))
             hook.remove()
-    out = {}
-    for name, drafter in drafters.items():
-        out[name] = {"parameters": drafter.prism.n_params(), "parameters_read": sum(p.numel() for p in drafter.prism.bank[0].parameters())}
-        for how in ("warm", "cold"):
-            some, plain = times[how, name], times[how, "1 module"]
-            out[name][how] = {"milliseconds": 1000 * statistics.median(some), "ratio": statistics.median(a / b for a, b in zip(some, plain))}
-    return {"repeats": repeats, "drafts": drafts, "context": context, "arms": out}
+    return times
 
 
 def prism_trees(args, model, tokenizer):

@@ -45,16 +45,26 @@ class Rote:
         pass
 
 
-def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=5):
-    """Time single rounds of `rows` requests that have `context` cached tokens each, with every number of drafts in turn.
+class Half(Engine):
+    """Accepts every other draft, be it right or not: as much is rejected, and read anew by the drafter, as in decoding."""
+
+    def judge(self, segments, logits):
+        return [((len(s.drafts) + 1) // 2, token) for s, (_, token) in zip(segments, super().judge(segments, logits))]
+
+
+def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=4):
+    """Time single rounds of `rows` requests that have `context` cached tokens each on average, with every number of drafts in turn.
     Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
 
-    The first round, in which a drafter reads the prompt, is a warm-up. Rounds of all sizes take turns, so that a machine
-    that gets slower meanwhile slows all of them.
+    A drafter begins a round by reading what the last one committed, so a round is only timed if the one before had as many drafts,
+    of which half were accepted; and the first round of all, in which a drafter reads the prompt, is a warm-up. Every number has two
+    turns, so that a slow moment does not meet one of them alone.
     """
-    order, out = [max(drafts)] + [k for _ in range(repeats) for k in drafts], {k: [] for k in drafts}
-    for k, iteration in list(zip(order, _rounds(model, drafter, rows, context, order)))[1:]:
-        out[k].append(iteration["seconds"])
+    turn = 1 + (repeats + 1) // 2
+    order, out = [max(drafts)] + [k for _ in range(2) for k in drafts for _ in range(turn)], {k: [] for k in drafts}
+    for i, (k, iteration) in enumerate(list(zip(order, _rounds(model, drafter, rows, context, order)))[1:]):
+        if i % turn:
+            out[k].append(iteration["seconds"])
     return out
 
 
@@ -66,9 +76,10 @@ def read_seconds(model, drafter, rows, context, repeats=2):
 
 
 def _rounds(model, drafter, rows, context, order):
-    """The engine's record of rounds with `order` drafts. The requests come as if their prompts were read already: what the
-    cache holds makes no difference to the time."""
-    engine = Engine(model, lambda e: Lockstep(e, drafter, max(1, *order)), rows)
+    """The engine's record of rounds with `order` drafts, `context` cached tokens in the middle of them. The requests come as if their
+    prompts were read already: what the cache holds makes no difference to the time."""
+    engine = Half(model, lambda e: Lockstep(e, drafter, max(1, *order)), rows)
+    context = max(1, context - sum((k + 1) // 2 + 1 for k in order) // 2)
     requests = [Request([(7 * i + 3 * row) % model.config.vocab_size for i in range(context + 1)], sum(order) + len(order) + max(1, *order) + 1)
                 for row in range(rows)]
     for r in requests:
@@ -96,17 +107,18 @@ def prefill_seconds(model, rows, prompt_len, repeats=5):
     return out[1:]
 
 
-def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=5, progress=lambda items, **_: items):
+def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=4, progress=lambda items, **_: items):
     """(cost table, report). drafters: {name: drafter}. The table is what traces.CostTable takes: measured grids of verify
     (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows. report: how well the linear and
     the roofline fit do on the verify grid, and how much the repeats of a cell scatter. progress: tqdm, or nothing.
 
     Verification of one token is timed in rounds without any drafts, one after the other, for that is what decoding without a drafter
-    is: one row's weights stay in the caches, and it is faster than between larger rounds. The price of a drafter is what a round
+    is: one row's weights stay in the caches, and it is faster than between larger rounds. Half of all drafts are accepted, for what was
+    accepted is what a drafter reads first; plans that waste less are a little dearer than their price. The price of a drafter is what a round
     with it takes longer than one whose drafts come from nowhere: its own seconds, and what the target's forward loses because
     the drafter's weights have pushed out some of its own."""
     ks, spread = [k for k in drafts if k], []
-    contexts = [c for c in contexts if c + (repeats + 2) * (sum(drafts) + len(drafts)) <= model.config.block_size]
+    contexts = [c for c in contexts if c + (repeats + 4) * (sum(drafts) + len(drafts)) <= model.config.block_size]
     if not contexts:
         raise ValueError(f"a context of {model.config.block_size} is too small to time {repeats} rounds of up to {max(drafts)} drafts in it")
 

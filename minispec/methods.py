@@ -123,7 +123,7 @@ def make_adaptive(model, settings, k):
         raise ValueError(f"no cost table {settings.cost}; `python bench.py profile` measures one")
     cost = CostTable.load(settings.cost)
     ready = chain_drafters(model, settings, k)
-    some = [d for name, d in ready.items() if name in cost.drafters and not (name == "eagle" and "prism" in ready)]      # alike; one learns sooner
+    some = [d for name, d in ready.items() if name in cost.drafters]
     taps = next((d.taps for d in some if getattr(d, "taps", None) is not None), None)
     return Adaptive([d for d in some if getattr(d, "taps", None) in (None, taps)], cost, k)
 

@@ -72,9 +72,10 @@ def render(name, r):
         rows = [[*("" if x[c] is None else x[c] for c in columns), f"{x['tau']:.2f}", f"{x['tokens_per_second']:.0f}", _times(x), "" if x["identical"] is None else f"{x['identical']} of {r['prompts']}"] for x in r["rows"]]
         return _table([*(c.replace("_", " ") for c in columns), "tau", "tokens/s", "speed-up over greedy ar (range)", "identical to it"], rows)
     if name == "prism_steps":
-        return _table(["drafter", "parameters", "read by a step", *(x for how in ("warm", "cold") for x in (f"ms a draft step, {how}", "ratio to 1 module"))],
-                      [[a, f"{x['parameters'] / 1e6:.2f}M", f"{x['parameters_read'] / 1e6:.2f}M", *(f"{x[how][n]:.3f}" for how in ("warm", "cold") for n in ("milliseconds", "ratio"))]
-                       for a, x in r["arms"].items()])
+        conditions = ("alone", "decoding", "cold")
+        return _table(["dtype", "drafter", "parameters", "read by a step", *(x for how in conditions for x in (f"ms a draft step, {how}", "ratio to 1 module"))],
+                      [[x["dtype"], x["arm"], f"{x['parameters'] / 1e6:.2f}M", f"{x['parameters_read'] / 1e6:.2f}M",
+                        *(f"{x[how][n]:.3f}" for how in conditions for n in ("milliseconds", "ratio"))] for x in r["rows"]])
     if name == "specdiff_budgets":
         rows = [[x["budget"], *(f"{100 * x[m]['solved'] / x['problems']:.0f} %" for m in ("ar", "specdiff")), *(f"{x[m]['seconds']:.1f}" for m in ("ar", "specdiff"))] for x in r["rows"]]
         return _table(["tokens an answer may have", "solved, ar", "solved, specdiff", "seconds, ar", "seconds, specdiff"], rows)
@@ -200,8 +201,8 @@ def _identical(row):
 def _decoders(r):
     """Who solves how much, by family."""
     families = list(r["rows"][0]["by_family"])
-    rows = [[x["decoder"] + (f", threshold {x['threshold']}" if "threshold" in x else "") + (f", {x['order']} slot first" if "order" in x else ""), f"{100 * x['solved']:.1f} %", *(f"{100 * x['by_family'][f]:.0f} %" for f in families), f"{x['steps']:.1f}", f"{x['tokens']:.0f}", _percent(x["same"])] for x in r["rows"]]
-    return _table([f"decoder, {r['rows'][0]['problems']} problems", "solved", *families, "steps an answer", "tokens an answer", "same answer as the teacher"], rows)
+    rows = [[x["decoder"] + (f", threshold {x['threshold']}" if "threshold" in x else "") + (f", {x['order']} slot first" if "order" in x else ""), x["problems"], f"{100 * x['solved']:.1f} %", *(f"{100 * x['by_family'][f]:.0f} %" for f in families), f"{x['steps']:.1f}", f"{x['tokens']:.0f}", _percent(x["same"])] for x in r["rows"]]
+    return _table(["decoder", "problems", "solved", *families, "steps an answer", "tokens an answer", "same answer as the teacher"], rows)
 
 
 def _curves(r):

@@ -148,12 +148,6 @@ def test_nobody_is_believed_to_draft_more_than_a_window_holds():
     assert most(None) == 10 and most(2) == 2
 
 
-def test_an_untried_drafter_begins_with_few_drafts_and_goes_deeper():
-    [g] = answer(adaptive(prices(0.001, token=0.001), SmallLM(TARGET, TARGET), k=10), prompts(1), 1, 60)
-    proposed = [s.proposed for s in g.steps]
-    assert proposed[:4] == [3, 6, 10, 10]                                      # each one that was judged allows one more
-
-
 def test_counts_fade():
     counts = Counts(0.5)
     counts.add("x", 3, 4)

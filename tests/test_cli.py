@@ -166,3 +166,9 @@ def test_main_job_solves_its_problem():
     rest, err = p.communicate(timeout=300)
     assert p.returncode == 0 and b"answer: correct" in rest, (rest[-500:], err)
     print(f"main job: first token after {first:.1f} s, all after {time.perf_counter() - started:.1f} s")
+
+
+def test_importing_the_package_keeps_more_kernels_unless_told_otherwise():
+    capacity = lambda **env: subprocess.run([sys.executable, "-c", "import minispec, os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"], cwd=ROOT,
+                                            capture_output=True, text=True, env={**{k: v for k, v in os.environ.items() if not k.startswith("ONEDNN")}, **env}).stdout.strip()
+    assert capacity() == "8192" and capacity(ONEDNN_PRIMITIVE_CACHE_CAPACITY="5") == "5"

@@ -82,8 +82,11 @@ def test_studies_of_shapes_run_and_render(name, toy, small):
     text = bench.render(name, json.loads(json.dumps(out)))
     assert text.startswith("| ") and "nan" not in text
     if name == "prism_steps":
-        assert all(out["arms"]["1 module"][how]["ratio"] == 1 and x[how]["milliseconds"] > 0 for x in out["arms"].values() for how in ("warm", "cold"))
-        assert out["arms"]["3 modules"]["parameters_read"] == out["arms"]["1 module"]["parameters"]
+        rows = {(x["dtype"], x["arm"]): x for x in out["rows"]}
+        assert len(rows) == 8 and all(x[how]["milliseconds"] > 0 for x in rows.values() for how in drafter_studies.CONDITIONS)
+        for dtype in ("float32", "bfloat16"):
+            assert all(rows[dtype, "1 module"][how]["ratio"] == 1 for how in drafter_studies.CONDITIONS)
+            assert rows[dtype, "3 modules"]["parameters_read"] == rows[dtype, "1 module"]["parameters"]
     if name == "specdiff_chains":
         assert all(r["identical"] == out["prompts"] for r in out["rows"] if r["temperature"] == 0)
 
