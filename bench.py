@@ -111,7 +111,8 @@ def suitable(args, model):
 def run(args, model, tokenizer):
     """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype; twice, in
     turn. A batch is of different requests, or, once, of copies of one as in the paper. The diffusion models give answers of their own, so
-    they are compared by tokens a second, once; `dlm`, a whole forward a token, has one request of each family, alone."""
+    they are compared by tokens a second, once; once too specgen, which has no trace; `dlm`, a whole forward a token, has one
+    request of each family, alone."""
     n = 4 if args.quick else 16
     requests, problems = workload_requests(args, model, tokenizer) if args.workload else (family_requests(tokenizer, model, n, args.data), {})
     new = args.max_new_tokens or NEW
@@ -129,7 +130,7 @@ def run(args, model, tokenizer):
         timed, rows = {}, []
         for repeat in range(1 if args.quick or kind == "copies" else 2):
             for m in names:
-                if m in methods.DIFFUSION and repeat or m == "dlm" and (batch > 1 or workload == "mixed"):
+                if repeat and m in ("specgen", *methods.DIFFUSION) or m == "dlm" and (batch > 1 or workload == "mixed"):
                     continue
                 asked = ids[:1] if m == "dlm" else ids
                 engine = methods.make_engine(m, model, args, batch)

@@ -1,0 +1,155 @@
+"""train_specdiff.py as a user meets it, on a toy target: every objective trains, a killed run resumes to the same weights, one drafter
+goes on from another, and bad input of training and decoding is one clear line. Letters and numbers are those of our checklist."""
+import functools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import TARGET as SHIPPED
+from conftest import dense_logits, run_script, save_toy_target
+from safetensors.torch import load_file
+from test_specdiff import toy_drafter
+
+import decode
+import train_specdiff
+from minispec import gpt, rollouts, specdiff
+from minispec.attention import dense_attend
+from minispec.specdiff import OBJECTIVES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random target with the shipped tokenizer, and room for drafters beside it."""
+    folder = tmp_path_factory.mktemp("specdiff")
+    save_toy_target(folder)
+    return folder
+
+
+script = functools.partial(run_script, train_specdiff)
+
+
+def train(folder, out, *args, tokens="30e3", responses="responses", temperature="1"):
+    script("--target", folder / "target", "--out", folder / out, "--responses", folder / responses, "--tasks", "revise,arith", "--temperature", temperature,
+           "--prompts", 16, "--heldout", 4, "--max-new-tokens", 24, "--tokens", tokens, "--batch-tokens", 1200, "--warmup", 5, "--windows", 8,
+           "--save-every", 10, "--device", "cpu", "--lr", "4e-3", *args)
+    with open(folder / out / "log.jsonl", encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
+def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch, capsys):
+    """D2 and D5: the target stays as it is; the same seed gives the same curve, interrupted or not."""
+    before = (folder / "target" / "model.safetensors").read_bytes()
+    log = train(folder, "whole", "--gamma", 4, temperature="0", responses="greedy")
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"] and len(log[-1]["heldout_acceptance"]) == 4
+    assert 1 <= log[0]["heldout_tau"]["greedy"] < log[-1]["heldout_tau"]["greedy"] <= 5
+
+    calls, loss = [], specdiff.training_loss
+    def killed(*args):
+        calls.append(1)
+        if len(calls) == 17:                                       # some steps behind the first checkpoint
+            raise KeyboardInterrupt
+        return loss(*args)
+    monkeypatch.setattr(specdiff, "training_loss", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(folder, "parts", "--gamma", 4, temperature="0", responses="greedy")
+    monkeypatch.undo()
+    capsys.readouterr()
+    again = train(folder, "parts", "--gamma", 4, temperature="0", responses="greedy")
+    assert "resuming at step 10" in capsys.readouterr().out
+    a, b = (load_file(folder / out / "model.safetensors") for out in ("whole", "parts"))
+    assert all(torch.equal(a[n], b[n]) for n in a) and not any(n.startswith("words") for n in a)
+    drop = lambda rows: [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+    assert drop(log) == drop(again)
+    assert before == (folder / "target" / "model.safetensors").read_bytes()
+    assert "train_specdiff.py --target" in (folder / "whole" / "command.txt").read_text()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
+    shape = {"mdlm": ["--taps", "none"], "kl": ["--taps", "three", "--no-shift"], "streak": ["--source", folder / "target", "--layers", 1]}.get(name, [])
+    log = train(folder, name, "--objective", name, *shape, "--gamma", 4, tokens="2000")
+    assert all(math.isfinite(x) for x in (log[-1]["loss"], log[-1]["heldout_entropy"], *log[-1]["heldout_tau"].values()))
+    made = specdiff.load(folder / name, gpt.load(folder / "target"))
+    assert made.config.taps == {"mdlm": None, "kl": (0, 1, 2)}.get(name, ()) and made.config.shift == (name != "kl")
+    assert made.config.n_layer == (1 if name == "streak" else 2) and made.config.shared == (name != "streak")
+    rule = {"mdlm": ["--draft-steps", 2, "--rule", "walk"], "kl": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
+            "streak-rs": ["--k-drafts", 3, "--draft-temperature", 0.7]}.get(name, [])
+    decode.main([str(x) for x in ("--model", folder / "target", "--method", "specdiff", "--drafter", folder / name, "--prompt", "one two", "--max-new-tokens", 20,
+                                  "--compare", "--quiet", "--json", tmp_path / "o.json", *rule)])
+    d = json.loads((tmp_path / "o.json").read_text())
+    assert d["identical"] and d["new_tokens"] == 20 and "output identical" in capsys.readouterr().out
+
+
+def test_stored_answers_are_ids_with_their_probabilities(folder):
+    """D1: what is stored is what was sampled, with its end of text, under the probabilities that it was sampled with."""
+    train(folder, "ids", tokens="100")
+    target = gpt.load(folder / "target")
+    for prompt, answer, log_p in json.loads((folder / "responses" / "train-00000.json").read_text())[:4]:
+        want = dense_logits(target, prompt + answer)[len(prompt) - 1:-1].log_softmax(-1)
+        assert len(answer) == 24 or answer[-1] == target.config.eos_id
+        assert (torch.tensor(log_p) - want[torch.arange(len(answer)), answer]).abs().max() < 1e-3
+    assert rollouts.log_probs(target, prompt, answer, 0) == [0.0] * 24             # greedy: a point mass
+    args = SimpleNamespace(prompt_file=None, tasks="revise,arith")
+    assert not set(rollouts.prompts_of(args, "train", 30)) & set(rollouts.prompts_of(args, "heldout", 30))
+    eos = target.config.eos_id                                     # an end of text is a token like any other, and nothing follows it
+    ids, learn, log_p = rollouts.batch_of([([5, 6], [7, eos], [-1.0, -2.0]), ([5], [7, 8, 9, 4], [-1.0] * 4)], 4, "cpu")
+    assert ids.tolist() == [[5, 6, 7, eos], [5, 7, 8, 9]] and learn.tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert log_p.tolist() == [[0, 0, -1, -2], [0, -1, -1, -1]]
+
+
+def test_a_drafter_can_go_on_from_another(folder):
+    train(folder, "one", "--objective", "ce", "--gamma", 4, tokens="2000")
+    train(folder, "two", "--objective", "streak", "--init", folder / "one", "--lr", "0", tokens="1")
+    one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    train(folder, "longer", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 6, tokens="1")
+    assert [specdiff.load(folder / name, gpt.load(folder / "target")).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
+    with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --layers is for a new one"):
+        train(folder, "three", "--init", folder / "one", "--layers", 1)
+
+
+def test_a_drafter_can_begin_to_read_the_target(folder):
+    """At first that changes nothing; it learns from there, and does not begin twice."""
+    target = gpt.load(folder / "target")
+    train(folder, "blind", "--objective", "ce", "--taps", "none", "--gamma", 4, tokens="2000")
+    train(folder, "same", "--objective", "streak", "--init", folder / "blind", "--taps", "three", "--lr", "0", tokens="1")
+    train(folder, "more", "--objective", "streak", "--init", folder / "blind", "--taps", "three", tokens="2000")
+    blind, same, more = (specdiff.load(folder / name, target) for name in ("blind", "same", "more"))
+    assert same.config.taps == more.config.taps == (0, 1, 2) and not same.fuse.weight.any() and more.fuse.weight.any()
+    ids, starts = torch.arange(40)[None] % 30, torch.tensor([[9, 20]])
+    seen = target.features(ids, torch.arange(40)[None], dense_attend(), (0, 1, 2))[1]
+    logits = [specdiff.window_logits(d, ids, starts, f) for d, f in ((blind, None), (same, seen), (more, seen), (more, 0 * seen))]
+    assert torch.equal(logits[0], logits[1]) and not torch.allclose(logits[2], logits[3], atol=1e-4)
+    with pytest.raises(ValueError, match="reads \\(0, 1, 2\\) of the target; only one that reads nothing can begin to"):
+        train(folder, "twice", "--init", folder / "same", "--taps", "last")
+
+
+BAD = {"objective": (["--objective", "best"], "invalid choice"), "target": (["--target", "nowhere"], "no model folder nowhere"),
+       "gamma": (["--gamma", "1"], "gamma 1 is out of range; allowed is 2 to 32"), "layers": (["--layers", "9"], "layers 9 is out of range; the model"),
+       "windows": (["--windows", "0"], "windows 0 is out of range; allowed is 1 or more"), "init": (["--init", "nowhere"], "no drafter folder nowhere"),
+       "source": (["--source", "nowhere"], "no model folder nowhere"), "family": (["--tasks", "chess"], "unknown task family 'chess'"),
+       "temperature": (["--temperature", "-1"], "temperature -1.0 is out of range")}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_of_training_is_named_before_anything_is_written(name, folder, tmp_path, capsys):
+    args, message = BAD[name]
+    with pytest.raises((ValueError, SystemExit)) as e:
+        script("--target", folder / "target", "--out", tmp_path / "x", *args)
+    said = str(e.value) if isinstance(e.value, ValueError) else capsys.readouterr().err
+    assert message in said and said.rstrip().count("\n") == 0 and not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("args, message", [
+    (["--gamma", "0"], "gamma 0 is out of range; allowed is 1 to 32"), (["--k-drafts", "0"], "k-drafts 0 is out of range; allowed is 1 to 64"),
+    (["--gamma", "16", "--k-drafts", "17"], "k-drafts 17 is out of range; allowed is 1 to 16"), (["--rule", "best"], "unknown rule 'best'; choose from rejection"),
+    (["--draft-temperature", "-1"], "draft-temperature -1.0 is out of range"), (["--draft-steps", "9"], "draft-steps 9 is out of range; allowed is 1 to 4"),
+    (["--draft-steps", "2"], "judged as a point mass: --k-drafts 1 --rule walk"), (["--model", SHIPPED], "made for a target with"),
+    (["--drafter", SHIPPED], "this is not a drafter made by train_specdiff.py")])
+def test_bad_input_of_decoding_is_one_line(args, message, folder):
+    specdiff.save(toy_drafter(gpt.load(folder / "target")), folder / "random")
+    with pytest.raises(ValueError) as e:
+        decode.main(["--model", str(folder / "target"), "--method", "specdiff", "--drafter", str(folder / "random"), "--prompt", "x", *args])
+    assert message in str(e.value) and "\n" not in str(e.value)
