@@ -46,7 +46,7 @@ class Rote:
 
 
 class Half(Engine):
-    """Accepts every other draft, be it right or not: as much is rejected, and read anew by the drafter, as in decoding."""
+    """Accepts the first half of all drafts, right or not: as in decoding, some are rejected, and some the drafter has to read next."""
 
     def judge(self, segments, logits):
         return [((len(s.drafts) + 1) // 2, token) for s, (_, token) in zip(segments, super().judge(segments, logits))]
