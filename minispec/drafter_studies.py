@@ -106,7 +106,7 @@ def prism_steps(args, model, tokenizer):
     weights from memory, as a model does that is too large for them."""
     arms = {"1 module": ((0,), 1), "2 modules": ((0, 1), 1), "3 modules": ((0, 1, 2), 1), "2 layers, stacked": ((0,), 2)}
     repeats, drafts, context = 20 if args.quick else 400, 4, min(512, model.config.block_size // 2)
-    out = {}
+    rows = []
     for dtype, target in {"float32": model, "bfloat16": gpt.load(args.model, args.device, torch.bfloat16)}.items():
         drafters = {name: PrismDrafter(gpt.store_by_columns(prism.for_target(target, *arm).to(target.dtype)), target, drafts) for name, arm in arms.items()}
         times = _step_times(target, drafters, repeats, drafts, context)
@@ -115,8 +115,8 @@ def prism_steps(args, model, tokenizer):
             for how in CONDITIONS:
                 some, plain = times[how, name], times[how, "1 module"]
                 row[how] = {"milliseconds": 1000 * statistics.median(some), "ratio": statistics.median(a / b for a, b in zip(some, plain))}
-            out[dtype, name] = row
-    return {"repeats": repeats, "drafts": drafts, "context": context, "rows": list(out.values())}
+            rows.append(row)
+    return {"repeats": repeats, "drafts": drafts, "context": context, "rows": rows}
 
 
 @torch.no_grad()

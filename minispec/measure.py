@@ -54,7 +54,7 @@ class Half(Engine):
 
 def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=4):
     """Time single rounds of `rows` requests that have `context` cached tokens each on average, with every number of drafts in turn.
-    Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
+    Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock; an odd number of repeats is rounded up.
 
     A drafter begins a round by reading what the last one committed, so a round is only timed if the one before had as many drafts,
     of which half were accepted; and the first round of all, in which a drafter reads the prompt, is a warm-up. Every number has two

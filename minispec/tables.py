@@ -72,7 +72,7 @@ def render(name, r):
         rows = [[*("" if x[c] is None else x[c] for c in columns), f"{x['tau']:.2f}", f"{x['tokens_per_second']:.0f}", _times(x), "" if x["identical"] is None else f"{x['identical']} of {r['prompts']}"] for x in r["rows"]]
         return _table([*(c.replace("_", " ") for c in columns), "tau", "tokens/s", "speed-up over greedy ar (range)", "identical to it"], rows)
     if name == "prism_steps":
-        conditions = ("alone", "decoding", "cold")
+        conditions = [key for key, x in r["rows"][0].items() if isinstance(x, dict)]
         return _table(["dtype", "drafter", "parameters", "read by a step", *(x for how in conditions for x in (f"ms a draft step, {how}", "ratio to 1 module"))],
                       [[x["dtype"], x["arm"], f"{x['parameters'] / 1e6:.2f}M", f"{x['parameters_read'] / 1e6:.2f}M",
                         *(f"{x[how][n]:.3f}" for how in conditions for n in ("milliseconds", "ratio"))] for x in r["rows"]])

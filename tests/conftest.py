@@ -93,6 +93,14 @@ def run_script(script, *args):
         script.main()
 
 
+def train_toy(script, folder, out, *args):
+    """A short training with an imported script, for the target in `folder`; returns its log. `args` have the last word."""
+    run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses", "--tasks", "revise,arith", "--heldout", 4,
+               "--max-new-tokens", 24, "--tokens", "30e3", "--batch-tokens", 1200, "--warmup", 5, "--save-every", 10, "--device", "cpu", "--lr", "4e-3", *args)
+    with open(folder / out / "log.jsonl", encoding="utf-8") as f:
+        return [json.loads(line) for line in f]
+
+
 def on_a_terminal(command):
     """What the command, which must succeed, shows on a terminal: bytes."""
     leader, follower = pty.openpty()
@@ -109,6 +117,14 @@ def on_a_terminal(command):
 def toy(tmp_path_factory):
     """Folder of a random target with the shipped tokenizer."""
     return save_toy_target(tmp_path_factory.mktemp("toy"), gain=1.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random target with the shipped tokenizer in folder/target, and room for drafters beside it."""
+    folder = tmp_path_factory.mktemp("drafters")
+    save_toy_target(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

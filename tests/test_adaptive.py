@@ -148,6 +148,12 @@ def test_nobody_is_believed_to_draft_more_than_a_window_holds():
     assert most(None) == 10 and most(2) == 2
 
 
+def test_all_that_ship_and_have_a_price_may_draft(shipped):
+    """PRISM beside EAGLE too: who of them is worth his price is for the choice to find out."""
+    planner = methods.make_engine("adaptive", shipped[0], methods.settings(), 1).planner
+    assert set(planner.drafter.drafters) == {"ngram", "draft", "prism", "eagle", "specdiff"}
+
+
 def test_counts_fade():
     counts = Counts(0.5)
     counts.add("x", 3, 4)

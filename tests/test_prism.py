@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import TARGET as SHIPPED
-from conftest import chi_square, dense_logits, run_script, save_toy_target, toy_model
+from conftest import chi_square, dense_logits, run_script, toy_model, train_toy
 from safetensors.torch import load_file
 
 import decode
@@ -477,23 +477,11 @@ def test_damaged_folders_are_named(tmp_path):
 
 # -- train_prism.py and decode.py --------------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A random target with the shipped tokenizer, and room for drafters beside it."""
-    folder = tmp_path_factory.mktemp("prism")
-    save_toy_target(folder)
-    return folder
-
-
 script = functools.partial(run_script, train_prism)
 
 
 def train(folder, out, *args):
-    script("--target", str(folder / "target"), "--out", str(folder / out), "--responses", str(folder / "responses"), "--tasks", "revise,arith",
-           "--prompts", "24", "--heldout", "4", "--max-new-tokens", "24", "--tokens", "30e3", "--batch-tokens", "1200", "--warmup", "5", "--unroll", "3",
-           "--save-every", "10", "--device", "cpu", "--lr", "4e-3", *args)
-    with open(folder / out / "log.jsonl", encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+    return train_toy(train_prism, folder, out, "--prompts", 24, "--unroll", 3, *args)
 
 
 def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch, capsys):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import TARGET as SHIPPED
-from conftest import dense_logits, run_script, save_toy_target
+from conftest import dense_logits, run_script, train_toy
 from safetensors.torch import load_file
 from test_specdiff import toy_drafter
 
@@ -19,23 +19,11 @@ from minispec.attention import dense_attend
 from minispec.specdiff import OBJECTIVES
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A random target with the shipped tokenizer, and room for drafters beside it."""
-    folder = tmp_path_factory.mktemp("specdiff")
-    save_toy_target(folder)
-    return folder
-
-
 script = functools.partial(run_script, train_specdiff)
 
 
-def train(folder, out, *args, tokens="30e3", responses="responses", temperature="1"):
-    script("--target", folder / "target", "--out", folder / out, "--responses", folder / responses, "--tasks", "revise,arith", "--temperature", temperature,
-           "--prompts", 16, "--heldout", 4, "--max-new-tokens", 24, "--tokens", tokens, "--batch-tokens", 1200, "--warmup", 5, "--windows", 8,
-           "--save-every", 10, "--device", "cpu", "--lr", "4e-3", *args)
-    with open(folder / out / "log.jsonl", encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+def train(folder, out, *args, responses="responses", temperature="1"):
+    return train_toy(train_specdiff, folder, out, "--responses", folder / responses, "--temperature", temperature, "--prompts", 16, "--windows", 8, *args)
 
 
 def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch, capsys):
@@ -69,7 +57,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
     shape = {"mdlm": ["--taps", "none"], "kl": ["--taps", "three", "--no-shift"], "streak": ["--source", folder / "target", "--layers", 1]}.get(name, [])
-    log = train(folder, name, "--objective", name, *shape, "--gamma", 4, tokens="2000")
+    log = train(folder, name, "--objective", name, *shape, "--gamma", 4, "--tokens", "2000")
     assert all(math.isfinite(x) for x in (log[-1]["loss"], log[-1]["heldout_entropy"], *log[-1]["heldout_tau"].values()))
     made = specdiff.load(folder / name, gpt.load(folder / "target"))
     assert made.config.taps == {"mdlm": None, "kl": (0, 1, 2)}.get(name, ()) and made.config.shift == (name != "kl")
@@ -84,7 +72,7 @@ def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
 
 def test_stored_answers_are_ids_with_their_probabilities(folder):
     """D1: what is stored is what was sampled, with its end of text, under the probabilities that it was sampled with."""
-    train(folder, "ids", tokens="100")
+    train(folder, "ids", "--tokens", "100")
     target = gpt.load(folder / "target")
     for prompt, answer, log_p in json.loads((folder / "responses" / "train-00000.json").read_text())[:4]:
         want = dense_logits(target, prompt + answer)[len(prompt) - 1:-1].log_softmax(-1)
@@ -100,11 +88,11 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
 
 
 def test_a_drafter_can_go_on_from_another(folder):
-    train(folder, "one", "--objective", "ce", "--gamma", 4, tokens="2000")
-    train(folder, "two", "--objective", "streak", "--init", folder / "one", "--lr", "0", tokens="1")
+    train(folder, "one", "--objective", "ce", "--gamma", 4, "--tokens", "2000")
+    train(folder, "two", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--tokens", "1")
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[n], two[n]) for n in one)
-    train(folder, "longer", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 6, tokens="1")
+    train(folder, "longer", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 6, "--tokens", "1")
     assert [specdiff.load(folder / name, gpt.load(folder / "target")).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
     with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --layers is for a new one"):
         train(folder, "three", "--init", folder / "one", "--layers", 1)
@@ -113,9 +101,9 @@ def test_a_drafter_can_go_on_from_another(folder):
 def test_a_drafter_can_begin_to_read_the_target(folder):
     """At first that changes nothing; it learns from there, and does not begin twice."""
     target = gpt.load(folder / "target")
-    train(folder, "blind", "--objective", "ce", "--taps", "none", "--gamma", 4, tokens="2000")
-    train(folder, "same", "--objective", "streak", "--init", folder / "blind", "--taps", "three", "--lr", "0", tokens="1")
-    train(folder, "more", "--objective", "streak", "--init", folder / "blind", "--taps", "three", tokens="2000")
+    train(folder, "blind", "--objective", "ce", "--taps", "none", "--gamma", 4, "--tokens", "2000")
+    train(folder, "same", "--objective", "streak", "--init", folder / "blind", "--taps", "three", "--lr", "0", "--tokens", "1")
+    train(folder, "more", "--objective", "streak", "--init", folder / "blind", "--taps", "three", "--tokens", "2000")
     blind, same, more = (specdiff.load(folder / name, target) for name in ("blind", "same", "more"))
     assert same.config.taps == more.config.taps == (0, 1, 2) and not same.fuse.weight.any() and more.fuse.weight.any()
     ids, starts = torch.arange(40)[None] % 30, torch.tensor([[9, 20]])
