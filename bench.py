@@ -15,7 +15,6 @@ import glob
 import os
 import platform
 import re
-import statistics
 import sys
 import time
 
@@ -41,9 +40,13 @@ DEEPEST, NEW = 16, 160      # most drafts a round in cost tables and traces; mos
 
 
 def profile(args, model, tokenizer):
-    """What a round costs on this machine, by rows, drafts and context: results/costs.json, and how well fits do."""
-    quick = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "repeats": 2} if args.quick else {}
-    table, report = measure.cost_table(model, methods.chain_drafters(model, args, DEEPEST), progress=tqdm, **quick)
+    """What a round costs on this machine, by rows, drafts and context, and what drafters got accepted on problems that are used nowhere
+    else: results/costs.json. And how well fits do."""
+    quick, drafters = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "repeats": 2} if args.quick else {}, methods.chain_drafters(model, args, DEEPEST)
+    table, report = measure.cost_table(model, drafters, progress=tqdm, **quick)
+    problems = [tasks.make(f, 600 + i, "heldout") for f in tasks.FAMILIES for i in range(1 if args.quick else 2)]
+    answers = methods.make_engine("ar", model, args, 16).generate(requests_of(problems, tokenizer, model, NEW))
+    table["accept"] = {name: measure.acceptance(d, model, [(g.prompt_ids, g.token_ids) for g in answers]) for name, d in drafters.items()}
     c, width = model.config, 4 if model.dtype == torch.float32 else 2
     for fit in report["fits"].values():
         kv_bytes = traces.kv_bytes_per_token(c.n_layer, c.n_kv_head, c.head_dim, width)
@@ -109,10 +112,11 @@ def suitable(args, model):
 
 
 def run(args, model, tokenizer):
-    """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype; twice, in
-    turn. A batch is of different requests, or, once, of copies of one as in the paper. The diffusion models give answers of their own, so
-    they are compared by tokens a second, once; once too specgen, which has no trace; `dlm`, a whole forward a token, has one
-    request of each family, alone."""
+    """Every method on every family and on all mixed, by batch, against the autoregressive loop of the same batch and dtype: families once,
+    the mixed workload, on which methods that choose are judged, three times in turn, of which the middle one counts. A batch is of
+    different requests, or of copies of one as in the paper; specgen, which has no trace, and the diffusion models, which give answers of
+    their own and so are compared by tokens a second, have no copies and one turn. `dlm`, a whole forward a token, has one request of
+    each family, alone."""
     n = 4 if args.quick else 16
     requests, problems = workload_requests(args, model, tokenizer) if args.workload else (family_requests(tokenizer, model, n, args.data), {})
     new = args.max_new_tokens or NEW
@@ -128,34 +132,47 @@ def run(args, model, tokenizer):
 
     def measured(workload, batch, kind, ids):
         timed, rows = {}, []
-        for repeat in range(1 if args.quick or kind == "copies" else 2):
+        for repeat in range(3 if workload == "mixed" and not args.quick else 1):
             for m in names:
-                if repeat and m in ("specgen", *methods.DIFFUSION) or m == "dlm" and (batch > 1 or workload == "mixed"):
+                if m in ("specgen", *methods.DIFFUSION) and (repeat or kind == "copies") or m == "dlm" and (batch > 1 or workload == "mixed"):
                     continue
                 asked = ids[:1] if m == "dlm" else ids
                 engine = methods.make_engine(m, model, args, batch)
                 fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids) for i in asked for _ in range(batch if kind == "copies" else 1)]
                 generations = engine.generate(fresh)
                 timed.setdefault(m, []).append((sum(engine.seconds.values()), engine, generations))
-        plain = statistics.median(s for s, _, _ in timed["ar"]) / sum(len(g.token_ids) for g in timed["ar"][-1][2])
-        for m, runs in timed.items():
-            (_, engine, generations), seconds = runs[-1], statistics.median(s for s, _, _ in runs)
+        timed = {m: sorted(runs, key=lambda run: run[0])[(len(runs) - 1) // 2] for m, runs in timed.items()}
+        plain = timed["ar"][0] / sum(len(g.token_ids) for g in timed["ar"][2])
+        for m, (seconds, engine, generations) in timed.items():
             steps, tokens, lossless = [s for g in generations for s in g.steps], sum(len(g.token_ids) for g in generations), m in methods.METHODS
             drafts = lossless and m != "ar"
             rows.append({"workload": workload, "batch": batch, "kind": kind, "ids": ids, "method": m, "k": engine.planner.k if drafts else None, "seconds": seconds,
                          "tokens": tokens, "tokens_per_second": tokens / seconds, "speedup": plain / seconds * tokens, "tau": summary(generations, engine)["tau"],
                          "acceptance": sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1) if drafts else None, "rounds": len(steps),
-                         "phases": {p: statistics.mean(studies.phases(e)[p] for _, e, _ in runs) for p in studies.phases(engine)},
+                         "phases": studies.phases(engine),
                          **({"solved": solved(ids, generations)} if problems else {}),
                          "plans": {i: ladder.pack(g.steps) for i, g in zip(ids, generations)} if m == ladder.COMBINED else None,
-                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][-1][2], generations)) if lossless else None, "prompts": len(generations)})
+                         "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][2], generations)) if lossless else None, "prompts": len(generations)})
         return rows
 
-    if args.quick or args.workload:
-        return {"new_tokens": new, "rows": [r for c in tqdm(cells, desc="run") if c[1] == 4 or not args.quick for r in measured(*c)]}
-    about = {"new_tokens": NEW, "methods": names, "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")},
+    kept = each_kept("run", args, model, {"new_tokens": new, "methods": names})
+    return {"new_tokens": new, "rows": [r for rows in kept([c for c in cells if c[1] == 4 or not args.quick], measured) for r in rows]}
+
+
+def cdlm_accuracy(args, model, tokenizer):
+    models = {name: folders.fingerprint(gpt.load(folder)) for name, (_, folder) in cdlm.METHODS.items()}
+    return cdlm_studies.cdlm_accuracy(args, model, tokenizer, each_kept("cdlm_accuracy", args, model, models))
+
+
+def each_kept(name, args, model, more=()):
+    """each(cells, measure) -> [measure(*cell)] for a study of hours: an interrupted one goes on. more: what else must be the same."""
+    about = {**dict(more), "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")},
              "target": folders.fingerprint(model), "machine": [processor(), torch.get_num_threads(), torch.__version__]}
-    return {"new_tokens": NEW, "rows": [r for rows in resumable("run", about, tqdm(cells, desc="run"), measured) for r in rows]}
+
+    def each(cells, measure):
+        cells = tqdm(cells, desc=name)
+        return [measure(*cell) for cell in cells] if args.quick or args.workload else resumable(name, about, cells, measure)
+    return each
 
 
 def resumable(name, about, cells, measure, until=None):
@@ -195,7 +212,7 @@ def bounds(args, model, tokenizer):
 STUDIES = {**{study.__name__: study for study in (studies.accuracy, studies.lossless, studies.attention, studies.acceptance, studies.speed, studies.serving,
                                                   studies.scheduler)},
            **{study.__name__: study for study in (drafter_studies.prism_arms, drafter_studies.prism_steps, drafter_studies.prism_trees, drafter_studies.specdiff_objectives,
-                                                  drafter_studies.specdiff_chains, drafter_studies.specdiff_budgets, cdlm_studies.cdlm_accuracy, cdlm_studies.cdlm_curves,
+                                                  drafter_studies.specdiff_chains, drafter_studies.specdiff_budgets, cdlm_accuracy, cdlm_studies.cdlm_curves,
                                                   cdlm_studies.cdlm_blocks, cdlm_studies.cdlm_speed, cdlm_studies.cdlm_losses, cdlm_studies.cdlm_teachers)},
            "profile": profile, "trace": trace, "run": run, "bounds": bounds}
 WHOLE = ("profile", "trace", "run", "bounds")           # what is measured where nothing is asked for

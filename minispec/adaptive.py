@@ -7,8 +7,9 @@ with T from a measured cost table (traces.CostTable) and alpha, the chance that 
 so far (SmartSpec, 2406.14066, section 4). k = 0 is allowed: then nobody drafts.
 
 How alpha is estimated. Counts of drafts judged and accepted fade with time; a request's estimate leans on that of all requests,
-and that one on START, which is hopeful, so a drafter that was given up is tried again once the memory of its failure has faded,
-but not so hopeful that a whole batch would try long drafts at once.
+and that one on a hope, so a drafter that was given up is tried again once the memory of its failure has faded. The hope is what the
+drafter reached on other texts (the cost table's `accept`), but no more than START: some texts are new to everyone, and a whole batch
+would try long drafts at once.
 An n-gram lookup costs nothing, so it is made at every round and learns at every round, whoever drafts; and it says how sure
 it is: the longer the text before the copied place agrees, the more likely it goes on to. Its alpha is one per match length.
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from .drafters import NGram
 
-START, LOOKUP, WEIGHT = 0.85, 0.7, 4.0  # alpha of a drafter that was never tried, of a lookup, and how many trials that opinion is worth
+START, LOOKUP, WEIGHT = 0.85, 0.7, 4.0  # most alpha hoped of a drafter that was never tried, that of a lookup, and how many trials this opinion is worth
 FADE, FADE_ALL = 0.9, 0.995             # what a round leaves of a request's counts, and of the counts of all requests
 MATCHES = (3, 4, 6, 8, 12, 16, 24, 32)  # match lengths that are told apart
 
@@ -124,7 +125,8 @@ class Adaptive:
         window = [getattr(d, "gamma", self.k) for d in self.drafters.values()]
         for i, (r, limit, offers) in enumerate(zip(requests, limits, found)):
             for j, (situation, drafts) in enumerate(offers.values()):
-                alpha[i, j] = self.notes[r].counts.rate(situation, self.counts.rate(situation, START if drafts is None else LOOKUP))
+                hope = min(START, self.cost.accept.get(names[j], START)) if drafts is None else LOOKUP
+                alpha[i, j] = self.notes[r].counts.rate(situation, self.counts.rate(situation, hope))
                 most[i, j] = min(limit, window[j]) if drafts is None else len(drafts)
                 reading[i, j] = self._unread(names[j], r) / r.remaining if drafts is None else 0.0       # a lookup has read already, whoever drafts
         tokens = np.cumsum(alpha[..., None] ** ks, -1)

@@ -74,18 +74,20 @@ def answer(decoder, problems, tokenizer, reference=None, gen_length=cdlm.GEN_LEN
             "same": statistics.mean(a == b for a, b in zip(answers, reference)) if reference else None}, answers
 
 
-def cdlm_accuracy(args, model, tokenizer):
+def cdlm_accuracy(args, model, tokenizer, each=lambda cells, measure: [measure(*cell) for cell in cells]):
     """Held-out problems solved by the target, the teacher at a token a step, and the student at the default threshold, a stricter one and the
-    paper's: 200 a family; of these the first 40 also as the papers decode, surest slot first."""
-    models, problems, rows = load(args, model, tokenizer, BF16), held_out(tokenizer, 4 if args.quick else 200), []
-    few, reference = problems[:(2 if args.quick else 40) * len(tasks.FAMILIES)], None
-    cells = [("ar", {}), ("teacher", {}), *(("student", {"threshold": t}) for t in (cdlm.THRESHOLD, STRICT, 0.9)),
-             ("teacher", {"order": "surest"}), ("student", {"threshold": cdlm.THRESHOLD, "order": "surest"})]
-    for name, settings in tqdm(cells, desc="decoders"):
-        row, answers = answer(models.decoder(name, 16, **settings), few if "order" in settings else problems, tokenizer, reference)
-        reference = reference or (answers if name == "teacher" else None)
-        rows.append({"decoder": name, **settings, **row})
-    return {"rows": rows}
+    paper's: 200 a family; of these the first 40 also as the papers decode, surest slot first. each(cells, measure) -> [measure(*cell)]."""
+    models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 4 if args.quick else 200)
+    few = problems[:(2 if args.quick else 40) * len(tasks.FAMILIES)]
+
+    def measure(name, settings):
+        row, answers = answer(models.decoder(name, 16, **settings), few if "order" in settings else problems, tokenizer)
+        return {"decoder": name, **settings, **row}, answers
+
+    measured = each([("ar", {}), ("teacher", {}), *(("student", {"threshold": t}) for t in (cdlm.THRESHOLD, STRICT, 0.9)),
+                     ("teacher", {"order": "surest"}), ("student", {"threshold": cdlm.THRESHOLD, "order": "surest"})], measure)
+    (target, _), (teacher, reference), *others = measured
+    return {"rows": [target, teacher, *({**row, "same": statistics.mean(a == b for a, b in zip(answers, reference))} for row, answers in others)]}
 
 
 def cdlm_curves(args, model, tokenizer):

@@ -6,6 +6,7 @@ shape; accept lengths come from the drafters themselves, asked at every position
     cost_table     {rows x drafts x context} -> seconds of draft, verification, everything else; a table for traces.CostTable
     dense_traces   for one drafter, [(prompt, output)] -> accept[i], offered[i], censored[i]   (section 3.2 of the notes on
                    2601.11580: "advance one token, whatever was accepted", here teacher-forced on one frozen output)
+    acceptance     chance that one of a drafter's drafts is accepted, over all positions
     child_rates    chance that the target's token is the drafter's first, second, .. choice, for bounds.best_tree
 
 What differs from the paper and why: its traces are two runs whose outputs diverge; here all drafters see one output, so
@@ -30,6 +31,7 @@ from .verify import greedy_chain
 
 DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
 PROMPTS = (32, 128, 512)                                                        # prompt lengths for the prefill
+PASSES = 2
 
 
 # -- costs ---------------------------------------------------------------------------------------------------------------
@@ -52,27 +54,25 @@ class Half(Engine):
         return [((len(s.drafts) + 1) // 2, token) for s, (_, token) in zip(segments, super().judge(segments, logits))]
 
 
-def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=4):
+def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=2):
     """Time single rounds of `rows` requests that have `context` cached tokens each on average, with every number of drafts in turn.
-    Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock; an odd number of repeats is rounded up.
+    Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
 
     A drafter begins a round by reading what the last one committed, so a round is only timed if the one before had as many drafts,
-    of which half were accepted; and the first round of all, in which a drafter reads the prompt, is a warm-up. Every number has two
-    turns, so that a slow moment does not meet one of them alone.
+    of which half were accepted; and the first round of all, in which a drafter reads the prompt, is a warm-up.
     """
-    turn = 1 + (repeats + 1) // 2
-    order, out = [max(drafts)] + [k for _ in range(2) for k in drafts for _ in range(turn)], {k: [] for k in drafts}
+    turn = 1 + repeats
+    order, out = [max(drafts)] + [k for k in drafts for _ in range(turn)], {k: [] for k in drafts}
     for i, (k, iteration) in enumerate(list(zip(order, _rounds(model, drafter, rows, context, order)))[1:]):
         if i % turn:
             out[k].append(iteration["seconds"])
     return out
 
 
-def read_seconds(model, drafter, rows, context, repeats=2):
-    """What the first round takes a drafter longer than the second, because it reads `context` tokens of each of `rows` requests. One
-    time per repeat, one warm-up left out."""
-    first = [[i["seconds"]["draft"] for i in _rounds(model, drafter, rows, context, [1, 1])] for _ in range(repeats + 1)]
-    return [max(a - b, 0.0) for a, b in first[1:]]
+def read_seconds(model, drafter, rows, context):
+    """What the first round takes a drafter longer than the second, because it reads `context` tokens of each of `rows` requests."""
+    first, second = (i["seconds"]["draft"] for i in _rounds(model, drafter, rows, context, [1, 1]))
+    return max(first - second, 0.0)
 
 
 def _rounds(model, drafter, rows, context, order):
@@ -107,48 +107,58 @@ def prefill_seconds(model, rows, prompt_len, repeats=5):
     return out[1:]
 
 
-def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=4, progress=lambda items, **_: items):
+def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=2, progress=lambda items, **_: items):
     """(cost table, report). drafters: {name: drafter}. The table is what traces.CostTable takes: measured grids of verify
     (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows. report: how well the linear and
-    the roofline fit do on the verify grid, and how much the repeats of a cell scatter. progress: tqdm, or nothing.
+    the roofline fit do on the verify grid, and how much the times of a cell scatter. progress: tqdm, or nothing.
 
-    Verification of one token is timed in rounds without any drafts, one after the other, for that is what decoding without a drafter
-    is: one row's weights stay in the caches, and it is faster than between larger rounds. Half of all drafts are accepted, for what was
-    accepted is what a drafter reads first; plans that waste less are a little dearer than their price. The price of a drafter is what a round
-    with it takes longer than one whose drafts come from nowhere: its own seconds, and what the target's forward loses because
-    the drafter's weights have pushed out some of its own."""
-    ks, spread = [k for k in drafts if k], []
-    contexts = [c for c in contexts if c + (repeats + 4) * (sum(drafts) + len(drafts)) <= model.config.block_size]
+    All cells are timed in PASSES, each `repeats` times, for a machine's speed drifts: a drafter whose only turn falls into a slow
+    minute would look dear beside the others. Verification of one token is timed in rounds without any drafts, one after the other,
+    for that is what decoding without a drafter is: one row's weights stay in the caches, and it is faster than between larger rounds.
+    Half of all drafts are accepted, for what was accepted is what a drafter reads first; plans that waste less are a little dearer than
+    their price. The price of a drafter is what a round with it takes longer than one whose drafts come from nowhere: its own seconds, and
+    what the target's forward loses because the drafter's weights have pushed out some of its own. A drafter of windows is timed up to
+    the whole window (`gamma`), for it has no more drafts to give."""
+    ks, spread, times, read = [k for k in drafts if k], [], {}, {}
+    asked = {name: sorted({min(k, getattr(d, "gamma", k)) for k in ks}) for name, d in drafters.items()}
+    contexts = [c for c in contexts if c + (repeats + 2) * (sum(drafts) + len(drafts)) <= model.config.block_size]
     if not contexts:
         raise ValueError(f"a context of {model.config.block_size} is too small to time {repeats} rounds of up to {max(drafts)} drafts in it")
+    cells = [(b, c, name) for _ in range(PASSES) for b in rows for c in contexts for name in ("verify", *drafters)]
+    for b, c, name in progress(cells, desc="rounds"):
+        if name == "verify":
+            timed = round_seconds(model, Rote(), b, c, ks, repeats) | round_seconds(model, Rote(), b, c, (0,), 4 * repeats)
+        else:
+            timed = round_seconds(model, drafters[name], b, c, asked[name], repeats)
+            read.setdefault((name, b, c), []).append(read_seconds(model, drafters[name], b, c))
+        for k, some in timed.items():
+            times.setdefault((name, b, c, k), []).extend(some)
 
-    def typical(values):
-        low, middle, high = np.percentile(values, (25, 50, 75))
+    def typical(cell, *phases):
+        low, middle, high = np.percentile([sum(s[p] for p in phases) for s in times[cell]], (25, 50, 75))
         spread.append((high - low) / max(middle, 1e-9))
         return float(middle)
 
-    def grid(tokens, cells, kv=contexts):
-        return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": [[[cells[b, c, t] for c in kv] for t in tokens] for b in rows]}
+    def grid(tokens, seconds, kv=contexts):
+        return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": [[[seconds(b, c, t) for c in kv] for t in tokens] for b in rows]}
 
-    verify, overhead, draft, read = {}, {b: [] for b in rows}, {}, {}
-    for b, c, name in progress([(b, c, name) for b in rows for c in contexts for name in ("verify", *drafters)], desc="rounds"):
-        if name == "verify":
-            timed = round_seconds(model, Rote(), b, c, ks, repeats) | round_seconds(model, Rote(), b, c, (0,), 4 * repeats)
-            for k, some in timed.items():
-                verify[b, c, k + 1] = typical([s["verify"] + s["sample"] for s in some])
-                overhead[b] += [s["overhead"] for s in some]
-            continue
-        for k, some in round_seconds(model, drafters[name], b, c, ks, repeats).items():
-            longer = typical([s["draft"] + s["verify"] + s["sample"] for s in some]) - verify[b, c, k + 1]
-            draft.setdefault(name, {})[b, c, k] = max(longer, statistics.median(s["draft"] for s in some))
-        read.setdefault(name, {})[b, 0, c] = statistics.median(read_seconds(model, drafters[name], b, c))
+    verify = {(b, c, k + 1): typical(("verify", b, c, k), "verify", "sample") for b in rows for c in contexts for k in (0, *ks)}
+
+    def price(name):
+        def seconds(b, c, k):
+            cell, tokens = (name, b, c, k), [k + 1 for k in ks]
+            verified = float(np.interp(k + 1, tokens, [verify[b, c, t] for t in tokens]))
+            return max(typical(cell, "draft", "verify", "sample") - verified, statistics.median(s["draft"] for s in times[cell]))
+        return seconds
+
     shapes = [(b, n, s) for b in (rows[0], rows[min(1, len(rows) - 1)]) for n in PROMPTS if n < model.config.block_size
               for s in prefill_seconds(model, b, n, repeats)]
     b, n, s = (np.array(x, float) for x in zip(*shapes))
-    table = {"verify": grid([k + 1 for k in drafts], verify), "draft": {name: grid(ks, cells) for name, cells in draft.items()},
-             "read": {name: grid(contexts, cells, [0]) for name, cells in read.items()},
+    overhead = {b: statistics.median(s["overhead"] for (name, rows_, *_), some in times.items() if name == "verify" and rows_ == b for s in some) for b in rows}
+    table = {"verify": grid([k + 1 for k in drafts], lambda *cell: verify[cell]), "draft": {name: grid(asked[name], price(name)) for name in drafters},
+             "read": {name: grid(contexts, lambda b, _, c: statistics.median(read[name, b, c]), [0]) for name in drafters},
              "prefill": traces.fit_linear(b, n, 0 * n, s, ("base", "row", "token")),
-             "overhead": {"kind": "grid", "rows": list(rows), "tokens": [1], "kv": [0], "seconds": [[[statistics.median(overhead[b])]] for b in rows]}}
+             "overhead": {"kind": "grid", "rows": list(rows), "tokens": [1], "kv": [0], "seconds": [[[overhead[b]]] for b in rows]}}
     return traces.check_costs(table), {"fits": verify_fits(verify), "scatter": float(np.median(spread))}
 
 
@@ -218,6 +228,14 @@ def traces_of(drafters, model, texts, k_max=16, progress=lambda items, **_: item
             if (offered < np.minimum(k_max, trace.n_out - np.arange(trace.n_out) - 1))[1:].any():
                 trace.offered[name] = offered
     return list(out.values())
+
+
+def acceptance(drafter, model, texts, k=4):
+    """The chance that a draft is accepted on texts [(prompt, output)]: accepted over judged drafts, k at every position."""
+    columns = dense_traces(drafter, model, texts, k)
+    hits = sum(int((accept - 1).sum()) for accept, _, _ in columns)
+    judged = sum(int(np.minimum(accept, offered).sum()) for accept, _, offered in columns)       # of those offered, up to the first rejected one
+    return hits / max(judged, 1)
 
 
 @torch.inference_mode()

@@ -15,9 +15,12 @@ All drafters of a line were run on one and the same output; a trace taken on ano
 
 A cost table is one JSON object: seconds as a function of rows (requests in the forward), tokens per row and cached tokens.
 
-    {"about": {anything}, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME, "overhead": TIME, "switch": seconds}
+    {"about": {anything}, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME, "overhead": TIME, "switch": seconds,
+     "accept": {name: chance}}
 
-Only verify is needed; read is what a drafter takes, beside drafting, for the first round in which it sees so many tokens; "about" may hold anything (device, dtype, versions, command). TIME is one of
+Only verify is needed; read is what a drafter takes, beside drafting, for the first round in which it sees so many tokens; accept is the chance
+that a draft is accepted on some texts, which tells the method `adaptive` what to hope; "about" may hold anything (device, dtype, versions,
+command). TIME is one of
 
     {"kind": "linear", "base": s, "row": s, "token": s, "step": s, "kv": s, "kv_step": s}       missing ones are 0
         s are seconds each: base once; per row; per token of all rows; per token of one row (a drafter's sequential steps);
@@ -243,7 +246,7 @@ def _line_of(text, where):
 
 def check_costs(table):
     """Return `table` if it is a valid cost table (already parsed), else ValueError that starts with the field."""
-    _object(table, "", ("about", "verify", "draft", "read", "prefill", "overhead", "switch"), ("verify",))
+    _object(table, "", ("about", "verify", "draft", "read", "prefill", "overhead", "switch", "accept"), ("verify",))
     for name in ("verify", "prefill", "overhead"):
         if name in table:
             _check_time(table[name], name, ("linear", "roofline", "grid"))
@@ -252,6 +255,9 @@ def check_costs(table):
     for name, entry in _object(table.get("read", {}), "read", ()).items():
         _check_time(entry, f"read.{name}", ("linear", "roofline", "grid"))
     _seconds(table.get("switch", 0), "switch")
+    for name, chance in _object(table.get("accept", {}), "accept", ()).items():
+        if type(chance) not in (int, float) or not 0 <= chance <= 1:
+            raise ValueError(f"accept.{name}: expected a number from 0 to 1, got {_short(chance)}")
     verify = table["verify"]
     paid = np.ravel(verify["seconds"]) if verify["kind"] == "grid" else [sum(verify.get(name, 0) for name in LINEAR)]
     if min(paid) <= 0:
@@ -304,7 +310,7 @@ class CostTable:
     def __init__(self, table):
         self.table = check_costs(table)
         self.drafters = tuple(table.get("draft", {}))
-        self.switch = table.get("switch", 0.0)
+        self.switch, self.accept = table.get("switch", 0.0), table.get("accept", {})
 
     @classmethod
     def load(cls, path):

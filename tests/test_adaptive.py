@@ -103,6 +103,13 @@ def test_a_batch_shares_the_price_of_a_draft():
     assert share(answer(adaptive(cost, SmallLM(TARGET, TARGET)), some, 8), "draft") > 0.8
 
 
+def test_hope_is_what_was_measured_elsewhere_but_never_more_than_start():
+    """A wrong drafter that is cheap: tried where nothing is known of it, not where it is known to be wrong; and where it is said to be
+    always right, no oftener than where nothing is known."""
+    tried = lambda **accept: share(answer(adaptive(CostTable({**prices(0.1).table, "accept": accept}), SmallLM(OTHER, TARGET)), prompts(6), 1, 80), "draft")
+    assert tried(draft=0.01) == 0 < tried() == tried(draft=1.0)
+
+
 def test_reading_a_prompt_must_pay():
     """A drafter that is always right and cheap, but takes long to read: worth it for a long answer, not for a short one; and one
     that has read a prompt is not charged again."""

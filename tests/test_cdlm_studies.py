@@ -41,6 +41,15 @@ def test_all_run_and_render(measured):
         assert all(len({line.count("|") for line in t.split("\n")}) == 1 and "nan" not in t for t in tables), name
 
 
+def test_accuracy_interrupted_goes_on_to_the_same_table(measured, toys):
+    """Its cells survive the file that bench.py keeps between two runs; half of them come from it."""
+    def each(cells, measure):
+        kept = json.loads(json.dumps([measure(*cell) for cell in cells[:4]]))
+        return kept + [measure(*cell) for cell in cells[4:]]
+
+    assert cdlm_studies.cdlm_accuracy(*toys, each) == measured["cdlm_accuracy"]
+
+
 def test_figures_are_what_the_decoders_did(measured, toys):
     table = measured["cdlm_accuracy"]["rows"]
     rows = {r["decoder"]: r for r in reversed(table)}    # the first of each: the way decode.py decodes

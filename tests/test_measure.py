@@ -144,6 +144,14 @@ def test_phases_sum_to_the_step(name, monkeypatch):
     assert (engine.seconds["draft"] > 0) == (name is not None) and sum(i["seconds"]["sample"] for i in engine.iterations) > 0
 
 
+def test_acceptance_is_accepted_over_judged_drafts(dense, monkeypatch):
+    texts = list(dense[0].values())
+    assert measure.acceptance(SmallLM(TARGET, TARGET), TARGET, texts) == 1 and 0 < measure.acceptance(SmallLM(DRAFT, TARGET), TARGET, texts) < 1
+    columns = [np.array([1, 3, 5, 1]), None, np.array([0, 4, 4, 0])]            # 2 of 4 right: 3 judged; all 4; nothing offered
+    monkeypatch.setattr(measure, "dense_traces", lambda *_: [columns])
+    assert measure.acceptance(None, None, None) == pytest.approx(6 / 7)
+
+
 @pytest.mark.parametrize("name", [None, *DRAFTERS])
 def test_rounds_of_every_shape_are_timed(name, monkeypatch):
     """The engine makes the rounds that were asked for: the number of rows says so."""
@@ -160,9 +168,9 @@ def test_rounds_of_every_shape_are_timed(name, monkeypatch):
     assert np.mean([start for plan in rows_fed for _, _, start in plan]) == pytest.approx(64, abs=6 if name == "ngram" else 2)
     assert all({"draft", "verify", "sample", "overhead"} <= set(s) for some in timed.values() for s in some)
     if name != "ngram":                                                        # a lookup may find nothing
-        assert [[n for _, n, _ in plan] for plan in rows_fed] == [[k + 1] * 3 for k in (4, 0, 0, 2, 2, 4, 4, 0, 0, 2, 2, 4, 4)]
+        assert [[n for _, n, _ in plan] for plan in rows_fed] == [[k + 1] * 3 for k in (4, 0, 0, 0, 2, 2, 2, 4, 4, 4)]
         starts = [plan[0][2] for plan in rows_fed]
-        assert [b - a for a, b in zip(starts, starts[1:])] == [3, 1, 1, 2, 2, 3, 3, 1, 1, 2, 2, 3]           # half of the drafts, and one token more
+        assert [b - a for a, b in zip(starts, starts[1:])] == [3, 1, 1, 1, 2, 2, 2, 3, 3]           # half of the drafts, and one token more
     assert all(kind == "verify" for plan in rows_fed for kind, _, _ in plan)
 
 
@@ -190,10 +198,26 @@ def test_price_of_a_drafter_is_what_its_rounds_take_longer(monkeypatch):
     assert table["draft"]["draft"]["seconds"] == [[[1.5], [4.5]]] and table["draft"]["ngram"]["seconds"] == [[[1.0], [4.0]]]
 
 
+def test_a_window_is_priced_by_the_drafts_that_it_has(monkeypatch):
+    """Asked for 8 it drafts 4, so 8 is no point of its grid, and what verifying 4 takes is between the points of the target's."""
+    verify = {0: 1.0, 2: 3.0, 8: 9.0}
+
+    def rounds(model, drafter, rows, context, drafts, repeats):
+        window = type(drafter) is not measure.Rote
+        return {k: [{"verify": 5.5 if window else verify[k], "sample": 0.0, "draft": 0.25 if window else 0.0, "overhead": 0.1}] for k in drafts}
+
+    drafter = DRAFTERS["draft"]()
+    drafter.gamma = 4
+    monkeypatch.setattr(measure, "round_seconds", rounds)
+    table, _ = measure.cost_table(TARGET, {"draft": drafter}, (1,), (16,), (0, 2, 8), 1)
+    assert table["verify"]["tokens"] == [1, 3, 9] and table["draft"]["draft"]["tokens"] == [2, 4]
+    assert table["draft"]["draft"]["seconds"] == [[[2.75], [0.75]]]           # 5.75 less 3, and less 5, a third of the way from 3 to 9
+
+
 def test_price_of_reading_is_the_first_round_beside_the_second(monkeypatch):
-    rounds = iter([{"seconds": {"draft": s}} for s in (9.0, 1.0, 5.0, 1.0, 6.0, 2.0)])
+    rounds = iter([{"seconds": {"draft": s}} for s in (5.0, 1.0, 1.0, 2.0)])
     monkeypatch.setattr(measure, "_rounds", lambda *args: [next(rounds), next(rounds)])
-    assert measure.read_seconds(TARGET, None, 1, 16, repeats=2) == [4.0, 4.0]
+    assert measure.read_seconds(TARGET, None, 1, 16) == 4.0 and measure.read_seconds(TARGET, None, 1, 16) == 0.0
     assert CostTable({"verify": {"kind": "linear", "base": 1}, "read": {"a": {"kind": "linear", "base": 1, "token": 0.5}}}).read("a", 10, 2) == 11.0
     assert CostTable({"verify": {"kind": "linear", "base": 1}}).read("a", 10) == 0.0
 
