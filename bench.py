@@ -42,7 +42,7 @@ DEEPEST, NEW = 16, 160      # most drafts a round in cost tables and traces; mos
 def profile(args, model, tokenizer):
     """What a round costs on this machine, by rows, drafts and context, and what drafters got accepted on problems that are used nowhere
     else: results/costs.json. And how well fits do."""
-    quick, drafters = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "repeats": 2} if args.quick else {}, methods.chain_drafters(model, args, DEEPEST)
+    quick, drafters = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else {}, methods.chain_drafters(model, args, DEEPEST)
     table, report = measure.cost_table(model, drafters, progress=tqdm, **quick)
     problems = [tasks.make(f, 600 + i, "heldout") for f in tasks.FAMILIES for i in range(1 if args.quick else 2)]
     answers = methods.make_engine("ar", model, args, 16).generate(requests_of(problems, tokenizer, model, NEW))
@@ -165,7 +165,7 @@ def cdlm_accuracy(args, model, tokenizer):
 
 
 def each_kept(name, args, model, more=()):
-    """each(cells, measure) -> [measure(*cell)] for a study of hours: an interrupted one goes on. more: what else must be the same."""
+    """each(cells, measure) -> [measure(*cell)] for a long study: an interrupted one goes on. more: what else must be the same."""
     about = {**dict(more), "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")},
              "target": folders.fingerprint(model), "machine": [processor(), torch.get_num_threads(), torch.__version__]}
 

@@ -107,6 +107,20 @@ def prefill_seconds(model, rows, prompt_len, repeats=5):
     return out[1:]
 
 
+def _timed(model, drafters, asked, ks, cells, repeats):
+    """Rounds of every (rows, context) of cells, which may come again: {("verify" or name, rows, context, drafts): [{phase: seconds}]}, of a
+    drafter with the numbers of drafts `asked` of it; and what it took drafters to read, {(name, rows, context): [seconds]}."""
+    times, read = {}, {}
+    for b, c in cells:
+        timed = {("verify", k): some for k, some in (round_seconds(model, Rote(), b, c, ks, repeats) | round_seconds(model, Rote(), b, c, (0,), 4 * repeats)).items()}
+        for name, drafter in drafters.items():
+            timed |= {(name, k): some for k, some in round_seconds(model, drafter, b, c, asked[name], repeats).items()}
+            read.setdefault((name, b, c), []).append(read_seconds(model, drafter, b, c))
+        for (name, k), some in timed.items():
+            times.setdefault((name, b, c, k), []).extend(some)
+    return times, read
+
+
 def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=2, progress=lambda items, **_: items):
     """(cost table, report). drafters: {name: drafter}. The table is what traces.CostTable takes: measured grids of verify
     (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows. report: how well the linear and
@@ -119,20 +133,12 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
     their price. The price of a drafter is what a round with it takes longer than one whose drafts come from nowhere: its own seconds, and
     what the target's forward loses because the drafter's weights have pushed out some of its own. A drafter of windows is timed up to
     the whole window (`gamma`), for it has no more drafts to give."""
-    ks, spread, times, read = [k for k in drafts if k], [], {}, {}
+    ks, spread = [k for k in drafts if k], []
     asked = {name: sorted({min(k, getattr(d, "gamma", k)) for k in ks}) for name, d in drafters.items()}
     contexts = [c for c in contexts if c + (repeats + 2) * (sum(drafts) + len(drafts)) <= model.config.block_size]
     if not contexts:
         raise ValueError(f"a context of {model.config.block_size} is too small to time {repeats} rounds of up to {max(drafts)} drafts in it")
-    cells = [(b, c, name) for _ in range(PASSES) for b in rows for c in contexts for name in ("verify", *drafters)]
-    for b, c, name in progress(cells, desc="rounds"):
-        if name == "verify":
-            timed = round_seconds(model, Rote(), b, c, ks, repeats) | round_seconds(model, Rote(), b, c, (0,), 4 * repeats)
-        else:
-            timed = round_seconds(model, drafters[name], b, c, asked[name], repeats)
-            read.setdefault((name, b, c), []).append(read_seconds(model, drafters[name], b, c))
-        for k, some in timed.items():
-            times.setdefault((name, b, c, k), []).extend(some)
+    times, read = _timed(model, drafters, asked, ks, progress([(b, c) for _ in range(PASSES) for b in rows for c in contexts], desc="rounds"), repeats)
 
     def typical(cell, *phases):
         low, middle, high = np.percentile([sum(s[p] for p in phases) for s in times[cell]], (25, 50, 75))
@@ -152,7 +158,7 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
         return seconds
 
     shapes = [(b, n, s) for b in (rows[0], rows[min(1, len(rows) - 1)]) for n in PROMPTS if n < model.config.block_size
-              for s in prefill_seconds(model, b, n, repeats)]
+              for s in prefill_seconds(model, b, n, PASSES * repeats)]
     b, n, s = (np.array(x, float) for x in zip(*shapes))
     overhead = {b: statistics.median(s["overhead"] for (name, rows_, *_), some in times.items() if name == "verify" and rows_ == b for s in some) for b in rows}
     table = {"verify": grid([k + 1 for k in drafts], lambda *cell: verify[cell]), "draft": {name: grid(asked[name], price(name)) for name in drafters},
