@@ -8,7 +8,7 @@
     python bench.py --suite gpu --device cuda                 # a GPU's figures; again and again until it is done
     python bench.py report               # only render tables and figures, into README.md and docs/
 
-A study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` goes on cell by cell.
+A study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` and `cdlm_accuracy` go on cell by cell.
 """
 import contextlib
 import glob
@@ -46,7 +46,7 @@ def profile(args, model, tokenizer):
     table, report = measure.cost_table(model, drafters, progress=tqdm, **quick)
     problems = [tasks.make(f, 600 + i, "heldout") for f in tasks.FAMILIES for i in range(1 if args.quick else 2)]
     answers = methods.make_engine("ar", model, args, 16).generate(requests_of(problems, tokenizer, model, NEW))
-    table["accept"] = {name: measure.acceptance(d, model, [(g.prompt_ids, g.token_ids) for g in answers]) for name, d in drafters.items()}
+    table["accept"] = {name: measure.acceptance(d, model, [(g.prompt_ids, g.token_ids) for g in answers]) for name, d in drafters.items() if name != "ngram"}
     c, width = model.config, 4 if model.dtype == torch.float32 else 2
     for fit in report["fits"].values():
         kv_bytes = traces.kv_bytes_per_token(c.n_layer, c.n_kv_head, c.head_dim, width)
@@ -141,7 +141,7 @@ def run(args, model, tokenizer):
                 fresh = [Request(requests[i].tokens, requests[i].max_new_tokens, stop_ids=requests[i].stop_ids) for i in asked for _ in range(batch if kind == "copies" else 1)]
                 generations = engine.generate(fresh)
                 timed.setdefault(m, []).append((sum(engine.seconds.values()), engine, generations))
-        timed = {m: sorted(runs, key=lambda run: run[0])[(len(runs) - 1) // 2] for m, runs in timed.items()}
+        timed = {m: middle(runs) for m, runs in timed.items()}
         plain = timed["ar"][0] / sum(len(g.token_ids) for g in timed["ar"][2])
         for m, (seconds, engine, generations) in timed.items():
             steps, tokens, lossless = [s for g in generations for s in g.steps], sum(len(g.token_ids) for g in generations), m in methods.METHODS
@@ -155,11 +155,18 @@ def run(args, model, tokenizer):
                          "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][2], generations)) if lossless else None, "prompts": len(generations)})
         return rows
 
-    kept = each_kept("run", args, model, {"new_tokens": new, "methods": names})
+    prices = read_json(args.cost) if os.path.exists(args.cost) else None         # `adaptive` plans with them
+    kept = each_kept("run", args, model, {"new_tokens": new, "methods": names, "prices": prices})
     return {"new_tokens": new, "rows": [r for rows in kept([c for c in cells if c[1] == 4 or not args.quick], measured) for r in rows]}
 
 
+def middle(runs):
+    """Of runs (seconds, ..) the one of the median time; of two the faster one."""
+    return sorted(runs, key=lambda run: run[0])[(len(runs) - 1) // 2]
+
+
 def cdlm_accuracy(args, model, tokenizer):
+    """The study of cdlm_studies, kept row by row."""
     models = {name: folders.fingerprint(gpt.load(folder)) for name, (_, folder) in cdlm.METHODS.items()}
     return cdlm_studies.cdlm_accuracy(args, model, tokenizer, each_kept("cdlm_accuracy", args, model, models))
 

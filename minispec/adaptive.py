@@ -7,7 +7,7 @@ with T from a measured cost table (traces.CostTable) and alpha, the chance that 
 so far (SmartSpec, 2406.14066, section 4). k = 0 is allowed: then nobody drafts.
 
 How alpha is estimated. Counts of drafts judged and accepted fade with time; a request's estimate leans on that of all requests,
-and that one on a hope, so a drafter that was given up is tried again once the memory of its failure has faded. The hope is what the
+and that one on a hope, so a drafter of which there is hope is tried again once the memory of its failure has faded. The hope is what the
 drafter reached on other texts (the cost table's `accept`), but no more than START: some texts are new to everyone, and a whole batch
 would try long drafts at once.
 An n-gram lookup costs nothing, so it is made at every round and learns at every round, whoever drafts; and it says how sure

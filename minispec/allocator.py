@@ -5,8 +5,8 @@ and again. By default glibc returns large blocks to the kernel at once, and the 
 touches again. Where page faults are slow (virtual machines), this can cost more than the arithmetic; three calls spare it. Only
 glibc has these knobs, so elsewhere nothing happens.
 
-Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every number of rows and shape of weights, which takes longer
-than such a product itself, and forgets all but the last 1,024. A batch in which every request verifies as many drafts as it likes has another
+Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every number of rows and shape of weights, which takes time,
+and forgets all but the last 1,024. A batch in which every request verifies as many drafts as it likes has another
 number of rows each round, times some ten shapes: so remember more.
 """
 import ctypes

@@ -74,7 +74,7 @@ def answer(decoder, problems, tokenizer, reference=None, gen_length=cdlm.GEN_LEN
             "same": statistics.mean(a == b for a, b in zip(answers, reference)) if reference else None}, answers
 
 
-def cdlm_accuracy(args, model, tokenizer, each=lambda cells, measure: [measure(*cell) for cell in cells]):
+def cdlm_accuracy(args, model, tokenizer, each):
     """Held-out problems solved by the target, the teacher at a token a step, and the student at the default threshold, a stricter one and the
     paper's: 200 a family; of these the first 40 also as the papers decode, surest slot first. each(cells, measure) -> [measure(*cell)]."""
     models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 4 if args.quick else 200)

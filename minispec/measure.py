@@ -16,6 +16,7 @@ rows, drafts and context vary and the grid itself is the table, with the fits be
 A drafter of this kind must propose the same whatever was drafted before: n-gram, small models and modules that read the
 target's states do (to rounding). SpecGen does not, its selection depends on where the last round ended; it has no trace.
 """
+import functools
 import statistics
 
 import numpy as np
@@ -31,7 +32,7 @@ from .verify import greedy_chain
 
 DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
 PROMPTS = (32, 128, 512)                                                        # prompt lengths for the prefill
-PASSES = 2
+PASSES = 3                                                                      # over all rounds of a cost table
 
 
 # -- costs ---------------------------------------------------------------------------------------------------------------
@@ -54,7 +55,7 @@ class Half(Engine):
         return [((len(s.drafts) + 1) // 2, token) for s, (_, token) in zip(segments, super().judge(segments, logits))]
 
 
-def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=2):
+def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=1):
     """Time single rounds of `rows` requests that have `context` cached tokens each on average, with every number of drafts in turn.
     Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
 
@@ -70,8 +71,10 @@ def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=2):
 
 
 def read_seconds(model, drafter, rows, context):
-    """What the first round takes a drafter longer than the second, because it reads `context` tokens of each of `rows` requests."""
-    first, second = (i["seconds"]["draft"] for i in _rounds(model, drafter, rows, context, [1, 1]))
+    """What the first round takes a drafter longer than the second, because it reads `context` tokens of each of `rows` requests. The
+    first time it does so, kernels for so many rows are compiled, which is no part of the price."""
+    for _ in range(2):
+        first, second = (i["seconds"]["draft"] for i in _rounds(model, drafter, rows, context, [1, 1]))
     return max(first - second, 0.0)
 
 
@@ -121,13 +124,13 @@ def _timed(model, drafters, asked, ks, cells, repeats):
     return times, read
 
 
-def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=2, progress=lambda items, **_: items):
+def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=1, progress=lambda items, **_: items):
     """(cost table, report). drafters: {name: drafter}. The table is what traces.CostTable takes: measured grids of verify
     (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows. report: how well the linear and
     the roofline fit do on the verify grid, and how much the times of a cell scatter. progress: tqdm, or nothing.
 
-    All cells are timed in PASSES, each `repeats` times, for a machine's speed drifts: a drafter whose only turn falls into a slow
-    minute would look dear beside the others. Verification of one token is timed in rounds without any drafts, one after the other,
+    All rounds are timed in PASSES, in each of them `repeats` times, for a machine's speed drifts: a drafter whose only turn falls into a
+    slow minute would look dear beside the others. Verification of one token is timed in rounds without any drafts, one after the other,
     for that is what decoding without a drafter is: one row's weights stay in the caches, and it is faster than between larger rounds.
     Half of all drafts are accepted, for what was accepted is what a drafter reads first; plans that waste less are a little dearer than
     their price. The price of a drafter is what a round with it takes longer than one whose drafts come from nowhere: its own seconds, and
@@ -150,18 +153,16 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
 
     verify = {(b, c, k + 1): typical(("verify", b, c, k), "verify", "sample") for b in rows for c in contexts for k in (0, *ks)}
 
-    def price(name):
-        def seconds(b, c, k):
-            cell, tokens = (name, b, c, k), [k + 1 for k in ks]
-            verified = float(np.interp(k + 1, tokens, [verify[b, c, t] for t in tokens]))
-            return max(typical(cell, "draft", "verify", "sample") - verified, statistics.median(s["draft"] for s in times[cell]))
-        return seconds
+    def price(name, b, c, k):
+        cell, tokens = (name, b, c, k), [k + 1 for k in ks]
+        verified = float(np.interp(k + 1, tokens, [verify[b, c, t] for t in tokens]))
+        return max(typical(cell, "draft", "verify", "sample") - verified, statistics.median(s["draft"] for s in times[cell]))
 
     shapes = [(b, n, s) for b in (rows[0], rows[min(1, len(rows) - 1)]) for n in PROMPTS if n < model.config.block_size
               for s in prefill_seconds(model, b, n, PASSES * repeats)]
     b, n, s = (np.array(x, float) for x in zip(*shapes))
     overhead = {b: statistics.median(s["overhead"] for (name, rows_, *_), some in times.items() if name == "verify" and rows_ == b for s in some) for b in rows}
-    table = {"verify": grid([k + 1 for k in drafts], lambda *cell: verify[cell]), "draft": {name: grid(asked[name], price(name)) for name in drafters},
+    table = {"verify": grid([k + 1 for k in drafts], lambda *cell: verify[cell]), "draft": {name: grid(asked[name], functools.partial(price, name)) for name in drafters},
              "read": {name: grid(contexts, lambda b, _, c: statistics.median(read[name, b, c]), [0]) for name in drafters},
              "prefill": traces.fit_linear(b, n, 0 * n, s, ("base", "row", "token")),
              "overhead": {"kind": "grid", "rows": list(rows), "tokens": [1], "kv": [0], "seconds": [[[overhead[b]]] for b in rows]}}

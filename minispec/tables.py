@@ -126,11 +126,12 @@ def _costs(r):
     at = lambda i, j, c: grid["seconds"][i][j][c]
     drafts = {m: g for m, g in r["table"]["draft"].items()}
     k = grid["tokens"].index(5) - 1 if 5 in grid["tokens"] else 0
+    shown = {m: min(k, len(g["tokens"]) - 1) for m, g in drafts.items()}       # a short window has fewer
     rows = [[b, grid["kv"][c], ms(at(i, 0, c)), *(f"{at(i, j, c) / at(i, 0, c):.2f}" for j in range(1, len(grid["tokens"]))),
-             ms(over["seconds"][i][0][0]), *(ms(g["seconds"][i][k][c]) for g in drafts.values())]
+             ms(over["seconds"][i][0][0]), *(ms(g["seconds"][i][shown[m]][c]) for m, g in drafts.items())]
             for i, b in enumerate(grid["rows"]) for c in ((0, last) if last else (0,))]
     head = ["rows", "context", "verify 1 token, ms", *(f"{t} tokens, times" for t in grid["tokens"][1:]), "overhead, ms",
-            *(f"{m} drafts {g['tokens'][k]}, ms" for m, g in drafts.items())]
+            *(f"{m} drafts {g['tokens'][shown[m]]}, ms" for m, g in drafts.items())]
     entry = lambda e: ", ".join(f"{term} {1e6 * e[term]:.3g}" for term in e if term != "kind")
     fits = [[kind, entry(f["entry"]) + " us", f"{f['r2']:.3f}", f"{100 * f['median']:.0f} %", f"{100 * f['max']:.0f} %",
              *(f"{f[rate] / 1e9:.1f}" if f[rate] else "" for rate in ("kv_bytes_per_s", "weight_bytes_per_s", "flops_per_s"))] for kind, f in r["fits"].items()]

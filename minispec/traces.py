@@ -19,7 +19,7 @@ A cost table is one JSON object: seconds as a function of rows (requests in the 
      "accept": {name: chance}}
 
 Only verify is needed; read is what a drafter takes, beside drafting, for the first round in which it sees so many tokens; accept is the chance
-that a draft is accepted on some texts, which tells the method `adaptive` what to hope; "about" may hold anything (device, dtype, versions,
+that a draft is accepted on some texts, which tells the method `adaptive` what to hope of a drafter that costs anything; "about" may hold anything (device, dtype, versions,
 command). TIME is one of
 
     {"kind": "linear", "base": s, "row": s, "token": s, "step": s, "kv": s, "kv_step": s}       missing ones are 0

@@ -52,7 +52,7 @@ def start(folder, name):
             if name == "bench":                              # its studies, but a few prompts, methods and short answers
                 bench.ROOT, bench.RESULTS, bench.CHECKPOINTS = folder, os.path.join(folder, "results"), os.path.join(folder, "checkpoints")
                 bench.NEW, bench.tasks.FAMILIES = 8, ("revise", "arith")
-                bench.measure.cost_table = functools.partial(bench.measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4), repeats=2)
+                bench.measure.cost_table = functools.partial(bench.measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
                 bench.methods.ready = lambda settings: ["ngram", "specgen"]
             script.run_main(fuzz.SCRIPTS[name].main)
             code = 0

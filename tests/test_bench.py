@@ -113,6 +113,7 @@ def test_the_studies_fit_together(measured):
     for c in cells:
         assert set(c["L0"]) == {"ar", "ngram", "adaptive"} and set(c["L1"]) == set(c["error"]) == {"ar", "ngram", "adaptive"}
         assert all(recorded == replayed for replayed, recorded in c["rounds"].values())
+    assert 0 <= out["profile"]["table"]["accept"].get("draft", 0) <= 1 and "ngram" not in out["profile"]["table"]["accept"]
     rows = out["run"]["rows"]
     assert all(r["identical"] == (r["prompts"] if r["method"] in methods.METHODS else None) for r in rows)
     assert [(r["workload"], r["batch"], r["prompts"]) for r in rows if r["method"] == "dlm"] == [("revise", 1, 1)] and sum(r["method"] == "cdlm" for r in rows) == 6
@@ -158,6 +159,17 @@ def test_answers_of_diffusion_models_are_their_own_in_that_table(tmp_path):
         (tmp_path / f"{name}.json").write_text(json.dumps({"result": result}))
     lines = tables.whole_table(str(tmp_path)).split("\n")[2:]
     assert [line.split(" | ")[-1] for line in lines] == ["90 % |", "90 % |", "50 % |", "25 % |"]
+
+
+def test_the_middle_run_is_reported():
+    assert bench.middle([(3.0, "c"), (1.0, "a"), (2.0, "b")]) == (2.0, "b") and bench.middle([(2.0, "b"), (1.0, "a")]) == (1.0, "a")
+
+
+def test_a_window_shorter_than_the_other_drafts_has_its_column():
+    grid = lambda tokens: {"kind": "grid", "rows": [1], "tokens": tokens, "kv": [64], "seconds": [[[0.001 * t] for t in tokens]]}
+    table = {"verify": grid([1, 2, 3, 5]), "overhead": grid([1]), "draft": {"draft": grid([1, 2, 4]), "specdiff": grid([1, 2])}}
+    text = bench.render("profile", {"table": table, "fits": {}, "scatter": 0.0})
+    assert "| draft drafts 4, ms | specdiff drafts 2, ms |" in text and "| 4.00 | 2.00 |" in text
 
 
 def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):

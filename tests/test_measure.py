@@ -193,9 +193,19 @@ def test_price_of_a_drafter_is_what_its_rounds_take_longer(monkeypatch):
         return {k: [{"verify": verify, "sample": 0.5, "draft": 0.0 if type(drafter) is measure.Rote else 1.0 * k, "overhead": 0.1}] for k in drafts}
 
     monkeypatch.setattr(measure, "round_seconds", rounds)
-    table, _ = measure.cost_table(TARGET, {"draft": DRAFTERS["draft"](), "ngram": NGram()}, (1,), (16,), (0, 1, 4), 1)
+    price = lambda: measure.cost_table(TARGET, {"draft": DRAFTERS["draft"](), "ngram": NGram()}, (1,), (16,), (0, 1, 4), 1)[0]
+    table = price()
     assert table["verify"]["seconds"] == [[[2.5], [3.5], [3.5]]]
     assert table["draft"]["draft"]["seconds"] == [[[1.5], [4.5]]] and table["draft"]["ngram"]["seconds"] == [[[1.0], [4.0]]]
+    visits = itertools.count()
+
+    def drifting(*args):                                                       # the first pass, of four visits, meets a slow minute
+        slow = 10 if next(visits) < 4 else 1
+        return {k: [{p: slow * s for p, s in one.items()} for one in some] for k, some in rounds(*args).items()}
+
+    monkeypatch.setattr(measure, "round_seconds", drifting)
+    drifted = price()
+    assert (drifted["verify"], drifted["draft"]) == (table["verify"], table["draft"]) and next(visits) == 4 * measure.PASSES
 
 
 def test_a_window_is_priced_by_the_drafts_that_it_has(monkeypatch):
@@ -215,7 +225,7 @@ def test_a_window_is_priced_by_the_drafts_that_it_has(monkeypatch):
 
 
 def test_price_of_reading_is_the_first_round_beside_the_second(monkeypatch):
-    rounds = iter([{"seconds": {"draft": s}} for s in (5.0, 1.0, 1.0, 2.0)])
+    rounds = iter([{"seconds": {"draft": s}} for s in (9.0, 1.0, 5.0, 1.0, 9.0, 1.0, 1.0, 2.0)])           # each time after one that does not count
     monkeypatch.setattr(measure, "_rounds", lambda *args: [next(rounds), next(rounds)])
     assert measure.read_seconds(TARGET, None, 1, 16) == 4.0 and measure.read_seconds(TARGET, None, 1, 16) == 0.0
     assert CostTable({"verify": {"kind": "linear", "base": 1}, "read": {"a": {"kind": "linear", "base": 1, "token": 0.5}}}).read("a", 10, 2) == 11.0
