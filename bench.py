@@ -42,11 +42,13 @@ DEEPEST, NEW = 16, 160      # most drafts a round in cost tables and traces; mos
 def profile(args, model, tokenizer):
     """What a round costs on this machine, by rows, drafts and context, and what drafters got accepted on problems that are used nowhere
     else: results/costs.json. And how well fits do."""
-    quick, drafters = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else {}, methods.chain_drafters(model, args, DEEPEST)
+    quick = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else {}
+    drafters = methods.chain_drafters(model, args, DEEPEST)
     table, report = measure.cost_table(model, drafters, progress=tqdm, **quick)
     problems = [tasks.make(f, 600 + i, "heldout") for f in tasks.FAMILIES for i in range(1 if args.quick else 2)]
     answers = methods.make_engine("ar", model, args, 16).generate(requests_of(problems, tokenizer, model, NEW))
-    table["accept"] = {name: measure.acceptance(d, model, [(g.prompt_ids, g.token_ids) for g in answers]) for name, d in drafters.items() if name != "ngram"}
+    texts = [(g.prompt_ids, g.token_ids) for g in answers]
+    table["accept"] = {name: measure.acceptance(d, model, texts) for name, d in drafters.items() if name != "ngram"}      # lookups are not asked
     c, width = model.config, 4 if model.dtype == torch.float32 else 2
     for fit in report["fits"].values():
         kv_bytes = traces.kv_bytes_per_token(c.n_layer, c.n_kv_head, c.head_dim, width)
@@ -155,13 +157,13 @@ def run(args, model, tokenizer):
                          "identical": sum(a.token_ids == b.token_ids for a, b in zip(timed["ar"][2], generations)) if lossless else None, "prompts": len(generations)})
         return rows
 
-    prices = read_json(args.cost) if os.path.exists(args.cost) else None         # `adaptive` plans with them
+    prices = traces.read_costs(args.cost) if "adaptive" in names else None       # it plans with them
     kept = each_kept("run", args, model, {"new_tokens": new, "methods": names, "prices": prices})
     return {"new_tokens": new, "rows": [r for rows in kept([c for c in cells if c[1] == 4 or not args.quick], measured) for r in rows]}
 
 
 def middle(runs):
-    """Of runs (seconds, ..) the one of the median time; of two the faster one."""
+    """Of runs (seconds, ..) the one of the median time; of an even number the faster of the two."""
     return sorted(runs, key=lambda run: run[0])[(len(runs) - 1) // 2]
 
 

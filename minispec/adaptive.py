@@ -76,6 +76,7 @@ class Adaptive:
         self.drafters, self.cost, self.k = {d.name: d for d in drafters}, cost, k
         self.asked = np.array([not isinstance(d, NGram) for d in drafters])       # a lookup is made anyway
         self.counts, self.notes, self.prices = Counts(FADE_ALL), {}, {}
+        self.hope = {name: min(START, cost.accept.get(name, START)) for name in self.drafters}
         self.chosen = {}                 # request -> who proposes for it now; the engine records it
 
     def propose(self, requests, limits):
@@ -122,11 +123,12 @@ class Adaptive:
         """[(drafter's name or None, drafts)] of every request."""
         names, ks = list(self.drafters), np.arange(self.k + 1)
         alpha, most, reading = np.zeros((3, len(requests), len(names)))
-        window = [getattr(d, "gamma", self.k) for d in self.drafters.values()]
+        window, common = [getattr(d, "gamma", self.k) for d in self.drafters.values()], {}       # common: what all requests say of a situation
         for i, (r, limit, offers) in enumerate(zip(requests, limits, found)):
             for j, (situation, drafts) in enumerate(offers.values()):
-                hope = min(START, self.cost.accept.get(names[j], START)) if drafts is None else LOOKUP
-                alpha[i, j] = self.notes[r].counts.rate(situation, self.counts.rate(situation, hope))
+                if situation not in common:
+                    common[situation] = self.counts.rate(situation, self.hope[names[j]] if drafts is None else LOOKUP)
+                alpha[i, j] = self.notes[r].counts.rate(situation, common[situation])
                 most[i, j] = min(limit, window[j]) if drafts is None else len(drafts)
                 reading[i, j] = self._unread(names[j], r) / r.remaining if drafts is None else 0.0       # a lookup has read already, whoever drafts
         tokens = np.cumsum(alpha[..., None] ** ks, -1)

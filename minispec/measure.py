@@ -55,7 +55,7 @@ class Half(Engine):
         return [((len(s.drafts) + 1) // 2, token) for s, (_, token) in zip(segments, super().judge(segments, logits))]
 
 
-def round_seconds(model, drafter, rows, context, drafts=DRAFTS, repeats=1):
+def round_seconds(model, drafter, rows, context, drafts, repeats=1):
     """Time single rounds of `rows` requests that have `context` cached tokens each on average, with every number of drafts in turn.
     Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
 
@@ -100,7 +100,7 @@ def _rounds(model, drafter, rows, context, order):
     return engine.iterations
 
 
-def prefill_seconds(model, rows, prompt_len, repeats=5):
+def prefill_seconds(model, rows, prompt_len, repeats=PASSES):
     """Times of reading `rows` prompts at once, one warm-up left out."""
     out = []
     for _ in range(repeats + 1):
@@ -110,27 +110,27 @@ def prefill_seconds(model, rows, prompt_len, repeats=5):
     return out[1:]
 
 
-def _timed(model, drafters, asked, ks, cells, repeats):
+def _timed(model, drafters, asked, ks, cells):
     """Rounds of every (rows, context) of cells, which may come again: {("verify" or name, rows, context, drafts): [{phase: seconds}]}, of a
     drafter with the numbers of drafts `asked` of it; and what it took drafters to read, {(name, rows, context): [seconds]}."""
     times, read = {}, {}
     for b, c in cells:
-        timed = {("verify", k): some for k, some in (round_seconds(model, Rote(), b, c, ks, repeats) | round_seconds(model, Rote(), b, c, (0,), 4 * repeats)).items()}
+        timed = {("verify", k): some for k, some in (round_seconds(model, Rote(), b, c, ks) | round_seconds(model, Rote(), b, c, (0,), 4)).items()}
         for name, drafter in drafters.items():
-            timed |= {(name, k): some for k, some in round_seconds(model, drafter, b, c, asked[name], repeats).items()}
+            timed |= {(name, k): some for k, some in round_seconds(model, drafter, b, c, asked[name]).items()}
             read.setdefault((name, b, c), []).append(read_seconds(model, drafter, b, c))
         for (name, k), some in timed.items():
             times.setdefault((name, b, c, k), []).extend(some)
     return times, read
 
 
-def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, repeats=1, progress=lambda items, **_: items):
+def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, progress=lambda items, **_: items):
     """(cost table, report). drafters: {name: drafter}. The table is what traces.CostTable takes: measured grids of verify
     (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows. report: how well the linear and
     the roofline fit do on the verify grid, and how much the times of a cell scatter. progress: tqdm, or nothing.
 
-    All rounds are timed in PASSES, in each of them `repeats` times, for a machine's speed drifts: a drafter whose only turn falls into a
-    slow minute would look dear beside the others. Verification of one token is timed in rounds without any drafts, one after the other,
+    All rounds are timed in PASSES, for a machine's speed drifts: a drafter whose only turn falls into a slow minute would look dear beside
+    the others. Verification of one token is timed in rounds without any drafts, one after the other,
     for that is what decoding without a drafter is: one row's weights stay in the caches, and it is faster than between larger rounds.
     Half of all drafts are accepted, for what was accepted is what a drafter reads first; plans that waste less are a little dearer than
     their price. The price of a drafter is what a round with it takes longer than one whose drafts come from nowhere: its own seconds, and
@@ -138,10 +138,10 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
     the whole window (`gamma`), for it has no more drafts to give."""
     ks, spread = [k for k in drafts if k], []
     asked = {name: sorted({min(k, getattr(d, "gamma", k)) for k in ks}) for name, d in drafters.items()}
-    contexts = [c for c in contexts if c + (repeats + 2) * (sum(drafts) + len(drafts)) <= model.config.block_size]
+    contexts = [c for c in contexts if c + 3 * (sum(drafts) + len(drafts)) <= model.config.block_size]
     if not contexts:
-        raise ValueError(f"a context of {model.config.block_size} is too small to time {repeats} rounds of up to {max(drafts)} drafts in it")
-    times, read = _timed(model, drafters, asked, ks, progress([(b, c) for _ in range(PASSES) for b in rows for c in contexts], desc="rounds"), repeats)
+        raise ValueError(f"a context of {model.config.block_size} is too small to time rounds of up to {max(drafts)} drafts in it")
+    times, read = _timed(model, drafters, asked, ks, progress([(b, c) for _ in range(PASSES) for b in rows for c in contexts], desc="rounds"))
 
     def typical(cell, *phases):
         low, middle, high = np.percentile([sum(s[p] for p in phases) for s in times[cell]], (25, 50, 75))
@@ -159,7 +159,7 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, rep
         return max(typical(cell, "draft", "verify", "sample") - verified, statistics.median(s["draft"] for s in times[cell]))
 
     shapes = [(b, n, s) for b in (rows[0], rows[min(1, len(rows) - 1)]) for n in PROMPTS if n < model.config.block_size
-              for s in prefill_seconds(model, b, n, PASSES * repeats)]
+              for s in prefill_seconds(model, b, n)]
     b, n, s = (np.array(x, float) for x in zip(*shapes))
     overhead = {b: statistics.median(s["overhead"] for (name, rows_, *_), some in times.items() if name == "verify" and rows_ == b for s in some) for b in rows}
     table = {"verify": grid([k + 1 for k in drafts], lambda *cell: verify[cell]), "draft": {name: grid(asked[name], functools.partial(price, name)) for name in drafters},

@@ -176,24 +176,24 @@ def test_rounds_of_every_shape_are_timed(name, monkeypatch):
 
 def test_cost_table_is_one_that_the_analyzer_takes():
     drafters = {name: make() for name, make in DRAFTERS.items()}
-    table, report = measure.cost_table(TARGET, drafters, (1, 2), (16,), (0, 1, 4), 2)
+    table, report = measure.cost_table(TARGET, drafters, (1, 2), (16,), (0, 1, 4))
     cost = CostTable(table)
     assert set(cost.drafters) == set(DRAFTERS) and np.shape(table["verify"]["seconds"]) == (2, 3, 1)
     assert table["verify"]["tokens"] == [1, 2, 5] and table["draft"]["draft"]["tokens"] == [1, 4]
     assert set(report["fits"]) == {"linear", "roofline"} and 0 <= report["scatter"]
     assert cost.step(16, 1) > 0 and cost.draft("prism", 32, 4, 2) > 0 and set(table["read"]) == set(DRAFTERS)
     with pytest.raises(ValueError, match="too small to time"):
-        measure.cost_table(TARGET, drafters, (1,), (4096,), (0, 1, 4), 2)
+        measure.cost_table(TARGET, drafters, (1,), (4096,), (0, 1, 4))
 
 
 def test_price_of_a_drafter_is_what_its_rounds_take_longer(monkeypatch):
     """And of one token that of rounds without drafts, one after the other."""
-    def rounds(model, drafter, rows, context, drafts, repeats):
+    def rounds(model, drafter, rows, context, drafts, repeats=1):
         verify = {"Rote": 3.0 if len(drafts) > 1 else 2.0, "SmallLM": 3.5, "NGram": 2.5}[type(drafter).__name__]
         return {k: [{"verify": verify, "sample": 0.5, "draft": 0.0 if type(drafter) is measure.Rote else 1.0 * k, "overhead": 0.1}] for k in drafts}
 
     monkeypatch.setattr(measure, "round_seconds", rounds)
-    price = lambda: measure.cost_table(TARGET, {"draft": DRAFTERS["draft"](), "ngram": NGram()}, (1,), (16,), (0, 1, 4), 1)[0]
+    price = lambda: measure.cost_table(TARGET, {"draft": DRAFTERS["draft"](), "ngram": NGram()}, (1,), (16,), (0, 1, 4))[0]
     table = price()
     assert table["verify"]["seconds"] == [[[2.5], [3.5], [3.5]]]
     assert table["draft"]["draft"]["seconds"] == [[[1.5], [4.5]]] and table["draft"]["ngram"]["seconds"] == [[[1.0], [4.0]]]
@@ -212,14 +212,14 @@ def test_a_window_is_priced_by_the_drafts_that_it_has(monkeypatch):
     """Asked for 8 it drafts 4, so 8 is no point of its grid, and what verifying 4 takes is between the points of the target's."""
     verify = {0: 1.0, 2: 3.0, 8: 9.0}
 
-    def rounds(model, drafter, rows, context, drafts, repeats):
+    def rounds(model, drafter, rows, context, drafts, repeats=1):
         window = type(drafter) is not measure.Rote
         return {k: [{"verify": 5.5 if window else verify[k], "sample": 0.0, "draft": 0.25 if window else 0.0, "overhead": 0.1}] for k in drafts}
 
     drafter = DRAFTERS["draft"]()
     drafter.gamma = 4
     monkeypatch.setattr(measure, "round_seconds", rounds)
-    table, _ = measure.cost_table(TARGET, {"draft": drafter}, (1,), (16,), (0, 2, 8), 1)
+    table, _ = measure.cost_table(TARGET, {"draft": drafter}, (1,), (16,), (0, 2, 8))
     assert table["verify"]["tokens"] == [1, 3, 9] and table["draft"]["draft"]["tokens"] == [2, 4]
     assert table["draft"]["draft"]["seconds"] == [[[2.75], [0.75]]]           # 5.75 less 3, and less 5, a third of the way from 3 to 9
 
