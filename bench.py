@@ -4,7 +4,7 @@
     python bench.py accuracy --quick     # one study, small: minutes
     python bench.py speed serving        # some studies; all: all of them, about an hour and a half on 2 CPU cores
     python bench.py bounds --traces T.jsonl --cost C.json     # bounds for traces and prices of your own, from files alone
-    python bench.py --workload spec_bench                     # the methods on real prompts (minispec/prompts.py); --workload FILE on your own
+    python bench.py --workload spec_bench                     # the methods on real prompts (minispec/data/prompts.py); --workload FILE on your own
     python bench.py --suite gpu --device cuda                 # a GPU's figures; again and again until it is done
     python bench.py report               # only render tables and figures, into README.md and docs/
 
@@ -22,13 +22,17 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import cdlm, cdlm_studies, drafter_studies, figures, folders, gpt, gpu_suite, ladder, measure, methods, prompts, studies, tasks, traces
-from minispec.answers import converse, requests_of, summary, verdict
-from minispec.engine import Request
-from minispec.files import blame, read_json, replaced, write_json
-from minispec.script import Parser, check_device, run_main
-from minispec.tables import render, training_table, whole_table
-from minispec.tokenizer import Tokenizer
+from minispec import cdlm
+from minispec.core import gpt
+from minispec.data import prompts, tasks, traces
+from minispec.studies import cdlm as cdlm_studies, drafters as drafter_studies, figures, gpu as gpu_suite, ladder, measure, specgen as studies
+from minispec.tools import checkpoints as folders, methods
+from minispec.tools.answers import converse, requests_of, summary, verdict
+from minispec.core.engine import Request
+from minispec.tools.files import blame, read_json, replaced, write_json
+from minispec.tools.script import Parser, check_device, run_main
+from minispec.studies.tables import render, training_table, whole_table
+from minispec.data.tokenizer import Tokenizer
 
 ROOT = os.path.dirname(os.path.abspath(__file__))
 RESULTS, CHECKPOINTS = os.path.join(ROOT, "results"), os.path.join(ROOT, "checkpoints")
@@ -328,7 +332,7 @@ def main():
     p.add_argument("--workload", metavar="NAME", help=f"run: on these prompts alone, and nothing is written: a family ({', '.join(tasks.FAMILIES)}), "
                    f"a file of the data folder ({', '.join(prompts.PROMPT_FILES)}) or any FILE that decode.py --prompts takes")
     p.add_argument("--max-new-tokens", type=int, help=f"--workload: most tokens of an answer (default {NEW})")
-    p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own (format: minispec/traces.py), with --cost; then nothing is written")
+    p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own (format: minispec/data/traces.py), with --cost; then nothing is written")
     p.add_argument("--as-published", action="store_true", help="bounds: also what the paper's simulator would say, defects included")
     p.add_argument("--suite", choices=("gpu",), help="gpu: kernels, decoding and every method on this GPU, into results/DEVICE.json; goes on where it was (needs --device cuda)")
     p.add_argument("--minutes", type=float, default=9.0, help="--suite: begin no cell after so many minutes (default %(default)g)")

@@ -20,11 +20,14 @@ import minispec  # before torch: it tunes the allocator
 import torch
 from tqdm import tqdm
 
-from minispec import cdlm, gpt, methods, prompts, specgen, tasks
-from minispec.answers import converse, requests_of, schedule_view, summary, tie_gap, verdict
-from minispec.script import Parser, check_device, check_writable, run_main
-from minispec.tokenizer import NO_THINKING, Tokenizer
-from minispec.verify import Sampling
+from minispec import cdlm, specgen
+from minispec.core import gpt
+from minispec.data import prompts, tasks
+from minispec.tools import methods
+from minispec.tools.answers import converse, requests_of, schedule_view, summary, tie_gap, verdict
+from minispec.tools.script import Parser, check_device, check_writable, run_main
+from minispec.data.tokenizer import NO_THINKING, Tokenizer
+from minispec.core.verify import Sampling
 
 COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m", "plain": ""}
 RESET = "\033[0m"

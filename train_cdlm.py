@@ -20,13 +20,17 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from minispec import cdlm, cdlm_losses, cdlm_studies, corpus, folders, gpt, tasks
-from minispec.engine import Request
-from minispec.files import blame, read_json, read_tensors, replaced, write_json
-from minispec.script import Parser, check_device, run_main
-from minispec.tokenizer import Tokenizer
-from minispec.training import learning_rate, optimizers, train
-from minispec.verify import Sampling
+from minispec import cdlm, cdlm_losses
+from minispec.core import gpt
+from minispec.data import corpus, tasks
+from minispec.studies import cdlm as cdlm_studies
+from minispec.tools import checkpoints as folders
+from minispec.core.engine import Request
+from minispec.tools.files import blame, read_json, read_tensors, replaced, write_json
+from minispec.tools.script import Parser, check_device, run_main
+from minispec.data.tokenizer import Tokenizer
+from minispec.tools.training import learning_rate, optimizers, train
+from minispec.core.verify import Sampling
 
 STAGES = ("teacher", "trajectories", "student")
 

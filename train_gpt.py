@@ -16,12 +16,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from minispec import corpus, gpt, tasks
-from minispec.attention import blocked_attend, dense_attend, mass_in_top
-from minispec.files import read_json, write_json
-from minispec.script import Parser, check_device, run_main
-from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
-from minispec.training import learning_rate, optimizers, train
+from minispec.core import gpt
+from minispec.data import corpus, tasks
+from minispec.core.attention import blocked_attend, dense_attend, mass_in_top
+from minispec.tools.files import read_json, write_json
+from minispec.tools.script import Parser, check_device, run_main
+from minispec.data.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
+from minispec.tools.training import learning_rate, optimizers, train
 
 # Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Short ones first: with
 # 256 tokens and small batches the model learns to copy a name from its context within a million tokens, with 1,024
@@ -174,7 +175,7 @@ def main():
     os.makedirs(args.out, exist_ok=True)
     real = corpus.real_documents(args.data)
     print("real text: " + (", ".join(f"{k} {len(v):,}" for k, v in real.items()) or "none")
-          + ("" if args.data else " (no --data folder given; SOURCES in minispec/corpus.py says where to get more)"))
+          + ("" if args.data else " (no --data folder given; SOURCES in minispec/data/corpus.py says where to get more)"))
 
     # tokenizer
     source = next((f for f in (args.tokenizer, args.teacher, args.init, args.out) if f and os.path.exists(os.path.join(f, "tokenizer.json"))), None)

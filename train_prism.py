@@ -15,10 +15,12 @@ import os
 import minispec  # before torch: it tunes the allocator
 import torch
 
-from minispec import gpt, prism, rollouts
-from minispec.script import Parser, run_main
-from minispec.tokenizer import Tokenizer
-from minispec.training import learning_rate, optimizers, train
+from minispec import prism
+from minispec.core import gpt
+from minispec.data import rollouts
+from minispec.tools.script import Parser, run_main
+from minispec.data.tokenizer import Tokenizer
+from minispec.tools.training import learning_rate, optimizers, train
 
 # unroll: draft steps in the loss. All arms but the first are trained to draft from their own states.
 ARMS = {

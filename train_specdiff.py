@@ -18,10 +18,13 @@ from dataclasses import replace
 import minispec  # before torch: it tunes the allocator
 import torch
 
-from minispec import folders, gpt, rollouts, specdiff
-from minispec.script import Parser, run_main
-from minispec.tokenizer import Tokenizer
-from minispec.training import learning_rate, optimizers, train
+from minispec import specdiff
+from minispec.core import gpt
+from minispec.data import rollouts
+from minispec.tools import checkpoints as folders
+from minispec.tools.script import Parser, run_main
+from minispec.data.tokenizer import Tokenizer
+from minispec.tools.training import learning_rate, optimizers, train
 
 
 def parse_args():

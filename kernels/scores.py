@@ -6,7 +6,7 @@ per KV head h and position p, with g query heads q to a KV head:
     scores[h, p] = 1 / (n * g)  *  sum over rows i and heads q of  exp(scale * q[i, q] . k[h, p] - lse[i, q])
 
 Probabilities, not logits. Every row and head counts (the released kernel reduces its first tile only). The divisor is n * g
-everywhere, and a row that may not see a position adds 0, as in minispec/attention.py: exact and comparable for positions
+everywhere, and a row that may not see a position adds 0, as in minispec/core/attention.py: exact and comparable for positions
 that all rows see, p <= length - n; the newest n - 1 are averages over rows of which some saw nothing and should not be ranked.
 They need not be: the budget rule takes them anyway.
 

@@ -1,8 +1,41 @@
 """minispec: five papers on fast LLM decoding, one small GPT, one decoding loop.
 
-Importing the package tunes the C allocator and oneDNN, so import it before torch.
+Import this package before torch: it settles two facts about the machine.
+
+Keep freed memory instead of handing it back to the kernel. A PyTorch step on a CPU allocates and frees the same megabytes again
+and again. By default glibc returns large blocks to the kernel at once, and the next step pays a page fault for every 4 KiB it
+touches again. Where page faults are slow (virtual machines), this can cost more than the arithmetic; three calls spare it. Only
+glibc has these knobs, so elsewhere nothing happens.
+
+Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every number of rows and shape of weights, which takes time,
+and forgets all but the last 1,024. A batch in which every request verifies as many drafts as it likes has another
+number of rows each round, times some ten shapes: so remember more.
 """
-from .allocator import keep_kernels, tune_allocator
+import ctypes
+import os
+import sys
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4   # from glibc's malloc.h
+KERNELS = "8192"
+
+
+def tune_allocator():
+    """Serve every request from the heap and never shrink it. Returns True where it took effect."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        return all((libc.mallopt(M_MMAP_MAX, 0),               # no private mapping per large block
+                    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1),   # never give the top of the heap back
+                    libc.mallopt(M_TOP_PAD, 1 << 28)))           # grow it 256 MiB at a time
+    except (OSError, AttributeError):                            # not glibc
+        return False
+
+
+def keep_kernels():
+    """Remember KERNELS of oneDNN's kernels, if the environment does not say otherwise."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)
+
 
 tune_allocator()
 keep_kernels()

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .traces import Trace
+from minispec.data.traces import Trace
 
 # -- plans: who proposes how much, where --------------------------------------------------------------------------------
 

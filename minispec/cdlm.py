@@ -27,11 +27,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from . import gpt, tasks
-from .attention import group_rows, packed_attend, ungroup_rows
-from .engine import Step
-from .kv_cache import KVCache
-from .tokenizer import Tokenizer
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.core.attention import group_rows, packed_attend, ungroup_rows
+from minispec.core.engine import Step
+from minispec.core.kv_cache import KVCache
+from minispec.data.tokenizer import Tokenizer
 
 GEN_LENGTH, BLOCK_SIZE, THRESHOLD, LONGEST_PROMPT = 256, 32, 0.99, 160       # the paper decodes at 0.9
 KINDS = ("student", "teacher", "dual")

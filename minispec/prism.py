@@ -36,10 +36,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from . import folders, gpt
-from .attention import FullKeys, blocked_attend, dense_attend, packed_attend, path_mask
-from .engine import MAX_K, draw_drafts
-from .kv_cache import KVCache
+from minispec.core import gpt
+from minispec.tools import checkpoints as folders
+from minispec.core.attention import FullKeys, blocked_attend, dense_attend, packed_attend, path_mask
+from minispec.core.engine import MAX_K, draw_drafts
+from minispec.core.kv_cache import KVCache
 
 MAX_NODES = 256             # the largest draft tree
 

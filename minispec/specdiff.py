@@ -34,11 +34,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from . import folders, gpt
-from .attention import FullKeys, blocked_attend, dense_attend, packed_attend
-from .engine import MAX_K
-from .kv_cache import KVCache
-from .verify import draw, point_mass_tree, rejection_tree, selection_tree, warp
+from minispec.core import gpt
+from minispec.tools import checkpoints as folders
+from minispec.core.attention import FullKeys, blocked_attend, dense_attend, packed_attend
+from minispec.core.engine import MAX_K
+from minispec.core.kv_cache import KVCache
+from minispec.core.verify import draw, point_mass_tree, rejection_tree, selection_tree, warp
 
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
 MAX_NODES = 256             # drafts of a round, all chains together

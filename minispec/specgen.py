@@ -35,9 +35,9 @@ import time
 import torch
 import torch.nn.functional as F
 
-from .attention import FullKeys, group_rows, packed_attend, ungroup_rows
-from .engine import Segment, check_k, draw_drafts
-from .kv_cache import KVCache
+from minispec.core.attention import FullKeys, group_rows, packed_attend, ungroup_rows
+from minispec.core.engine import Segment, check_k, draw_drafts
+from minispec.core.kv_cache import KVCache
 
 SELECTIONS = ("ahead", "pillar", "shared", "oracle", "window", "random")
 SCHEDULES = ("unified", "lockstep", "random")

@@ -24,10 +24,12 @@ import minispec  # noqa: E402  before torch
 import torch  # noqa: E402
 
 import bench  # noqa: E402
-from minispec import gpt, methods, tasks  # noqa: E402
-from minispec.attention import dense_attend  # noqa: E402
-from minispec.engine import Request  # noqa: E402
-from minispec.tokenizer import Tokenizer  # noqa: E402
+from minispec.core import gpt  # noqa: E402
+from minispec.data import tasks  # noqa: E402
+from minispec.tools import methods  # noqa: E402
+from minispec.core.attention import dense_attend  # noqa: E402
+from minispec.core.engine import Request  # noqa: E402
+from minispec.data.tokenizer import Tokenizer  # noqa: E402
 
 SHAPE = dict(vocab_size=720, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
              max_position_embeddings=1024, rms_norm_eps=1e-6, bos_token_id=None, eos_token_id=None)
@@ -168,7 +170,7 @@ def write_large(folder):
 
 MEASURE = """
 import minispec, re, sys, time, torch
-from minispec import gpt
+from minispec.core import gpt
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 before, started = peak(), time.perf_counter()
 model = gpt.load(sys.argv[1], dtype=getattr(torch, sys.argv[2]))

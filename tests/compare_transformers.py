@@ -18,10 +18,11 @@ import minispec  # noqa: E402  before torch
 import torch  # noqa: E402
 
 import bench  # noqa: E402
-from minispec import gpt, tasks  # noqa: E402
-from minispec.attention import dense_attend  # noqa: E402
-from minispec.engine import Engine, Lockstep, Request  # noqa: E402
-from minispec.tokenizer import Tokenizer  # noqa: E402
+from minispec.core import gpt  # noqa: E402
+from minispec.data import tasks  # noqa: E402
+from minispec.core.attention import dense_attend  # noqa: E402
+from minispec.core.engine import Engine, Lockstep, Request  # noqa: E402
+from minispec.data.tokenizer import Tokenizer  # noqa: E402
 
 
 def compare(folder, new_tokens=128, repeats=5, n=5):

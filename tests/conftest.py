@@ -17,7 +17,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 from beside import pytest_configure, pytest_runtestloop  # noqa: E402, F401  hooks
-from minispec import gpt  # noqa: E402
+from minispec.core import gpt  # noqa: E402
 
 TARGET = os.path.join(ROOT, "checkpoints", "target")
 DRAFT = os.path.join(ROOT, "checkpoints", "draft")
@@ -36,7 +36,7 @@ def toy_model(vocab=64, seed=0, gain=4.0, **changes):
 
 def dense_logits(model, ids):
     """Logits (T, V) of one sequence without any cache: the slow, obvious reference."""
-    from minispec.attention import dense_attend
+    from minispec.core.attention import dense_attend
     x = torch.tensor([ids])
     with torch.inference_mode():
         return model.logits(model(x, torch.arange(len(ids))[None], dense_attend()))[0]
@@ -59,7 +59,7 @@ def chi_square(counts, probs):
 
 def save_toy_target(folder, **changes):
     """A random target with the shipped tokenizer, in folder/target, which is returned."""
-    from minispec.tokenizer import Tokenizer
+    from minispec.data.tokenizer import Tokenizer
     tokenizer = Tokenizer.load(TARGET)
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
         gpt.save(toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], **changes),
@@ -130,5 +130,5 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def shipped():
     """(target, tokenizer) of the checkpoints that come with the repository."""
-    from minispec.tokenizer import Tokenizer
+    from minispec.data.tokenizer import Tokenizer
     return gpt.load(TARGET), Tokenizer.load(TARGET)

@@ -35,7 +35,10 @@ import train_cdlm
 import train_gpt
 import train_prism
 import train_specdiff
-from minispec import files, gpt, prism, script, specdiff, traces
+from minispec import prism, specdiff
+from minispec.core import gpt
+from minispec.data import traces
+from minispec.tools import files, script
 
 SCRIPTS = {m.__name__: m for m in (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm)}
 SECONDS, WAIT, MEMORY = 60, 600, 6 << 30        # of a processor, of doing nothing: a case that takes longer hangs; of more memory it must say so

@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file
 
 import bench
-from minispec import files, script
+from minispec.tools import files, script
 
 SMALL = fuzz.SMALL
 CASES = {

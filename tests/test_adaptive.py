@@ -8,12 +8,14 @@ import torch
 from conftest import chi_square, toy_model
 from test_engine import PLANNERS, exact, prompts, sampled
 
-from minispec import bounds, ladder, methods
-from minispec.adaptive import Adaptive, Counts, richest
-from minispec.drafters import NGram, SmallLM
-from minispec.engine import Engine, Lockstep, Request
-from minispec.traces import CostTable
-from minispec.verify import Sampling
+from minispec import bounds
+from minispec.studies import ladder
+from minispec.tools import methods
+from minispec.core.adaptive import Adaptive, Counts, richest
+from minispec.core.drafters import NGram, SmallLM
+from minispec.core.engine import Engine, Lockstep, Request
+from minispec.data.traces import CostTable
+from minispec.core.verify import Sampling
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1)
 CLOSE = toy_model(seed=0)
@@ -131,7 +133,7 @@ def test_reading_a_prompt_must_pay():
 def test_never_much_slower_than_the_best_single_and_never_beyond_the_bound():
     """Its recorded rounds, priced by the table it plans with: within 5 % of the best single drafter's best k at each of
     several prices, and not faster than the optimum that knows the future."""
-    from minispec.measure import traces_of
+    from minispec.studies.measure import traces_of
     some = prompts(10)
     texts = {f"t/{i}": (g.prompt_ids, g.token_ids) for i, g in enumerate(answer(Lockstep, some, 10, 120))}
     traced = traces_of({"ngram": NGram(3, 1), "draft": SmallLM(CLOSE, TARGET)}, TARGET, texts, 6)

@@ -4,8 +4,8 @@ import random
 import pytest
 from conftest import toy_model
 
-from minispec import admission
-from minispec.engine import Engine, Lockstep, Request
+from minispec.core import admission
+from minispec.core.engine import Engine, Lockstep, Request
 from minispec.specgen import SpecGen
 
 MODEL = toy_model()

@@ -2,9 +2,9 @@ import pytest
 import torch
 from conftest import dense_logits, toy_model
 
-from minispec import attention
-from minispec.attention import FullKeys, blocked_attend, dense_attend, group_rows, mass_in_top, packed_attend, ungroup_rows
-from minispec.kv_cache import KVCache
+from minispec.core import attention
+from minispec.core.attention import FullKeys, blocked_attend, dense_attend, group_rows, mass_in_top, packed_attend, ungroup_rows
+from minispec.core.kv_cache import KVCache
 
 
 def cached_logits(model, cache, base, ids, chunks, record=False):

@@ -9,10 +9,14 @@ import pytest
 from conftest import ROOT, run_script, toy_model
 
 import bench
-from minispec import cdlm, figures, gpt, gpu_suite, ladder, methods, tables, tasks, traces
-from minispec.drafters import NGram, SmallLM
-from minispec.script import run_main
-from minispec.tokenizer import Tokenizer
+from minispec import cdlm
+from minispec.core import gpt
+from minispec.data import tasks, traces
+from minispec.studies import figures, gpu as gpu_suite, ladder, tables
+from minispec.tools import methods
+from minispec.core.drafters import NGram, SmallLM
+from minispec.tools.script import run_main
+from minispec.data.tokenizer import Tokenizer
 from test_shipped import TARGET
 
 COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8}, "overhead": {"kind": "linear", "base": 1e-3},

@@ -14,13 +14,14 @@ import pytest
 import torch
 from conftest import ROOT, toy_model
 
-from minispec import bounds, traces
+from minispec import bounds
+from minispec.data import traces
 from minispec.bounds import (as_published, autoregressive, fixed, greedy, observed_rounds, one_pass, optimum, perfect,
                              price)
-from minispec.drafters import NGram, SmallLM
-from minispec.engine import Engine, Lockstep, Request
-from minispec.traces import PUBLISHED, CostTable, Trace, ngram_trace, read_traces, write_traces
-from minispec.verify import greedy_chain
+from minispec.core.drafters import NGram, SmallLM
+from minispec.core.engine import Engine, Lockstep, Request
+from minispec.data.traces import PUBLISHED, CostTable, Trace, ngram_trace, read_traces, write_traces
+from minispec.core.verify import greedy_chain
 
 NO_PREFILL = {"prefill": {"kind": "linear"}}
 UNIT = {"verify": {"kind": "linear", "base": 1.0}, **NO_PREFILL}                  # a step takes 1, whatever it holds

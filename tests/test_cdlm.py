@@ -11,11 +11,14 @@ import torch
 from conftest import ROOT, TARGET, on_a_terminal, toy_model
 
 import decode
-from minispec import cdlm, cdlm_losses, gpt, methods, tasks
-from minispec.attention import dense_attend
-from minispec.engine import Request
-from minispec.tokenizer import Tokenizer
-from minispec.verify import Sampling
+from minispec import cdlm, cdlm_losses
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.tools import methods
+from minispec.core.attention import dense_attend
+from minispec.core.engine import Request
+from minispec.data.tokenizer import Tokenizer
+from minispec.core.verify import Sampling
 
 
 MASK, L, B = 63, 28, 8           # the last block of 28 slots is short

@@ -6,8 +6,12 @@ import pytest
 from conftest import toy_model
 
 import bench
-from minispec import cdlm, cdlm_studies, gpt, methods, tasks
-from minispec.tokenizer import Tokenizer
+from minispec import cdlm
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.studies import cdlm as cdlm_studies
+from minispec.tools import methods
+from minispec.data.tokenizer import Tokenizer
 from test_shipped import TARGET
 
 

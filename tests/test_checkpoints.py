@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 
 import compare_checkpoints as compare
 import decode
-from minispec import answers, folders, gpt, methods, prism, specdiff, tasks
-from minispec.engine import Request
-from minispec.tokenizer import NO_THINKING, Tokenizer
+from minispec import prism, specdiff
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.tools import answers, checkpoints as folders, methods
+from minispec.core.engine import Request
+from minispec.data.tokenizer import NO_THINKING, Tokenizer
 
 FAMILIES = list(compare.FAMILIES)
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}

@@ -10,8 +10,9 @@ import time
 import pytest
 from conftest import DRAFT, ROOT, TARGET, on_a_terminal, toy_model
 
-from minispec import gpt, tasks
-from minispec.tokenizer import Tokenizer
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.data.tokenizer import Tokenizer
 
 COMMAND = [sys.executable, os.path.join(ROOT, "decode.py")]
 

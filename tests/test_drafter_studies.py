@@ -7,8 +7,12 @@ import torch
 from conftest import save_toy_target
 
 import bench
-from minispec import drafter_studies, folders, gpt, methods, prism, specdiff, tasks
-from minispec.tokenizer import Tokenizer
+from minispec import prism, specdiff
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.studies import drafters as drafter_studies
+from minispec.tools import checkpoints as folders, methods
+from minispec.data.tokenizer import Tokenizer
 
 
 def test_intervals_hold_the_true_value_as_often_as_they_say():

@@ -1,8 +1,8 @@
 import pytest
 from conftest import toy_model
 
-from minispec.drafters import NGram, SmallLM
-from minispec.engine import Request
+from minispec.core.drafters import NGram, SmallLM
+from minispec.core.engine import Request
 
 
 def test_ngram_proposes_what_followed_last_time():

@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import chi_square, dense_logits, toy_model
 
-from minispec.drafters import NGram, SmallLM
-from minispec.engine import Engine, Lockstep, Request
+from minispec.core.drafters import NGram, SmallLM
+from minispec.core.engine import Engine, Lockstep, Request
 from minispec.specgen import SpecGen
-from minispec.verify import Sampling, warp
+from minispec.core.verify import Sampling, warp
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1)
 PLANNERS = {
@@ -61,8 +61,8 @@ def test_greedy_is_identical_to_autoregressive(name, batch):
 
 
 def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
-    import minispec.engine
-    monkeypatch.setattr(minispec.engine, "greedy_chain", lambda draft, best: (len(draft), best[len(draft)]))
+    import minispec.core.engine
+    monkeypatch.setattr(minispec.core.engine, "greedy_chain", lambda draft, best: (len(draft), best[len(draft)]))
     some = prompts(12)
     assert [g.token_ids for g in run("draft", some)[0]] != [g.token_ids for g in run("ar", some)[0]]
 
@@ -207,9 +207,9 @@ def test_sampled_output_has_the_targets_distribution(name, sampling):
 
 def test_control_drafts_by_argmax_judged_by_softmax_are_rejected(monkeypatch):
     """The classical mistake: the drafter takes its argmax, the rule divides by its softmax."""
-    import minispec.drafters
-    draws = minispec.drafters.draw_drafts
-    monkeypatch.setattr(minispec.drafters, "draw_drafts", lambda requests, logits: (logits.argmax(-1).tolist(), draws(requests, logits)[1]))
+    import minispec.core.drafters
+    draws = minispec.core.drafters.draw_drafts
+    monkeypatch.setattr(minispec.core.drafters, "draw_drafts", lambda requests, logits: (logits.argmax(-1).tolist(), draws(requests, logits)[1]))
     counts, _ = sampled("draft", Sampling(1.0), 20_000)
     assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
 

@@ -6,8 +6,8 @@ import torch
 from conftest import TARGET, dense_logits, toy_model
 from safetensors.torch import load_file, save_file
 
-from minispec import gpt
-from minispec.attention import dense_attend
+from minispec.core import gpt
+from minispec.core.attention import dense_attend
 
 
 def test_rope_depends_on_distances_only():

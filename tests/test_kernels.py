@@ -165,9 +165,9 @@ def test_shipped_report_covers_every_configuration():
 
 
 def test_scores_equal_what_the_cpu_path_records():
-    from minispec.attention import FullKeys
-    from minispec.gpt import GPTConfig
-    from minispec.kv_cache import KVCache
+    from minispec.core.attention import FullKeys
+    from minispec.core.gpt import GPTConfig
+    from minispec.core.kv_cache import KVCache
     torch.manual_seed(0)
     g, d, n, length = 4, 16, 9, 40
     cache = KVCache(GPTConfig(n_layer=1, n_head=2 * g, n_kv_head=2, head_dim=d), 64)

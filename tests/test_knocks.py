@@ -16,8 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import decode
 import train_gpt
-from minispec import files, folders, gpt, methods, prism, script, specdiff, tables, training
-from minispec.engine import Request
+from minispec import prism, specdiff
+from minispec.core import gpt
+from minispec.studies import tables
+from minispec.tools import checkpoints as folders, files, methods, script, training
+from minispec.core.engine import Request
 
 
 # -- disks -------------------------------------------------------------------------------------------------------------

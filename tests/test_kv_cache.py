@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import toy_model
 
-from minispec.kv_cache import KVCache
+from minispec.core.kv_cache import KVCache
 
 
 def write(cache, run, n, start=0):

@@ -10,11 +10,13 @@ import torch
 from conftest import toy_model
 
 import bench
-from minispec import bounds, ladder, measure, prism, traces
-from minispec.drafters import NGram, SmallLM
-from minispec.engine import Engine, Lockstep, Request
+from minispec import bounds, prism
+from minispec.data import traces
+from minispec.studies import ladder, measure
+from minispec.core.drafters import NGram, SmallLM
+from minispec.core.engine import Engine, Lockstep, Request
 from minispec.specgen import SpecGen
-from minispec.traces import CostTable
+from minispec.data.traces import CostTable
 
 TARGET, DRAFT = toy_model(seed=0), toy_model(seed=0)
 with torch.no_grad():
@@ -131,7 +133,7 @@ def test_phases_sum_to_the_step(name, monkeypatch):
     """With a clock that counts how often it was asked: the phases sum to all its ticks but one after each iteration, as
     a whole and for each iteration."""
     ticks = itertools.count()
-    monkeypatch.setattr("minispec.engine.time.perf_counter", lambda: float(next(ticks)))
+    monkeypatch.setattr("minispec.core.engine.time.perf_counter", lambda: float(next(ticks)))
     planner = Lockstep if name is None else (lambda e: SpecGen(e, 4, 0.2, 4)) if name == "specgen" else lambda e: Lockstep(e, DRAFTERS[name](), K)
     engine = Engine(TARGET, planner, 2, prefill_chunk=16)
     engine.generate([Request(p, 20) for p in PROMPTS])

@@ -8,11 +8,11 @@ import torch
 from conftest import chi_square, dense_logits, toy_model
 
 from minispec import prism
-from minispec.attention import FullKeys, dense_attend, packed_attend, path_mask, tree_mask
-from minispec.engine import Engine, Lockstep, Request
-from minispec.kv_cache import KVCache
+from minispec.core.attention import FullKeys, dense_attend, packed_attend, path_mask, tree_mask
+from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.kv_cache import KVCache
 from minispec.prism import PrismConfig, PrismDrafter
-from minispec.verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
+from minispec.core.verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
 
 MAPS = {1: (0,), 2: (0, 1), 3: (0, 1, 2)}
 
@@ -127,8 +127,8 @@ def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
 
 
 def test_greedy_control_a_tree_walked_without_looking_at_the_tokens_is_caught(monkeypatch):
-    import minispec.engine
-    monkeypatch.setattr(minispec.engine, "greedy_tree", lambda draft, parents, best: ([1], best[1]))
+    import minispec.core.engine
+    monkeypatch.setattr(minispec.core.engine, "greedy_tree", lambda draft, parents, best: ([1], best[1]))
     some = prompts(6)
     assert [g.token_ids for g in run(lockstep(DRAFTERS[2], *SHAPES["tree"]), some)[0]] != [g.token_ids for g in run(Lockstep, some)[0]]
 

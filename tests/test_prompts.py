@@ -8,9 +8,11 @@ from conftest import ROOT, TARGET
 
 import bench
 import decode
-from minispec import answers, corpus, gpt, methods, prompts
-from minispec.engine import Generation
-from minispec.tokenizer import NO_THINKING, Tokenizer
+from minispec.core import gpt
+from minispec.data import corpus, prompts
+from minispec.tools import answers, methods
+from minispec.core.engine import Generation
+from minispec.data.tokenizer import NO_THINKING, Tokenizer
 
 DATA = os.environ.get("MINISPEC_DATA", "")
 EVAL = {"task_id": "HumanEval/0", "prompt": 'from math import pi\n\n\ndef inc(x: int) -> int:\n    """One more."""\n', "entry_point": "inc",

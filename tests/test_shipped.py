@@ -6,8 +6,11 @@ import torch
 from conftest import DRAFT, ROOT, TARGET
 
 import bench
-from minispec import answers, cdlm_studies, gpt, methods, studies, tasks
-from minispec.engine import Request
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.studies import cdlm as cdlm_studies, specgen as studies
+from minispec.tools import answers, methods
+from minispec.core.engine import Request
 
 SETTINGS = methods.settings(draft_model=DRAFT, min_budget=16)
 PROBLEMS = [tasks.make(family, 2000 + i, "heldout") for family in tasks.FAMILIES for i in range(20)]

@@ -11,12 +11,13 @@ import pytest
 import torch
 from conftest import ROOT, chi_square, dense_logits, toy_model
 
-from minispec import rollouts, specdiff
-from minispec.attention import FullKeys, dense_attend
-from minispec.engine import Engine, Lockstep, Request
-from minispec.kv_cache import KVCache
+from minispec import specdiff
+from minispec.data import rollouts
+from minispec.core.attention import FullKeys, dense_attend
+from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.kv_cache import KVCache
 from minispec.specdiff import MASK, RULES, SpecDiffDrafter, merge
-from minispec.verify import Sampling, draw, greedy_tree, rejection_chain, rejection_tree, selection_tree, warp
+from minispec.core.verify import Sampling, draw, greedy_tree, rejection_chain, rejection_tree, selection_tree, warp
 
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 TARGET = toy_model(vocab=12, seed=2)

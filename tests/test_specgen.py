@@ -6,9 +6,9 @@ import torch
 from conftest import dense_logits, toy_model
 
 from minispec import specgen
-from minispec.attention import FullKeys, dense_attend, packed_attend
-from minispec.engine import Engine, Lockstep, Request
-from minispec.kv_cache import KVCache
+from minispec.core.attention import FullKeys, dense_attend, packed_attend
+from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.kv_cache import KVCache
 from minispec.specgen import SELECTIONS, DraftPool, OracleKeys, PillarKeys, Round, SpecGen, budget, look_ahead, measure_costs, predicted_speedup
 
 MODEL = toy_model()

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from minispec import tasks
+from minispec.data import tasks
 
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)

@@ -5,7 +5,7 @@ import random
 import pytest
 from conftest import TARGET
 
-from minispec.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
+from minispec.data.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 
 TEXTS = ["the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "naïve café 東京 👍🏽", "\tif x:\n\t\treturn  y  \n\n", "don't we'll"]
 HARD = ["", " ", "\n\n \n", "a\x00b", "\ufffd", "<|eos|><|think|>", "  leading", "trailing  ", "ＡＢＣ１２３", "٣٤٥ ²³", "e\u0301", "_snake_case__",

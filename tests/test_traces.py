@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from test_bounds import linear, random_trace
 
-from minispec import traces
-from minispec.traces import PUBLISHED, CostTable, read_costs, read_traces, write_traces
+from minispec.data import traces
+from minispec.data.traces import PUBLISHED, CostTable, read_costs, read_traces, write_traces
 
 
 # -- cost tables -----------------------------------------------------------------------------------------------------------

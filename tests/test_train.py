@@ -12,9 +12,9 @@ from conftest import ROOT, TARGET, toy_model
 from safetensors.torch import load_file
 
 import train_gpt
-from minispec import corpus, tasks
-from minispec.attention import dense_attend
-from minispec.tokenizer import Tokenizer
+from minispec.data import corpus, tasks
+from minispec.core.attention import dense_attend
+from minispec.data.tokenizer import Tokenizer
 
 ARGS = ["--size", "tiny", "--tokens", "60e3", "--max-length", "256", "--warmup", "5", "--tokenizer", TARGET, "--seed", "7", "--device", "cpu"]
 

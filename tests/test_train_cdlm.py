@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from test_cdlm import MASK, PROMPTS, B, L, dense, filled, model, requests, trajectories  # noqa: F401  the last two are fixtures
 
 import train_cdlm
-from minispec import cdlm, cdlm_losses, gpt, tasks
-from minispec.tokenizer import Tokenizer
-from minispec.training import optimizers
+from minispec import cdlm, cdlm_losses
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.data.tokenizer import Tokenizer
+from minispec.tools.training import optimizers
 
 
 # -- losses (13, 14, 15, 17) -------------------------------------------------------------------------------------------

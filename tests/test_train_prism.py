@@ -15,7 +15,9 @@ from test_prism import toy_drafter
 
 import decode
 import train_prism
-from minispec import gpt, prism, rollouts
+from minispec import prism
+from minispec.core import gpt
+from minispec.data import rollouts
 
 script = functools.partial(run_script, train_prism)
 

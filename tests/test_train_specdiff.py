@@ -14,8 +14,10 @@ from test_specdiff import toy_drafter
 
 import decode
 import train_specdiff
-from minispec import gpt, rollouts, specdiff
-from minispec.attention import dense_attend
+from minispec import specdiff
+from minispec.core import gpt
+from minispec.data import rollouts
+from minispec.core.attention import dense_attend
 from minispec.specdiff import OBJECTIVES
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import chi_square
 
-from minispec.verify import Sampling, draw, greedy_chain, rejection_chain, warp
+from minispec.core.verify import Sampling, draw, greedy_chain, rejection_chain, warp
 
 V, ROUNDS = 6, 120_000
 

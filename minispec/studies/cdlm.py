@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
-from . import cdlm, folders, gpt, methods, tasks
-from .answers import verdict
-from .engine import Request
+from minispec import cdlm
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.tools import checkpoints as folders, methods
+from minispec.tools.answers import verdict
+from minispec.core.engine import Request
 
 FIRST = 3000                    # seed of the first held-out problem used here
 BF16 = torch.bfloat16           # what decides accuracy is decoded in it: half the time of fp32; latencies are measured in the target's dtype

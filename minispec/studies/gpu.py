@@ -26,10 +26,13 @@ import torch.nn.functional as F
 from kernels import attention as packed
 from kernels import scores, unavailable
 
-from . import folders, gpt, ladder, methods, studies, tasks
-from . import measure as rounds
-from .answers import requests_of
-from .engine import Request
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.studies import ladder, specgen as studies
+from minispec.tools import checkpoints as folders, methods
+from minispec.studies import measure as rounds
+from minispec.tools.answers import requests_of
+from minispec.core.engine import Request
 
 QWEN = dict(vocab_size=151936, n_kv_head=8, head_dim=128, block_size=4096, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
 K, SPARSITY = 8, 0.05

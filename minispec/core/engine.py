@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .admission import Admission
-from .attention import FullKeys, can_fuse, fused_attend, fused_inputs, keep_scores, packed_attend, tree_mask
-from .kv_cache import KVCache
-from .verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
+from minispec.core.admission import Admission
+from minispec.core.attention import FullKeys, can_fuse, fused_attend, fused_inputs, keep_scores, packed_attend, tree_mask
+from minispec.core.kv_cache import KVCache
+from minispec.core.verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
 
 
 @dataclass

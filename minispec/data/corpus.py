@@ -13,8 +13,8 @@ import sysconfig
 
 import numpy as np
 
-from . import prompts, tasks
-from .files import blame, read_json
+from minispec.data import prompts, tasks
+from minispec.tools.files import blame, read_json
 
 SOURCES = {     # folder: (public source, licence)
     "gsm8k": ("github.com/openai/grade-school-math, grade_school_math/data", "MIT"),

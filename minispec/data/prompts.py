@@ -24,7 +24,7 @@ import sys
 import tempfile
 from fractions import Fraction
 
-from .tasks import Problem
+from minispec.data.tasks import Problem
 
 PROMPT_FILES = {    # name: (path under the data folder, public source)
     "gsm8k": ("gsm8k/test.jsonl", "github.com/openai/grade-school-math, grade_school_math/data"),

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 
 import torch
 
-from .files import blame, read_json, read_tensors, replaced, write_json
+from minispec.tools.files import blame, read_json, read_tensors, replaced, write_json
 
 
 def save(module, folder, kind):

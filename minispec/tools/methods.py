@@ -7,11 +7,13 @@ ValueError with one line that names what is wrong and what is allowed. Diffusion
 import argparse
 import os
 
-from . import cdlm, drafters, folders, gpt, prism, specdiff, specgen
-from .adaptive import Adaptive
-from .admission import POLICIES
-from .engine import Engine, Lockstep
-from .traces import CostTable
+from minispec import cdlm, prism, specdiff, specgen
+from minispec.core import drafters, gpt
+from minispec.tools import checkpoints as folders
+from minispec.core.adaptive import Adaptive
+from minispec.core.admission import POLICIES
+from minispec.core.engine import Engine, Lockstep
+from minispec.data.traces import CostTable
 
 METHODS = {
     "ar": "plain autoregressive decoding, the baseline",

@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 
-from .files import written_to
+from minispec.tools.files import written_to
 
 
 class Parser(argparse.ArgumentParser):

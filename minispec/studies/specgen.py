@@ -5,11 +5,14 @@ import statistics
 import torch
 from tqdm import tqdm
 
-from . import gpt, methods, specgen, tasks
-from .answers import requests_of, schedule_view, summary, tie_gap, verdict
-from .attention import FullKeys, mass_in_top, packed_attend
-from .engine import Engine
-from .kv_cache import KVCache
+from minispec import specgen
+from minispec.core import gpt
+from minispec.data import tasks
+from minispec.tools import methods
+from minispec.tools.answers import requests_of, schedule_view, summary, tie_gap, verdict
+from minispec.core.attention import FullKeys, mass_in_top, packed_attend
+from minispec.core.engine import Engine
+from minispec.core.kv_cache import KVCache
 
 
 def warm_requests(tokenizer, model, context, new_tokens, n, seed=0):

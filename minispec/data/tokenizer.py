@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 
 import tiktoken
 
-from .files import read_json
+from minispec.tools.files import read_json
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|>", "<|answer|>")
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

@@ -11,12 +11,12 @@ import zlib
 import torch
 from tqdm import tqdm
 
-from . import prompts, tasks
-from .attention import dense_attend
-from .engine import Engine, Lockstep, Request
-from .files import blame, read_json, write_json
-from .script import check_device
-from .verify import Sampling
+from minispec.data import prompts, tasks
+from minispec.core.attention import dense_attend
+from minispec.core.engine import Engine, Lockstep, Request
+from minispec.tools.files import blame, read_json, write_json
+from minispec.tools.script import check_device
+from minispec.core.verify import Sampling
 
 SHARD = 64                  # prompts answered between two writes
 LIMITS = {"prompts": 1, "heldout": 1, "max-new-tokens": 2, "tokens": 1, "batch-tokens": 1, "max-length": 8, "save-every": 1, "warmup": 0}

@@ -4,8 +4,8 @@ import os
 
 import numpy as np
 
-from .files import blame, read_json
-from .traces import read_traces
+from minispec.tools.files import blame, read_json
+from minispec.data.traces import read_traces
 
 
 def draw(results, folder):

@@ -25,7 +25,7 @@ greedy or sampled.
 """
 import numpy as np
 
-from .drafters import NGram
+from minispec.core.drafters import NGram
 
 START, LOOKUP, WEIGHT = 0.85, 0.7, 4.0  # most alpha hoped of a drafter that was never tried, that of a lookup, and how many trials this opinion is worth
 FADE, FADE_ALL = 0.9, 0.995             # what a round leaves of a request's counts, and of the counts of all requests

@@ -21,9 +21,9 @@ what it drafted before tells what to keep.
 """
 import torch
 
-from .attention import FullKeys, dense_attend, packed_attend
-from .engine import draw_drafts
-from .kv_cache import KVCache
+from minispec.core.attention import FullKeys, dense_attend, packed_attend
+from minispec.core.engine import draw_drafts
+from minispec.core.kv_cache import KVCache
 
 
 class NGram:

@@ -15,7 +15,7 @@ import zipfile
 import torch
 from tqdm import tqdm
 
-from .files import blame, replaced
+from minispec.tools.files import blame, replaced
 
 
 def optimizers(model, lr, matrix=lambda name: True):

@@ -9,13 +9,16 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from . import folders, gpt, methods, prism, prompts, tasks
-from .answers import requests_of, summary, verdict
-from .attention import dense_attend
-from .engine import Request
-from .prism import PrismDrafter
-from .studies import race, ratio
-from .verify import Sampling
+from minispec import prism
+from minispec.core import gpt
+from minispec.data import prompts, tasks
+from minispec.tools import checkpoints as folders, methods
+from minispec.tools.answers import requests_of, summary, verdict
+from minispec.core.attention import dense_attend
+from minispec.core.engine import Request
+from minispec.prism import PrismDrafter
+from minispec.studies.specgen import race, ratio
+from minispec.core.verify import Sampling
 
 FIRST, NEW = 2000, 192             # seed of the first held-out problem used here, tokens of an answer
 REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}

@@ -4,8 +4,9 @@ import math
 import os
 import statistics
 
-from . import folders, tasks
-from .files import blame, opened, read_json
+from minispec.data import tasks
+from minispec.tools import checkpoints as folders
+from minispec.tools.files import blame, opened, read_json
 
 
 def _table(head, rows):

@@ -22,13 +22,13 @@ import statistics
 import numpy as np
 import torch
 
-from . import traces
-from .attention import FullKeys, packed_attend
-from .drafters import NGram
-from .engine import Engine, Lockstep, Request
-from .kv_cache import KVCache
-from .traces import Trace
-from .verify import greedy_chain
+from minispec.data import traces
+from minispec.core.attention import FullKeys, packed_attend
+from minispec.core.drafters import NGram
+from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.kv_cache import KVCache
+from minispec.data.traces import Trace
+from minispec.core.verify import greedy_chain
 
 DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
 PROMPTS = (32, 128, 512)                                                        # prompt lengths for the prefill

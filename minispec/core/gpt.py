@@ -19,7 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from .files import blame, opened, read_json, replaced, write_json
+from minispec.tools.files import blame, opened, read_json, replaced, write_json
 
 
 @dataclass

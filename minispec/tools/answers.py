@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from . import prompts, tasks
-from .attention import dense_attend
-from .engine import Request
-from .verify import Sampling
+from minispec.data import prompts, tasks
+from minispec.core.attention import dense_attend
+from minispec.core.engine import Request
+from minispec.core.verify import Sampling
 
 
 def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), warm=0):

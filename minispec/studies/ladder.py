@@ -22,8 +22,8 @@ from collections import Counter
 
 import numpy as np
 
-from . import bounds
-from .traces import CostTable
+from minispec import bounds
+from minispec.data.traces import CostTable
 
 BATCHES = (1, 4, 16)
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)

@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .files import replaced
+from minispec.tools.files import replaced
 
 LINEAR = ("base", "row", "token", "step", "kv", "kv_step")
 ROOFLINE = ("base", "kv", "token")
