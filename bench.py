@@ -23,10 +23,9 @@ import torch
 from tqdm import tqdm
 
 from minispec import cdlm
-from minispec.core import gpt
 from minispec.data import prompts, tasks, traces
 from minispec.studies import cdlm as cdlm_studies, drafters as drafter_studies, figures, gpu as gpu_suite, ladder, measure, specgen as studies
-from minispec.tools import checkpoints as folders, methods
+from minispec.tools import checkpoints, methods
 from minispec.tools.answers import converse, requests_of, summary, verdict
 from minispec.core.engine import Request
 from minispec.tools.files import blame, read_json, replaced, write_json
@@ -173,14 +172,14 @@ def middle(runs):
 
 def cdlm_accuracy(args, model, tokenizer):
     """The study of cdlm_studies, kept row by row."""
-    models = {name: folders.fingerprint(gpt.load(folder)) for name, (_, folder) in cdlm.METHODS.items()}
+    models = {name: checkpoints.fingerprint(checkpoints.load(folder)) for name, (_, folder) in cdlm.METHODS.items()}
     return cdlm_studies.cdlm_accuracy(args, model, tokenizer, each_kept("cdlm_accuracy", args, model, models))
 
 
 def each_kept(name, args, model, more=()):
     """each(cells, measure) -> [measure(*cell)] for a long study: an interrupted one goes on. more: what else must be the same."""
     about = {**dict(more), "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")},
-             "target": folders.fingerprint(model), "machine": [processor(), torch.get_num_threads(), torch.__version__]}
+             "target": checkpoints.fingerprint(model), "machine": [processor(), torch.get_num_threads(), torch.__version__]}
 
     def each(cells, measure):
         cells = tqdm(cells, desc=name)
@@ -236,7 +235,7 @@ def gpu(args):
     if not args.dry_run and not (args.device.startswith("cuda") and torch.cuda.is_available()):
         raise ValueError("--suite gpu needs --device cuda and a GPU; --dry-run runs it on tiny shapes anywhere")
     check_device(args.device)
-    model, tokenizer = gpt.load(args.model, args.device, torch.bfloat16 if args.device.startswith("cuda") else None), Tokenizer.load(args.model)
+    model, tokenizer = checkpoints.load(args.model, args.device, torch.bfloat16 if args.device.startswith("cuda") else None), Tokenizer.load(args.model)
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "dry-run"
     name, started = re.sub(r"[^a-z0-9]+", "-", device.lower()), time.perf_counter()
     until = time.monotonic() + 60 * args.minutes
@@ -312,7 +311,7 @@ def possible(name, args):
     if name == "bounds":
         return os.path.exists(os.path.join(RESULTS, "traces.jsonl"))       # a quick run leaves no files to compute from
     if name in ("prism_arms", "specdiff_objectives"):
-        kinds = [folders.kind_of(os.path.join(args.arms, arm)) for arm in os.listdir(args.arms)] if args.arms and os.path.isdir(args.arms) else []
+        kinds = [checkpoints.kind_of(os.path.join(args.arms, arm)) for arm in os.listdir(args.arms)] if args.arms and os.path.isdir(args.arms) else []
         return {"prism_arms": "prism", "specdiff_objectives": "specdiff"}[name] in kinds
     if name == "cdlm_teachers":
         return False                                     # compares runs that somebody has made for it
@@ -352,7 +351,7 @@ def main():
     default = STUDIES if "all" in args.studies else () if args.studies else WHOLE
     model = tokenizer = None
     if default or set(args.studies) - {"bounds", "report"}:
-        model, tokenizer = gpt.load(args.model, args.device), Tokenizer.load(args.model)
+        model, tokenizer = checkpoints.load(args.model, args.device), Tokenizer.load(args.model)
     for name, study in STUDIES.items():
         if name not in args.studies and not (name in default and possible(name, args)):
             continue

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from minispec import cdlm, specgen
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import prompts, tasks
 from minispec.tools import methods
 from minispec.tools.answers import converse, requests_of, schedule_view, summary, tie_gap, verdict
@@ -211,7 +211,7 @@ def main(argv=None):
     problems = problems_of(args)
     check_device(args.device)
     dtype = getattr(torch, args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32"))
-    model, tokenizer = gpt.load(args.model, args.device, dtype), Tokenizer.load(args.model)
+    model, tokenizer = checkpoints.load(args.model, args.device, dtype), Tokenizer.load(args.model)
     if args.no_thinking:
         if "</think>" not in tokenizer.special:
             raise ValueError(f"--no-thinking is for models of the Qwen3 family; {args.model} is none")
@@ -257,7 +257,7 @@ def main(argv=None):
         result |= {"correct": sum(known) if known else None, "requests": each}
     print(table(result))
     if args.json:
-        gpt.write_json(args.json, result)
+        checkpoints.write_json(args.json, result)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,9 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from minispec import cdlm, cdlm_losses
-from minispec.core import gpt
 from minispec.data import corpus, tasks
 from minispec.studies import cdlm as cdlm_studies
-from minispec.tools import checkpoints as folders
+from minispec.tools import checkpoints
 from minispec.core.engine import Request
 from minispec.tools.files import blame, read_json, read_tensors, replaced, write_json
 from minispec.tools.script import Parser, check_device, run_main
@@ -160,7 +159,7 @@ def fit(args, name, model, tokenizer_json, tokenizer, loss_of, objective_of, kin
         return record
 
     train(folder, model, optimizers(model, lr, lambda name: name.startswith("blocks.")), args.steps, loss_of,
-          lambda step: learning_rate(step, step / args.steps, lr, args.warmup), lambda: gpt.save(model, folder, tokenizer_json), evaluate, args.save_every, args.device)
+          lambda step: learning_rate(step, step / args.steps, lr, args.warmup), lambda: checkpoints.save(model, folder, tokenizer_json), evaluate, args.save_every, args.device)
 
 
 @torch.no_grad()
@@ -189,7 +188,7 @@ def to(device, batch):
 def train_teacher(args, tokenizer, tokenizer_json, mask_id):
     """First block-causally, all blocks of an answer in one forward, for most of what a mask must learn is the same when every slot
     sees all others. Then as the teacher is used."""
-    model = gpt.load(args.target, args.device, torch.float32)
+    model = checkpoints.load(args.target, args.device, torch.float32)
     if args.no_shift:
         model.config.shift = False
     examples, bf16, eos = Examples(tokenizer, args), torch.autocast(args.device.split(":")[0], torch.bfloat16), model.config.eos_id
@@ -212,9 +211,9 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
 def collect_trajectories(args, tokenizer, mask_id):
     folder = os.path.join(args.out, "trajectories")
     os.makedirs(folder, exist_ok=True)
-    model, examples, each = gpt.load(os.path.join(args.out, "teacher"), args.device, torch.bfloat16), Examples(tokenizer, args), len(args.temperatures)
+    model, examples, each = checkpoints.load(os.path.join(args.out, "teacher"), args.device, torch.bfloat16), Examples(tokenizer, args), len(args.temperatures)
     settings = {name: getattr(args, name) for name in ("prompts", "shard", "gen_length", "block_size", "longest_prompt", "real_share", "all_blocks", "order", "seed")}
-    settings |= {"temperatures": list(args.temperatures), "real_text": bool(examples.real), "teacher": folders.fingerprint(model)}
+    settings |= {"temperatures": list(args.temperatures), "real_text": bool(examples.real), "teacher": checkpoints.fingerprint(model)}
     file = os.path.join(folder, "settings.json")
     if os.path.exists(file):
         old = read_json(file)
@@ -239,7 +238,7 @@ def collect_trajectories(args, tokenizer, mask_id):
 
 def train_student(args, tokenizer, tokenizer_json, mask_id):
     teacher = os.path.join(args.out, "teacher")
-    model = gpt.load(teacher, args.device, torch.float32)
+    model = checkpoints.load(teacher, args.device, torch.float32)
     head = model.head.weight.detach().clone()
     folder = os.path.join(args.out, "trajectories")
     file = os.path.join(folder, "settings.json")
@@ -254,7 +253,7 @@ def train_student(args, tokenizer, tokenizer_json, mask_id):
     for name in ("gen_length", "block_size"):
         if settings[name] != getattr(args, name):
             raise ValueError(f"the trajectories have {name.replace('_', '-')} {settings[name]}, not {getattr(args, name)}")
-    if settings["teacher"] != folders.fingerprint(model):
+    if settings["teacher"] != checkpoints.fingerprint(model):
         raise ValueError(f"the trajectories in {folder} are of another teacher than the one in {teacher}; remove them and run --stage trajectories")
     bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
 
@@ -284,7 +283,7 @@ def main():
     check_device(args.device)
     stages = STAGES if args.stage == "all" else (args.stage,)
     source = args.target if stages[0] == "teacher" else os.path.join(args.out, "teacher")
-    tokenizer, context = Tokenizer.load(source), gpt.load(source).config.block_size
+    tokenizer, context = Tokenizer.load(source), checkpoints.load(source).config.block_size
     if args.gen_length + args.longest_prompt > context:
         raise ValueError(f"gen-length {args.gen_length} and longest-prompt {args.longest_prompt} exceed the context of {context}")
     mask_id = cdlm.mask_id_of(tokenizer, source)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
 from minispec.core.attention import blocked_attend, dense_attend, mass_in_top
 from minispec.tools.files import read_json, write_json
@@ -170,7 +171,7 @@ def main():
     if not 0 <= args.start < 1:
         raise ValueError(f"--start {args.start} is out of range; from 0 up to, not including, 1")
     check_device(args.device)
-    teacher = gpt.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
+    teacher = checkpoints.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
     torch.manual_seed(args.seed)
     os.makedirs(args.out, exist_ok=True)
     real = corpus.real_documents(args.data)
@@ -194,7 +195,7 @@ def main():
                          f"to teach this model it needs {config.vocab_size} and {config.block_size} or more")
     model = gpt.GPT(config).to(args.device)
     if args.init:
-        start = gpt.load(args.init, args.device, torch.float32)
+        start = checkpoints.load(args.init, args.device, torch.float32)
         if start.config != config:
             raise ValueError(f"{args.init} has another shape than --size {args.size} with --max-length {args.max_length} and this tokenizer")
         model.load_state_dict(start.state_dict())
@@ -225,7 +226,7 @@ def main():
         return {"loss": F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")}
 
     train(args.out, model, optimizers(model, args.lr, lambda name: name.startswith("blocks.")), len(plan), loss_of,
-          lambda step: learning_rate(step, plan[step][1] / args.tokens, args.lr, args.warmup), lambda: gpt.save(model, args.out, tokenizer_json),
+          lambda step: learning_rate(step, plan[step][1] / args.tokens, args.lr, args.warmup), lambda: checkpoints.save(model, args.out, tokenizer_json),
           lambda step: {"tokens": plan[step][1], **evaluate(model, tokenizer, args.device)}, args.save_every, args.device)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from minispec import prism
 from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import rollouts
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
@@ -67,7 +68,7 @@ def main():
     args = parse_args()
     arm = ARMS[args.arm]
     unroll = arm["unroll"] or args.unroll
-    target, tokenizer = gpt.load(args.target, args.device), Tokenizer.load(args.target)
+    target, tokenizer = checkpoints.load(args.target, args.device), Tokenizer.load(args.target)
     target.requires_grad_(False)
     torch.manual_seed(args.seed)
     taps = gpt.three_taps(target.config.n_layer) if args.taps == "three" else ()

@@ -21,7 +21,7 @@ import torch
 from minispec import specdiff
 from minispec.core import gpt
 from minispec.data import rollouts
-from minispec.tools import checkpoints as folders
+from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools.training import learning_rate, optimizers, train
@@ -52,11 +52,11 @@ def drafter_of(args, target):
     taps = {"none": None, "three": gpt.three_taps(target.config.n_layer)}.get(args.taps, ())
     if args.init:
         drafter = specdiff.load(args.init, target)
-        drafter.config = replace(drafter.config, gamma=args.gamma or drafter.config.gamma, target=folders.fingerprint(target))      # the one it is now trained for
+        drafter.config = replace(drafter.config, gamma=args.gamma or drafter.config.gamma, target=checkpoints.fingerprint(target))      # the one it is now trained for
         if args.taps and taps != drafter.config.taps:
             drafter = specdiff.tapped(drafter, target, taps)
         return drafter
-    source = gpt.load(args.source, args.device) if args.source else target
+    source = checkpoints.load(args.source, args.device) if args.source else target
     return specdiff.for_target(target, source, args.layers or min(2, source.config.n_layer), args.gamma or 8, not args.no_shift, taps)
 
 
@@ -76,7 +76,7 @@ def evaluate(model, target, heldout, args, autocast):
 
 def main():
     args = parse_args()
-    target, tokenizer = gpt.load(args.target, args.device), Tokenizer.load(args.target)
+    target, tokenizer = checkpoints.load(args.target, args.device), Tokenizer.load(args.target)
     target.requires_grad_(False)
     torch.manual_seed(args.seed)
     model = drafter_of(args, target).float()

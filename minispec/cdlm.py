@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.core.attention import group_rows, packed_attend, ungroup_rows
 from minispec.core.engine import Step
@@ -334,7 +334,7 @@ def load_decoder(name, settings, batch_size, target):
     """The decoder of `--method cdlm` or `dlm`, from a namespace with their settings."""
     kind, folder = METHODS[name]
     folder = settings.diffusion_model or folder
-    model = gpt.load(folder, target.device, target.dtype)
+    model = checkpoints.load(folder, target.device, target.dtype)
     if model.config.vocab_size != target.config.vocab_size:
         raise ValueError(f"the diffusion model has {model.config.vocab_size} tokens in its vocabulary, the target {target.config.vocab_size}")
     threshold = THRESHOLD if settings.threshold is None and name == "cdlm" else settings.threshold

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from minispec.core import gpt
-from minispec.tools import checkpoints as folders
+from minispec.tools import checkpoints
 from minispec.core.attention import FullKeys, blocked_attend, dense_attend, packed_attend, path_mask
 from minispec.core.engine import MAX_K, draw_drafts
 from minispec.core.kv_cache import KVCache
@@ -106,13 +106,13 @@ class Prism(nn.Module):
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
-        folders.check_shapes(self.config, target.config, ("d_model", "vocab_size"))
+        checkpoints.check_shapes(self.config, target.config, ("d_model", "vocab_size"))
 
 
 def for_target(target, step_map=(0, 1), n_layer=1, taps=()):
     """A new drafter with blocks of the target's shape. The norm of its states starts as the target's last one, so that they
     have the right scale for the head."""
-    prism = Prism(PrismConfig(**{**asdict(target.config), "n_layer": n_layer}, step_map=step_map, taps=taps, target=folders.fingerprint(target)))
+    prism = Prism(PrismConfig(**{**asdict(target.config), "n_layer": n_layer}, step_map=step_map, taps=taps, target=checkpoints.fingerprint(target)))
     with torch.no_grad():
         for module in prism.bank:
             module.norm.weight.copy_(target.norm.weight)
@@ -359,10 +359,10 @@ class PrismDrafter:
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 def save(prism, folder):
-    folders.save(prism, folder, "prism")
+    checkpoints.save_drafter(prism, folder, "prism")
 
 
 def load(folder, device="cpu", dtype=None):
     """The drafter in a folder. ValueError, in one line, names what is missing, damaged or does not fit."""
-    prism = folders.load(folder, "prism", lambda **config: Prism(gpt.checked(PrismConfig(**config))))
+    prism = checkpoints.load_drafter(folder, "prism", lambda **config: Prism(checkpoints.checked(PrismConfig(**config))))
     return gpt.store_by_columns(prism.to(device=device, dtype=dtype).eval())

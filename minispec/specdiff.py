@@ -35,7 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.tools import checkpoints as folders
+from minispec.tools import checkpoints
 from minispec.core.attention import FullKeys, blocked_attend, dense_attend, packed_attend
 from minispec.core.engine import MAX_K
 from minispec.core.kv_cache import KVCache
@@ -105,7 +105,7 @@ class Drafter(nn.Module):
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
-        folders.check_shapes(self.config, target.config, ("vocab_size", "d_model") if self.config.shared else ("vocab_size",))
+        checkpoints.check_shapes(self.config, target.config, ("vocab_size", "d_model") if self.config.shared else ("vocab_size",))
 
 
 def for_target(target, source=None, n_layer=None, gamma=8, shift=True, taps=None):
@@ -115,7 +115,7 @@ def for_target(target, source=None, n_layer=None, gamma=8, shift=True, taps=None
     n = n_layer or source.config.n_layer
     if not 1 <= n <= source.config.n_layer:
         raise ValueError(f"layers {n} is out of range; the model that the drafter starts from has {source.config.n_layer}")
-    config = SpecDiffConfig(**{**asdict(source.config), "n_layer": n, "shift": shift}, gamma=gamma, taps=taps, shared=source is target, target=folders.fingerprint(target))
+    config = SpecDiffConfig(**{**asdict(source.config), "n_layer": n, "shift": shift}, gamma=gamma, taps=taps, shared=source is target, target=checkpoints.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
     drafter.check(target)
     with torch.no_grad():
@@ -412,13 +412,13 @@ class SpecDiffDrafter:
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 def save(drafter, folder):
-    folders.save(drafter, folder, "specdiff")
+    checkpoints.save_drafter(drafter, folder, "specdiff")
 
 
 def load(folder, target):
     """The drafter in a folder, on the device and in the dtype of its target. ValueError, in one line, says what is wrong."""
     def make(**config):
-        drafter = Drafter(gpt.checked(SpecDiffConfig(**config)), target)
+        drafter = Drafter(checkpoints.checked(SpecDiffConfig(**config)), target)
         drafter.check(target)
         return drafter
-    return gpt.store_by_columns(folders.load(folder, "specdiff", make).to(device=target.device, dtype=target.dtype).eval())
+    return gpt.store_by_columns(checkpoints.load_drafter(folder, "specdiff", make).to(device=target.device, dtype=target.dtype).eval())

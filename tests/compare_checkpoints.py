@@ -25,6 +25,7 @@ import torch  # noqa: E402
 
 import bench  # noqa: E402
 from minispec.core import gpt  # noqa: E402
+from minispec.tools import checkpoints  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.tools import methods  # noqa: E402
 from minispec.core.attention import dense_attend  # noqa: E402
@@ -107,7 +108,7 @@ LONG = ["a" * 100_000, " " * 100_000 + "x", " \n" * 50_000, "\n" * 50_000, "7" *
 def compare_logits(folder, n=100):
     """Largest difference of the logits of n random tokens, in fp32."""
     import transformers
-    ours, theirs = gpt.load(folder, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours, theirs = checkpoints.load(folder, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     x = torch.randint(0, SHAPE["vocab_size"], (1, n), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         return (theirs(x).logits - ours.logits(ours(x, torch.arange(n)[None], dense_attend()))).abs().max().item()
@@ -130,7 +131,7 @@ def compare_ids(family, n, long=False):
 def compare_greedy(folder, draft_folder, new_tokens=200, n=1):
     """{"transformers" or a method: of how many prompts its greedy tokens are those of our autoregressive loop}, in fp32."""
     import transformers
-    ours, theirs = gpt.load(folder, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours, theirs = checkpoints.load(folder, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = torch.randint(0, SHAPE["vocab_size"], (n, 20), generator=torch.Generator().manual_seed(2)).tolist()
     settings = methods.settings(draft_model=str(draft_folder), min_budget=16)
     run = lambda method: [g.token_ids for g in methods.make_engine(method, ours, settings, n).generate([Request(p, new_tokens) for p in prompts])]
@@ -155,16 +156,16 @@ def write_large(folder):
     c = gpt.GPTConfig(vocab_size=128256, n_layer=16, n_head=32, n_kv_head=8, d_model=2048, head_dim=64, d_ff=8192, block_size=131072)
     with torch.device("meta"):
         model = gpt.GPT(c)
-    gpt.write_json(os.path.join(folder, "config.json"), gpt.to_hf_config(c, "bfloat16"))
+    checkpoints.write_json(os.path.join(folder, "config.json"), checkpoints.to_hf_config(c, "bfloat16"))
     noise, shards, where = torch.randn(1 << 20).bfloat16() * 0.02, {}, {}
-    for ours, theirs, sizes in gpt._all_names(c):
+    for ours, theirs, sizes in checkpoints._all_names(c):
         for name, rows in zip(theirs, sizes):
             shards.setdefault(name.split(".")[2], []).append((name, (rows, *model.get_parameter(ours).shape[1:])))
     for shard, names in shards.items():
         where |= {name: f"{shard}.safetensors" for name, _ in names}
         save_file({name: noise.repeat(-(-shape.numel() // len(noise)))[:shape.numel()].view(shape).clone() for name, shape in ((n, torch.Size(s)) for n, s in names)},
                   os.path.join(folder, f"{shard}.safetensors"))
-    gpt.write_json(os.path.join(folder, "model.safetensors.index.json"), {"weight_map": where})
+    checkpoints.write_json(os.path.join(folder, "model.safetensors.index.json"), {"weight_map": where})
     return model.n_params()
 
 
@@ -173,7 +174,7 @@ import minispec, re, sys, time, torch
 from minispec.core import gpt
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 before, started = peak(), time.perf_counter()
-model = gpt.load(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
+model = checkpoints.load(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
 print(before, peak(), time.perf_counter() - started)
 """
 

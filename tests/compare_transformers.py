@@ -18,7 +18,7 @@ import minispec  # noqa: E402  before torch
 import torch  # noqa: E402
 
 import bench  # noqa: E402
-from minispec.core import gpt  # noqa: E402
+from minispec.tools import checkpoints  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.core.attention import dense_attend  # noqa: E402
 from minispec.core.engine import Engine, Lockstep, Request  # noqa: E402
@@ -28,7 +28,7 @@ from minispec.data.tokenizer import Tokenizer  # noqa: E402
 def compare(folder, new_tokens=128, repeats=5, n=5):
     """Returns {"minispec": [tokens/s], "transformers": [tokens/s], "ratio", "logit_difference", "same_tokens"}."""
     import transformers
-    ours, tokenizer = gpt.load(folder), Tokenizer.load(folder)
+    ours, tokenizer = checkpoints.load(folder), Tokenizer.load(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = [tokenizer.prompt_ids(tasks.make(f, 900 + i, "heldout").prompt) for i, f in enumerate(tasks.FAMILIES[:n])]
     difference = 0.0

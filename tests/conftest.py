@@ -18,6 +18,7 @@ import torch  # noqa: E402
 
 from beside import pytest_configure, pytest_runtestloop  # noqa: E402, F401  hooks
 from minispec.core import gpt  # noqa: E402
+from minispec.tools import checkpoints  # noqa: E402
 
 TARGET = os.path.join(ROOT, "checkpoints", "target")
 DRAFT = os.path.join(ROOT, "checkpoints", "draft")
@@ -62,7 +63,7 @@ def save_toy_target(folder, **changes):
     from minispec.data.tokenizer import Tokenizer
     tokenizer = Tokenizer.load(TARGET)
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
-        gpt.save(toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], **changes),
+        checkpoints.save(toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], **changes),
                  os.path.join(folder, "target"), json.load(f))
     return os.path.join(folder, "target")
 
@@ -131,4 +132,4 @@ def folder(tmp_path_factory):
 def shipped():
     """(target, tokenizer) of the checkpoints that come with the repository."""
     from minispec.data.tokenizer import Tokenizer
-    return gpt.load(TARGET), Tokenizer.load(TARGET)
+    return checkpoints.load(TARGET), Tokenizer.load(TARGET)

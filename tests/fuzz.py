@@ -36,7 +36,7 @@ import train_gpt
 import train_prism
 import train_specdiff
 from minispec import prism, specdiff
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import traces
 from minispec.tools import files, script
 
@@ -80,16 +80,16 @@ def template(folder, runs=True):
     files.write_json(stored, whole)
     some = traces.read_traces(os.path.join(folder, "results", "traces.jsonl"))
     traces.write_traces(os.path.join(folder, "results", "traces.jsonl"), [t for t in some if t.id in whole["result"]["rows"][0]["ids"]])
-    checkpoints = os.path.join(folder, "checkpoints")
-    target = save_toy_target(checkpoints, gain=1.0, block_size=2048)
+    shipped = os.path.join(folder, "checkpoints")
+    target = save_toy_target(shipped, gain=1.0, block_size=2048)
     for name in ("draft", "cdlm/student", "cdlm/teacher"):
-        shutil.copytree(target, os.path.join(checkpoints, name))
-    model = gpt.load(target)
-    prism.save(prism.for_target(model, (0, 1)), os.path.join(checkpoints, "prism"))
-    prism.save(prism.for_target(model, (0,)), os.path.join(checkpoints, "eagle"))
-    specdiff.save(specdiff.for_target(model), os.path.join(checkpoints, "specdiff"))
+        shutil.copytree(target, os.path.join(shipped, name))
+    model = checkpoints.load(target)
+    prism.save(prism.for_target(model, (0, 1)), os.path.join(shipped, "prism"))
+    prism.save(prism.for_target(model, (0,)), os.path.join(shipped, "eagle"))
+    specdiff.save(specdiff.for_target(model), os.path.join(shipped, "specdiff"))
     shutil.copytree(target, os.path.join(folder, "sharded"))
-    shards = gpt._weight_files(target, model.config)
+    shards = checkpoints._weight_files(target, model.config)
     files.write_json(os.path.join(folder, "sharded", "model.safetensors.index.json"), {"weight_map": dict.fromkeys(shards, "all.safetensors")})
     os.rename(os.path.join(folder, "sharded", "model.safetensors"), os.path.join(folder, "sharded", "all.safetensors"))
     os.makedirs(os.path.join(folder, "data", "gsm8k"))

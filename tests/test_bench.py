@@ -10,7 +10,7 @@ from conftest import ROOT, run_script, toy_model
 
 import bench
 from minispec import cdlm
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import tasks, traces
 from minispec.studies import figures, gpu as gpu_suite, ladder, tables
 from minispec.tools import methods
@@ -94,10 +94,10 @@ def measured(tmp_path_factory):
     patch.setattr(bench, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost))
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
-        gpt.save(model, folder / "diffusion", json.load(f))
+        checkpoints.save(model, folder / "diffusion", json.load(f))
     patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "diffusion")), "dlm": ("teacher", str(folder / "diffusion"))})
     out = {"profile": bench.profile(args, model, tokenizer)}
-    bench.gpt.write_json(args.cost, out["profile"]["table"])
+    bench.checkpoints.write_json(args.cost, out["profile"]["table"])
     args.quick = False                                        # writes the traces
     patch.setattr(bench, "family_requests", lambda *_, full=bench.family_requests: full(tokenizer, model, 4))
     out["trace"] = bench.trace(args, model, tokenizer)

@@ -13,6 +13,7 @@ from conftest import ROOT, TARGET, on_a_terminal, toy_model
 import decode
 from minispec import cdlm, cdlm_losses
 from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.tools import methods
 from minispec.core.attention import dense_attend
@@ -425,7 +426,7 @@ def test_bad_input_is_one_line(args, message):
 
 
 def test_settings_reach_the_decoder(toy):
-    target = gpt.load(toy)
+    target = checkpoints.load(toy)
     for method, threshold in (("cdlm", cdlm.THRESHOLD), ("dlm", None)):
         plain = methods.make_engine(method, target, methods.settings(diffusion_model=toy), 1)
         assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method][0])

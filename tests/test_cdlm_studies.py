@@ -7,7 +7,7 @@ from conftest import toy_model
 
 import bench
 from minispec import cdlm
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.studies import cdlm as cdlm_studies
 from minispec.tools import methods
@@ -23,7 +23,7 @@ def toys(tmp_path_factory):
         text = json.load(f)
     make = lambda seed: toy_model(vocab=tokenizer.vocab_size, seed=seed, gain=1.0, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
     for seed, name in enumerate(("teacher", "student", "plain-s1", "plain-s2")):
-        gpt.save(make(seed), folder / "arms" / name, text)
+        checkpoints.save(make(seed), folder / "arms" / name, text)
         (folder / "arms" / name / "log.jsonl").write_text(json.dumps({"step": 9, "seconds": 60, "heldout": {"revise": float(seed)}}) + "\n")
     (folder / "arms" / "trajectories").mkdir()
     patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "arms" / "student")), "dlm": ("teacher", str(folder / "arms" / "teacher"))})

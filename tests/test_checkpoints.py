@@ -14,7 +14,7 @@ import decode
 from minispec import prism, specdiff
 from minispec.core import gpt
 from minispec.data import tasks
-from minispec.tools import answers, checkpoints as folders, methods
+from minispec.tools import answers, checkpoints, methods
 from minispec.core.engine import Request
 from minispec.data.tokenizer import NO_THINKING, Tokenizer
 
@@ -60,16 +60,16 @@ def test_transformers_computes_the_same_logits_for_every_shape_we_write(tmp_path
         if model.config.qkv_bias:
             for block in model.blocks:
                 torch.nn.init.normal_(block.qkv.bias)
-        gpt.save(model, folder)
+        checkpoints.save(model, folder)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.inference_mode():
             assert (theirs(torch.tensor([ids])).logits[0] - dense_logits(model, ids)).abs().max() < 1e-4, shape
-        assert gpt.load(str(folder)).config == model.config
+        assert checkpoints.load(str(folder)).config == model.config
 
 
 def test_what_no_family_has_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="both QK-norm and QKV bias"):
-        gpt.save(toy_model(qk_norm=True, qkv_bias=True), tmp_path / "new")
+        checkpoints.save(toy_model(qk_norm=True, qkv_bias=True), tmp_path / "new")
     assert os.listdir(tmp_path) == []
 
 
@@ -158,19 +158,19 @@ DAMAGE = {      # what is wrong: (how it gets so, what the line must say)
 
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damaged_folders_get_one_line(what, tmp_path):
-    gpt.save(toy_model(), tmp_path)
+    checkpoints.save(toy_model(), tmp_path)
     damage, message = DAMAGE[what]
     damage(tmp_path)
     with pytest.raises(ValueError) as e:
-        gpt.load(str(tmp_path))
+        checkpoints.load(str(tmp_path))
     assert message in str(e.value) and "\n" not in str(e.value) and str(tmp_path) in str(e.value)
 
 
 def test_shards_are_read_as_one(tmp_path):
     model = toy_model()
-    gpt.save(model, tmp_path)
+    checkpoints.save(model, tmp_path)
     shards(tmp_path)
-    again = gpt.load(str(tmp_path))
+    again = checkpoints.load(str(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
 
 
@@ -258,7 +258,7 @@ def test_other_models_are_decoded(family, made, tmp_path):
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    gpt.save(toy_model(), tmp_path)
+    checkpoints.save(toy_model(), tmp_path)
     shutil.copy(os.path.join(TARGET, "tokenizer.json"), tmp_path)
     with pytest.raises(ValueError, match="ids up to 2047, the model a vocabulary of 64"):
         run_script(decode, "--model", tmp_path, "--prompt", "x")
@@ -337,22 +337,22 @@ def test_a_drafter_of_another_target_is_refused_by_name(tmp_path):
         assert len(methods.make_engine(method, target, settings, 1).generate([Request([1, 2, 3], 4)])[0].token_ids) == 4
         with pytest.raises(ValueError) as e:
             methods.make_engine(method, other, settings, 1)
-        assert f"trained for the target {folders.fingerprint(target)}, this one is {folders.fingerprint(other)}" in str(e.value)
+        assert f"trained for the target {checkpoints.fingerprint(target)}, this one is {checkpoints.fingerprint(other)}" in str(e.value)
         change_config(tmp_path, target="")                                        # a folder from before fingerprints does not say
         methods.make_engine(method, other, settings, 1)
 
 
 def test_fingerprints_tell_weights_apart_and_not_dtypes(tmp_path):
     model = toy_model()
-    gpt.save(model, tmp_path)
-    name = folders.fingerprint(model)
-    assert name.startswith("2x32-") and {folders.fingerprint(gpt.load(str(tmp_path), dtype=d)) for d in (torch.float32, torch.bfloat16)} == {name}
+    checkpoints.save(model, tmp_path)
+    name = checkpoints.fingerprint(model)
+    assert name.startswith("2x32-") and {checkpoints.fingerprint(checkpoints.load(str(tmp_path), dtype=d)) for d in (torch.float32, torch.bfloat16)} == {name}
     with torch.no_grad():
         model.blocks[-1].qkv.weight.mul_(1.1)
-    assert folders.fingerprint(model) != name and folders.fingerprint(toy_model(seed=1)) != name
+    assert checkpoints.fingerprint(model) != name and checkpoints.fingerprint(toy_model(seed=1)) != name
 
 
 def test_shipped_drafters_name_the_shipped_target(shipped):
     for name in methods.TRAINED:
         with open(os.path.join(ROOT, "checkpoints", name, "config.json"), encoding="utf-8") as f:
-            assert json.load(f)["target"] == folders.fingerprint(shipped[0])
+            assert json.load(f)["target"] == checkpoints.fingerprint(shipped[0])

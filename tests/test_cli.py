@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import DRAFT, ROOT, TARGET, on_a_terminal, toy_model
 
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ def toy(tmp_path_factory):
     tokenizer = Tokenizer.load(TARGET)
     model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
-        gpt.save(model, folder, json.load(f))
+        checkpoints.save(model, folder, json.load(f))
     return folder
 
 

@@ -8,10 +8,9 @@ from conftest import save_toy_target
 
 import bench
 from minispec import prism, specdiff
-from minispec.core import gpt
 from minispec.data import tasks
 from minispec.studies import drafters as drafter_studies
-from minispec.tools import checkpoints as folders, methods
+from minispec.tools import checkpoints, methods
 from minispec.data.tokenizer import Tokenizer
 
 
@@ -33,7 +32,7 @@ def toy(tmp_path_factory):
     """A random target, two PRISM arms of which one drafts as it does not, a diffusion drafter; and the settings of a quick study."""
     folder = tmp_path_factory.mktemp("studies")
     save_toy_target(folder, block_size=2048)
-    target = gpt.load(folder / "target")
+    target = checkpoints.load(folder / "target")
     arms = folder / "arms"
     for name, step_map in (("ttt1", (0,)), ("prism2", (0, 1))):
         prism.save(prism.for_target(target, step_map), arms / name)
@@ -66,7 +65,7 @@ def test_arms_are_compared_on_the_same_prompts(toy, small):
 
 def test_seeds_of_an_arm_are_added_up_and_sizes_kept_apart(toy, small, tmp_path):
     """Names say which is which; an arm is held against the reference of its own size, and has no ratio where there is none."""
-    assert [folders.arm_of(x) for x in ("prism2", "ttt1-125", "ttt1-125-s3", "exp-ce-s1", "mdlm_more")] == [("prism2", 0), ("ttt1", 125), ("ttt1", 125), ("exp-ce", 0), ("mdlm_more", 0)]
+    assert [checkpoints.arm_of(x) for x in ("prism2", "ttt1-125", "ttt1-125-s3", "exp-ce-s1", "mdlm_more")] == [("prism2", 0), ("ttt1", 125), ("ttt1", 125), ("exp-ce", 0), ("mdlm_more", 0)]
     target, tokenizer, args = toy
     for i, name in enumerate(("ttt1-64-s1", "ttt1-64-s2", "prism2-64-s1", "prism2-128")):
         torch.manual_seed(i)

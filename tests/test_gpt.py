@@ -7,6 +7,7 @@ from conftest import TARGET, dense_logits, toy_model
 from safetensors.torch import load_file, save_file
 
 from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.core.attention import dense_attend
 
 
@@ -42,8 +43,8 @@ SHAPES = [dict(), dict(tied=True), dict(qk_norm=True), dict(qkv_bias=True, n_kv_
 @pytest.mark.parametrize("shape", SHAPES)
 def test_save_and_load_keep_every_bit(tmp_path, shape):
     model = toy_model(**shape)
-    gpt.save(model, tmp_path)
-    again = gpt.load(str(tmp_path))
+    checkpoints.save(model, tmp_path)
+    again = checkpoints.load(str(tmp_path))
     assert again.config == model.config
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     assert not [f for f in os.listdir(tmp_path) if f.endswith(".tmp")]
@@ -54,7 +55,7 @@ def test_transformers_computes_the_same_logits(tmp_path, shape):
     """The folder is a Hugging Face folder: transformers, from its own code, agrees to 1e-4."""
     transformers = pytest.importorskip("transformers")
     model = toy_model(gain=2.0, **shape)
-    gpt.save(model, tmp_path)
+    checkpoints.save(model, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = torch.randint(0, 64, (1, 50)).tolist()[0]
     with torch.inference_mode():
@@ -63,10 +64,10 @@ def test_transformers_computes_the_same_logits(tmp_path, shape):
 
 def test_loading_changes_how_weights_are_stored_and_nothing_else(tmp_path):
     model, ids = toy_model(tied=True), list(range(30))
-    gpt.save(model, tmp_path)
-    again = gpt.load(str(tmp_path))
+    checkpoints.save(model, tmp_path)
+    again = checkpoints.load(str(tmp_path))
     assert again.blocks[0].qkv.weight.stride() == (1, again.config.n_head * 8 * 2) and again.head.weight is again.embed.weight
-    assert gpt.load(str(tmp_path), dtype=torch.bfloat16).head.weight.is_contiguous()
+    assert checkpoints.load(str(tmp_path), dtype=torch.bfloat16).head.weight.is_contiguous()
     assert (dense_logits(model, ids) - dense_logits(again, ids)).abs().max() < 1e-4
 
 
@@ -115,10 +116,10 @@ def damage_no_weights(folder):
 @pytest.mark.parametrize("damage", [damage_truncate, damage_header, damage_missing_tensor, damage_shape, damage_config,
                                     damage_family, damage_no_weights])
 def test_damaged_folders_are_named(tmp_path, damage):
-    gpt.save(toy_model(), tmp_path)
+    checkpoints.save(toy_model(), tmp_path)
     message = damage(tmp_path)
     with pytest.raises(ValueError) as e:
-        gpt.load(str(tmp_path))
+        checkpoints.load(str(tmp_path))
     assert message in str(e.value) and "\n" not in str(e.value)
 
 

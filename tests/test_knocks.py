@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 import decode
 import train_gpt
 from minispec import prism, specdiff
-from minispec.core import gpt
 from minispec.studies import tables
-from minispec.tools import checkpoints as folders, files, methods, script, training
+from minispec.tools import checkpoints, files, methods, script, training
 from minispec.core.engine import Request
 
 
@@ -36,8 +35,8 @@ def full_disk():
 
 WRITERS = {     # what is written: (file, writer of something small or large)
     "json": ("a.json", lambda folder, n: files.write_json(f"{folder}/a.json", [1] * n)),
-    "weights": ("model.safetensors", lambda folder, n: gpt.save(toy_model(vocab=n // 10), folder)),
-    "drafter": ("model.safetensors", lambda folder, n: folders.save(prism.for_target(toy_model(d_model=n // 25, vocab=9)), folder, "prism")),
+    "weights": ("model.safetensors", lambda folder, n: checkpoints.save(toy_model(vocab=n // 10), folder)),
+    "drafter": ("model.safetensors", lambda folder, n: checkpoints.save_drafter(prism.for_target(toy_model(d_model=n // 25, vocab=9)), folder, "prism")),
     "checkpoint": ("resume.pt", lambda folder, n: training._checkpoint(folder, toy_model(vocab=n // 10), [], lambda: None, {"step": 1, "seconds": 1}, ['{"step": 1}\n'])),
 }
 

@@ -8,7 +8,7 @@ from conftest import ROOT, TARGET
 
 import bench
 import decode
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import corpus, prompts
 from minispec.tools import answers, methods
 from minispec.core.engine import Generation
@@ -165,7 +165,7 @@ def test_code_is_run_with_the_flag_alone(tmp_path, toy):
 def test_turns_share_out_the_context(tmp_path, toy):
     """What would not fit in a later turn fails before the first."""
     problem, = load(tmp_path, {"turns": ["one", "two"]})
-    model, tokenizer = gpt.load(toy), Tokenizer.load(toy)
+    model, tokenizer = checkpoints.load(toy), Tokenizer.load(toy)
     most = (512 - len(tokenizer.prompt_ids("one\n")) - len(tokenizer.next_prompt_ids([], [], "two"))) // 2
     with pytest.raises(ValueError, match="for each of 2 answers; the context of this model is 512"):
         answers.requests_of([problem], tokenizer, model, most + 1)
@@ -178,7 +178,7 @@ def test_bench_measures_a_workload(tmp_path, toy, capsys):
     """Blocks by family, second turns after the target's own first answer, solved of those that can be checked."""
     rows = [{"turns": ["one", "two"], "category": "writing"}, {"turns": ["three"], "category": "qa"}, ROWS["Spec-Bench"][0]]
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    model, tokenizer = gpt.load(toy), Tokenizer.load(toy)
+    model, tokenizer = checkpoints.load(toy), Tokenizer.load(toy)
     args = methods.settings(model=toy, quick=True, data=None, workload=str(tmp_path / "p.jsonl"), max_new_tokens=8, draft_model="none", cost="none", drafter="none", diffusion_model="none")
     requests, problems = bench.workload_requests(args, model, tokenizer)
     assert list(requests) == ["mt_bench/0", "mt_bench/0/2", "qa/0", "math_reasoning/0"]

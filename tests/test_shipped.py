@@ -6,7 +6,7 @@ import torch
 from conftest import DRAFT, ROOT, TARGET
 
 import bench
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.studies import cdlm as cdlm_studies, specgen as studies
 from minispec.tools import answers, methods
@@ -35,7 +35,7 @@ def test_greedy_output_is_identical_on_100_heldout_prompts(name, shipped, refere
 
 def test_bf16_differs_at_near_ties_only(shipped):
     """A first difference sits where the two best logits are closer than four times the row-count noise of this model."""
-    model = gpt.load(TARGET, dtype=torch.bfloat16)
+    model = checkpoints.load(TARGET, dtype=torch.bfloat16)
     noise = studies.row_count_noise(model, shipped[1])
     want, got = (generate(name, model, shipped[1]) for name in ("ar", "specgen"))
     for a, b in zip(want, got):

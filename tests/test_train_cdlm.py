@@ -14,6 +14,7 @@ from test_cdlm import MASK, PROMPTS, B, L, dense, filled, model, requests, traje
 import train_cdlm
 from minispec import cdlm, cdlm_losses
 from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools.training import optimizers
@@ -261,7 +262,7 @@ def test_all_stages_lower_their_losses(trained):
 
 def test_a_model_remembers_whose_token_its_rows_predict(trained, toy, tmp_path, monkeypatch):   # 8
     train(monkeypatch, toy, tmp_path, "--stage", "teacher", "--no-shift", "--steps", "2")
-    assert [gpt.load(folder / "teacher").config.shift for folder in (tmp_path, trained)] == [False, True]
+    assert [checkpoints.load(folder / "teacher").config.shift for folder in (tmp_path, trained)] == [False, True]
 
 
 def test_settings_reach_what_they_set(toy, tmp_path, monkeypatch):

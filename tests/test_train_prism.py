@@ -16,7 +16,7 @@ from test_prism import toy_drafter
 import decode
 import train_prism
 from minispec import prism
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import rollouts
 
 script = functools.partial(run_script, train_prism)
@@ -110,7 +110,7 @@ def test_bad_input_of_training_is_named_before_anything_is_written(name, folder,
     (["--tree", "8", "--width", "1"], "width 1 is out of range; a tree needs 2 or more"), (["--depth", "0"], "depth 0 is out of range; allowed is 1 to 32"),
     (["--model", SHIPPED], "made for a target with d_model 32, this one has 256")])
 def test_bad_input_of_decoding_is_one_line(args, message, folder, capsys):
-    prism.save(toy_drafter(gpt.load(folder / "target")), folder / "random")
+    prism.save(toy_drafter(checkpoints.load(folder / "target")), folder / "random")
     with pytest.raises(ValueError) as e:
         decode.main(["--model", str(folder / "target"), "--method", "prism", "--drafter", str(folder / "random"), "--prompt", "x", *args])
     assert message in str(e.value) and "\n" not in str(e.value)

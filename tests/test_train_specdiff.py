@@ -15,7 +15,7 @@ from test_specdiff import toy_drafter
 import decode
 import train_specdiff
 from minispec import specdiff
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import rollouts
 from minispec.core.attention import dense_attend
 from minispec.specdiff import OBJECTIVES
@@ -61,7 +61,7 @@ def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
     shape = {"mdlm": ["--taps", "none"], "kl": ["--taps", "three", "--no-shift"], "streak": ["--source", folder / "target", "--layers", 1]}.get(name, [])
     log = train(folder, name, "--objective", name, *shape, "--gamma", 4, "--tokens", "2000")
     assert all(math.isfinite(x) for x in (log[-1]["loss"], log[-1]["heldout_entropy"], *log[-1]["heldout_tau"].values()))
-    made = specdiff.load(folder / name, gpt.load(folder / "target"))
+    made = specdiff.load(folder / name, checkpoints.load(folder / "target"))
     assert made.config.taps == {"mdlm": None, "kl": (0, 1, 2)}.get(name, ()) and made.config.shift == (name != "kl")
     assert made.config.n_layer == (1 if name == "streak" else 2) and made.config.shared == (name != "streak")
     rule = {"mdlm": ["--draft-steps", 2, "--rule", "walk"], "kl": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
@@ -75,7 +75,7 @@ def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
 def test_stored_answers_are_ids_with_their_probabilities(folder):
     """D1: what is stored is what was sampled, with its end of text, under the probabilities that it was sampled with."""
     train(folder, "ids", "--tokens", "100")
-    target = gpt.load(folder / "target")
+    target = checkpoints.load(folder / "target")
     for prompt, answer, log_p in json.loads((folder / "responses" / "train-00000.json").read_text())[:4]:
         want = dense_logits(target, prompt + answer)[len(prompt) - 1:-1].log_softmax(-1)
         assert len(answer) == 24 or answer[-1] == target.config.eos_id
@@ -95,14 +95,14 @@ def test_a_drafter_can_go_on_from_another(folder):
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[n], two[n]) for n in one)
     train(folder, "longer", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 6, "--tokens", "1")
-    assert [specdiff.load(folder / name, gpt.load(folder / "target")).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
+    assert [specdiff.load(folder / name, checkpoints.load(folder / "target")).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
     with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --layers is for a new one"):
         train(folder, "three", "--init", folder / "one", "--layers", 1)
 
 
 def test_a_drafter_can_begin_to_read_the_target(folder):
     """At first that changes nothing; it learns from there, and does not begin twice."""
-    target = gpt.load(folder / "target")
+    target = checkpoints.load(folder / "target")
     train(folder, "blind", "--objective", "ce", "--taps", "none", "--gamma", 4, "--tokens", "2000")
     train(folder, "same", "--objective", "streak", "--init", folder / "blind", "--taps", "three", "--lr", "0", "--tokens", "1")
     train(folder, "more", "--objective", "streak", "--init", folder / "blind", "--taps", "three", "--tokens", "2000")
@@ -139,7 +139,7 @@ def test_bad_input_of_training_is_named_before_anything_is_written(name, folder,
     (["--draft-steps", "2"], "judged as a point mass: --k-drafts 1 --rule walk"), (["--model", SHIPPED], "made for a target with"),
     (["--drafter", SHIPPED], "this is not a drafter made by train_specdiff.py")])
 def test_bad_input_of_decoding_is_one_line(args, message, folder):
-    specdiff.save(toy_drafter(gpt.load(folder / "target")), folder / "random")
+    specdiff.save(toy_drafter(checkpoints.load(folder / "target")), folder / "random")
     with pytest.raises(ValueError) as e:
         decode.main(["--model", str(folder / "target"), "--method", "specdiff", "--drafter", str(folder / "random"), "--prompt", "x", *args])
     assert message in str(e.value) and "\n" not in str(e.value)

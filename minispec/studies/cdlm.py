@@ -9,9 +9,8 @@ import torch
 from tqdm import tqdm
 
 from minispec import cdlm
-from minispec.core import gpt
 from minispec.data import tasks
-from minispec.tools import checkpoints as folders, methods
+from minispec.tools import checkpoints, methods
 from minispec.tools.answers import verdict
 from minispec.core.engine import Request
 
@@ -39,9 +38,9 @@ class Models:
 
 def load(args, target, tokenizer, dtype=None):
     """The shipped models, and the students in folders under --arms; all in another dtype than the target's, if one is given."""
-    target = target if dtype is None else gpt.load(args.model, target.device, dtype)
-    models = {name: gpt.load(folder, target.device, target.dtype) for name, (_, folder) in cdlm.METHODS.items()}
-    students = {"student": models["cdlm"], **{f"arm {arm}": gpt.load(os.path.join(args.arms, arm), target.device, target.dtype) for arm in arms_of(args)}}
+    target = target if dtype is None else checkpoints.load(args.model, target.device, dtype)
+    models = {name: checkpoints.load(folder, target.device, target.dtype) for name, (_, folder) in cdlm.METHODS.items()}
+    students = {"student": models["cdlm"], **{f"arm {arm}": checkpoints.load(os.path.join(args.arms, arm), target.device, target.dtype) for arm in arms_of(args)}}
     return Models(target, models["dlm"], students, cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1]))
 
 
@@ -187,8 +186,8 @@ def cdlm_losses(args, model, tokenizer):
     for name in tqdm([s for s in models.students if s != "student"], desc="arms"):
         arm = name.removeprefix("arm ")
         row, _ = answer(models.decoder(name, 16, threshold=cdlm.THRESHOLD), problems, tokenizer)
-        record = folders.last_record(os.path.join(args.arms, arm))
-        runs.setdefault(folders.arm_of(arm)[0], []).append(
+        record = checkpoints.last_record(os.path.join(args.arms, arm))
+        runs.setdefault(checkpoints.arm_of(arm)[0], []).append(
             {**{key: row[key] for key in ("solved", "steps", "tokens")}, "trained": record["step"], "seconds": record["seconds"], "heldout": statistics.mean(record["heldout"].values())})
     if not runs:
         raise ValueError(f"this study compares students: --arms must be a folder with one folder each (train_cdlm.py --name), got {args.arms}")
@@ -202,5 +201,5 @@ def cdlm_teachers(args, model, tokenizer):
     found = args.arms and os.path.isdir(args.arms) and [arm for arm in sorted(os.listdir(args.arms)) if os.path.exists(os.path.join(args.arms, arm, "teacher", "log.jsonl"))]
     if not found:
         raise ValueError(f"this study compares teachers: --arms must be a folder with one folder each (train_cdlm.py --out), got {args.arms}")
-    logs = {arm: folders.records(os.path.join(args.arms, arm, "teacher")) for arm in found}
+    logs = {arm: checkpoints.records(os.path.join(args.arms, arm, "teacher")) for arm in found}
     return {"arms": {arm: {"heldout": {str(r["step"]): statistics.mean(r["heldout"].values()) for r in log}, "decoded": log[-1].get("decoded")} for arm, log in logs.items()}}

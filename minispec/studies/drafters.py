@@ -12,7 +12,7 @@ from tqdm import tqdm
 from minispec import prism
 from minispec.core import gpt
 from minispec.data import prompts, tasks
-from minispec.tools import checkpoints as folders, methods
+from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, summary, verdict
 from minispec.core.attention import dense_attend
 from minispec.core.engine import Request
@@ -56,14 +56,14 @@ def compare(kind, args, model, tokenizer, temperatures):
     if args.data:
         problems += prompts.load_named("gsm8k", args.data)[:4 if args.quick else 20]
     trained = {}
-    for name in tqdm([a for a in sorted(os.listdir(args.arms)) if folders.kind_of(os.path.join(args.arms, a)) == kind], desc=kind):
+    for name in tqdm([a for a in sorted(os.listdir(args.arms)) if checkpoints.kind_of(os.path.join(args.arms, a)) == kind], desc=kind):
         folder = os.path.join(args.arms, name)
         settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
         engine = methods.make_engine(kind, model, settings, 16)
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
-        trained.setdefault(folders.arm_of(name), []).append({"parameters": module.n_params(), "parameters_read": module.n_params() if kind == "specdiff" else sum(p.numel() for p in module.bank[0].parameters()),
-                    "log": folders.last_record(folder), **{f"at_{t:g}": accepted_lengths(engine, problems, tokenizer, t) for t in temperatures}})
+        trained.setdefault(checkpoints.arm_of(name), []).append({"parameters": module.n_params(), "parameters_read": module.n_params() if kind == "specdiff" else sum(p.numel() for p in module.bank[0].parameters()),
+                    "log": checkpoints.last_record(folder), **{f"at_{t:g}": accepted_lengths(engine, problems, tokenizer, t) for t in temperatures}})
     if not trained:
         raise ValueError(f"{args.arms} holds no drafter made by train_{kind}.py")
     reference = REFERENCE[kind] if REFERENCE[kind] in {name for name, _ in trained} else next(iter(trained))[0]
@@ -110,7 +110,7 @@ def prism_steps(args, model, tokenizer):
     arms = {"1 module": ((0,), 1), "2 modules": ((0, 1), 1), "3 modules": ((0, 1, 2), 1), "2 layers, stacked": ((0,), 2)}
     repeats, drafts, context = 20 if args.quick else 400, 4, min(512, model.config.block_size // 2)
     rows = []
-    for dtype, target in {"float32": model, "bfloat16": gpt.load(args.model, args.device, torch.bfloat16)}.items():
+    for dtype, target in {"float32": model, "bfloat16": checkpoints.load(args.model, args.device, torch.bfloat16)}.items():
         drafters = {name: PrismDrafter(gpt.store_by_columns(prism.for_target(target, *arm).to(target.dtype)), target, drafts) for name, arm in arms.items()}
         times = _step_times(target, drafters, repeats, drafts, context)
         for name, drafter in drafters.items():

@@ -29,7 +29,7 @@ from kernels import scores, unavailable
 from minispec.core import gpt
 from minispec.data import tasks
 from minispec.studies import ladder, specgen as studies
-from minispec.tools import checkpoints as folders, methods
+from minispec.tools import checkpoints, methods
 from minispec.studies import measure as rounds
 from minispec.tools.answers import requests_of
 from minispec.core.engine import Request
@@ -221,7 +221,7 @@ def transformers_rate(c, dtype, device, prompt, new_tokens):
         import transformers
     except ImportError:
         return None
-    shape = {k: v for k, v in gpt.to_hf_config(c).items() if k not in ("architectures", "torch_dtype")}
+    shape = {k: v for k, v in checkpoints.to_hf_config(c).items() if k not in ("architectures", "torch_dtype")}
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape)).to(dtype).eval()
 
@@ -278,7 +278,7 @@ def run(args, model, tokenizer, measured):
     s = DRY if args.dry_run else Shapes()
     clock, families = Clock(args.device, s.repeats), tasks.FAMILIES[:1] if args.dry_run else tasks.FAMILIES
     todo = cells(s, families, model.config.block_size)
-    about = {"dry_run": args.dry_run, "torch": torch.__version__, "target": folders.fingerprint(model), "cells": [[section, list(settings)] for section, settings in todo]}
+    about = {"dry_run": args.dry_run, "torch": torch.__version__, "target": checkpoints.fingerprint(model), "cells": [[section, list(settings)] for section, settings in todo]}
     done = measured(about, todo, lambda section, settings: measure(section, settings, args, model, tokenizer, s, clock))
     if len(done) < len(todo):
         print(f"{len(done)} of {len(todo)} cells are measured; the same command goes on")

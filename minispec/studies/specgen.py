@@ -6,7 +6,7 @@ import torch
 from tqdm import tqdm
 
 from minispec import specgen
-from minispec.core import gpt
+from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.tools import methods
 from minispec.tools.answers import requests_of, schedule_view, summary, tie_gap, verdict
@@ -45,7 +45,7 @@ def lossless(args, model, tokenizer):
     per_family, out = 4 if args.quick else 20, {}
     problems = [tasks.make(f, 1000 + i, "heldout") for f in tasks.FAMILIES for i in range(per_family)]
     for dtype in (torch.float32, torch.bfloat16):
-        target = gpt.load(args.model, dtype=dtype)
+        target = checkpoints.load(args.model, dtype=dtype)
         reference = methods.make_engine("ar", target, args, 10).generate(requests_of(problems, tokenizer, target))
         rows = {}
         for name in tqdm(methods.ready(args), desc=str(dtype)):
@@ -169,7 +169,7 @@ def iteration_seconds(engine):
 
 def speed(args, model, tokenizer):
     """Tokens a second of every method in both dtypes, one request at a time, against the faster dtype of the autoregressive loop."""
-    rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, args.device, torch.bfloat16)}
+    rows, targets = [], {"float32": model, "bfloat16": checkpoints.load(args.model, args.device, torch.bfloat16)}
     workloads = {f: (lambda t, f=f: requests_of([tasks.make(f, 500 + i, "heldout") for i in range(3)], tokenizer, t, 192)) for f in tasks.FAMILIES}
     workloads["trace at 4,000"] = lambda t: warm_requests(tokenizer, t, 4000, 128, 3)
     for workload, requests in workloads.items():
@@ -191,7 +191,7 @@ def speed_rows(targets, args, workload, requests, batch, repeats):
 def serving(args, model, tokenizer):
     """SpecGen where it should win: several requests with long contexts. Speed-up over the autoregressive loop of the same
     batch (the faster dtype), and what the cost model predicts from timings of single steps (for the same dtype)."""
-    rows, targets = [], {"float32": model, "bfloat16": gpt.load(args.model, args.device, torch.bfloat16)}
+    rows, targets = [], {"float32": model, "bfloat16": checkpoints.load(args.model, args.device, torch.bfloat16)}
     sweep = ((1000, 1), (8192, 1), (1000, 8), (4000, 8), (8192, 8), (1000, 16), (4000, 16))
     grid = [(1000, 2, 1)] if args.quick else [(context, batch, 5 if context * batch == 8 * 8192 else 2) for context, batch in sweep]
     for context, batch, pairs in grid:

@@ -5,7 +5,7 @@ import os
 import statistics
 
 from minispec.data import tasks
-from minispec.tools import checkpoints as folders
+from minispec.tools import checkpoints
 from minispec.tools.files import blame, opened, read_json
 
 
@@ -300,7 +300,7 @@ def training_table(folder):
         with open(file, encoding="utf-8") as f:
             command = f.read().strip()
         with blame(os.path.join(where, "log.jsonl")):
-            log = folders.records(where)
+            log = checkpoints.records(where)
             seconds = sum(max(b - a, 0) if b > a else b for a, b in zip([0] + [r["seconds"] for r in log], [r["seconds"] for r in log]))
             last = [f"{log[-1]['tokens'] / 1e6:.1f}M tokens" if "tokens" in log[-1] else f"{log[-1]['step']:,} steps", f"{seconds / 60:.0f}", f"{log[-1]['loss']:.3f}"]
         with opened(os.path.join(where, "model.safetensors")) as f:

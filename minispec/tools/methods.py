@@ -9,7 +9,7 @@ import os
 
 from minispec import cdlm, prism, specdiff, specgen
 from minispec.core import drafters, gpt
-from minispec.tools import checkpoints as folders
+from minispec.tools import checkpoints
 from minispec.core.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, Lockstep
@@ -104,7 +104,7 @@ def make_engine(name, model, settings, batch_size):
     elif name == "ngram":
         planner = lambda engine: Lockstep(engine, drafters.NGram(), k)
     elif name == "draft":
-        small = gpt.load(settings.draft_model, model.device, model.dtype)
+        small = checkpoints.load(settings.draft_model, model.device, model.dtype)
         drafter = drafters.SmallLM(small, model)
         planner = lambda engine: Lockstep(engine, drafter, k)
     elif name in TRAINED:
@@ -135,12 +135,12 @@ def make_drafter(name, model, settings):
     folder = settings.drafter or f"checkpoints/{name}"
     if name == "specdiff":
         trained = specdiff.load(folder, model)
-        folders.check_target(trained.config, model, folder)
+        checkpoints.check_target(trained.config, model, folder)
         drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts, settings.rule, settings.draft_temperature, settings.draft_steps)
         return drafter, drafter.gamma * drafter.width
     trained = prism.load(folder, model.device, model.dtype)
     trained.check(model)
-    folders.check_target(trained.config, model, folder)
+    checkpoints.check_target(trained.config, model, folder)
     if name == "eagle" and trained.config.n_modules > 1:
         raise ValueError(f"the drafter in {folder} has {trained.config.n_modules} modules; --method prism takes it, eagle means one module")
     if not 0 <= settings.tree <= prism.MAX_NODES:
