@@ -1,0 +1,88 @@
+"""Speculative decoding on one screen: python -m minispec.core.hello
+
+A language model reads all of its weights to write one token. Reading them to *check* eight tokens takes hardly longer.
+So let somebody cheap guess the next tokens (the draft), check all guesses in one forward of the model (verify), keep the
+guesses that the model would have written itself, and add the one token that it would have written next. The text is the
+model's own, token by token. Only the number of forwards changes.
+
+Everything else in this repository answers two questions about this loop: who drafts, and which keys may a row see?
+Batches, sampling, trees of drafts and timing are in engine.py and verify.py.
+"""
+import minispec  # noqa: F401  before torch: it tunes the allocator
+
+import torch
+import torch.nn.functional as F
+
+from minispec.data import tasks
+from minispec.data.tokenizer import Tokenizer
+from minispec.tools import checkpoints
+
+
+def forward(model, tokens, start, cache):
+    """Feed `tokens` (n of them) at positions start, start + 1, .. and return the logits (n, V).
+    cache: (keys, values) of every layer, each (G heads, T positions, D). Positions before `start` are there already."""
+    positions = torch.arange(start, start + len(tokens))
+
+    def attend(layer, q, k, v):                                  # q (n, H, D), k and v (n, G, D)
+        keys, values = cache[layer]
+        keys[:, positions] = k.transpose(0, 1)
+        values[:, positions] = v.transpose(0, 1)
+        # A row sees everything up to itself.
+        end = start + len(tokens)
+        sees = torch.arange(end) <= positions[:, None]           # (n, end)
+        out = F.scaled_dot_product_attention(
+            q.transpose(0, 1)[None], keys[None, :, :end], values[None, :, :end], attn_mask=sees, enable_gqa=True)
+        return out[0].transpose(0, 1)                            # (n, H, D)
+
+    return model.logits(model(torch.tensor(tokens), positions, attend))
+
+
+@torch.inference_mode()
+def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
+    """Yield, round by round, (accepted drafts, the model's own next token). draft(tokens, k) guesses up to k tokens."""
+    c = model.config
+    longest = len(prompt) + max_new_tokens + k
+    cache = [torch.zeros(2, c.n_kv_head, longest, c.head_dim, dtype=model.dtype) for _ in range(c.n_layer)]
+    tokens, n_cached = list(prompt), 0
+    while True:
+        # 1. Draft. Any function may guess; a bad guess costs time and never changes the text.
+        guess = draft(tokens, k)
+
+        # 2. Verify. One forward over what the cache lacks: the whole prompt at first, later the last token and the guesses.
+        logits = forward(model, tokens[n_cached:] + guess, n_cached, cache)
+        best = logits[-len(guess) - 1:].argmax(-1).tolist()      # best[i]: what the model writes after guess[:i]
+
+        # 3. Accept guesses as long as the model would have written the same.
+        n = 0
+        while n < len(guess) and guess[n] == best[n]:
+            n += 1
+
+        # 4. The model's own token follows: a correction of the first wrong guess, or a bonus after the last right one.
+        #    Keys of wrong guesses stay in the cache behind n_cached. The next forward overwrites them.
+        n_cached = len(tokens) + n
+        new = guess[:n] + [best[n]]
+        new = new[:len(prompt) + max_new_tokens - len(tokens)]
+        stops = [i for i, token in enumerate(new) if token in stop_ids]
+        new = new[:stops[0] + 1] if stops else new
+        tokens += new
+        yield new[:n], new[n:]
+        if stops or len(tokens) == len(prompt) + max_new_tokens:
+            return
+
+
+def prompt_lookup(tokens, k):
+    """Guess that the text goes on as it did the last time it said the same three tokens."""
+    for i in range(len(tokens) - 4, -1, -1):
+        if tokens[i:i + 3] == tokens[-3:]:
+            return tokens[i + 3:i + 3 + k]
+    return []
+
+
+if __name__ == "__main__":
+    model, tokenizer = checkpoints.load("checkpoints/target"), Tokenizer.load("checkpoints/target")
+    prompt = tokenizer.prompt_ids(tasks.make("revise", 7).prompt)
+    rounds = list(generate(model, prompt, prompt_lookup, stop_ids=tokenizer.ends))
+    for accepted, own in rounds:
+        print(f"\033[32m{tokenizer.decode(accepted)}\033[0m{tokenizer.decode(own)}", end="")
+    n = sum(len(accepted) + len(own) for accepted, own in rounds)
+    print(f"\n{n} tokens (green: guessed) in {len(rounds)} forwards: {n / len(rounds):.2f} tokens a forward")
