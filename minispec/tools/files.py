@@ -2,52 +2,83 @@
 import contextlib
 import json
 import os
+import stat
+import tempfile
 
+
+# -- writing -------------------------------------------------------------------------------------------------
 
 def written_to(path):
-    """Where writing to `path` ends, links followed. ValueError for what is there and is no regular file: a device or a pipe would be
-    replaced by a file."""
+    """Where writing to `path` ends, with links followed. ValueError if something other than a regular file is there:
+    a device or a pipe would be replaced by a file."""
     real = os.path.realpath(path)
     if os.path.exists(real) and not os.path.isfile(real):
         raise ValueError(f"cannot write {path}: it is not a regular file")
     return real
 
 
+def _mode(path):
+    """The mode that a plain open(path, "w") leaves: that of the file which is there, else what the umask allows."""
+    if os.path.exists(path):
+        return stat.S_IMODE(os.stat(path).st_mode)
+    umask = os.umask(0o077)                              # it cannot be read without being set
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
 @contextlib.contextmanager
 def replaced(path):
-    """Yields a temporary name to write to, which becomes `path` if all went well and is removed if not: a reader sees the old file
-    or the new one, whenever the writer is killed. ValueError where it cannot be written, say because the disk is full."""
+    """Yields the name of a temporary file next to `path`. It becomes `path` if all went well and is removed if not,
+    so a reader sees the old file or the new one. Every writer has a name of its own: of two, the last one wins.
+    ValueError if it cannot be written, for example because the disk is full."""
     path = written_to(path)
-    temporary = path + ".tmp"
+    temporary = None
     try:
+        folder, name = os.path.split(path)
+        handle, temporary = tempfile.mkstemp(".tmp", name + ".", folder)
+        os.close(handle)
+        os.chmod(temporary, _mode(path))
         yield temporary
         os.replace(temporary, path)
     except Exception as e:
-        from safetensors import SafetensorError                  # here, for bounds.py does without
-        if not isinstance(e, (OSError, SafetensorError, RuntimeError)):      # the latter two are how safetensors and torch.save put it
+        from safetensors import SafetensorError          # here, because bounds.py works without it
+
+        # safetensors and torch.save wrap the errors of the system.
+        if not isinstance(e, (OSError, SafetensorError, RuntimeError)):
             raise
         cause = e
         while cause and not isinstance(cause, OSError):
             cause = cause.__context__
         raise ValueError(f"cannot write {path}: {cause.strerror if cause else e}") from None
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, TypeError):    # it is `path` by now, or was never made
             os.remove(temporary)
 
 
+def write_json(path, data):
+    with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
+        json.dump(data, f, indent=1)
+        f.write("\n")
+
+
+# -- reading -------------------------------------------------------------------------------------------------
+
 @contextlib.contextmanager
 def blame(path):
-    """Data of another form than expected raises all sorts of errors in the block; makes one ValueError of them that names the file."""
+    """Data of another form than expected raises all sorts of errors; inside the block they become one ValueError
+    that names the file."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError, RecursionError) as e:
-        raise ValueError(f"{path} is damaged: {type(e).__name__ + ': ' if not isinstance(e, ValueError) else ''}{e}") from None
+    except ValueError as e:
+        raise ValueError(f"{path} is damaged: {e}") from None
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+        raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from None
 
 
 def read_json(path):
     """What a JSON file holds. ValueError names the file and what is wrong with it."""
     try:
-        with blame(path), open(path, encoding="utf-8") as f:
+        with blame(path), open(path, encoding="utf-8-sig") as f:      # some editors begin with a byte-order mark
             return json.load(f)
     except OSError as e:
         raise ValueError(f"cannot read {path}: {e.strerror}") from None
@@ -67,16 +98,10 @@ def opened(file):
 
 
 def read_tensors(path):
-    """{name: tensor} of a safetensors file. ValueError names the file where it is damaged or holds what is no finite number."""
+    """{name: tensor} of a safetensors file. ValueError names the file if it is damaged or holds infinities or NaN."""
     with opened(path) as f:
         tensors = {name: f.get_tensor(name) for name in f.keys()}
     for name, x in tensors.items():
         if x.is_floating_point() and not x.isfinite().all():
             raise ValueError(f"{path} is damaged: {name} holds values that are not finite numbers")
     return tensors
-
-
-def write_json(path, data):
-    with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
-        json.dump(data, f, indent=1)
-        f.write("\n")

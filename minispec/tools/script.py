@@ -4,27 +4,50 @@ import os
 import re
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
 from minispec.tools.files import written_to
 
+CLOSED_PIPE = 128 + signal.SIGPIPE       # the exit code of a program whose reader has gone, as in `| head -1`
+CONTROLS = {i: f"\\x{i:02x}" for i in [*range(0x20), *range(0x7f, 0xa0)] if chr(i) not in "\t\n"}
+
+
+# -- the terminal --------------------------------------------------------------------------------------------
+
+def visible(text):
+    """The text with control characters spelled out, so that a terminal shows them and does not obey them."""
+    return text.translate(CONTROLS)
+
+
+def in_colour(out):
+    """Whether `out` is a terminal whose user has not asked for plain text (no-color.org)."""
+    return out.isatty() and not os.environ.get("NO_COLOR")
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that shows the module's docstring as it stands, and errors as one line without the usage text."""
+    """An ArgumentParser that shows the module's docstring as it is, and errors as one line without the usage text."""
 
     def __init__(self, doc):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message):
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, visible(f"{self.prog}: {message}\n"))
 
 
-def check_writable(path):
-    """Fail before the work, not after it: ValueError where `path` cannot be written."""
-    real = written_to(path)
+def check_writable(path, inputs=()):
+    """Fail before the work, not after it: ValueError if the output `path` cannot be written, is one of the `inputs`
+    (paths; None is skipped) or lies in a folder of model weights."""
+    real = Path(written_to(path))
+    if real in [Path(file).resolve() for file in inputs if file]:
+        raise ValueError(f"cannot write {path}: it is an input")
+    for folder in real.parents:
+        if any(folder.glob("*.safetensors")):
+            raise ValueError(f"cannot write {path}: {folder} is a model folder")
     try:
-        with open(real + ".tmp", "w"):
-            pass
-        os.remove(real + ".tmp")
+        tempfile.TemporaryFile(dir=real.parent).close()
     except OSError as e:
         raise ValueError(f"cannot write {path}: {e.strerror}") from None
 
@@ -38,35 +61,53 @@ def check_device(name):
         raise ValueError(f"unknown device '{name}'; choose cpu or cuda")
     if not torch.cuda.is_available():
         raise ValueError("no CUDA device on this machine; use --device cpu")
-    if int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
+    index = int(name.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
         raise ValueError(f"no device {name} on this machine; it has {torch.cuda.device_count()}")
 
+
+# -- exits ---------------------------------------------------------------------------------------------------
 
 def fault(error, smaller):
     """What a user is told of an error that is no bug: of bad input, of files and of memory. None for all others."""
     import torch
-    text = " ".join(str(error).split())                          # one line, whatever it quotes
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or isinstance(error, RuntimeError) and "can't allocate memory" in text:
+    text = " ".join(str(error).split())                  # one line, whatever it quotes
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
         return f"out of memory; try a smaller {smaller}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.strerror}: {error.filename}"
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else f"{error.strerror}, while writing the output"
-    return text if isinstance(error, (ValueError, OSError)) else None
+        return f"{error.strerror}, while writing the output"
+    if isinstance(error, (ValueError, OSError)):
+        return text
+    return None
 
 
 def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens or --cache-tokens"):
-    """Run a script's main: what the user got wrong is a ValueError and becomes one line and exit code 2, as do files that cannot be
-    read or written; Ctrl-C 130. smaller: the settings that take memory."""
+    """Run a script's main. What the user got wrong is a ValueError and becomes one line and exit code 2, as do files
+    that cannot be read or written; Ctrl-C is 130, a closed pipe 141. smaller: the settings that take memory."""
     signal.signal(signal.SIGINT, signal.default_int_handler)     # also where a shell started us in the background
-    name = os.path.basename(sys.argv[0])
     try:
-        main()
-        sys.stdout.flush()                                       # a full disk fails here, not when Python is gone
+        try:
+            main()
+        finally:
+            sys.stdout.flush()                           # a full disk fails here, not when Python is gone
+    except BrokenPipeError:
+        _forget_output()
+        sys.exit(CLOSED_PIPE)
     except (ValueError, OSError, MemoryError, RuntimeError) as e:
         line = fault(e, smaller)
         if line is None:
             raise
-        if isinstance(e, OSError):                               # what is still in the buffer would fail again at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(print(f"{name}: {line}", file=sys.stderr) or 2)
+        if isinstance(e, OSError):
+            _forget_output()
+        print(visible(f"{os.path.basename(sys.argv[0])}: {line}"), file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(print(f"\n{interrupted}", file=sys.stderr) or 130)
+        print(f"\n{interrupted}", file=sys.stderr)
+        sys.exit(130)
+
+
+def _forget_output():
+    """Point stdout to nowhere: what is still in its buffer would fail again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

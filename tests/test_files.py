@@ -1,0 +1,94 @@
+"""Files appear whole or not at all, also where two write the same one, and nobody's file is touched by a check."""
+import json
+import os
+import stat
+
+import pytest
+
+from minispec.tools import files, script
+
+
+def test_two_writers_of_one_path_do_not_mix(tmp_path):
+    """The second writer begins while the first is at work. Each one's text is complete when it appears."""
+    path = tmp_path / "race.json"
+    first = files.replaced(path)
+    second = files.replaced(path)
+    first_name, second_name = first.__enter__(), second.__enter__()
+    assert first_name != second_name
+    with open(first_name, "w") as a, open(second_name, "w") as b:
+        a.write('{"a":')
+        b.write('{"b": [1, 2')
+        a.write("1}")
+        b.write(", 3]}")
+    first.__exit__(None, None, None)
+    assert json.loads(path.read_text()) == {"a": 1}
+    second.__exit__(None, None, None)
+    assert json.loads(path.read_text()) == {"b": [1, 2, 3]}
+    assert os.listdir(tmp_path) == ["race.json"]
+
+
+def test_a_check_leaves_other_files_alone(tmp_path):
+    """Not the temporary file of a writer at work, nor the user's own file of such a name."""
+    path, own = tmp_path / "my.json", tmp_path / "my.json.tmp"
+    own.write_text("precious")
+    with files.replaced(path) as temporary:
+        with open(temporary, "w") as f:
+            f.write("1")
+        script.check_writable(path)
+    assert own.read_text() == "precious" and path.read_text() == "1"
+    assert sorted(os.listdir(tmp_path)) == ["my.json", "my.json.tmp"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_files_get_the_mode_that_a_plain_open_gives(umask, tmp_path):
+    before = os.umask(umask)
+    try:
+        files.write_json(tmp_path / "new.json", 1)
+        (tmp_path / "plain").write_text("")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(os.stat(tmp_path / "new.json").st_mode) == 0o666 & ~umask
+    assert os.stat(tmp_path / "new.json").st_mode == os.stat(tmp_path / "plain").st_mode
+    os.chmod(tmp_path / "new.json", 0o604)
+    files.write_json(tmp_path / "new.json", 2)
+    assert stat.S_IMODE(os.stat(tmp_path / "new.json").st_mode) == 0o604
+
+
+def test_outputs_inside_a_model_folder_are_refused(tmp_path):
+    """Whatever the file is called: a result has no place among weights."""
+    model = tmp_path / "model"
+    (model / "deeper").mkdir(parents=True)
+    (model / "model.safetensors").write_bytes(b"weights")
+    os.symlink(model, tmp_path / "link")
+    for name in ("model/model.safetensors", "model/out.json", "model/deeper/out.json", "link/config.json"):
+        with pytest.raises(ValueError, match=f"cannot write .*{name}: .*model is a model folder"):
+            script.check_writable(tmp_path / name)
+    assert (model / "model.safetensors").read_bytes() == b"weights"
+    script.check_writable(tmp_path / "out.json")
+
+
+def test_outputs_that_are_inputs_are_refused(tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text('{"prompt": "a"}\n')
+    os.symlink(questions, tmp_path / "link")
+    for name in ("questions.jsonl", "link"):
+        with pytest.raises(ValueError, match=f"cannot write .*{name}: it is an input"):
+            script.check_writable(tmp_path / name, inputs=[None, questions])
+    script.check_writable(tmp_path / "out.json", inputs=[None, questions])
+
+
+def test_a_byte_order_mark_is_read(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
+    assert files.read_json(tmp_path / "a.json") == {"a": 1}
+
+
+def test_control_characters_are_shown_not_obeyed():
+    assert script.visible("a\x1b[31mb\r\x00\x7f\x9b\ttab\nline é 🙂") == "a\\x1b[31mb\\x0d\\x00\\x7f\\x9b\ttab\nline é 🙂"
+
+
+def test_error_lines_are_shown_not_obeyed(monkeypatch, capsys):
+    def main():
+        raise ValueError("no folder \x1b[2Jx")
+    with pytest.raises(SystemExit) as e:
+        script.run_main(main)
+    assert e.value.code == 2 and capsys.readouterr().err.endswith(": no folder \\x1b[2Jx\n")
