@@ -28,7 +28,7 @@ from minispec.core.engine import Request
 from minispec.tools.files import blame, read_json, read_tensors, replaced, write_json
 from minispec.tools.script import Parser, check_device, run_main
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools.training import learning_rate, optimizers, train
+from minispec.tools.training import Optimizer, Run, learning_rate, locked
 from minispec.core.verify import Sampling
 
 STAGES = ("teacher", "trajectories", "student")
@@ -158,8 +158,19 @@ def fit(args, name, model, tokenizer_json, tokenizer, loss_of, objective_of, kin
             record["decoded"] = decoded(cdlm.Decoder(model, mask_id, kind, args.block_size, cdlm.THRESHOLD, order=args.order, batch_size=16), tokenizer, args)
         return record
 
-    train(folder, model, optimizers(model, lr, lambda name: name.startswith("blocks.")), args.steps, loss_of,
-          lambda step: learning_rate(step, step / args.steps, lr, args.warmup), lambda: checkpoints.save(model, folder, tokenizer_json), evaluate, args.save_every, args.device)
+    optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
+    with locked(folder):
+        run = Run(folder, model, optimizer, args.steps, args.save_every)
+        for step in run.steps():
+            losses = loss_of(step)
+            losses["loss"].backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step(learning_rate(step, step / args.steps, lr, args.warmup))
+            run.log(**losses)
+            if run.checkpoint_due(step):
+                results = evaluate(step)
+                checkpoints.save(model, folder, tokenizer_json)
+                run.checkpoint(step, **results)
 
 
 @torch.no_grad()
@@ -291,7 +302,8 @@ def main():
     if "teacher" in stages:
         train_teacher(args, tokenizer, tokenizer_json, mask_id)
     if "trajectories" in stages:
-        collect_trajectories(args, tokenizer, mask_id)
+        with locked(os.path.join(args.out, "trajectories")):
+            collect_trajectories(args, tokenizer, mask_id)
     if "student" in stages:
         train_student(args, tokenizer, tokenizer_json, mask_id)
 

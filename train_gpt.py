@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
-from minispec.core.attention import blocked_attend, dense_attend, mass_in_top
+from minispec.core.attention import dense_attend, mass_in_top
+from minispec.core.cpu import blocked_attend
 from minispec.tools.files import read_json, write_json
 from minispec.tools.script import Parser, check_device, run_main
 from minispec.data.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
-from minispec.tools.training import learning_rate, optimizers, train
+from minispec.tools.training import Optimizer, Run, learning_rate, locked
 
 # Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Short ones first: with
 # 256 tokens and small batches the model learns to copy a name from its context within a million tokens, with 1,024
@@ -173,7 +174,11 @@ def main():
     check_device(args.device)
     teacher = checkpoints.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
     torch.manual_seed(args.seed)
-    os.makedirs(args.out, exist_ok=True)
+    with locked(args.out):
+        train(args, teacher)
+
+
+def train(args, teacher):
     real = corpus.real_documents(args.data)
     print("real text: " + (", ".join(f"{k} {len(v):,}" for k, v in real.items()) or "none")
           + ("" if args.data else " (no --data folder given; SOURCES in minispec/data/corpus.py says where to get more)"))
@@ -225,9 +230,18 @@ def main():
                 goal = teacher.logits(teacher(x, positions, attend_all())[learn]).float().log_softmax(-1)
         return {"loss": F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")}
 
-    train(args.out, model, optimizers(model, args.lr, lambda name: name.startswith("blocks.")), len(plan), loss_of,
-          lambda step: learning_rate(step, plan[step][1] / args.tokens, args.lr, args.warmup), lambda: checkpoints.save(model, args.out, tokenizer_json),
-          lambda step: {"tokens": plan[step][1], **evaluate(model, tokenizer, args.device)}, args.save_every, args.device)
+    optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
+    run = Run(args.out, model, optimizer, len(plan), args.save_every)
+    for step in run.steps():
+        loss = loss_of(step)["loss"]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(learning_rate(step, plan[step][1] / args.tokens, args.lr, args.warmup))
+        run.log(loss=loss)
+        if run.checkpoint_due(step):
+            results = evaluate(model, tokenizer, args.device)
+            checkpoints.save(model, args.out, tokenizer_json)
+            run.checkpoint(step, tokens=plan[step][1], **results)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ which other arms, seeds and prefixes (--prompts 1000, 2000, ..) can be trained. 
 needed. Interrupt it at any time: the same command continues. Writes config.json, model.safetensors, log.jsonl, command.txt,
 and resume.pt with the optimisers' state. tau, on the way, estimates the tokens a round of chain drafting would commit.
 """
-import os
-
 import minispec  # before torch: it tunes the allocator
 import torch
 
@@ -21,7 +19,7 @@ from minispec.tools import checkpoints
 from minispec.data import rollouts
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools.training import learning_rate, optimizers, train
+from minispec.tools.training import Optimizer, Run, learning_rate, locked
 
 # unroll: draft steps in the loss. All arms but the first are trained to draft from their own states.
 ARMS = {
@@ -80,7 +78,11 @@ def main():
             raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers and reads taps {source.config.taps}; "
                              f"this arm needs {arm['n_layer']} and {taps}")
         prism.copy_modules(model, source)
-    os.makedirs(args.out, exist_ok=True)
+    with locked(args.out):
+        train(args, target, tokenizer, model, unroll)
+
+
+def train(args, target, tokenizer, model, unroll):
     rows, heldout = rollouts.collect(args, target, tokenizer)
     lengths = [min(len(p) + len(a), args.max_length) for p, a, _ in rows]
     rows = [row for row, n in zip(rows, lengths) if n > len(row[0]) + unroll]                # something to guess at every step
@@ -93,16 +95,22 @@ def main():
     print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {one / 1e6:.2f}M read by a draft step; {len(rows)} texts, {sum(lengths):,} tokens, {len(plan)} steps")
 
     autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16)
-
-    def loss_of(step):
-        ids, learn, _ = rollouts.batch_of([rows[i] for i in plan[step][0]], args.max_length, args.device)
+    optimizer = Optimizer(model)
+    run = Run(args.out, model, optimizer, len(plan), args.save_every)
+    for step in run.steps():
+        numbers, tokens = plan[step]
+        ids, learn, _ = rollouts.batch_of([rows[i] for i in numbers], args.max_length, args.device)
         with autocast:
             loss, accepted = prism.unrolled_loss(model, target, ids, learn, unroll, args.decay, args.recompute)
-        return {"loss": loss / unroll, "tau": 1 + accepted.sum()}
-
-    train(args.out, model, optimizers(model, args.lr), len(plan), loss_of,
-          lambda step: learning_rate(step, plan[step][1] / plan[-1][1], args.lr, args.warmup), lambda: prism.save(model, args.out),
-          lambda step: {"tokens": plan[step][1], **evaluate(model, target, heldout, args, autocast)}, args.save_every, args.device)
+        loss = loss / unroll
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(learning_rate(step, tokens / plan[-1][1], args.lr, args.warmup))
+        run.log(loss=loss, tau=1 + accepted.sum())
+        if run.checkpoint_due(step):
+            results = evaluate(model, target, heldout, args, autocast)
+            prism.save(model, args.out)
+            run.checkpoint(step, tokens=tokens, **results)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ another one (--init). Interrupt it at any time: the same command continues. Writ
 command.txt, and resume.pt with the optimisers' state. heldout_tau estimates the tokens a round would commit, bonus included:
 greedy, the argmax at temperature 0; point_mass and rejection, chains drawn from the drafter, under the answers' temperature.
 """
-import os
 from dataclasses import replace
 
 import minispec  # before torch: it tunes the allocator
@@ -24,7 +23,7 @@ from minispec.data import rollouts
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools.training import learning_rate, optimizers, train
+from minispec.tools.training import Optimizer, Run, learning_rate, locked
 
 
 def parse_args():
@@ -80,7 +79,11 @@ def main():
     target.requires_grad_(False)
     torch.manual_seed(args.seed)
     model = drafter_of(args, target).float()
-    os.makedirs(args.out, exist_ok=True)
+    with locked(args.out):
+        train(args, target, tokenizer, model)
+
+
+def train(args, target, tokenizer, model):
     rows, heldout = ([row for row in some if len(row[0]) < args.max_length] for some in rollouts.collect(args, target, tokenizer))
     if not rows or not heldout:
         raise ValueError(f"no {'held-out ' * bool(rows)}prompt is shorter than max-length {args.max_length}; nothing to train on")
@@ -90,16 +93,22 @@ def main():
     print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters beside the target's, gamma {c.gamma}; {len(rows)} texts, "
           f"{sum(lengths):,} tokens, {args.windows} windows each, {len(plan)} steps")
     autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16)
-
-    def loss_of(step):
-        ids, learn, log_p = rollouts.batch_of([rows[i] for i in plan[step][0]], args.max_length, args.device)
+    optimizer = Optimizer(model, lambda name: "words" not in name)
+    run = Run(args.out, model, optimizer, len(plan), args.save_every)
+    for step in run.steps():
+        numbers, tokens = plan[step]
+        ids, learn, log_p = rollouts.batch_of([rows[i] for i in numbers], args.max_length, args.device)
         generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
         with autocast:
-            return {"loss": specdiff.training_loss(model, target, args.objective, ids, learn, log_p, args.windows, generator, args.temperature)}
-
-    train(args.out, model, optimizers(model, args.lr, lambda name: "words" not in name), len(plan), loss_of,
-          lambda step: learning_rate(step, plan[step][1] / plan[-1][1], args.lr, args.warmup), lambda: specdiff.save(model, args.out),
-          lambda step: {"tokens": plan[step][1], **evaluate(model, target, heldout, args, autocast)}, args.save_every, args.device)
+            loss = specdiff.training_loss(model, target, args.objective, ids, learn, log_p, args.windows, generator, args.temperature)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(learning_rate(step, tokens / plan[-1][1], args.lr, args.warmup))
+        run.log(loss=loss)
+        if run.checkpoint_due(step):
+            results = evaluate(model, target, heldout, args, autocast)
+            specdiff.save(model, args.out)
+            run.checkpoint(step, tokens=tokens, **results)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ WRITERS = {     # what is written: (file, writer of something small or large)
     "json": ("a.json", lambda folder, n: files.write_json(f"{folder}/a.json", [1] * n)),
     "weights": ("model.safetensors", lambda folder, n: checkpoints.save(toy_model(vocab=n // 10), folder)),
     "drafter": ("model.safetensors", lambda folder, n: checkpoints.save_drafter(prism.for_target(toy_model(d_model=n // 25, vocab=9)), folder, "prism")),
-    "checkpoint": ("resume.pt", lambda folder, n: training._checkpoint(folder, toy_model(vocab=n // 10), [], lambda: None, {"step": 1, "seconds": 1}, ['{"step": 1}\n'])),
+    "checkpoint": ("resume.pt", lambda folder, n: training.save_state(f"{folder}/resume.pt", model := toy_model(vocab=n // 10), training.Optimizer(model), 1, 1)),
 }
 
 
@@ -145,9 +145,15 @@ def trained(tmp_path_factory):
 
     def again(at):
         model = toy_model()
-        opts = training.optimizers(model, 1e-3)
-        steps = lambda step: {"loss": model(torch.tensor([[1, 2, 3]]), torch.arange(3)[None], lambda layer, q, k, v: q).square().mean()}
-        training.train(str(at), model, opts, 2, steps, lambda step: 1e-3, lambda: None, lambda step: {}, 1)
+        optimizer = training.Optimizer(model)
+        run = training.Run(str(at), model, optimizer, 2, 1)
+        for step in run.steps():
+            loss = model(torch.tensor([[1, 2, 3]]), torch.arange(3)[None], lambda layer, q, k, v: q).square().mean()
+            loss.backward()
+            optimizer.step(1e-3)
+            run.log(loss=loss)
+            if run.checkpoint_due(step):
+                run.checkpoint(step)
     again(folder)
     return folder, again
 
@@ -166,7 +172,7 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(how, trained, tmp_path):
     else:
         file.write_bytes(BROKEN[how](file.read_bytes()))
     before = file.read_bytes()
-    with pytest.raises(ValueError, match="resume.pt is damaged or of another run; remove it to begin anew") as e:
+    with pytest.raises(ValueError, match="resume.pt is damaged or of another run; remove it to start over") as e:
         again(tmp_path / "run")
     assert not (tmp_path / "pwned").exists() and file.read_bytes() == before and len(str(e.value)) < 1000
 
@@ -175,9 +181,13 @@ def test_weights_that_are_no_numbers_are_not_kept(trained, tmp_path):
     """A loss that explodes ends training before the last good checkpoint is written over."""
     folder, again = trained
     model = toy_model()
-    opts = training.optimizers(model, 1e-3)
+    optimizer = training.Optimizer(model)
+    run = training.Run(str(tmp_path), model, optimizer, 2, 1)
     with pytest.raises(ValueError, match="after 1 steps the weights are not finite numbers any more; try a smaller --lr"):
-        training.train(str(tmp_path), model, opts, 2, lambda step: {"loss": model.embed.weight.sum() * float("nan")}, lambda step: 1.0, lambda: None, lambda step: {}, 1)
+        for step in run.steps():
+            (model.embed.weight.sum() * float("nan")).backward()
+            optimizer.step(1.0)
+            run.checkpoint_due(step)
     assert os.listdir(tmp_path) == []
 
 

@@ -17,7 +17,7 @@ from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools.training import optimizers
+from minispec.tools.training import Optimizer
 
 
 # -- losses (13, 14, 15, 17) -------------------------------------------------------------------------------------------
@@ -211,15 +211,11 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     prompt, lengths = cdlm.pad_prompts(prompts)
     batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
-    opts = optimizers(student, 1e-2)
+    optimizer = Optimizer(student)
     for step in range(steps):
         k, k_star = cdlm_losses.draw_states(batch["live"], length, B, g)
         cdlm_losses.student_losses(student, teacher.head.weight.detach(), batch, None, MASK, B, 45, k, k_star, g, (1.0, 0.0, 0.0))["loss"].backward()
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = 1e-2 * min(1, 2 * (1 - step / steps))
-            opt.step()
-            opt.zero_grad()
+        optimizer.step(1e-2 * min(1, 2 * (1 - step / steps)))
     got = cdlm.Decoder(student, MASK, block_size=B, threshold=0.9, batch_size=32).generate(requests(prompts, length))
     same = sum(a == b for g, row in zip(got, data["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / data["tokens"].numel()
     assert same > 0.9 and sum(len(g.steps) for g in got) / 32 <= length / 3

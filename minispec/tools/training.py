@@ -1,9 +1,24 @@
-"""The loop that all training scripts share: optimisers, learning rate, checkpoints, log, and going on where it stopped.
+"""What the training scripts share around their loops: optimiser, learning rate, log, checkpoints, resuming, and a lock.
 
-A script says what a step's loss is; `train` does the rest and leaves in `folder`
-    the model (by the script's own `save`), log.jsonl (one record a checkpoint), command.txt when it is finished, and
-    resume.pt, the weights and the optimisers' state, from which the same command continues on the same loss curve.
+The loop itself stands in each script:
+
+    with locked(folder):
+        run = Run(folder, model, optimizer, n_steps, save_every)
+        for step in run.steps():                    # only the steps that are still missing
+            loss = ...
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step(learning_rate(...))
+            run.log(loss=loss)
+            if run.checkpoint_due(step):
+                ...                                 # the script saves the model in its own format
+                run.checkpoint(step)                # log.jsonl and resume.pt
+
+A folder then holds the model, log.jsonl (one record per checkpoint), resume.pt (weights and the optimiser's state, from
+which the same command continues on the same loss curve), command.txt once it is finished, and the lock.
 """
+import contextlib
+import fcntl
 import json
 import math
 import os
@@ -18,45 +33,100 @@ from tqdm import tqdm
 from minispec.tools.files import blame, replaced
 
 
-def optimizers(model, lr, matrix=lambda name: True):
-    """Muon for the matrices whose name `matrix` accepts, AdamW for other matrices (embeddings) and, without weight decay,
-    for the gains of norms."""
-    named = list(model.named_parameters())
-    matrices = [p for n, p in named if p.ndim == 2 and matrix(n)]
-    tables = [p for n, p in named if p.ndim == 2 and not matrix(n)]
-    vectors = [p for _, p in named if p.ndim < 2]
-    groups = [{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-    return [torch.optim.Muon(matrices, lr=lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95))]
+@contextlib.contextmanager
+def locked(folder):
+    """Keep `folder` to one training: two would write their checkpoints over each other.
+
+    The file `lock` holds the process id. The lock on it belongs to the operating system and ends with its process, even
+    after kill -9, so a lock file that was left behind stops nobody. ValueError where another training is at work.
+    """
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "lock"), "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read(20).strip()
+            raise ValueError(f"{folder} is in use by another training, process {owner}; "
+                             "wait until it ends or use another --out") from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+class Optimizer:
+    """Muon for matrices, AdamW for everything else, used like one optimiser.
+
+    matrix: tells by its name whether a 2D parameter is a matrix (embedding tables are not). Gains of norms get no weight
+    decay.
+    """
+
+    def __init__(self, model, matrix=lambda name: True):
+        matrices, tables, vectors = [], [], []
+        for name, p in model.named_parameters():
+            if p.ndim < 2:
+                vectors.append(p)
+            elif matrix(name):
+                matrices.append(p)
+            else:
+                tables.append(p)
+        groups = [{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
+        self.parts = [torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+                      torch.optim.AdamW(groups, betas=(0.9, 0.95))]
+
+    def step(self, lr):
+        """One update at learning rate `lr`; the gradients are cleared."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            part.step()
+            part.zero_grad(set_to_none=True)
 
 
 def learning_rate(step, progress, peak, warmup):
     """Linear warm-up over `warmup` steps, then a cosine over `progress` (0 to 1) down to a twentieth of the peak."""
-    return peak * min((step + 1) / max(warmup, 1), 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+    rising = (step + 1) / max(warmup, 1)
+    falling = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
+    return peak * min(rising, falling)
 
 
-def resume(folder, model, opts, device):
-    """(steps done, seconds spent, lines of the log) of the run in `folder`, its weights and optimisers' state put in place; (0, 0.0, [])
-    for none. ValueError where resume.pt is damaged, or another run's."""
-    file, log = os.path.join(folder, "resume.pt"), os.path.join(folder, "log.jsonl")
-    if not os.path.exists(file):
-        return 0, 0.0, []
+def save_state(path, model, optimizer, step, seconds):
+    """Everything that a resumed run starts from, in one file."""
+    optimizers = [part.state_dict() for part in optimizer.parts]
+    state = {"step": step, "seconds": seconds, "model": model.state_dict(), "optimizers": optimizers}
+    with replaced(path) as temporary, open(temporary, "wb") as file:
+        torch.save(state, file)
+
+
+def load_state(path, model, optimizer):
+    """(steps done, seconds spent) of the run that wrote `path`; its weights and optimiser state are put in place.
+    ValueError where the file is damaged or another run's."""
     try:
-        if zipfile.ZipFile(file).testzip():                    # torch.load does not look at the check sums
+        if zipfile.ZipFile(path).testzip():                    # torch.load does not look at the check sums
             raise ValueError("a check sum is wrong")
-        saved = torch.load(file, map_location=device, weights_only=True)       # never unpickles anything but tensors
+        device = next(model.parameters()).device
+        saved = torch.load(path, map_location=device, weights_only=True)       # never unpickles anything but tensors
         model.load_state_dict(saved["model"])
-        for opt, state in zip(opts, saved["optimizers"], strict=True):
-            opt.load_state_dict(state)
+        for part, state in zip(optimizer.parts, saved["optimizers"], strict=True):
+            part.load_state_dict(state)
+            _check_shapes(part)
         step, seconds = saved["step"], saved["seconds"]
-        if type(step) is not int or type(seconds) not in (int, float) or any(x.shape != p.shape for opt in opts for p, s in opt.state.items() for x in s.values() if torch.is_tensor(x) and x.ndim):
-            raise ValueError("the steps or the optimisers' state are of another kind")
-    except Exception as e:                                     # what a damaged archive raises is anybody's guess
-        raise ValueError(f"{file} is damaged or of another run; remove it to begin anew, or use another --out ({type(e).__name__}: {e})"[:600]) from None
-    if not os.path.exists(log):
-        return step, seconds, []
-    with blame(log), open(log, encoding="utf-8") as f:         # the log is written first; drop what is being done again
-        return step, seconds, [line for line in f if json.loads(line)["step"] <= step]
+        if type(step) is not int or type(seconds) not in (int, float):
+            raise ValueError("the step or the seconds are no numbers")
+        return step, seconds
+    except Exception as e:                                     # a damaged archive may raise anything
+        text = f"{path} is damaged or of another run; remove it to start over, or use another --out"
+        raise ValueError(f"{text} ({type(e).__name__}: {e})"[:600]) from None
+
+
+def _check_shapes(optimizer):
+    """load_state_dict takes moments of any shape; the first step would fail much later."""
+    for p, state in optimizer.state.items():
+        for x in state.values():
+            if torch.is_tensor(x) and x.ndim and x.shape != p.shape:
+                raise ValueError("the optimiser's state has another shape than its weights")
 
 
 def _write_lines(path, lines):
@@ -64,46 +134,73 @@ def _write_lines(path, lines):
         f.writelines(lines)
 
 
-def train(folder, model, opts, steps, loss_of, rate_of, save, evaluate, save_every, device="cpu"):
-    """Run the optimiser steps that are still missing.
+class Run:
+    """One training in a folder: which steps are missing, what is shown and logged, and its checkpoints. If the folder has
+    a resume.pt, the weights and the optimiser's state are loaded from it at once (errors: see load_state)."""
 
-    loss_of(step) -> {"loss": the tensor to minimise, other names: numbers to show and to log}; means of the last 50 steps
-    are shown. rate_of(step) -> learning rate. save() writes the model, evaluate(step) -> more entries of the log's record,
-    called every save_every steps and at the end.
-    """
-    os.makedirs(folder, exist_ok=True)
-    first, spent, log = resume(folder, model, opts, device)
-    if first:
-        print(f"resuming at step {first} of {steps}")
-    model.train()
-    recent, started = [], time.time() - spent
-    bar = tqdm(range(first, steps), initial=first, total=steps, unit="step", desc=os.path.basename(os.path.abspath(folder)))
-    for step in bar:
-        losses = loss_of(step)
-        losses["loss"].backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for opt in opts:
-            for group in opt.param_groups:
-                group["lr"] = rate_of(step)
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-        recent = recent[-49:] + [{name: x.item() if torch.is_tensor(x) else x for name, x in losses.items()}]
-        mean = {name: sum(r[name] for r in recent) / len(recent) for name in losses}
-        bar.set_postfix({name: f"{x:.3f}" for name, x in mean.items()})
-        if (step + 1) % save_every == 0 or step + 1 == steps:
-            recent = []                                        # so that a resumed run logs the same means
-            if not all(p.isfinite().all() for p in model.parameters()):
-                raise ValueError(f"after {step + 1} steps the weights are not finite numbers any more; try a smaller --lr (the last checkpoint is kept)")
-            record = {"step": step + 1, **{name: round(x, 5) for name, x in mean.items()}, **evaluate(step), "seconds": round(time.time() - started)}
-            log.append(json.dumps(record) + "\n")
-            _checkpoint(folder, model, opts, save, record, log)
-            model.train()
-    _write_lines(os.path.join(folder, "command.txt"), [shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\n"])
+    def __init__(self, folder, model, optimizer, n_steps, save_every):
+        self.folder = folder
+        self.model = model
+        self.optimizer = optimizer
+        self.n_steps = n_steps
+        self.save_every = save_every
+        self.first = 0                    # steps done by earlier runs of the same command
+        self.lines = []                   # of log.jsonl
+        self.recent = []                  # what the last 50 steps logged, since the last checkpoint
+        seconds = 0.0
+        if os.path.exists(self._path("resume.pt")):
+            self.first, seconds = load_state(self._path("resume.pt"), model, optimizer)
+            self.lines = self._logged_lines()
+            print(f"resuming at step {self.first} of {n_steps}")
+        self.started = time.time() - seconds
 
+    def _path(self, name):
+        return os.path.join(self.folder, name)
 
-def _checkpoint(folder, model, opts, save, record, log):
-    """The model, the log, and last what a resumed run starts from: killed in between, it does these steps again."""
-    save()
-    _write_lines(os.path.join(folder, "log.jsonl"), log)
-    with replaced(os.path.join(folder, "resume.pt")) as temporary, open(temporary, "wb") as file:
-        torch.save({"step": record["step"], "seconds": record["seconds"], "model": model.state_dict(), "optimizers": [o.state_dict() for o in opts]}, file)
+    def _logged_lines(self):
+        """The log up to the step that we resume from. It is written before resume.pt, so it may be one record ahead."""
+        log = self._path("log.jsonl")
+        if not os.path.exists(log):
+            return []
+        with blame(log), open(log, encoding="utf-8") as f:
+            return [line for line in f if json.loads(line)["step"] <= self.first]
+
+    def steps(self):
+        """The numbers of the steps that are still missing, with a progress bar; the end is noted in command.txt."""
+        self.model.train()
+        name = os.path.basename(os.path.abspath(self.folder))
+        missing = range(self.first, self.n_steps)
+        self.bar = tqdm(missing, initial=self.first, total=self.n_steps, unit="step", desc=name)
+        yield from self.bar
+        command = shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]])
+        _write_lines(self._path("command.txt"), [command + "\n"])
+
+    def log(self, **values):
+        """Numbers or scalar tensors of this step; means over the last 50 are shown, and logged at the next checkpoint."""
+        numbers = {name: x.item() if torch.is_tensor(x) else x for name, x in values.items()}
+        self.recent = self.recent[-49:] + [numbers]
+        self.bar.set_postfix({name: f"{x:.3f}" for name, x in self._means().items()})
+
+    def _means(self):
+        return {name: sum(r[name] for r in self.recent) / len(self.recent) for name in self.recent[-1]}
+
+    def checkpoint_due(self, step):
+        """Whether a checkpoint follows this step: every save_every steps and after the last one. ValueError where the
+        weights are no longer finite, so that the last good checkpoint is kept."""
+        due = (step + 1) % self.save_every == 0 or step + 1 == self.n_steps
+        if due and not all(p.isfinite().all() for p in self.model.parameters()):
+            raise ValueError(f"after {step + 1} steps the weights are not finite numbers any more; "
+                             "try a smaller --lr (the last checkpoint is kept)")
+        return due
+
+    def checkpoint(self, step, **results):
+        """Write the log, with `results` in this record, and last what a resumed run starts from: killed in between, it
+        does these steps again."""
+        means = {name: round(x, 5) for name, x in self._means().items()}
+        seconds = round(time.time() - self.started)
+        record = {"step": step + 1, **means, **results, "seconds": seconds}
+        self.lines.append(json.dumps(record) + "\n")
+        _write_lines(self._path("log.jsonl"), self.lines)
+        save_state(self._path("resume.pt"), self.model, self.optimizer, step + 1, seconds)
+        self.recent = []                  # a resumed run starts without them too, so both log the same means
+        self.model.train()                # evaluation may have left it in eval mode
