@@ -9,7 +9,8 @@ A batch is padded on the left, so that the answers stand in the last L columns w
 import torch
 import torch.nn.functional as F
 
-from minispec.core.attention import blocked_attend, dense_attend
+from minispec.core.attention import dense_attend
+from minispec.core.cpu import blocked_attend
 from minispec.cdlm import mask_free
 
 

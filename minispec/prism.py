@@ -38,7 +38,8 @@ from torch.utils.checkpoint import checkpoint
 
 from minispec.core import gpt
 from minispec.tools import checkpoints
-from minispec.core.attention import FullKeys, blocked_attend, dense_attend, packed_attend, path_mask
+from minispec.core.attention import FullKeys, dense_attend, packed_attend, path_mask
+from minispec.core.cpu import blocked_attend, store_by_columns
 from minispec.core.engine import MAX_K, draw_drafts
 from minispec.core.kv_cache import KVCache
 
@@ -132,7 +133,7 @@ class Unrolled:
     """The attention of unrolled drafting. Step 1 is causal. At step k the query of row r sees the step-1 keys of rows
     0 .. r, and of the steps since then the keys of row r alone: those its own drafts wrote. One softmax over all.
 
-    Queries go block by block and skip the future, as in attention.blocked_attend.
+    Queries go block by block and skip the future, as in cpu.blocked_attend.
     """
 
     def __init__(self, block=256):
@@ -365,4 +366,4 @@ def save(prism, folder):
 def load(folder, device="cpu", dtype=None):
     """The drafter in a folder. ValueError, in one line, names what is missing, damaged or does not fit."""
     prism = checkpoints.load_drafter(folder, "prism", lambda **config: Prism(checkpoints.checked(PrismConfig(**config))))
-    return gpt.store_by_columns(prism.to(device=device, dtype=dtype).eval())
+    return store_by_columns(prism.to(device=device, dtype=dtype).eval())

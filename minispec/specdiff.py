@@ -36,7 +36,8 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.tools import checkpoints
-from minispec.core.attention import FullKeys, blocked_attend, dense_attend, packed_attend
+from minispec.core.attention import FullKeys, dense_attend, packed_attend
+from minispec.core.cpu import blocked_attend, store_by_columns
 from minispec.core.engine import MAX_K
 from minispec.core.kv_cache import KVCache
 from minispec.core.verify import draw, point_mass_tree, rejection_tree, selection_tree, warp
@@ -421,4 +422,4 @@ def load(folder, target):
         drafter = Drafter(checkpoints.checked(SpecDiffConfig(**config)), target)
         drafter.check(target)
         return drafter
-    return gpt.store_by_columns(checkpoints.load_drafter(folder, "specdiff", make).to(device=target.device, dtype=target.dtype).eval())
+    return store_by_columns(checkpoints.load_drafter(folder, "specdiff", make).to(device=target.device, dtype=target.dtype).eval())

@@ -3,7 +3,8 @@ import torch
 from conftest import dense_logits, toy_model
 
 from minispec.core import attention
-from minispec.core.attention import FullKeys, blocked_attend, dense_attend, group_rows, mass_in_top, packed_attend, ungroup_rows
+from minispec.core.attention import FullKeys, dense_attend, group_rows, mass_in_top, packed_attend, ungroup_rows
+from minispec.core.cpu import blocked_attend
 from minispec.core.kv_cache import KVCache
 
 

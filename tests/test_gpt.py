@@ -1,12 +1,14 @@
+import copy
 import json
 import os
+import pickle
 
 import pytest
 import torch
 from conftest import TARGET, dense_logits, toy_model
 from safetensors.torch import load_file, save_file
 
-from minispec.core import gpt
+from minispec.core import cpu, gpt
 from minispec.tools import checkpoints
 from minispec.core.attention import dense_attend
 
@@ -133,19 +135,19 @@ def test_shipped_target_loads(shipped):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_products_are_products_and_follow_the_weights(dtype):
     torch.manual_seed(0)
-    linear, x = gpt.Linear(48, 80).to(dtype), torch.randn(3, 9, 48, dtype=dtype)
+    linear, x = cpu.Linear(48, 80).to(dtype), torch.randn(3, 9, 48, dtype=dtype)
     plain = lambda: torch.nn.functional.linear(x, linear.weight, linear.bias)
     close = lambda a, b: (a.float() - b.float()).abs().max() < (1e-5 if dtype == torch.float32 else 0.05)
     with torch.no_grad():
         assert close(linear(x), plain())
-        assert (linear._packed[1] is not None) == (dtype in gpt.PACKED_TYPES)
+        assert (linear._packed is not None) == (dtype in cpu.PACKED_TYPES)
     opt = torch.optim.SGD(linear.parameters(), lr=0.5)
     linear(x).float().pow(2).mean().backward()           # gradients are those of the weights
     assert linear.weight.grad.abs().sum() > 0
     opt.step()
     with torch.no_grad():
         assert close(linear(x), plain())
-        linear.load_state_dict(gpt.Linear(48, 80).to(dtype).state_dict())
+        linear.load_state_dict(cpu.Linear(48, 80).to(dtype).state_dict())
         assert close(linear(x), plain())
         linear.weight.data = linear.weight.data.t().contiguous().t()
         assert close(linear(x), plain()) and close(linear(x[0, :1]), plain()[0, :1])
@@ -158,10 +160,21 @@ def test_packed_products_are_products_and_follow_the_weights(dtype):
 def test_lone_rows_use_the_weights_by_columns_in_small_models_alone(small, monkeypatch):
     matrices = toy_model().blocks[0]
     if not small:
-        monkeypatch.setattr(gpt, "CACHED", 0)
-    linear = gpt.store_by_columns(matrices).down
+        monkeypatch.setattr(cpu, "CACHED", 0)
+    linear = cpu.store_by_columns(matrices).down
     assert (linear.weight.stride(0) == 1) == small and linear.weight.shape[0] > 1
     one, several = torch.randn(1, linear.in_features), torch.randn(2, linear.in_features)
-    packs = torch.float32 in gpt.PACKED_TYPES
-    assert linear._packs(one) == (packs and not small) and linear._packs(several) == packs
+    packs = torch.float32 in cpu.PACKED_TYPES
+    assert linear.uses_packed(one) == (packs and not small) and linear.uses_packed(several) == packs
     assert torch.allclose(linear(one), torch.nn.functional.linear(one, linear.weight), atol=1e-5)
+
+
+def test_a_model_that_has_decoded_can_be_copied_and_pickled():
+    """The packed weights of Linear are neither copied nor pickled: both models make their own, of their own weights."""
+    model, ids = toy_model(), list(range(12))
+    before = dense_logits(model, ids)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(dense_logits(again, ids), before)
+        with torch.no_grad():
+            again.blocks[0].down.weight.mul_(2)
+        assert not torch.equal(dense_logits(again, ids), before) and torch.equal(dense_logits(model, ids), before)

@@ -1,6 +1,6 @@
 """Which keys may a query see? The `attend` callables that are handed to the model.
 
-Training:  `dense_attend(mask)` sees whole sequences (`blocked_attend(mask)` is the same, faster on a CPU).
+Training:  `dense_attend(mask)` sees whole sequences (cpu.py has the same, faster on a CPU).
 Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number of
            query rows. Each segment brings its own *keys* object, which stores the rows' k and v where they belong and
            lets the rows' queries read what they may:
@@ -20,29 +20,6 @@ def dense_attend(mask=None):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                       # (B, heads, T, D)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return out.transpose(1, 2)                                             # (B, T, H, D)
-    return attend
-
-
-def blocked_attend(mask=None, block=256):
-    """The same function as `dense_attend`, for training on a CPU in bf16: there torch's fused attention runs at a tenth of the
-    speed of a matrix product, so this one is made of products, block of queries by block, and, if causal, skips the future."""
-    def attend(layer, q, k, v):
-        t, share, n = q.shape[1], q.shape[2] // k.shape[2], max(block, q.shape[1] // 8)
-        hidden = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
-        q = (q * q.shape[-1] ** -0.5).unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4)          # (B, G, g, T, D)
-        k, v = k.permute(0, 2, 3, 1), v.transpose(1, 2)                                         # (B, G, D, T), (B, G, T, D)
-        future = torch.full((n, n), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-        out = []
-        for a in range(0, t, n):
-            b = min(a + n, t)
-            seen = b if mask is None else t
-            scores = (q[:, :, :, a:b].flatten(2, 3) @ k[..., :seen]).unflatten(2, (share, b - a))
-            if mask is None:
-                scores[..., a:] += future[:b - a, :b - a]
-            else:
-                scores += hidden[..., a:b, :] if hidden.ndim == 2 else hidden[:, :, None, a:b]
-            out.append((scores.softmax(-1).flatten(2, 3) @ v[:, :, :seen]).unflatten(2, (share, b - a)))
-        return torch.cat(out, 3).permute(0, 3, 1, 2, 4).flatten(2, 3)                           # (B, T, H, D)
     return attend
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from minispec.core.cpu import Linear
 
 
 @dataclass
@@ -93,40 +94,6 @@ class Rope(nn.Module):
 
     def forward(self, positions, dtype):
         return self.cos[positions][..., None, :].to(dtype), self.sin[positions][..., None, :].to(dtype)
-
-
-PACK_UP_TO = 1 << 22        # elements: a packed matrix is a second copy, which a model of billions has no room for
-CACHED = 1 << 22            # elements: of all matrices of a model that stays in the processor's cache from one row to the next
-PACKED_TYPES = {torch.float32, torch.bfloat16}
-if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-    PACKED_TYPES.clear()
-elif not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-    PACKED_TYPES.discard(torch.bfloat16)
-
-
-class Linear(nn.Linear):
-    """nn.Linear that decodes faster on a CPU. Several rows are multiplied with a copy of the matrix in oneDNN's own layout, which is
-    what torch.compile does too; torch's own product is slow for few rows in fp32. A single row uses that copy as well, or plain and
-    larger rounds in turn would drive each other's weights from the processor's cache. But in a model that is small enough to
-    stay there, a single row in fp32 is fastest with matrices stored by columns (`store_by_columns`). The copy is made anew
-    when an optimiser or a loader has changed the weights; gradients never see it."""
-    _packed = None, None                                 # (version and place of the weights, their copy)
-    small = False                                        # a part of a small model, see store_by_columns
-
-    def forward(self, x):
-        if not self._packs(x):
-            return F.linear(x, self.weight, self.bias)
-        state = self.weight._version, self.weight.data_ptr()
-        if self._packed[0] != state:
-            self._packed = state, torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed[1], self.bias, "none", [], "")
-
-    def _packs(self, x):
-        w = self.weight
-        if self.small and w.dtype == torch.float32 and x.numel() == w.shape[1]:               # a single row
-            return False
-        plain = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or w.is_cuda or w.is_inference()
-        return w.dtype in PACKED_TYPES and x.dtype == w.dtype and w.numel() <= PACK_UP_TO and not plain
 
 
 class Block(nn.Module):
@@ -227,13 +194,3 @@ class GPT(nn.Module):
 def three_taps(n_layer):
     """A low, a middle and a high layer, for drafters that read more than the target's last state."""
     return n_layer // 6, n_layer // 2, n_layer - n_layer // 6
-
-
-def store_by_columns(model):
-    """Store the fp32 matrices of a small model on a CPU column by column, which changes nothing but speed: a single row, that is a draft
-    step or plain decoding, is then multiplied in half the time. bf16, GPUs and large models (`Linear`) prefer rows."""
-    matrices = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype == torch.float32 and not m.weight.is_cuda]
-    if sum(m.weight.numel() for m in matrices) <= CACHED:
-        for m in matrices:
-            m.weight.data, m.small = m.weight.data.t().contiguous().t(), True
-    return model

@@ -10,7 +10,8 @@ from dataclasses import asdict, fields
 import torch
 import torch.nn as nn
 
-from minispec.core.gpt import GPT, GPTConfig, Rope, store_by_columns
+from minispec.core.cpu import store_by_columns
+from minispec.core.gpt import GPT, GPTConfig, Rope
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 
 # -- Hugging Face folders ----------------------------------------------------------------------------------------------

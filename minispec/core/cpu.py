@@ -1,0 +1,115 @@
+"""What makes torch fast on a CPU. Everything here computes what a plain torch operator does, in less time.
+
+`Linear` is nn.Linear, `blocked_attend` is attention.dense_attend, and `store_by_columns` changes the layout of weights.
+On a GPU the first and the last do nothing, and the second is not used.
+"""
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+PACK_UP_TO = 1 << 22        # elements: a packed matrix is a second copy, which a model of billions has no room for
+CACHED = 1 << 22            # elements: all matrices of a model that stays in the processor's cache between two rows
+
+
+def _packed_types():
+    """The dtypes that oneDNN multiplies here with weights in its own layout."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return set()
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return {torch.float32}
+    return {torch.float32, torch.bfloat16}
+
+
+PACKED_TYPES = _packed_types()
+
+
+class Linear(nn.Linear):
+    """nn.Linear that decodes faster on a CPU.
+
+    Several rows are multiplied with a copy of the matrix in oneDNN's own layout, as torch.compile does too, because torch's
+    own product is slow for few rows in fp32. A single row uses that copy as well: if plain rounds read one copy and larger
+    rounds the other, each would push the other's weights out of the processor's cache. The exception is a single fp32 row
+    in a small model, see `store_by_columns`. Gradients never see the copy.
+    """
+    _packed = None              # the copy
+    _packed_from = None         # version and address of the weights it was made of
+    small = False               # part of a small model, see store_by_columns
+
+    def forward(self, x):
+        if not self.uses_packed(x):
+            return F.linear(x, self.weight, self.bias)
+        # An optimiser or a loader may have changed the weights since: then pack again.
+        state = (self.weight._version, self.weight.data_ptr())
+        if self._packed_from != state:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+            self._packed_from = state
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+
+    def uses_packed(self, x):
+        """Whether rows x (..., in_features) are multiplied with the packed copy."""
+        w = self.weight
+        if w.is_cuda or w.is_inference() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        if w.dtype not in PACKED_TYPES or x.dtype != w.dtype or w.numel() > PACK_UP_TO:
+            return False
+        single_row = x.numel() == w.shape[1]
+        return not (self.small and single_row and w.dtype == torch.float32)
+
+    def __getstate__(self):
+        """What copy.deepcopy and pickle take: all but the packed copy, which they cannot read."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_packed", "_packed_from")}
+
+
+def store_by_columns(model):
+    """Store the fp32 matrices of a small model on a CPU column by column, and return the model.
+
+    This changes nothing but speed: a single row, that is a draft step or plain decoding, is multiplied in half the time.
+    bf16, GPUs and large models prefer rows."""
+    matrices = []
+    for module in model.modules():
+        if isinstance(module, Linear) and module.weight.dtype == torch.float32 and not module.weight.is_cuda:
+            matrices.append(module)
+    if sum(m.weight.numel() for m in matrices) > CACHED:
+        return model
+    for m in matrices:
+        m.weight.data = m.weight.data.t().contiguous().t()
+        m.small = True
+    return model
+
+
+def blocked_attend(mask=None, block=256):
+    """The same function as attention.dense_attend, for training on a CPU in bf16.
+
+    There torch's fused attention runs at a tenth of the speed of a matrix product. So this one is made of products, one
+    block of queries after the other. Where it is causal, a block does not read the keys after its last query."""
+    def attend(layer, q, k, v):
+        t, d = q.shape[1], q.shape[3]
+        group = q.shape[2] // k.shape[2]                                  # g query heads share a key head
+        q = (q * d ** -0.5).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)      # (B, G, g, T, D)
+        k = k.permute(0, 2, 3, 1)                                         # (B, G, D, T)
+        v = v.transpose(1, 2)                                             # (B, G, T, D)
+
+        # Masks are added to the logits: 0 where a query sees a key, -inf where it does not.
+        size = max(block, t // 8)
+        if mask is None:
+            hidden = torch.full((size, size), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
+        else:
+            hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+
+        out = []
+        for start in range(0, t, size):
+            end = min(start + size, t)
+            n = end - start
+            seen = end if mask is None else t
+            rows = q[:, :, :, start:end].flatten(2, 3)                    # (B, G, g * n, D)
+            logits = (rows @ k[..., :seen]).unflatten(2, (group, n))      # (B, G, g, n, seen)
+            if mask is None:
+                logits[..., start:] += hidden[:n, :n]
+            elif mask.ndim == 2:
+                logits += hidden[start:end]
+            else:
+                logits += hidden[:, :, None, start:end]
+            probs = logits.softmax(-1).flatten(2, 3)
+            out.append((probs @ v[:, :, :seen]).unflatten(2, (group, n)))
+        return torch.cat(out, 3).permute(0, 3, 1, 2, 4).flatten(2, 3)     # (B, T, H, D)
+    return attend
