@@ -1,4 +1,4 @@
-"""Files that are never half of anything: what is written appears whole or not at all; what is read and is damaged is named."""
+"""Files are never half of anything: what is written appears whole or not at all; damaged input is named."""
 import contextlib
 import json
 import os
@@ -6,11 +6,11 @@ import stat
 import tempfile
 
 
-# -- writing -------------------------------------------------------------------------------------------------
+# -- writing ----------------------------------------
 
 def written_to(path):
-    """Where writing to `path` ends, with links followed. ValueError if something other than a regular file is there:
-    a device or a pipe would be replaced by a file."""
+    """Where writing to `path` ends, with links followed. ValueError if something other than a regular file is
+    there: a device or a pipe would be replaced by a file."""
     real = os.path.realpath(path)
     if os.path.exists(real) and not os.path.isfile(real):
         raise ValueError(f"cannot write {path}: it is not a regular file")
@@ -18,7 +18,7 @@ def written_to(path):
 
 
 def _mode(path):
-    """The mode that a plain open(path, "w") leaves: that of the file which is there, else what the umask allows."""
+    """The mode that a plain open(path, "w") leaves: that of an existing file, else what the umask allows."""
     if os.path.exists(path):
         return stat.S_IMODE(os.stat(path).st_mode)
     umask = os.umask(0o077)                              # it cannot be read without being set
@@ -28,9 +28,9 @@ def _mode(path):
 
 @contextlib.contextmanager
 def replaced(path):
-    """Yields the name of a temporary file next to `path`. It becomes `path` if all went well and is removed if not,
-    so a reader sees the old file or the new one. Every writer has a name of its own: of two, the last one wins.
-    ValueError if it cannot be written, for example because the disk is full."""
+    """Yields the name of a temporary file next to `path`. It becomes `path` if all went well and is removed if
+    not, so a reader sees the old file or the new one. Every writer has a temporary file of its own: of two, the
+    last one wins. ValueError if it cannot be written, for example because the disk is full."""
     path = written_to(path)
     temporary = None
     try:
@@ -61,12 +61,12 @@ def write_json(path, data):
         f.write("\n")
 
 
-# -- reading -------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------
 
 @contextlib.contextmanager
 def blame(path):
-    """Data of another form than expected raises all sorts of errors; inside the block they become one ValueError
-    that names the file."""
+    """Data of another form than expected raises all sorts of errors; inside the block they become one
+    ValueError that names the file."""
     try:
         yield
     except ValueError as e:
@@ -78,7 +78,7 @@ def blame(path):
 def read_json(path):
     """What a JSON file holds. ValueError names the file and what is wrong with it."""
     try:
-        with blame(path), open(path, encoding="utf-8-sig") as f:      # some editors begin with a byte-order mark
+        with blame(path), open(path, encoding="utf-8-sig") as f:     # -sig: with or without a byte-order mark
             return json.load(f)
     except OSError as e:
         raise ValueError(f"cannot read {path}: {e.strerror}") from None
@@ -98,7 +98,7 @@ def opened(file):
 
 
 def read_tensors(path):
-    """{name: tensor} of a safetensors file. ValueError names the file if it is damaged or holds infinities or NaN."""
+    """{name: tensor} of a safetensors file. ValueError names the file if it is damaged or not all is finite."""
     with opened(path) as f:
         tensors = {name: f.get_tensor(name) for name in f.keys()}
     for name, x in tensors.items():

@@ -13,7 +13,7 @@ CLOSED_PIPE = 128 + signal.SIGPIPE       # the exit code of a program whose read
 CONTROLS = {i: f"\\x{i:02x}" for i in [*range(0x20), *range(0x7f, 0xa0)] if chr(i) not in "\t\n"}
 
 
-# -- the terminal --------------------------------------------------------------------------------------------
+# -- the terminal ----------------------------------------
 
 def visible(text):
     """The text with control characters spelled out, so that a terminal shows them and does not obey them."""
@@ -25,10 +25,10 @@ def in_colour(out):
     return out.isatty() and not os.environ.get("NO_COLOR")
 
 
-# -- arguments -----------------------------------------------------------------------------------------------
+# -- arguments ----------------------------------------
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that shows the module's docstring as it is, and errors as one line without the usage text."""
+    """An ArgumentParser that shows the module's docstring as it is, and errors as one line without usage."""
 
     def __init__(self, doc):
         super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -38,8 +38,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_writable(path, inputs=()):
-    """Fail before the work, not after it: ValueError if the output `path` cannot be written, is one of the `inputs`
-    (paths; None is skipped) or lies in a folder of model weights."""
+    """Fail before the work, not after it: ValueError if the output `path` cannot be written, is one of the
+    `inputs` (paths; None is skipped) or lies in a folder of model weights."""
     real = Path(written_to(path))
     if real in [Path(file).resolve() for file in inputs if file]:
         raise ValueError(f"cannot write {path}: it is an input")
@@ -66,10 +66,10 @@ def check_device(name):
         raise ValueError(f"no device {name} on this machine; it has {torch.cuda.device_count()}")
 
 
-# -- exits ---------------------------------------------------------------------------------------------------
+# -- exits ----------------------------------------
 
 def fault(error, smaller):
-    """What a user is told of an error that is no bug: of bad input, of files and of memory. None for all others."""
+    """What a user is told of an error that is no bug: of bad input, files and memory. None for all others."""
     import torch
     text = " ".join(str(error).split())                  # one line, whatever it quotes
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
@@ -84,9 +84,10 @@ def fault(error, smaller):
 
 
 def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens or --cache-tokens"):
-    """Run a script's main. What the user got wrong is a ValueError and becomes one line and exit code 2, as do files
-    that cannot be read or written; Ctrl-C is 130, a closed pipe 141. smaller: the settings that take memory."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)     # also where a shell started us in the background
+    """Run a script's main. What the user got wrong is a ValueError and becomes one line and exit code 2, as do
+    files that cannot be read or written; Ctrl-C is 130, a closed pipe 141. smaller: settings that take memory."""
+    # Ctrl-C is an exception also where a shell started us in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         try:
             main()
