@@ -25,6 +25,7 @@ import torch  # noqa: E402
 
 import bench  # noqa: E402
 from minispec.core import gpt  # noqa: E402
+from minispec.studies import results  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.tools import methods  # noqa: E402
@@ -197,7 +198,7 @@ def main():
     import transformers
     result["transformers_version"] = transformers.__version__
     print(bench.render("checkpoints", result))
-    bench.write_result("checkpoints", result, time.perf_counter() - begun)
+    results.write("checkpoints", result, time.perf_counter() - begun)
     bench.report(os.path.join(ROOT, "README.md"))
 
 

@@ -18,6 +18,7 @@ import minispec  # noqa: E402  before torch
 import torch  # noqa: E402
 
 import bench  # noqa: E402
+from minispec.studies import results  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.core.attention import dense_attend  # noqa: E402
@@ -67,5 +68,5 @@ if __name__ == "__main__":
     result = compare(args.model, repeats=args.repeats)
     print(bench.render("transformers", result))
     print(f"largest logit difference {result['logit_difference']:.2g}, same tokens: {result['same_tokens']}")
-    bench.write_result("transformers", result, time.perf_counter() - begun)
+    results.write("transformers", result, time.perf_counter() - begun)
     bench.report(os.path.join(ROOT, "README.md"))

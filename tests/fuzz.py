@@ -38,6 +38,7 @@ import train_specdiff
 from minispec import prism, specdiff
 from minispec.tools import checkpoints
 from minispec.data import traces
+from minispec.studies import results
 from minispec.tools import files, script
 
 SCRIPTS = {m.__name__: m for m in (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm)}
@@ -65,7 +66,7 @@ GOOD = {    # values that options not listed here do not guess by their type
 NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
 LONG = ("--n", "--steps", "--prompts", "--heldout", "--check", "--batch", "--shard", "--batch-scale", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
-LEFT_OUT = {"--help", "-h", "--compile", "--watch", "--run-code", "--workload"}      # minutes; a terminal; what a model wrote; seconds a method
+LEFT_OUT = {"--help", "-h", "--compile", "--watch", "--workload"}      # minutes; a terminal; seconds a method
 
 
 def template(folder, runs=True):
@@ -205,7 +206,7 @@ FILES = [   # (weight, file, script, arguments that read it)
     (5, "checkpoints/specdiff/config.json", "decode", ["--method", "specdiff", *DECODE]),
     (3, "checkpoints/specdiff/model.safetensors", "decode", ["--method", "specdiff", *DECODE]),
     (3, "checkpoints/cdlm/student/config.json", "decode", ["--method", "cdlm", "--prompt", "x", "--max-new-tokens", "32", "--quiet"]),
-    *[(2, f"results/{name}", "bench", ["report"]) for name in ("speed.json", "lossless.json", "serving.json", "bounds.json", "run.json", "accuracy.json", "checkpoints.json")],
+    *[(2, f"results/{name}", "bench", ["report"]) for name in ("lossless.json", "serving.json", "bounds.json", "run.json", "accuracy.json", "checkpoints.json")],
     (3, "results/run.json", "bench", ["bounds", "--quick"]),
     (3, "results/trace.json", "bench", ["bounds", "--quick"]),
     (3, "checkpoints/target/log.jsonl", "bench", ["report"]),
@@ -406,7 +407,7 @@ def note(part, result, seconds):
     """Put one part of results/knocks.json there, beside the others: "lines", "files", "kill"."""
     file = os.path.join(ROOT, "results", "knocks.json")
     parts = {**(files.read_json(file)["result"] if os.path.exists(file) else {}), part: {**result, "seconds": round(seconds, 1)}}
-    files.write_json(file, {"command": "python tests/fuzz.py && python tests/kill.py", "device": f"{bench.processor()}, {torch.get_num_threads()} threads", "python": platform.python_version(),
+    files.write_json(file, {"command": "python tests/fuzz.py && python tests/kill.py", "device": results.device_name(), "python": platform.python_version(),
                             "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": round(sum(p["seconds"] for p in parts.values()), 1), "result": parts})
 
 

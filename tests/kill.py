@@ -26,7 +26,9 @@ import torch
 from safetensors.torch import load_file
 
 import bench
-from minispec.tools import files, script
+from minispec.data import tasks
+from minispec.studies import measure, results, run
+from minispec.tools import files, methods, script
 
 SMALL = fuzz.SMALL
 CASES = {
@@ -50,10 +52,10 @@ def start(folder, name):
             sys.modules["matplotlib"] = None
             sys.argv = [name + ".py", *CASES[name]]
             if name == "bench":                              # its studies, but a few prompts, methods and short answers
-                bench.ROOT, bench.RESULTS, bench.CHECKPOINTS = folder, os.path.join(folder, "results"), os.path.join(folder, "checkpoints")
-                bench.NEW, bench.tasks.FAMILIES = 8, ("revise", "arith")
-                bench.measure.cost_table = functools.partial(bench.measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
-                bench.methods.ready = lambda settings: ["ngram", "specgen"]
+                results.ROOT, results.FOLDER, bench.CHECKPOINTS = folder, os.path.join(folder, "results"), os.path.join(folder, "checkpoints")
+                run.NEW, tasks.FAMILIES = 8, ("revise", "arith")
+                measure.cost_table = functools.partial(measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
+                methods.ready = lambda settings: ["ngram", "specgen"]
             script.run_main(fuzz.SCRIPTS[name].main)
             code = 0
         except SystemExit as e:

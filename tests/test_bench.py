@@ -12,9 +12,10 @@ import bench
 from minispec import cdlm
 from minispec.tools import checkpoints
 from minispec.data import tasks, traces
-from minispec.studies import figures, gpu as gpu_suite, ladder, tables
+from minispec.studies import figures, gpu, ladder, measure, results, run, tables_bounds
 from minispec.tools import methods
 from minispec.core.drafters import NGram, SmallLM
+from minispec.tools.files import write_json
 from minispec.tools.script import run_main
 from minispec.data.tokenizer import Tokenizer
 from test_shipped import TARGET
@@ -37,13 +38,13 @@ def command(files, *more):
 
 
 def test_bounds_from_two_files_prints_the_ladder(files):
-    before = sorted(os.listdir(bench.RESULTS))
+    before = sorted(os.listdir(results.FOLDER))
     r = command(files, "--as-published")
     assert r.returncode == 0, r.stderr
     for rung in ("L2 best fixed k", "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters", "L8 perfect drafter", "L9 one pass", "L10 i.i.d.", "L11", "the paper's simulator"):
         assert rung in r.stdout
     assert "observed" not in r.stdout and "| arith | 16 copies | all |" in r.stdout and "| story | 1 | ngram |" in r.stdout
-    assert sorted(os.listdir(bench.RESULTS)) == before
+    assert sorted(os.listdir(results.FOLDER)) == before
 
 
 def test_a_bad_file_is_one_line_with_file_and_line(files):
@@ -73,9 +74,12 @@ def test_bad_files_are_named(what, files):
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("name", [n for n in bench.STUDIES if os.path.exists(os.path.join(bench.RESULTS, n + ".json"))] + ["transformers"])
+NOT_TABLES = ("costs", "kernels")         # a cost table, and what compiled kernels take
+
+
+@pytest.mark.parametrize("name", [n for f in sorted(glob.glob(results.path("*.json"))) if (n := os.path.basename(f)[:-5]) not in NOT_TABLES])
 def test_every_stored_result_renders(name):
-    with open(os.path.join(bench.RESULTS, name + ".json"), encoding="utf-8") as f:
+    with open(os.path.join(results.FOLDER, name + ".json"), encoding="utf-8") as f:
         lines = bench.render(name, json.load(f)["result"]).split("\n")
     tables = [line for line in lines if line.startswith("|")]
     assert len(tables) > 2 and len({line.count("|") for line in tables}) <= 3         # a study has up to three tables
@@ -88,25 +92,26 @@ def measured(tmp_path_factory):
     tokenizer = Tokenizer.load(TARGET)
     model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
     args = methods.settings(quick=True, cost=str(folder / "costs.json"), traces=None, data=None, as_published=False, workload=None, max_new_tokens=None, draft_model=str(folder / "none"))
-    patch.setattr(bench, "RESULTS", str(folder))
-    patch.setattr(bench, "NEW", 12)
+    patch.setattr(results, "FOLDER", str(folder))
+    patch.setattr(run, "NEW", 12)
     patch.setattr(tasks, "FAMILIES", ("revise",))
-    patch.setattr(bench, "tqdm", lambda items, **_: items)
+    patch.setattr(run, "tqdm", lambda items, **_: items)
+    patch.setattr(results, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost))
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
         checkpoints.save(model, folder / "diffusion", json.load(f))
     patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "diffusion")), "dlm": ("teacher", str(folder / "diffusion"))})
-    out = {"profile": bench.profile(args, model, tokenizer)}
-    bench.checkpoints.write_json(args.cost, out["profile"]["table"])
+    out = {"profile": run.profile(args, model, tokenizer)}
+    write_json(args.cost, out["profile"]["table"])
     args.quick = False                                        # writes the traces
-    patch.setattr(bench, "family_requests", lambda *_, full=bench.family_requests: full(tokenizer, model, 4))
-    out["trace"] = bench.trace(args, model, tokenizer)
-    out["run"] = bench.run(args, model, tokenizer)
+    patch.setattr(run, "family_requests", lambda *_, full=run.family_requests: full(tokenizer, model, 4))
+    out["trace"] = run.trace(args, model, tokenizer)
+    out["run"] = run.run(args, model, tokenizer)
     args.quick = True
     for name in ("trace", "run"):
-        bench.write_result(name, out[name], 1.0)
+        results.write(name, out[name], 1.0)
     out["bounds"] = bench.bounds(args, None, None)
-    bench.write_result("bounds", out["bounds"], 1.0)
+    results.write("bounds", out["bounds"], 1.0)
     patch.undo()
     return folder, out
 
@@ -140,14 +145,14 @@ def test_new_tables_and_figures_come_from_files(measured, tmp_path):
 
 def test_figures_of_what_is_stored(tmp_path):
     pytest.importorskip("matplotlib")
-    figures.draw(bench.RESULTS, str(tmp_path))
-    want = [f for study, some in figures.FIGURES.items() if os.path.exists(os.path.join(bench.RESULTS, figures.source(study))) for f in some]
+    figures.draw(results.FOLDER, str(tmp_path))
+    want = [f for study, some in figures.FIGURES.items() if os.path.exists(os.path.join(results.FOLDER, figures.source(study))) for f in some]
     assert sorted(os.listdir(tmp_path)) == sorted(f + ".svg" for f in want)
 
 
 def test_one_table_of_everything(measured):
     folder, out = measured
-    lines = tables.whole_table(str(folder)).split("\n")
+    lines = tables_bounds.whole_table(str(folder)).split("\n")
     assert len(lines) == 2 + len(out["run"]["rows"]) and len({line.count("|") for line in lines}) == 1
     cell = next(c for c in out["bounds"]["cells"] if c["workload"] == "mixed")
     assert f"| {cell['L1']['adaptive']:.2f} | {cell['L6']:.2f} | " in next(line for line in lines if line.startswith("| mixed") and "| adaptive |" in line)
@@ -161,7 +166,7 @@ def test_answers_of_diffusion_models_are_their_own_in_that_table(tmp_path):
     for name, result in {"run": {"rows": [{**row, "method": m} for m in ("ar", "ngram", "dlm", "cdlm")]}, "accuracy": {"families": {"trace": {"accuracy": 0.9}}},
                          "cdlm_accuracy": {"rows": diffusion}}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({"result": result}))
-    lines = tables.whole_table(str(tmp_path)).split("\n")[2:]
+    lines = tables_bounds.whole_table(str(tmp_path)).split("\n")[2:]
     assert [line.split(" | ")[-1] for line in lines] == ["90 % |", "90 % |", "50 % |", "25 % |"]
 
 
@@ -169,15 +174,16 @@ def test_profile_says_what_was_accepted_of_drafters_that_are_asked(measured, mon
     """The target itself is always right; what is said of it goes the way from the model to the file's format."""
     tokenizer = Tokenizer.load(TARGET)
     model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
-    monkeypatch.setattr(bench, "NEW", 12)
+    monkeypatch.setattr(run, "NEW", 12)
     monkeypatch.setattr(methods, "chain_drafters", lambda *_: {"ngram": NGram(), "draft": SmallLM(model, model)})
-    monkeypatch.setattr(bench.measure, "cost_table", lambda *_, **__: (dict(measured[1]["profile"]["table"]), {"fits": {}}))
-    table = bench.profile(methods.settings(quick=True), model, tokenizer)["table"]
+    monkeypatch.setattr(measure, "cost_table", lambda *_, **__: (dict(measured[1]["profile"]["table"]), {"fits": {}}))
+    table = run.profile(methods.settings(quick=True), model, tokenizer)["table"]
     assert table["accept"] == {"draft": 1.0} and traces.CostTable(table).accept == {"draft": 1.0}
 
 
 def test_the_middle_run_is_reported():
-    assert bench.middle([(3.0, "c"), (1.0, "a"), (2.0, "b")]) == (2.0, "b") and bench.middle([(2.0, "b"), (1.0, "a")]) == (1.0, "a")
+    a, b, c = (run.Timed(seconds, {}, [], None, 1.0) for seconds in (1.0, 2.0, 3.0))
+    assert run.middle([c, a, b]) is b and run.middle([b, a]) is a
 
 
 def test_a_window_shorter_than_the_other_drafts_has_its_column():
@@ -188,7 +194,7 @@ def test_a_window_shorter_than_the_other_drafts_has_its_column():
 
 
 def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
+    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     calls, cells = [], [("a", 1), ("b", 2), ("c", 3)]
 
     def measure(name, n):
@@ -198,15 +204,15 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
         return [n]
 
     with pytest.raises(KeyboardInterrupt):
-        bench.resumable("run", {"k": 1}, cells, measure)
-    assert bench.resumable("run", {"k": 1}, cells, measure) == [[1], [2], [3]] and calls == ["a", "b", "c", "c"]
+        results.resumable("run", {"k": 1}, cells, measure)
+    assert results.resumable("run", {"k": 1}, cells, measure) == [[1], [2], [3]] and calls == ["a", "b", "c", "c"]
     assert os.listdir(tmp_path) == ["run.part"]
     calls.clear()
     with pytest.raises(KeyboardInterrupt):
-        bench.resumable("run", {"k": 2}, cells, measure)                       # other settings: nothing is taken over
+        results.resumable("run", {"k": 2}, cells, measure)                       # other settings: nothing is taken over
     assert calls == ["a", "b", "c"]
     monkeypatch.setattr(sys, "argv", ["bench.py"])
-    bench.write_result("run", {}, 1.0)
+    results.write("run", {}, 1.0)
     assert os.listdir(tmp_path) == ["run.json"]
 
 
@@ -221,7 +227,7 @@ def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_pa
     """Also where a table is still missing: then its end follows at once, and the next end is another table's."""
     about = {"command": "c", "device": "d", "torch": "t", "date": "x", "seconds": 60}
     (tmp_path / "cdlm_teachers.json").write_text(json.dumps({**about, "result": {"arms": {"a": {"heldout": {"50": 1.0}, "decoded": None}}}}))
-    monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
+    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- results:cdlm_teachers -->\n<!-- end -->\nbetween\n<!-- results:cdlm_speed -->\n<!-- end -->\nafter\n")
     for _ in range(2):                                   # the second time over what the first one wrote
@@ -232,7 +238,7 @@ def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_pa
 
 
 def test_gpu_suite_runs_dry_anywhere(toy, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
+    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     monkeypatch.setattr(methods, "ready", lambda settings: ["ngram"])
     run_script(bench, "--suite", "gpu", "--dry-run", "--model", toy)
     tables = capsys.readouterr().out.strip().split("\n\n")
@@ -266,9 +272,9 @@ def test_gaps_are_the_time_between_forwards(monkeypatch):
             now[0] += 5
             return x
 
-    monkeypatch.setattr(gpu_suite.torch.cuda, "Event", Event)
-    monkeypatch.setattr(gpu_suite.torch.cuda, "synchronize", lambda: None)
-    gaps = gpu_suite.Gaps(Graphs())
+    monkeypatch.setattr(gpu.torch.cuda, "Event", Event)
+    monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
+    gaps = gpu.Gaps(Graphs())
     for i in range(4):
         assert gaps(i) == i
         now[0] += next(host, 0)
@@ -278,18 +284,18 @@ def test_gaps_are_the_time_between_forwards(monkeypatch):
 def test_lists_of_the_gpu_suite_are_what_they_are_called():
     """A drafting request reads 5 % of its context and the newest, a verifying one all of it; the bytes follow."""
     for kind, entries in (("full", 2 * 4096), ("draft", 2 * (204 + 16)), ("verify", 2 * 4096), ("mixed", 4096 + 220)):
-        requests = gpu_suite.batch_of(kind, 4096, 2)
-        assert gpu_suite.list_bytes(requests, 8, 128, 2) == 8 * entries * (2 * 128 * 2 + 4)
-        q, k, v, slots, selected, plan = gpu_suite.inputs(gpu_suite.DRY, gpu_suite.batch_of(kind, 64, 2), 2, "cpu")
+        requests = gpu.batch_of(kind, 4096, 2)
+        assert gpu.list_bytes(requests, 8, 128, 2) == 8 * entries * (2 * 128 * 2 + 4)
+        q, k, v, slots, selected, plan = gpu.inputs(gpu.DRY, gpu.batch_of(kind, 64, 2), 2, "cpu")
         assert len(q) == plan.requests[:, 1].sum() and sorted(slots.flatten().tolist()) == list(range(128))
         if selected is not None:
             assert selected.max() < 48 and (selected.diff() > 0).all()
 
 
 def test_a_suite_stops_when_its_time_is_up_and_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "RESULTS", str(tmp_path))
+    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     seen, now = [], iter(range(100))
-    monkeypatch.setattr(bench.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(results.time, "monotonic", lambda: next(now))
     measure = lambda x: seen.append(x) or [x]
-    assert bench.resumable("s", {}, [(1,), (2,), (3,)], measure, until=1) == [[1], [2]]
-    assert bench.resumable("s", {}, [(1,), (2,), (3,)], measure, until=90) == [[1], [2], [3]] and seen == [1, 2, 3]
+    assert results.resumable("s", {}, [(1,), (2,), (3,)], measure, until=1) == [[1], [2]]
+    assert results.resumable("s", {}, [(1,), (2,), (3,)], measure, until=90) == [[1], [2], [3]] and seen == [1, 2, 3]

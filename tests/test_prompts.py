@@ -1,7 +1,7 @@
 """Prompts of the public formats: loading, checking, asking again. Real files where MINISPEC_DATA has them."""
+import gzip
 import json
 import os
-import time
 
 import pytest
 from conftest import ROOT, TARGET
@@ -12,6 +12,7 @@ from minispec.tools import checkpoints
 from minispec.data import corpus, prompts
 from minispec.tools import answers, methods
 from minispec.core.engine import Generation
+from minispec.studies import run
 from minispec.data.tokenizer import NO_THINKING, Tokenizer
 
 DATA = os.environ.get("MINISPEC_DATA", "")
@@ -21,19 +22,23 @@ MBPP = {"task_id": 2, "text": "Write a function to double a number.", "code": "d
 ROWS = {  # format: (row, family, prompt begins, answer, texts that are right, texts that are wrong)
     "GSM8K": ({"question": "2+2?", "answer": "<<2+2=4>>4 it is\n#### 1,004"}, "gsm8k", "2+2?\n", "1004",
               ["so 7 and then $1,004.00.", "= 1004"], ["1004 or 5", "", "none", "100.4", "-1004"]),
-    "MATH-500": ({"problem": "Half?", "solution": "It is \\boxed{\\frac{1}{2}}.", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 1}, "math", "Half?\nPlease reason",
-                 "\\frac{1}{2}", ["\\boxed{3} no, $\\boxed{\\dfrac{1}{2}}$", "\\boxed{0.5}", "\\frac12", "\\boxed{ 1/2 }"], ["\\boxed{\\frac{1}{3}}", "\\boxed{2}", "half"]),
-    "MATH": ({"problem": "Set?", "level": "Level 1", "type": "Algebra", "solution": "so \\boxed{\\left\\{1, \\sqrt2\\right\\}}"}, "math", "Set?\nPlease reason",
-             "\\left\\{1, \\sqrt2\\right\\}", ["\\boxed{\\{1,\\sqrt{2}\\}}"], ["\\boxed{\\{1\\}}", "\\boxed{"]),
-    "AIME": ({"prompt": "How many? \\boxed{}", "answer": 33}, "prompt", "How many? \\boxed{}\n", "33", ["\\boxed{033}", "33", "\\boxed{33^\\circ}"], ["\\boxed{3}", "the 33"]),
-    "AIME 2024": ({"ID": "2024-I-1", "Problem": "How?", "Solution": "..", "Answer": "025"}, "math", "How?\nPlease reason", "025", ["\\boxed{25}"], ["\\boxed{26}"]),
-    "HumanEval": (EVAL, "humaneval", "from math import pi\n", "tests", ["    return x + 1\n", "Sure.\n```python\ndef inc(x):\n    return x + 1\n```\nDone.", "    return 1 + x\n\ndef more():\n  broken("],
-                  ["    return x\n", "", "    raise SystemExit(0)\n", "```\ndef inc(x):\n    return 2\n```", "    syntax error"]),
-    "MBPP": (MBPP, "mbpp", "Write a function to double a number.\nYour code should pass these tests:\nassert double(4) == 8\n", "tests", [MBPP["code"], f"```python\n{MBPP['code']}\n```"],
-             ["def double(x):\n    return x", "import os\nos._exit(0)"]),
-    "MBPP, sanitized": ({"prompt": "Double.", "code": "", "test_imports": ["import math"], "test_list": ["assert math.floor(double(4)) == 8"]}, "mbpp", "Double.\nYour", "tests", [MBPP["code"]], ["x"]),
+    "MATH-500": ({"problem": "Half?", "solution": "It is \\boxed{\\frac{1}{2}}.", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 1},
+                 "math", "Half?\nPlease reason", "\\frac{1}{2}",
+                 ["\\boxed{3} no, $\\boxed{\\dfrac{1}{2}}$", "\\frac12", "\\boxed{\\tfrac 1 2}", "\\boxed{3} or \\fbox{\\frac{1}{2}}"],
+                 ["\\boxed{\\frac{1}{3}}", "\\boxed{2}", "half", "\\boxed{0.5}", "\\boxed{1/2}", "\\boxed{1e99999999}"]),
+    "MATH": ({"problem": "Set?", "level": "Level 1", "type": "Algebra", "solution": "so \\boxed{\\left\\{1, \\sqrt2\\right\\}}"},
+             "math", "Set?\nPlease reason", "\\left\\{1, \\sqrt2\\right\\}", ["\\boxed{\\{1,\\sqrt{2}\\}}"], ["\\boxed{\\{1\\}}", "\\boxed{"]),
+    "AIME": ({"prompt": "How many? \\boxed{}", "answer": 33}, "prompt", "How many? \\boxed{}\n", "33",
+             ["\\boxed{033}", "33"], ["\\boxed{3}", "the 33", "\\boxed{33.0}"]),
+    "AIME 2024": ({"ID": "2024-I-1", "Problem": "How?", "Solution": "..", "Answer": "025"}, "math", "How?\nPlease reason", "025",
+                  ["\\boxed{25}"], ["\\boxed{26}"]),
+    "HumanEval": (EVAL, "humaneval", "from math import pi\n", "", [], []),
+    "MBPP": (MBPP, "mbpp", "Write a function to double a number.\nYour code should pass these tests:\nassert double(4) == 8\n", "", [], []),
+    "MBPP, sanitized": ({"prompt": "Double.", "code": "", "test_imports": ["import math"], "test_list": ["assert math.floor(double(4)) == 8"]},
+                        "mbpp", "Double.\nYour", "", [], []),
     "MT-bench": ({"question_id": 81, "category": "writing", "turns": ["Write.", "Again."]}, "mt_bench", "Write.\n", "", [], []),
-    "Spec-Bench": ({"question_id": 480, "category": "math_reasoning", "turns": ["6?"], "reference": ["6\n#### 576"]}, "math_reasoning", "6?\n", "576", ["it is 576."], ["57"]),
+    "Spec-Bench": ({"question_id": 480, "category": "math_reasoning", "turns": ["6?"], "reference": ["6\n#### 576"]},
+                   "math_reasoning", "6?\n", "576", ["it is 576."], ["57"]),
     "Spec-Bench, translation": ({"category": "translation", "turns": ["Translate"], "reference": ["Nicht"]}, "translation", "Translate\n", "", [], []),
     "other": ({"instruction": "do"}, "prompt", "do\n", "", [], []),
 }
@@ -51,26 +56,39 @@ def test_formats(name, tmp_path):
     p, = load(tmp_path, row)
     assert (p.family, p.answer) == (family, answer) and p.prompt.startswith(begins) and p.prompt.endswith("\n") and "<<" not in p.think
     for text in right:
-        assert prompts.check(p, text, run_code=True) is True, text
+        assert prompts.check(p, text) is True, text
     for text in wrong:
-        assert prompts.check(p, text, run_code=True) is False, text
-    if not right or answer == "tests":
+        assert prompts.check(p, text) is False, text
+    if not right:
         assert prompts.check(p, "anything") is None
 
 
-def test_code_runs_within_limits(tmp_path, monkeypatch):
-    monkeypatch.setattr(prompts, "SECONDS", 1)
-    started = time.monotonic()
-    assert prompts.passes("x = 1") and not prompts.passes("while True: pass")
-    assert time.monotonic() - started < 5
-    assert not prompts.passes("x = bytearray(4 << 30)") and prompts.passes("x = bytearray(1 << 20)")
-    assert not prompts.passes("open('f', 'wb').write(bytes(2 << 20))")
-    assert not prompts.passes("import os\nassert 'PATH' in os.environ") and prompts.passes("import os\nassert os.listdir() == ['solution.py']")
-    left = tmp_path / "left"                                       # what it started dies with it
-    source = "import os, time\ntry:\n    child = os.fork()\nexcept OSError:\n    child = 1\nif child == 0:\n    time.sleep(0.3)\n    open({!r}, 'w')\n    os._exit(0)"
-    assert prompts.passes(source.format(str(left)))
-    time.sleep(0.5)
+def test_code_is_never_run(tmp_path):
+    """HumanEval and MBPP are for measuring speed: nothing of what a model wrote is executed, and there is no verdict."""
+    left = tmp_path / "left"
+    code = f"```python\ndef inc(x):\n    return x + 1\nopen({str(left)!r}, 'w')\nimport os\nos._exit(97)\n```"
+    for row in (EVAL, MBPP):
+        assert prompts.check(load(tmp_path, row)[0], code) is None
     assert not left.exists()
+    with pytest.raises(SystemExit):
+        decode.parse_args(["--run-code"])
+
+
+@pytest.mark.parametrize("a, b, same", [
+    ("x^{2}", "x^2", True), ("\\text{Evelyn}", "Evelyn", True), ("\\$18.90", "$18.90", True), ("\\left( 3, \\frac{\\pi}{2} \\right)", "(3,\\dfrac{\\pi}{2})", True),
+    ("10,\\!080", "10,080", True), ("6 - 5i", "6-5i", True), ("p - q\\;", "p-q", True),
+    ("(1, 234)", "(1234)", False), ("1,234", "1234", False), ("\\frac{1}{23}", "\\frac{12}{3}", False), ("\\leftarrow", "arrow", False), ("1e99999999", "1", False),
+    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix}1\\\\2\\end{pmatrix}", True),          # the row break stays
+    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix} 12 \\end{pmatrix}", False),
+    ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "\\begin{pmatrix} 1 \\2 \\end{pmatrix}", False)])
+def test_answers_of_math_are_compared_as_text(a, b, same):
+    assert (prompts.normal(a) == prompts.normal(b)) is same and prompts.normal(a) == prompts.normal(a)
+
+
+def test_the_last_box_counts_with_the_braces_in_it():
+    assert prompts.boxed("\\boxed{1} then \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}" and prompts.boxed("\\boxed{1} then \\fbox{2}") == "2"
+    assert prompts.boxed("\\boxed{\\{x : x > 1 \\}}") == "\\{x : x > 1 \\}" and prompts.boxed("\\boxed{\\left\\{ 1 \\right.} so {") == "\\left\\{ 1 \\right."
+    assert prompts.boxed("\\boxed{1") is None and prompts.boxed("none") is None
 
 
 def test_endless_numbers_are_no_answer(tmp_path):
@@ -78,16 +96,40 @@ def test_endless_numbers_are_no_answer(tmp_path):
     assert prompts.check(p, "9" * 10000) is False and prompts.normal("9" * 10000) == "9" * 10000
 
 
-@pytest.mark.parametrize("text, message", [('{"prompt": "a"}\n{"prompt": ', ":2: not a JSON line"), ('[1]', ":1: a JSON object is needed"), ('{"prompt": 5}', ":1: no text under"),
-                                           ('{"x": 1}', ":1: no text under"), ("", "holds no prompts"), ('{"turns": ["a", 3]}', ":1: no text under"), ('{"turns": []}', ":1: no text"),
-                                           ('{"prompt": "a", "answer": [1]}', ":1: 'answer' must be"), ("[" * 100000, ":1: not JSON that can be read"), ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", ":1: not JSON"),
-                                           ('{"text": "a", "test_list": [1]}', ":1: tests must be texts")])
+@pytest.mark.parametrize("text, message", [
+    ('{"prompt": "a"}\n{"prompt": ', ":2: not a JSON line"), ('5', ":1: a JSON object is needed"), ('[1]', ", object 1: a JSON object is needed"), ('{"prompt": 5}', ":1: no text under"),
+    ('{"x": 1}', ":1: no text under"), ("", "holds no prompts"), ("[]", "holds no prompts"), ('{"turns": ["a", 3]}', ":1: no text under"), ('{"turns": []}', ":1: no text"),
+    ('{"prompt": "a", "answer": [1]}', ":1: 'answer' must be a text or a number"), ('{"prompt": "a", "answer": true}', ":1: 'answer' must be a text or a number"),
+    ('{"prompt": "a", "answer": NaN}', ":1: not JSON that can be read (NaN is no number of JSON)"), ('{"prompt": "a", "x": -Infinity}', ":1: not JSON that can be read (-Infinity"),
+    ('{"prompt": "a", "prompt": "b"}', ":1: not JSON that can be read (the key 'prompt' appears twice)"),
+    ("[" * 100000, "a.jsonl: not JSON that can be read"), ('[{"prompt": "a"}, {"prompt": "b"', "a.jsonl: not JSON (Expecting ',' delimiter at line 1"), ('{"a": ' * 100000, ":1: not JSON that can be read"),
+    ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", ":1: not JSON"),
+    ('{"text": "a", "test_list": [1]}', ":1: 'test_list' must be a list of tests, at least one"), ('{"text": "a", "test_list": []}', ":1: 'test_list' must be"),
+    ('{"text": "a", "test_list": "b"}', ":1: 'test_list' must be"), ('[{"text": "a"}, {"text": 3}]', ", object 2: no text under")])
 def test_malformed_lines_are_named(tmp_path, text, message):
     file = tmp_path / "a.jsonl"
     file.write_text(text)
     with pytest.raises(ValueError) as e:
         prompts.load_prompts(str(file))
     assert message in str(e.value) and str(file) in str(e.value) and "\n" not in str(e.value)
+
+
+def test_arrays_byte_order_marks_and_gzip_are_read(tmp_path):
+    rows = [{"prompt": "a", "answer": 1}, {"prompt": "bä"}]
+    lines, array = "\n".join(map(json.dumps, rows)), "\n" + json.dumps(rows, indent=2) + "\n"
+    want = [(p.prompt, p.answer) for p in load(tmp_path, *rows)]
+    for text in (lines, array):
+        for encoding in ("utf-8", "utf-8-sig"):
+            (tmp_path / "b.json").write_text(text, encoding=encoding)
+            with gzip.open(tmp_path / "b.json.gz", "wt", encoding=encoding) as f:
+                f.write(text)
+            for name in ("b.json", "b.json.gz"):
+                assert [(p.prompt, p.answer) for p in prompts.load_prompts(str(tmp_path / name))] == want
+    whole = (tmp_path / "b.json.gz").read_bytes()
+    for damaged in (b"no gzip at all", whole[:-12], whole[:20] + b"\xff" * 20 + whole[40:]):
+        (tmp_path / "c.gz").write_bytes(damaged)
+        with pytest.raises(ValueError, match="cannot read .*c.gz: "):
+            prompts.load_prompts(str(tmp_path / "c.gz"))
 
 
 def test_files_that_are_no_text_are_named(tmp_path):
@@ -154,12 +196,11 @@ def test_turns_are_asked_after_the_own_answer(tmp_path, toy):
         assert not extra or all(x["identical"] for x in each)
 
 
-def test_code_is_run_with_the_flag_alone(tmp_path, toy):
-    (tmp_path / "p.jsonl").write_text(json.dumps(EVAL))
-    for flags, correct in (((), None), (("--run-code",), False)):
-        decode.main(["--model", toy, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "5", "--quiet", "--json", str(tmp_path / "o.json"), *flags])
-        with open(tmp_path / "o.json") as f:
-            assert json.load(f)["correct"] is correct
+def test_code_has_no_verdict(tmp_path, toy):
+    (tmp_path / "p.jsonl").write_text(json.dumps(EVAL) + "\n" + json.dumps(MBPP))
+    decode.main(["--model", toy, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "5", "--quiet", "--json", str(tmp_path / "o.json")])
+    with open(tmp_path / "o.json") as f:
+        assert [x["correct"] for x in json.load(f)["requests"]] == [None, None]
 
 
 def test_turns_share_out_the_context(tmp_path, toy):
@@ -180,16 +221,16 @@ def test_bench_measures_a_workload(tmp_path, toy, capsys):
     (tmp_path / "p.jsonl").write_text("\n".join(map(json.dumps, rows)))
     model, tokenizer = checkpoints.load(toy), Tokenizer.load(toy)
     args = methods.settings(model=toy, quick=True, data=None, workload=str(tmp_path / "p.jsonl"), max_new_tokens=8, draft_model="none", cost="none", drafter="none", diffusion_model="none")
-    requests, problems = bench.workload_requests(args, model, tokenizer)
+    requests, problems = run.workload_requests(args, model, tokenizer)
     assert list(requests) == ["mt_bench/0", "mt_bench/0/2", "qa/0", "math_reasoning/0"]
     first = methods.make_engine("ar", model, args, 1).generate([answers.requests_of([problems["mt_bench/0"]], tokenizer, model, 8)[0]])[0]
     assert requests["mt_bench/0/2"].tokens == tokenizer.next_prompt_ids(first.prompt_ids, first.token_ids, "two\n")
-    result = bench.run(args, model, tokenizer)
+    result = run.run(args, model, tokenizer)
     rows = {(x["workload"], x["method"]): x for x in result["rows"]}
     assert {w for w, _ in rows} == {"mt_bench", "qa", "math_reasoning", "mixed"} and rows["math_reasoning", "ar"]["solved"] == [0, 1] and rows["qa", "ar"]["solved"] == [0, 0]
     assert all(x["identical"] == x["prompts"] for x in result["rows"]) and "| solved |" in bench.render("run", result)
     args.drafter, args.draft_model = os.path.join(ROOT, "checkpoints", "prism"), toy             # a drafter of another target
-    assert bench.suitable(args, model) == ["ngram", "draft", "specgen"] and "prism is left out: the drafter was made for" in capsys.readouterr().out
+    assert run.suitable(args, model) == ["ngram", "draft", "specgen"] and "prism is left out: the drafter was made for" in capsys.readouterr().out
 
 
 # -- real files --------------------------------------------------------------------------------------------------------
@@ -224,15 +265,9 @@ def test_spec_bench_has_six_blocks():
     assert all(prompts.check(p, "x") is None for f, some in blocks.items() if f != "math_reasoning" for p in some)
 
 
-def test_humaneval_takes_its_own_solutions():
-    """All 164 with MINISPEC_FULL=1, else every eighth."""
+def test_humaneval_is_read_and_not_judged():
     problems, rows = real("humaneval")
-    assert len(problems) == 164
-    for p, row in list(zip(problems, rows))[::1 if os.environ.get("MINISPEC_FULL") else 8]:
-        assert prompts.check(p, row["canonical_solution"]) is None, "code runs only where the user asks"
-        assert prompts.check(p, row["canonical_solution"], True) is True, row["task_id"]
-        assert prompts.check(p, f"```python\n{row['prompt']}{row['canonical_solution']}```", True) is True, row["task_id"]
-        assert prompts.check(p, "    return None\n", True) is False, row["task_id"]
+    assert len(problems) == 164 and all(prompts.check(p, row["canonical_solution"]) is None for p, row in zip(problems, rows))
 
 
 def test_damaged_training_text_is_named(tmp_path):

@@ -1,21 +1,24 @@
 """What a GPU is asked, cell by cell: `python bench.py --suite gpu` (README, "On a GPU").
 
-    floors    what the device can do: bytes a second of a copy in its memory, bf16 products a second
-    kernels   attention over slot lists and scores, against those bytes; beside PyTorch's SDPA and FlexAttention on the same work
-    decode    our autoregressive loop on random weights of known shapes, against the time to read weights and cache once a token, and
-              against the loop of transformers, if that is installed; how long the device waits between two forwards
+    floors    what the device can do: bytes/s of a copy in its memory, bf16 products/s
+    kernels   attention over slot lists and scores, against those bytes; next to PyTorch's SDPA and FlexAttention on the same work
+    decode    our autoregressive loop on random weights of known shapes, against the time to read weights and cache once a
+              token, and against the loop of transformers, if it is installed; how long the device waits between two forwards
     serving   SpecGen with long contexts and many requests, against our autoregressive loop
     system    the parts of SpecGen's system, one after the other
     methods   every method on every family by batch, against the same loop
     bounds    what a round costs, what every drafter would get accepted, and from both the ladder of bounds by batch
 
-A cell is one row of the result. Finished cells are kept, and `--minutes` ends a run in between; the same command goes on. With
-`--dry-run` all of it runs anywhere in a minute, on tiny shapes and, without a GPU, on the kernels' torch references: it shows
-that the script works, and none of its figures means anything.
+A cell is one row of the result. Finished cells are kept, and `--minutes` ends a run between two; the same command goes on. A
+cell for which the memory is too small is noted as such, and the next one begins. With `--dry-run` all of it runs anywhere in a
+minute, on tiny shapes and, without a GPU, on the kernels' torch references: it shows that the script works, and none of its
+figures means anything.
 
-How it is timed: warm-up first, then the median of at least five repeats by device events, with the spread; inputs are random, never
-zeros; between repeats a buffer larger than the cache is overwritten, so that keys come from memory as they do in decoding.
+How it is timed: warm-up first, then the median of at least five repeats by device events, with the spread. Inputs are random,
+never zeros. Between repeats a buffer larger than the cache is overwritten, so that keys come from memory as they do in decoding.
 """
+import contextlib
+import gc
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -25,16 +28,19 @@ import torch.nn.functional as F
 
 from kernels import attention as packed
 from kernels import scores, unavailable
-
-from minispec.core import gpt
-from minispec.data import tasks
-from minispec.studies import ladder, specgen as studies
-from minispec.tools import checkpoints, methods
-from minispec.studies import measure as rounds
-from minispec.tools.answers import requests_of
 from minispec.core.engine import Request
+from minispec.core.gpt import GPT, SIZES, GPTConfig
+from minispec.data import tasks
+from minispec.studies import ladder, measure
+from minispec.studies.run import rows_of, time_methods
+from minispec.studies.specgen import cumulative, serving_rows
+from minispec.studies.timing import busy
+from minispec.tools import checkpoints, methods
+from minispec.tools.answers import requests_of
 
 QWEN = dict(vocab_size=151936, n_kv_head=8, head_dim=128, block_size=4096, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
+QWEN_1B = {**QWEN, "n_layer": 28, "n_head": 16, "d_model": 2048, "d_ff": 6144}
+QWEN_8B = {**QWEN, "n_layer": 36, "n_head": 32, "d_model": 4096, "d_ff": 12288, "tied": False}
 K, SPARSITY = 8, 0.05
 
 
@@ -45,28 +51,42 @@ class Shapes:
     matmul: int = 8192
     groups: int = 8                     # KV heads
     head_dim: int = 128
-    kernels: tuple = ((4096, 8, 4), (4096, 64, 4), (4096, 256, 4), (16384, 8, 4), (16384, 64, 4), (65536, 8, 4), (16384, 64, 1), (16384, 64, 8))
-    models: dict = field(default_factory=lambda: {"Qwen3-1.7B": {**QWEN, **dict(n_layer=28, n_head=16, d_model=2048, d_ff=6144)},
-                                                  "Qwen3-8B": {**QWEN, **dict(n_layer=36, n_head=32, d_model=4096, d_ff=12288, tied=False)}})
+    kernels: tuple = ((4096, 8, 4), (4096, 64, 4), (4096, 256, 4), (16384, 8, 4), (16384, 64, 4), (65536, 8, 4),
+                      (16384, 64, 1), (16384, 64, 8))
+    models: dict = field(default_factory=lambda: {"Qwen3-1.7B": QWEN_1B, "Qwen3-8B": QWEN_8B})
     new_tokens: int = 128
     serving: tuple = ((8000, 32), (8000, 128), (8000, 256), (32000, 32), (32000, 64))
     system: tuple = (64, 100, 3)        # chains, their lines, repeats
     batches: tuple = (1, 4, 16, 64)
     repeats: int = 7
-    grid: dict = field(default_factory=lambda: {"contexts": (64, 1024, 4096)})          # of the cost table; the rest as measure.py has it
+    pairs: int = 5                      # runs of an engine
+    problems: int = 8                   # of a family, for the bounds
+    answer: int = 256                   # most tokens of an answer
+    grid: dict = field(default_factory=lambda: {"contexts": (64, 1024, 4096)})      # of the cost table, as measure.py has it
 
 
-DRY = Shapes(1 << 16, 32, 2, 16, ((64, 2, 2), (64, 3, 1)), {"tiny": {**gpt.SIZES["tiny"], "block_size": 256}}, 32, ((200, 2),), (6, 3, 1), (1, 2), 2,
-             {"contexts": (64,), "drafts": (0, 1, 2)})
+DRY = Shapes(
+    copy_bytes=1 << 16, matmul=32, groups=2, head_dim=16, kernels=((64, 2, 2), (64, 3, 1)),
+    models={"tiny": {**SIZES["tiny"], "block_size": 256}}, new_tokens=32, serving=((200, 2),), system=(6, 3, 1),
+    batches=(1, 2), repeats=2, pairs=1, problems=1, answer=24, grid={"contexts": (64,), "drafts": (0, 1, 2)})
+
+
+def on_gpu(device):
+    return str(device).startswith("cuda")
+
+
+def dtype_of(device):
+    return torch.bfloat16 if on_gpu(device) else torch.float32
 
 
 # -- timing --------------------------------------------------------------------------------------------------------------
 
 class Clock:
-    """Seconds of a function, {"seconds": median, "range": [least, most]}: by device events on a GPU, by the wall clock elsewhere."""
+    """Seconds of a function, {"seconds": median, "range": [least, most]}: by device events on a GPU, else by the wall clock."""
 
     def __init__(self, device, repeats):
-        self.cuda, self.repeats = device.startswith("cuda"), repeats
+        self.cuda = on_gpu(device)
+        self.repeats = repeats
         self.flush = torch.empty(1 << 28 if self.cuda else 1, dtype=torch.uint8, device=device)
 
     def __call__(self, function, warm_up=3):
@@ -96,107 +116,157 @@ def floors(s, clock, device):
     x = torch.randint(1, 255, (s.copy_bytes // 2,), dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     a, b = torch.randn(2, s.matmul, s.matmul, device=device).bfloat16()
-    copy, product = clock(lambda: y.copy_(x)), clock(lambda: a @ b)
-    return [{"what": "copy", **copy, "bytes_per_second": 2 * x.numel() / copy["seconds"]},
-            {"what": "bf16 product", **product, "flops": 2 * s.matmul ** 3 / product["seconds"]}]
+    copy = clock(lambda: y.copy_(x))
+    product = clock(lambda: a @ b)
+    return [
+        {"what": "copy", **copy, "bytes_per_second": 2 * x.numel() / copy["seconds"]},
+        {"what": "bf16 product", **product, "flops": 2 * s.matmul ** 3 / product["seconds"]},
+    ]
 
 
 def batch_of(kind, context, batch):
-    """[(rows, length, selected, tail)] as make_plan takes them. In steady state one request in k + 1 verifies and the others draft."""
-    draft, verify, full = (1, context, int(SPARSITY * context), context - 16), (K + 1, context, 0, 0), (1, context, 0, 0)
+    """[(rows, length, selected, tail)] as make_plan takes them. In steady state one request in k + 1 verifies, the others draft."""
+    draft = (1, context, int(SPARSITY * context), context - 16)
+    verify = (K + 1, context, 0, 0)
+    full = (1, context, 0, 0)
     pattern = {"draft": [draft], "verify": [verify], "full": [full], "mixed": [verify] + [draft] * K}[kind]
     return (pattern * batch)[:batch]
 
 
 def list_bytes(requests, groups, head_dim, width):
-    """The least that attention over these lists must move: each key and value once, indices, queries and outputs aside."""
+    """The least that attention over these lists must move: each key and value once; indices, queries and outputs aside."""
     entries = sum(selected + length - tail for _, length, selected, tail in requests)
     return groups * entries * (2 * head_dim * width + 4)
 
 
 def inputs(s, requests, group, device):
     """(q, k, v, slots, selected, plan): random numbers, slots in random order, selections in order of position."""
-    longest, n = max(r[1] for r in requests), sum(r[0] for r in requests)
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    q = torch.randn(n, s.groups * group, s.head_dim, device=device).to(dtype)
-    k, v = torch.randn(2, s.groups, len(requests) * longest, s.head_dim, device=device).to(dtype)
-    slots = torch.randperm(len(requests) * longest, device=device).view(len(requests), longest).int()
+    batch = len(requests)
+    rows = sum(r[0] for r in requests)
+    longest = max(r[1] for r in requests)
     most = max(r[2] for r in requests)
-    tail = min(r[3] for r in requests if r[2]) if most else 0
-    selected = torch.rand(len(requests), s.groups, max(tail, 1), device=device).topk(most).indices.sort().values.int() if most else None
+    dtype = dtype_of(device)
+    q = torch.randn(rows, s.groups * group, s.head_dim, device=device).to(dtype)
+    k, v = torch.randn(2, s.groups, batch * longest, s.head_dim, device=device).to(dtype)
+    slots = torch.randperm(batch * longest, device=device).view(batch, longest).int()
+    selected = None
+    if most:
+        tail = min(r[3] for r in requests if r[2])
+        chosen = torch.rand(batch, s.groups, max(tail, 1), device=device).topk(most).indices
+        selected = chosen.sort().values.int()
     return q, k, v, slots, selected, packed.make_plan(requests, group).to(device)
 
 
 def kernel(s, clock, device, kind, context, batch, group):
-    """One launch, or for `scores` the second pass, beside PyTorch's own attention where it can do the same work."""
+    """One launch, or for `scores` the second pass, next to PyTorch's own attention where it can do the same work."""
     requests = batch_of("verify" if kind == "scores" else kind, context, batch)
     args = inputs(s, requests, group, device)
     q, k, v, slots, _, plan = args
     here = not unavailable(q)
     attend = packed.attention if here else packed.attention_reference
     width = q.element_size()
-    row = {"kernel": kind, "context": context, "batch": batch, "group": group, "bytes": list_bytes(requests, s.groups, s.head_dim, width), "reference": not here}
+    row = {"kernel": kind, "context": context, "batch": batch, "group": group, "reference": not here}
     if kind == "scores":
         _, lse = attend(*args, return_lse=True)
-        which, out = torch.arange(batch, dtype=torch.int32, device=device), torch.empty(batch, s.groups, context, device=device)
+        which = torch.arange(batch, dtype=torch.int32, device=device)
+        out = torch.empty(batch, s.groups, context, device=device)
         score = scores.scores if here else scores.scores_reference
-        row |= {"bytes": batch * s.groups * context * (s.head_dim * width + 8)} | clock(lambda: score(q, k, lse, slots, plan, which, out))
+        row["bytes"] = batch * s.groups * context * (s.head_dim * width + 8)
+        row.update(clock(lambda: score(q, k, lse, slots, plan, which, out)))
     else:
-        row |= clock(lambda: attend(*args))
+        row["bytes"] = list_bytes(requests, s.groups, s.head_dim, width)
+        row.update(clock(lambda: attend(*args)))
     if kind == "mixed":
-        parts = [inputs(s, [r for r in requests if (r[0] > 1) == big], group, device) for big in (False, True)]
-        row["two_launches"] = clock(lambda: [attend(*p) for p in parts])["seconds"]
+        drafts = inputs(s, [r for r in requests if r[0] == 1], group, device)
+        verifies = inputs(s, [r for r in requests if r[0] > 1], group, device)
+        row["two_launches"] = clock(lambda: [attend(*drafts), attend(*verifies)])["seconds"]
     if kind in ("full", "verify"):
-        row |= others(s, clock, device, requests, group)
+        row.update(others(s, clock, device, requests, group))
     return [row]
 
 
 def others(s, clock, device, requests, group):
-    """Seconds of PyTorch's attention on the same rows and contexts, keys of each request side by side in memory, which is easier."""
-    (n, length, _, _), batch, cuda = requests[0], len(requests), device.startswith("cuda")
-    dtype = torch.bfloat16 if cuda else torch.float32
+    """Seconds of PyTorch's attention on the same rows and contexts. Keys of each request are contiguous, which is easier."""
+    n, length, _, _ = requests[0]
+    batch, dtype = len(requests), dtype_of(device)
     q = torch.randn(batch, s.groups * group, n, s.head_dim, device=device).to(dtype)
     k, v = torch.randn(2, batch, s.groups, length, s.head_dim, device=device).to(dtype)
     sees = torch.arange(length, device=device) <= torch.arange(length - n, length, device=device)[:, None]
-    out = {"sdpa": clock(lambda: F.scaled_dot_product_attention(q, k, v, sees if n > 1 else None, enable_gqa=True))["seconds"]}
-    if cuda:
+    mask = sees if n > 1 else None
+    out = {"sdpa": clock(lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True))["seconds"]}
+    if on_gpu(device):
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-        mask = create_block_mask(lambda b, h, i, j: j <= i + length - n, None, None, n, length, device=device)
+
+        def causal(b, h, i, j):
+            return j <= i + length - n
+
+        block_mask = create_block_mask(causal, None, None, n, length, device=device)
         flex = torch.compile(flex_attention)
-        out["flex"] = clock(lambda: flex(q, k, v, block_mask=mask, enable_gqa=True))["seconds"]
+        out["flex"] = clock(lambda: flex(q, k, v, block_mask=block_mask, enable_gqa=True))["seconds"]
     return out
 
 
 # -- the engine ----------------------------------------------------------------------------------------------------------
 
+@contextlib.contextmanager
+def built_in(dtype, device):
+    """What is built in the block is of this dtype from the start: an 8B model in fp32 first would take 33 GB."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def free_memory():
+    """Give back what cells have left. An engine and its planner hold each other, so `del` alone frees nothing."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def decode(s, device, name):
-    """Tokens a second at batch 1, and the bytes that a token cannot do without: weights and cache, read once."""
-    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    with torch.device(device):
-        model = gpt.GPT(gpt.GPTConfig(**s.models[name])).to(dtype).eval()
-    c, prompt = model.config, [(7 * i) % model.config.vocab_size for i in range(32)]
+    """Tokens/s at batch 1, and the bytes that a token cannot do without: weights and cache, read once."""
+    config, dtype = GPTConfig(**s.models[name]), dtype_of(device)
+    prompt = [(7 * i) % config.vocab_size for i in range(32)]
+    row = {"model": name, **decode_ours(config, dtype, device, prompt, s.new_tokens)}
+    free_memory()                                        # room for theirs
+    row["transformers"] = transformers_rate(config, dtype, device, prompt, s.new_tokens)
+    return [row]
+
+
+def decode_ours(config, dtype, device, prompt, new_tokens):
+    with built_in(dtype, device):
+        model = GPT(config).eval()
     rates, waits = [], []
     for _ in range(3):
         engine = methods.make_engine("ar", model, methods.settings(), 1)
-        engine.generate([Request(prompt, s.new_tokens)])
-        rates.append((s.new_tokens - 1) / studies.busy(engine))
+        engine.generate([Request(prompt, new_tokens)])
+        rates.append((new_tokens - 1) / busy(engine))
     if engine.graphs:
         engine.graphs = Gaps(engine.graphs)
-        engine.generate([Request(prompt, s.new_tokens)])
+        engine.generate([Request(prompt, new_tokens)])
         waits = engine.graphs.seconds()
-    read = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if c.tied or n != "embed.weight")
-    read += (len(prompt) + s.new_tokens / 2) * 2 * c.n_layer * c.n_kv_head * c.head_dim * model.embed.weight.element_size()
-    del model, engine                                    # room for theirs
-    return [{"model": name, "tokens_per_second": statistics.median(rates), "range": [min(rates), max(rates)], "bytes": read,
-             "wait": statistics.median(waits) if waits else None, "transformers": transformers_rate(c, dtype, device, prompt, s.new_tokens)}]
+
+    weights = sum(p.numel() for n, p in model.named_parameters() if config.tied or n != "embed.weight")
+    kv = (len(prompt) + new_tokens / 2) * 2 * config.n_layer * config.n_kv_head * config.head_dim
+    return {
+        "tokens_per_second": statistics.median(rates),
+        "range": [min(rates), max(rates)],
+        "bytes": (weights + kv) * dtype.itemsize,
+        "wait": statistics.median(waits) if waits else None,
+    }
 
 
 class Gaps:
-    """Stands before the engine's graphs and notes how long the device has no forward to do between two of them; the product with the
+    """Wraps the engine's graphs and notes how long the device has no forward to do between two of them. The product with the
     vocabulary, which is outside the graphs, falls into that time."""
 
     def __init__(self, graphs):
-        self.graphs, self.marks = graphs, []
+        self.graphs = graphs
+        self.marks = []
 
     def __getattr__(self, name):
         return getattr(self.graphs, name)
@@ -215,36 +285,63 @@ class Gaps:
 
 
 def transformers_rate(c, dtype, device, prompt, new_tokens):
-    """Tokens a second of transformers' own loop on random weights of the same shape, less the time of the prompt and the first token,
-    as in ours; None where it is not installed."""
+    """Tokens/s of transformers' own loop on random weights of the same shape, less the time of the prompt and the first
+    token, as in ours. None where it is not installed."""
     try:
         import transformers
     except ImportError:
         return None
     shape = {k: v for k, v in checkpoints.to_hf_config(c).items() if k not in ("architectures", "torch_dtype")}
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**shape)).to(dtype).eval()
+    with built_in(dtype, device):
+        config = transformers.AutoConfig.for_model(**shape)
+        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
     def seconds(n):
         started = time.perf_counter()
-        model.generate(torch.tensor([prompt], device=device), max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
+        ids = torch.tensor([prompt], device=device)
+        model.generate(ids, max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
         return time.perf_counter() - started
 
     seconds(new_tokens)                                  # warms up
     return statistics.median((new_tokens - 1) / (seconds(new_tokens) - seconds(1)) for _ in range(3))
 
 
+def speed(args, model, tokenizer, s, family, batch):
+    """Every method on one family; a repeat before those that count compiles and captures."""
+    n = max(batch, 1 if args.dry_run else 3)
+    problems = [tasks.make(family, 500 + i, "heldout") for i in range(n)]
+    requests = {f"{family}/{i}": r for i, r in enumerate(requests_of(problems, tokenizer, model, s.answer))}
+    cell = family, batch, "different", list(requests)
+    timed = time_methods(["ar", *methods.ready(args)], args, model, requests, cell, s.pairs, warm_up=True)
+    return rows_of(timed, {"workload": family, "batch": batch, "ids": list(requests)})
+
+
 def bounds(args, model, tokenizer, s, families):
     """The ladder on this device's prices."""
-    drafters = methods.chain_drafters(model, args, max(s.grid.get("drafts", rounds.DRAFTS)))
-    table, _ = rounds.cost_table(model, drafters, s.batches, **s.grid)
-    problems = {f"{f}/{i}": tasks.make(f, 800 + i, "heldout") for f in families for i in range(1 if args.dry_run else 8)}
-    generations = methods.make_engine("ar", model, args, 16).generate(requests_of(list(problems.values()), tokenizer, model, 24 if args.dry_run else 256))
+    drafters = methods.chain_drafters(model, args, max(s.grid.get("drafts", measure.DRAFTS)))
+    table, _ = measure.cost_table(model, drafters, s.batches, **s.grid)
+    problems = {f"{f}/{i}": tasks.make(f, 800 + i, "heldout") for f in families for i in range(s.problems)}
+    engine = methods.make_engine("ar", model, args, 16)
+    generations = engine.generate(requests_of(list(problems.values()), tokenizer, model, s.answer))
     texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(problems, generations)}
-    return [{"costs": table, **ladder.analyse(rounds.traces_of(drafters, model, texts), table, batches=s.batches)}]
+    traces = measure.traces_of(drafters, model, texts)
+    return [{"costs": table, **ladder.analyse(traces, table, batches=s.batches)}]
 
 
-def measure(section, settings, args, model, tokenizer, s, clock):
+# -- cells ---------------------------------------------------------------------------------------------------------------
+
+def cells(s, families, context):
+    """[(section, settings)]; what depends on nothing comes first. context: the target's; longer ones are left out."""
+    out = [("floors", ())]
+    out += [("kernels", (kind, *shape)) for shape in s.kernels for kind in ("full", "draft", "verify", "mixed", "scores")]
+    out += [("decode", (name,)) for name in s.models]
+    out += [("serving", shape) for shape in s.serving if shape[0] + 2 * s.new_tokens <= context]
+    out += [("system", s.system)]
+    out += [("methods", (family, batch)) for family in families for batch in s.batches]
+    return [*out, ("bounds", families)]
+
+
+def rows_of_cell(section, settings, args, model, tokenizer, s, clock):
     """The rows of one cell."""
     if section == "floors":
         return floors(s, clock, args.device)
@@ -252,38 +349,45 @@ def measure(section, settings, args, model, tokenizer, s, clock):
         return kernel(s, clock, args.device, *settings)
     if section == "decode":
         return decode(s, args.device, *settings)
-    if section == "system":
-        return [studies.cumulative(args, model, tokenizer, *settings)]
-    if section == "bounds":
-        return bounds(args, model, tokenizer, s, settings)
-    targets, pairs = {str(model.dtype).removeprefix("torch."): model}, 1 if args.dry_run else 5
     if section == "serving":
-        return studies.serving_rows(targets, args, tokenizer, *settings, pairs, s.new_tokens)
-    family, batch = settings
-    problems = [tasks.make(family, 500 + i, "heldout") for i in range(max(batch, 1 if args.dry_run else 3))]
-    rows = studies.speed_rows(targets, args, family, lambda t: requests_of(problems, tokenizer, t, 24 if args.dry_run else 192), batch, pairs)
-    return [{"batch": batch, **row} for row in rows]
+        targets = {str(model.dtype).removeprefix("torch."): model}
+        return serving_rows(targets, args, tokenizer, *settings, s.pairs, s.new_tokens)
+    if section == "system":
+        return [cumulative(args, model, tokenizer, *settings)]
+    if section == "methods":
+        return speed(args, model, tokenizer, s, *settings)
+    return bounds(args, model, tokenizer, s, settings)
 
 
-def cells(s, families, context):
-    """[(section, settings)] in the order of worth: what depends on nothing comes first. context: the target's; longer ones are left out."""
-    return [("floors", ())] + [("kernels", (kind, *shape)) for shape in s.kernels for kind in ("full", "draft", "verify", "mixed", "scores")] + \
-        [("decode", (name,)) for name in s.models] + [("serving", shape) for shape in s.serving if shape[0] + 2 * s.new_tokens <= context] + \
-        [("system", s.system)] + [("methods", (f, b)) for f in families for b in s.batches] + [("bounds", families)]
-
-
-def run(args, model, tokenizer, measured):
-    """All cells, as rows by section; None where the time was up before the last one. measured(about, cells, measure) -> what
-    measure(*cell) gives, of as many cells as there was time for."""
+def run(args, model, tokenizer, each):
+    """All cells, as rows by section, and under "out_of_memory" the cells that did not fit. None where the time was up before
+    the last one. each(about, cells, measure) -> what measure(*cell) gives, of as many cells as there was time for."""
     s = DRY if args.dry_run else Shapes()
-    clock, families = Clock(args.device, s.repeats), tasks.FAMILIES[:1] if args.dry_run else tasks.FAMILIES
+    clock = Clock(args.device, s.repeats)
+    families = tasks.FAMILIES[:1] if args.dry_run else tasks.FAMILIES
     todo = cells(s, families, model.config.block_size)
-    about = {"dry_run": args.dry_run, "torch": torch.__version__, "target": checkpoints.fingerprint(model), "cells": [[section, list(settings)] for section, settings in todo]}
-    done = measured(about, todo, lambda section, settings: measure(section, settings, args, model, tokenizer, s, clock))
+    about = {
+        "dry_run": args.dry_run,
+        "torch": torch.__version__,
+        "target": checkpoints.fingerprint(model),
+        "cells": [[section, list(settings)] for section, settings in todo],
+    }
+
+    def measured(section, settings):
+        rows = None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            rows = rows_of_cell(section, settings, args, model, tokenizer, s, clock)
+        free_memory()
+        return rows
+
+    done = each(about, todo, measured)
     if len(done) < len(todo):
         print(f"{len(done)} of {len(todo)} cells are measured; the same command goes on")
         return None
-    out = {}
-    for (section, _), rows in zip(todo, done):
-        out.setdefault(section, []).extend(rows)
+    out = {"out_of_memory": []}
+    for (section, settings), rows in zip(todo, done):
+        if rows is None:
+            out["out_of_memory"].append(" ".join(map(str, (section, *settings))))
+        else:
+            out.setdefault(section, []).extend(rows)
     return out

@@ -1,0 +1,100 @@
+"""results/: NAME.json holds what study NAME found; NAME.part, the finished cells of one that was interrupted."""
+import os
+import platform
+import sys
+import time
+
+import torch
+from tqdm import tqdm
+
+from minispec.tools import checkpoints
+from minispec.tools.files import blame, read_json, write_json
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+FOLDER = os.path.join(ROOT, "results")
+
+
+def path(file):
+    """Where a file of results/ is."""
+    return os.path.join(FOLDER, file)
+
+
+def processor():
+    """The name of this machine's processor."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            for line in f:
+                if line.startswith("model name"):
+                    return line.split(":")[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def device_name():
+    return f"{processor()}, {torch.get_num_threads()} threads"
+
+
+def write(name, result, seconds, device=None):
+    """Write NAME.json with what is needed to repeat it, and remove NAME.part. device: what was measured, if not this CPU."""
+    os.makedirs(FOLDER, exist_ok=True)
+    write_json(path(name + ".json"), {
+        "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "device": device or device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": round(seconds, 1),
+        "result": result,
+    })
+    if os.path.exists(path(name + ".part")):
+        os.remove(path(name + ".part"))
+
+
+def read(name, folder=None):
+    """The result in NAME.json of a folder (default: results/), or None where the study was not measured."""
+    file = os.path.join(folder or FOLDER, name + ".json")
+    if not os.path.exists(file):
+        return None
+    with blame(file):
+        return read_json(file)["result"]
+
+
+def resumable(name, about, cells, measure, until=None):
+    """[measure(*cell) for every cell]. Each is kept in NAME.part when it is done, and taken from there if an interrupted run
+    with the same settings (`about`) has left it. No cell begins after `until`, by time.monotonic."""
+    part, done = path(name + ".part"), []
+    if os.path.exists(part):
+        saved = read_json(part)
+        with blame(part):
+            if saved["about"] == about:
+                done = list(saved["cells"])
+
+    out = []
+    for i, cell in enumerate(cells):
+        if i >= len(done):
+            if until is not None and time.monotonic() > until:
+                break
+            done.append(measure(*cell))
+            write_json(part, {"about": about, "cells": done})
+        out.append(done[i])
+    return out
+
+
+def each_kept(name, args, model, more):
+    """each(cells, measure) -> [measure(*cell)] for a long study that goes on where it was interrupted, if its settings, the
+    target, the machine and `more` are the same. Runs that write no result keep no cells either."""
+    about = {
+        **more,
+        "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")},
+        "target": checkpoints.fingerprint(model),
+        "machine": [processor(), torch.get_num_threads(), torch.__version__],
+    }
+
+    def each(cells, measure):
+        cells = tqdm(cells, desc=name)
+        if args.quick or args.workload:
+            return [measure(*cell) for cell in cells]
+        return resumable(name, about, cells, measure)
+
+    return each
