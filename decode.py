@@ -45,7 +45,6 @@ def parse_args(argv=None):
     p.add_argument("--n", type=int, default=None, help="how many problems (default 1 of a task, all of a file)")
     p.add_argument("--size", type=int, help="difficulty of --task: lines, digits, events, rooms (default: drawn from the trained range)")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR", help="folder of real prompt files (default $MINISPEC_DATA)")
-    p.add_argument("--run-code", action="store_true", help="judge answers to HumanEval and MBPP by running them: code that a model wrote, in a process with limits but no jail")
     p.add_argument("--batch", type=int, default=1, help="requests decoded together (default 1)")
     p.add_argument("--max-new-tokens", type=int, default=None, help="limit of an answer (default: twice a known solution's length, else 1024)")
     p.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end the answer before this text; may be given several times")
@@ -155,11 +154,11 @@ def regime(engine, args, accepted, context):
             "predicted_speedup": specgen.predicted_speedup(k, accepted, **costs, delayed=args.delayed)}
 
 
-def describe(problem, generation, turn, tokenizer, stops=(), run_code=False):
+def describe(problem, generation, turn, tokenizer, stops=()):
     return {"turn": turn, "prompt_token_ids": generation.prompt_ids, "token_ids": generation.token_ids,
             "text": before_stop(tokenizer.decode(generation.token_ids), stops),
             "who": generation.who, "finish": generation.finish, "steps": [vars(s) for s in generation.steps],
-            "correct": verdict(problem, generation, tokenizer, run_code)}
+            "correct": verdict(problem, generation, tokenizer)}
 
 
 def table(result):
@@ -232,7 +231,7 @@ def main(argv=None):
     rows = converse(problems, answer)
 
     generations = [g for _, g, _ in rows]
-    each = [describe(p, g, turn, tokenizer, args.stop, args.run_code) for p, g, turn in rows]
+    each = [describe(p, g, turn, tokenizer, args.stop) for p, g, turn in rows]
     result = {"method": args.method, "device": args.device, "dtype": str(dtype).removeprefix("torch."), **summary(generations, engine)}
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)

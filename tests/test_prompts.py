@@ -102,7 +102,7 @@ def test_endless_numbers_are_no_answer(tmp_path):
     ('{"prompt": "a", "answer": [1]}', ":1: 'answer' must be a text or a number"), ('{"prompt": "a", "answer": true}', ":1: 'answer' must be a text or a number"),
     ('{"prompt": "a", "answer": NaN}', ":1: not JSON that can be read (NaN is no number of JSON)"), ('{"prompt": "a", "x": -Infinity}', ":1: not JSON that can be read (-Infinity"),
     ('{"prompt": "a", "prompt": "b"}', ":1: not JSON that can be read (the key 'prompt' appears twice)"),
-    ("[" * 100000, "a.jsonl: not JSON that can be read"), ('[{"prompt": "a"}, {"prompt": "b"', "a.jsonl: not JSON (Expecting ',' delimiter at line 1"), ('{"a": ' * 100000, ":1: not JSON that can be read"),
+    ("[" * 100000, "a.jsonl: not JSON that can be read"), ('[{"prompt": "a"}, {"prompt": "b"', "a.jsonl: not a JSON line (Expecting ',' delimiter at column"), ('{"a": ' * 100000, ":1: not JSON that can be read"),
     ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", ":1: not JSON"),
     ('{"text": "a", "test_list": [1]}', ":1: 'test_list' must be a list of tests, at least one"), ('{"text": "a", "test_list": []}', ":1: 'test_list' must be"),
     ('{"text": "a", "test_list": "b"}', ":1: 'test_list' must be"), ('[{"text": "a"}, {"text": 3}]', ", object 2: no text under")])

@@ -92,10 +92,10 @@ def _next(problem, generation):
     return replace(problem, prompt=problem.turns[0].rstrip("\n") + "\n", think="", answer="", turns=problem.turns[1:], before=(generation.prompt_ids, generation.token_ids))
 
 
-def verdict(problem, generation, tokenizer, run_code=False):
+def verdict(problem, generation, tokenizer):
     """True or False where the problem has a checkable answer, else None. The answer of a procedural problem needs a mark, which only
-    our models have; that of a problem from a file may be code (prompts.py), which is run if the user says so."""
+    our models have."""
     text = tokenizer.answer_text(generation.token_ids)
     if "check" in problem.facts:
-        return prompts.check(problem, text, run_code)
+        return prompts.check(problem, text)
     return tasks.check(problem, text) if problem.answer and tokenizer.ours else None
