@@ -1,20 +1,24 @@
 """bench.py: the bounds from files alone, one clear line for bad files, and every table and figure from what is stored."""
+import gc
 import glob
 import json
 import os
 import subprocess
 import sys
+import weakref
 
 import pytest
+import torch
 from conftest import ROOT, run_script, toy_model
 
 import bench
 from minispec import cdlm
 from minispec.tools import checkpoints
 from minispec.data import tasks, traces
-from minispec.studies import figures, gpu, ladder, measure, results, run, tables_bounds
+from minispec.studies import figures, gpu, ladder, measure, results, run, specgen, tables_bounds
 from minispec.tools import methods
 from minispec.core.drafters import NGram, SmallLM
+from minispec.core.engine import Request
 from minispec.tools.files import write_json
 from minispec.tools.script import run_main
 from minispec.data.tokenizer import Tokenizer
@@ -299,3 +303,92 @@ def test_a_suite_stops_when_its_time_is_up_and_goes_on(tmp_path, monkeypatch):
     measure = lambda x: seen.append(x) or [x]
     assert results.resumable("s", {}, [(1,), (2,), (3,)], measure, until=1) == [[1], [2]]
     assert results.resumable("s", {}, [(1,), (2,), (3,)], measure, until=90) == [[1], [2], [3]] and seen == [1, 2, 3]
+
+
+def everything(about, cells, measure):
+    """Every cell, with time enough."""
+    return [measure(*cell) for cell in cells]
+
+
+def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
+    """What it has left is collected first: an engine and its planner hold each other, so nothing goes by itself."""
+    class Node:
+        pass
+
+    left = []
+
+    def too_large(*_):
+        node = Node()
+        node.itself = node
+        left.append(weakref.ref(node))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def next_one(*_):
+        gc.disable()                                     # what is gone now was collected between the cells
+        return [{"gone": left[0]() is None}]
+
+    monkeypatch.setattr(gpu, "cells", lambda *_: [("decode", ("Qwen3-8B",)), ("floors", ())])
+    monkeypatch.setattr(gpu, "decode", too_large)
+    monkeypatch.setattr(gpu, "floors", next_one)
+    try:
+        out = gpu.run(methods.settings(dry_run=True), toy_model(), None, everything)
+    finally:
+        gc.enable()
+    assert out == {"floors": [{"gone": True}], "out_of_memory": ["decode Qwen3-8B"]}
+
+
+def test_cells_without_memory_are_named_under_the_tables():
+    floors = [{"what": "copy", "bytes_per_second": 1e12}, {"what": "bf16 product", "flops": 1e14}]
+    text = bench.render("gpu", {"floors": floors, "out_of_memory": ["decode Qwen3-8B", "serving 8000 256"]})
+    assert text.endswith("Out of memory: decode Qwen3-8B; serving 8000 256.") and "| copy | 1.00 TB/s |" in text
+
+
+def test_large_models_are_built_in_the_dtype_that_they_are_measured_in(monkeypatch):
+    """In fp32 first, an 8B model takes 33 GB."""
+    seen, build = [], gpu.GPT
+    monkeypatch.setattr(gpu, "dtype_of", lambda device: torch.bfloat16, raising=False)
+    monkeypatch.setattr(gpu, "GPT", lambda config: seen.append(torch.get_default_dtype()) or build(config))
+    row, = gpu.decode(gpu.DRY, "cpu", "tiny")
+    assert seen == [torch.bfloat16] and torch.get_default_dtype() == torch.float32 and row["tokens_per_second"] > 0
+
+
+def test_nothing_is_predicted_where_the_prices_are_not_of_what_runs(monkeypatch):
+    """measure_costs times single steps without the graphs that decoding runs in."""
+    model = toy_model(block_size=512)
+    engine = methods.make_engine("specgen", model, methods.settings(), 2)
+    generations = engine.generate([Request([1, 2, 3], 40), Request([4, 5], 40)])
+    run_, args = ([100.0], engine, generations), methods.settings()
+    assert specgen.against_prediction(run_, run_, model, args, 16, 2, 40)["predicted"] > 0
+    engine.graphs = object()
+    monkeypatch.setattr(specgen, "measure_costs", None)
+    out = specgen.against_prediction(run_, run_, model, args, 16, 2, 40)
+    assert "predicted" not in out and out["own_speedup"] == 1 and out["identical"] == 2
+
+
+def test_bounds_of_own_files_write_nothing(files, tmp_path, monkeypatch):
+    """Neither a result nor a page nor a figure, also without --quick."""
+    monkeypatch.setattr(results, "FOLDER", str(tmp_path / "results"))
+    for writer in (bench.results, "write"), (bench, "report"), (bench.figures, "draw"):
+        monkeypatch.setattr(*writer, lambda *_: pytest.fail("written"))
+    run_script(bench, "bounds", "--traces", files / "t.jsonl", "--cost", files / "c.json")
+
+
+def test_methods_are_compared_in_one_table_of_one_request_at_a_time():
+    """The table `speed` of the study `run`: one plain loop, ranges where something was timed more than once."""
+    def row(workload, method, speedup, batch=1, **more):
+        return {"workload": workload, "batch": batch, "method": method, "tokens_per_second": 100 * speedup, "speedup": speedup, "tau": 2.0, "identical": 3, "prompts": 4, **more}
+
+    rows = [row("trace", "ar", 1.0), row("trace", "ngram", 1.2, speedup_range=[1.1, 1.3]), row("arith", "ar", 1.0), row("arith", "ngram", 1.6), row("arith", "ngram", 9.0, 4),
+            row("gsm8k", "ar", 1.0), row("gsm8k", "ngram", 3.0), row("trace", "dlm", 0.2, identical=None)]
+    assert bench.render("speed", {"rows": rows}).split("\n")[2:] == [
+        "| ar | 1.00 | 1, 100 tokens/s | 1, 100 tokens/s | 1, 100 tokens/s | 9 of 12 |",
+        "| ngram | 1.40 | 1.20 (1.10-1.30), tau 2.0 | 1.60, tau 2.0 | 3.00, tau 2.0 | 9 of 12 |",
+        "| dlm | 0.20 | 0.20, tau 2.0 |  |  | own answers |"]
+
+
+def test_a_table_of_a_study_that_is_gone_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
+    about = {"device": "d", "torch": "t", "date": "x", "seconds": 60}
+    rows = [{"budget": 64, "problems": 2, "ar": {"solved": 1, "seconds": 1.0}, "specdiff": {"solved": 1, "seconds": 0.5}}]
+    (tmp_path / "specdiff_budgets.json").write_text(json.dumps({**about, "command": "python bench.py specdiff_budgets", "result": {"rows": rows}}))
+    assert bench.study_table("specdiff_budgets").endswith("1 minutes. This study is no longer part of bench.py.") and bench.study_table("cdlm_speed") is None
