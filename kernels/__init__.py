@@ -28,13 +28,19 @@ def unavailable(x):
     return ""
 
 
+def supported(head_dim):
+    """Whether the kernels take heads of so many numbers: powers of two from 16 to 256."""
+    return head_dim in (16, 32, 64, 128, 256)
+
+
 def check(q, *pools):
-    """The kernels take heads of 16, 32, .. numbers, contiguous in q (N, H, D) and in the pools (G, n_slots, D)."""
+    """Heads must have a supported size and be contiguous in q (N, H, D) and in the pools (G, n_slots, D)."""
     if reason := unavailable(q):
         raise RuntimeError(f"the Triton kernels cannot run: {reason}; the *_reference functions can")
-    d, pool = q.shape[-1], pools[0]
-    if d < 16 or d & (d - 1):
-        raise ValueError(f"head size {d} is not supported by the kernels; allowed are powers of two from 16")
+    d = q.shape[-1]
+    if not supported(d):
+        raise ValueError(f"head size {d} is not supported by the kernels; allowed are powers of two from 16 to 256")
     for x in (q, *pools):
-        if x.dtype != q.dtype or x.stride()[1:] != (d, 1) or (x is not q and x.stride() != pool.stride()):
+        same_pool = x is q or x.stride() == pools[0].stride()
+        if x.dtype != q.dtype or x.stride()[1:] != (d, 1) or not same_pool:
             raise ValueError(f"q and the pools need one dtype and contiguous heads; got {x.dtype}, strides {x.stride()}")

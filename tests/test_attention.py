@@ -107,3 +107,17 @@ def test_long_bf16_contexts_by_products_equal_short_ones_by_fused_attention(n, m
         cache.k.copy_(past[0]), cache.v.copy_(past[1])
         out.append(FullKeys(cache, 3, 40, n).attend(1, q, k, v).float())
     assert (out[0] - out[1]).abs().max() < 0.03 and out[0].std() > 0.1
+
+
+@pytest.mark.parametrize("head_dim, fuses", [(8, False), (48, False), (80, False), (96, False), (512, False), (16, True), (64, True),
+                                             (128, True), (256, True)])
+def test_kernels_are_used_for_the_head_sizes_they_take_alone(head_dim, fuses, monkeypatch):
+    """With head sizes of no power of two, as the shipped drafter's 48, decoding falls back to torch's operators."""
+    monkeypatch.setattr("kernels.unavailable", lambda x: "")            # as on a GPU with triton
+    model = toy_model(head_dim=head_dim)
+    assert attention.can_fuse(model) == fuses
+
+
+def test_cudnn_never_plans_attention():
+    """cuDNN's attention plans again for every new length, and in decoding every forward has one."""
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -1,21 +1,28 @@
 """Which keys may a query see? The `attend` callables that are handed to the model.
 
 Training:  `dense_attend(mask)` sees whole sequences (cpu.py has the same, faster on a CPU).
-Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number of
-           query rows. Each segment brings its own *keys* object, which stores the rows' k and v where they belong and
-           lets the rows' queries read what they may:
-             FullKeys   all cached positions, causal among the new rows (or along the paths of a draft tree);
-                        optionally records attention scores
-             (specgen.py adds PillarKeys, a short list of positions per layer and head, all requests' in one pool)
-           `fused_attend(cache, fused_inputs(..))` does the same on a GPU, all segments in one launch of a Triton kernel a layer.
+Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number of query
+           rows. Each segment brings its own *keys* object, which stores the rows' k and v where they belong and lets the
+           rows' queries read what they may. Here that is FullKeys: all cached positions, causal among the new rows, or
+           along the paths of a draft tree. specgen.py adds PillarKeys, a short list of positions per layer and head.
+On a GPU:  `fused_attend(cache, fused_inputs(..))` does what packed_attend does, all segments in one kernel a layer.
+
+Shapes, for one layer: N packed rows, n of them from one request; H query heads, G key/value heads, g = H / G query heads
+share a key head; D numbers a head; T positions that a request has cached, its new rows included.
 """
 import torch
 import torch.nn.functional as F
 
+# cuDNN's attention plans again for every new length, and in decoding every forward has one.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
 
 def dense_attend(mask=None):
-    """attend over whole sequences q (B, T, H, D), k and v (B, T, G, D). mask: bool (T, T) or (B, 1, T, T), True where
-    a query (row) sees a key (column); None means causal."""
+    """attend over whole sequences q (B, T, H, D), k and v (B, T, G, D).
+
+    mask: bool (T, T) or (B, 1, T, T), True where a query (row) sees a key (column); None means causal."""
     def attend(layer, q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))                       # (B, heads, T, D)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
@@ -23,17 +30,24 @@ def dense_attend(mask=None):
     return attend
 
 
+# -- decoding: one packed batch, a keys object for every request -------------------------------------------------------
+
 def packed_attend(segments):
-    """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows. Neighbours whose keys
-    lie in one pool are served together."""
-    parts = []                                           # [first row, last row + 1, [keys]]
-    for a, b, keys in segments:
-        if parts and keys.pool is not None and parts[-1][2][0].pool is keys.pool:
-            parts[-1][1] = b
-            parts[-1][2].append(keys)
+    """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
+
+    Neighbours whose keys lie in one pool are served together."""
+    spans = []                                           # [first row, last row + 1, [keys]]
+    for first, end, keys in segments:
+        if spans and keys.pool is not None and spans[-1][2][0].pool is keys.pool:
+            spans[-1][1] = end
+            spans[-1][2].append(keys)
         else:
-            parts.append([a, b, [keys]])
-    parts = [(a, b, some[0].attend if some[0].pool is None else some[0].pool.attend(some)) for a, b, some in parts]
+            spans.append([first, end, [keys]])
+
+    parts = []                                           # (first row, last row + 1, attend)
+    for first, end, some in spans:
+        pool = some[0].pool
+        parts.append((first, end, some[0].attend if pool is None else pool.attend(some)))
     if len(parts) == 1:
         return parts[0][2]
 
@@ -42,64 +56,104 @@ def packed_attend(segments):
     return attend
 
 
-def can_fuse(x):
-    """Whether the Triton kernels run on tensors like x. (Importing triton takes a second, which a CPU need not wait.)"""
-    from kernels import unavailable
-    return not unavailable(x)
+class FullKeys:
+    """n new rows at positions start.. of the request whose slots begin at `base`: append their keys and values to the
+    cache, and let row i see every position up to start + i.
 
+    tail: bool (n, m), where the rows belong to a tree: which of the last m slots, its own included, each row sees
+    instead; it sees all slots before them.
 
-def fused_inputs(cache, plan, tokens, positions, group):
-    """All that the kernels read of an engine's plan (a list of Segments), as kernels.graphs.Inputs; group = H / G."""
-    from kernels import graphs
-    from kernels.attention import make_plan
-    (layers, groups, _, _), device, shapes = cache.k.shape, cache.k.device, []
-    longest = max(s.start + len(s.tokens) for s in plan)
-    widest = max([s.keys.selected.shape[-1] for s in plan if s.keys.selected is not None], default=0)
-    selected = torch.zeros(len(plan), layers, groups, widest, dtype=torch.int32, device=device)
-    for i, s in enumerate(plan):
-        chosen = s.keys.selected
-        if chosen is not None:
-            selected[i, :, :, :chosen.shape[-1]] = chosen
-        tail = 0 if chosen is None else s.keys.length - s.keys.recent
-        shapes.append((len(s.tokens), s.start + len(s.tokens), 0 if chosen is None else chosen.shape[-1], tail))
-    first = torch.tensor([s.request.run.first for s in plan], device=device)
-    slots = (first[:, None] + torch.arange(longest, device=device)).clamp(max=cache.n_slots - 1).int()
-    new = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) + s.request.run.first for s in plan]).to(device)
-    which = torch.tensor([i for i, s in enumerate(plan) if s.keys.scores is not None], dtype=torch.int32, device=device)
-    return graphs.Inputs(tokens, positions, new, slots, selected, which, make_plan(shapes, group).to(device))
+    record=True also leaves, in `scores` (L, G, start + n), the softmax probability each position received, averaged over
+    the n rows and the g query heads of a group. Not every row sees the positions from `start` on. Their average is over
+    all n rows all the same, so do not compare it with the others'.
+    """
+    selected = None                                          # all positions
+    pool = None                                              # in the cache itself
 
+    def __init__(self, cache, base, start, n, record=False, tail=None):
+        self.cache = cache
+        self.start = start
+        self.n = n
+        self.new = slice(base + start, base + start + n)     # slots of the rows themselves
+        self.all = slice(base, base + start + n)             # slots of everything that they may see
+        self.tail = tail
+        self.mask = None                                     # made in the first layer, the same in all
+        self.scores = None
+        if record:
+            layers, groups, _, _ = cache.k.shape
+            self.scores = torch.empty(layers, groups, start + n, device=cache.k.device)
 
-def fused_attend(cache, x):
-    """packed_attend for x = fused_inputs(..), in one launch a layer (kernels/attention.py). Draft rows write their keys and values
-    into the cache here, where verification overwrites them, and read the selected positions in place. Nothing in here may wait
-    for the device or depend on anything but tensors' contents: it is captured in a CUDA graph (kernels/graphs.py)."""
-    from kernels import attention as kernel
-    from kernels import scores as score_kernel
+    def attend(self, layer, q, k, v):
+        """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
+        # Store first: a row sees itself.
+        keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
+        keys[:, self.new] = k.transpose(0, 1)
+        values[:, self.new] = v.transpose(0, 1)
+        # Views of the request's run: reading copies nothing.
+        keys = keys[:, self.all]                                               # (G, T, D)
+        values = values[:, self.all]
 
-    def attend(layer, q, k, v):
-        keys, values = cache.layers[layer]
-        keys[:, x.new], values[:, x.new] = k.transpose(0, 1), v.transpose(0, 1)
-        if not len(x.which):
-            return kernel.attention(q, keys, values, x.slots, x.selected[:, layer], x.plan)
-        out, lse = kernel.attention(q, keys, values, x.slots, x.selected[:, layer], x.plan, return_lse=True)
-        score_kernel.scores(q, keys, lse, x.slots, x.plan, x.which, x.scores[layer])
-        return out
-    return attend
+        if self.scores is not None:
+            out, probs = self._by_products(q, keys, values)
+            self.scores[layer] = probs.mean(1)
+            return out
+        if self.start == 0 and self.n > 1 and self.tail is None:
+            return self._prompt(q, keys, values)
+        if keys.shape[1] >= LONG and products_are_faster(q):
+            return self._by_products(q, keys, values)[0]
+        return self._fused(q, keys, values)
 
+    def _prompt(self, q, keys, values):
+        """A prompt from its beginning, where torch knows the mask."""
+        q = q.transpose(0, 1)
+        out = F.scaled_dot_product_attention(q[None], keys[None], values[None], is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
 
-def keep_scores(plan, scores):
-    """Give the segments that record their scores, out of (L, B, G, T)."""
-    for i, s in enumerate(plan):
-        if s.keys.scores is not None:
-            s.keys.scores.copy_(scores[:, i, :, :s.keys.scores.shape[-1]])
+    def _fused(self, q, keys, values):
+        """A few rows after many keys: the heads of a group share them in one call of torch's fused attention."""
+        rows = group_rows(q, len(keys))                                        # (G, g * n, D)
+        mask = self._mask(q, len(keys), keys.shape[1])
+        out = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)
+        return ungroup_rows(out[0], self.n)
+
+    def _by_products(self, q, keys, values):
+        """The same in single steps: (out (n, H, D), probabilities (G, g * n, T) in fp32)."""
+        rows = group_rows(q, len(keys)) * q.shape[-1] ** -0.5                  # (G, g * n, D)
+        if products_are_faster(q):                                             # linear takes keys as they lie; @ would copy them
+            logits = torch.stack([F.linear(some, own) for some, own in zip(rows, keys)])
+        else:
+            logits = rows @ keys.transpose(1, 2)                               # (G, g * n, T)
+        # All rows see what comes before the newest m positions.
+        m = self.n if self.tail is None else self.tail.shape[1]
+        mask = self._mask(q, len(keys), m)
+        if mask is not None:
+            logits[:, :, -m:] += mask
+        probs = logits.softmax(-1, dtype=torch.float32)
+        return ungroup_rows(probs.to(values.dtype) @ values, self.n), probs
+
+    def _mask(self, q, n_groups, width):
+        """Additive mask (g * n, width) of the newest `width` positions: 0 where a row sees one, -inf where it does not.
+
+        None for a single row that sees everything."""
+        if self.n == 1 and self.tail is None:
+            return None
+        if self.mask is None:
+            sees = self.tail
+            if sees is None:                                                   # the rows' own positions are causal
+                sees = torch.ones(self.n, self.n, dtype=torch.bool).tril()
+            unseen = F.pad(~sees.to(q.device), (width - sees.shape[1], 0))     # (n, width)
+            mask = torch.zeros(self.n, width, dtype=q.dtype, device=q.device).masked_fill_(unseen, float("-inf"))
+            self.mask = mask.repeat(q.shape[1] // n_groups, 1)                 # once for every head of a group
+        return self.mask
 
 
 LONG = 2048              # keys
 
 
 def products_are_faster(q):
-    """Whether matrix products beat torch's fused attention on LONG contexts for rows like q: in bf16 on a CPU they take half
-    the time."""
+    """Whether matrix products beat torch's fused attention on LONG contexts for rows like q.
+
+    In bf16 on a CPU they take half the time."""
     return q.dtype == torch.bfloat16 and q.device.type == "cpu"
 
 
@@ -119,17 +173,16 @@ def ungroup_rows(out, n):
     return out.view(groups, gn // n, n, d).permute(2, 0, 1, 3).reshape(n, -1, d)
 
 
-def causal_tail(n, length, dtype, device):
-    """Additive mask (n, length): row i of the last n positions does not see the n - 1 - i positions after its own."""
-    mask = torch.zeros(n, length, dtype=dtype, device=device)
-    mask[:, length - n:] += torch.full((n, n), float("-inf"), dtype=dtype, device=device).triu(1)
-    return mask
-
+# -- trees of drafts ---------------------------------------------------------------------------------------------------
 
 def path_mask(paths, n):
-    """bool (len(paths), n): row i sees the columns that paths[i] lists. In a draft tree a row's path is itself and its ancestors."""
+    """bool (len(paths), n): row i sees the columns that paths[i] lists.
+
+    In a draft tree a row's path is itself and its ancestors."""
     mask = torch.zeros(len(paths), n, dtype=torch.bool)
-    mask[[i for i, path in enumerate(paths) for _ in path], [j for path in paths for j in path]] = True
+    rows = [i for i, path in enumerate(paths) for _ in path]
+    columns = [j for path in paths for j in path]
+    mask[rows, columns] = True
     return mask
 
 
@@ -141,77 +194,96 @@ def tree_mask(parents):
     return path_mask(paths, len(paths))
 
 
-class FullKeys:
-    """n new rows at positions start.. of the request whose slots begin at `base`: append their keys and values to the
-    cache, and let row i see every position up to start + i.
+# -- the same on a GPU: kernels/ ---------------------------------------------------------------------------------------
 
-    tail: bool (n, m), where the rows belong to a tree: which of the last m slots, its own included, each row sees
-    instead; it sees all slots before them.
+def can_fuse(model):
+    """Whether the Triton kernels run for this model, where it is. Where not, decoding uses torch's operators."""
+    from kernels import supported, unavailable           # here, because importing triton takes a second
+    return not unavailable(model.embed.weight) and supported(model.config.head_dim)
 
-    record=True also leaves, in `scores` (L, G, start + n), the softmax probability each position received, averaged
-    over the n rows and the g query heads of a group. Positions from `start` on are not seen by every row; their
-    average is over all n rows all the same and should not be compared with the others'.
-    """
-    selected = pool = None                                   # all positions, in the cache itself
 
-    def __init__(self, cache, base, start, n, record=False, tail=None):
-        self.cache, self.new, self.all = cache, slice(base + start, base + start + n), slice(base, base + start + n)
-        self.n, self.first, self.tail = n, start == 0 and tail is None, tail
-        layers, groups, _, _ = cache.k.shape
-        self.scores = torch.empty(layers, groups, start + n, device=cache.k.device) if record else None
-        self.mask = None
+def fused_inputs(cache, plan, tokens, positions, group):
+    """All that the kernels read of an engine's plan (a list of Segments), as kernels.graphs.Inputs; group = H / G."""
+    from kernels import graphs
+    from kernels.attention import make_plan
+    layers, groups, _, _ = cache.k.shape
+    device = cache.k.device
 
-    def attend(self, layer, q, k, v):
-        """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
-        keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
-        keys[:, self.new], values[:, self.new] = k.transpose(0, 1), v.transpose(0, 1)
-        keys, values = keys[:, self.all], values[:, self.all]                  # views: nothing is copied
-        groups, share = k.shape[1], q.shape[1] // k.shape[1]
-        if self.scores is None and self.first and self.n > 1:                  # a prompt from its beginning
-            return F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys[None], values[None], is_causal=True,
-                                                  enable_gqa=True)[0].transpose(0, 1)
-        rows = group_rows(q, groups)                                           # (G, g * n, D)
-        fused = self.scores is None and (keys.shape[1] < LONG or not products_are_faster(q))
-        if self.mask is None and (self.n > 1 or self.tail is not None):        # the same in every layer
-            width = keys.shape[1] if fused else self.n if self.tail is None else self.tail.shape[1]
-            self.mask = (causal_tail if self.tail is None else self._tail)(self.n, width, q.dtype, q.device).repeat(share, 1)
-        if fused:
-            return ungroup_rows(F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=self.mask)[0], self.n)
-        rows = rows * q.shape[-1] ** -0.5
-        if products_are_faster(q):                                             # linear takes keys as they lie; @ would copy them
-            logits = torch.stack([F.linear(some, own) for some, own in zip(rows, keys)])
-        else:
-            logits = rows @ keys.transpose(1, 2)                               # (G, g * n, T)
-        if self.mask is not None:                                              # all rows see what is before its columns
-            logits[:, :, -self.mask.shape[1]:] += self.mask
-        probs = logits.softmax(-1, dtype=torch.float32)
-        if self.scores is not None:
-            self.scores[layer] = probs.mean(1)
-        return ungroup_rows(probs.to(values.dtype) @ values, self.n)
+    # Where each row's keys and values go, and where each position of a request lies.
+    new = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) + s.request.run.first for s in plan])
+    first = torch.tensor([s.request.run.first for s in plan], device=device)
+    longest = max(s.start + len(s.tokens) for s in plan)
+    slots = (first[:, None] + torch.arange(longest, device=device)).clamp(max=cache.n_slots - 1).int()
 
-    def _tail(self, n, length, dtype, device):
-        """`tail` as an additive mask (n, length)."""
-        mask = torch.zeros(n, length, dtype=dtype, device=device)
-        return mask.masked_fill_(F.pad(~self.tail.to(device), (length - self.tail.shape[1], 0)), float("-inf"))
+    # Drafting rows read the positions that were selected and a tail of recent ones, all others a tail from position 0 on.
+    lists = [s.keys.selected for s in plan]
+    widest = max([chosen.shape[-1] for chosen in lists if chosen is not None], default=0)
+    selected = torch.zeros(len(plan), layers, groups, widest, dtype=torch.int32, device=device)
+    shapes = []                                          # (rows, length, selected positions, tail), see make_plan
+    for i, (s, chosen) in enumerate(zip(plan, lists)):
+        n_selected = tail = 0
+        if chosen is not None:
+            n_selected = chosen.shape[-1]
+            tail = s.keys.length - s.keys.recent
+            selected[i, :, :, :n_selected] = chosen
+        shapes.append((len(s.tokens), s.start + len(s.tokens), n_selected, tail))
 
+    scored = [i for i, s in enumerate(plan) if s.keys.scores is not None]
+    which = torch.tensor(scored, dtype=torch.int32, device=device)
+    return graphs.Inputs(tokens, positions, new.to(device), slots, selected, which, make_plan(shapes, group).to(device))
+
+
+def fused_attend(cache, x):
+    """packed_attend for x = fused_inputs(..), in one launch a layer (kernels/attention.py).
+
+    Draft rows write their keys and values into the cache here, where verification overwrites them, and read the selected
+    positions in place. Nothing in here may wait for the device or depend on anything but tensors' contents, because it is
+    captured in a CUDA graph (kernels/graphs.py)."""
+    from kernels import attention as kernel
+    from kernels import scores as score_kernel
+
+    def attend(layer, q, k, v):
+        keys, values = cache.layers[layer]
+        keys[:, x.new] = k.transpose(0, 1)
+        values[:, x.new] = v.transpose(0, 1)
+        selected = x.selected[:, layer]
+        if not len(x.which):
+            return kernel.attention(q, keys, values, x.slots, selected, x.plan)
+        out, lse = kernel.attention(q, keys, values, x.slots, selected, x.plan, return_lse=True)
+        score_kernel.scores(q, keys, lse, x.slots, x.plan, x.which, x.scores[layer])
+        return out
+    return attend
+
+
+def keep_scores(plan, scores):
+    """Give the segments that record their scores, out of (L, B, G, T)."""
+    for i, s in enumerate(plan):
+        if s.keys.scores is not None:
+            s.keys.scores.copy_(scores[:, i, :, :s.keys.scores.shape[-1]])
+
+
+# -- how sharply heads look --------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def mass_in_top(model, tokens, fraction=0.05, rows=64):
-    """How sharply the heads look: the attention mass that the last `rows` queries of tokens (1, T) put on their own
-    `fraction` largest keys, mean over the rows. Returns (n_layer, H); 1 means that this part of the keys is all a
-    head reads. The premise of sparse attention, PillarAttn included, is that this is close to 1."""
-    c, t = model.config, tokens.shape[1]
-    out = torch.zeros(c.n_layer, c.n_head)
+    """The attention mass that the last `rows` queries of tokens (1, T) put on their own `fraction` largest keys.
+
+    Returns (n_layer, H), means over the rows; 1 means that this part of the keys is all a head reads. The premise of
+    sparse attention, PillarAttn included, is that this is close to 1."""
+    c = model.config
+    t = tokens.shape[1]
     top = max(int(fraction * t), 1)
-    seen = torch.arange(t, device=tokens.device) <= torch.arange(t - rows, t, device=tokens.device)[:, None]
+    positions = torch.arange(t, device=tokens.device)
+    seen = positions <= positions[t - rows:, None]                             # (rows, T)
     dense = dense_attend()
+    out = torch.zeros(c.n_layer, c.n_head)
 
     def attend(layer, q, k, v):
         keys = k[0].repeat_interleave(c.n_head // c.n_kv_head, dim=1)          # (T, H, D)
-        scores = torch.einsum("qhd,khd->hqk", q[0, -rows:].float(), keys.float()) / c.head_dim ** 0.5
-        probs = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        logits = torch.einsum("qhd,khd->hqk", q[0, -rows:].float(), keys.float()) / c.head_dim ** 0.5
+        probs = logits.masked_fill(~seen, float("-inf")).softmax(-1)
         out[layer] = probs.topk(top, dim=-1).values.sum(-1).mean(-1)
         return dense(layer, q, k, v)
 
-    model(tokens, torch.arange(t, device=tokens.device)[None], attend)
+    model(tokens, positions[None], attend)
     return out

@@ -3,13 +3,14 @@
     hidden = gpt(tokens, positions, attend)          # attend(layer, q, k, v) -> out
 
 RMSNorm, rotary positions (RoPE), grouped-query attention, SwiGLU; QK-norm, QKV bias and a tied head are options.
-With them the class covers the Llama-3, Qwen2 and Qwen3 families, whose Hugging Face folders `load` and `save` read and
-write. What a query may see is not decided here: `attend` is handed in. Training passes a dense causal one, decoding
-one that writes k and v into a cache and reads what the step may see (see attention.py). A method of this repository
-is a new `attend`, a new drafter, or both; the body below never changes.
+With them the class covers the Llama-3, Qwen2 and Qwen3 families, whose folders tools/checkpoints.py reads and writes.
 
-Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests, in
-decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
+What a query may see is not decided here: `attend` is handed in. Training passes a dense causal one. Decoding passes one
+that writes k and v into a cache and reads what the step may see (attention.py). A method of this repository is a new
+`attend`, a new drafter, or both; the body below never changes.
+
+Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests, in decoding;
+C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
 """
 import math
 from dataclasses import dataclass
@@ -21,6 +22,103 @@ import torch.nn.functional as F
 from minispec.core.cpu import Linear
 
 
+# -- primitives --------------------------------------------------------------------------------------------------------
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192):
+    """Llama-3.1's way to a longer context: turn (D/2,), radians a position, with the slow dimensions slowed down.
+
+    Dimensions that turn less than low_freq_factor times in the context of pretraining do it `factor` times slower. Those
+    that turn more than high_freq_factor times stay as they are. Between the two it slides."""
+    times = turn * original_max_position_embeddings / (2 * math.pi)
+    keep = ((times - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
+    return (1 - keep) * turn / factor + keep * turn
+
+
+def rope_table(config, device=None):
+    """cos and sin of every position's rotation angles, each (block_size, D), in fp32.
+
+    The first half of sin is negated, for `rotate`."""
+    half = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
+    turn = stretched(config.rope_theta ** -half, **config.rope_scaling or {})
+    angle = torch.outer(torch.arange(config.block_size, device=device).float(), turn)
+    cos = torch.cat([angle.cos(), angle.cos()], dim=-1)
+    sin = torch.cat([-angle.sin(), angle.sin()], dim=-1)
+    return cos, sin
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding of x (..., heads, D) by cos and sin (..., 1, D).
+
+    Dimension i pairs with i + D/2, so halves (a, b) become (a cos - b sin, b cos + a sin). The minus is in the table,
+    which saves an operator per layer."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class Rope(nn.Module):
+    """The table of all positions, a module without weights: positions (...) -> cos and sin (..., 1, D) for `rotate`."""
+
+    def __init__(self, config):
+        super().__init__()
+        cos, sin = rope_table(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, positions, dtype):
+        cos = self.cos[positions][..., None, :].to(dtype)
+        sin = self.sin[positions][..., None, :].to(dtype)
+        return cos, sin
+
+
+# -- a layer -----------------------------------------------------------------------------------------------------------
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)). The projections that read the same input are fused."""
+
+    def __init__(self, layer, c):
+        super().__init__()
+        self.layer = layer
+        self.config = c
+        self.norm1 = RMSNorm(c.d_model, c.norm_eps)
+        self.norm2 = RMSNorm(c.d_model, c.norm_eps)
+        self.qkv = Linear(c.d_model, (c.n_head + 2 * c.n_kv_head) * c.head_dim, bias=c.qkv_bias)
+        self.out = Linear(c.n_head * c.head_dim, c.d_model, bias=False)
+        self.gate_up = Linear(c.d_model, 2 * c.d_ff, bias=False)
+        self.down = Linear(c.d_ff, c.d_model, bias=False)
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.head_dim, c.norm_eps)
+            self.k_norm = RMSNorm(c.head_dim, c.norm_eps)
+
+    def forward(self, x, cos, sin, attend):
+        q, k, v = self.project(x, cos, sin)
+        x = x + self.out(attend(self.layer, q, k, v).flatten(-2))             # (..., H, D) -> (..., C)
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+    def project(self, x, cos, sin):
+        """(..., C) -> q (..., H, D), k and v (..., G, D), with positions applied to q and k."""
+        c = self.config
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, c.head_dim))         # (..., H + 2G, D)
+        if c.qk_norm:
+            q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], dim=-2)
+            return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+        # Without a norm in between, the heads of q and k turn in one operation.
+        qk, v = qkv.split([c.n_head + c.n_kv_head, c.n_kv_head], dim=-2)
+        q, k = rotate(qk, cos, sin).split([c.n_head, c.n_kv_head], dim=-2)
+        return q, k, v
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
 @dataclass
 class GPTConfig:
     vocab_size: int = 2048
@@ -31,13 +129,13 @@ class GPTConfig:
     head_dim: int = 64          # D
     d_ff: int = 768             # inner width of the SwiGLU feed-forward layer
     block_size: int = 10240     # longest context, in tokens
-    rope_theta: float = 500_000.0  # a large base leaves many slow dimensions, which content look-ups over 8k tokens need
-    rope_scaling: dict = None   # Llama-3.1 and later, see `stretched`
+    rope_theta: float = 500_000.0  # large: content look-ups over 8k tokens need many slow dimensions
+    rope_scaling: dict = None   # arguments of `stretched`: Llama-3.1 and later
     norm_eps: float = 1e-5
     qk_norm: bool = False       # True: Qwen3; it caps attention logits, and so how sharply a head can look
     qkv_bias: bool = False      # True: Qwen2
     tied: bool = True           # output head = token embedding
-    shift: bool = True          # a row predicts the token behind it; False: its own slot's, as some diffusion models do
+    shift: bool = True          # a row predicts the next token; False: its own slot's, as some diffusion models do
     bos_id: int = 2040
     eos_id: int = 2041
 
@@ -51,79 +149,6 @@ SIZES = {
 }
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, dim, eps):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
-
-    def forward(self, x):
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192):
-    """Llama-3's longer context: dimensions that turn (D/2,), radians a position, less than low_freq_factor times in the context
-    of pretraining do it `factor` times slower, those that turn more than high_freq_factor times stay, between them it slides."""
-    times = turn * original_max_position_embeddings / (2 * math.pi)
-    keep = ((times - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
-    return (1 - keep) * turn / factor + keep * turn
-
-
-def rope_table(config, device=None):
-    """cos and sin of every position's rotation angles, each (block_size, D), in fp32; `rotate` says why the first half of
-    sin is negated."""
-    half = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
-    turn = stretched(config.rope_theta ** -half, **config.rope_scaling or {})
-    angle = torch.outer(torch.arange(config.block_size, device=device).float(), turn)
-    return torch.cat([angle.cos(), angle.cos()], dim=-1), torch.cat([-angle.sin(), angle.sin()], dim=-1)
-
-
-def rotate(x, cos, sin):
-    """Rotary position embedding of x (..., heads, D) by cos and sin (..., 1, D): dimension i pairs with i + D/2, so
-    halves (a, b) become (a cos - b sin, b cos + a sin). The minus stands in the table: one operator less a layer."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-class Rope(nn.Module):
-    """The table of all positions, as a module without weights: positions (...) -> cos and sin (..., 1, D) for `rotate`."""
-
-    def __init__(self, config):
-        super().__init__()
-        cos, sin = rope_table(config)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def forward(self, positions, dtype):
-        return self.cos[positions][..., None, :].to(dtype), self.sin[positions][..., None, :].to(dtype)
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)). The projections that read the same input are fused."""
-
-    def __init__(self, layer, c):
-        super().__init__()
-        self.layer, self.config = layer, c
-        self.norm1, self.norm2 = RMSNorm(c.d_model, c.norm_eps), RMSNorm(c.d_model, c.norm_eps)
-        self.qkv = Linear(c.d_model, (c.n_head + 2 * c.n_kv_head) * c.head_dim, bias=c.qkv_bias)
-        self.out = Linear(c.n_head * c.head_dim, c.d_model, bias=False)
-        self.gate_up = Linear(c.d_model, 2 * c.d_ff, bias=False)
-        self.down = Linear(c.d_ff, c.d_model, bias=False)
-        if c.qk_norm:
-            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
-
-    def forward(self, x, cos, sin, attend):
-        c = self.config
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, c.head_dim))         # (..., H + 2G, D)
-        if c.qk_norm:
-            q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], dim=-2)
-            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
-        else:
-            qk, v = qkv.split([c.n_head + c.n_kv_head, c.n_kv_head], dim=-2)
-            q, k = rotate(qk, cos, sin).split([c.n_head, c.n_kv_head], dim=-2)
-        x = x + self.out(attend(self.layer, q, k, v).flatten(-2))             # (..., H, D) -> (..., C)
-        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
-
-
 class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -134,12 +159,15 @@ class GPT(nn.Module):
         self.head = Linear(c.d_model, c.vocab_size, bias=False)
         self.rope = Rope(c)
         self.apply(self._init)
+        # Tie after the initialisation: a tied head keeps the embedding's wide numbers.
         if c.tied:
             self.head.weight = self.embed.weight
 
     def _init(self, module):
-        """GPT-2's initialisation, N(0, 0.02) with the projections that write to the residual stream scaled by depth, but
-        wider embeddings: tokens that start out far apart are told apart, and so copied, earlier in training."""
+        """GPT-2's initialisation, N(0, 0.02), with two twists.
+
+        Projections that write to the residual stream are scaled by depth. Embeddings are wider, because tokens that
+        start out far apart are told apart, and so copied, earlier in training."""
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
@@ -161,10 +189,9 @@ class GPT(nn.Module):
     def forward(self, tokens, positions, attend, taps=None):
         """Final hidden states (..., C), after the last norm, of tokens (...) at positions (...).
 
-        attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D) with rotary positions already
-        applied to q and k. `taps`, a dict, asks for hidden states on the way: {layer: None} is filled with the
-        input of that layer (layer n_layer: the output of the last one, before the norm).
-        """
+        attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already applied to q
+        and k. `taps`, a dict, asks for hidden states on the way: {layer: None} is filled with the input of that layer
+        (layer n_layer: the output of the last one, before the norm)."""
         x = self.embed(tokens)
         cos, sin = self.rope(positions, x.dtype)
         for block in self.blocks:
@@ -176,11 +203,16 @@ class GPT(nn.Module):
         return self.norm(x)
 
     def features(self, tokens, positions, attend, layers=()):
-        """What a drafter reads of this model: (final hidden states (..., C), features (..., F)). The features are the inputs
-        of `layers`, side by side, or the final hidden states where none are named. Training and decoding both ask here."""
+        """What a drafter reads of this model: (final hidden states (..., C), features (..., F)).
+
+        The features are the inputs of `layers`, concatenated, or the final hidden states where no layer is named.
+        Training and decoding both ask here, so that a drafter sees the same in both."""
+        if not layers:
+            hidden = self(tokens, positions, attend)
+            return hidden, hidden
         taps = dict.fromkeys(layers)
-        hidden = self(tokens, positions, attend, taps or None)
-        return hidden, torch.cat([taps[i] for i in layers], dim=-1) if layers else hidden
+        hidden = self(tokens, positions, attend, taps)
+        return hidden, torch.cat([taps[i] for i in layers], dim=-1)
 
     def logits(self, hidden):
         """(..., C) -> (..., V)."""
