@@ -1,8 +1,9 @@
-"""What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2, what shapes of drafts are
-worth. Studies as in target.py.
+"""What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2, what
+shapes of drafts are worth. Studies as in target.py.
 
-Accepted length is tau: tokens that a round commits, its own token included, summed over all rounds and divided by their
-number. Intervals are bootstraps over prompts; differences between drafters are paired by prompt.
+Accepted length is tau: tokens that a round commits, its own token included, summed over all rounds and
+divided by their number. Intervals are bootstraps over prompts; differences between drafters are paired by
+prompt.
 """
 import os
 import statistics
@@ -21,11 +22,12 @@ NEW = 192               # most tokens of an answer
 REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others are held against
 
 
-# -- accepted lengths --------------------------------------------------------------------------------------------------------
+# -- accepted lengths ------------------------------------------------------------------------------
 
 def interval(committed, rounds, other=None, draws=2000):
-    """(low, high), 95 % of bootstrap resamples of the prompts, of tau = sum of committed (n,) / sum of rounds (n,); or, given
-    another drafter's (committed, rounds) on the same prompts, of the ratio of both taus."""
+    """(low, high), 95 % of bootstrap resamples of the prompts, of tau = sum of committed (n,) / sum of
+    rounds (n,); or, given another drafter's (committed, rounds) on the same prompts, of the ratio of both
+    taus."""
     some = np.random.default_rng(0).integers(len(rounds), size=(draws, len(rounds)))
     values = committed[some].sum(1) / rounds[some].sum(1)
     if other is not None:
@@ -35,8 +37,8 @@ def interval(committed, rounds, other=None, draws=2000):
 
 
 def accepted_lengths(engine, problems, tokenizer, temperature=0.0):
-    """Decode the problems with chains. Returns {"tau", "by_family", "by_depth", "prompts": [[committed, rounds]]}. by_depth:
-    how often draft 1, 2, .. is accepted where those before it are."""
+    """Decode the problems with chains. Returns {"tau", "by_family", "by_depth", "prompts": [[committed,
+    rounds]]}. by_depth: how often draft 1, 2, .. is accepted where those before it are."""
     requests = requests_of(problems, tokenizer, engine.model, NEW, Sampling(temperature))
     answers = [g.steps for g in engine.generate(requests)]
     committed = np.array([sum(s.committed for s in steps) for steps in answers], float)
@@ -61,7 +63,7 @@ def accepted_lengths(engine, problems, tokenizer, temperature=0.0):
     }
 
 
-# -- arms --------------------------------------------------------------------------------------------------------------------
+# -- arms ------------------------------------------------------------------------------------------
 
 def prism_arms(args, model, tokenizer):
     """Accepted lengths of the trained arms of the PRISM family, chains of 5."""
@@ -76,8 +78,8 @@ def specdiff_objectives(args, model, tokenizer):
 def compare(kind, args, model, tokenizer, temperatures):
     """Every drafter of this kind in a folder of --arms, greedy and sampled, on the same held-out problems.
 
-    Seeds of an arm are one: their tokens and rounds are added up prompt by prompt. An arm is held against the reference arm
-    with as many training prompts.
+    Seeds of an arm are one: their tokens and rounds are added up prompt by prompt. An arm is held against
+    the reference arm with as many training prompts.
     """
     if not args.arms or not os.path.isdir(args.arms):
         raise ValueError("this study compares trained drafters: --arms must be a folder with one folder each "
@@ -89,10 +91,10 @@ def compare(kind, args, model, tokenizer, temperatures):
 
     # {(arm, training prompts): one record for each seed}
     trained = {}
-    arms = [a for a in sorted(os.listdir(args.arms)) if checkpoints.kind_of(os.path.join(args.arms, a)) == kind]
-    for arm in tqdm(arms, desc=kind):
-        record = measure_arm(kind, os.path.join(args.arms, arm), args, model, tokenizer, problems, temperatures)
-        trained.setdefault(checkpoints.arm_of(arm), []).append(record)
+    folders = [os.path.join(args.arms, arm) for arm in sorted(os.listdir(args.arms))]
+    for folder in tqdm([f for f in folders if checkpoints.kind_of(f) == kind], desc=kind):
+        record = measure_arm(kind, folder, args, model, tokenizer, problems, temperatures)
+        trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append(record)
     if not trained:
         raise ValueError(f"{args.arms} holds no drafter made by train_{kind}.py")
 
@@ -119,14 +121,16 @@ def measure_arm(kind, folder, args, model, tokenizer, problems, temperatures):
     else:
         module = engine.planner.drafter.drafter
         read = module.n_params()
-    record = {"parameters": module.n_params(), "parameters_read": read, "log": checkpoints.last_record(folder)}
+    log = checkpoints.last_record(folder)
+    record = {"parameters": module.n_params(), "parameters_read": read, "log": log}
     for t in temperatures:
         record[f"at_{t:g}"] = accepted_lengths(engine, problems, tokenizer, t)
     return record
 
 
 def join_seeds(seeds, others):
-    """One record of the accepted lengths of all seeds of an arm; others: those of the reference arm, [] if there is none."""
+    """One record of the accepted lengths of all seeds of an arm; others: those of the reference arm, [] if
+    there is none."""
     committed, rounds = sum(np.array(x["prompts"]) for x in seeds).T
     tau = committed.sum() / rounds.sum()
     by_depth = zip(*(x["by_depth"] for x in seeds))                      # as far as all of them go
@@ -144,14 +148,16 @@ def join_seeds(seeds, others):
     return out
 
 
-# -- shapes of drafts --------------------------------------------------------------------------------------------------------
+# -- shapes of drafts ------------------------------------------------------------------------------
 
-CHAINS = ((3, 1, 0), (5, 1, 0), (8, 1, 0), (12, 1, 0), (16, 1, 0))      # (depth, width, drafts); no drafts: a chain
+# (depth, width, drafts that go to the target; 0: a chain)
+CHAINS = ((3, 1, 0), (5, 1, 0), (8, 1, 0), (12, 1, 0), (16, 1, 0))
 TREES = ((3, 2, 4), (3, 4, 8), (4, 3, 8), (5, 2, 8), (6, 2, 12), (8, 2, 12), (6, 3, 16), (8, 4, 32))
 
 
 def prism_trees(args, model, tokenizer):
-    """Chains and trees of the shipped drafters, one request at a time: tau, and speed-up over the autoregressive loop."""
+    """Chains and trees of the shipped drafters, one request at a time: tau, and speed-up over the
+    autoregressive loop."""
     ready = [name for name in ("eagle", "prism") if name in methods.ready(args)]
     cells = {}
     for name in ready:
@@ -161,9 +167,11 @@ def prism_trees(args, model, tokenizer):
 
 
 def specdiff_chains(args, model, tokenizer):
-    """K chains of the shipped diffusion drafter by rule and draft temperature, target greedy and at temperature 1."""
+    """K chains of the shipped diffusion drafter by rule and draft temperature, target greedy and at
+    temperature 1."""
     grid = [(1, "rejection", None), (1, "selection", None)]
-    grid += [(k, rule, t) for k in (2, 4, 8) for rule in ("selection", "walk", "rejection") for t in (0.7, 1.0)]
+    rules = ("selection", "walk", "rejection")
+    grid += [(k, rule, t) for k in (2, 4, 8) for rule in rules for t in (0.7, 1.0)]
     cells = {}
     for temperature in (0.0, 1.0):
         for k, rule, t in grid:

@@ -1,21 +1,24 @@
 """What a GPU is asked, cell by cell: `python bench.py --suite gpu` (README, "On a GPU").
 
     floors    what the device can do: bytes/s of a copy in its memory, bf16 products/s
-    kernels   attention over slot lists and scores, against those bytes; next to PyTorch's SDPA and FlexAttention on the same work
-    decode    our autoregressive loop on random weights of known shapes, against the time to read weights and cache once a
-              token, and against the loop of transformers, if it is installed; how long the device waits between two forwards
+    kernels   attention over slot lists and scores, against those bytes; next to PyTorch's SDPA
+              and FlexAttention
+    decode    our autoregressive loop on random weights of known shapes, against the time to read weights and
+              cache once a token, and against the loop of transformers, if it is installed; how long
+              the device waits between two forwards
     serving   SpecGen with long contexts and many requests, against our autoregressive loop
     system    the parts of SpecGen's system, one after the other
     methods   every method on every family by batch, against the same loop
-    bounds    what a round costs, what every drafter would get accepted, and from both the ladder of bounds by batch
+    bounds    what a round costs, what every drafter would get accepted, and from both the ladder of bounds
 
-A cell is one row of the result. Finished cells are kept, and `--minutes` ends a run between two; the same command goes on. A
-cell for which the memory is too small is noted as such, and the next one begins. With `--dry-run` all of it runs anywhere in a
-minute, on tiny shapes and, without a GPU, on the kernels' torch references: it shows that the script works, and none of its
-figures means anything.
+A cell is one row of the result. Finished cells are kept, and `--minutes` ends a run between two; the same
+command goes on. A cell for which the memory is too small is noted as such, and the next one begins. With
+`--dry-run` all of it runs anywhere in a minute, on tiny shapes and, without a GPU, on the kernels' torch
+references: it shows that the script works, and none of its figures means anything.
 
-How it is timed: warm-up first, then the median of at least five repeats by device events, with the spread. Inputs are random,
-never zeros. Between repeats a buffer larger than the cache is overwritten, so that keys come from memory as they do in decoding.
+How it is timed: warm-up first, then the median of at least five repeats by device events, with the spread.
+Inputs are random, never zeros. Between repeats a buffer larger than the cache is overwritten, so that keys
+come from memory as they do in decoding.
 """
 import contextlib
 import gc
@@ -38,7 +41,8 @@ from minispec.studies.timing import busy
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of
 
-QWEN = dict(vocab_size=151936, n_kv_head=8, head_dim=128, block_size=4096, rope_theta=1e6, norm_eps=1e-6, qk_norm=True)
+QWEN = dict(vocab_size=151936, n_kv_head=8, head_dim=128, block_size=4096, rope_theta=1e6, norm_eps=1e-6,
+            qk_norm=True)
 QWEN_1B = {**QWEN, "n_layer": 28, "n_head": 16, "d_model": 2048, "d_ff": 6144}
 QWEN_8B = {**QWEN, "n_layer": 36, "n_head": 32, "d_model": 4096, "d_ff": 12288, "tied": False}
 K, SPARSITY = 8, 0.05
@@ -51,8 +55,8 @@ class Shapes:
     matmul: int = 8192
     groups: int = 8                     # KV heads
     head_dim: int = 128
-    kernels: tuple = ((4096, 8, 4), (4096, 64, 4), (4096, 256, 4), (16384, 8, 4), (16384, 64, 4), (65536, 8, 4),
-                      (16384, 64, 1), (16384, 64, 8))
+    kernels: tuple = ((4096, 8, 4), (4096, 64, 4), (4096, 256, 4), (16384, 8, 4), (16384, 64, 4),
+                      (65536, 8, 4), (16384, 64, 1), (16384, 64, 8))
     models: dict = field(default_factory=lambda: {"Qwen3-1.7B": QWEN_1B, "Qwen3-8B": QWEN_8B})
     new_tokens: int = 128
     serving: tuple = ((8000, 32), (8000, 128), (8000, 256), (32000, 32), (32000, 64))
@@ -62,13 +66,14 @@ class Shapes:
     pairs: int = 5                      # runs of an engine
     problems: int = 8                   # of a family, for the bounds
     answer: int = 256                   # most tokens of an answer
-    grid: dict = field(default_factory=lambda: {"contexts": (64, 1024, 4096)})      # of the cost table, as measure.py has it
+    grid: dict = field(default_factory=lambda: {"contexts": (64, 1024, 4096)})      # of the cost table
 
 
 DRY = Shapes(
     copy_bytes=1 << 16, matmul=32, groups=2, head_dim=16, kernels=((64, 2, 2), (64, 3, 1)),
-    models={"tiny": {**SIZES["tiny"], "block_size": 256}}, new_tokens=32, serving=((200, 2),), system=(6, 3, 1),
-    batches=(1, 2), repeats=2, pairs=1, problems=1, answer=24, grid={"contexts": (64,), "drafts": (0, 1, 2)})
+    models={"tiny": {**SIZES["tiny"], "block_size": 256}}, new_tokens=32, serving=((200, 2),),
+    system=(6, 3, 1), batches=(1, 2), repeats=2, pairs=1, problems=1, answer=24,
+    grid={"contexts": (64,), "drafts": (0, 1, 2)})
 
 
 def on_gpu(device):
@@ -79,10 +84,11 @@ def dtype_of(device):
     return torch.bfloat16 if on_gpu(device) else torch.float32
 
 
-# -- timing --------------------------------------------------------------------------------------------------------------
+# -- timing ----------------------------------------------------------------------------------------
 
 class Clock:
-    """Seconds of a function, {"seconds": median, "range": [least, most]}: by device events on a GPU, else by the wall clock."""
+    """Seconds of a function, {"seconds": median, "range": [least, most]}: by device events on a GPU, else
+    by the wall clock."""
 
     def __init__(self, device, repeats):
         self.cuda = on_gpu(device)
@@ -109,7 +115,7 @@ class Clock:
         return begin.elapsed_time(end) / 1e3
 
 
-# -- floors and kernels --------------------------------------------------------------------------------------------------
+# -- floors and kernels ----------------------------------------------------------------------------
 
 def floors(s, clock, device):
     """A copy reads and writes every byte."""
@@ -125,7 +131,8 @@ def floors(s, clock, device):
 
 
 def batch_of(kind, context, batch):
-    """[(rows, length, selected, tail)] as make_plan takes them. In steady state one request in k + 1 verifies, the others draft."""
+    """[(rows, length, selected, tail)] as make_plan takes them. In steady state one request in k + 1
+    verifies, the others draft."""
     draft = (1, context, int(SPARSITY * context), context - 16)
     verify = (K + 1, context, 0, 0)
     full = (1, context, 0, 0)
@@ -134,13 +141,15 @@ def batch_of(kind, context, batch):
 
 
 def list_bytes(requests, groups, head_dim, width):
-    """The least that attention over these lists must move: each key and value once; indices, queries and outputs aside."""
+    """The least that attention over these lists must move: each key and value once; indices, queries and
+    outputs aside."""
     entries = sum(selected + length - tail for _, length, selected, tail in requests)
     return groups * entries * (2 * head_dim * width + 4)
 
 
 def inputs(s, requests, group, device):
-    """(q, k, v, slots, selected, plan): random numbers, slots in random order, selections in order of position."""
+    """(q, k, v, slots, selected, plan): random numbers, slots in random order, selections in order of
+    position."""
     batch = len(requests)
     rows = sum(r[0] for r in requests)
     longest = max(r[1] for r in requests)
@@ -158,7 +167,8 @@ def inputs(s, requests, group, device):
 
 
 def kernel(s, clock, device, kind, context, batch, group):
-    """One launch, or for `scores` the second pass, next to PyTorch's own attention where it can do the same work."""
+    """One launch, or for `scores` the second pass, next to PyTorch's own attention where it can do the same
+    work."""
     requests = batch_of("verify" if kind == "scores" else kind, context, batch)
     args = inputs(s, requests, group, device)
     q, k, v, slots, _, plan = args
@@ -186,7 +196,8 @@ def kernel(s, clock, device, kind, context, batch, group):
 
 
 def others(s, clock, device, requests, group):
-    """Seconds of PyTorch's attention on the same rows and contexts. Keys of each request are contiguous, which is easier."""
+    """Seconds of PyTorch's attention on the same rows and contexts. Keys of each request are contiguous,
+    which is easier."""
     n, length, _, _ = requests[0]
     batch, dtype = len(requests), dtype_of(device)
     q = torch.randn(batch, s.groups * group, n, s.head_dim, device=device).to(dtype)
@@ -206,11 +217,12 @@ def others(s, clock, device, requests, group):
     return out
 
 
-# -- the engine ----------------------------------------------------------------------------------------------------------
+# -- the engine ------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def built_in(dtype, device):
-    """What is built in the block is of this dtype from the start: an 8B model in fp32 first would take 33 GB."""
+    """What is built in the block is of this dtype from the start: an 8B model in fp32 first would take 33
+    GB."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -221,7 +233,8 @@ def built_in(dtype, device):
 
 
 def free_memory():
-    """Give back what cells have left. An engine and its planner hold each other, so `del` alone frees nothing."""
+    """Give back what cells have left. An engine and its planner hold each other, so `del` alone frees
+    nothing."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -261,8 +274,8 @@ def decode_ours(config, dtype, device, prompt, new_tokens):
 
 
 class Gaps:
-    """Wraps the engine's graphs and notes how long the device has no forward to do between two of them. The product with the
-    vocabulary, which is outside the graphs, falls into that time."""
+    """Wraps the engine's graphs and notes how long the device has no forward to do between two of them. The
+    product with the vocabulary, which is outside the graphs, falls into that time."""
 
     def __init__(self, graphs):
         self.graphs = graphs
@@ -285,13 +298,14 @@ class Gaps:
 
 
 def transformers_rate(c, dtype, device, prompt, new_tokens):
-    """Tokens/s of transformers' own loop on random weights of the same shape, less the time of the prompt and the first
-    token, as in ours. None where it is not installed."""
+    """Tokens/s of transformers' own loop on random weights of the same shape, less the time of the prompt
+    and the first token, as in ours. None where it is not installed."""
     try:
         import transformers
     except ImportError:
         return None
-    shape = {k: v for k, v in checkpoints.to_hf_config(c).items() if k not in ("architectures", "torch_dtype")}
+    ours = ("architectures", "torch_dtype")
+    shape = {k: v for k, v in checkpoints.to_hf_config(c).items() if k not in ours}
     with built_in(dtype, device):
         config = transformers.AutoConfig.for_model(**shape)
         model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
@@ -328,12 +342,14 @@ def bounds(args, model, tokenizer, s, families):
     return [{"costs": table, **ladder.analyse(traces, table, batches=s.batches)}]
 
 
-# -- cells ---------------------------------------------------------------------------------------------------------------
+# -- cells -----------------------------------------------------------------------------------------
 
 def cells(s, families, context):
-    """[(section, settings)]; what depends on nothing comes first. context: the target's; longer ones are left out."""
+    """[(section, settings)]; what depends on nothing comes first. context: the target's; longer ones are
+    left out."""
     out = [("floors", ())]
-    out += [("kernels", (kind, *shape)) for shape in s.kernels for kind in ("full", "draft", "verify", "mixed", "scores")]
+    kinds = ("full", "draft", "verify", "mixed", "scores")
+    out += [("kernels", (kind, *shape)) for shape in s.kernels for kind in kinds]
     out += [("decode", (name,)) for name in s.models]
     out += [("serving", shape) for shape in s.serving if shape[0] + 2 * s.new_tokens <= context]
     out += [("system", s.system)]
@@ -360,8 +376,9 @@ def rows_of_cell(section, settings, args, model, tokenizer, s, clock):
 
 
 def run(args, model, tokenizer, each):
-    """All cells, as rows by section, and under "out_of_memory" the cells that did not fit. None where the time was up before
-    the last one. each(about, cells, measure) -> what measure(*cell) gives, of as many cells as there was time for."""
+    """All cells, as rows by section, and under "out_of_memory" the cells that did not fit. None where the
+    time was up before the last one. each(about, cells, measure) -> what measure(*cell) gives, of as many
+    cells as there was time for."""
     s = DRY if args.dry_run else Shapes()
     clock = Clock(args.device, s.repeats)
     families = tasks.FAMILIES[:1] if args.dry_run else tasks.FAMILIES

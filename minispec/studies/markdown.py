@@ -1,10 +1,15 @@
-"""A Markdown table, and how figures are written in its cells. What was not measured (None) is an empty cell."""
+"""A Markdown table, and how figures are written in it. What was not measured (None) is an empty cell."""
 
 
 def table(head, rows):
-    """A Markdown table of a list of headings and lists of cells."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    """A Markdown table. head and every row: a text of cells with " | " between them, as `row` makes it of a
+    list."""
+    rule = row("---" for _ in head.split(" | "))
+    return "\n".join(f"| {line} |" for line in (head, rule, *rows))
+
+
+def row(cells):
+    return " | ".join(map(str, cells))
 
 
 def whole(x):
@@ -15,12 +20,12 @@ def two(x):
     return "" if x is None else f"{x:.2f}"
 
 
-def millions(n, digits=2):
-    return f"{n / 1e6:.{digits}f}M"
-
-
 def percent(share, digits=0):
     return "" if share is None else f"{100 * share:.{digits}f} %"
+
+
+def millions(n, digits=2):
+    return f"{n / 1e6:.{digits}f}M"
 
 
 def span(ends, digits=2):
@@ -33,7 +38,7 @@ def times(x):
     """The speed-up of a row, with its range if it was measured more than once."""
     if "speedup_range" not in x:
         return two(x["speedup"])
-    return f"{two(x['speedup'])} ({span(x['speedup_range'])})"
+    return f"{x['speedup']:.2f} ({span(x['speedup_range'])})"
 
 
 def same(x, of=None):

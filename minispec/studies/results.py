@@ -1,4 +1,5 @@
-"""results/: NAME.json holds what study NAME found; NAME.part, the finished cells of one that was interrupted."""
+"""results/: NAME.json holds what study NAME found; NAME.part, the finished cells of one that was
+interrupted."""
 import os
 import platform
 import sys
@@ -36,7 +37,8 @@ def device_name():
 
 
 def write(name, result, seconds, device=None):
-    """Write NAME.json with what is needed to repeat it, and remove NAME.part. device: what was measured, if not this CPU."""
+    """Write NAME.json with what is needed to repeat it, and remove NAME.part. device: what was measured, if
+    not this CPU."""
     os.makedirs(FOLDER, exist_ok=True)
     write_json(path(name + ".json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
@@ -61,8 +63,9 @@ def read(name, folder=None):
 
 
 def resumable(name, about, cells, measure, until=None):
-    """[measure(*cell) for every cell]. Each is kept in NAME.part when it is done, and taken from there if an interrupted run
-    with the same settings (`about`) has left it. No cell begins after `until`, by time.monotonic."""
+    """[measure(*cell) for every cell]. Each is kept in NAME.part when it is done, and taken from there if
+    an interrupted run with the same settings (`about`) has left it. No cell begins after `until`, by
+    time.monotonic."""
     part, done = path(name + ".part"), []
     if os.path.exists(part):
         saved = read_json(part)
@@ -82,8 +85,9 @@ def resumable(name, about, cells, measure, until=None):
 
 
 def each_kept(name, args, model, more):
-    """each(cells, measure) -> [measure(*cell)] for a long study that goes on where it was interrupted, if its settings, the
-    target, the machine and `more` are the same. Runs that write no result keep no cells either."""
+    """each(cells, measure) -> [measure(*cell)] for a long study that goes on where it was interrupted, if
+    its settings, the target, the machine and `more` are the same. Runs that write no result keep no cells
+    either."""
     about = {
         **more,
         "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")},

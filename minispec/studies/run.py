@@ -4,7 +4,8 @@
     trace       what every drafter would get accepted at every position          -> results/traces.jsonl
     run         how fast every method is, next to plain decoding of the same batch
 
-`bounds` (ladder.py) computes what is possible from the first two, and holds it against the third. Studies as in target.py.
+`bounds` (ladder.py) computes what is possible from the first two, and holds it against the third. Studies
+as in target.py.
 """
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from minispec import cdlm
+from minispec.bounds import by_workload
 from minispec.core.engine import Request
 from minispec.data import prompts, tasks, traces
 from minispec.studies import cdlm as diffusion
@@ -26,26 +28,29 @@ NEW = 160               # most tokens of an answer
 FIRST = 800             # seed of the first held-out problem used here
 REPEATS = 3             # runs in turn where one request at a time, or a mix, is timed; the middle one counts
 
-# Batches of a family: (requests at once, kind, how many of its problems). "copies" are clones of one request, as in 2601.11580.
+# Batches of a family: (requests at once, kind, how many of its problems). "copies" are clones of one
+# request, as in 2601.11580.
 BATCHES = ((1, "different", 4), (4, "different", 8), (16, "different", 16), (16, "copies", 1))
 MIXED = ((1, 12), (4, 12), (16, 24))
 
 
-# -- profile -----------------------------------------------------------------------------------------------------------------
+# -- profile ---------------------------------------------------------------------------------------
 
 def profile(args, model, tokenizer):
-    """What a round costs on this machine, by rows, drafts and context; and how often drafters are right, on problems that are
-    used nowhere else. Without --quick also results/costs.json."""
+    """What a round costs on this machine, by rows, drafts and context; and how often drafters are right, on
+    problems that are used nowhere else. Without --quick also results/costs.json."""
     small = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else {}
     drafters = methods.chain_drafters(model, args, DEEPEST)
     table, report = measure.cost_table(model, drafters, progress=tqdm, **small)
 
     n = 1 if args.quick else 2
     problems = [tasks.make(f, 600 + i, "heldout") for f in tasks.FAMILIES for i in range(n)]
-    answers = methods.make_engine("ar", model, args, 16).generate(requests_of(problems, tokenizer, model, NEW))
+    engine = methods.make_engine("ar", model, args, 16)
+    answers = engine.generate(requests_of(problems, tokenizer, model, NEW))
     texts = [(g.prompt_ids, g.token_ids) for g in answers]
     # Prompt lookup is left out, because it says itself what it expects.
-    table["accept"] = {name: measure.acceptance(d, model, texts) for name, d in drafters.items() if name != "ngram"}
+    table["accept"] = {name: measure.acceptance(d, model, texts)
+                       for name, d in drafters.items() if name != "ngram"}
     table["about"] = {
         "device": results.device_name(),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -62,16 +67,16 @@ def hardware_rates(model, entry):
     """Bytes/s and operations/s that the coefficients of a fit imply; None where a term costs nothing."""
     c = model.config
     width = 4 if model.dtype == torch.float32 else 2
-    kv_bytes = traces.kv_bytes_per_token(c.n_layer, c.n_kv_head, c.head_dim, width)
-    rates = traces.implied_rates(entry, kv_bytes, width * model.n_params(), 2 * model.n_params())
+    kv_bytes = measure.kv_bytes_per_token(c.n_layer, c.n_kv_head, c.head_dim, width)
+    rates = measure.implied_rates(entry, kv_bytes, width * model.n_params(), 2 * model.n_params())
     return {name: rate if rate < 1e30 else None for name, rate in rates.items()}
 
 
-# -- workloads ---------------------------------------------------------------------------------------------------------------
+# -- workloads -------------------------------------------------------------------------------------
 
 def family_requests(tokenizer, model, n, data=None):
-    """{"family/i": request}: the held-out problems on which outputs are frozen, traced and timed, the i-th of each family in
-    turn. With a folder of real prompts also questions of GSM8K."""
+    """{"family/i": request}: the held-out problems on which outputs are frozen, traced and timed, the i-th
+    of each family in turn. With a folder of real prompts also questions of GSM8K."""
     problems = {f: [tasks.make(f, FIRST + i, "heldout") for i in range(n)] for f in tasks.FAMILIES}
     if data:
         problems["gsm8k"] = prompts.load_named("gsm8k", data)[:n]
@@ -80,8 +85,9 @@ def family_requests(tokenizer, model, n, data=None):
 
 
 def workload_requests(args, model, tokenizer):
-    """({"block/i": request}, {"block/i": problem}) of --workload: a family, a file of prompts known by name, or any other file;
-    its blocks in turn. A second turn, "block/i/2", is asked after the target's own greedy answer, which every method gives."""
+    """({"block/i": request}, {"block/i": problem}) of --workload: a family, a file of prompts known by
+    name, or any other file; its blocks in turn. A second turn, "block/i/2", is asked after the target's own
+    greedy answer, which every method gives."""
     n = 4 if args.quick else 16
     name = args.workload
     if name in tasks.FAMILIES:
@@ -123,11 +129,11 @@ def cells_of(requests, mixed):
     return cells
 
 
-# -- trace -------------------------------------------------------------------------------------------------------------------
+# -- trace -----------------------------------------------------------------------------------------
 
 def trace(args, model, tokenizer):
-    """What every drafter would get accepted at every position of one frozen greedy output. Without --quick also
-    results/traces.jsonl."""
+    """What every drafter would get accepted at every position of one frozen greedy output. Without --quick
+    also results/traces.jsonl."""
     requests = family_requests(tokenizer, model, 2 if args.quick else 16, args.data)
     generations = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
     texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(requests, generations)}
@@ -135,25 +141,25 @@ def trace(args, model, tokenizer):
     some = measure.traces_of(drafters, model, texts, DEEPEST, tqdm)
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
-    children = {name: measure.child_rates(d, list(texts.values())) for name, d in drafters.items()}
-    accepted = {w: ladder.statistics(t, list(drafters), 8) for w, t in ladder.by_workload(some).items()}
+    accepted = {w: ladder.statistics(t, list(drafters), 8) for w, t in by_workload(some).items()}
     return {
         "k_max": DEEPEST,
         "k": 8,
         "requests": len(texts),
         "accept": accepted,
-        "children": {name: rates for name, rates in children.items() if rates},
     }
 
 
-# -- run ---------------------------------------------------------------------------------------------------------------------
+# -- run -------------------------------------------------------------------------------------------
 
 def run(args, model, tokenizer):
-    """Every method on every family and on all mixed, by batch, next to the autoregressive loop of the same batch and dtype.
+    """Every method on every family and on all mixed, by batch, next to the autoregressive loop of the same
+    batch and dtype.
 
-    In a cell all methods run in turn; one request at a time and the mixed workload REPEATS times, of which the middle one
-    counts. Copies are for methods that have a trace. The diffusion models, which give answers of their own and so are compared
-    by tokens/s, run once; `dlm`, a whole forward a token, gets one request of each family.
+    In a cell all methods run in turn; one request at a time and the mixed workload REPEATS times, of which
+    the middle one counts. Copies are for methods that have a trace. The diffusion models, which give
+    answers of their own and so are compared by tokens/s, run once; `dlm`, a whole forward a token, gets one
+    request of each family.
     """
     if args.workload:
         requests, problems = workload_requests(args, model, tokenizer)
@@ -186,7 +192,8 @@ def run(args, model, tokenizer):
 
 
 def suitable(args, model):
-    """Of the methods that are ready, those for this target. A drafter of another one is left out with a line that says so."""
+    """Of the methods that are ready, those for this target. A drafter of another one is left out with a
+    line that says so."""
     out = []
     for name in methods.ready(args) + methods.diffusion_ready(args):
         try:
@@ -242,7 +249,8 @@ def middle(runs):
 
 
 def rows_of(timed, about):
-    """The rows of a cell, one for each method. about: what they have in common, with the "ids" that were asked."""
+    """The rows of a cell, one for each method. about: what they have in common, with the "ids" that were
+    asked."""
     plain = middle(timed["ar"])
     plain_price = plain.seconds / tokens_of(plain.generations)
     rows = []
@@ -289,10 +297,11 @@ def solved(problems, generations, tokenizer):
     return [sum(known), len(known)]
 
 
-# -- diffusion models ----------------------------------------------------------------------------------------------------------
+# -- diffusion models ------------------------------------------------------------------------------
 
 def cdlm_accuracy(args, model, tokenizer):
     """The study of studies/cdlm.py, kept row by row, because it takes long."""
     folders = {name: folder for name, (_, folder) in cdlm.METHODS.items()}
     prints = {name: checkpoints.fingerprint(checkpoints.load(folder)) for name, folder in folders.items()}
-    return diffusion.cdlm_accuracy(args, model, tokenizer, results.each_kept("cdlm_accuracy", args, model, prints))
+    each = results.each_kept("cdlm_accuracy", args, model, prints)
+    return diffusion.cdlm_accuracy(args, model, tokenizer, each)

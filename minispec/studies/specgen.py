@@ -1,5 +1,5 @@
-"""What bench.py measures of SpecGen: attention mass and what a selection catches of it, accepted drafts, long contexts, the
-parts of the system. Studies as in target.py."""
+"""What bench.py measures of SpecGen: attention mass and what a selection catches of it, accepted drafts,
+long contexts, the parts of the system. Studies as in target.py."""
 import statistics
 
 import torch
@@ -8,29 +8,32 @@ from tqdm import tqdm
 from minispec.core.attention import mass_in_top
 from minispec.core.engine import Engine
 from minispec.data import tasks
-from minispec.specgen import SCHEDULES, SpecGen, measure_costs, predicted_speedup
+from minispec.specgen import SCHEDULES, SpecGen, predicted_speedup
+from minispec.studies.sparse import Compared, measure_costs
 from minispec.studies.timing import identical, iteration_seconds, race, ratio
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, schedule_view
 
 K = 8                   # drafts a round
 NEW = 96                # tokens of an answer where throughput is measured
-SERVING = ((1000, 1), (8192, 1), (1000, 8), (4000, 8), (8192, 8), (1000, 16), (4000, 16))      # (context, requests)
+# (context, requests)
+SERVING = ((1000, 1), (8192, 1), (1000, 8), (4000, 8), (8192, 8), (1000, 16), (4000, 16))
 
 
 def warm_requests(tokenizer, model, context, new_tokens, n):
-    """n held-out `trace` problems entered in the middle: the prompt and the first part of the reference chain, `context`
-    tokens in all, are given. A long context is reached in seconds, and all methods continue the same text."""
+    """n held-out `trace` problems entered in the middle: the prompt and the first part of the reference
+    chain, `context` tokens in all, are given. A long context is reached in seconds, and all methods
+    continue the same text."""
     size = tasks.lines_for(context + 2 * new_tokens)
     problems = [tasks.make("trace", i, "heldout", size) for i in range(n)]
     return requests_of(problems, tokenizer, model, new_tokens, warm=context)
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 class Captured(SpecGen):
-    """SpecGen that notes, at every verification, how much of the attention mass on cached positions the round's selection
-    had caught: (context, share) in engine.notes."""
+    """SpecGen that notes, at every verification, how much of the attention mass on cached positions the
+    round's selection had caught: (context, share) in engine.notes."""
 
     def __init__(self, *settings):
         super().__init__(*settings)
@@ -48,8 +51,9 @@ class Captured(SpecGen):
 
 
 def attention(args, model, tokenizer):
-    """Attention mass each layer's heads put on their own top 5 % of keys, at 2,000 and 4,000 tokens; and what SpecGen's
-    selection of 5 % catches of it along a chain: [context, mean over the rounds of its hundred, rounds]."""
+    """Attention mass each layer's heads put on their own top 5 % of keys, at 2,000 and 4,000 tokens; and
+    what SpecGen's selection of 5 % catches of it along a chain: [context, mean over the rounds of its
+    hundred, rounds]."""
     mass = {}
     for context in (2000, 4000):
         requests = warm_requests(tokenizer, model, context, 64, 2 if args.quick else 8)
@@ -59,12 +63,14 @@ def attention(args, model, tokenizer):
             "heads": some.mean(0).tolist(),
             "mean": some.mean().item(),
         }
-    captured = {select: captured_along(select, args, model, tokenizer) for select in ("ahead", "pillar", "window")}
+    selections = ("ahead", "pillar", "window")
+    captured = {select: captured_along(select, args, model, tokenizer) for select in selections}
     return {"mass": mass, "captured": captured}
 
 
 def captured_along(select, args, model, tokenizer):
-    """[[context, mean share of the mass caught, rounds]] by hundreds of tokens of context, for one way to select."""
+    """[[context, mean share of the mass caught, rounds]] by hundreds of tokens of context, for one way to
+    select."""
     n, lines = (1, 20) if args.quick else (4, 100)
     problems = [tasks.make("trace", i, "heldout", lines) for i in range(n)]
     engine = Engine(model, lambda e: Captured(e, K, 0.05, 64, 0.0, select), 4)
@@ -77,11 +83,11 @@ def captured_along(select, args, model, tokenizer):
     return [[context, statistics.mean(some), len(some)] for context, some in sorted(hundreds.items())]
 
 
-# -- acceptance --------------------------------------------------------------------------------------------------------------
+# -- acceptance ------------------------------------------------------------------------------------
 
 def acceptance(args, model, tokenizer):
-    """SpecGen on long chains: accepted drafts and tau by selection, budget s, share of newest positions and k, at contexts
-    of 4,000 tokens and more. One setting varies at a time."""
+    """SpecGen on long chains: accepted drafts and tau by selection, budget s, share of newest positions and
+    k, at contexts of 4,000 tokens and more. One setting varies at a time."""
     n, new = (2, 64) if args.quick else (8, 160)
     cells = [(select, K, 0.05, 0.0) for select in ("oracle", "ahead", "pillar", "shared", "window", "random")]
     if not args.quick:
@@ -94,7 +100,7 @@ def acceptance(args, model, tokenizer):
 
     rows = []
     for select, k, sparsity, recent_share in tqdm(cells, desc="acceptance"):
-        engine = Engine(model, lambda e: SpecGen(e, k, sparsity, 0, recent_share, select), n)
+        engine = Engine(model, lambda e: Compared(e, k, sparsity, 0, recent_share, select), n)
         generations = engine.generate(warm_requests(tokenizer, model, 4000, new, n))
         # Rounds that the schedule or the end of the answer cut short are left out.
         rounds = [[s for s in g.steps if s.proposed == k] for g in generations]
@@ -113,11 +119,12 @@ def acceptance(args, model, tokenizer):
     return {"context": 4000, "requests": n, "new_tokens": new, "rows": rows}
 
 
-# -- serving -----------------------------------------------------------------------------------------------------------------
+# -- serving ---------------------------------------------------------------------------------------
 
 def serving(args, model, tokenizer):
-    """SpecGen where it should win: several requests with long contexts. Speed-up over the autoregressive loop of the same
-    batch (the faster dtype), and what the cost model predicts from timings of single steps (for the same dtype)."""
+    """SpecGen where it should win: several requests with long contexts. Speed-up over the autoregressive
+    loop of the same batch (the faster dtype), and what the cost model predicts from timings of single steps
+    (for the same dtype)."""
     half = checkpoints.load(args.model, args.device, torch.bfloat16)
     targets = {"float32": model, "bfloat16": half}
     rows = []
@@ -147,8 +154,9 @@ def serving_rows(targets, args, tokenizer, context, batch, pairs, new=NEW):
 
 
 def against_prediction(run, plain, target, args, context, batch, new):
-    """What SpecGen did next to plain decoding in the same dtype, and what the cost model says that it should do. The model's
-    terms are timed step by step and without CUDA graphs, so where graphs run there is no prediction."""
+    """What SpecGen did next to plain decoding in the same dtype, and what the cost model says that it
+    should do. The model's terms are timed step by step and without CUDA graphs, so where graphs run there
+    is no prediction."""
     rates, engine, generations = run
     plain_rates, plain_engine, plain_generations = plain
     accepted = statistics.mean(s.accepted for g in generations for s in g.steps if s.proposed == K)
@@ -169,7 +177,7 @@ def against_prediction(run, plain, target, args, context, batch, new):
     return {**out, **costs}
 
 
-# -- the system --------------------------------------------------------------------------------------------------------------
+# -- the system ------------------------------------------------------------------------------------
 
 STAGES = {              # {stage: (method, settings)}
     "autoregressive, reserve": ("ar", {}),
@@ -183,7 +191,8 @@ STAGES = {              # {stage: (method, settings)}
 
 
 def scheduler(args, model, tokenizer):
-    """The parts of SpecGen's system, one after the other; and how even the forwards are with 40 requests in steady state."""
+    """The parts of SpecGen's system, one after the other; and how even the forwards are with 40 requests in
+    steady state."""
     n, lines, repeats = (4, 8, 1) if args.quick else (8, 50, 2)
     stages = cumulative(args, model, tokenizer, n, lines, repeats)
     return {**stages, "evenness": evenness(args, model, tokenizer, 8 if args.quick else 40)}
@@ -196,7 +205,8 @@ def cumulative(args, model, tokenizer, n, lines, repeats):
 
     def build(method, changes):
         settings = methods.settings(**{**vars(args), "cache_tokens": demand // 2, **changes})
-        return lambda: (methods.make_engine(method, model, settings, n), requests_of(problems, tokenizer, model))
+        return lambda: (methods.make_engine(method, model, settings, n),
+                        requests_of(problems, tokenizer, model))
 
     runs = race({stage: build(*cell) for stage, cell in STAGES.items()}, repeats, "scheduler", warm_up=False)
     plain_rates, _, plain = runs["autoregressive, reserve"]

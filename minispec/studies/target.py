@@ -1,7 +1,8 @@
-"""What bench.py measures of the shipped target: which problems it solves, and whether every method gives its very output.
+"""What bench.py measures of the shipped target: which problems it solves, and whether every method gives
+its very output.
 
-A study is a function (settings, target, tokenizer) -> a dict that JSON can hold. `--quick` is a tenth of the work. tables.py and
-figures.py say how each one is shown.
+A study is a function (settings, target, tokenizer) -> a dict that JSON can hold. `--quick` is a tenth of
+the work. tables.py and figures.py say how each one is shown.
 """
 import statistics
 
@@ -19,7 +20,8 @@ NOISE_TOKENS = 360          # length of the chains that row_count_noise reads
 
 
 def accuracy(args, model, tokenizer):
-    """Share of held-out problems solved, greedy, at the trained difficulty; and `trace` with chains of 4,000 tokens."""
+    """Share of held-out problems solved, greedy, at the trained difficulty; and `trace` with chains of
+    4,000 tokens."""
     n = 20 if args.quick else 200
     cells = [(family, family, None, n) for family in tasks.FAMILIES]
     cells.append((LONG, "trace", 4000 // tasks.TOKENS_PER_LINE, n // 4))
@@ -46,8 +48,8 @@ def accuracy(args, model, tokenizer):
 
 
 def lossless(args, model, tokenizer):
-    """Greedy output against autoregressive output on held-out prompts of all families: identical in fp32; in bf16, where
-    the number of rows changes rounding, a first difference must sit at a near-tie."""
+    """Greedy output against autoregressive output on held-out prompts of all families: identical in fp32;
+    in bf16, where the number of rows changes rounding, a first difference must sit at a near-tie."""
     per_family = 4 if args.quick else 20
     problems = [tasks.make(f, 1000 + i, "heldout") for f in tasks.FAMILIES for i in range(per_family)]
 
@@ -76,7 +78,8 @@ def lossless(args, model, tokenizer):
 
 @torch.inference_mode()
 def row_count_noise(model, tokenizer):
-    """Largest difference of a logit between feeding a held-out chain one row at a time and nine rows at a time."""
+    """Largest difference of a logit between feeding a held-out chain one row at a time and nine rows at a
+    time."""
     n = NOISE_TOKENS
     largest = 0.0
     for seed in range(4):

@@ -1,4 +1,5 @@
-"""How the studies time engines: in turn, in one process, after a warm-up, so that a slow minute of the machine slows all."""
+"""How the studies time engines: in turn, in one process, after a warm-up, so that a slow minute of the
+machine slows all."""
 import statistics
 
 from tqdm import tqdm
@@ -19,7 +20,8 @@ def phases(engine):
 
 
 def iteration_seconds(engine):
-    """Medians over the iterations without prompts: seconds of one, and what of it is neither drafting nor verifying."""
+    """Medians over the iterations without prompts: seconds of one, and what of it is neither drafting nor
+    verifying."""
     spent = [i["seconds"] for i in engine.iterations if not i["prefill"]]
     whole = statistics.median(sum(s.values()) for s in spent)
     host = statistics.median(s["sample"] + s["overhead"] for s in spent)
@@ -27,8 +29,8 @@ def iteration_seconds(engine):
 
 
 def race(cells, repeats, desc, warm_up=True):
-    """Run cells {name: function that returns (engine, fresh requests)} in turn, `repeats` times after one warm-up.
-    Returns {name: ([decoded tokens/s of every repeat], last engine, last generations)}."""
+    """Run cells {name: function that returns (engine, fresh requests)} in turn, `repeats` times after one
+    warm-up. Returns {name: ([decoded tokens/s of every repeat], last engine, last generations)}."""
     rates, last = {name: [] for name in cells}, {}
     for repeat in tqdm(range(repeats + warm_up), desc=desc):
         for name, build in cells.items():
