@@ -117,12 +117,9 @@ def measure_arm(kind, folder, args, model, tokenizer, problems, temperatures):
     engine = methods.make_engine(kind, model, settings, 16)
     if kind == "prism":
         module = engine.planner.drafter.prism
-        read = sum(p.numel() for p in module.bank[0].parameters())       # a draft step reads one module
     else:
         module = engine.planner.drafter.drafter
-        read = module.n_params()
-    log = checkpoints.last_record(folder)
-    record = {"parameters": module.n_params(), "parameters_read": read, "log": log}
+    record = {"parameters": module.n_params(), "log": checkpoints.last_record(folder)}
     for t in temperatures:
         record[f"at_{t:g}"] = accepted_lengths(engine, problems, tokenizer, t)
     return record

@@ -60,7 +60,6 @@ def attention(args, model, tokenizer):
         some = torch.stack([mass_in_top(model, torch.tensor([r.tokens]), 0.05) for r in requests])
         mass[str(context)] = {
             "layers": some.mean((0, 2)).tolist(),
-            "heads": some.mean(0).tolist(),
             "mean": some.mean().item(),
         }
     selections = ("ahead", "pillar", "window")
@@ -163,7 +162,6 @@ def against_prediction(run, plain, target, args, context, batch, new):
     out = {
         "accepted": accepted,
         "own_speedup": statistics.median(rates) / statistics.median(plain_rates),
-        "phase_seconds": dict(engine.seconds),
         "identical": identical(plain_generations, generations),
     }
     if engine.graphs:

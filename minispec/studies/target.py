@@ -27,22 +27,16 @@ def accuracy(args, model, tokenizer):
     cells.append((LONG, "trace", 4000 // tasks.TOKENS_PER_LINE, n // 4))
 
     rows = {}
-    for name, family, size, count in cells:
+    for name, family, size, count in tqdm(cells, desc="accuracy"):
         problems = [tasks.make(family, i, "heldout", size) for i in range(count)]
         engine = methods.make_engine("ar", model, args, 16 if size else 32)
-        requests = requests_of(problems, tokenizer, model)
-        with tqdm(total=count, desc=name) as bar:
-            for request, _ in engine.stream(requests):
-                bar.update(int(request.finished))
-        generations = [r.generation for r in requests]
+        generations = engine.generate(requests_of(problems, tokenizer, model))
         right = sum(verdict(p, g, tokenizer) for p, g in zip(problems, generations))
         rows[name] = {
             "size": [size, size] if size else list(tasks.SIZES[family]),
             "problems": count,
-            "correct": right,
             "accuracy": right / count,
             "mean_tokens": statistics.mean(len(g.token_ids) for g in generations),
-            "finished": sum(g.finish == "stop" for g in generations),
         }
     return {"families": rows, "mean": statistics.mean(rows[f]["accuracy"] for f in tasks.FAMILIES)}
 
