@@ -102,10 +102,11 @@ def train_toy(script, folder, out, *args):
         return [json.loads(line) for line in f]
 
 
-def on_a_terminal(command):
+def on_a_terminal(command, **env):
     """What the command, which must succeed, shows on a terminal: bytes."""
     leader, follower = pty.openpty()
-    p, shown = subprocess.Popen(command, cwd=ROOT, stdout=follower, stderr=follower), b""
+    p = subprocess.Popen(command, cwd=ROOT, stdout=follower, stderr=follower, env={**os.environ, **env})
+    shown = b""
     os.close(follower)
     with contextlib.suppress(OSError):                  # the way a closed terminal says that it is
         while chunk := os.read(leader, 4096):

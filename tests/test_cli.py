@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
-from conftest import DRAFT, ROOT, TARGET, on_a_terminal, toy_model
+from conftest import DRAFT, ROOT, TARGET, on_a_terminal, run_script, toy_model
 
-from minispec.tools import checkpoints
+import decode as decode_script
+from minispec.core.engine import Generation
+from minispec.tools import answers, checkpoints
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 
@@ -104,7 +107,8 @@ def test_output_path_is_checked_before_the_work(toy, tmp_path):
 
 
 FIELDS = {"method", "device", "dtype", "new_tokens", "seconds", "tokens_per_second", "tau", "acceptance_by_position", "phase_seconds", "correct",
-          "ar_tokens_per_second", "speedup", "identical", "tie_gap"}
+          "prompt_tokens", "prefill_tokens_per_second", "time_to_first_token", "decode_tokens_per_second",
+          "ar_tokens_per_second", "ar_decode_tokens_per_second", "speedup", "speedup_end_to_end", "identical", "tie_gap"}
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft", "specgen"])
@@ -140,6 +144,89 @@ def test_streams_and_is_seeded(toy):
 def test_colours_on_a_terminal_only(toy):
     shown = on_a_terminal([*COMMAND, "--model", str(toy), "--method", "specgen", "--prompt", "hi", "--max-new-tokens", "30"])
     assert b"legend:" in shown and b"\033[32m" in shown
+
+
+def test_no_color_is_honoured(toy):
+    shown = on_a_terminal([*COMMAND, "--model", str(toy), "--method", "ngram", "--prompt", "hi", "--max-new-tokens", "30"], NO_COLOR="1")
+    assert b"\033" not in shown and b"tokens/s" in shown
+
+
+def test_control_characters_reach_no_terminal(toy, capsys):
+    """Neither those of a prompt nor those of an answer: a model may write what a terminal obeys."""
+    run_script(decode_script, "--model", toy, "--prompt", "a\x1b[2Jb\x9b\r", "--max-new-tokens", 2)
+    assert capsys.readouterr().out.startswith("a\\x1b[2Jb\\x9b\\x0d\n")
+    tokenizer = Tokenizer.load(TARGET)
+    ids = tokenizer.encode("x\x1b]0;title\x07\ty\n")
+    decode_script.Printer(tokenizer, True)(ids, ["draft"] * len(ids), last=True)
+    shown = capsys.readouterr().out.replace("\033[32m", "").replace("\033[0m", "")
+    assert shown == "x\\x1b]0;title\\x07\ty\n"
+
+
+def test_a_closed_pipe_ends_silently(toy):
+    """As in `| head -1`: the reader takes the first line and goes."""
+    command = [*COMMAND, "--model", str(toy), "--prompt", "first\nsecond", "--max-new-tokens", "450"]
+    p = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert p.stdout.readline() == b"first\n"
+    p.stdout.close()
+    assert p.stderr.read() == b"" and p.wait(60) == 128 + signal.SIGPIPE
+
+
+def test_several_problems_one_after_the_other(toy, capsys):
+    """Every prompt and every verdict is shown, and every separator begins a line."""
+    run_script(decode_script, "--model", toy, "--task", "arith", "--n", 3, "--max-new-tokens", 7)
+    shown = capsys.readouterr().out
+    lines = shown.split("\n")
+    assert [line for line in lines if "---" in line] == [f"--- {i} of 3" for i in (1, 2, 3)]
+    places = [shown.index(tasks.make("arith", i, "heldout").prompt) for i in range(3)]
+    assert places == sorted(places)
+    assert lines.count("answer: wrong") == 3 and "answer: 0 of 3 correct" in lines
+
+
+def test_prefill_and_decoding_are_reported_apart(toy, tmp_path, capsys):
+    out = tmp_path / "o.json"
+    for method, batch in (("ngram", 1), ("specgen", 2)):
+        run_script(decode_script, "--model", toy, "--method", method, "--task", "arith", "--n", 2, "--batch", batch, "--max-new-tokens", 20,
+                   "--compare", "--json", out, "--quiet")
+        d = json.loads(out.read_text())
+        prefill = d["phase_seconds"]["prefill"]
+        assert d["prompt_tokens"] == sum(len(r["prompt_token_ids"]) for r in d["requests"])
+        assert d["prefill_tokens_per_second"] == pytest.approx(d["prompt_tokens"] / prefill)
+        assert d["decode_tokens_per_second"] == pytest.approx((d["new_tokens"] - 2) / (d["seconds"] - prefill))
+        assert d["speedup"] == pytest.approx(d["decode_tokens_per_second"] / d["ar_decode_tokens_per_second"])
+        assert d["speedup_end_to_end"] == pytest.approx(d["tokens_per_second"] / d["ar_tokens_per_second"])
+        assert 0 < d["time_to_first_token"] < d["seconds"]
+        shown = capsys.readouterr().out
+        for text in ("prompt tokens", "first token after", "decoding: ", "x in decoding, ", "x end to end"):
+            assert text in shown
+
+
+def test_rates_of_the_phases_are_what_they_say():
+    """100 prompt tokens in 2 s, then 9 + 19 tokens in 7 s; 50 of 150 prefilled rows were read again after preemption."""
+    generations = [Generation([0] * 60, [1] * 10), Generation([0] * 40, [1] * 20)]
+    engine = SimpleNamespace(seconds={"prefill": 3.0, "draft": 2.0, "verify": 3.0, "other": 1.0, "capture": 50.0}, iterations=[{"prefill": 100}, {"prefill": 50}])
+    rates = answers.phase_rates(generations, engine)
+    assert rates == {"prompt_tokens": 100, "prefill_tokens_per_second": 50.0, "decode_tokens_per_second": 4.0}
+    one = answers.phase_rates([Generation([0] * 60, [1])], SimpleNamespace(seconds={"prefill": 3.0, "other": 0.1}, iterations=[{"prefill": 60}]))
+    assert one["decode_tokens_per_second"] is None                      # the only token came out of prefill
+
+
+def test_results_are_not_written_among_weights(toy, tmp_path):
+    """Named like the weights or not, and not over an input."""
+    weights = os.path.join(toy, "model.safetensors")
+    before = open(weights, "rb").read()
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"prompt": "a"}\n')
+    for path, message in ((weights, "is a model folder"), (toy / "out.json", "is a model folder"), (questions, "it is an input")):
+        with pytest.raises(ValueError, match=f"cannot write {path}: .*{message}"):
+            run_script(decode_script, "--model", toy, "--prompts", questions, "--max-new-tokens", 2, "--json", path)
+    assert open(weights, "rb").read() == before and questions.read_text() == '{"prompt": "a"}\n'
+
+
+def test_help_groups_options_and_shows_examples():
+    shown = decode("--help").stdout
+    for heading in ("what to solve", "answers:", "output:", "method and model:", "self-speculation: specgen:", "diffusion models: cdlm, dlm:"):
+        assert heading in shown
+    assert "python decode.py --method specgen --compare" in shown
 
 
 def test_interrupt_keeps_the_text_and_exits_130(tmp_path):
