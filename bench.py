@@ -1,18 +1,17 @@
 """Measure, write results/*.json, and render the tables of README.md and docs/ from them.
 
-    python bench.py                      # every method: where its time goes, how far it is from what is possible
-    python bench.py accuracy --quick     # one study, a tenth of the work: does it run here?
-    python bench.py bounds --traces T.jsonl --cost C.json     # what is possible with accept lengths and prices of your own
+    python bench.py                     # every method: where its time goes, and what would be possible
+    python bench.py accuracy --quick    # one study, a tenth of the work: does it run here?
+    python bench.py bounds --traces T.jsonl --cost C.json      # what is possible, from files of your own
 
-    python bench.py all --force          # all studies again, about an hour and a half on 2 CPU cores
-    python bench.py --workload FILE      # the methods on your own prompts (minispec/data/prompts.py), nothing is written
-    python bench.py --suite gpu --device cuda                 # a GPU's figures; the same command goes on until it is done
-    python bench.py report               # only render tables and figures
+    python bench.py all --force         # all studies again, about an hour and a half on 2 CPU cores
+    python bench.py --workload FILE     # the methods on your own prompts (minispec/data/prompts.py)
+    python bench.py --suite gpu --device cuda                  # a GPU's figures; run again until it is done
+    python bench.py report              # only render tables and figures
 
-A study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` and `cdlm_accuracy` go on
-cell by cell.
+A study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` and
+`cdlm_accuracy` go on cell by cell.
 """
-import contextlib
 import glob
 import os
 import re
@@ -26,7 +25,7 @@ from minispec import cdlm
 from minispec.data import prompts, tasks, traces
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import figures, gpu, ladder, results
-from minispec.studies.cdlm import arms_of, cdlm_blocks, cdlm_curves, cdlm_losses, cdlm_speed
+from minispec.studies.cdlm import cdlm_blocks, cdlm_curves, cdlm_losses, cdlm_speed
 from minispec.studies.drafters import prism_arms, prism_trees, specdiff_chains, specdiff_objectives
 from minispec.studies.run import NEW, cdlm_accuracy, profile, run, trace
 from minispec.studies.specgen import acceptance, attention, scheduler, serving
@@ -41,18 +40,15 @@ CHECKPOINTS = os.path.join(results.ROOT, "checkpoints")
 
 
 def bounds(args, model, tokenizer):
-    """The ladder of bounds, from files alone: the traces and cost table that were measured here, with what `run` observed;
-    or those given with --traces and --cost."""
-    more = {}
-    for name in ("run", "trace") if args.traces is None else ():
-        file = results.path(name + ".json")
-        if os.path.exists(file):
-            with blame(file):
-                more[name] = read_json(file)["result"]
+    """The ladder of bounds, from files alone: the traces and cost table that were measured here, with what
+    `run` observed; or those given with --traces and --cost."""
     some = traces.read_traces(args.traces or results.path("traces.jsonl"))
     cost = traces.read_costs(args.cost)
-    with blame("run.json or trace.json in " + results.FOLDER) if more else contextlib.nullcontext():
-        return ladder.analyse(some, cost, more.get("run", {}).get("rows"), more.get("trace", {}).get("children"), args.as_published)
+    observed = None if args.traces else results.read("run")
+    if observed is None:
+        return ladder.analyse(some, cost, published=args.as_published)
+    with blame(results.path("run.json")):
+        return ladder.analyse(some, cost, observed["rows"], args.as_published)
 
 
 STUDIES = {study.__name__: study for study in (
@@ -61,10 +57,11 @@ STUDIES = {study.__name__: study for study in (
     cdlm_accuracy, cdlm_curves, cdlm_blocks, cdlm_speed, cdlm_losses,
     profile, trace, run, bounds,
 )}
-WHOLE = ("profile", "trace", "run", "bounds")           # what is measured where nothing is asked for
+WHOLE = ("profile", "trace", "run", "bounds")                       # where nothing is asked for
+BY_NAME = ("prism_arms", "specdiff_objectives", "cdlm_losses")      # only by name: they compare what --arms holds
 
 
-# -- arguments ----------------------------------------------------------------------------------------------------------
+# -- arguments -------------------------------------------------------------------------------------
 
 def parser():
     p = Parser(__doc__)
@@ -73,20 +70,20 @@ def parser():
     p.add_argument("--quick", action="store_true",
                    help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
-    p.add_argument("--arms", metavar="DIR", help="prism_arms, specdiff_objectives, cdlm_losses, cdlm_curves: a folder of "
-                   "trained models to compare, a folder each")
+    p.add_argument("--arms", metavar="DIR", help="prism_arms, specdiff_objectives, cdlm_losses, cdlm_curves: "
+                   "a folder of trained models to compare, a folder each")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR",
                    help="folder of real prompt files (default $MINISPEC_DATA)")
-    p.add_argument("--workload", metavar="NAME", help="run: on these prompts alone, and nothing is written: a family "
-                   f"({', '.join(tasks.FAMILIES)}), a file of the data folder ({', '.join(prompts.PROMPT_FILES)}) or any "
-                   "FILE that decode.py --prompts takes")
+    p.add_argument("--workload", metavar="NAME", help="run: on these prompts alone, and nothing is written: "
+                   f"a family ({', '.join(tasks.FAMILIES)}), a file of the data folder "
+                   f"({', '.join(prompts.PROMPT_FILES)}) or any FILE that decode.py --prompts takes")
     p.add_argument("--max-new-tokens", type=int, help=f"--workload: most tokens of an answer (default {NEW})")
-    p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own (format: minispec/data/traces.py), "
-                   "with --cost; then nothing is written")
+    p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own, with --cost "
+                   "(format: minispec/data/traces.py); then nothing is written")
     p.add_argument("--as-published", action="store_true",
                    help="bounds: also what the paper's simulator would say, defects included")
-    p.add_argument("--suite", choices=("gpu",), help="gpu: kernels, decoding and every method on this GPU, into "
-                   "results/DEVICE.json; goes on where it was (needs --device cuda)")
+    p.add_argument("--suite", choices=("gpu",), help="gpu: kernels, decoding and every method on this GPU, "
+                   "into results/DEVICE.json; goes on where it was (needs --device cuda)")
     p.add_argument("--minutes", type=float, default=9.0,
                    help="--suite: begin no cell after so many minutes (default %(default)g)")
     p.add_argument("--dry-run", action="store_true",
@@ -117,34 +114,26 @@ def chosen(args):
 
 def possible(name, args):
     """Whether what a study needs is there, where it was not asked for by name."""
+    if name in BY_NAME:
+        return False
     if name == "bounds":
-        return os.path.exists(results.path("traces.jsonl"))       # a quick run leaves no files to compute from
-    if name in ("prism_arms", "specdiff_objectives"):
-        return name.split("_")[0] in trained_kinds(args.arms)
-    if name == "cdlm_losses":
-        return bool(arms_of(args)) and possible("cdlm_speed", args)
+        # A quick run leaves no files to compute from.
+        return os.path.exists(results.path("traces.jsonl"))
     if name.startswith("cdlm_"):
         return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values())
     needed = {"prism_trees": ("prism", "eagle"), "specdiff_chains": ("specdiff",)}.get(name)
     return needed is None or any(method in methods.ready(args) for method in needed)
 
 
-def trained_kinds(folder):
-    """The kinds of drafters, "prism" or "specdiff", in the folders of a folder."""
-    if not folder or not os.path.isdir(folder):
-        return set()
-    return {checkpoints.kind_of(os.path.join(folder, arm)) for arm in os.listdir(folder)}
-
-
 def is_kept(name, args, own_cost):
-    """Whether the result of a study is written to results/: not of a quick run, nor of the user's prompts, traces or prices.
-    own_cost: the cost table of this machine, the default of --cost."""
+    """Whether the result of a study is written to results/: not of a quick run, nor of the user's prompts,
+    traces or prices. own_cost: the cost table of this machine, the default of --cost."""
     if args.quick or args.workload:
         return False
     return name != "bounds" or (args.traces is None and args.cost == own_cost)
 
 
-# -- studies ------------------------------------------------------------------------------------------------------------
+# -- studies ---------------------------------------------------------------------------------------
 
 def measure(names, args, own_cost):
     """Run the studies, print their tables and write their results."""
@@ -171,7 +160,8 @@ def gpu_suite(args):
     """--suite gpu: results/DEVICE.json, cell by cell."""
     on_gpu = args.device.startswith("cuda")
     if not args.dry_run and not (on_gpu and torch.cuda.is_available()):
-        raise ValueError("--suite gpu needs --device cuda and a GPU; --dry-run runs it on tiny shapes anywhere")
+        raise ValueError("--suite gpu needs --device cuda and a GPU; "
+                         "--dry-run runs it on tiny shapes anywhere")
     check_device(args.device)
     model = checkpoints.load(args.model, args.device, torch.bfloat16 if on_gpu else None)
     tokenizer = Tokenizer.load(args.model)
@@ -194,16 +184,17 @@ def gpu_suite(args):
         results.write(name, {"suite": "gpu", **result}, time.perf_counter() - started, device)
 
 
-# -- pages --------------------------------------------------------------------------------------------------------------
+# -- pages -----------------------------------------------------------------------------------------
 
 def pages():
     """The texts with tables: README.md and the lessons."""
-    return [os.path.join(results.ROOT, "README.md"), *sorted(glob.glob(os.path.join(results.ROOT, "docs", "*.md")))]
+    lessons = sorted(glob.glob(os.path.join(results.ROOT, "docs", "*.md")))
+    return [os.path.join(results.ROOT, "README.md"), *lessons]
 
 
 def report(page):
-    """Render again what is between the markers of each table in a page: `<!-- results:NAME -->` for a study, `<!-- gpu -->`
-    and `<!-- training -->`. A table whose study was not measured stays as it is."""
+    """Render again what is between the markers of each table in a page: `<!-- results:NAME -->` for a
+    study, `<!-- gpu -->` and `<!-- training -->`. A table whose study was not measured stays as it is."""
     with open(page, encoding="utf-8") as f:
         text = f.read()
 

@@ -15,7 +15,7 @@ from minispec.core import drafters
 from minispec.core.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, Lockstep
-from minispec.data.traces import CostTable
+from minispec.bounds import CostTable
 from minispec.tools import checkpoints
 
 TRAINED = ("prism", "eagle", "specdiff")         # methods whose drafter is trained and lies in a folder
@@ -76,7 +76,7 @@ def specdiff_windows(model, settings):
     trained = specdiff.load(folder, model)
     checkpoints.check_target(trained.config, model, folder)
     drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts, settings.rule,
-                                       settings.draft_temperature, settings.draft_steps)
+                                       settings.draft_temperature)
     return partial(Lockstep, drafter=drafter, k=drafter.gamma * drafter.width)
 
 
@@ -208,8 +208,6 @@ def add_arguments(parser):
         help=f"specdiff: who judges sampled chains: {', '.join(specdiff.RULES)} (default %(default)s)")
     add("--draft-temperature", type=float, metavar="T",
         help="specdiff: of the drafts (default: the target's; of several chains 1)")
-    add("--draft-steps", type=int, default=1, metavar="N",
-        help="specdiff: fill a window in N forwards, most confident slots first (default 1)")
 
     add = parser.add_argument_group("self-speculation: specgen").add_argument
     add("--sparsity", type=float, default=0.05,
