@@ -1,32 +1,40 @@
-"""SpecDiff-2 (arXiv 2511.00606): a diffusion drafter proposes a whole window in one forward, and is trained for what counts.
+"""SpecDiff-2 (arXiv 2511.00606): a diffusion drafter proposes a whole window in one forward, and is trained
+for what counts.
 
-An autoregressive drafter needs gamma forwards for gamma drafts; a masked-diffusion one fills gamma open slots in a single
-one. The price: slot j is guessed without knowing what stands in slots 1 .. j-1, so acceptance falls quickly along the window.
-Two remedies. Streak-distillation trains on the target's own answers for the expected number of accepted drafts,
+An autoregressive drafter needs gamma forwards for gamma drafts; a masked-diffusion one fills gamma open slots
+in a single one. The price: slot j is guessed without knowing the tokens of slots 1 .. j-1, so acceptance
+falls quickly along the window. Two remedies. Streak-distillation trains on the target's own answers for the
+expected number of accepted drafts,
 
     J = sum_m c_m,    c_m = q_1(x_1) .. q_m(x_m)          x the target's tokens, q_j the marginal of slot j
 
-instead of agreement slot by slot. And as the marginals do not depend on the drafted tokens, K chains cost one forward like
-one chain does; the target judges their merged trie in one forward, too (`RULES`; verify.py has the acceptance rules).
+instead of agreement slot by slot. And because the marginals do not depend on the drafted tokens, K chains
+cost one forward like one chain does; the target judges their merged trie in one forward, too (`RULES`;
+verify.py has the acceptance rules).
 
-Rows of a round: the tokens committed since the last one, causal, whose keys stay in the drafter's cache for good; then the
-window, whose rows see everything, each other included, and whose keys are overwritten by the next round:
+Rows of a round: first the tokens committed since the last one, causal, whose keys stay in the drafter's cache
+for good. Then the window, whose rows see everything, each other included, and whose keys are overwritten by
+the next round:
 
-    plain      t_0   t_1   ..  t_n   | MASK  ..  MASK      a causal prefix, so cached keys are exactly those of a new prefill
-    tapped     t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row comes with the newest hidden state (f) that the target
-                     f_0   ..  f_n-1 | f_n-1 ..  f_n-1     has when the row's token is chosen: that of the token before
+    plain      t_0   t_1   ..  t_n   | MASK  ..  MASK      a causal prefix: cached keys equal a new prefill's
+    tapped     t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row reads a hidden state f of
+                     f_0   ..  f_n-1 | f_n-1 ..  f_n-1     the target: the newest when the token is chosen
 
-`shift` True: a row guesses the token after its own, as the target does, whose weights the drafter starts from; t_n guesses slot 1
-and gamma - 1 masks the others. False: every mask guesses its own slot, of which there are gamma. The tapped form joins the
-ideas of DFlash (2602.06036), a diffusion drafter that reads the target, and of EAGLE, by which the state of a token stands beside
-the next one: the row of t_n has what an EAGLE head has.
+`shift` True: a row guesses the token after its own, as the target does, whose weights the drafter starts
+from; t_n guesses slot 1 and gamma - 1 masks the others. False: every mask guesses its own slot, of which
+there are gamma. The tapped form joins the ideas of DFlash (2602.06036), a diffusion drafter that reads the
+target, and of EAGLE, which pairs the state of a token with the next token: the row of t_n has what an EAGLE
+head has.
 
-What differs from the paper and why: the released drafter sees its prefix bidirectionally and encodes it anew every round; ours
-is causal, so that a cache is exact and many windows of a text train in one forward. The released code trains the paper's
-loss, which fits point-mass acceptance, and decodes with multi-round rejection; here each rule has its loss (`streak`,
-`streak-rs`). Embedding and head are the target's where the drafter starts from it. Glossary: window <-> draft block; gamma
-<-> window length; chains <-> K drafts; `selection` <-> self-selection; J <-> E[streak].
-"""
+What differs from the paper and why: the released drafter sees its prefix bidirectionally and encodes it again
+every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The
+released code trains the paper's loss, which fits point-mass acceptance, and decodes with multi-round
+rejection; here each rule has its loss (`streak`, `streak-rs`). Embedding and head are the target's where the
+drafter starts from it.
+
+Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; `selection` <->
+self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
+of the vocabulary. """
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -36,8 +44,9 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.tools import checkpoints
-from minispec.core.attention import FullKeys, dense_attend, packed_attend
+from minispec.core.attention import dense_attend
 from minispec.core.cpu import blocked_attend, store_by_columns
+from minispec.core.drafters import Notes, pack
 from minispec.core.engine import MAX_K
 from minispec.core.kv_cache import KVCache
 from minispec.core.verify import draw, point_mass_tree, rejection_tree, selection_tree, warp
@@ -52,12 +61,13 @@ RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point
 class SpecDiffConfig(gpt.GPTConfig):
     """The shape of the model that the drafter starts from, and what makes it a drafter."""
     gamma: int = 8          # slots of a window in training; decoding may use another number
-    taps: tuple = None      # layers of the target that it reads; (): the final hidden state; None: it reads tokens alone
+    taps: tuple = None      # layers of the target that it reads; (): the final state; None: none
     shared: bool = True     # embedding and head are the target's
     target: str = ""        # fingerprint of the target that it is trained for
 
     def __post_init__(self):
-        self.taps = None if self.taps is None else tuple(self.taps)
+        if self.taps is not None:
+            self.taps = tuple(self.taps)
         if not 2 <= self.gamma <= MAX_K:
             raise ValueError(f"gamma {self.gamma} is out of range; allowed is 2 to {MAX_K} slots")
 
@@ -71,29 +81,36 @@ class Words(nn.Module):
         self.head = None if c.tied else gpt.Linear(c.d_model, c.vocab_size, bias=False)
 
     def logits(self, hidden):
-        return F.linear(hidden, (self.embed if self.head is None else self.head).weight)
+        head = self.embed if self.head is None else self.head
+        return F.linear(hidden, head.weight)
 
 
 class Drafter(nn.Module):
-    """Blocks of a GPT, one vector for an open slot, and, if it is tapped, a projection of the target's features."""
+    """Blocks of a GPT, one vector for an open slot, and, if it is tapped, a projection of the target's
+    features."""
 
     def __init__(self, config, target):
         super().__init__()
         self.config = c = config
         if c.shared:
-            self.__dict__["words"] = target              # not registered: the target's, not ours to train or to save
+            self.__dict__["words"] = target              # not registered, so neither trained nor saved
         else:
             self.words = Words(c)
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
         self.mask = nn.Parameter(torch.zeros(c.d_model))
-        self.fuse = None if c.taps is None else gpt.Linear(max(len(c.taps), 1) * target.config.d_model, c.d_model, bias=False)
+        self.fuse = None
+        if c.taps is not None:
+            n_states = max(len(c.taps), 1)
+            self.fuse = gpt.Linear(n_states * target.config.d_model, c.d_model, bias=False)
         self.rope = gpt.Rope(c)
 
     def forward(self, tokens, positions, attend, features=None):
-        """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (..., F): the target's of the
-        token before, or of the last one it has seen; for a tapped drafter."""
-        x = torch.where((tokens == MASK)[..., None], self.mask, self.words.embed(tokens.clamp(min=0)))
+        """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
+        F): for a tapped drafter, the target's of the token before, or of the last one that the target has
+        seen."""
+        words = self.words.embed(tokens.clamp(min=0))
+        x = torch.where((tokens == MASK)[..., None], self.mask, words)
         if self.fuse is not None:
             x = x + self.fuse(features)
         cos, sin = self.rope(positions, x.dtype)
@@ -106,17 +123,22 @@ class Drafter(nn.Module):
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
-        checkpoints.check_shapes(self.config, target.config, ("vocab_size", "d_model") if self.config.shared else ("vocab_size",))
+        names = ("vocab_size", "d_model") if self.config.shared else ("vocab_size",)
+        checkpoints.check_shapes(self.config, target.config, names)
 
 
 def for_target(target, source=None, n_layer=None, gamma=8, shift=True, taps=None):
-    """A drafter that starts as the first n_layer layers (default: all) of `source`, a GPT: the target itself, whose embedding
-    and head it then uses, or a smaller model of the same vocabulary. An open slot starts as the mean of all tokens."""
+    """A drafter that starts as the first n_layer layers (default: all) of `source`, a GPT: the target itself,
+    whose embedding and head it then uses, or a smaller model of the same vocabulary. An open slot starts as
+    the mean of all tokens."""
     source = source or target
-    n = n_layer or source.config.n_layer
-    if not 1 <= n <= source.config.n_layer:
-        raise ValueError(f"layers {n} is out of range; the model that the drafter starts from has {source.config.n_layer}")
-    config = SpecDiffConfig(**{**asdict(source.config), "n_layer": n, "shift": shift}, gamma=gamma, taps=taps, shared=source is target, target=checkpoints.fingerprint(target))
+    most = source.config.n_layer
+    n_layer = n_layer or most
+    if not 1 <= n_layer <= most:
+        raise ValueError(f"layers {n_layer} is out of range; the model that it starts from has {most}")
+    shape = {**asdict(source.config), "n_layer": n_layer, "shift": shift}
+    config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, shared=source is target,
+                            target=checkpoints.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
     drafter.check(target)
     with torch.no_grad():
@@ -127,14 +149,17 @@ def for_target(target, source=None, n_layer=None, gamma=8, shift=True, taps=None
         if drafter.fuse is not None:
             drafter.fuse.weight.zero_()                  # it starts as the plain form
         if not config.shared:
-            drafter.words.load_state_dict({n: x for n, x in source.state_dict().items() if n in drafter.words.state_dict()})
+            drafter.words.load_state_dict(source.state_dict(), strict=False)
     return drafter
 
 
 def tapped(drafter, target, taps):
-    """The same drafter, beginning to read the target: a projection of 0 changes nothing yet. ValueError if it reads already."""
-    if drafter.config.taps is not None or taps is None:
-        raise ValueError(f"the drafter reads {'nothing' if drafter.config.taps is None else drafter.config.taps or 'the last state'} of the target; only one that reads nothing can begin to")
+    """The same drafter, which from now on also reads the target: a projection of 0 changes nothing yet.
+    ValueError if it reads the target already."""
+    reads = drafter.config.taps
+    if reads is not None or taps is None:
+        what = "nothing" if reads is None else reads or "the last state"
+        raise ValueError(f"the drafter reads {what} of the target; only one that reads nothing can begin to")
     out = Drafter(replace(drafter.config, taps=taps), target).to(target.device)
     with torch.no_grad():
         out.fuse.weight.zero_()
@@ -142,153 +167,238 @@ def tapped(drafter, target, taps):
     return out
 
 
-# -- training: many windows of a text in one forward -------------------------------------------------------------------
+# -- training: many windows of a text in one forward -----------------------------------------------
 
 def window_attend(n, seen, rows, clean):
-    """attend over n clean rows, for which `clean` cares, and behind them W windows of `rows` rows each. A row of window w sees the
-    first seen[b, w] clean rows and all rows of its own window, under one softmax. seen: (B, W)."""
-    future = torch.arange(n, device=seen.device) >= seen.repeat_interleave(rows, 1)[:, None, None, :, None]       # (B, 1, 1, W r, n)
+    """attend over n clean rows, the text, followed by W windows of `rows` rows each. A row of window w sees
+    the first seen[b, w] clean rows and all rows of its own window, under one softmax. seen: (B, W). clean:
+    attend of the text."""
+    future = torch.arange(n, device=seen.device) >= seen.repeat_interleave(rows, 1)[..., None]    # (B, wr, n)
+    future = future[:, None, None]                                      # the same for all heads
 
     def attend(layer, q, k, v):
         """q (B, n + W r, H, D), k and v (B, n + W r, G, D) -> (B, n + W r, H, D)."""
-        first = clean(layer, q[:, :n], k[:, :n], v[:, :n])
-        windows, share = (-1, rows), q.shape[2] // k.shape[2]
-        q = (q[:, n:] * q.shape[-1] ** -0.5).unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4)                     # (B, G, g, W r, D)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)                                                              # (B, G, n + W r, D)
-        scores = (q.flatten(2, 3) @ k[:, :, :n].transpose(-1, -2)).unflatten(2, (share, -1))                     # (B, G, g, W r, n)
-        own = q.unflatten(3, windows) @ k[:, :, None, n:].unflatten(3, windows).transpose(-1, -2)                # (B, G, g, W, r, r)
-        probs = torch.cat([scores.masked_fill(future, float("-inf")), own.flatten(3, 4)], -1).softmax(-1).to(v.dtype)
+        # The text attends to itself, as in any GPT.
+        text = clean(layer, q[:, :n], k[:, :n], v[:, :n])
+
+        # A window scores the text and its own rows. g = H / G heads share a key; wr = W r rows in all.
+        share = q.shape[2] // k.shape[2]
+        q = q[:, n:] * q.shape[-1] ** -0.5
+        q = q.unflatten(2, (-1, share)).permute(0, 2, 3, 1, 4)                            # (B, G, g, wr, D)
+        k = k.transpose(1, 2)                                                             # (B, G, n + wr, D)
+        v = v.transpose(1, 2)
+        windows = (-1, rows)
+        own_k = k[:, :, None, n:].unflatten(3, windows)                                   # (B, G, 1, W, r, D)
+        own_v = v[:, :, None, n:].unflatten(3, windows)
+        scores = q.flatten(2, 3) @ k[:, :, :n].transpose(-1, -2)
+        scores = scores.unflatten(2, (share, -1)).masked_fill(future, float("-inf"))      # (B, G, g, wr, n)
+        own = q.unflatten(3, windows) @ own_k.transpose(-1, -2)                           # (B, G, g, W, r, r)
+
+        # One softmax over both, then the values of both.
+        probs = torch.cat([scores, own.flatten(3, 4)], -1).softmax(-1).to(v.dtype)     # (B, G, g, wr, n + r)
         read = (probs[..., :n].flatten(2, 3) @ v[:, :, :n]).unflatten(2, (share, -1))
-        read = read + (probs[..., n:].unflatten(3, windows) @ v[:, :, None, n:].unflatten(3, windows)).flatten(3, 4)
-        return torch.cat([first, read.permute(0, 3, 1, 2, 4).flatten(2, 3)], 1)
+        read = read + (probs[..., n:].unflatten(3, windows) @ own_v).flatten(3, 4)        # (B, G, g, wr, D)
+        return torch.cat([text, read.permute(0, 3, 1, 2, 4).flatten(2, 3)], 1)
     return attend
 
 
 def window_logits(drafter, ids, starts, features=None, shown=None):
-    """Logits (B, W, gamma, V) of the windows that begin at positions `starts` (B, W), above 0, of texts ids (B, S).
+    """Logits (B, W, gamma, V) of the windows that begin at positions `starts` (B, W), above 0, of texts ids
+    (B, S).
 
-    shown: what stands in the slots (B, W, gamma), MASK where they are open (default: all are). features (B, S, F): what the target
-    makes of every token, for a tapped drafter. Texts are padded on the right, which no window may begin behind.
-    """
-    c, (b, s) = drafter.config, ids.shape
-    at = torch.arange(c.gamma, device=ids.device)
-    slots = torch.full((*starts.shape, c.gamma), MASK, device=ids.device) if shown is None else shown
-    slots, places = slots[..., :c.gamma - c.shift], (starts[..., None] + at)[..., :c.gamma - c.shift]
+    shown: the contents of the slots (B, W, gamma), MASK where they are open (default: all are). features (B,
+    S, F): what the target makes of every token, for a tapped drafter. Texts are padded on the right; no
+    window may begin after that. """
+    c = drafter.config
+    n = ids.shape[1]
+    rows = c.gamma - c.shift                        # shifted, the last committed token guesses slot 1
+    at = torch.arange(n, device=ids.device)
+    slots = torch.full((*starts.shape, rows), MASK, device=ids.device) if shown is None else shown[..., :rows]
+    places = starts[..., None] + torch.arange(rows, device=ids.device)
+
+    # 1. One sequence: the text, then the rows of all windows, at the positions that they have in the text.
+    tokens = torch.cat([ids, slots.flatten(1)], 1)
+    positions = torch.cat([at.expand(len(ids), -1), places.flatten(1)], 1).clamp(max=c.block_size - 1)
     if c.taps is not None:
-        features = F.pad(features, (0, 0, 1, 0))[:, :-1]                                                         # of the token before
-        newest = (starts - 1).repeat_interleave(slots.shape[-1], 1)[..., None].expand(-1, -1, features.shape[-1])
-        features = torch.cat([features, features.gather(1, newest)], 1)
-    positions = torch.cat([torch.arange(s, device=ids.device).expand(b, -1), places.flatten(1)], 1).clamp(max=c.block_size - 1)
-    attend = window_attend(s, starts, slots.shape[-1], blocked_attend() if ids.device.type == "cpu" else dense_attend())
-    hidden = drafter(torch.cat([ids, slots.flatten(1)], 1), positions, attend, features)
-    windows = hidden[:, s:].unflatten(1, slots.shape[1:])                                                        # (B, W, r, C)
-    if c.shift:                                                                  # slot 1 is guessed by a clean row, the last committed token
-        last = hidden.gather(1, (starts - 1)[..., None].expand(-1, -1, hidden.shape[-1]))
-        windows = torch.cat([last[:, :, None], windows], 2)
+        features = F.pad(features, (0, 0, 1, 0))[:, :-1]        # of the token before
+        newest = (starts - 1).repeat_interleave(rows, 1)
+        features = torch.cat([features, _rows_of(features, newest)], 1)
+
+    # 2. One forward, in which windows do not see each other.
+    hidden = drafter(tokens, positions, window_attend(n, starts, rows, _attend(ids.device)), features)
+    windows = hidden[:, n:].unflatten(1, (-1, rows))                                      # (B, W, rows, C)
+    if c.shift:
+        last = _rows_of(hidden, starts - 1)
+        windows = torch.cat([last[:, :, None], windows], 2)                               # (B, W, gamma, C)
     return drafter.words.logits(windows)
 
 
+def _rows_of(x, at):
+    """Rows at[b, i] of x (B, S, C): (B, I, C)."""
+    return x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def _attend(device):
+    return blocked_attend() if device.type == "cpu" else dense_attend()
+
+
 def draw_windows(learn, n, generator):
-    """Where n windows of each text begin, (B, n): spread evenly over its tokens to learn (bool (B, S)) from one random offset."""
-    first, count = learn.int().argmax(1), learn.sum(1)
+    """Where n windows of each text begin, (B, n): spread evenly over its tokens to learn (bool (B, S)) from
+    one random offset."""
+    first = learn.int().argmax(1)
+    count = learn.sum(1)
     u = (torch.rand(len(learn), 1, generator=generator) + torch.arange(n) / n) % 1
     return first[:, None] + (u.to(learn.device) * count[:, None]).long()
 
 
 def of_windows(x, starts, gamma):
-    """x (B, S, ..) of the slots of windows, (B, W, gamma, ..), and which of them (B, W, gamma) lie within S."""
+    """x (B, S, ..) of the slots of windows, (B, W, gamma, ..), and which of them (B, W, gamma) lie within
+    S."""
     at = starts[..., None] + torch.arange(gamma, device=x.device)
-    row = torch.arange(len(x), device=x.device)[:, None, None]
-    return x[row, at.clamp(max=x.shape[1] - 1)], at < x.shape[1]
+    text = torch.arange(len(x), device=x.device)[:, None, None]
+    return x[text, at.clamp(max=x.shape[1] - 1)], at < x.shape[1]
+
+
+def _answers(starts, gamma, ids, learn, log_p):
+    """What the target wrote in windows: labels, valid, log_p, each (B, W, gamma). Slots after its answer are
+    not valid."""
+    labels, inside = of_windows(ids, starts, gamma)
+    written, _ = of_windows(learn, starts, gamma)
+    log_p, _ = of_windows(log_p, starts, gamma)
+    return labels, inside & written, log_p
 
 
 def log_streak(log_q, valid):
-    """log c_m (..., gamma), the log-probability that the first m drafts are all right, from those of each one; -inf behind the end
-    of the text. log J is its logsumexp, J the sum of its exp: in fp32 log space, where no product can underflow."""
+    """log c_m (..., gamma), the log-probability that the first m drafts are all right, from those of each
+    one; -inf after the end of the text. log J is its logsumexp, J the sum of its exp: in fp32 log space,
+    where no product underflows."""
     return log_q.cumsum(-1).masked_fill(~valid, float("-inf"))
 
 
 def objective(name, logits, labels, valid, log_p=None, goal=None, weight=None):
-    """The loss of windows, a scalar, from logits (..., gamma, V), labels and valid (..., gamma). What else objectives need:
+    """The loss of windows, a scalar, from logits (..., gamma, V), labels and valid (..., gamma).
 
-    mdlm         cross-entropy of slots masked at random: masked diffusion; weight (..., gamma): 1 / rate where masked, else 0
-    first        KL divergence from the target's distribution at slot 1 alone: distillation as for autoregressive drafters
-    ce, exp-ce   cross-entropy; weights exp(-(j - 1) / tau) with DFlash's tau of 7 at 16 slots, in proportion
-    kl           KL divergence from the target's distributions, along its own answer; goal: its logits (..., gamma, V)
-    streak       -J, the paper's: the expected number of accepted drafts under point-mass acceptance, with the sign turned
+    The streaks see the window as a whole:
+    streak       -J, the paper's: minus the expected number of drafts that point-mass acceptance takes
     log-streak   -log J, whose gradient does not vanish where J is small
-    streak-rs    -J of min(1, q / p) instead of q: the same for rejection sampling; log_p (..., gamma): the target's own
+    streak-rs    -J of min(1, q / p) instead of q: the same for rejection; log_p (..., gamma): the target's
+
+    All others are a mean over slots:
+    mdlm         cross-entropy of slots masked at random; weight (..., gamma): 1 / rate where masked, else 0
+    first        KL divergence from the target at slot 1 alone, as autoregressive drafters are distilled
+    ce, exp-ce   cross-entropy; weights exp(-(j - 1) / tau) with DFlash's tau of 7 at 16 slots, in proportion
+    kl           KL divergence from the target along its answer; goal: its logits (..., gamma, V)
     """
+    if name not in OBJECTIVES:
+        raise ValueError(f"unknown objective '{name}'; choose from {', '.join(OBJECTIVES)}")
     all_q = logits.float().log_softmax(-1)
-    log_q = all_q.gather(-1, labels[..., None])[..., 0]
-    slot = torch.arange(labels.shape[-1], device=labels.device)
+    log_q = all_q.gather(-1, labels[..., None])[..., 0]           # (..., gamma): of the target's own tokens
+
     if name == "streak":
         return -log_streak(log_q, valid).exp().sum(-1).mean()
     if name == "log-streak":
         return -log_streak(log_q, valid).logsumexp(-1).mean()
     if name == "streak-rs":
-        return -log_streak((log_q - log_p).clamp(max=0), valid).exp().sum(-1).mean()
+        log_accept = (log_q - log_p).clamp(max=0)
+        return -log_streak(log_accept, valid).exp().sum(-1).mean()
+
     if name == "mdlm":
+        # Masked slots count 1 / rate each, so all slots of a window count 1 on average.
         return -(log_q * valid * weight).sum() / valid.sum()
+
+    slot = torch.arange(labels.shape[-1], device=labels.device)
     if name in ("first", "kl"):
         log_goal = goal.float().log_softmax(-1)
-        loss, weight = (log_goal.exp() * (log_goal - all_q)).sum(-1), valid * (slot == 0) if name == "first" else valid
-    elif name in ("ce", "exp-ce"):
-        loss, weight = -log_q, valid * torch.exp(-slot * 16 / (7 * len(slot))) if name == "exp-ce" else valid
+        loss = (log_goal.exp() * (log_goal - all_q)).sum(-1)
     else:
-        raise ValueError(f"unknown objective '{name}'; choose from {', '.join(OBJECTIVES)}")
-    return (loss * weight).sum() / weight.sum()
+        loss = -log_q
+    if name == "first":
+        valid = valid * (slot == 0)
+    if name == "exp-ce":
+        valid = valid * torch.exp(-slot * 16 / (7 * len(slot)))
+    return (loss * valid).sum() / valid.sum()
 
 
-def _windows(drafter, target, ids, starts, shown=None, goal=False):
-    """Logits of windows, and the target's for the same slots if `goal`; the target runs only where it is needed."""
-    c, features, goals = drafter.config, None, None
-    if goal or c.taps is not None:
-        with torch.no_grad():
-            clean = blocked_attend() if ids.device.type == "cpu" else dense_attend()
-            hidden, features = target.features(ids, torch.arange(ids.shape[1], device=ids.device)[None], clean, c.taps or ())
-            goals = target.logits(of_windows(hidden, starts - 1, c.gamma)[0]) if goal else None
-    return window_logits(drafter, ids, starts, None if c.taps is None else features, shown), goals
+def _mask_at_random(labels, shift, generator):
+    """Masked diffusion: a rate per window, every slot masked with that probability. (shown, weight), see
+    `objective`."""
+    gamma = labels.shape[-1]
+    u = torch.rand(*labels.shape[:-1], 1, generator=generator)
+    rate = (1 + (gamma - 1) * u) / gamma                           # at least one slot, on average
+    masked = torch.rand(labels.shape, generator=generator) < rate
+    weight = masked / rate
+    if shift:                                                      # no row could show the last slot's token
+        weight[..., -1] = 1
+    shown = labels.masked_fill(masked.to(labels.device), MASK)
+    return shown, weight.to(labels.device)
+
+
+@torch.no_grad()
+def _read_target(target, ids, starts, c, with_goal):
+    """Features (B, S, F) of the target for a drafter of config c, and its logits (B, W, gamma, V) for the
+    windows; None for what is not needed."""
+    if c.taps is None and not with_goal:
+        return None, None
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    hidden, features = target.features(ids, positions, _attend(ids.device), c.taps or ())
+    goal = None
+    if with_goal:
+        goal = target.logits(of_windows(hidden, starts - 1, c.gamma)[0])
+    return features if c.taps is not None else None, goal
 
 
 def training_loss(drafter, target, name, ids, learn, log_p, n_windows, generator, temperature=1.0):
-    """The objective `name` on n_windows windows of each text of ids (B, S), of which `learn` is to be guessed and has log_p under the
-    target. temperature: that of its answers. Distillation from greedy answers, a point mass, uses the target's plain softmax."""
-    gamma, starts = drafter.config.gamma, draw_windows(learn, n_windows, generator)
-    (labels, inside), (written, _), (log_p, _) = (of_windows(x, starts, gamma) for x in (ids, learn, log_p))
-    shown, weight = None, None
+    """The objective `name` on n_windows windows of each text of ids (B, S), of which `learn` is to be guessed
+    and has log_p under the target. temperature: that of its answers. Distillation from greedy answers, a
+    point mass, uses the target's plain softmax."""
+    c = drafter.config
+    # 1. Windows at random places of the answers.
+    starts = draw_windows(learn, n_windows, generator)
+    labels, valid, log_p = _answers(starts, c.gamma, ids, learn, log_p)
+    # 2. What the drafter sees: open slots, or for masked diffusion some of the answer.
+    shown = weight = None
     if name == "mdlm":
-        rate = (1 + (gamma - 1) * torch.rand(*starts.shape, 1, generator=generator)) / gamma       # at least one slot, on average
-        masked = torch.rand(labels.shape, generator=generator) < rate
-        weight = masked / rate
-        if drafter.config.shift:                         # the last slot has no row in which a token could stand
-            weight[..., -1] = 1
-        weight, shown = weight.to(ids.device), labels.masked_fill(masked.to(ids.device), MASK)
-    logits, goal = _windows(drafter, target, ids, starts, shown, name in ("first", "kl"))
-    return objective(name, logits, labels, inside & written, log_p, goal if goal is None else goal / (temperature or 1.0), weight)
+        shown, weight = _mask_at_random(labels, c.shift, generator)
+    features, goal = _read_target(target, ids, starts, c, name in ("first", "kl"))
+    # 3. What it guesses, and how good that is.
+    logits = window_logits(drafter, ids, starts, features, shown)
+    if goal is not None:
+        goal = goal / (temperature or 1.0)
+    return objective(name, logits, labels, valid, log_p, goal, weight)
 
 
 @torch.no_grad()
 def estimate(drafter, target, ids, learn, log_p, n_windows):
-    """What windows of texts ids (B, S) would have accepted, {name: (gamma,)}: how often, on average over windows, the first 1, 2, ..
-    drafts are, for the argmax at temperature 0 ("greedy"), and for a chain drawn from q under "point_mass" and "rejection"; their
-    sums are mean accepted drafts. "entropy": of the marginals, in nats."""
+    """What windows of texts ids (B, S) would have accepted, {name: (gamma,)}: how often, on average over
+    windows, the first 1, 2, .. drafts are, for the argmax at temperature 0 ("greedy"), and for a chain drawn
+    from q under "point_mass" and "rejection"; their sums are mean accepted drafts. "entropy": of the
+    marginals, in nats."""
+    c = drafter.config
     starts = draw_windows(learn, n_windows, torch.Generator().manual_seed(0))
-    (labels, inside), (written, _), (log_p, _) = (of_windows(x, starts, drafter.config.gamma) for x in (ids, learn, log_p))
-    valid, all_q = inside & written, _windows(drafter, target, ids, starts)[0].float().log_softmax(-1)
+    labels, valid, log_p = _answers(starts, c.gamma, ids, learn, log_p)
+    features, _ = _read_target(target, ids, starts, c, False)
+    all_q = window_logits(drafter, ids, starts, features).float().log_softmax(-1)
     log_q = all_q.gather(-1, labels[..., None])[..., 0]
-    mean = lambda x: x.float().mean((0, 1)).cpu()
-    return {"greedy": mean(((all_q.argmax(-1) == labels) & valid).long().cumprod(-1)), "point_mass": mean(log_streak(log_q, valid).exp()),
-            "rejection": mean(log_streak((log_q - log_p).clamp(max=0), valid).exp()), "entropy": mean(-(all_q.exp() * all_q).sum(-1))}
+    right = (all_q.argmax(-1) == labels) & valid
+    per_window = {
+        "greedy": right.long().cumprod(-1),
+        "point_mass": log_streak(log_q, valid).exp(),
+        "rejection": log_streak((log_q - log_p).clamp(max=0), valid).exp(),
+        "entropy": -(all_q.exp() * all_q).sum(-1),
+    }
+    return {name: x.float().mean((0, 1)).cpu() for name, x in per_window.items()}
 
 
-# -- drafting: K chains from one forward -------------------------------------------------------------------------------
+# -- drafting: K chains from one forward -----------------------------------------------------------
 
 def merge(chains):
-    """K chains of tokens as a trie: (tokens, parents, rows of each chain); see verify.py."""
-    tokens, parents, row, rows = [], [], {}, []
+    """K chains of tokens as a trie: (tokens, parents, rows of each chain); see verify.py. Row 0 is the root,
+    the last committed token; row i holds tokens[i - 1]."""
+    tokens, parents, rows = [], [], []
+    row = {}                                             # (row of the parent, token) -> row
     for chain in chains:
-        path, at = [], 0
+        path = []
+        at = 0
         for token in chain:
             if (at, token) not in row:
                 tokens.append(token)
@@ -300,126 +410,136 @@ def merge(chains):
     return tokens, parents, rows
 
 
-class _Notes:
-    """A request as the drafter knows it: a cache of clean rows, how many it holds, features up to those of the rows to come."""
-
-    def __init__(self, cache, features):
-        self.cache, self.cached, self.features = cache, 0, features
-
-
 class SpecDiffDrafter:
     """Drafts for the engine's Lockstep planner: Lockstep(engine, SpecDiffDrafter(..), gamma * k_drafts).
 
-    gamma drafts a chain, k_drafts chains a round. Chains are drawn independently at temperature `temperature` (default: of one
-    chain the request's own, of several 1); at 0 the chain is the argmax. rule: who judges them where the target samples, see
-    RULES; with one chain, selection and walk both are the point mass. steps > 1: the window is filled in in so many forwards, the
-    most confident slots first; such a chain is judged as a point mass, for nobody knows the probability it was drawn with.
-    """
+    gamma drafts per chain, k_drafts chains per round. Chains are drawn independently at temperature
+    `temperature` (default: of one chain the request's own, of several 1); at 0 the chain is the argmax. rule:
+    who judges them where the target samples, see RULES; with one chain, selection and walk both are the point
+    mass. """
     name = "specdiff"
 
-    def __init__(self, drafter, target, gamma=None, k_drafts=1, rule="rejection", temperature=None, steps=1):
+    def __init__(self, drafter, target, gamma=None, k_drafts=1, rule="rejection", temperature=None):
         drafter.check(target)
-        gamma = drafter.config.gamma if gamma is None else gamma
-        for what, value, most in (("gamma", gamma, MAX_K), ("k-drafts", k_drafts, MAX_NODES // max(gamma, 1)), ("draft-steps", steps, gamma)):
-            if not 1 <= value <= most:
-                raise ValueError(f"{what} {value} is out of range; allowed is 1 to {most}")
+        if gamma is None:
+            gamma = drafter.config.gamma
+        if not 1 <= gamma <= MAX_K:
+            raise ValueError(f"gamma {gamma} is out of range; allowed is 1 to {MAX_K}")
+        if not 1 <= k_drafts <= MAX_NODES // gamma:
+            raise ValueError(f"k-drafts {k_drafts} is out of range; allowed is 1 to {MAX_NODES // gamma}")
         if rule not in RULES:
             raise ValueError(f"unknown rule '{rule}'; choose from {', '.join(RULES)}")
         if temperature is not None and not 0 <= temperature <= 100:
-            raise ValueError(f"draft-temperature {temperature} is out of range; allowed is 0 (the argmax) to 100")
-        if steps > 1 and (k_drafts > 1 or rule == "rejection"):
-            raise ValueError("draft-steps above 1 go with one chain, judged as a point mass: --k-drafts 1 --rule walk")
-        self.drafter, self.target, self.gamma, self.rule, self.steps = drafter.to(target.dtype), target, gamma, rule, steps
-        self.temperature = 1.0 if temperature is None and k_drafts > 1 else temperature
-        self.width, self.max_k, self.taps = k_drafts, MAX_K if k_drafts == 1 else MAX_NODES, drafter.config.taps
-        self.notes = {}                                  # request -> _Notes
+            raise ValueError(f"draft-temperature {temperature} is out of range; "
+                             "allowed is 0 (the argmax) to 100")
+        if temperature is None and k_drafts > 1:
+            temperature = 1.0                            # chains that are all alike would be one chain
+        self.drafter = drafter.to(target.dtype)
+        self.target = target
+        self.gamma = gamma
+        self.width = k_drafts
+        self.rule = rule
+        self.temperature = temperature
+        self.max_k = MAX_K if k_drafts == 1 else MAX_NODES
+        self.taps = drafter.config.taps
+        self.notes = {}                                  # request -> Notes
 
     def _note(self, request):
         if request not in self.notes:
-            like, fuse = {"dtype": self.target.dtype, "device": self.target.device}, self.drafter.fuse
-            cache = KVCache(self.drafter.config, request.longest + self.gamma, **like)
-            self.notes[request] = _Notes(cache, [] if fuse is None else [torch.zeros(1, fuse.in_features, **like)])      # before the first token: nothing
+            like = {"dtype": self.target.dtype, "device": self.target.device}
+            notes = Notes(KVCache(self.drafter.config, request.longest + self.gamma, **like))
+            if self.taps is not None:                    # before the first token the target has no state
+                notes.features.append(torch.zeros(1, self.drafter.fuse.in_features, **like))
+            self.notes[request] = notes
         return self.notes[request]
 
     def observe(self, request, features):
-        """(Called for tapped drafters alone: the others have taps None.)"""
+        """The target's features (n, F) of its next n cached positions; called for tapped drafters alone."""
         self._note(request).features.append(features)
 
     def release(self, request):
         self.notes.pop(request, None)
 
     def propose(self, requests, limits):
-        windows = {r: [MASK] * min(self.gamma, limit) for r, limit in zip(requests, limits) if limit > 0}
-        out = {r: ([], None) for r in requests}
-        for left in range(self.steps if windows else 0, 0, -1):
-            rows = self._forward(windows).split([len(w) for w in windows.values()])
-            for (r, window), logits in zip(windows.items(), rows):
-                if left > 1:
-                    self._reveal(r, window, logits, left)
-                else:
-                    out[r] = self._chains(r, window, logits, limits[requests.index(r)])
-        return [out[r] for r in requests]
+        """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""
+        sizes = [min(self.gamma, limit) for limit in limits]               # slots of each window
+        live = [(r, size) for r, size in zip(requests, sizes) if size > 0]
+        logits = iter(self._forward(live)) if live else None
+        out = []
+        for r, size, limit in zip(requests, sizes, limits):
+            out.append(self._chains(r, next(logits), limit) if size > 0 else ([], None))
+        return out
 
-    def _forward(self, windows):
-        """Feed each request's new committed tokens, then its window; one forward. Returns the logits of all slots, in order."""
-        c, tokens, positions, segments, features, wanted = self.drafter.config, [], [], [], [], []
-        for r, window in windows.items():
-            note = self._note(r)
-            start, end = min(note.cached, len(r.tokens) - 1), len(r.tokens)    # the last token again, where a window takes several steps
-            inner, n = window[:len(window) - c.shift], len(tokens)
-            segments.append((n, n + end - start, FullKeys(note.cache, 0, start, end - start)))
-            if inner:
-                sees = torch.ones(len(inner), len(inner), dtype=torch.bool)
-                segments.append((n + end - start, n + end - start + len(inner), FullKeys(note.cache, 0, end, len(inner), tail=sees)))
-            tokens += r.tokens[start:] + inner
-            positions += range(start, end + len(inner))
-            wanted += range(len(tokens) - len(window), len(tokens))
-            if c.taps is not None:
-                known = torch.cat(note.features)[start - end:]
-                features += [known, known[-1:].expand(len(inner), -1)]
-                note.features = [known[-1:]]
-            note.cached = end
-        device = self.target.device
-        hidden = self.drafter(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), packed_attend(segments),
-                              torch.cat(features) if features else None)
-        return self.drafter.words.logits(hidden[wanted])
+    def _forward(self, live):
+        """One forward for all (request, slots of its window): the logits (slots, V) of each."""
+        work, wanted, n = [], [], 0
+        for request, slots in live:
+            for rows in self._rows(request, slots):
+                work.append(rows)
+                n += len(rows.tokens)
+            wanted += range(n - slots, n)                # shifted, the row before the masks guesses slot 1
+        hidden = self.drafter(*pack(work, self.target.device))
+        logits = self.drafter.words.logits(hidden[wanted])
+        return logits.split([slots for _, slots in live])
 
-    def _reveal(self, request, window, logits, left):
-        """Fill in the most confident of the open slots, so many that `left` forwards, this one included, fill them all."""
-        q = warp(logits, self._sampling(request))
-        token = draw(q, request.coins(len(window)).to(q.device))
-        sure = logits.float().softmax(-1).gather(-1, token[:, None])[:, 0].tolist()
-        slots = [i for i, t in enumerate(window) if t == MASK]
-        for i in sorted(slots, key=lambda i: -sure[i])[:-(-len(slots) // left)]:
-            window[i] = token[i].item()
+    def _rows(self, request, slots):
+        """What a request feeds: first its new committed tokens, causal; then the window's masks, which see
+        each other."""
+        notes = self._note(request)
+        new = request.tokens[notes.cached:]
+        masks = [MASK] * (slots - self.drafter.config.shift)
+        end = len(request.tokens)
+        of_new = of_masks = None
+        if self.taps is not None:
+            # Each new token reads the state of the token before it, each mask the newest state there is.
+            of_new = torch.cat(notes.features)[-len(new):]
+            of_masks = of_new[-1:].expand(len(masks), -1)
+            notes.features = []
+        fed = [notes.rows(notes.cached, new, of_new)]
+        if masks:
+            sees_all = torch.ones(len(masks), len(masks), dtype=torch.bool)
+            fed.append(notes.rows(end, masks, of_masks, tail=sees_all))
+        notes.cached = end                               # the next round overwrites the masks' keys
+        return fed
 
-    def _sampling(self, request):
-        return request.sampling if self.temperature is None else replace(request.sampling, temperature=self.temperature)
-
-    def _chains(self, request, window, logits, limit):
-        """What the engine gets of one request: a chain, or the trie of several, drawn from the logits (n, V) of the slots."""
-        sampling, n = self._sampling(request), len(window)
-        k = min(self.width, limit // n)                  # near the end of an answer fewer chains fit into its slots of the cache
+    def _chains(self, request, logits, limit):
+        """What the engine gets of one request: a chain, or the trie of several, drawn from the logits (n, V)
+        of the slots."""
+        sampling = request.sampling
+        if self.temperature is not None:
+            sampling = replace(sampling, temperature=self.temperature)
         if sampling.temperature == 0:
-            return [best if t == MASK else t for t, best in zip(window, logits.argmax(-1).tolist())], None
-        q = warp(logits, sampling)
-        chains = draw(q[:, None].expand(-1, k, -1), request.coins(n * k).view(n, k).to(q.device)).T.tolist()
+            return logits.argmax(-1).tolist(), None
+
+        # Draw k chains from the same marginals. Near the end of an answer, fewer fit into its cache.
+        n = len(logits)
+        k = min(self.width, limit // n)
+        q = warp(logits, sampling)                                                        # (n, V)
+        coins = request.coins(n * k).view(n, k).to(q.device)
+        chains = draw(q[:, None].expand(-1, k, -1), coins).T.tolist()                 # k lists of n tokens
         if k == 1:
-            return [x if t == MASK else t for t, x in zip(window, chains[0])], q if self.rule == "rejection" else None
+            return chains[0], q if self.rule == "rejection" else None
+
+        # Merge them to a trie, and say which rule judges it.
         tokens, parents, rows = merge(chains)
-        return tokens, None, parents, partial(rejection_tree, rows, q) if self.rule == "rejection" else RULES[self.rule]
+        rule = RULES[self.rule]
+        if self.rule == "rejection":
+            rule = partial(rejection_tree, rows, q)
+        return tokens, None, parents, rule
 
 
-# -- folders -----------------------------------------------------------------------------------------------------------
+# -- folders ---------------------------------------------------------------------------------------
 
 def save(drafter, folder):
     checkpoints.save_drafter(drafter, folder, "specdiff")
 
 
 def load(folder, target):
-    """The drafter in a folder, on the device and in the dtype of its target. ValueError, in one line, says what is wrong."""
+    """The drafter in a folder, on the device and in the dtype of its target. ValueError, in one line, says
+    what is wrong."""
     def make(**config):
         drafter = Drafter(checkpoints.checked(SpecDiffConfig(**config)), target)
         drafter.check(target)
         return drafter
-    return store_by_columns(checkpoints.load_drafter(folder, "specdiff", make).to(device=target.device, dtype=target.dtype).eval())
+    drafter = checkpoints.load_drafter(folder, "specdiff", make)
+    return store_by_columns(drafter.to(device=target.device, dtype=target.dtype).eval())

@@ -64,7 +64,7 @@ def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
     made = specdiff.load(folder / name, checkpoints.load(folder / "target"))
     assert made.config.taps == {"mdlm": None, "kl": (0, 1, 2)}.get(name, ()) and made.config.shift == (name != "kl")
     assert made.config.n_layer == (1 if name == "streak" else 2) and made.config.shared == (name != "streak")
-    rule = {"mdlm": ["--draft-steps", 2, "--rule", "walk"], "kl": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
+    rule = {"mdlm": ["--rule", "walk"], "kl": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
             "streak-rs": ["--k-drafts", 3, "--draft-temperature", 0.7]}.get(name, [])
     decode.main([str(x) for x in ("--model", folder / "target", "--method", "specdiff", "--drafter", folder / name, "--prompt", "one two", "--max-new-tokens", 20,
                                   "--compare", "--quiet", "--json", tmp_path / "o.json", *rule)])
@@ -135,8 +135,7 @@ def test_bad_input_of_training_is_named_before_anything_is_written(name, folder,
 @pytest.mark.parametrize("args, message", [
     (["--gamma", "0"], "gamma 0 is out of range; allowed is 1 to 32"), (["--k-drafts", "0"], "k-drafts 0 is out of range; allowed is 1 to 64"),
     (["--gamma", "16", "--k-drafts", "17"], "k-drafts 17 is out of range; allowed is 1 to 16"), (["--rule", "best"], "unknown rule 'best'; choose from rejection"),
-    (["--draft-temperature", "-1"], "draft-temperature -1.0 is out of range"), (["--draft-steps", "9"], "draft-steps 9 is out of range; allowed is 1 to 4"),
-    (["--draft-steps", "2"], "judged as a point mass: --k-drafts 1 --rule walk"), (["--model", SHIPPED], "made for a target with"),
+    (["--draft-temperature", "-1"], "draft-temperature -1.0 is out of range"), (["--model", SHIPPED], "made for a target with"),
     (["--drafter", SHIPPED], "this is not a drafter made by train_specdiff.py")])
 def test_bad_input_of_decoding_is_one_line(args, message, folder):
     specdiff.save(toy_drafter(checkpoints.load(folder / "target")), folder / "random")
