@@ -86,6 +86,18 @@ def sequential_states(drafter, target, ids, row, steps):
     return torch.cat(states)
 
 
+def recomputed_states(drafter, target, ids, features, steps):
+    """States as the released trainer computes them: at every step its module encodes all earlier inputs again."""
+    inputs, states, a = [], [], drafter.fuse(features)
+    for step in range(1, steps + 1):
+        inputs.append((target.embed(ids.roll(-step, 1)), a, torch.arange(ids.shape[1])[None] + step - 1))
+        attention = prism.Unrolled()
+        for one in inputs:
+            a = drafter(step, *one, attention.attend)
+        states.append(a)
+    return states
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("step_map, layers, taps", [((0,), 1, ()), ((0, 1), 1, ()), ((0, 1, 2), 1, (0, 1, 2)), ((0,), 2, ()), ((0, 0, 1), 1, (0, 1, 2))])
 def test_states_in_training_equal_states_in_drafting(step_map, layers, taps):
@@ -94,7 +106,7 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers, taps):
     x = torch.tensor([ids])
     _, features = TARGET.features(x, torch.arange(len(ids))[None], dense_attend(), taps)
     states = prism.unroll(drafter, TARGET, x, features, steps)
-    again = prism.unroll(drafter, TARGET, x, features, steps, recompute=True)
+    again = recomputed_states(drafter, TARGET, x, features, steps)
     wrong = 0.0
     for row in (0, 1, 7, 40, 255, 256, 300):                       # blocks of queries end at 256
         want = sequential_states(drafter, TARGET, ids, row, steps)
@@ -127,8 +139,8 @@ def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
 
 
 def test_greedy_control_a_tree_walked_without_looking_at_the_tokens_is_caught(monkeypatch):
-    import minispec.core.engine
-    monkeypatch.setattr(minispec.core.engine, "greedy_tree", lambda draft, parents, best: ([1], best[1]))
+    import minispec.core.verify
+    monkeypatch.setattr(minispec.core.verify, "greedy_tree", lambda draft, parents, best: ([1], best[1]))
     some = prompts(6)
     assert [g.token_ids for g in run(lockstep(DRAFTERS[2], *SHAPES["tree"]), some)[0]] != [g.token_ids for g in run(Lockstep, some)[0]]
 
@@ -324,7 +336,7 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
     rng = random.Random(2)
     for _ in range(200):
         width, depth, n = rng.randint(2, 5), rng.randint(1, 5), rng.randint(1, 30)
-        d = prism._Draft(None, None, n, depth)
+        d = prism.Draft(None, None, n, depth)
         for _ in range(d.depth):
             logs = [sorted(((rng.choice([0.0, 0.0, -1.0]) if ties else -rng.expovariate(1)) for _ in range(width)), reverse=True) for _ in d.open]
             d.grow([list(range(width)) for _ in d.open], logs, width)
@@ -334,7 +346,7 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
         assert all(0 <= parent <= i for i, parent in enumerate(parents))       # parents are kept, and come first
         assert len({(p, t) for p, t in zip(parents, tokens)}) == len(tokens)   # siblings differ
         by_score = sorted(d.scores, reverse=True)
-        kept = sorted(d._best(range(len(d.tokens)), d.limit), key=lambda i: -d.scores[i])
+        kept = sorted(d.best(range(len(d.tokens)), d.limit), key=lambda i: -d.scores[i])
         assert [d.scores[i] for i in kept] == by_score[:len(kept)]             # and they are the best
 
 

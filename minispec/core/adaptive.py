@@ -1,161 +1,232 @@
-"""Who should draft now, and how much? The open question of "Performance or illusion" (arXiv 2601.11580, section on combining
-drafters) answered online: every round and for every request, the choice with the most expected tokens per second.
+"""Which drafter should draft now, and how much? The open question of "Performance or illusion" (arXiv
+2601.11580, section on combining drafters) answered online: every round, the choices with the most expected
+tokens per second.
 
-    goodput(drafter, k) = E(alpha, k) / (T_step(B, k + 1) + T_draft(k))     E = 1 + alpha + .. + alpha^k  (2211.17192, eq. 1)
+    goodput(drafter, k) = E(alpha, k) / (T_step(B, k + 1) + T_draft(k))
+    E(alpha, k) = 1 + alpha + .. + alpha^k                                  (2211.17192, eq. 1)
 
-with T from a measured cost table (traces.CostTable) and alpha, the chance that a draft is accepted, from what was accepted
-so far (SmartSpec, 2406.14066, section 4). k = 0 is allowed: then nobody drafts.
+with T from a measured cost table (bounds.CostTable) and alpha, the chance that a draft is accepted, from what
+was accepted so far (SmartSpec, 2406.14066, section 4). k = 0 is allowed: then nothing is drafted.
 
-How alpha is estimated. Counts of drafts judged and accepted fade with time; a request's estimate leans on that of all requests,
-and that one on a hope, so a drafter of which there is hope is tried again once the memory of its failure has faded. The hope is what the
-drafter reached on other texts (the cost table's `accept`), but no more than START: some texts are new to everyone, and a whole batch
-would try long drafts at once.
-An n-gram lookup costs nothing, so it is made at every round and learns at every round, whoever drafts; and it says how sure
-it is: the longer the text before the copied place agrees, the more likely it goes on to. Its alpha is one per match length.
+How alpha is estimated. Counts of drafts judged and accepted fade with time. A request's estimate leans on
+that of all requests, and that one on a hope, so a drafter of which there is hope is tried again once the
+memory of its failure has faded. The hope is what the drafter reached on other texts (the cost table's
+`accept`), but no more than START: some texts are new to every drafter, and a whole batch would try long
+drafts at once. An n-gram lookup costs nothing, so it is made in every round and learned from in every round,
+whichever drafter drafts. It also says how sure it is: the longer the text before the copied place agrees, the
+more likely it goes on to. So its alpha is one per match length.
 
-What differs from SmartSpec and why: it chooses k for one drafter and the whole batch; here each request chooses, among
-several drafters, and all together want the most tokens a second (`richest`): a drafter that would serve one row of sixteen
-is not worth its forward, and who would draft much deeper than the others must be worth the wait.
+What differs from SmartSpec and why: it chooses k for one drafter and the whole batch. Here each request
+chooses among several drafters, and all together want the most tokens/s (`richest`): a drafter that would
+serve one row of sixteen is not worth its forward, and a row that drafts much deeper than the others must be
+worth the wait.
 
-A drafter that has not read a request's tokens must do so before it drafts, and on a long prompt that may take longer than
-the whole answer. The table's price of reading is spread over the tokens that the request may still get.
+A drafter that has not read a request's tokens must do so before it drafts, and on a long prompt that may take
+longer than the whole answer. The table's price of reading is spread over the tokens that the request may
+still get.
 
-The choice depends on committed tokens alone, never on the coins that will judge it, so the output is the target's own,
-greedy or sampled.
+The choice depends on committed tokens alone, never on the coins that will judge it, so the output is the
+target's own, greedy or sampled.
+
+Glossary: situation <-> what an alpha is counted for: a drafter, or a lookup with so long a match.
 """
+from dataclasses import dataclass
+
 import numpy as np
 
 from minispec.core.drafters import NGram
 
-START, LOOKUP, WEIGHT = 0.85, 0.7, 4.0  # most alpha hoped of a drafter that was never tried, that of a lookup, and how many trials this opinion is worth
-FADE, FADE_ALL = 0.9, 0.995             # what a round leaves of a request's counts, and of the counts of all requests
+START = 0.85                # most alpha hoped of a drafter that was never tried
+LOOKUP = 0.7                # the alpha hoped of a lookup
+WEIGHT = 4.0                # how many trials such an opinion is worth
+FADE = 0.9                  # what a round leaves of a request's counts
+FADE_ALL = 0.995            # what a round leaves of the counts of all requests
 MATCHES = (3, 4, 6, 8, 12, 16, 24, 32)  # match lengths that are told apart
+BUCKET = 256                # prices are looked up once per so many tokens of context
 
 
 class Counts:
     """Accepted and judged drafts, by situation; old ones fade."""
 
     def __init__(self, fade):
-        self.fade, self.now, self.cells = fade, 0, {}          # situation -> [accepted, judged, when]
+        self.fade = fade
+        self.now = 0                                     # the round
+        self.cells = {}  # situation -> (accepted, judged, round of the last change)
 
     def add(self, situation, accepted, judged):
-        a, n, _ = self.read(situation)
-        self.cells[situation] = (a + accepted, n + judged, self.now)
+        a, n = self.read(situation)
+        self.cells[situation] = a + accepted, n + judged, self.now
 
     def read(self, situation):
-        """(accepted, judged), faded to now, and now."""
+        """(accepted, judged), faded to now."""
         a, n, when = self.cells.get(situation, (0.0, 0.0, self.now))
         left = self.fade ** (self.now - when)
-        return a * left, n * left, self.now
+        return a * left, n * left
 
     def rate(self, situation, belief):
-        a, n, _ = self.read(situation)
+        """The estimate of alpha: WEIGHT trials went as `belief` says, the others as counted."""
+        a, n = self.read(situation)
         return (a + WEIGHT * belief) / (n + WEIGHT)
 
 
-class _Notes:
-    """What is known of a request: its own counts, and what was drafted last: [(situation, drafts, tokens then)]."""
+@dataclass
+class Offer:
+    """What a drafter offers a request in this round. drafts None: it must be asked for them."""
+    situation: object
+    drafts: list = None
+
+
+class History:
+    """What is known of a request: its own counts, and what was drafted last: [(situation, drafts, tokens
+    then)]."""
 
     def __init__(self):
-        self.counts, self.asked = Counts(FADE), []
+        self.counts = Counts(FADE)
+        self.drafted = []
 
 
 class Adaptive:
-    """A drafter that asks other drafters; for the engine's Lockstep planner. drafters: a list, whose names the cost table
-    knows; of those that read the target's states all must read the same. k: the most drafts a round."""
+    """A drafter that asks other drafters; for the engine's Lockstep planner. drafters: a list, whose names
+    the cost table knows; those that read the target's states must all read the same. k: the most drafts a
+    round."""
     name = "adaptive"
 
     def __init__(self, drafters, cost, k=16):
         unknown = [d.name for d in drafters if d.name not in cost.drafters]
         if unknown or not drafters:
-            raise ValueError(f"no price for drafter {', '.join(unknown) or '(none given)'}; the cost table has {', '.join(cost.drafters) or 'none'}")
+            raise ValueError(f"no price for drafter {', '.join(unknown) or '(none given)'}; "
+                             f"the cost table has {', '.join(cost.drafters) or 'none'}")
         readers = [d.taps for d in drafters if getattr(d, "taps", None) is not None]
         if any(taps != readers[0] for taps in readers):
             raise ValueError(f"the drafters read different layers of the target: {readers}")
         self.taps = readers[0] if readers else None
-        self.drafters, self.cost, self.k = {d.name: d for d in drafters}, cost, k
-        self.asked = np.array([not isinstance(d, NGram) for d in drafters])       # a lookup is made anyway
-        self.counts, self.notes, self.prices = Counts(FADE_ALL), {}, {}
+        self.drafters = {d.name: d for d in drafters}
+        self.cost = cost
+        self.k = k
+        # Lookups are made anyway; the others must be asked.
+        self.asked = np.array([not isinstance(d, NGram) for d in drafters])
         self.hope = {name: min(START, cost.accept.get(name, START)) for name in self.drafters}
-        self.chosen = {}                 # request -> who proposes for it now; the engine records it
+        self.counts = Counts(FADE_ALL)                   # of all requests
+        self.history = {}                                # request -> History
+        self.prices = {}                                 # what was looked up in the cost table
+        self.chosen = {}  # request -> which drafter proposes now, for the engine
 
     def propose(self, requests, limits):
+        # 1. Learn what became of the last drafts.
         self.counts.now += 1
-        found = [self._learn_and_look(r, limit) for r, limit in zip(requests, limits)]
-        picks = self._choose(requests, limits, found)
+        for r in requests:
+            self._learn(r)
+        # 2. See what every drafter offers, and choose.
+        offers = [self._look(r, limit) for r, limit in zip(requests, limits)]
+        picks = self._choose(requests, limits, offers)
+        # 3. Collect the drafts: lookups are there already, other drafters draft for all who chose them.
         out = [([], None)] * len(requests)
-        for name, drafter in self.drafters.items():
+        for name in self.drafters:
             rows = [i for i, (who, _) in enumerate(picks) if who == name]
-            if rows and isinstance(drafter, NGram):
-                drafts = [(found[i][name][1][:picks[i][1]], None) for i in rows]
-            elif rows:
-                drafts = drafter.propose([requests[i] for i in rows], [picks[i][1] for i in rows])
-            for i, draft in zip(rows, drafts if rows else []):
-                out[i] = draft
-                if not isinstance(drafter, NGram):
-                    self.notes[requests[i]].asked.append((name, draft[0], len(requests[i].tokens)))
-        self.chosen.update((r, who or "target") for r, (who, _) in zip(requests, picks))
+            ks = [picks[i][1] for i in rows]
+            offered = [offers[i][name] for i in rows]
+            for i, drafts in zip(rows, self._ask(name, [requests[i] for i in rows], offered, ks)):
+                out[i] = drafts
+        for r, (who, _) in zip(requests, picks):
+            self.chosen[r] = who or "target"
         return out
 
-    def _learn_and_look(self, r, limit):
-        """Count what became of the last drafts, then say what each drafter offers now: {name: (situation, drafts)}, drafts
-        None where they must be asked for."""
-        notes = self.notes.setdefault(r, _Notes())
-        notes.counts.now += 1
-        for situation, drafts, at in notes.asked:
+    def _learn(self, r):
+        """Count how many of a request's last drafts were right. The first wrong one was judged too, those
+        after it were not."""
+        history = self.history.setdefault(r, History())
+        history.counts.now += 1
+        for situation, drafts, at in history.drafted:
             true = r.tokens[at:at + len(drafts)]
-            hits = next((j for j, (a, b) in enumerate(zip(drafts, true)) if a != b), len(true))
-            for counts in (notes.counts, self.counts):
-                counts.add(situation, hits, min(hits + 1, len(true)))
-        notes.asked, offers = [], {}
+            hits = 0
+            while hits < len(true) and drafts[hits] == true[hits]:
+                hits += 1
+            judged = min(hits + 1, len(true))
+            history.counts.add(situation, hits, judged)
+            self.counts.add(situation, hits, judged)
+        history.drafted = []
+
+    def _look(self, r, limit):
+        """{name: Offer} of all drafters. Lookups are made, and noted as drafted: they are judged whoever
+        drafts."""
+        offers = {}
         for name, drafter in self.drafters.items():
-            offers[name] = name, None
+            offers[name] = Offer(name)
             if isinstance(drafter, NGram):
                 at = drafter.find(r)
-                drafts = r.tokens[at:at + limit] if at is not None else []
+                drafts = [] if at is None else r.tokens[at:at + limit]
                 length = _agreement(r.tokens, at) if drafts else 0
-                offers[name] = (name, sum(length >= m for m in MATCHES)), drafts
+                offers[name] = Offer((name, sum(length >= m for m in MATCHES)), drafts)
                 if drafts:
-                    notes.asked.append((*offers[name], len(r.tokens)))
+                    self.history[r].drafted.append((offers[name].situation, drafts, len(r.tokens)))
         return offers
 
-    def _choose(self, requests, limits, found):
-        """[(drafter's name or None, drafts)] of every request."""
-        names, ks = list(self.drafters), np.arange(self.k + 1)
-        alpha, most, reading = np.zeros((3, len(requests), len(names)))
-        window, common = [getattr(d, "gamma", self.k) for d in self.drafters.values()], {}       # common: what all requests say of a situation
-        for i, (r, limit, offers) in enumerate(zip(requests, limits, found)):
-            for j, (situation, drafts) in enumerate(offers.values()):
-                if situation not in common:
-                    common[situation] = self.counts.rate(situation, self.hope[names[j]] if drafts is None else LOOKUP)
-                alpha[i, j] = self.notes[r].counts.rate(situation, common[situation])
-                most[i, j] = min(limit, window[j]) if drafts is None else len(drafts)
-                reading[i, j] = self._unread(names[j], r) / r.remaining if drafts is None else 0.0       # a lookup has read already, whoever drafts
-        tokens = np.cumsum(alpha[..., None] ** ks, -1)
+    def _choose(self, requests, limits, offers):
+        """[(name of the drafter or None, number of drafts)] of every request."""
+        # 1. Of every request and drafter: alpha, the most drafts there can be, and seconds of reading per
+        #    token gained.
+        shape = len(requests), len(self.drafters)
+        alpha, most, reading = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        for i, r in enumerate(requests):
+            for j, (name, drafter) in enumerate(self.drafters.items()):
+                offer = offers[i][name]
+                alpha[i, j] = self._alpha(r, name, offer)
+                if offer.drafts is None:
+                    most[i, j] = min(limits[i], getattr(drafter, "gamma", self.k))
+                    reading[i, j] = self._reading_seconds(name, r) / r.remaining
+                else:
+                    most[i, j] = len(offer.drafts)       # a lookup has read already
+        # 2. Expected tokens by number of drafts, and seconds that only this request costs.
+        ks = np.arange(self.k + 1)
+        tokens = np.cumsum(alpha[..., None] ** ks, -1)  # (rows, M, k + 1): 1 + alpha + ..
         charge = reading[..., None] * tokens
         tokens[ks > most[..., None]] = -np.inf
-        step, price = self._prices(len(requests), int(sum(len(r.tokens) for r in requests) / len(requests)))
+        # 3. The choices that together give the most tokens/s.
+        context = int(sum(len(r.tokens) for r in requests) / len(requests))
+        step, price = self._prices(len(requests), context)
+        names = list(self.drafters)
         return [(names[j] if k else None, k) for j, k in richest(tokens, charge, step, price, self.asked)]
 
-    def _unread(self, name, r):
-        """Seconds that it takes a drafter to read what it does not know of a request; the tokens of a round or two are in the
-        price of drafting."""
-        note = self.drafters[name].notes.get(r)
-        tokens = len(r.tokens) - (note.cached if note else 0)
+    def _alpha(self, r, name, offer):
+        """The chance that a draft is accepted: the request's own counts lean on those of all requests, those
+        on a hope."""
+        hope = self.hope[name] if offer.drafts is None else LOOKUP
+        common = self.counts.rate(offer.situation, hope)
+        return self.history[r].counts.rate(offer.situation, common)
+
+    def _ask(self, name, requests, offers, ks):
+        """(tokens, q) for each of the requests that chose this drafter, ks drafts each."""
+        if not requests:
+            return []
+        drafter = self.drafters[name]
+        if isinstance(drafter, NGram):
+            return [(offer.drafts[:k], None) for offer, k in zip(offers, ks)]
+        out = drafter.propose(requests, ks)
+        for r, drafts in zip(requests, out):
+            self.history[r].drafted.append((name, drafts[0], len(r.tokens)))
+        return out
+
+    def _reading_seconds(self, name, r):
+        """Seconds that a drafter takes to read what it does not know of a request. The tokens of a round or
+        two are in the price of drafting."""
+        notes = self.drafters[name].notes.get(r)
+        tokens = len(r.tokens) - (notes.cached if notes else 0)
         if tokens <= 2 * self.k:
             return 0.0
-        key = name, tokens // 256
+        key = name, tokens // BUCKET
         if key not in self.prices:
             self.prices[key] = float(self.cost.read(name, tokens))
         return self.prices[key]
 
     def _prices(self, rows, context):
-        """Seconds of a step (k + 1,) by drafts per row, and of drafting (drafters, k + 1), looked up once per 256 tokens."""
-        key = rows, context // 256
+        """Seconds of a step (k + 1,) by drafts per row, and of drafting (drafters, k + 1)."""
+        key = rows, context // BUCKET
         if key not in self.prices:
-            kv, ks = rows * (key[1] * 256 + 128), np.arange(self.k + 1)
+            kv = rows * (key[1] * BUCKET + BUCKET // 2)
+            ks = np.arange(self.k + 1)
+            step = np.broadcast_to(self.cost.step(kv, rows * (1 + ks), rows), ks.shape)
             price = [np.broadcast_to(self.cost.draft(name, kv, ks, rows), ks.shape) for name in self.drafters]
-            self.prices[key] = np.broadcast_to(self.cost.step(kv, rows * (1 + ks), rows), ks.shape), np.array(price)
+            self.prices[key] = step, np.array(price)
         return self.prices[key]
 
     def observe(self, request, features):
@@ -164,46 +235,89 @@ class Adaptive:
                 drafter.observe(request, features)
 
     def release(self, request):
-        self.notes.pop(request, None)
+        self.history.pop(request, None)
         self.chosen.pop(request, None)
         for drafter in self.drafters.values():
             drafter.release(request)
 
 
+# -- the choice ----------------------------------------------------------------------------------------------
+
 def richest(tokens, charge, step, price, asked):
-    """The choices [(drafter, drafts)] of all requests that give the batch the most expected tokens a second.
+    """The choices [(drafter, drafts)] of all requests that give the batch the most expected tokens/s.
 
-    tokens (rows, M, k + 1): expected of a request by drafter and number of drafts, -inf for more than there can be; charge, of
-    the same shape: seconds that only this request costs. step (k + 1): seconds of verifying so many drafts a request.
-    price (M, k + 1): seconds of drafting. asked (M,): False for lookups, which are made anyway; beside them one drafter drafts,
-    for all who want it, as deep as one of them wants, for a draft costs almost the same for one row as for the batch.
+    tokens (rows, M, k + 1): expected of a request by drafter and number of drafts, -inf for more than there
+    can be. charge, of the same shape: seconds that only this request costs. step (k + 1,): seconds of
+    verifying so many drafts a request. price (M, k + 1): seconds of drafting. asked (M,): False for lookups,
+    which are made anyway.
 
-    For one request that is a look at all quotients. For more, Dinkelbach's method: let a second be worth so many tokens. Then every
-    request by itself takes what leaves it most when its seconds are paid for, and the quotient that results is what a second is
-    worth next."""
-    rows, _, n = tokens.shape
-    if rows == 1:
-        quotient = tokens[0] / (step + price * asked[:, None] + charge[0])
-        quotient[:, 0] = 1 / step[0]
-        return [divmod(int(quotient.argmax()), n)]
-    ks, request, worth, best = np.arange(n), np.arange(rows), rows / step[0], [(0, 0)] * rows
-    each = (step[-1] - step[1]) / (rows * max(n - 2, 1))           # verification: so much a draft, and at once so much for the first
-    first = step[1] - step[0] - each * rows
+    Next to the lookups one drafter drafts, for all requests that want it, as deep as one of them wants: a
+    draft costs almost the same for one row as for the batch.
+
+    The best quotient tokens / seconds is found by Dinkelbach's method. Suppose a second is worth `worth`
+    tokens. Then the seconds of a choice can be subtracted from its tokens, and every request finds its best
+    difference by itself, which it could not for a quotient. If the choices so found have a quotient above
+    `worth`, it is the next `worth`. If they do not, no choices have: what was found last is the best.
+    """
+    if len(tokens) == 1:
+        return [_richest_alone(tokens[0], charge[0], step, price, asked)]
+    best = [(0, 0)] * len(tokens)
+    worth = len(tokens) / step[0]                        # begin with nothing drafted
     while True:
-        value = tokens - worth * (charge + each * ks)
-        value[..., 0] = 1.0
-        takes = np.where(asked[:, None], ks == 0, True)            # (M, k + 1): what is open to every request
-        if asked.any():
-            lookup = value[:, ~asked].max((1, 2), initial=1.0)
-            total = np.maximum(np.maximum.accumulate(value[:, asked], -1), lookup[:, None, None]).sum(0) - worth * (price[asked] + first) * (ks > 0)
-            who, depth = np.unravel_index(total.argmax(), total.shape)
-            takes[np.flatnonzero(asked)[who], :depth + 1] = True
-        j, k = np.divmod(np.where(takes, value, -np.inf).reshape(rows, -1).argmax(-1), n)
-        drafting = sum(price[m, k[j == m].max(initial=0)] for m in np.flatnonzero(asked) if k[j == m].any())
-        quotient = tokens[request, j, k].sum() / (np.interp(k.mean(), ks, step) + drafting + (charge[request, j, k] * (k > 0)).sum())
+        j, k = _most_left(tokens, charge, step, price, asked, worth)
+        quotient = _tokens_per_second(j, k, tokens, charge, step, price, asked)
         if quotient <= worth * (1 + 1e-9):
             return best
-        worth, best = quotient, list(zip(j.tolist(), k.tolist()))
+        worth = quotient
+        best = list(zip(j.tolist(), k.tolist()))
+
+
+def _richest_alone(tokens, charge, step, price, asked):
+    """(drafter, drafts) of a single request: the largest of all quotients (M, k + 1)."""
+    quotient = tokens / (step + price * asked[:, None] + charge)
+    quotient[:, 0] = 1 / step[0]
+    j, k = divmod(int(quotient.argmax()), len(step))
+    return j, k
+
+
+def _most_left(tokens, charge, step, price, asked, worth):
+    """The choices, drafters (rows,) and numbers of drafts (rows,), that leave most tokens when a second costs
+    `worth`."""
+    rows, _, n = tokens.shape
+    ks = np.arange(n)
+    # 1. Verification, shared out: every draft costs `each`, and the first one of the batch `first` on top.
+    each = (step[-1] - step[1]) / (rows * max(n - 2, 1))
+    first = step[1] - step[0] - each * rows
+    # 2. What a choice leaves its request, apart from the drafting that requests share.
+    left = tokens - worth * (charge + each * ks)
+    left[..., 0] = 1.0
+    # 3. Which one drafter should draft, and how deep? Up to that depth every request takes what suits it, or
+    #    keeps its lookup.
+    allowed = np.where(asked[:, None], ks == 0, True)                          # (M, k + 1)
+    if asked.any():
+        lookup = left[:, ~asked].max((1, 2), initial=1.0)                      # (rows,)
+        up_to = np.maximum.accumulate(left[:, asked], -1)                      # (rows, asked, k + 1)
+        total = np.maximum(up_to, lookup[:, None, None]).sum(0)                # (asked, k + 1)
+        total = total - worth * (price[asked] + first) * (ks > 0)
+        drafter, depth = np.unravel_index(total.argmax(), total.shape)
+        allowed[np.flatnonzero(asked)[drafter], :depth + 1] = True
+    # 4. Every request by itself.
+    left = np.where(allowed, left, -np.inf).reshape(rows, -1)
+    return np.divmod(left.argmax(-1), n)
+
+
+def _tokens_per_second(j, k, tokens, charge, step, price, asked):
+    """Expected tokens/s of the batch if request i gets k[i] drafts of drafter j[i]."""
+    request, ks = np.arange(len(k)), np.arange(len(step))
+    # An asked drafter takes as long as its deepest row.
+    drafting = 0.0
+    for m in np.flatnonzero(asked):
+        deepest = k[j == m].max(initial=0)
+        if deepest:
+            drafting += price[m, deepest]
+    verifying = np.interp(k.mean(), ks, step)
+    own = (charge[request, j, k] * (k > 0)).sum()
+    return tokens[request, j, k].sum() / (verifying + drafting + own)
 
 
 def _agreement(tokens, at):

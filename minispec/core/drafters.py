@@ -1,10 +1,11 @@
 """Drafters that need no training of their own, and what all drafters share. Interface:
 
     name                          shown next to the tokens it proposed
-    propose(requests, limits)     -> for every request (tokens, q): at most limits[i] draft tokens, and the distributions
-                                  (k, V) they were drawn from, or None if they are a point mass (copied, or an argmax).
-                                  A tree has a third part, parents: the row that each draft hangs from (verify.py). It may
-                                  have a fourth: the rule that judges it, if that is not point_mass_tree.
+    propose(requests, limits)     -> for every request (tokens, q): at most limits[i] draft tokens, and the
+                                  distributions (k, V) they were drawn from, or None if they are a point mass
+                                  (copied, or an argmax). A tree has a third part, parents: the row that each
+                                  draft hangs from (verify.py). It may have a fourth: the rule that judges it,
+                                  if that is not point_mass_tree.
     release(request)              the request is finished; forget it
 
 A drafter that reads the target's hidden states also has
@@ -14,10 +15,10 @@ A drafter that reads the target's hidden states also has
 
 and one that asks other drafters (adaptive.py)
 
-    chosen                        {request: name of the drafter that proposed in this round}, shown in place of `name`
+    chosen                        {request: name of the drafter that proposed now}, shown in place of `name`
 
-A drafter sees what was accepted by reading `request.tokens`. Committed tokens never change, so it compares them with what
-it drafted before and knows which of its own keys and values are still right.
+A drafter sees what was accepted by reading `request.tokens`. Committed tokens never change, so it compares
+them with what it drafted before and knows which of its own keys and values are still right.
 """
 from dataclasses import dataclass, field
 
@@ -28,12 +29,12 @@ from minispec.core.engine import draw_drafts
 from minispec.core.kv_cache import KVCache
 
 
-# -- what drafters with a cache share ----------------------------------------------------------------------------------
+# -- what drafters with a cache share ------------------------------------------------------------------------
 
 @dataclass
 class Rows:
-    """Rows that one request feeds in one forward of a drafter: `tokens` (n) at `positions` (n), which see what `keys`
-    lets them see. features (n, F): what else the drafter reads of each row, or None."""
+    """Rows that one request feeds in one forward of a drafter: `tokens` (n) at `positions` (n), which see
+    what `keys` lets them see. features (n, F): what else the drafter reads of each row, or None."""
     tokens: list
     positions: list
     keys: FullKeys
@@ -42,24 +43,25 @@ class Rows:
 
 @dataclass
 class Notes:
-    """What a drafter keeps of one request. Its cache is its own, apart from the target's; row i holds committed token i."""
+    """What a drafter keeps of one request. Its cache is its own, apart from the target's; row i holds
+    committed token i."""
     cache: KVCache
     cached: int = 0                                      # rows of the cache that hold committed tokens
-    features: list = field(default_factory=list)         # the target's, (n, F) each, of rows that are still to be fed
-    drafts: list = field(default_factory=list)           # tokens fed behind the committed rows: cached if they were right
+    features: list = field(default_factory=list)         # the target's, (n, F) each, of rows still to be fed
+    drafts: list = field(default_factory=list)           # tokens fed behind the committed rows
 
     def rows(self, start, tokens, features=None, positions=None, tail=None):
-        """Rows for cache slots start, start + 1, .. Their positions are the slots unless said otherwise. They are causal,
-        unless tail (n, m) says which of the last m slots each row sees (FullKeys): all of them, for a window of masks;
-        its own path, for a tree."""
+        """Rows for cache slots start, start + 1, .. Their positions are the slots unless said otherwise. They
+        are causal, unless tail (n, m) says which of the last m slots each row sees (FullKeys): all of them,
+        for a window of masks; its own path, for a tree."""
         n = len(tokens)
         positions = range(start, start + n) if positions is None else positions
         return Rows(tokens, positions, FullKeys(self.cache, 0, start, n, tail=tail), features)
 
 
 def pack(work, device):
-    """Rows of several requests, a list of Rows, as the inputs of one forward: tokens (N,), positions (N,), an attend by
-    which every row sees the keys of its own request, and features (N, F) or None."""
+    """Rows of several requests, a list of Rows, as the inputs of one forward: tokens (N,), positions (N,), an
+    attend by which every row sees the keys of its own request, and features (N, F) or None."""
     tokens, positions, segments = [], [], []
     for rows in work:
         first = len(tokens)
@@ -74,17 +76,17 @@ def pack(work, device):
     return tokens, positions, packed_attend(segments), features
 
 
-# -- drafters ----------------------------------------------------------------------------------------------------------
+# -- drafters ------------------------------------------------------------------------------------------------
 
 class NGram:
-    """Prompt lookup (Saxena 2023): propose what followed the most recent earlier occurrence of the last n tokens, for
-    the longest n from max_n down to min_n that has one."""
+    """Prompt lookup (Saxena 2023): propose what followed the most recent earlier occurrence of the last n
+    tokens, for the longest n from max_n down to min_n that has one."""
     name = "ngram"
 
     def __init__(self, max_n=4, min_n=2):
         self.max_n = max_n
         self.min_n = min_n
-        self.index = {}                   # request -> (tokens indexed, {n-gram: position after its last occurrence})
+        self.index = {}  # request -> (tokens indexed, {n-gram: position after its last occurrence})
 
     def propose(self, requests, limits):
         return [(self.lookup(r, limit), None) for r, limit in zip(requests, limits)]
@@ -97,7 +99,8 @@ class NGram:
     def find(self, request):
         """The position of the first token to copy; None where nothing matches."""
         tokens = request.tokens
-        # 1. Index what was committed since the last call. The n-grams that end at the very last token must wait: they
+        # 1. Index what was committed since the last call. The n-grams that end at the very last token must
+        #    wait: they
         #    would find themselves.
         done, seen = self.index.get(request, (0, {}))
         for end in range(done, len(tokens)):
@@ -116,8 +119,9 @@ class NGram:
 
 
 class SmallLM:
-    """A small model of the same vocabulary drafts autoregressively (Leviathan et al. 2211.17192), with the request's own
-    sampling settings. All requests of the batch draft together; each has a cache of its own here."""
+    """A small model of the same vocabulary drafts autoregressively (Leviathan et al. 2211.17192), with the
+    request's own sampling settings. All requests of the batch draft together; each has a cache of its own
+    here."""
     name = "draft"
 
     def __init__(self, model, target):
@@ -163,7 +167,8 @@ class SmallLM:
         return request.tokens[notes.cached:]
 
     def _forward(self, requests, feeds):
-        """Feed each request its tokens; returns the logits (len(requests), V) after the last token of each."""
+        """Feed each request its tokens; returns the logits (len(requests), V) after the last token of
+        each."""
         work, last, n = [], [], 0
         for request, tokens in zip(requests, feeds):
             notes = self.notes[request]
