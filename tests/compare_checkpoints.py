@@ -159,7 +159,7 @@ def write_large(folder):
         model = gpt.GPT(c)
     checkpoints.write_json(os.path.join(folder, "config.json"), checkpoints.to_hf_config(c, "bfloat16"))
     noise, shards, where = torch.randn(1 << 20).bfloat16() * 0.02, {}, {}
-    for ours, theirs, sizes in checkpoints._all_names(c):
+    for ours, theirs, sizes in checkpoints.weight_names(c):
         for name, rows in zip(theirs, sizes):
             shards.setdefault(name.split(".")[2], []).append((name, (rows, *model.get_parameter(ours).shape[1:])))
     for shard, names in shards.items():

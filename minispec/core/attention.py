@@ -1,15 +1,17 @@
 """Which keys may a query see? The `attend` callables that are handed to the model.
 
-Training:  `dense_attend(mask)` sees whole sequences (cpu.py has the same, faster on a CPU).
-Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number of query
-           rows. Each segment brings its own *keys* object, which stores the rows' k and v where they belong and lets the
-           rows' queries read what they may. Here that is FullKeys: all cached positions, causal among the new rows, or
-           along the paths of a draft tree. specgen.py adds PillarKeys, a short list of positions per layer and head.
-On a GPU:  `fused_attend(cache, fused_inputs(..))` does what packed_attend does, all segments in one kernel a layer.
+Training:  `dense_attend(mask)` sees whole sequences (cpu.py has the same, faster on a CPU). Decoding:
+`packed_attend(segments)` serves one packed batch in which every request contributes its own number of query
+           rows. Each segment brings its own *keys* object, which stores the rows' k and v where they belong
+           and lets the rows' queries read what they may. Here that is FullKeys: all cached positions,
+           causal among the new rows, or along the paths of a draft tree. specgen.py adds PillarKeys, a
+           short list of positions per layer and head.
+On a GPU:  `fused_attend(cache, fused_inputs(..))` does what packed_attend does, all segments in one kernel
+a layer.
 
-Shapes, for one layer: N packed rows, n of them from one request; H query heads, G key/value heads, g = H / G query heads
-share a key head; D numbers a head; T positions that a request has cached, its new rows included.
-"""
+Shapes, for one layer: N packed rows, n of them from one request; H query heads, G key/value heads, g = H /
+G query heads share a key head; D numbers a head; T positions that a request has cached, its new rows
+included. """
 import torch
 import torch.nn.functional as F
 
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
+# -- training ------------------------------------------------------------------------------------------------
 
 def dense_attend(mask=None):
     """attend over whole sequences q (B, T, H, D), k and v (B, T, G, D).
@@ -30,7 +32,7 @@ def dense_attend(mask=None):
     return attend
 
 
-# -- decoding: one packed batch, a keys object for every request -------------------------------------------------------
+# -- decoding: one packed batch, a keys object for every request ---------------------------------------------
 
 def packed_attend(segments):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
@@ -57,16 +59,15 @@ def packed_attend(segments):
 
 
 class FullKeys:
-    """n new rows at positions start.. of the request whose slots begin at `base`: append their keys and values to the
-    cache, and let row i see every position up to start + i.
+    """n new rows at positions start.. of the request whose slots begin at `base`: append their keys and
+    values to the cache, and let row i see every position up to start + i.
 
-    tail: bool (n, m), where the rows belong to a tree: which of the last m slots, its own included, each row sees
-    instead; it sees all slots before them.
+    tail: bool (n, m), where the rows belong to a tree: which of the last m slots, its own included, each
+    row sees instead; it sees all slots before them.
 
-    record=True also leaves, in `scores` (L, G, start + n), the softmax probability each position received, averaged over
-    the n rows and the g query heads of a group. Not every row sees the positions from `start` on. Their average is over
-    all n rows all the same, so do not compare it with the others'.
-    """
+    record=True also leaves, in `scores` (L, G, start + n), the softmax probability each position received,
+    averaged over the n rows and the g query heads of a group. Not every row sees the positions from `start`
+    on. Their average is over all n rows all the same, so do not compare it with the others'. """
     selected = None                                          # all positions
     pool = None                                              # in the cache itself
 
@@ -106,11 +107,12 @@ class FullKeys:
     def _prompt(self, q, keys, values):
         """A prompt from its beginning, where torch knows the mask."""
         q = q.transpose(0, 1)
-        out = F.scaled_dot_product_attention(q[None], keys[None], values[None], is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q[None], keys[None], values[None], is_causal=True,
+                                             enable_gqa=True)
         return out[0].transpose(0, 1)
 
     def _fused(self, q, keys, values):
-        """A few rows after many keys: the heads of a group share them in one call of torch's fused attention."""
+        """A few rows after many keys. The heads of a group are rows of one call, so they share its keys."""
         rows = group_rows(q, len(keys))                                        # (G, g * n, D)
         mask = self._mask(q, len(keys), keys.shape[1])
         out = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)
@@ -119,7 +121,8 @@ class FullKeys:
     def _by_products(self, q, keys, values):
         """The same in single steps: (out (n, H, D), probabilities (G, g * n, T) in fp32)."""
         rows = group_rows(q, len(keys)) * q.shape[-1] ** -0.5                  # (G, g * n, D)
-        if products_are_faster(q):                                             # linear takes keys as they lie; @ would copy them
+        if products_are_faster(q):
+            # F.linear takes keys as they lie; @ would copy them.
             logits = torch.stack([F.linear(some, own) for some, own in zip(rows, keys)])
         else:
             logits = rows @ keys.transpose(1, 2)                               # (G, g * n, T)
@@ -132,18 +135,20 @@ class FullKeys:
         return ungroup_rows(probs.to(values.dtype) @ values, self.n), probs
 
     def _mask(self, q, n_groups, width):
-        """Additive mask (g * n, width) of the newest `width` positions: 0 where a row sees one, -inf where it does not.
+        """Additive mask (g * n, width) of the newest `width` positions, 0 or -inf; the same in every layer.
 
         None for a single row that sees everything."""
         if self.n == 1 and self.tail is None:
             return None
         if self.mask is None:
             sees = self.tail
-            if sees is None:                                                   # the rows' own positions are causal
+            if sees is None:
+                # The rows' own positions are causal.
                 sees = torch.ones(self.n, self.n, dtype=torch.bool).tril()
             unseen = F.pad(~sees.to(q.device), (width - sees.shape[1], 0))     # (n, width)
-            mask = torch.zeros(self.n, width, dtype=q.dtype, device=q.device).masked_fill_(unseen, float("-inf"))
-            self.mask = mask.repeat(q.shape[1] // n_groups, 1)                 # once for every head of a group
+            mask = torch.zeros(self.n, width, dtype=q.dtype, device=q.device)
+            mask.masked_fill_(unseen, float("-inf"))
+            self.mask = mask.repeat(q.shape[1] // n_groups, 1)                 # (g * n, width)
         return self.mask
 
 
@@ -158,7 +163,7 @@ def products_are_faster(q):
 
 
 def group_rows(q, n_groups):
-    """(n, H, D) -> (G, g * n, D): the g = H / G query heads that share a key head become rows of one product."""
+    """(n, H, D) -> (G, g * n, D): the g = H / G heads that share a key head become rows of one product."""
     n, h, d = q.shape
     if n == 1:                                           # plain decoding: a view will do
         return q.view(n_groups, h // n_groups, d)
@@ -173,7 +178,7 @@ def ungroup_rows(out, n):
     return out.view(groups, gn // n, n, d).permute(2, 0, 1, 3).reshape(n, -1, d)
 
 
-# -- trees of drafts ---------------------------------------------------------------------------------------------------
+# -- trees of drafts -----------------------------------------------------------------------------------------
 
 def path_mask(paths, n):
     """bool (len(paths), n): row i sees the columns that paths[i] lists.
@@ -187,23 +192,24 @@ def path_mask(paths, n):
 
 
 def tree_mask(parents):
-    """bool (n + 1, n + 1) for row 0, the root, and rows 1 .. n that hang from rows `parents` (n,): who sees whom."""
+    """bool (n + 1, n + 1), who sees whom: row 0 is the root, rows 1 .. n hang from rows `parents` (n,)."""
     paths = [[0]]
     for i, parent in enumerate(parents, 1):
         paths.append([*paths[parent], i])
     return path_mask(paths, len(paths))
 
 
-# -- the same on a GPU: kernels/ ---------------------------------------------------------------------------------------
+# -- the same on a GPU: kernels/ -----------------------------------------------------------------------------
 
 def can_fuse(model):
-    """Whether the Triton kernels run for this model, where it is. Where not, decoding uses torch's operators."""
+    """Whether the Triton kernels run for this model. Where they do not, decoding uses torch's operators."""
     from kernels import supported, unavailable           # here, because importing triton takes a second
     return not unavailable(model.embed.weight) and supported(model.config.head_dim)
 
 
 def fused_inputs(cache, plan, tokens, positions, group):
-    """All that the kernels read of an engine's plan (a list of Segments), as kernels.graphs.Inputs; group = H / G."""
+    """All that the kernels read of an engine's plan, a list of Segments: kernels.graphs.Inputs; group = H /
+    G."""
     from kernels import graphs
     from kernels.attention import make_plan
     layers, groups, _, _ = cache.k.shape
@@ -215,11 +221,12 @@ def fused_inputs(cache, plan, tokens, positions, group):
     longest = max(s.start + len(s.tokens) for s in plan)
     slots = (first[:, None] + torch.arange(longest, device=device)).clamp(max=cache.n_slots - 1).int()
 
-    # Drafting rows read the positions that were selected and a tail of recent ones, all others a tail from position 0 on.
+    # Drafting rows read the positions that were selected and a tail of recent ones, all others a tail from
+    # position 0 on.
     lists = [s.keys.selected for s in plan]
     widest = max([chosen.shape[-1] for chosen in lists if chosen is not None], default=0)
     selected = torch.zeros(len(plan), layers, groups, widest, dtype=torch.int32, device=device)
-    shapes = []                                          # (rows, length, selected positions, tail), see make_plan
+    shapes = []                                          # (rows, length, selected positions, tail)
     for i, (s, chosen) in enumerate(zip(plan, lists)):
         n_selected = tail = 0
         if chosen is not None:
@@ -230,15 +237,16 @@ def fused_inputs(cache, plan, tokens, positions, group):
 
     scored = [i for i, s in enumerate(plan) if s.keys.scores is not None]
     which = torch.tensor(scored, dtype=torch.int32, device=device)
-    return graphs.Inputs(tokens, positions, new.to(device), slots, selected, which, make_plan(shapes, group).to(device))
+    plan = make_plan(shapes, group).to(device)
+    return graphs.Inputs(tokens, positions, new.to(device), slots, selected, which, plan)
 
 
 def fused_attend(cache, x):
     """packed_attend for x = fused_inputs(..), in one launch a layer (kernels/attention.py).
 
-    Draft rows write their keys and values into the cache here, where verification overwrites them, and read the selected
-    positions in place. Nothing in here may wait for the device or depend on anything but tensors' contents, because it is
-    captured in a CUDA graph (kernels/graphs.py)."""
+    Draft rows write their keys and values into the cache here, where verification overwrites them, and read
+    the selected positions in place. Nothing in here may wait for the device or depend on anything but
+    tensors' contents, because it is captured in a CUDA graph (kernels/graphs.py)."""
     from kernels import attention as kernel
     from kernels import scores as score_kernel
 
@@ -262,14 +270,15 @@ def keep_scores(plan, scores):
             s.keys.scores.copy_(scores[:, i, :, :s.keys.scores.shape[-1]])
 
 
-# -- how sharply heads look --------------------------------------------------------------------------------------------
+# -- how sharply heads look ----------------------------------------------------------------------------------
 
 @torch.no_grad()
 def mass_in_top(model, tokens, fraction=0.05, rows=64):
-    """The attention mass that the last `rows` queries of tokens (1, T) put on their own `fraction` largest keys.
+    """The attention mass that the last `rows` queries of tokens (1, T) put on their own `fraction` largest
+    keys.
 
-    Returns (n_layer, H), means over the rows; 1 means that this part of the keys is all a head reads. The premise of
-    sparse attention, PillarAttn included, is that this is close to 1."""
+    Returns (n_layer, H), means over the rows; 1 means that this part of the keys is all a head reads. The
+    premise of sparse attention, PillarAttn included, is that this is close to 1."""
     c = model.config
     t = tokens.shape[1]
     top = max(int(fraction * t), 1)

@@ -1,14 +1,16 @@
 """What makes torch fast on a CPU. Everything here computes what a plain torch operator does, in less time.
 
-`Linear` is nn.Linear, `blocked_attend` is attention.dense_attend, and `store_by_columns` changes the layout of weights.
-On a GPU the first and the last do nothing, and the second is not used.
-"""
+`Linear` is nn.Linear, `blocked_attend` is attention.dense_attend, and `store_by_columns` changes the layout
+of weights. On a GPU the first and the last do nothing, and the second is not used. """
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-PACK_UP_TO = 1 << 22        # elements: a packed matrix is a second copy, which a model of billions has no room for
-CACHED = 1 << 22            # elements: all matrices of a model that stays in the processor's cache between two rows
+# Elements of a matrix: packing makes a second copy, and a model of billions has no room for that.
+PACK_UP_TO = 1 << 22
+
+# Elements of all matrices of a model that stays in the processor's cache between two rows.
+CACHED = 1 << 22
 
 
 def _packed_types():
@@ -26,11 +28,11 @@ PACKED_TYPES = _packed_types()
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU.
 
-    Several rows are multiplied with a copy of the matrix in oneDNN's own layout, as torch.compile does too, because torch's
-    own product is slow for few rows in fp32. A single row uses that copy as well: if plain rounds read one copy and larger
-    rounds the other, each would push the other's weights out of the processor's cache. The exception is a single fp32 row
-    in a small model, see `store_by_columns`. Gradients never see the copy.
-    """
+    Several rows are multiplied with a copy of the matrix in oneDNN's own layout, as torch.compile does too,
+    because torch's own product is slow for few rows in fp32. A single row uses that copy as well: if plain
+    rounds read one copy and larger rounds the other, each would push the other's weights out of the
+    processor's cache. The exception is a single fp32 row in a small model, see `store_by_columns`.
+    Gradients never see the copy. """
     _packed = None              # the copy
     _packed_from = None         # version and address of the weights it was made of
     small = False               # part of a small model, see store_by_columns
@@ -57,14 +59,17 @@ class Linear(nn.Linear):
 
     def __getstate__(self):
         """What copy.deepcopy and pickle take: all but the packed copy, which they cannot read."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_packed", "_packed_from")}
+        state = self.__dict__.copy()
+        state.pop("_packed", None)
+        state.pop("_packed_from", None)
+        return state
 
 
 def store_by_columns(model):
     """Store the fp32 matrices of a small model on a CPU column by column, and return the model.
 
-    This changes nothing but speed: a single row, that is a draft step or plain decoding, is multiplied in half the time.
-    bf16, GPUs and large models prefer rows."""
+    This changes nothing but speed: a single row, that is a draft step or plain decoding, is multiplied in
+    half the time. bf16, GPUs and large models prefer rows."""
     matrices = []
     for module in model.modules():
         if isinstance(module, Linear) and module.weight.dtype == torch.float32 and not module.weight.is_cuda:
@@ -80,8 +85,9 @@ def store_by_columns(model):
 def blocked_attend(mask=None, block=256):
     """The same function as attention.dense_attend, for training on a CPU in bf16.
 
-    There torch's fused attention runs at a tenth of the speed of a matrix product. So this one is made of products, one
-    block of queries after the other. Where it is causal, a block does not read the keys after its last query."""
+    There torch's fused attention runs at a tenth of the speed of a matrix product. So this one is made of
+    products, one block of queries after the other. Where it is causal, a block does not read the keys after
+    its last query."""
     def attend(layer, q, k, v):
         t, d = q.shape[1], q.shape[3]
         group = q.shape[2] // k.shape[2]                                  # g query heads share a key head
@@ -94,7 +100,8 @@ def blocked_attend(mask=None, block=256):
         if mask is None:
             hidden = torch.full((size, size), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
         else:
-            hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+            hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+            hidden.masked_fill_(~mask, float("-inf"))
 
         out = []
         for start in range(0, t, size):

@@ -2,16 +2,16 @@
 
     hidden = gpt(tokens, positions, attend)          # attend(layer, q, k, v) -> out
 
-RMSNorm, rotary positions (RoPE), grouped-query attention, SwiGLU; QK-norm, QKV bias and a tied head are options.
-With them the class covers the Llama-3, Qwen2 and Qwen3 families, whose folders tools/checkpoints.py reads and writes.
+RMSNorm, rotary positions (RoPE), grouped-query attention, SwiGLU; QK-norm, QKV bias and a tied head are
+options. With them the class covers the Llama-3, Qwen2 and Qwen3 families, whose folders
+tools/checkpoints.py reads and writes.
 
-What a query may see is not decided here: `attend` is handed in. Training passes a dense causal one. Decoding passes one
-that writes k and v into a cache and reads what the step may see (attention.py). A method of this repository is a new
-`attend`, a new drafter, or both; the body below never changes.
+What a query may see is not decided here: `attend` is handed in. Training passes a dense causal one.
+Decoding passes one that writes k and v into a cache and reads what the step may see (attention.py). A
+method of this repository is a new `attend`, a new drafter, or both; the body below never changes.
 
-Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests, in decoding;
-C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
-"""
+Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests,
+in decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary. """
 import math
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from minispec.core.cpu import Linear
 
 
-# -- primitives --------------------------------------------------------------------------------------------------------
+# -- primitives ----------------------------------------------------------------------------------------------
 
 class RMSNorm(nn.Module):
     def __init__(self, dim, eps):
@@ -34,11 +34,13 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192):
-    """Llama-3.1's way to a longer context: turn (D/2,), radians a position, with the slow dimensions slowed down.
+def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=8192):
+    """Llama-3.1's way to a longer context: turn (D/2,), radians a position, with the slow dimensions slowed
+    down.
 
-    Dimensions that turn less than low_freq_factor times in the context of pretraining do it `factor` times slower. Those
-    that turn more than high_freq_factor times stay as they are. Between the two it slides."""
+    Dimensions that turn less than low_freq_factor times in the context of pretraining do it `factor` times
+    slower. Those that turn more than high_freq_factor times stay as they are. Between the two it slides."""
     times = turn * original_max_position_embeddings / (2 * math.pi)
     keep = ((times - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return (1 - keep) * turn / factor + keep * turn
@@ -59,13 +61,13 @@ def rope_table(config, device=None):
 def rotate(x, cos, sin):
     """Rotary position embedding of x (..., heads, D) by cos and sin (..., 1, D).
 
-    Dimension i pairs with i + D/2, so halves (a, b) become (a cos - b sin, b cos + a sin). The minus is in the table,
-    which saves an operator per layer."""
+    Dimension i pairs with i + D/2, so halves (a, b) become (a cos - b sin, b cos + a sin). The minus is in
+    the table, which saves an operator per layer."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 class Rope(nn.Module):
-    """The table of all positions, a module without weights: positions (...) -> cos and sin (..., 1, D) for `rotate`."""
+    """The table of all positions, a module without weights: positions (...) -> cos and sin (..., 1, D)."""
 
     def __init__(self, config):
         super().__init__()
@@ -79,10 +81,10 @@ class Rope(nn.Module):
         return cos, sin
 
 
-# -- a layer -----------------------------------------------------------------------------------------------------------
+# -- a layer -------------------------------------------------------------------------------------------------
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)). The projections that read the same input are fused."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)). Projections of the same input are fused."""
 
     def __init__(self, layer, c):
         super().__init__()
@@ -117,7 +119,7 @@ class Block(nn.Module):
         return q, k, v
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
+# -- the model -----------------------------------------------------------------------------------------------
 
 @dataclass
 class GPTConfig:
@@ -135,7 +137,7 @@ class GPTConfig:
     qk_norm: bool = False       # True: Qwen3; it caps attention logits, and so how sharply a head can look
     qkv_bias: bool = False      # True: Qwen2
     tied: bool = True           # output head = token embedding
-    shift: bool = True          # a row predicts the next token; False: its own slot's, as some diffusion models do
+    shift: bool = True          # a row predicts the next token; False: its own slot's (some diffusion models)
     bos_id: int = 2040
     eos_id: int = 2041
 
@@ -166,8 +168,8 @@ class GPT(nn.Module):
     def _init(self, module):
         """GPT-2's initialisation, N(0, 0.02), with two twists.
 
-        Projections that write to the residual stream are scaled by depth. Embeddings are wider, because tokens that
-        start out far apart are told apart, and so copied, earlier in training."""
+        Projections that write to the residual stream are scaled by depth. Embeddings are wider, because
+        tokens that start out far apart are told apart, and so copied, earlier in training."""
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
@@ -189,9 +191,9 @@ class GPT(nn.Module):
     def forward(self, tokens, positions, attend, taps=None):
         """Final hidden states (..., C), after the last norm, of tokens (...) at positions (...).
 
-        attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already applied to q
-        and k. `taps`, a dict, asks for hidden states on the way: {layer: None} is filled with the input of that layer
-        (layer n_layer: the output of the last one, before the norm)."""
+        attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already
+        applied to q and k. `taps`, a dict, asks for hidden states on the way: {layer: None} is filled with
+        the input of that layer (layer n_layer: the output of the last one, before the norm)."""
         x = self.embed(tokens)
         cos, sin = self.rope(positions, x.dtype)
         for block in self.blocks:
@@ -205,8 +207,8 @@ class GPT(nn.Module):
     def features(self, tokens, positions, attend, layers=()):
         """What a drafter reads of this model: (final hidden states (..., C), features (..., F)).
 
-        The features are the inputs of `layers`, concatenated, or the final hidden states where no layer is named.
-        Training and decoding both ask here, so that a drafter sees the same in both."""
+        The features are the inputs of `layers`, concatenated, or the final hidden states where no layer is
+        named. Training and decoding both ask here, so that a drafter sees the same in both."""
         if not layers:
             hidden = self(tokens, positions, attend)
             return hidden, hidden

@@ -1,5 +1,8 @@
-"""Models on disk. A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family: `load`, `save`. A trained drafter
-is `config.json`, with the kind of drafter in it, and `model.safetensors`: `load_drafter`, `save_drafter`."""
+"""Models on disk.
+
+A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family: `load`, `save`. A trained
+drafter is `config.json`, which names the kind of drafter, and `model.safetensors`: `load_drafter`,
+`save_drafter`. """
 import hashlib
 import json
 import math
@@ -9,59 +12,81 @@ from dataclasses import asdict, fields
 
 import torch
 import torch.nn as nn
+from safetensors.torch import save_file
 
 from minispec.core.cpu import store_by_columns
 from minispec.core.gpt import GPT, GPTConfig, Rope
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 
-# -- Hugging Face folders ----------------------------------------------------------------------------------------------
+# -- names and shapes: ours and Hugging Face's ---------------------------------------------------------------
 
-def _hf_names(layer, c):
-    """(our parameter, [its parts' Hugging Face names], rows of each part) of one block; parts are stacked rows."""
-    p, a, m = f"blocks.{layer}.", f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
-    heads = [c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim]
-    rows = [("qkv.weight", [a + f"{x}_proj.weight" for x in "qkv"], heads),
-            ("out.weight", [a + "o_proj.weight"], [c.d_model]),
-            ("gate_up.weight", [m + "gate_proj.weight", m + "up_proj.weight"], [c.d_ff, c.d_ff]),
-            ("down.weight", [m + "down_proj.weight"], [c.d_model]),
-            ("norm1.weight", [f"model.layers.{layer}.input_layernorm.weight"], [c.d_model]),
-            ("norm2.weight", [f"model.layers.{layer}.post_attention_layernorm.weight"], [c.d_model])]
-    if c.qkv_bias:
-        rows.append(("qkv.bias", [a + f"{x}_proj.bias" for x in "qkv"], heads))
-    if c.qk_norm:
-        rows += [(f"{x}_norm.weight", [a + f"{x}_norm.weight"], [c.head_dim]) for x in "qk"]
-    return [(p + ours, theirs, sizes) for ours, theirs, sizes in rows]
-
-
-def _all_names(c):
-    names = [("embed.weight", ["model.embed_tokens.weight"], [c.vocab_size]), ("norm.weight", ["model.norm.weight"], [c.d_model])]
-    names += [] if c.tied else [("head.weight", ["lm_head.weight"], [c.vocab_size])]
-    return names + [row for layer in range(c.n_layer) for row in _hf_names(layer, c)]
-
-
-LARGEST = {"vocab_size": 1 << 22, "n_layer": 1 << 10, "n_head": 1 << 10, "n_kv_head": 1 << 10, "d_model": 1 << 18, "head_dim": 1 << 12, "d_ff": 1 << 20, "block_size": 1 << 22}
-LARGEST_ROPE = 1 << 28      # elements of its tables, 1 GB each; a damaged `config.json` could ask for all memory
-COPIED = 1024       # rows of a weight that are converted at once
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 KINDS = ("llama", "qwen2", "qwen3")
-ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False, "partial_rotary_factor": 1.0,
-        "quantization_config": None}     # what `config.json` may say of these, if anything
+
+# What `config.json` may say of these, if anything.
+ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+        "partial_rotary_factor": 1.0, "quantization_config": None}
+
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+# Beyond these a file is damaged, and believing it could ask for all memory.
+LARGEST = {"vocab_size": 1 << 22, "n_layer": 1 << 10, "n_head": 1 << 10, "n_kv_head": 1 << 10,
+           "d_model": 1 << 18, "head_dim": 1 << 12, "d_ff": 1 << 20, "block_size": 1 << 22}
+LARGEST_ROPE = 1 << 28      # elements of the table of cosines, 1 GB
+
+
+def weight_names(c):
+    """[(our parameter, the Hugging Face names of its parts, rows of each part)]. A parameter is its parts,
+    stacked."""
+    q_rows = c.n_head * c.head_dim
+    kv_rows = c.n_kv_head * c.head_dim
+    out = [("embed.weight", ["model.embed_tokens.weight"], [c.vocab_size]),
+           ("norm.weight", ["model.norm.weight"], [c.d_model])]
+    if not c.tied:
+        out.append(("head.weight", ["lm_head.weight"], [c.vocab_size]))
+    for i in range(c.n_layer):
+        ours = f"blocks.{i}."
+        theirs = f"model.layers.{i}."
+        attn = theirs + "self_attn."
+        mlp = theirs + "mlp."
+        out += [
+            (ours + "qkv.weight", [attn + f"{x}_proj.weight" for x in "qkv"], [q_rows, kv_rows, kv_rows]),
+            (ours + "out.weight", [attn + "o_proj.weight"], [c.d_model]),
+            (ours + "gate_up.weight", [mlp + "gate_proj.weight", mlp + "up_proj.weight"], [c.d_ff, c.d_ff]),
+            (ours + "down.weight", [mlp + "down_proj.weight"], [c.d_model]),
+            (ours + "norm1.weight", [theirs + "input_layernorm.weight"], [c.d_model]),
+            (ours + "norm2.weight", [theirs + "post_attention_layernorm.weight"], [c.d_model]),
+        ]
+        if c.qkv_bias:
+            biases = [attn + f"{x}_proj.bias" for x in "qkv"]
+            out.append((ours + "qkv.bias", biases, [q_rows, kv_rows, kv_rows]))
+        if c.qk_norm:
+            out.append((ours + "q_norm.weight", [attn + "q_norm.weight"], [c.head_dim]))
+            out.append((ours + "k_norm.weight", [attn + "k_norm.weight"], [c.head_dim]))
+    return out
 
 
 def to_hf_config(c, dtype="float32"):
     """The `config.json` of the family whose shape c has: Llama, Qwen2 (QKV bias) or Qwen3 (QK-norm)."""
     if c.qk_norm and c.qkv_bias:
         raise ValueError("no Hugging Face family has both QK-norm and QKV bias")
-    kind = "Qwen3" if c.qk_norm else "Qwen2" if c.qkv_bias else "Llama"
-    return {
+    kind = "Llama"
+    if c.qk_norm:
+        kind = "Qwen3"
+    if c.qkv_bias:
+        kind = "Qwen2"
+    out = {
         "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "vocab_size": c.vocab_size,
         "hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.n_layer,
         "num_attention_heads": c.n_head, "num_key_value_heads": c.n_kv_head, "head_dim": c.head_dim,
         "max_position_embeddings": c.block_size, "rope_theta": c.rope_theta, "rms_norm_eps": c.norm_eps,
         "hidden_act": "silu", "tie_word_embeddings": c.tied, "attention_bias": False, "mlp_bias": False,
         "initializer_range": 0.02, "bos_token_id": c.bos_id, "eos_token_id": c.eos_id, "torch_dtype": dtype,
-        **({"rope_scaling": {"rope_type": "llama3", **c.rope_scaling}} if c.rope_scaling else {}), **({} if c.shift else {"shift": False}),
     }
+    if c.rope_scaling:
+        out["rope_scaling"] = {"rope_type": "llama3", **c.rope_scaling}
+    if not c.shift:
+        out["shift"] = False
+    return out
 
 
 def from_hf_config(d):
@@ -72,76 +97,108 @@ def from_hf_config(d):
     for key, only in ONLY.items():
         if d.get(key) not in (None, only):
             raise ValueError(f"{key} {d[key]} is not supported")
-    rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}       # transformers 5 nests what 4 kept flat
+
+    # Positions: transformers 5 nests what 4 kept flat.
+    rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
+    theta = rope.get("rope_theta", d.get("rope_theta"))
     scaling = rope.get("rope_type") or rope.get("type") or "default"
     if scaling not in ("default", "llama3"):
         raise ValueError(f"rope scaling '{scaling}' is not supported; supported is llama3")
-    eos, n_head = d.get("eos_token_id"), d["num_attention_heads"]
-    c = GPTConfig(
-        vocab_size=d["vocab_size"], n_layer=d["num_hidden_layers"], n_head=n_head, n_kv_head=d.get("num_key_value_heads") or n_head,
-        d_model=d["hidden_size"], head_dim=d.get("head_dim") or d["hidden_size"] // n_head, d_ff=d["intermediate_size"],
-        block_size=d["max_position_embeddings"], norm_eps=d["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta") or d.get("rope_theta") or 10000.0,
+
+    n_head = d["num_attention_heads"]
+    eos = d.get("eos_token_id")
+    return checked(GPTConfig(
+        vocab_size=d["vocab_size"],
+        n_layer=d["num_hidden_layers"],
+        n_head=n_head,
+        n_kv_head=d.get("num_key_value_heads") or n_head,
+        d_model=d["hidden_size"],
+        head_dim=d.get("head_dim") or d["hidden_size"] // n_head,
+        d_ff=d["intermediate_size"],
+        block_size=d["max_position_embeddings"],
+        rope_theta=10000.0 if theta is None else theta,
         rope_scaling={key: rope[key] for key in SCALING} if scaling == "llama3" else None,
-        qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", tied=bool(d.get("tie_word_embeddings")), shift=bool(d.get("shift", True)),
-        bos_id=d.get("bos_token_id"), eos_id=eos[0] if isinstance(eos, list) else eos)
-    return checked(c)
+        norm_eps=d["rms_norm_eps"],
+        qk_norm=kind == "qwen3",
+        qkv_bias=kind == "qwen2",
+        tied=bool(d.get("tie_word_embeddings")),
+        shift=bool(d.get("shift", True)),
+        bos_id=d.get("bos_token_id"),
+        eos_id=eos[0] if isinstance(eos, list) else eos))
 
 
 def checked(c):
-    """The GPTConfig c. ValueError where a file says sizes of which no model could be made."""
+    """The GPTConfig c. ValueError where a file says what no model can mean."""
     for name, most in LARGEST.items():
-        if type(getattr(c, name)) is not int or not 1 <= getattr(c, name) <= most:
-            raise ValueError(f"{name} {getattr(c, name)} is out of range; allowed is 1 to {most}")
-    for name, x in {"norm_eps": c.norm_eps, "rope_theta": c.rope_theta, **(c.rope_scaling or {})}.items():
-        if type(x) not in (int, float) or not 0 < x < 1e30:
-            raise ValueError(f"{name} {x} is out of range; allowed is any number above 0")
+        _in_range(name, getattr(c, name), 1, most, (int,))
+    _in_range("norm_eps", c.norm_eps, 1e-12, 1e-2)
+    _in_range("rope_theta", c.rope_theta, 1, 10 ** 12)
+    for name, x in (c.rope_scaling or {}).items():
+        _in_range(name, x, 1e-3, LARGEST["block_size"])
+    if c.rope_scaling and c.rope_scaling["high_freq_factor"] <= c.rope_scaling["low_freq_factor"]:
+        low, high = c.rope_scaling["low_freq_factor"], c.rope_scaling["high_freq_factor"]
+        raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")
     for name, x in {"bos_id": c.bos_id, "eos_id": c.eos_id}.items():
-        if x is not None and type(x) is not int:
-            raise ValueError(f"{name} {x} is not a token id")
+        if x is not None and (type(x) is not int or x < 0):
+            raise ValueError(f"{name} {x} is no token id; allowed are whole numbers from 0")
     if c.n_head % c.n_kv_head or c.head_dim % 2:
-        raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do not divide evenly")
+        raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do "
+                         "not divide evenly")
     if c.block_size * c.head_dim > LARGEST_ROPE:
-        raise ValueError(f"a context of {c.block_size} with heads of {c.head_dim} dimensions is too long; allowed are {LARGEST_ROPE // c.head_dim} tokens")
+        raise ValueError(f"a context of {c.block_size} with heads of {c.head_dim} dimensions is too long; "
+                         f"allowed are {LARGEST_ROPE // c.head_dim} tokens")
     return c
 
 
+def _in_range(name, x, least, most, types=(int, float)):
+    if type(x) not in types or not least <= x <= most:
+        raise ValueError(f"{name} {x} is out of range; allowed is {least} to {most}")
+
+
+# -- whole models --------------------------------------------------------------------------------------------
+
 def save(model, folder, tokenizer_json=None):
-    """Write `config.json`, `model.safetensors`, `generation_config.json` and, if given, the tokenizer's two files."""
-    from safetensors.torch import save_file
-    c, state, tensors = model.config, model.state_dict(), {}
+    """Write `config.json`, `model.safetensors`, `generation_config.json` and, if given, the tokenizer's two
+    files."""
+    c = model.config
     config = to_hf_config(c, str(model.dtype).removeprefix("torch."))
-    os.makedirs(folder, exist_ok=True)
-    for ours, theirs, sizes in _all_names(c):
-        for name, part in zip(theirs, state[ours].split(sizes)):
+    state = model.state_dict()
+    tensors = {}
+    for ours, theirs, rows in weight_names(c):
+        for name, part in zip(theirs, state[ours].split(rows)):
             tensors[name] = part.contiguous()
-    with replaced(os.path.join(folder, "model.safetensors")) as file:
-        save_file(tensors, file, metadata={"format": "pt"})
-    write_json(os.path.join(folder, "config.json"), config)
-    write_json(os.path.join(folder, "generation_config.json"), {"bos_token_id": c.bos_id, "eos_token_id": c.eos_id})
+    _write_folder(folder, tensors, config)
+    generation = {"bos_token_id": c.bos_id, "eos_token_id": c.eos_id}
+    write_json(os.path.join(folder, "generation_config.json"), generation)
     if tokenizer_json:
-        name = {t["id"]: t["content"] for t in tokenizer_json["added_tokens"]}
+        special = {t["id"]: t["content"] for t in tokenizer_json["added_tokens"]}
         write_json(os.path.join(folder, "tokenizer.json"), tokenizer_json)
         write_json(os.path.join(folder, "tokenizer_config.json"), {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": name.get(c.bos_id), "eos_token": name.get(c.eos_id), "pad_token": "<|pad|>",
-            "chat_template": "<|bos|><|prompt|>{{ messages[-1]['content'] }}\n<|think|>", "model_max_length": c.block_size})
+            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special.get(c.bos_id),
+            "eos_token": special.get(c.eos_id), "pad_token": "<|pad|>", "model_max_length": c.block_size,
+            "chat_template": "<|bos|><|prompt|>{{ messages[-1]['content'] }}\n<|think|>"})
 
 
 def load(folder, device="cpu", dtype=None):
-    """The GPT in a Hugging Face folder; dtype None: as stored. Weights are read one by one, so memory never holds much more
-    than the model. ValueError, in one line, names the file and what is missing, damaged or does not fit."""
+    """The GPT in a Hugging Face folder; dtype None: as stored.
+
+    ValueError, in one line, names the file and what is missing, damaged or does not fit."""
     config = _read_config(folder)
     files = _weight_files(folder, config)
     with torch.device("meta"):                                   # shapes without memory
         model = GPT(config)
-    for ours, theirs, sizes in _all_names(config):               # the embedding is first
+    # Weights are read one by one, so memory never holds much more than the model.
+    for ours, theirs, rows in weight_names(config):
         path, name = ours.rsplit(".", 1)
         module = model.get_submodule(path)
-        shapes = [(n, *getattr(module, name).shape[1:]) for n in sizes]
-        setattr(module, name, nn.Parameter(_read_weight(files, theirs, shapes, device, dtype)))
+        rest = getattr(module, name).shape[1:]
+        weight = _read_weight(files, theirs, [(n, *rest) for n in rows], device, dtype)
+        setattr(module, name, nn.Parameter(weight))
+        # The embedding comes first: it says in which dtype all others are stored.
         if module is model.embed:
             dtype = model.dtype
-            model.rope = Rope(config).to(device=device, dtype=dtype)     # here, for later weights fit where its table was computed
+            # Its temporary tables are large: here they find room in what later weights will take.
+            model.rope = Rope(config).to(device=device, dtype=dtype)
     if config.tied:
         model.head.weight = model.embed.weight
     return store_by_columns(model.eval())
@@ -164,8 +221,10 @@ def _read_config(folder):
 
 
 def _weight_files(folder, config):
-    """{tensor: its file} from model.safetensors, or from the shards that model.safetensors.index.json lists."""
-    file, index = (os.path.join(folder, name) for name in ("model.safetensors", "model.safetensors.index.json"))
+    """{tensor: its file} from model.safetensors, or from the shards that model.safetensors.index.json
+    lists."""
+    file = os.path.join(folder, "model.safetensors")
+    index = os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(file):
         with opened(file) as tensors:
             files = dict.fromkeys(tensors.keys(), file)
@@ -175,103 +234,140 @@ def _weight_files(folder, config):
         with blame(index):
             files = {name: os.path.join(folder, shard) for name, shard in shards["weight_map"].items()}
     else:
+        line = f"{folder} holds no model.safetensors"
         pickled = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
-        raise ValueError(f"{folder} holds no model.safetensors" + (f"; {pickled[0]} is a pickle, which could run anything and is never read" if pickled else ""))
-    missing = [n for _, theirs, _ in _all_names(config) for n in theirs if n not in files]
+        if pickled:
+            line += f"; {pickled[0]} is a pickle, which could run anything and is never read"
+        raise ValueError(line)
+
+    missing = [name for _, theirs, _ in weight_names(config) for name in theirs if name not in files]
     if missing:
-        raise ValueError(f"{file} lacks {missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else ""))
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{file} lacks {missing[0]}{more}")
     return files
 
 
 def _read_weight(files, names, shapes, device, dtype):
-    """The tensors of these names, one upon the other. Files are mapped anew for each: closing a map is what frees its pages."""
-    out, row = None, 0
+    """The tensors of these names, one stacked upon the other."""
+    out = None
+    row = 0
     for name, shape in zip(names, shapes):
+        # Files are mapped again for each tensor, because closing a map is what frees its pages.
         file = files[name]
         with opened(file) as tensors:
             part = tensors.get_tensor(name)
         if part.shape != shape:
             raise ValueError(f"{file}: {name} has shape {tuple(part.shape)}, config.json says {tuple(shape)}")
         if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{file}: {name} is stored as {part.dtype}; supported are float32, bfloat16 and float16".replace("torch.", ""))
-        if not all(map(math.isfinite, torch.aminmax(part))):
+            stored = str(part.dtype).removeprefix("torch.")
+            raise ValueError(f"{file}: {name} is stored as {stored}; supported are float32, bfloat16 and "
+                             "float16")
+        if not all(math.isfinite(x) for x in torch.aminmax(part)):
             raise ValueError(f"{file}: {name} holds values that are not finite numbers")
         if out is None:
-            out = torch.empty(sum(n for n, *_ in shapes), *shape[1:], dtype=dtype or part.dtype, device=device)
-        for some in part.split(COPIED):
-            out[row:row + len(some)] = some.to(out.dtype)
-            row += len(some)
+            total = sum(n for n, *_ in shapes)
+            out = torch.empty(total, *shape[1:], dtype=dtype or part.dtype, device=device)
+        out[row:row + len(part)] = part
+        row += len(part)
     return out
 
 
-# -- trained drafters ---------------------------------------------------------------------------------------------------
+def _write_folder(folder, tensors, config):
+    os.makedirs(folder, exist_ok=True)
+    with replaced(os.path.join(folder, "model.safetensors")) as file:
+        save_file(tensors, file, metadata={"format": "pt"})
+    write_json(os.path.join(folder, "config.json"), config)
+
+
+# -- trained drafters ----------------------------------------------------------------------------------------
 
 def save_drafter(module, folder, kind):
     """Write a module with a dataclass `config`."""
-    from safetensors.torch import save_file
-    os.makedirs(folder, exist_ok=True)
-    with replaced(os.path.join(folder, "model.safetensors")) as file:
-        save_file({name: x.contiguous() for name, x in module.state_dict().items()}, file, metadata={"format": "pt"})
-    write_json(os.path.join(folder, "config.json"), {"model_type": kind, **asdict(module.config)})
+    tensors = {name: x.contiguous() for name, x in module.state_dict().items()}
+    _write_folder(folder, tensors, {"model_type": kind, **asdict(module.config)})
 
 
 def load_drafter(folder, kind, make):
-    """make(**config) with the folder's weights. ValueError, in one line, names what is missing, damaged or does not fit."""
+    """make(**config) with the folder's weights.
+
+    ValueError, in one line, names what is missing, damaged or does not fit."""
+    file = os.path.join(folder, "model.safetensors")
+    config_file = os.path.join(folder, "config.json")
     if not os.path.isdir(folder):
         raise ValueError(f"no drafter folder {folder}")
-    file, config_file = (os.path.join(folder, name) for name in ("model.safetensors", "config.json"))
     for needed in (config_file, file):
         if not os.path.exists(needed):
             raise ValueError(f"{folder} holds no {os.path.basename(needed)}")
+
     config = read_json(config_file)
     try:
         if config.pop("model_type", None) != kind:
             raise ValueError(f"this is not a drafter made by train_{kind}.py")
         module = make(**config)
-        for field in fields(module.config):                      # a list where a number belongs would show in the middle of decoding
-            value, kind = getattr(module.config, field.name), type(field.default)
-            wrong = kind in (bool, int, str) and type(value) is not kind or type(value) is tuple and not all(type(i) is int and i >= 0 for i in value)
-            if wrong and value is not None:
-                raise ValueError(f"{field.name} {value} is of the wrong kind")
+        _check_kinds(module.config)
     except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
         raise ValueError(f"{config_file}: {e}") from None
-    weights = read_tensors(file)
     try:
-        module.load_state_dict(weights)
+        module.load_state_dict(read_tensors(file))
     except RuntimeError as e:
         raise ValueError(f"{file} does not fit config.json: {str(e).splitlines()[-1].strip()}") from None
     return module
 
 
+def _check_kinds(config):
+    """ValueError where a dataclass holds, for example, a list where a number belongs: it would show only in
+    decoding."""
+    for field in fields(config):
+        value = getattr(config, field.name)
+        kind = type(field.default)
+        wrong = kind in (bool, int, str) and type(value) is not kind
+        if type(value) is tuple:
+            wrong = not all(type(i) is int and i >= 0 for i in value)
+        if wrong and value is not None:
+            raise ValueError(f"{field.name} {value} is of the wrong kind")
+
+
 def check_shapes(drafter, target, same):
-    """ValueError where a drafter's config does not go with a target's: the fields `same` must be equal, the layers it reads must
-    be there, and it must reach as far."""
+    """ValueError where a drafter's config does not go with a target's.
+
+    The fields `same` must be equal, the layers it reads must be there, and it must reach as far."""
     for what in same:
-        mine, theirs = getattr(drafter, what), getattr(target, what)
+        mine = getattr(drafter, what)
+        theirs = getattr(target, what)
         if mine != theirs:
             raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has {theirs}")
     if drafter.taps and max(drafter.taps) > target.n_layer:
-        raise ValueError(f"the drafter reads layer {max(drafter.taps)} of the target, which has {target.n_layer}")
+        raise ValueError(f"the drafter reads layer {max(drafter.taps)} of the target, which has "
+                         f"{target.n_layer}")
     if drafter.block_size < target.block_size:
-        raise ValueError(f"the drafter was made for contexts of {drafter.block_size} tokens, the target's are {target.block_size}")
+        raise ValueError(f"the drafter was made for contexts of {drafter.block_size} tokens, the target's "
+                         f"are {target.block_size}")
 
 
 @torch.no_grad()
 def fingerprint(target):
-    """A short name of a target's weights, "6x256-0a1b2c3d4e5f": layers, width, and a hash of its shape, rows of its embedding and
-    of the last layer, and the last norm. Rounded to bf16 first, so that the dtype it was loaded in does not matter."""
-    c, last = target.config, target.blocks[-1]
-    rows = [target.embed.weight[::max(c.vocab_size // 16, 1)], target.norm.weight, last.qkv.weight[0], last.down.weight[0]]
+    """A short name of a target's weights, "6x256-0a1b2c3d4e5f": layers, width, and a hash.
+
+    Hashed are its shape, some rows of its embedding and of the last layer, and the last norm. They are
+    rounded to bf16 first, so that the dtype it was loaded in does not matter."""
+    c = target.config
+    last = target.blocks[-1]
+    embeddings = target.embed.weight[::max(c.vocab_size // 16, 1)]
+    rows = [embeddings, target.norm.weight, last.qkv.weight[0], last.down.weight[0]]
     numbers = torch.cat([x.flatten() for x in rows]).bfloat16().float().cpu().numpy()
-    shape = [c.vocab_size, c.n_layer, c.n_head, c.n_kv_head, c.d_model, c.head_dim, c.d_ff, c.qk_norm, c.qkv_bias, c.tied]
-    return f"{c.n_layer}x{c.d_model}-{hashlib.sha256(repr(shape).encode() + numbers.tobytes()).hexdigest()[:12]}"
+    shape = [c.vocab_size, c.n_layer, c.n_head, c.n_kv_head, c.d_model, c.head_dim, c.d_ff]
+    shape += [c.qk_norm, c.qkv_bias, c.tied]
+    digest = hashlib.sha256(repr(shape).encode() + numbers.tobytes()).hexdigest()
+    return f"{c.n_layer}x{c.d_model}-{digest[:12]}"
 
 
 def check_target(drafter, target, folder):
-    """ValueError where a drafter was trained for another target. One from before fingerprints does not say."""
-    made_for, this = drafter.target, fingerprint(target)
-    if made_for and made_for != this:
-        raise ValueError(f"the drafter in {folder} was trained for the target {made_for}, this one is {this}")
+    """ValueError where a drafter was trained for another target. One from before fingerprints does not
+    say."""
+    this = fingerprint(target)
+    if drafter.target and drafter.target != this:
+        raise ValueError(f"the drafter in {folder} was trained for the target {drafter.target}, this one is "
+                         f"{this}")
 
 
 def kind_of(folder):
@@ -282,6 +378,8 @@ def kind_of(folder):
     with blame(file):
         return read_json(file).get("model_type")
 
+
+# -- what a training leaves next to its weights --------------------------------------------------------------
 
 def records(folder):
     """The lines of log.jsonl."""
@@ -295,6 +393,7 @@ def last_record(folder):
 
 
 def arm_of(folder):
-    """A folder's name is ARM, ARM-PROMPTS, and with -sSEED behind it one of several trainings: (arm, number of prompts or 0)."""
+    """(arm, number of prompts or 0) of a folder called ARM or ARM-PROMPTS; -sSEED at the end is one of
+    several trainings."""
     name, n = re.fullmatch(r"(.+?)(?:-(\d+))?(?:-s\d+)?", folder).groups()
     return name, int(n or 0)

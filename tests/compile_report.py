@@ -1,12 +1,13 @@
-"""Compile every kernel ahead of time for three generations of GPUs, without having one, and report what it takes.
+"""Compile every kernel ahead of time for six generations of GPUs, without having one, and report what it takes.
 
-    python -m kernels.compile_report                # three minutes of one core; writes results/kernels.json
+    python tests/compile_report.py                # 20 minutes of one core; writes results/kernels.json
 
 For each kernel, dtype, group size, head size and architecture: registers a thread, bytes spilled, shared memory a block, and
-the blocks that fit a multiprocessor at once. Triton compiles to PTX and machine code for any target; how many registers it
+the blocks that fit a multiprocessor at once. Triton compiles to PTX and machine code for any target. How many registers it
 took Triton itself learns only from a loaded module, that is, from a GPU, so the bundled ptxas is asked again, with -v.
-Exits with 1 when a kernel spills (a value pushed out to memory costs more than the arithmetic around it) or wants more
-shared memory than the device has.
+
+Exits with 1 when a kernel spills (a value pushed out to memory costs more than the arithmetic around it) or wants more shared
+memory than the device has.
 """
 import argparse
 import json
@@ -16,16 +17,24 @@ import subprocess
 import sys
 import tempfile
 
-import torch
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
 
-from . import INTERPRETED, attention, scores, triton
+import torch  # noqa: E402
 
-GROUPS, HEADS, ARCHS = (1, 2, 4, 5, 8), (64, 128), (80, 90, 100)
+from kernels import INTERPRETED, attention, scores, triton  # noqa: E402
+from minispec.tools.files import replaced  # noqa: E402
+
+GROUPS, HEADS = range(1, 9), (32, 64, 128, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Shared memory in bytes: the most one block may have, and what a multiprocessor has (CUDA programming guide, compute
-# capabilities 8.0, 9.0 and 10.0). Each block takes 1 KB more for the system.
-SHARED = {80: (163 << 10, 164 << 10), 90: (227 << 10, 228 << 10), 100: (227 << 10, 228 << 10)}
-REGISTERS, THREADS, BLOCKS, TENSOR_COLUMNS = 65536, 2048, 32, 512   # of a multiprocessor (tensor memory: sm_100)
+KERNELS = ("packed_attention", "merge_parts", "pillar_scores")
+
+# Of each architecture, from the CUDA programming guide's table of compute capabilities: the most shared memory that a block
+# may have and what a multiprocessor has, in KB, and the most threads and blocks of a multiprocessor. Each block takes 1 KB
+# more for the system.
+ARCHS = {80: (163, 164, 2048, 32), 86: (99, 100, 1536, 16), 89: (99, 100, 1536, 24), 90: (227, 228, 2048, 32),
+         100: (227, 228, 2048, 32), 120: (99, 100, 1536, 24)}
+REGISTERS, TENSOR_COLUMNS = 65536, 512            # of a multiprocessor (tensor memory: sm_100)
 
 
 def variants(dtype, group, d):
@@ -79,47 +88,55 @@ def compile_one(name, dtype, group, d, arch):
 
 def blocks_per_sm(row, arch, tensor_columns):
     """How many blocks a multiprocessor holds at once: what hides the latency of gathering keys slot by slot."""
-    per_thread = -(-row["registers"] // 8) * 8                            # registers are given out by eights
-    return min(BLOCKS, THREADS // row["threads"], REGISTERS // (per_thread * row["threads"]),
-               SHARED[arch][1] // (row["shared_bytes"] + 1024), TENSOR_COLUMNS // max(tensor_columns, 1))
+    _, shared, threads, blocks = ARCHS[arch]
+    registers = -(-row["registers"] // 8) * 8 * row["threads"]            # registers are given out by eights
+    return min(blocks, threads // row["threads"], REGISTERS // registers,
+               (shared << 10) // (row["shared_bytes"] + 1024), TENSOR_COLUMNS // max(tensor_columns, 1))
 
 
 def faults(row):
     """What is wrong with a row, in words; "" if nothing is."""
-    limit = SHARED[int(row["arch"].removeprefix("sm_"))][0]
-    return ", ".join([f"spills {row['spill_bytes']} bytes"] * (row["spill_bytes"] > 0)
-                     + [f"wants {row['shared_bytes']} bytes of shared memory of {limit}"] * (row["shared_bytes"] > limit))
+    limit = ARCHS[int(row["arch"].removeprefix("sm_"))][0] << 10
+    found = []
+    if row["spill_bytes"]:
+        found.append(f"spills {row['spill_bytes']} bytes")
+    if row["shared_bytes"] > limit:
+        found.append(f"wants {row['shared_bytes']} bytes of shared memory of {limit}")
+    return ", ".join(found)
 
 
 def write(path, report):
-    """JSON with one row a line, written under another name and renamed."""
+    """JSON with one row a line."""
     rows = ",\n  ".join(json.dumps(row) for row in report["rows"])
     head = json.dumps({k: v for k, v in report.items() if k != "rows"}, indent=1)[:-2]
-    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-    with open(path + ".tmp", "w", encoding="utf-8") as f:
+    with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
         f.write(f'{head},\n "rows": [\n  {rows}\n ]\n}}\n')
-    os.replace(path + ".tmp", path)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", default="results/kernels.json", help="where the report goes")
+    parser.add_argument("--out", default=os.path.join(ROOT, "results", "kernels.json"), help="where the report goes")
     args = parser.parse_args()
     if triton is None or INTERPRETED:
-        sys.exit("compile_report needs triton installed and TRITON_INTERPRET unset")
-    rows, names = [], list(variants(torch.bfloat16, 1, 64))
-    print(f"{'kernel':18}{'dtype':6}{'head':>5}  {'arch':8}registers, shared KB, blocks per SM by group size " + ", ".join(map(str, GROUPS)))
-    for name in names:
+        sys.exit("compile_report.py needs triton installed and TRITON_INTERPRET unset")
+
+    print("kernel            dtype  head  arch    registers, shared KB, blocks per SM by group size 1 to 8")
+    rows = []
+    for name in KERNELS:
         for dtype in DTYPES:
             for d in HEADS:
                 for arch in ARCHS:
                     line = [compile_one(name, dtype, group, d, arch) for group in GROUPS]
+                    cells = [f"{r['registers']:3} {r['shared_bytes'] / 1024:5.1f} {r['blocks_per_sm']:2}{' !' * bool(faults(r))}"
+                             for r in line]
+                    print(f"{name:18}{dtype:6}{d:5}  sm_{arch:<5}" + "  ".join(cells), flush=True)
                     rows += line
-                    print(f"{name:18}{dtype:6}{d:5}  sm_{arch:<5}" + "  ".join(
-                        f"{r['registers']:3} {r['shared_bytes'] / 1024:5.1f} {r['blocks_per_sm']:2}{' !' if faults(r) else ''}" for r in line),
-                        flush=True)
-    bad = [f"{r['kernel']} {r['dtype']} g={r['group']} D={r['head_dim']} {r['arch']} {faults(r)}" for r in rows if faults(r)]
-    write(args.out, {"command": "python -m kernels.compile_report", "triton": triton.__version__, "compiled": len(rows),
+
+    bad = []
+    for r in rows:
+        if faults(r):
+            bad.append(f"{r['kernel']} {r['dtype']} g={r['group']} D={r['head_dim']} {r['arch']} {faults(r)}")
+    write(args.out, {"command": "python tests/compile_report.py", "triton": triton.__version__, "compiled": len(rows),
                      "spilling": sum(r["spill_bytes"] > 0 for r in rows), "faults": bad, "rows": rows})
     print(f"{len(rows)} kernels compiled, {len(bad)} with faults; report in {args.out}", *bad, sep="\n")
     sys.exit(bool(bad))
