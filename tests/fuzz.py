@@ -55,7 +55,7 @@ SMALL = {   # what keeps a valid case short
     "train_gpt": ["--out", "out", "--size", "tiny", "--tokens", "4e3", "--max-length", "256", "--tokenizer", "checkpoints/target"],
     "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--max-length", "128", "--tasks", "revise"],
     "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--max-length", "128", "--tasks", "revise"],
-    "train_cdlm": ["--out", "cdlm", "--steps", "2", "--batch", "2", "--prompts", "2", "--shard", "2", "--gen-length", "256", "--longest-prompt", "200", "--block-size", "32", "--check", "0"]}
+    "train_cdlm": ["--out", "cdlm", "--steps", "2", "--batch", "2", "--prompts", "2", "--shard", "2", "--check", "0"]}
 GOOD = {    # values that options not listed here do not guess by their type
     "--task": ["trace", "arith", "search", "gsm8k"], "--tasks": ["arith", "revise,arith"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],
     "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--draft-model": ["checkpoints/draft"], "--drafter": ["checkpoints/prism", "checkpoints/specdiff"],
