@@ -1,4 +1,4 @@
-"""The workloads: five families of procedural reasoning problems whose answers a checker verifies. (Prompt files: prompts.py.)
+"""The workloads: five families of procedural reasoning problems with a checker (files of prompts: prompts.py).
 
     problem = make("trace", seed=7, split="heldout", size=40)
     problem.prompt, problem.think, problem.answer      # text; `think` is one correct chain of thought
@@ -8,47 +8,66 @@ The families differ in what a drafter can exploit:
 
 | family | problem | size counts | drafting behaviour |
 |---|---|---|---|
-| trace  | run a program of assignments, restating each line with looked-up values | lines | long-range, sparse retrieval |
+| trace  | run a program, restating each line with looked-up values | lines | long-range, sparse retrieval |
 | arith  | column addition, subtraction, multiplication by a digit | digits | rigid form, computed digits |
 | story  | word problem with distractors | events | prose, copying with few computed numbers |
-| search | find a way through a tree of rooms, with dead ends | rooms | high entropy: any order of trying is right |
+| search | find a way through a tree of rooms, with dead ends | rooms | high entropy: any order is right |
 | revise | fill in, add to or cut a text or code, and print all of it | lines | n-gram friendly copying |
 
-A step of a chain needs one look-up, one single-digit operation or one carry, so that a model of a few million
-parameters can do it; difficulty lies in the number of steps. Splits are disjoint by construction: a problem whose
-prompt hashes to 0 modulo 8 is held out, all others are for training, and `make` draws until the split fits.
+A step of a chain needs one look-up, one single-digit operation or one carry, so that a model of a few
+million parameters can do it; difficulty lies in the number of steps. Splits are disjoint by construction: a
+problem whose prompt hashes to 0 modulo 8 is held out, all others are for training, and `make` draws until
+the split fits.
 """
 import random
 import re
 import zlib
 from dataclasses import dataclass, field
 
-NAMES = """ant ape arm ash axe bag ball band bank barn bat bean bear bed bee bell belt bird boat bolt bone book boot bow
-bowl box bread brick broom brush bud bulb bull bun bus bush cage cake calf camp can cap car card cart case cat cave chain
-chair chalk chest chin clam claw clay clip clock cloth cloud club coal coat cod coin comb cone cook cord cork corn crab
-crane crow crown cube cup curb dam deck deer desk dice dish dock doll dome door dove drum duck dust ear egg elk elm eye fan
-farm fawn fern fig film fin fire fish fist flag flame flax flea flute foam fog foil fork fort fox frog fruit fur gate gear
-gem goat gold goose grape grass gull gum hall ham hare harp hat hawk hay heel hen herb hill hive hoe hog hook horn horse
-hose ice ink iris iron ivy jam jar jaw jet jug kelp key kite knee knot lace lake lamb lamp lark leaf lens lid lily lime
-line lion lip loaf lock log loom maple map mask mast mat maze melon mill mint mist moat mole moon moss moth mud mug mule
-nail neck nest net newt node noon nose note nut oak oar oat oil olive onion orb owl ox pail palm pan pea peach pear pearl
-pen perch pie pig pike pin pine pipe plum pond pony pool post pot prism pump quail queen quilt quiz rail rain rake ram rat
-reed reef rice ring road robe rock rod roof root rope rose rug rye sack sage sail salt sand scarf seal seed shed sheep
-shell ship shirt shoe silk silo skate sled sloth snail snow soap sock sofa soil soup spade spoon spur star stem stone stool
-stork straw suit sun swan sword tack tail tank tape tar tea tent tile tin toad tooth torch tower toy train tray tree trout
-truck tub tulip tuna tusk twig urn vase veal veil vest vine wagon wall wand wasp wave wax web well whale wheat wheel whip
-wick wig wind wing wire wolf wood wool worm wren yak yam yard yarn yew yolk zebra zinc""".split()
-PEOPLE = "Mia Tom Ana Ben Eva Max Ida Leo Amy Sam Zoe Dan Kim Ned Uma Raj Lia Jon Fay Gus Ivy Hal Meg Ron".split()
-ITEMS = "shells books coins apples stamps cards pens marbles stones tickets beads nuts plums cups eggs buttons".split()
+NAMES = """
+ant ape arm ash axe bag ball band bank barn bat bean bear bed bee bell belt bird boat bolt bone book boot
+bow bowl box bread brick broom brush bud bulb bull bun bus bush cage cake calf camp can cap car card cart
+case cat cave chain chair chalk chest chin clam claw clay clip clock cloth cloud club coal coat cod coin
+comb cone cook cord cork corn crab crane crow crown cube cup curb dam deck deer desk dice dish dock doll
+dome door dove drum duck dust ear egg elk elm eye fan farm fawn fern fig film fin fire fish fist flag flame
+flax flea flute foam fog foil fork fort fox frog fruit fur gate gear gem goat gold goose grape grass gull
+gum hall ham hare harp hat hawk hay heel hen herb hill hive hoe hog hook horn horse hose ice ink iris iron
+ivy jam jar jaw jet jug kelp key kite knee knot lace lake lamb lamp lark leaf lens lid lily lime line lion
+lip loaf lock log loom maple map mask mast mat maze melon mill mint mist moat mole moon moss moth mud mug
+mule nail neck nest net newt node noon nose note nut oak oar oat oil olive onion orb owl ox pail palm pan
+pea peach pear pearl pen perch pie pig pike pin pine pipe plum pond pony pool post pot prism pump quail
+queen quilt quiz rail rain rake ram rat reed reef rice ring road robe rock rod roof root rope rose rug rye
+sack sage sail salt sand scarf seal seed shed sheep shell ship shirt shoe silk silo skate sled sloth snail
+snow soap sock sofa soil soup spade spoon spur star stem stone stool stork straw suit sun swan sword tack
+tail tank tape tar tea tent tile tin toad tooth torch tower toy train tray tree trout truck tub tulip tuna
+tusk twig urn vase veal veil vest vine wagon wall wand wasp wave wax web well whale wheat wheel whip wick
+wig wind wing wire wolf wood wool worm wren yak yam yard yarn yew yolk zebra zinc
+""".split()
+PEOPLE = """Mia Tom Ana Ben Eva Max Ida Leo Amy Sam Zoe Dan
+Kim Ned Uma Raj Lia Jon Fay Gus Ivy Hal Meg Ron""".split()
+ITEMS = """shells books coins apples stamps cards pens marbles
+stones tickets beads nuts plums cups eggs buttons""".split()
 FAMILIES = ("trace", "arith", "story", "search", "revise")
-SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}   # trained range
 TRACE_MAX = 210             # lines of the longest program: prompt and chain have about 9,900 tokens
-ALLOWED = {"trace": (1, TRACE_MAX), "arith": (1, 25), "story": (1, 25), "search": (2, 60), "revise": (2, 24)}      # 25 letters
 TOKENS_PER_LINE = 38        # of a `trace` chain, on average, with the shipped tokenizer
+SIZES = {                   # the trained range
+    "trace": (6, 30),
+    "arith": (2, 8),
+    "story": (3, 10),
+    "search": (5, 14),
+    "revise": (3, 10),
+}
+ALLOWED = {                 # lists are lettered, so there are 25 lines at most
+    "trace": (1, TRACE_MAX),
+    "arith": (1, 25),
+    "story": (1, 25),
+    "search": (2, 60),
+    "revise": (2, 24),
+}
 
 
 def lines_for(tokens):
-    """Lines of a `trace` program whose prompt and chain have at least so many tokens; a line has 44 of both or more."""
+    """Lines of a `trace` program whose prompt and chain have at least so many tokens; a line has 44 of both."""
     return min(int(tokens / 43) + 2, TRACE_MAX)
 
 
@@ -70,8 +89,8 @@ def is_heldout(prompt):
 
 
 def make(family, seed, split="train", size=None):
-    """The problem of this family, seed and split ("train" or "heldout"). size None: drawn from the trained range.
-    ValueError names the families, or the sizes that the family allows."""
+    """The problem of this family, seed and split ("train" or "heldout"). size None: drawn from the trained
+    range. ValueError names the families, or the sizes that the family allows."""
     if family not in FAMILIES:
         raise ValueError(f"unknown task family '{family}'; choose from {', '.join(FAMILIES)}")
     low, high = ALLOWED[family]
@@ -79,7 +98,9 @@ def make(family, seed, split="train", size=None):
         raise ValueError(f"size {size} is out of range for '{family}'; allowed is {low} to {high}")
     rng = random.Random(f"{family}/{split}/{seed}/{size}")
     while True:
-        n = size if size is not None else rng.randint(*SIZES[family])
+        n = size
+        if n is None:
+            n = rng.randint(*SIZES[family])
         prompt, think, answer, facts = GENERATORS[family](rng, n)
         if is_heldout(prompt) == (split == "heldout"):
             return Problem(family, prompt, think, answer, n, seed, facts)
@@ -87,21 +108,25 @@ def make(family, seed, split="train", size=None):
 
 def check(problem, text):
     """Whether `text`, what was written after the answer mark, solves the problem."""
-    if problem.family == "search":
-        path = text.split()
-        edges, start, goal = problem.facts["edges"], problem.facts["start"], problem.facts["goal"]
-        return (len(path) > 0 and path[0] == start and path[-1] == goal
-                and all(b in edges.get(a, ()) for a, b in zip(path, path[1:])))
-    return text.strip() == problem.answer.strip()
+    if problem.family != "search":
+        return text.strip() == problem.answer.strip()
+    path = text.split()
+    if not path or path[0] != problem.facts["start"] or path[-1] != problem.facts["goal"]:
+        return False
+    edges = problem.facts["edges"]
+    return all(b in edges.get(a, ()) for a, b in zip(path, path[1:]))
 
 
-# -- trace: run a program ----------------------------------------------------------------------------------------------
+# -- trace: run a program ----------------------------------------
 
 def _apply(a, op, b):
     """One operation modulo ten: what to say, and the value kept."""
     if op == "+":
         total = a + b
-        return (f"{a} plus {b} is {total}", total) if total < 10 else (f"{a} plus {b} is {total}, keep {total - 10}", total - 10)
+        text = f"{a} plus {b} is {total}"
+        if total < 10:
+            return text, total
+        return f"{text}, keep {total - 10}", total - 10
     if a >= b:
         return f"{a} minus {b} is {a - b}", a - b
     return f"{a} is too small, so {a + 10} minus {b} is {a + 10 - b}", a + 10 - b
@@ -117,44 +142,66 @@ TRACE_STYLES = (  # (open a step: the line before, this line, its expression; pu
 def trace(rng, size):
     """Single-assignment programs modulo ten. Operands are mostly recent results, sometimes one of the givens.
 
-    Whatever a step looks up stands as far behind what it knows as where it is looked up: a value right behind its name, a
-    name right behind that of the line before (in the list of names, which `start` and `end` close), an expression one word
-    behind its name. One induction step (find the name, read on) then does it. With "lamp is 4" for lamp4 a 5M-parameter
-    model had not learned to look up anything after 7M tokens; without the line before, it solved one problem in three
-    after 22M; and "lamp is set to" for "lamp takes" made most of the errors that were left then. A name is the first operand
-    of one line at most, or "gets car plus" could be read on in several lines: the errors after that.
+    Whatever a step looks up comes as far behind what it knows as where it is looked up: a value right
+    behind its name, a name right behind that of the line before (in the list of names, which `start` and
+    `end` close), an expression one word behind its name. One induction step (find the name, read on) then
+    does it. With "lamp is 4" for lamp4 a 5M-parameter model had not learned to look up anything after 7M
+    tokens; without the line before, it solved one problem in three after 22M; and "lamp is set to" for
+    "lamp takes" made most of the errors that were left then. A name is the first operand of one line at
+    most, or "gets car plus" could be read on in several lines: the errors after that.
     """
     given = rng.randint(3, 8)
     names = rng.sample(NAMES, size + given)
     value = {name: rng.randrange(10) for name in names[:given]}
     opens, recalls = rng.choice(TRACE_STYLES)
-    says = lambda n: f"{n}{value[n]}" if n in value else n          # a value stands right behind its name: lamp4
-    lines, firsts, think, before = [], set(), "", "start"
+
+    def says(name):
+        """A value comes right behind its name: lamp4. A number is itself."""
+        return f"{name}{value[name]}" if name in value else name
+
+    def operand(i, taken=()):
+        """A name known in line i: mostly a recent result. That of the line before is always free."""
+        while True:
+            if i > given and rng.random() >= 0.15:
+                name = names[max(i - 1 - int(rng.expovariate(1 / 4)), 0)]
+            else:
+                name = names[rng.randrange(given)]
+            if name not in taken:
+                return name
+
+    lines, firsts = [], set()
+    think, before = "", "start"
     for i in range(given, len(names)):
-        def operand(taken=()):
-            while True:                                         # the name of the line before is always free
-                near = i > given and rng.random() >= 0.15
-                one = names[max(i - 1 - int(rng.expovariate(1 / 4)), 0) if near else rng.randrange(given)]
-                if one not in taken:
-                    return one
-        name, op, a = names[i], rng.choice("+-"), operand(firsts)
+        name = names[i]
+        op = rng.choice("+-")
+        a = operand(i, firsts)
         firsts.add(a)
-        b = operand() if rng.random() < 0.4 else str(rng.randint(1, 9))
+        b = operand(i) if rng.random() < 0.4 else str(rng.randint(1, 9))
         lines.append(f" {name} = {a} {op} {b}")
+
+        # The chain: which line is next, what it says, the values put in, the result.
         word = "plus" if op == "+" else "minus"
-        sum_, result = _apply(value[a], op, value[b] if b in value else int(b))
-        think += opens.format(before, name, f"{a} {word} {b}") + recalls.format(f"{says(a)} {word} {says(b)}") + f". Then {sum_}, "
-        value[name], before = result, name
-        think += f"so {says(name)}.\n"
+        total, value[name] = _apply(value[a], op, value[b] if b in value else int(b))
+        think += opens.format(before, name, f"{a} {word} {b}")
+        think += recalls.format(f"{says(a)} {word} {says(b)}")
+        think += f". Then {total}, so {says(name)}.\n"
+        before = name
+
     ask = rng.choice(["Run this program, keeping one digit. What is the last value?",
                       "What does the last line of this program give? Keep one digit everywhere.",
                       "Work through the program line by line, modulo ten. What is its result?"])
-    prompt = f"{ask}\nGiven {', '.join(map(says, names[:given]))}. In order: start {' '.join(names[given:])} end.\n" + "\n".join(lines) + "\n"
+    known = ", ".join(says(name) for name in names[:given])
+    order = " ".join(names[given:])
+    program = "\n".join(lines)
+    prompt = f"{ask}\nGiven {known}. In order: start {order} end.\n{program}\n"
     think += f"{opens.split()[0]} {before} end comes, so the result is {says(before)}.\n"
     return prompt, think, str(value[before]), {}
 
 
-# -- arith: column arithmetic ------------------------------------------------------------------------------------------
+# -- arith: column arithmetic ----------------------------------------
+
+LETTERS, CAPITALS = "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
 
 def arith(rng, size):
     """Columns are lettered from the right, capitals for the upper number, so that every digit has a name."""
@@ -163,66 +210,94 @@ def arith(rng, size):
     y = [rng.randrange(10) for _ in range(size - 1)] + [rng.randint(1, 9)]
     if op == "minus":
         y[-1] = rng.randint(1, x[-1] - 2)                # so that the difference has as many digits
-    number = lambda digits: "".join(map(str, reversed(digits)))
-    low, up = "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    lay = lambda digits, letters: " ".join(f"{letters[i]}{digits[i]}" for i in reversed(range(len(digits))))
+    think = f"The upper number has the digits {_digits(x, CAPITALS)}. "
     if op == "times":
         y = [rng.randint(2, 9)]
-    think = f"The upper number has the digits {lay(x, up)}. "
-    think += f"The factor is {y[0]}.\n" if op == "times" else f"The lower number has the digits {lay(y, low)}.\n"
+        think += f"The factor is {y[0]}.\n"
+    else:
+        think += f"The lower number has the digits {_digits(y, LETTERS)}.\n"
+
+    # Column by column from the right.
     carry, result = 0, []
     for i in range(size):
-        head = f"Column {low[i]}: "
-        if op == "plus":
-            total = x[i] + y[i] + carry
-            text = f"{up[i]}{x[i]} and {low[i]}{y[i]} make {x[i] + y[i]}, with the carry {carry} that is {total}"
-            digit, carry = total % 10, total // 10
-        elif op == "minus":
-            take = y[i] + carry
-            text = f"{low[i]}{y[i]} and the borrow {carry} make {take}, and {up[i]}{x[i]} "
-            borrow = int(x[i] < take)
-            text += f"is too small, {x[i] + 10} minus {take} is {x[i] + 10 - take}" if borrow else f"minus {take} is {x[i] - take}"
-            digit, carry = x[i] + 10 * borrow - take, borrow
-        else:
-            total = x[i] * y[0] + carry
-            text = f"{up[i]}{x[i]} times {y[0]} makes {x[i] * y[0]}, with the carry {carry} that is {total}"
-            digit, carry = total % 10, total // 10
-        think += f"{head}{text}. So slot {low[i]} gets {digit} and {'borrow' if op == 'minus' else 'carry'} {carry}.\n"
+        lower = y[0] if op == "times" else y[i]
+        text, digit, carry = _column(op, i, x[i], lower, carry)
+        name = "borrow" if op == "minus" else "carry"
+        think += f"Column {LETTERS[i]}: {text}. So slot {LETTERS[i]} gets {digit} and {name} {carry}.\n"
         result.append(digit)
     if carry:
-        think += f"The last carry goes in front, so slot {low[size]} gets {carry}.\n"
+        think += f"The last carry goes in front, so slot {LETTERS[size]} gets {carry}.\n"
         result.append(carry)
-    think += "From the top: " + ", ".join(f"slot {low[i]} gets {result[i]}" for i in reversed(range(len(result)))) + ".\n"
-    ask = rng.choice(["What is {} {} {}?", "Work out {} {} {} column by column.", "Please calculate {} {} {}."])
-    return ask.format(number(x), op, number(y)) + "\n", think, number(result), {}
+
+    slots = [f"slot {LETTERS[i]} gets {digit}" for i, digit in enumerate(result)]
+    think += f"From the top: {', '.join(reversed(slots))}.\n"
+    ask = rng.choice(["What is {} {} {}?",
+                      "Work out {} {} {} column by column.",
+                      "Please calculate {} {} {}."])
+    return ask.format(_number(x), op, _number(y)) + "\n", think, _number(result), {}
 
 
-# -- story: word problems ----------------------------------------------------------------------------------------------
+def _number(digits):
+    """Digits, the least significant first, as they are written."""
+    return "".join(str(d) for d in reversed(digits))
+
+
+def _digits(digits, letters):
+    """Digits as they are written, each behind its column's letter."""
+    return " ".join(f"{letters[i]}{digits[i]}" for i in reversed(range(len(digits))))
+
+
+def _column(op, i, x, y, carry):
+    """One column: (what to say, digit of the result, carry or borrow of the next column)."""
+    upper, lower = f"{CAPITALS[i]}{x}", f"{LETTERS[i]}{y}"
+    if op == "minus":
+        take = y + carry
+        text = f"{lower} and the borrow {carry} make {take}, and {upper} "
+        if x < take:
+            return f"{text}is too small, {x + 10} minus {take} is {x + 10 - take}", x + 10 - take, 1
+        return f"{text}minus {take} is {x - take}", x - take, 0
+    if op == "plus":
+        both = x + y
+        text = f"{upper} and {lower} make {both}"
+    else:
+        both = x * y
+        text = f"{upper} times {y} makes {both}"
+    total = both + carry
+    return f"{text}, with the carry {carry} that is {total}", total % 10, total // 10
+
+
+# -- story: word problems ----------------------------------------
 
 LABELS = "ABCDEFGHJKLMNOPQRSTUVWXYZ"           # of the lines of a list; I is a word
 
 
-def labels(which):
-    """The labels of lines `which` (or of the first `which` lines), each behind a space."""
-    return "".join(f" {LABELS[i]}" for i in (range(which) if isinstance(which, int) else which))
+def labels(lines):
+    """The labels of these lines, each behind a space."""
+    return "".join(f" {LABELS[i]}" for i in lines)
 
 
 OTHERS = ("a friend", "the teacher", "a child", "the baker", "the nurse", "a sailor")
-SCENERY = ("It rains all morning.", "A dog barks outside.", "The sun comes out.", "Lunch is late today.", "The bus is full.",
-           "Somebody opens a window.", "The clock strikes nine.", "A cat sleeps on the stairs.")
+SCENERY = ("It rains all morning.", "A dog barks outside.", "The sun comes out.", "Lunch is late today.",
+           "The bus is full.", "Somebody opens a window.", "The clock strikes nine.",
+           "A cat sleeps on the stairs.")
 
 
 def story(rng, size):
     """Follow one person's count of one thing through events, some of which do not matter."""
-    hero, others = rng.choice(PEOPLE), rng.sample(OTHERS, 2)
+    hero = rng.choice(PEOPLE)
+    others = rng.sample(OTHERS, 2)
     thing, other_thing = rng.sample(ITEMS, 2)
     count = rng.randint(5, 20)
     opening = [f"{hero} has {count} {thing}.", f"{hero} also has {rng.randint(2, 9)} {other_thing}.",
                f"{others[0].capitalize()} has {rng.randint(5, 20)} {thing}."]
-    scenery, seen = rng.sample(SCENERY, len(SCENERY)), set()
-    events, think = [], f"I follow the {thing} of {hero}, who starts with {count}, through{labels(size)}.\n"
+    scenery = rng.sample(SCENERY, len(SCENERY))
+    seen, events = set(), []
+    think = f"I follow the {thing} of {hero}, who starts with {count}, through{labels(range(size))}.\n"
     while len(events) < size:
-        n, who, kind = rng.randint(1, 9), rng.choice(others), rng.random()
+        # Draw an event: scenery, another thing, another person, or what counts.
+        n = rng.randint(1, 9)
+        who = rng.choice(others)
+        kind = rng.random()
         if kind < 0.2 and scenery:
             event, change, why = scenery.pop(), 0, "That changes nothing"
         elif kind < 0.32:
@@ -230,8 +305,10 @@ def story(rng, size):
         elif kind < 0.44:
             event, change, why = f"{who.capitalize()} finds {n} {thing}.", 0, f"Those belong to {who}"
         else:
-            up, down = [f"{hero} finds {n} {thing}.", f"{hero} buys {n} more {thing}.", f"{hero} gets {n} {thing} from {who}."], \
-                [f"{hero} loses {n} {thing}.", f"{hero} sells {n} of the {thing}.", f"{hero} gives {n} {thing} to {who}."]
+            up = [f"{hero} finds {n} {thing}.", f"{hero} buys {n} more {thing}.",
+                  f"{hero} gets {n} {thing} from {who}."]
+            down = [f"{hero} loses {n} {thing}.", f"{hero} sells {n} of the {thing}.",
+                    f"{hero} gives {n} {thing} to {who}."]
             if rng.random() < 0.5 and count - n >= 0 or count + n > 60:
                 event, change = rng.choice(down), -n
             else:
@@ -239,6 +316,8 @@ def story(rng, size):
         if event in seen:
             continue
         seen.add(event)
+
+        # Write it down, and what it does to the count.
         event = f" {LABELS[len(events)]} {event}"
         events.append(event)
         if change:
@@ -247,37 +326,56 @@ def story(rng, size):
             count = after
         think += f"{event} {why}, so {hero} has {count} {thing}.\n"
     think += f"In the end {hero} has {count} {thing}.\n"
-    ask = rng.choice(["How many {t} does {h} have in the end?", "What is the number of {t} that {h} has now?"])
+    ask = rng.choice(["How many {t} does {h} have in the end?",
+                      "What is the number of {t} that {h} has now?"])
     prompt = "\n".join([" ".join(opening), *events, ask.format(t=thing, h=hero)]) + "\n"
     return prompt, think, str(count), {}
 
 
-# -- search: a way through rooms ---------------------------------------------------------------------------------------
+# -- search: a way through rooms ----------------------------------------
 
 def search(rng, size):
-    """A tree of rooms; try the newest or the oldest open room, abandon dead ends, then walk back from the exit. An open room
-    is written before the one it lies behind, so that walking back takes one induction step each."""
+    """A tree of rooms; try the newest or the oldest open room, abandon dead ends, then walk back from the
+    exit. An open room is written before the one it lies behind, so that walking back takes one induction
+    step each."""
+    # A random tree: no room leads to more than three others.
     rooms = rng.sample(NAMES, size)
-    edges, parent, inner = {room: [] for room in rooms}, {}, [rooms[0]]
+    edges = {room: [] for room in rooms}
+    parent = {}
+    inner = [rooms[0]]
     for room in rooms[1:]:
         parent[room] = rng.choice(inner)
         edges[parent[room]].append(room)
         if len(edges[parent[room]]) == 3:
             inner.remove(parent[room])
         inner.append(room)
-    start, goal = rooms[0], rng.choice([room for room in rooms[1:] if not edges[room]])
-    listing = rng.sample(rooms, size)
-    say = lambda room: f"{room}: {'exit' if room == goal else ' '.join(edges[room]) or 'nothing'}"
-    open_room = lambda room: f"{room} {parent[room]}" if room in parent else room
-    prompt = f"Behind each room lie others. {'. '.join(say(r) for r in listing)}. Find the way from {start} to the exit.\n"
-    think, still = f"I start in {start} and look for the exit. Behind each open room I note where it lies.\n", [start]
+    start = rooms[0]
+    goal = rng.choice([room for room in rooms[1:] if not edges[room]])
+
+    def say(room):
+        behind = " ".join(edges[room]) or "nothing"
+        return f"{room}: {'exit' if room == goal else behind}"
+
+    def open_room(room):
+        return f"{room} {parent[room]}" if room in parent else room
+
+    listing = ". ".join(say(room) for room in rng.sample(rooms, size))
+    prompt = f"Behind each room lie others. {listing}. Find the way from {start} to the exit.\n"
+
+    # Look for the exit, one open room after the other.
+    think = f"I start in {start} and look for the exit. Behind each open room I note where it lies.\n"
+    still = [start]
     while True:
         room = still.pop(-1 if rng.random() < 0.65 else 0)
         think += f"I try {open_room(room)}. {say(room)}"
         if room == goal:
             break
+        if not edges[room]:
+            think += ", a dead end"
         still += edges[room]
-        think += f"{'' if edges[room] else ', a dead end'}. Still open: {', '.join(map(open_room, still))}.\n"
+        think += f". Still open: {', '.join(map(open_room, still))}.\n"
+
+    # Walk back.
     path = [goal]
     while path[-1] != start:
         path.append(parent[path[-1]])
@@ -285,23 +383,31 @@ def search(rng, size):
     return prompt, think, " " + " ".join(reversed(path)), {"edges": edges, "start": start, "goal": goal}
 
 
-# -- revise: edit and print --------------------------------------------------------------------------------------------
+# -- revise: edit and print ----------------------------------------
 
 def revise(rng, size):
-    """A lettered list of facts or of assignments with a gap here and there; fill the gaps, add a line, or drop one, then
-    print all of it."""
+    """A lettered list of facts or of assignments with a gap here and there; fill the gaps, add a line, or
+    drop one, then print all of it."""
     subjects = rng.sample(NAMES, size + 1)
-    new, lines, kind = subjects.pop(), [], rng.choice(["fill"] * 3 + ["add"] * 2 + ["drop"])
+    new = subjects.pop()
+    kind = rng.choice(["fill"] * 3 + ["add"] * 2 + ["drop"])
     if kind == "fill":
         subjects[rng.randrange(size)] = "name"
     code = rng.random() < 0.4
+    lines = []
     for i, name in enumerate(subjects):
-        n, friend = rng.randint(2, 99), rng.choice(subjects[:i]) if i else "zero"
-        lines.append(f" {LABELS[i]} {name} " + rng.choice([
-            f"= make({n}, {friend})", f"= {friend} + {n}", f"= print({n})", f"= lambda x: x * {n}"] if code else [
-            f"costs {n} coins.", f"stands next to {friend}.", f"was seen {n} times.", f"needs {friend} every day.",
-            f"was painted in {n} minutes by {rng.choice(PEOPLE)}."]))
-    kept, text = list(range(size)), "\n".join(lines)
+        n = rng.randint(2, 99)
+        friend = rng.choice(subjects[:i]) if i else "zero"
+        if code:
+            facts = [f"= make({n}, {friend})", f"= {friend} + {n}", f"= print({n})", f"= lambda x: x * {n}"]
+        else:
+            facts = [f"costs {n} coins.", f"stands next to {friend}.", f"was seen {n} times.",
+                     f"needs {friend} every day.", f"was painted in {n} minutes by {rng.choice(PEOPLE)}."]
+        lines.append(f" {LABELS[i]} {name} {rng.choice(facts)}")
+
+    # The order, and what is right.
+    kept = list(range(size))
+    text = "\n".join(lines)
     if kind == "fill":
         order, answer = f"Write {new} wherever it says name.", re.sub(r"\bname\b", new, text)
     elif kind == "add":
