@@ -29,6 +29,7 @@ from minispec.tools import checkpoints, methods
 from minispec.tools.answers import converse, requests_of, schedule_view, summary, tie_gap, verdict
 from minispec.tools.files import write_json
 from minispec.tools.script import Parser, check_device, check_writable, in_colour, run_main, visible
+from minispec.tools.watch import Watch
 
 COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m", "plain": ""}
 RESET = "\033[0m"
@@ -414,7 +415,7 @@ def main(argv=None):
     if not args.quiet and in_colour(sys.stdout) and args.method != "ar" and not diffusion and args.batch == 1:
         legend()
     if args.watch and not args.quiet:
-        engine.on_step = cdlm.Watch(tokenizer, sys.stdout)
+        engine.on_step = Watch(tokenizer, sys.stdout)
     session = Session(engine, tokenizer, args, make_requests, args.quiet)
     rows = converse(problems, session.answer)
 

@@ -2,6 +2,7 @@
 import random
 
 import pytest
+import torch
 from conftest import toy_model
 
 from minispec.core import admission
@@ -135,3 +136,23 @@ def test_fuzz(part):
             assert r.generation.token_ids == (want[:len(r.generation.token_ids)] if r.generation.finish == "cancelled" else want), seed
         assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == engine.cache.on_host == 0
         assert not engine.active and not engine.admission.paused
+
+
+def test_nobody_leaves_the_cache_before_being_judged():
+    """Delayed verification in a pool where growing takes the last slots: the youngest is pushed out while it waits for
+    its verdict, unless it is judged first."""
+    model = toy_model(vocab=16, seed=321, d_model=16, n_head=2, n_kv_head=1, head_dim=8, d_ff=32, n_layer=2, rope_theta=100.0, qk_norm=False)
+    with torch.no_grad():                                  # sharp attention, so that missing keys change the output
+        for block in model.blocks:
+            block.qkv.weight.mul_(8)
+            block.out.weight.mul_(8)
+        model.head.weight.normal_(0, 0.45)
+    rng, planner = random.Random(5), lambda e: SpecGen(e, 1, 0.02, 1, delayed=True)
+    some, recomputed = [[rng.randrange(16)] for _ in range(5)], 0
+    want = [g.token_ids for g in Engine(model, Lockstep, 5).generate([Request(p, 100) for p in some])]
+    for slots in (160, 165, 170, 175, 180, 200):
+        engine = Engine(model, planner, 5, cache_tokens=slots, admission="preempt")
+        got = engine.generate([Request(p, 100) for p in some])
+        assert [g.token_ids for g in got] == want, slots
+        recomputed += engine.admission.recomputed
+    assert recomputed > 0

@@ -10,6 +10,7 @@ from conftest import chi_square, dense_logits, toy_model
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep, Request
 from minispec.specgen import SpecGen
+from minispec.studies.sparse import Compared
 from minispec.core.verify import Sampling, warp
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1)
@@ -20,6 +21,7 @@ PLANNERS = {
     "specgen": lambda model, other: lambda e: SpecGen(e, k=4, sparsity=0.2, min_budget=4),
 }
 METHODS = list(PLANNERS)
+PLANNERS["delayed"] = lambda model, other: lambda e: SpecGen(e, k=4, sparsity=0.2, min_budget=4, delayed=True)
 
 
 def prompts(n=8, vocab=64, seed=0):
@@ -61,8 +63,8 @@ def test_greedy_is_identical_to_autoregressive(name, batch):
 
 
 def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
-    import minispec.core.engine
-    monkeypatch.setattr(minispec.core.engine, "greedy_chain", lambda draft, best: (len(draft), best[len(draft)]))
+    import minispec.core.verify
+    monkeypatch.setattr(minispec.core.verify, "greedy_chain", lambda draft, best: (len(draft), best[len(draft)]))
     some = prompts(12)
     assert [g.token_ids for g in run("draft", some)[0]] != [g.token_ids for g in run("ar", some)[0]]
 
@@ -145,6 +147,43 @@ def test_a_cancelled_request_stops_at_once_and_the_others_go_on(name):
     assert all(requests[i].generation.token_ids == want[i].token_ids for i in (0, 2, 3)) and engine.cache.runs == []
 
 
+@pytest.mark.parametrize("name", [*METHODS, "delayed"])
+@pytest.mark.parametrize("way", ["break", "close", "exception"])
+def test_leaving_a_stream_in_the_middle_leaves_a_clean_engine(name, way):
+    """The next request is longer, so it needs a larger cache; and a request that was left goes on where it was."""
+    first, second = [Request(p, 40) for p in prompts(3)], Request(prompts(4)[3], 200)
+    want = [g.token_ids for g in run("ar", prompts(3), max_new=40)[0]]
+    engine = Engine(TARGET, PLANNERS[name](TARGET, OTHER), 2)
+    stream = engine.stream(first)
+    try:
+        for _ in stream:
+            if len(first[0].generation.token_ids) > 4:
+                if way == "exception":
+                    raise KeyError
+                break
+    except KeyError:
+        pass
+    stream.close()
+    assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == 0 and not engine.active and not engine.waiting
+    assert engine.generate([second])[0].token_ids == run("ar", [prompts(4)[3]], max_new=200)[0][0].token_ids
+    assert [g.token_ids for g in engine.generate(first)] == want
+
+
+def test_one_stream_at_a_time():
+    engine = Engine(TARGET, Lockstep, 2)
+    stream = engine.stream([Request([1, 2, 3], 40)])
+    next(stream)
+    with pytest.raises(ValueError, match="another stream of this engine is open"):
+        engine.generate([Request([1, 2], 300)])
+    assert len(list(stream)) == 39                       # the open one goes on undisturbed
+
+
+@pytest.mark.parametrize("bad", [dict(batch_size=0), dict(batch_size=-1), dict(prefill_chunk=0)])
+def test_an_engine_that_could_never_end_is_refused(bad):
+    with pytest.raises(ValueError, match="out of range; allowed is 1 or more"):
+        Engine(TARGET, Lockstep, **bad)
+
+
 def test_a_drafter_identical_to_the_target_is_always_accepted():
     some = prompts(6)
     for temperature in (0.0, 1.0):
@@ -154,7 +193,7 @@ def test_a_drafter_identical_to_the_target_is_always_accepted():
 
 # -- sampling: chi-square over all outputs of three tokens, vocabulary 8 ------------------------------------------------
 
-PLANNERS["sparse"] = lambda model, other: lambda e: SpecGen(e, k=3, sparsity=0.1, min_budget=1, select="random")
+PLANNERS["sparse"] = lambda model, other: lambda e: Compared(e, k=3, sparsity=0.1, min_budget=1, select="random")
 SMALL, SMALL_OTHER = (toy_model(vocab=8, seed=s, gain=3.0, n_layer=1, n_head=2, n_kv_head=1) for s in (3, 4))
 with torch.no_grad():                                # sharp attention that counts, so that reading one position of eight is often wrong
     for small in (SMALL, SMALL_OTHER):

@@ -9,7 +9,9 @@ from minispec import specgen
 from minispec.core.attention import FullKeys, dense_attend, packed_attend
 from minispec.core.engine import Engine, Lockstep, Request
 from minispec.core.kv_cache import KVCache
-from minispec.specgen import SELECTIONS, DraftPool, OracleKeys, PillarKeys, Round, SpecGen, budget, look_ahead, measure_costs, predicted_speedup
+from minispec.specgen import DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead, predicted_speedup
+from minispec.studies import sparse
+from minispec.studies.sparse import Compared, OracleKeys, measure_costs
 
 MODEL = toy_model()
 PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -149,7 +151,7 @@ def generate(**settings):
     """(generation, engine, selections made) of one long request."""
     made = []
 
-    class Spy(SpecGen):
+    class Spy(Compared):
         def _select(self, *args):
             made.append(super()._select(*args))
             return made[-1]
@@ -166,7 +168,7 @@ AR = Engine(MODEL, Lockstep, 1).generate([Request(PROMPT, 120)])[0]
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("sparsity", [0.02, 0.05, 1.0])
-@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("select", Compared.selections)
 def test_output_never_depends_on_the_selection(k, sparsity, select):
     generation, engine, made = generate(k=k, sparsity=sparsity, min_budget=2, select=select)
     assert generation.token_ids == AR.token_ids
@@ -284,8 +286,8 @@ def test_latecomers_fill_the_emptiest_phase():
     engine.cache = KVCache(MODEL.config, 400)
     for r in engine.active:
         r.run = engine.cache.open(60)
-        planner._segment(r)
-        phases.append(r.state.phase)
+        planner.plan([other for other in engine.active if other.run])
+        phases.append(r.state.place)
     assert phases == [0, 1, 2, 3, 0]
 
 
@@ -360,7 +362,7 @@ def test_costs_of_a_model_whose_clock_is_known(monkeypatch):
 
     for name, fake in (("time", types.SimpleNamespace(perf_counter=lambda: clock[0])), ("FullKeys", Full), ("DraftPool", Pool),
                        ("look_ahead", lambda scores, memory, real=look_ahead: tick(0.5, real(scores, memory)))):
-        monkeypatch.setattr(specgen, name, fake)
+        monkeypatch.setattr(sparse, name, fake)
     costs = measure_costs(Model(), 100, 4, 8, 0.05, 10)
     rest, mixed, attention = 10 + 4, 10 + 8, 4 * (3 + 1)                    # 4 requests; 8 rows are 4 * 17 / 9, rounded up
     draft, verify, select = 4, 4 * (3 + 9), 4 * (0.5 + 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import chi_square
 
-from minispec.core.verify import Sampling, draw, greedy_chain, rejection_chain, warp
+from minispec.core.verify import LEAST_TEMPERATURE, Sampling, draw, greedy_chain, rejection_chain, warp
 
 V, ROUNDS = 6, 120_000
 
@@ -23,10 +23,17 @@ def test_warp_by_hand():
     assert close(warp(logits, Sampling(0.0)), [1, 0, 0, 0])
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature=float("nan")), dict(top_k=-2), dict(top_p=0), dict(top_p=1.5)])
+@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature=float("nan")), dict(temperature=1e-38), dict(temperature=1e-40),
+                                 dict(top_k=-2), dict(top_p=0), dict(top_p=1.5)])
 def test_sampling_ranges(bad):
     with pytest.raises(ValueError, match="out of range; allowed is"):
         Sampling(**bad)
+
+
+def test_the_least_temperature_is_a_distribution():
+    """Logits as large as any model's, divided by it, are still numbers."""
+    probs = warp(torch.tensor([1e4, 1e4 - 1e-2, -1e4]), Sampling(LEAST_TEMPERATURE))
+    assert probs.isfinite().all() and probs.sum().item() == pytest.approx(1) and probs.argmax() == 0
 
 
 def test_draw_never_picks_a_token_without_weight():

@@ -1,16 +1,19 @@
-"""Who may be decoded now? Admission of requests to the cache, and what happens when the cache is full (SpecGen section 4.4:
-"dynamic KV-cache manager").
+"""Who may be decoded now? Admission of requests to the cache, and what happens when the cache is full (SpecGen section
+4.4: "dynamic KV-cache manager").
 
 The length of a chain of thought is not known beforehand. Policies:
 
-    reserve    a request enters when its longest possible answer fits; nothing ever goes wrong, much of the cache stays empty
-    oracle     a request enters when its true length fits (Request.final_length, known to a benchmark only; where that was
-               too short, it goes on as `preempt` does)
-    preempt    enter as soon as the prompt fits; when the cache is full, drop the youngest request and compute it again later
+    reserve    a request enters when its longest possible answer fits; nothing ever goes wrong, much of the cache stays
+               empty
+    oracle     a request enters when its true length fits (Request.final_length, known to a benchmark only; where that
+               was too short, it goes on as `preempt` does)
+    preempt    enter as soon as the prompt fits; when the cache is full, drop the youngest request and compute it again
+               later
     offload    the same, but the youngest moves to host memory in chunks and comes back before anybody new is admitted
 
 The oldest request always goes on, so every request ends. The youngest leaves first and the last one to leave comes back
-first, so those that wait on the host are a stack and service is in order of age.
+first, so those that wait on the host are a stack and service is in order of age. Nobody leaves while a verdict on its
+last verification is due (delayed verification), because that verdict says how much of its cache is valid.
 """
 POLICIES = ("reserve", "oracle", "preempt", "offload")
 CHUNK = 1024            # tokens that move between device and host at once
@@ -23,22 +26,31 @@ class Admission:
     def __init__(self, engine, policy="reserve"):
         if policy not in POLICIES:
             raise ValueError(f"unknown admission policy '{policy}'; choose from {', '.join(POLICIES)}")
-        self.engine, self.policy, self.paused = engine, policy, []
+        self.engine = engine
+        self.policy = policy
+        self.paused = []
         self.recomputed = 0                                # tokens that `preempt` threw away
 
     def step(self):
-        """Before an iteration: make room for what the active requests will write, then let others in. Returns what had to be
-        judged for that, as `SpecGen.late` yields it."""
-        engine, active, judged = self.engine, self.engine.active, []
+        """Before an iteration: make room for what the active requests will write, then let others in. Returns what
+        had to be judged for that, as [(request, newly committed tokens)]."""
+        engine = self.engine
+        active = engine.active
+        judged = []
         if self.policy != "reserve":
-            if engine.planner.delayed and sum(max(self.reach(r) - r.run.size, 0) for r in active) > engine.cache.free:
-                judged += engine.planner.late()            # somebody must leave, so nobody may wait for a judgement
+            if self._missing_slots() > engine.cache.free:
+                # Somebody must leave, so nobody may wait for a verdict. Those that it finishes make room, too.
+                judged = engine.settle()
+                engine.retire()
+            # The oldest first; the youngest may leave meanwhile.
             i = 0
             while i < len(active) and self._make_room(active[i]):
                 i += 1
             while self.paused and len(active) < engine.batch_size and self._resume(self.paused[-1]):
                 active.append(self.paused.pop())
-        while engine.waiting and not self.paused and len(active) < engine.batch_size and self._enter(engine.waiting[0]):
+        while engine.waiting and not self.paused and len(active) < engine.batch_size:
+            if not self._enter(engine.waiting[0]):
+                break
             active.append(engine.waiting.pop(0))
         return judged
 
@@ -46,28 +58,39 @@ class Admission:
         """Slots that a request needs for what it has and for its next verification."""
         if self.policy == "reserve":
             return r.longest
-        n = len(r.tokens) + self.engine.planner.rows
+        n = len(r.tokens)
         if self.policy == "oracle":
-            n = max(n, (r.final_length or r.longest) + self.engine.planner.rows)
-        return min(r.longest, n)
+            n = max(n, r.final_length or r.longest)
+        return min(r.longest, n + self.engine.planner.rows)
+
+    def _missing_slots(self):
+        """Slots that all active requests together need beyond those they have."""
+        return sum(max(self.reach(r) - r.run.size, 0) for r in self.engine.active)
 
     def _make_room(self, r):
-        """Room for the next rows of an active request, at the cost of younger ones. False where it was the youngest."""
+        """Room for the next rows of an active request, at the cost of younger ones. False if it had to leave."""
+        cache = self.engine.cache
         need = self.reach(r)
-        if r.run.size >= need or self.engine.cache.resize(r.run, min(r.longest, need + GROWTH)):
+        if r.run.size >= need:
             return True
-        while not self.engine.cache.resize(r.run, need):
-            victim = self.paused[-1] if self.paused and self.paused[-1].run.size else None      # one is half out already
-            if victim is None:
+        # Grow by more than is needed, but only into slots that nobody needs now.
+        generous = min(r.longest, need + GROWTH)
+        if cache.free - self._missing_slots() >= generous - need:
+            return cache.resize(r.run, generous)
+        while not cache.resize(r.run, need):
+            if self.paused and self.paused[-1].run.size:   # one is half out already
+                victim = self.paused[-1]
+            else:
                 victim = self.engine.active.pop()
                 self._push_out(victim)
             if self.policy == "offload":
-                self.engine.cache.offload(victim.run, CHUNK)
+                cache.offload(victim.run, CHUNK)
             if victim is r:
                 return False
         return True
 
     def _push_out(self, r):
+        assert not any(s.request is r for s in self.engine.unjudged), "a request leaves before its verdict"
         if self.policy == "offload":
             self.engine.cache.charged -= self.engine.planner.extra_slots(r)      # its buffers count as moved with it
             self.paused.append(r)
@@ -78,17 +101,21 @@ class Admission:
             self.engine.waiting.insert(0, r)
 
     def _enter(self, r):
-        cache, extra = self.engine.cache, self.engine.planner.extra_slots(r)
-        r.run = cache.open(self.reach(r)) if self.reach(r) + extra <= cache.free else None
-        cache.charged += extra if r.run else 0
-        return r.run is not None
+        cache = self.engine.cache
+        extra = self.engine.planner.extra_slots(r)
+        if self.reach(r) + extra > cache.free:
+            return False
+        r.run = cache.open(self.reach(r))
+        cache.charged += extra
+        return True
 
     def _resume(self, r):
-        """Bring a request back, chunk by chunk, once everybody's next rows fit beside it. True when it is whole again."""
-        cache, extra = self.engine.cache, self.engine.planner.extra_slots(r)
+        """Bring a request back, chunk by chunk, once the next rows of all others fit next to it. True when it is
+        whole again."""
+        cache = self.engine.cache
+        extra = self.engine.planner.extra_slots(r)
         size = max(self.reach(r), r.run.size + r.run.on_host)
-        growth = sum(max(self.reach(other) - other.run.size, 0) for other in self.engine.active)
-        if cache.free < extra + growth + size - r.run.size:
+        if cache.free < extra + self._missing_slots() + size - r.run.size:
             return False
         cache.charged += extra
         while r.run.host:

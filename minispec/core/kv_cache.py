@@ -45,9 +45,13 @@ class KVCache:
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.layers = [(self.k[i], self.v[i]) for i in range(config.n_layer)]   # (G, n_slots, D) views, made once
-        self.n_slots, self.host_slots = n_slots, host_slots
-        self.runs, self.used, self.charged, self.on_host = [], 0, 0, 0          # runs in use, by first slot
-        self.moved, self.offloaded, self.restored = 0, 0, 0                     # tokens copied so far
+        self.n_slots = n_slots
+        self.host_slots = host_slots
+        self.runs = []                                   # in use, by first slot
+        self.used = 0
+        self.charged = 0
+        self.on_host = 0
+        self.moved = self.offloaded = self.restored = 0  # tokens copied so far
 
     @property
     def free(self):
@@ -87,34 +91,38 @@ class KVCache:
 
     def _move(self, run, n):
         """Put a run where n slots are free: into the smallest gap that takes them, else pack all others to the left."""
-        others, gaps, start = [r for r in self.runs if r is not run], [], 0
-        for r in others + [Run(self.n_slots, 0)]:
+        others = [r for r in self.runs if r is not run]
+        content = [x[:, :, run.first:run.end].clone() for x in (self.k, self.v)]
+        gaps = []                                        # (size, first slot)
+        start = 0
+        for r in [*others, Run(self.n_slots, 0)]:
             if r.first - start >= n:
                 gaps.append((r.first - start, start))
             start = r.end
-        content = [x[:, :, run.first:run.end].clone() for x in (self.k, self.v)]
-        if not gaps:
-            start = 0
-            for r in others:
-                if r.first != start:
-                    for x in (self.k, self.v):
-                        x[:, :, start:start + r.size] = x[:, :, r.first:r.end].clone()      # the two may overlap
-                    self.moved += r.size
-                    r.first = start
-                start += r.size
-            gaps = [(n, start)]
-        run.first = min(gaps)[1]
+        run.first = min(gaps)[1] if gaps else self._pack(others)
         for x, old in zip((self.k, self.v), content):
             x[:, :, run.first:run.end] = old
         self.moved += run.size
         self.runs = sorted([*others, run], key=lambda r: r.first)
+
+    def _pack(self, runs):
+        """Move runs to the left, without gaps. Returns the first slot behind them."""
+        start = 0
+        for r in runs:
+            if r.first != start:
+                for x in (self.k, self.v):
+                    x[:, :, start:start + r.size] = x[:, :, r.first:r.end].clone()       # the two may overlap
+                self.moved += r.size
+                r.first = start
+            start += r.size
+        return start
 
     def keep(self, first, rows):
         """Of the tokens in slots first, first + 1, .. keep those at offsets `rows`, moved together in this order."""
         if rows != list(range(len(rows))):
             index = torch.tensor(rows, device=self.k.device) + first
             for x in (self.k, self.v):
-                x[:, :, first:first + len(rows)] = x[:, :, index]              # indexing copies, so overlap does no harm
+                x[:, :, first:first + len(rows)] = x[:, :, index]        # indexing copies, so overlap does no harm
 
     # -- host memory ---------------------------------------------------------------------------------------------------
 
@@ -122,7 +130,8 @@ class KVCache:
         """Move the last `chunk` slots of a run (all, if it is shorter) to the host. ValueError when the host pool is full."""
         n = min(chunk, run.size)
         if self.on_host + n > self.host_slots:
-            raise ValueError(f"the host pool of {self.host_slots} tokens is full: give it more, or the cache more slots, or decode fewer requests together")
+            raise ValueError(f"the host pool of {self.host_slots} tokens is full: "
+                             "give it more, or the cache more slots, or decode fewer requests together")
         tail = slice(run.end - n, run.end)
         run.host.append(tuple(x[:, :, tail].cpu().clone() for x in (self.k, self.v)))
         self.resize(run, run.size - n)
@@ -132,7 +141,8 @@ class KVCache:
     def restore(self, run):
         """Bring the chunk that left last back behind what the run holds. False when there is no room."""
         k, v = run.host[-1]
-        n, old = k.shape[2], run.size
+        n = k.shape[2]
+        old = run.size
         if not self.resize(run, old + n):
             return False
         for x, chunk in ((self.k, k), (self.v, v)):

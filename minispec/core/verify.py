@@ -2,9 +2,9 @@
 probabilities.
 
 Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes a chain of k
-tokens; the target sees k + 1 rows (the last committed token, then the k drafts), so row i judges draft i and row k
-gives the bonus token. Every rule returns how many drafts were accepted and the token that follows them, so a round
-always commits at least one token.
+tokens. The target sees k + 1 rows (the last committed token, then the k drafts), so row i judges draft i and row k
+gives the bonus token. Every rule returns what was accepted and the token that follows, so a round always commits at
+least one token.
 
     greedy      accept while the draft is the target's argmax; then the target's argmax
     rejection   accept draft d with probability min(1, p(d) / q(d)); at the first rejection draw from
@@ -17,37 +17,43 @@ Every tree rule returns the accepted path as a list of rows, and the token that 
     greedy      walk from the root to the child that is the target's argmax, as long as there is one
     point mass  try the children of a row in order: accept child c with probability p(c), else strike c out of p,
                 renormalise and try the next; with none left draw from what remains of p (SpecInfer 2305.09781 with
-                one-token distributions). The order may depend on the drafter, never on the target's coins. This is the same as
-                drawing one token from p and looking whether a child has it, so it serves as the walk of the target on
-                a trie of drafted chains as well (SpecDiff-2's walk).
-    selection   keep the one path of the tree that the target likes best, then point mass on it (SpecDiff-2 2511.00606)
+                one-token distributions). The order may depend on the drafter, never on the target's coins. This is
+                the same as drawing one token from p and looking whether a child has it, so it serves as the walk
+                of the target on a trie of drafted chains as well (SpecDiff-2's walk).
+    selection   keep the one path of the tree that the target likes best, then point mass on it
+                (SpecDiff-2 2511.00606)
     rejection   of K chains that were drawn from the same q independently (multi-round, SpecInfer)
 
-The last two judge chains that were drawn with chance. Selection may look at p but must then forget q: a path chosen by p
-was not drawn from q any more, and p / q would be wrong. Rejection must know q, and see all draws in an order that p has
-no part in.
+The last two judge chains that were drawn at random. Selection may look at p but must then forget q: a path chosen
+by p was not drawn from q any more, and p / q would be wrong. Rejection must know q, and see all draws in an order
+that does not depend on p.
 
 The rejection rule returns exactly the target's distribution only if d was drawn from q. A drafter that proposes its
 argmax, or copies from the prompt, drew from a point mass, and must be judged as one (q = None): dividing by its
 softmax instead is a common mistake, and a test here shows the bias. Randomness comes in as explicit coins, so rules
-are deterministic functions and a request's draws do not depend on its neighbours.
+are deterministic functions, and a request's coins are its own.
 """
 from dataclasses import dataclass
 
 import torch
 
 
+LEAST_TEMPERATURE = 1e-3        # below it logits / temperature may overflow, and greedy is what is meant
+
+
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw: temperature 0 is greedy; top_k 0 and top_p 1 keep everything. seed: a request's own random stream."""
+    """How to draw. temperature: 0 is greedy, else LEAST_TEMPERATURE to 100; top_k 0 and top_p 1 keep everything.
+    seed: of the request's own random stream. ValueError for anything out of range."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self):
-        if not 0 <= self.temperature <= 100:
-            raise ValueError(f"temperature {self.temperature} is out of range; allowed is 0 (greedy) to 100")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= 100:
+            raise ValueError(f"temperature {self.temperature} is out of range; "
+                             f"allowed is 0 (greedy), or {LEAST_TEMPERATURE} to 100")
         if self.top_k < 0:
             raise ValueError(f"top-k {self.top_k} is out of range; allowed is 0 (off) or more")
         if not 0 < self.top_p <= 1:
@@ -60,8 +66,11 @@ class Sampling:
 
 
 def warp(logits, sampling):
-    """logits (..., V) -> probabilities (..., V) in fp32 after temperature, then top-k, then top-p. Temperature 0 gives
-    the point mass on the argmax. top-p keeps the smallest set of most likely tokens that reaches top_p."""
+    """logits (..., V) -> probabilities (..., V) in fp32 after temperature, then top-k, then top-p.
+
+    Temperature 0 gives the point mass on the argmax. top-p keeps the smallest set of most likely tokens that
+    reaches top_p.
+    """
     logits = logits.float()
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -81,8 +90,10 @@ def warp(logits, sampling):
 
 def draw(weights, coin):
     """Tokens (...) from weights (..., V), which need not sum to one, by inverse transform of coins (...) in [0, 1)."""
-    total = weights.double().cumsum(-1)                              # fp64: with a large V, fp32 sums lose the tail
-    token = torch.searchsorted(total, (coin.double() * total[..., -1])[..., None], right=True)[..., 0]
+    # fp64: with a large V, fp32 sums lose the tail
+    total = weights.double().cumsum(-1)
+    target = coin.double() * total[..., -1]
+    token = torch.searchsorted(total, target[..., None], right=True)[..., 0]
     # Rounding may land behind the last token with weight; the last one with weight is then meant.
     last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
     return torch.minimum(token, last)
@@ -105,17 +116,17 @@ def rejection_chain(draft, q, p, coins):
     last one draws the token that follows. Returns (accepted (B,), next token (B,)).
     """
     b, k = draft.shape
-    p_draft = p[:, :k].gather(-1, draft[..., None])[..., 0]                              # (B, k)
-    q_draft = torch.ones_like(p_draft) if q is None else q.gather(-1, draft[..., None])[..., 0]
-    accept = coins[:, :k] * q_draft < p_draft                                            # coin < p / q, without dividing
-    n = accept.long().cumprod(-1).sum(-1)                                                # (B,) length of the accepted prefix
-    row = torch.arange(b, device=p.device)
-    p_next = p[row, n]                                                       # (B, V)
     if q is None:
-        q_all = torch.zeros_like(p[:, :k]).scatter_(-1, draft[..., None], 1.0)
-    else:
-        q_all = q
-    q_next = torch.cat([q_all, torch.zeros_like(p[:, :1])], dim=1)[row, n]   # nothing to subtract for the bonus
+        q = torch.zeros_like(p[:, :k]).scatter_(-1, draft[..., None], 1.0)
+    # Accept draft i if coin < p / q (without dividing), and only behind accepted ones.
+    p_draft = p[:, :k].gather(-1, draft[..., None])[..., 0]                              # (B, k)
+    q_draft = q.gather(-1, draft[..., None])[..., 0]
+    accept = coins[:, :k] * q_draft < p_draft
+    n = accept.long().cumprod(-1).sum(-1)                                                # (B,)
+    # The row behind the accepted ones gives the next token; for the bonus there is no q to subtract.
+    row = torch.arange(b, device=p.device)
+    p_next = p[row, n]                                                                   # (B, V)
+    q_next = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)[row, n]
     residual = (p_next - q_next).clamp(min=0)
     # p == q leaves no residual; then rejection has probability 0 but for rounding, and p itself is the right draw.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
@@ -123,10 +134,11 @@ def rejection_chain(draft, q, p, coins):
 
 
 def greedy_tree(draft, parents, best):
-    """draft: n token ids that hang from rows `parents`; best: the target's argmax in each of the n + 1 rows (lists of ints).
-    Returns (accepted rows, next token)."""
+    """draft: n token ids that hang from rows `parents`; best: the target's argmax in each of the n + 1 rows (lists
+    of ints). Returns (accepted rows, next token)."""
     path = [0]
-    for row, (token, parent) in enumerate(zip(draft, parents), 1):             # parents come first, so one pass will do
+    # Parents come first, so one pass is enough.
+    for row, (token, parent) in enumerate(zip(draft, parents), 1):
         if parent == path[-1] and token == best[parent]:
             path.append(row)
     return path[1:], best[path[-1]]
@@ -139,9 +151,13 @@ def point_mass_tree(draft, parents, p, coins):
     (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token that follows.
     Returns (accepted rows, next token).
     """
-    p, coin, path = p.double().cpu(), coins.tolist(), [0]                      # one copy: every branch below looks at a number
-    left = p[0]                                                                # what is not struck out of p
-    for row, (token, parent) in enumerate(zip(draft, parents), 1):             # siblings come in order, after their parent
+    # One copy to the host, because every branch below looks at a number.
+    p = p.double().cpu()
+    coin = coins.tolist()
+    path = [0]
+    left = p[0]                                          # what is not struck out of p
+    # Siblings come in order, after their parent.
+    for row, (token, parent) in enumerate(zip(draft, parents), 1):
         if parent != path[-1]:
             continue
         if coin[row - 1] * left.sum().item() < left[token].item():
@@ -149,48 +165,107 @@ def point_mass_tree(draft, parents, p, coins):
             left = p[row]
         else:
             left = left.index_fill(0, torch.tensor([token]), 0.0)
-    # Nothing left: the last child had all the mass, and was rejected by rounding alone; p itself is the right draw then.
-    left = left if left.sum() > 0 else p[path[-1]]
+    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the right draw.
+    if not left.sum() > 0:
+        left = p[path[-1]]
     return path[1:], draw(left, coins[-1].cpu()).item()
 
 
 def selection_tree(draft, parents, p, coins):
-    """SpecDiff-2's self-selection (section 4, Eq. 7): of all paths take the one of largest sum over its rows of the probability
-    that the target would accept that far, and judge it as a point mass. Arguments and result as for point_mass_tree."""
+    """SpecDiff-2's self-selection (section 4, Eq. 7): of all paths take the one with the largest sum, over its rows,
+    of the probability that the target would accept that far, and judge it as a point mass. Arguments and result as
+    for point_mass_tree."""
     p = p.cpu()
-    given = p[parents, draft].tolist()                                         # of each draft, by the row it hangs from
+    # reach: the probability to be accepted up to a row; score: its sum along the path.
+    given = p[parents, draft].tolist()
     reach, score = [1.0], [0.0]
     for parent, one in zip(parents, given):
         reach.append(reach[parent] * one)
         score.append(score[parent] + reach[-1])
-    row, rows = score.index(max(score)), []                                    # the end of a path has its largest score
+    # The end of a path has its largest score; walk back from the best one.
+    row = score.index(max(score))
+    rows = []
     while row:
         rows.insert(0, row)
         row = parents[row - 1]
-    path, token = point_mass_tree([draft[row - 1] for row in rows], range(len(rows)), p[[0, *rows]], coins[[*(row - 1 for row in rows), -1]])
+    chosen = [draft[row - 1] for row in rows]
+    its_coins = coins[[*(row - 1 for row in rows), -1]]
+    path, token = point_mass_tree(chosen, range(len(rows)), p[[0, *rows]], its_coins)
     return rows[:len(path)], token
 
 
 def rejection_tree(chains, q, draft, parents, p, coins):
     """Multi-round rejection of K chains drawn independently, position j of each from q[j] (k, V).
 
-    chains: the rows of each chain, K lists of k; chains that begin alike share rows. The rest as for point_mass_tree. At every
-    position the chains that agree with the accepted path are tried in turn: accept with probability min(1, p / q), else
-    go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so one coin a row is enough.)
+    chains: the rows of each chain, K lists of k; chains that begin alike share rows. The rest as for
+    point_mass_tree. At every position the chains that agree with the accepted path are tried in turn: accept with
+    probability min(1, p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so
+    one coin a row is enough.)
     """
-    p, q, path, coin, live = p.double().cpu(), q.double().cpu(), [], coins.tolist(), chains
+    p, q = p.double().cpu(), q.double().cpu()
+    coin = coins.tolist()
+    path = []
+    live = chains                                        # those that agree with the accepted path
     left = p[0]
     for j in range(len(q)):
         for chain in live:
-            row, token = chain[j], draft[chain[j] - 1]
+            row = chain[j]
+            token = draft[row - 1]
             if coin[row - 1] * q[j, token].item() < left[token].item():
                 path.append(row)
-                live, left = [c for c in live if c[j] == row], p[row]
+                live = [c for c in live if c[j] == row]
+                left = p[row]
                 break
             rest = (left - q[j]).clamp(min=0)
-            if not rest.sum() > 0:                                             # rejected by rounding alone: see rejection_chain
+            if not rest.sum() > 0:                       # rejected by rounding alone: see rejection_chain
                 return path, draw(left, coins[-1].cpu()).item()
             left = rest / rest.sum()
         else:
             break
     return path, draw(left, coins[-1].cpu()).item()
+
+
+# -- a batch of requests -----------------------------------------------------------------------------------------------
+
+def judge(segments, logits):
+    """Apply the acceptance rule that fits to each of `segments` (engine.Segment), which fed their last committed
+    token and their drafts. logits (n, V) are of all these rows, one segment after the other.
+
+    Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows them.
+    """
+    verdicts = [None] * len(segments)
+    best = None
+    if any(s.request.sampling.temperature == 0 for s in segments):
+        best = logits.argmax(-1).tolist()
+    alike = {}                                           # sampled chains of one length and setting: [(index, rows)]
+    end = 0
+    for i, s in enumerate(segments):
+        n = len(s.drafts) + 1
+        rows = range(end, end + n)
+        end += n
+        if s.request.sampling.temperature == 0:
+            verdicts[i] = _judge_greedily(s, best[rows.start:rows.stop])
+        elif s.parents is not None:
+            p = warp(logits[rows.start:rows.stop], s.request.sampling)
+            verdicts[i] = s.rule(s.drafts, s.parents, p, s.request.coins(n))
+        else:
+            key = n, s.q is None, s.request.sampling.settings
+            alike.setdefault(key, []).append((i, rows))
+    for (n, point_masses, _), group in alike.items():
+        some = [segments[i] for i, _ in group]
+        index = torch.tensor([list(rows) for _, rows in group], device=logits.device)
+        p = warp(logits[index], some[0].request.sampling)                                # (B, n, V)
+        draft = torch.tensor([s.drafts for s in some], dtype=torch.long, device=logits.device)
+        q = None if point_masses else torch.stack([s.q for s in some])
+        coins = torch.stack([s.request.coins(n) for s in some]).to(logits.device)
+        accepted, token = rejection_chain(draft.view(len(some), n - 1), q, p, coins)
+        for (i, _), a, t in zip(group, accepted.tolist(), token.tolist()):
+            verdicts[i] = list(range(1, a + 1)), t
+    return verdicts
+
+
+def _judge_greedily(segment, best):
+    if segment.parents is not None:
+        return greedy_tree(segment.drafts, segment.parents, best)
+    accepted, token = greedy_chain(segment.drafts, best)
+    return list(range(1, accepted + 1)), token
