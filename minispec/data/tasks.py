@@ -1,4 +1,4 @@
-"""The workloads: five families of procedural reasoning problems with a checker (files of prompts: prompts.py).
+"""The workloads: five families of procedural reasoning problems with a checker. (Prompt files: prompts.py.)
 
     problem = make("trace", seed=7, split="heldout", size=40)
     problem.prompt, problem.think, problem.answer      # text; `think` is one correct chain of thought
@@ -67,7 +67,7 @@ ALLOWED = {                 # lists are lettered, so there are 25 lines at most
 
 
 def lines_for(tokens):
-    """Lines of a `trace` program whose prompt and chain have at least so many tokens; a line has 44 of both."""
+    """Lines of a `trace` program whose prompt and chain have at least so many tokens; a line has 44."""
     return min(int(tokens / 43) + 2, TRACE_MAX)
 
 

@@ -28,9 +28,9 @@ def _mode(path):
 
 @contextlib.contextmanager
 def replaced(path):
-    """Yields the name of a temporary file next to `path`. It becomes `path` if all went well and is removed if
-    not, so a reader sees the old file or the new one. Every writer has a temporary file of its own: of two, the
-    last one wins. ValueError if it cannot be written, for example because the disk is full."""
+    """Yields the name of a temporary file next to `path`. It becomes `path` if all went well and is removed
+    if not, so a reader sees the old file or the new one. Every writer has a temporary file of its own: of two,
+    the last one wins. ValueError if it cannot be written, for example because the disk is full."""
     path = written_to(path)
     temporary = None
     try:
@@ -98,7 +98,7 @@ def opened(file):
 
 
 def read_tensors(path):
-    """{name: tensor} of a safetensors file. ValueError names the file if it is damaged or not all is finite."""
+    """{name: tensor} of a safetensors file. ValueError names a file that is damaged or not finite."""
     with opened(path) as f:
         tensors = {name: f.get_tensor(name) for name in f.keys()}
     for name, x in tensors.items():

@@ -84,8 +84,10 @@ def fault(error, smaller):
 
 
 def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens or --cache-tokens"):
-    """Run a script's main. What the user got wrong is a ValueError and becomes one line and exit code 2, as do
-    files that cannot be read or written; Ctrl-C is 130, a closed pipe 141. smaller: settings that take memory."""
+    """Run a script's main. A user's mistake is a ValueError and becomes one line and exit code 2, as do files
+    that cannot be read or written. Ctrl-C is 130, a closed pipe 141.
+
+    interrupted: what Ctrl-C prints. smaller: the settings that take memory."""
     # Ctrl-C is an exception also where a shell started us in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
