@@ -1,108 +1,136 @@
-"""Train a diffusion language model from the target, record what it does, and train the block-causal student from that (CDLM).
+"""Train CDLM: a diffusion model from the target (the teacher), what it does, and from that the block-causal
+student.
 
-    python train_cdlm.py --target checkpoints/target --out checkpoints/cdlm                     # all three stages, hours
-    python train_cdlm.py --target checkpoints/target --out checkpoints/cdlm --stage teacher     # or one after the other
+    python train_cdlm.py --out checkpoints/cdlm                         # all three stages, hours
+    python train_cdlm.py --out checkpoints/cdlm --stage teacher         # or one after the other
     python train_cdlm.py --out checkpoints/cdlm --stage trajectories
-    python train_cdlm.py --out checkpoints/cdlm --stage student --weights 1 0 0 --name student_distill      # an ablation
+    python train_cdlm.py --out checkpoints/cdlm --stage student --weights 1 0 0 --name distill      # an
+    ablation
 
-    teacher       OUT/teacher        the target's weights, trained to fill in masks, every slot seeing all others
-    trajectories  OUT/trajectories   the teacher answers training prompts a token a step; shards of tokens, ranks, hidden rows
-    student       OUT/student        the teacher's weights, trained on the trajectories with three losses, block-causal
+    teacher       OUT/teacher        the target's weights, trained to fill in masks; every slot sees all
+    others
+    trajectories  OUT/trajectories   the teacher answers training prompts, one token a step; tokens, ranks,
+    hidden rows
+    student       OUT/student        the teacher's weights, trained on the trajectories with three losses
 
-Interrupt it at any time: the same command continues where the last checkpoint or shard was, with the same result. A stage
-that is finished is not done again. Models are Hugging Face folders with log.jsonl and command.txt beside them.
-"""
+Interrupt it at any time: the same command continues where the last checkpoint or shard was, with the same
+result. A stage that is finished is not done again. Models are Hugging Face folders with log.jsonl and
+command.txt next to them. """
 import os
 import random
 
 import minispec  # before torch: it tunes the allocator
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from minispec import cdlm, cdlm_losses
-from minispec.data import corpus, tasks
-from minispec.studies import cdlm as cdlm_studies
-from minispec.tools import checkpoints
+from minispec import cdlm
 from minispec.core.engine import Request
+from minispec.core.verify import Sampling
+from minispec.data import corpus, tasks
+from minispec.data.tokenizer import Tokenizer
+from minispec.studies import cdlm as study
+from minispec.tools import checkpoints
 from minispec.tools.files import blame, read_json, read_tensors, replaced, write_json
 from minispec.tools.script import Parser, check_device, run_main
-from minispec.data.tokenizer import Tokenizer
 from minispec.tools.training import Optimizer, Run, learning_rate, locked
-from minispec.core.verify import Sampling
 
 STAGES = ("teacher", "trajectories", "student")
+REAL_SHARE = 0.04                # of the examples that are real questions and answers, if there is --data
+IN_ORDER = 0.6                   # of the blocks are masked from about one slot on, not at random: see `turns`
 
 
 def parse_args(argv=None):
     p = Parser(__doc__)
     p.add_argument("--out", required=True, help="folder to write the stages' folders to")
     p.add_argument("--stage", default="all", choices=("all", *STAGES), help="default: all, in this order")
-    p.add_argument("--target", default="checkpoints/target", help="teacher: the autoregressive model it starts from (default %(default)s)")
-    p.add_argument("--name", default="student", help="student: its folder in --out (default %(default)s)")
-    p.add_argument("--gen-length", type=int, default=cdlm.GEN_LENGTH, help="slots of an answer (default %(default)s)")
-    p.add_argument("--block-size", type=int, default=cdlm.BLOCK_SIZE, help="slots of a block (default %(default)s)")
-    p.add_argument("--longest-prompt", type=int, default=cdlm.LONGEST_PROMPT, help="tokens (default %(default)s)")
-    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), help="folder with real text; without it, procedural problems alone")
-    p.add_argument("--real-share", type=float, default=0.04, help="teacher: share of real questions and answers (default %(default)s)")
-    p.add_argument("--steps", type=int, default=8000, help="optimiser steps of a training stage (default %(default)s)")
-    p.add_argument("--batch", type=int, default=16, help="answers a step (default %(default)s)")
-    p.add_argument("--lr", type=float, help="peak learning rate (default: teacher 1e-3, student 2e-4)")
-    p.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up")
-    p.add_argument("--block-warmup", type=float, default=0.5, help="teacher: share of its steps in which it is trained block-causally, all blocks at once (default %(default)s)")
-    p.add_argument("--in-order", type=float, default=0.6, help="share of blocks that are masked from about one slot on, not at random; see cdlm_losses.turns (default %(default)s)")
-    p.add_argument("--no-shift", action="store_true", help="teacher: the row of a slot predicts that slot, not the one behind it")
-    p.add_argument("--prompts", type=int, default=4000, help="trajectories: training problems (default %(default)s)")
-    p.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5), help="trajectories: one each of every problem (default 0 0.5)")
-    p.add_argument("--shard", type=int, default=64, help="trajectories: how many a file (default %(default)s)")
-    p.add_argument("--order", default=cdlm.ORDER, choices=cdlm.ORDERS, help="trajectories: which slot the teacher reveals in a step: the first masked one or the surest, as in the paper (default %(default)s)")
-    p.add_argument("--all-blocks", action="store_true", help="trajectories: decode the blocks behind the end of text too")
-    p.add_argument("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01), metavar=("DISTILL", "CONS", "DLM"), help="student: of the losses (default 1 0.5 0.01)")
-    p.add_argument("--kl", default="forward", choices=("forward", "reverse"), help="student: direction of the divergences")
-    p.add_argument("--cons-target", default="block_end", choices=("block_end", "later_state"), help="student: see cdlm_losses.student_losses")
-    p.add_argument("--check", type=int, default=4, help="held-out problems a family that are decoded when a training stage ends (default %(default)s)")
-    p.add_argument("--seed", type=int, default=1337)
+    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"),
+                   help="folder with real text; without it, procedural problems alone")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
+    p.add_argument("--seed", type=int, default=1337)
+
+    both = p.add_argument_group("teacher and student")
+    both.add_argument("--steps", type=int, default=8000, help="optimiser steps (default %(default)s)")
+    both.add_argument("--batch", type=int, default=16, help="answers a step (default %(default)s)")
+    both.add_argument("--lr", type=float, help="peak learning rate (default: teacher 1e-3, student 2e-4)")
+    both.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up (default %(default)s)")
+    both.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
+    both.add_argument("--check", type=int, default=4,
+                      help="held-out problems of a family that are decoded at the end (default %(default)s)")
+
+    teacher = p.add_argument_group("teacher")
+    teacher.add_argument("--target", default="checkpoints/target",
+                         help="the autoregressive model it starts from (default %(default)s)")
+    teacher.add_argument("--block-warmup", type=float, default=0.5,
+                         help="share of its steps with block-causal attention (default %(default)s)")
+    teacher.add_argument("--no-shift", action="store_true",
+                         help="the row of a slot predicts that slot, not the one behind it")
+
+    trajectories = p.add_argument_group("trajectories")
+    trajectories.add_argument("--prompts", type=int, default=4000,
+                              help="training problems (default %(default)s)")
+    trajectories.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5),
+                              help="one trajectory at each for every problem (default 0 0.5)")
+    trajectories.add_argument("--shard", type=int, default=64,
+                              help="trajectories in a file (default %(default)s)")
+    trajectories.add_argument("--order", default=cdlm.ORDER, choices=cdlm.ORDERS,
+                              help="which slot a step reveals: the first masked one, or the most confident "
+                                   "as in the paper (default %(default)s)")
+
+    student = p.add_argument_group("student")
+    student.add_argument("--name", default="student", help="its folder in --out (default %(default)s)")
+    student.add_argument("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01),
+                         metavar=("DISTILL", "CONS", "DLM"), help="of the losses (default 1 0.5 0.01)")
+    student.add_argument("--cons-target", default="block_end", choices=("block_end", "later_state"),
+                         help="see cdlm.student_losses (default %(default)s)")
     return p.parse_args(argv)
 
 
-# -- data --------------------------------------------------------------------------------------------------------------
+# -- data ----------------------------------------------------------------------------------------------------
 
 class Examples:
-    """Training questions that fit; the n-th depends on (seed, n) alone, so that training resumes exactly."""
+    """Training questions that fit. The n-th depends on (seed, n) alone, so that training resumes exactly."""
 
     def __init__(self, tokenizer, args):
         self.tokenizer, self.args = tokenizer, args
-        real = corpus.real_documents(args.data) if args.data else {}
-        self.real = [d for name in sorted(real) for d in real[name] if d[0] and len(d[0]) + len(d[1]) < 8 * args.gen_length]
+        self.real = []
+        documents = corpus.real_documents(args.data) if args.data else {}
+        for name in sorted(documents):
+            self.real += [d for d in documents[name] if d[0] and len(d[0]) + len(d[1]) < 8 * cdlm.GEN_LENGTH]
 
     def __call__(self, n):
         """(prompt ids, answer ids (L,), filled up with ends of text)."""
-        args, rng = self.args, random.Random(f"{self.args.seed}/cdlm/{n}")
-        if self.real and rng.random() < args.real_share:
+        rng = random.Random(f"{self.args.seed}/cdlm/{n}")
+        if self.real and rng.random() < REAL_SHARE:
             for prompt, think, answer in rng.sample(self.real, min(len(self.real), 20)):
-                head, body = self.tokenizer.prompt_ids(prompt), self.tokenizer.response_ids(think, answer)
-                if len(head) <= args.longest_prompt and len(body) <= args.gen_length:
-                    return head, body + [body[-1]] * (args.gen_length - len(body))
-        return cdlm.fitting(self.tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40), "train", args.gen_length, args.longest_prompt)[1:]
+                head = self.tokenizer.prompt_ids(prompt)
+                body = self.tokenizer.response_ids(think, answer)
+                if len(head) <= study.LONGEST_PROMPT and len(body) <= cdlm.GEN_LENGTH:
+                    return head, body + [body[-1]] * (cdlm.GEN_LENGTH - len(body))
+        return study.fitting(self.tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40))[1:]
 
     def batch(self, step, group=1):
-        """The batch of a step. Where batches are grouped, those of a group share out their examples by the answers' length."""
-        n, first = self.args.batch, step - step % group
-        pairs = sorted(map(self, range(first * n, (first + group) * n)), key=lambda pair: pair[1].index(pair[1][-1]))
-        at = random.Random(f"{self.args.seed}/group/{first}").sample(range(group), group)[step % group]
-        return as_batch(pairs[at * n:(at + 1) * n])
+        """The batch of a step. Where batches are grouped, those of a group share out their examples by the
+        answers' length: the shorter the longest answer of a batch, the less there is to compute."""
+        n = self.args.batch
+        first = step - step % group
+        pairs = [self(i) for i in range(first * n, (first + group) * n)]
+        pairs.sort(key=lambda pair: pair[1].index(pair[1][-1]))
+        turn = random.Random(f"{self.args.seed}/group/{first}").sample(range(group), group)[step % group]
+        return as_batch(pairs[turn * n:(turn + 1) * n])
 
 
 def as_batch(pairs):
+    """[(prompt ids, answer ids)] -> tensors, prompts padded on the left to (n, width)."""
     prompts, answers = zip(*pairs)
-    prompt, length = cdlm.pad_prompts(prompts)
-    return {"prompt": prompt, "length": length, "answer": torch.tensor(answers)}
+    width = max(len(p) for p in prompts)
+    return {"prompt": torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
+            "length": torch.tensor([len(p) for p in prompts]), "answer": torch.tensor(answers)}
 
 
 class Trajectories:
-    """The shards of a folder as one list."""
+    """The shards of a folder as one list. ValueError names a shard whose tensors do not fit each other."""
 
     def __init__(self, folder):
         files = sorted(f for f in os.listdir(folder) if f.endswith(".safetensors"))
@@ -114,198 +142,324 @@ class Trajectories:
         shard = read_tensors(file)
         with blame(file):
             n, length, _ = shard["hidden"].shape
-            shapes = {"tokens": (n, length), "rank": (n, length), "live": (n,), "length": (n,), "prompt": (n, shard["prompt"].shape[1])}
-            if any(shard[name].shape != shape or shard[name].min() < 0 for name, shape in shapes.items()) or max(shard["live"].max(), shard["rank"].max() + 1) > length or \
-                    shard["length"].max() > shard["prompt"].shape[1]:
-                raise ValueError("its tensors do not fit each other")
+            width = shard["prompt"].shape[1]
+            # name: (its shape, the largest value it may hold)
+            limits = {"tokens": ((n, length), None), "rank": ((n, length), length - 1),
+                      "live": ((n,), length), "length": ((n,), width), "prompt": ((n, width), None)}
+            for name, (shape, most) in limits.items():
+                x = shard[name]
+                if x.shape != shape or x.min() < 0 or (most is not None and x.max() > most):
+                    raise ValueError(f"its tensors do not fit each other ({name})")
         return shard
 
     def batch(self, numbers):
         rows = [{name: x[i] for name, x in shard.items()} for shard, i in (self.where[n] for n in numbers)]
         width = max(int(r["length"]) for r in rows)
         out = {name: torch.stack([r[name] for r in rows]) for name in rows[0] if name != "prompt"}
-        out["prompt"] = torch.stack([torch.nn.functional.pad(r["prompt"], (width, 0))[-width:] for r in rows])
+        out["prompt"] = torch.stack([F.pad(r["prompt"], (width, 0))[-width:] for r in rows])
         return {name: x if name == "hidden" else x.long() for name, x in out.items()}
 
 
 def numbers_of_step(step, batch, live, seed, group=4):
-    """Which trajectories of `live` (n,) slots make up the batch of a step: each one once an epoch, in an order drawn anew for each;
-    `group` neighbouring batches share out theirs by length."""
+    """Which trajectories of `live` (n,) slots make up the batch of a step: each one once an epoch, in another
+    order every epoch. `group` neighbouring batches share out theirs by length."""
     n, out, order = len(live), [], []
     for i in range(step * batch, (step + 1) * batch):
         if not order or i % n == 0:
             order = random.Random(f"{seed}/epoch/{i // n}").sample(range(n), n)
-            order = [j for a in range(0, n, group * batch) for j in sorted(order[a:a + group * batch], key=lambda j: live[j])]
+            size = group * batch
+            groups = [sorted(order[a:a + size], key=lambda j: live[j]) for a in range(0, n, size)]
+            order = sum(groups, [])
         out.append(order[i % n])
     return out
 
 
-def short(batch, eos_id, block_size, names=("answer",)):
-    """The batch without the blocks behind its longest text: decoding never opens them, and nothing before sees them."""
-    longest = int(batch["live"].max() if "live" in batch else cdlm_losses.text_blocks(batch["answer"], eos_id, block_size).max() * block_size)
+def cut(batch, longest, names):
+    """The batch without the slots from `longest` on: no text is there, decoding never opens them."""
     return {name: x[:, :longest] if name in names else x for name, x in batch.items()}
 
 
-# -- stages ------------------------------------------------------------------------------------------------------------
-
-def fit(args, name, model, tokenizer_json, tokenizer, loss_of, objective_of, kind, mask_id, lr):
-    """Both training stages. At every checkpoint the log gets the held-out losses, at the end what decoding with it gives."""
-    folder = os.path.join(args.out, name)
-
-    def evaluate(step):
-        record = {"heldout": heldout_loss(model, tokenizer, args, *objective_of(step), mask_id)}
-        if step + 1 == args.steps:
-            record["decoded"] = decoded(cdlm.Decoder(model, mask_id, kind, args.block_size, cdlm.THRESHOLD, order=args.order, batch_size=16), tokenizer, args)
-        return record
-
-    optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
-    with locked(folder):
-        run = Run(folder, model, optimizer, args.steps, args.save_every)
-        for step in run.steps():
-            losses = loss_of(step)
-            losses["loss"].backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step(learning_rate(step, step / args.steps, lr, args.warmup))
-            run.log(**losses)
-            if run.checkpoint_due(step):
-                results = evaluate(step)
-                checkpoints.save(model, folder, tokenizer_json)
-                run.checkpoint(step, **results)
-
-
-@torch.no_grad()
-def heldout_loss(model, tokenizer, args, states, mask, mask_id):
-    """The masked-diffusion loss per slot of held-out problems by family; the same problems, rates and masks every time, as long as the
-    objective is the same."""
-    out, eos = {}, model.config.eos_id
-    for family in tasks.FAMILIES:
-        problems = [cdlm.fitting(tokenizer, family, seed, "heldout", args.gen_length, args.longest_prompt)[1:] for seed in range(8)]
-        batch, generator = as_batch(problems), torch.Generator().manual_seed(0)
-        rate, counted = states(batch["answer"], eos, args.block_size, generator)
-        out[family] = round(cdlm_losses.dlm_loss(model, to(args.device, batch), mask_id, rate, counted, generator, args.block_size, mask).item(), 4)
-    return out
-
-
-def decoded(decoder, tokenizer, args):
-    """Held-out problems solved, in all and by family, forwards and tokens of an answer."""
-    problems = [cdlm.fitting(tokenizer, family, 1000 + i, "heldout", args.gen_length, args.longest_prompt)[:2] for family in tasks.FAMILIES for i in range(args.check)]
-    return cdlm_studies.answer(decoder, problems, tokenizer, gen_length=args.gen_length)[0] if problems else {}
+def cut_answers(batch, eos_id):
+    longest = text_blocks(batch["answer"], eos_id, cdlm.BLOCK_SIZE).max() * cdlm.BLOCK_SIZE
+    return cut(batch, longest, ("answer",))
 
 
 def to(device, batch):
     return {name: x.to(device) for name, x in batch.items()}
 
 
+# -- which slots of a training answer are masked -------------------------------------------------------------
+# Random numbers are drawn on the CPU, so that they are the same on every device.
+
+def mask_rates(n, generator, low=1e-3):
+    """n mask rates in [low, 1], spread evenly over it from one random offset, so that batches differ
+    little."""
+    u = (torch.rand((), generator=generator) + torch.arange(n) / n) % 1
+    return (1 - low) * u[torch.randperm(n, generator=generator)] + low
+
+
+def text_blocks(answer, eos_id, block_size):
+    """How many blocks (n,) of answers (n, L), filled up with ends of text, hold text: up to the one with the
+    first end."""
+    return (answer != eos_id).sum(-1).clamp(max=answer.shape[1] - 1) // block_size + 1
+
+
+def all_blocks(answer, eos_id, block_size, generator):
+    """For `two_copies`: mask rates (n, L), one for each block, and the slots (n, L) to predict: those of
+    blocks with text, because decoding never opens the others."""
+    n, length = answer.shape
+    n_blocks = -(-length // block_size)
+    rate = mask_rates(n * n_blocks, generator, 1 / block_size).view(n, n_blocks)
+    counted = torch.arange(n_blocks) < text_blocks(answer, eos_id, block_size)[:, None]
+    return cdlm.per_slot(rate, length, block_size), cdlm.per_slot(counted, length, block_size)
+
+
+def open_block(answer, eos_id, block_size, generator):
+    """The states that block-wise decoding meets, as mask rates (n, L): one block of the text is masked at a
+    rate, the blocks before it are finished, those behind it all masks. Also the slots (n, L) to predict:
+    those of that block."""
+    n, length = answer.shape
+    block = (torch.rand(n, generator=generator) * text_blocks(answer, eos_id, block_size)).long()[:, None]
+    rate = mask_rates(n, generator, 1 / block_size)[:, None]
+    of_slot = torch.arange(length) // block_size
+    return torch.where(of_slot == block, rate, (of_slot > block).float()), of_slot == block
+
+
+def teacher_states(answer, eos_id, block_size, generator):
+    """For every second row the states of `open_block`. For the others one rate for all slots, with the ends
+    of text that fill up an answer: with them the model says how long its answer is."""
+    rate, counted = open_block(answer, eos_id, block_size, generator)
+    rate[1::2] = mask_rates(len(answer) // 2, generator)[:, None]
+    counted[1::2] = True
+    return rate, counted
+
+
+def turns(shape, block_size, generator, in_order=0.0):
+    """When, from 1 down to 0, each slot (n, L) is revealed: masked are the slots whose turn is below their
+    rate. Turns are random numbers, but in a share `in_order` of the blocks they follow the text from left to
+    right, more or less. So does decoding: a slot mostly waits for the slots before it. Random masks hardly
+    ever show a block like that."""
+    n, length = shape
+    turn = torch.rand(shape, generator=generator)
+    if not in_order:
+        return turn
+    blocks = (n, -(-length // block_size))
+    loose = cdlm.per_slot(torch.rand(blocks, generator=generator), length, block_size)
+    ordered = cdlm.per_slot(torch.rand(blocks, generator=generator), length, block_size)
+    overtake = 0.75 * block_size * loose ** 2                    # so many slots may overtake each other
+    place = torch.arange(length) % block_size
+    left_to_right = 1 - (place + (1 + overtake) * turn) / (block_size + overtake)
+    return torch.where(ordered < in_order, left_to_right, turn)
+
+
+def draw_masks(states, answer, eos_id, generator, in_order=0.0):
+    """For answers (n, L): which slots are masked, at what rates, and which count; `states` draws the rates.
+    All (n, L)."""
+    rate, counted = states(answer, eos_id, cdlm.BLOCK_SIZE, generator)
+    masked = turns(answer.shape, cdlm.BLOCK_SIZE, generator, in_order) < rate
+    return masked, rate, counted
+
+
+# -- the three stages ----------------------------------------------------------------------------------------
+
 def train_teacher(args, tokenizer, tokenizer_json, mask_id):
-    """First block-causally, all blocks of an answer in one forward, for most of what a mask must learn is the same when every slot
-    sees all others. Then as the teacher is used."""
+    """First block-causally, all blocks of an answer in one forward, because most of what a mask must learn is
+    the same when every slot sees all others. Then as the teacher is used."""
+    folder = os.path.join(args.out, "teacher")
     model = checkpoints.load(args.target, args.device, torch.float32)
     if args.no_shift:
         model.config.shift = False
-    examples, bf16, eos = Examples(tokenizer, args), torch.autocast(args.device.split(":")[0], torch.bfloat16), model.config.eos_id
-    first = args.steps * args.block_warmup
-    objective_of = lambda step: (cdlm_losses.all_blocks, cdlm_losses.two_copies) if step < first else (cdlm_losses.teacher_states, cdlm_losses.bidirectional)
-
-    def loss_of(step):
-        (states, mask), generator = objective_of(step), torch.Generator().manual_seed(args.seed * 1000003 + step)
-        batch = examples.batch(step, group=4 if mask is cdlm_losses.two_copies else 1)
-        if mask is cdlm_losses.two_copies:
-            batch = short(batch, eos, args.block_size)
-        rate, counted = states(batch["answer"], eos, args.block_size, generator)
+    eos, lr = model.config.eos_id, args.lr or 1e-3
+    examples = Examples(tokenizer, args)
+    block_steps = args.steps * args.block_warmup
+    kind = "teacher" if block_steps < args.steps else "student"      # only block-causal? then decode it so
+    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
+    optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
+    run = Run(folder, model, optimizer, args.steps, args.save_every)
+    for step in run.steps():
+        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
+        if step < block_steps:
+            states, mask = all_blocks, cdlm.two_copies
+            batch = cut_answers(examples.batch(step, group=4), eos)
+        else:
+            states, mask = teacher_states, cdlm.bidirectional
+            batch = examples.batch(step)
+        masks = draw_masks(states, batch["answer"], eos, generator, IN_ORDER)
         with bf16:
-            return {"loss": cdlm_losses.dlm_loss(model, to(args.device, batch), mask_id, rate, counted, generator, args.block_size, mask, args.in_order)}
-
-    kind = "teacher" if first < args.steps else "student"            # one that was only ever block-causal must be decoded so
-    fit(args, "teacher", model, tokenizer_json, tokenizer, loss_of, objective_of, kind, mask_id, args.lr or 1e-3)
+            loss = cdlm.dlm_loss(model, to(args.device, batch), *masks, mask_id, cdlm.BLOCK_SIZE, mask)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(learning_rate(step, step / args.steps, lr, args.warmup))
+        run.log(loss=loss)
+        if run.checkpoint_due(step):
+            results = evaluate(model, tokenizer, args, step, states, mask, kind, mask_id)
+            checkpoints.save(model, folder, tokenizer_json)
+            run.checkpoint(step, **results)
 
 
 def collect_trajectories(args, tokenizer, mask_id):
     folder = os.path.join(args.out, "trajectories")
-    os.makedirs(folder, exist_ok=True)
-    model, examples, each = checkpoints.load(os.path.join(args.out, "teacher"), args.device, torch.bfloat16), Examples(tokenizer, args), len(args.temperatures)
-    settings = {name: getattr(args, name) for name in ("prompts", "shard", "gen_length", "block_size", "longest_prompt", "real_share", "all_blocks", "order", "seed")}
-    settings |= {"temperatures": list(args.temperatures), "real_text": bool(examples.real), "teacher": checkpoints.fingerprint(model)}
-    file = os.path.join(folder, "settings.json")
-    if os.path.exists(file):
-        old = read_json(file)
-        with blame(file):
-            changed = [name for name in settings if settings[name] != old.get(name)]
-        if changed:
-            raise ValueError(f"{folder} was begun with {changed[0]} {old.get(changed[0])}, not {settings[changed[0]]}; use another --out or the same settings")
-    write_json(file, settings)
+    model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, torch.bfloat16)
+    examples = Examples(tokenizer, args)
+    check_settings(folder, args, bool(examples.real), model)
+    each = len(args.temperatures)
     n = args.prompts * each
     for shard in tqdm(range(-(-n // args.shard)), unit="shard", desc="trajectories"):
-        file, items = os.path.join(folder, f"{shard:05d}.safetensors"), range(shard * args.shard, min((shard + 1) * args.shard, n))
+        file = os.path.join(folder, f"{shard:05d}.safetensors")
         if os.path.exists(file):
             continue
-        batch = as_batch([examples(i // each) for i in items])
-        requests = [Request(prompt[-length:].tolist(), args.gen_length, Sampling(args.temperatures[i % each], seed=args.seed * 1000003 + i), [model.config.eos_id])
-                    for i, prompt, length in zip(items, batch["prompt"], batch["length"])]
-        data = {"prompt": batch["prompt"], "length": batch["length"], **cdlm.collect(model, mask_id, requests, args.block_size, batch_size=args.batch, stop="never" if args.all_blocks else "block", order=args.order)}
+        items = range(shard * args.shard, min((shard + 1) * args.shard, n))
+        pairs = [examples(i // each) for i in items]
+        requests = []
+        for i, (prompt, _) in zip(items, pairs):
+            sampling = Sampling(args.temperatures[i % each], seed=args.seed * 1000003 + i)
+            requests.append(Request(prompt, cdlm.GEN_LENGTH, sampling, [model.config.eos_id]))
+        batch = as_batch(pairs)
+        data = {"prompt": batch["prompt"], "length": batch["length"],
+                **cdlm.collect(model, mask_id, requests, cdlm.BLOCK_SIZE, args.batch, args.order)}
         data = {name: x if name == "hidden" else x.to(torch.int32) for name, x in data.items()}
         with replaced(file) as temporary:
             save_file({name: x.contiguous() for name, x in data.items()}, temporary)
 
 
+def check_settings(folder, args, real_text, model):
+    """Note in the folder how its trajectories are made. ValueError if it was begun with other settings."""
+    settings = {name: getattr(args, name) for name in ("prompts", "shard", "order", "seed")}
+    settings |= {"temperatures": list(args.temperatures), "real_text": real_text,
+                 "gen_length": cdlm.GEN_LENGTH, "block_size": cdlm.BLOCK_SIZE,
+                 "teacher": checkpoints.fingerprint(model)}
+    file = os.path.join(folder, "settings.json")
+    if os.path.exists(file):
+        old = read_json(file)
+        with blame(file):
+            changed = [name for name in settings if settings[name] != old.get(name)]
+        for name in changed:
+            raise ValueError(f"{folder} was begun with {name} {old.get(name)}, not {settings[name]}; "
+                             "use another --out or the same settings")
+    write_json(file, settings)
+
+
 def train_student(args, tokenizer, tokenizer_json, mask_id):
-    teacher = os.path.join(args.out, "teacher")
-    model = checkpoints.load(teacher, args.device, torch.float32)
-    head = model.head.weight.detach().clone()
+    folder = os.path.join(args.out, args.name)
+    model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, torch.float32)
+    data = load_trajectories(args, model)
+    teacher_head = model.head.weight.detach().clone()
+    eos, lr = model.config.eos_id, args.lr or 2e-4
+    examples = Examples(tokenizer, args)
+    beyond = args.prompts * 1000             # reference answers of other problems than the trajectories'
+    live = [int(shard["live"][i]) for shard, i in data.where]
+    later = args.cons_target == "later_state"
+    w_distill, w_cons, w_dlm = args.weights
+    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
+    optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
+    run = Run(folder, model, optimizer, args.steps, args.save_every)
+    for step in run.steps():
+        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
+        # 1. Distillation and consistency, on states of the teacher's trajectories.
+        batch = data.batch(numbers_of_step(step, args.batch, live, args.seed))
+        batch = to(args.device, cut(batch, int(batch["live"].max()), ("tokens", "rank", "hidden")))
+        length = batch["tokens"].shape[1]
+        k, k_star = cdlm.draw_states(batch["live"].cpu(), length, cdlm.BLOCK_SIZE, generator, later)
+        with bf16:
+            losses = cdlm.student_losses(model, teacher_head, batch, k, k_star, mask_id, cdlm.BLOCK_SIZE,
+                                         (w_distill, w_cons), later, generator)
+        # 2. The masked-diffusion loss, on reference answers.
+        dlm = torch.zeros((), device=args.device)
+        if w_dlm:
+            batch = cut_answers(examples.batch(beyond + step, group=4), eos)
+            masks = draw_masks(all_blocks, batch["answer"], eos, generator, IN_ORDER)
+            batch = to(args.device, batch)
+            with bf16:
+                dlm = cdlm.dlm_loss(model, batch, *masks, mask_id, cdlm.BLOCK_SIZE, cdlm.two_copies)
+        loss = w_distill * losses["distill"] + w_cons * losses["cons"] + w_dlm * dlm
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step(learning_rate(step, step / args.steps, lr, args.warmup))
+        run.log(**losses, dlm=dlm, loss=loss)
+        if run.checkpoint_due(step):
+            results = evaluate(model, tokenizer, args, step, all_blocks, cdlm.two_copies, "student", mask_id)
+            checkpoints.save(model, folder, tokenizer_json)
+            run.checkpoint(step, **results)
+
+
+def load_trajectories(args, teacher):
+    """The trajectories in --out. ValueError where there are none, or they are of another teacher."""
     folder = os.path.join(args.out, "trajectories")
     file = os.path.join(folder, "settings.json")
     data = Trajectories(folder) if os.path.exists(file) else None
     if not data or not data.where:
         raise ValueError(f"{folder} holds no trajectories; run --stage trajectories first")
     settings = read_json(file)
-    if not isinstance(settings, dict) or not {"gen_length", "block_size", "teacher"} <= set(settings):
+    if not isinstance(settings, dict) or "teacher" not in settings:
         raise ValueError(f"{file} is damaged: it does not say how the trajectories were made")
-    if any(max(s["tokens"].max(), s["prompt"].max()) >= model.config.vocab_size or s["hidden"].shape[2] != model.config.d_model for s in data.shards):
-        raise ValueError(f"the trajectories in {folder} are not of the model in {teacher}")
-    for name in ("gen_length", "block_size"):
-        if settings[name] != getattr(args, name):
-            raise ValueError(f"the trajectories have {name.replace('_', '-')} {settings[name]}, not {getattr(args, name)}")
-    if settings["teacher"] != checkpoints.fingerprint(model):
-        raise ValueError(f"the trajectories in {folder} are of another teacher than the one in {teacher}; remove them and run --stage trajectories")
-    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
+    if settings["teacher"] != checkpoints.fingerprint(teacher):
+        raise ValueError(f"the trajectories in {folder} are of another teacher than the one in "
+                         f"{os.path.join(args.out, 'teacher')}; remove them and run --stage trajectories")
+    for shard in data.shards:
+        largest = max(shard["tokens"].max(), shard["prompt"].max())
+        if largest >= teacher.config.vocab_size or shard["hidden"].shape[2] != teacher.config.d_model:
+            raise ValueError(f"the trajectories in {folder} are damaged: they do not fit the teacher")
+    return data
 
-    examples, live, eos = Examples(tokenizer, args), [int(shard["live"][i]) for shard, i in data.where], model.config.eos_id
-    beyond = args.prompts * 1000                         # reference answers of problems that are not the trajectories'
 
-    def loss_of(step):
-        batch = short(data.batch(numbers_of_step(step, args.batch, live, args.seed)), eos, args.block_size, ("tokens", "rank", "hidden"))
-        reference = short(examples.batch(beyond + step, group=4), eos, args.block_size) if args.weights[2] else None
-        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
-        k, k_star = cdlm_losses.draw_states(batch["live"], batch["tokens"].shape[1], args.block_size, generator, args.cons_target)
-        with bf16:
-            return cdlm_losses.student_losses(model, head, to(args.device, batch), reference and to(args.device, reference), mask_id, args.block_size, eos, k, k_star,
-                                              generator, args.weights, args.kl, args.cons_target, args.in_order)
+# -- what a checkpoint is worth ------------------------------------------------------------------------------
 
-    fit(args, args.name, model, tokenizer_json, tokenizer, loss_of, lambda step: (cdlm_losses.all_blocks, cdlm_losses.two_copies), "student", mask_id, args.lr or 2e-4)
+def evaluate(model, tokenizer, args, step, states, mask, kind, mask_id):
+    """For the log: the held-out losses, and at the end what decoding gives."""
+    results = {"heldout": heldout_loss(model, tokenizer, args, states, mask, mask_id)}
+    if step + 1 == args.steps:
+        decoder = cdlm.Decoder(model, mask_id, kind, threshold=cdlm.THRESHOLD, order=args.order,
+                               batch_size=16)
+        results["decoded"] = decoded(decoder, tokenizer, args)
+    return results
+
+
+@torch.no_grad()
+def heldout_loss(model, tokenizer, args, states, mask, mask_id):
+    """The masked-diffusion loss per slot of held-out problems, by family: always the same problems, rates and
+    masks, as long as the objective is the same."""
+    out = {}
+    for family in tasks.FAMILIES:
+        batch = as_batch([study.fitting(tokenizer, family, seed, "heldout")[1:] for seed in range(8)])
+        masks = draw_masks(states, batch["answer"], model.config.eos_id, torch.Generator().manual_seed(0))
+        loss = cdlm.dlm_loss(model, to(args.device, batch), *masks, mask_id, cdlm.BLOCK_SIZE, mask)
+        out[family] = round(loss.item(), 4)
+    return out
+
+
+def decoded(decoder, tokenizer, args):
+    """Held-out problems solved, in all and by family, forwards and tokens of an answer."""
+    problems = [study.fitting(tokenizer, family, 1000 + i, "heldout")[:2]
+                for family in tasks.FAMILIES for i in range(args.check)]
+    return study.answer(decoder, problems, tokenizer)[0] if problems else {}
 
 
 def main():
     args = parse_args()
-    for name in ("gen_length", "block_size", "steps", "batch", "prompts", "shard", "save_every", "warmup"):
+    for name in ("steps", "batch", "prompts", "shard", "save_every", "warmup"):
         if getattr(args, name) < 1:
-            raise ValueError(f"{name.replace('_', '-')} {getattr(args, name)} is out of range; allowed is 1 or more")
-    for name in ("block_warmup", "in_order"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise ValueError(f"{name.replace('_', '-')} {getattr(args, name)} is out of range; allowed is 0 to 1")
+            option = name.replace("_", "-")
+            raise ValueError(f"{option} {getattr(args, name)} is out of range; allowed is 1 or more")
+    if not 0 <= args.block_warmup <= 1:
+        raise ValueError(f"block-warmup {args.block_warmup} is out of range; allowed is 0 to 1")
     check_device(args.device)
     stages = STAGES if args.stage == "all" else (args.stage,)
     source = args.target if stages[0] == "teacher" else os.path.join(args.out, "teacher")
     tokenizer, context = Tokenizer.load(source), checkpoints.load(source).config.block_size
-    if args.gen_length + args.longest_prompt > context:
-        raise ValueError(f"gen-length {args.gen_length} and longest-prompt {args.longest_prompt} exceed the context of {context}")
+    if cdlm.GEN_LENGTH + study.LONGEST_PROMPT > context:
+        raise ValueError(f"prompts of {study.LONGEST_PROMPT} and answers of {cdlm.GEN_LENGTH} tokens exceed "
+                         f"the context of {context}")
     mask_id = cdlm.mask_id_of(tokenizer, source)
     tokenizer_json = read_json(os.path.join(source, "tokenizer.json"))
     if "teacher" in stages:
-        train_teacher(args, tokenizer, tokenizer_json, mask_id)
+        with locked(os.path.join(args.out, "teacher")):
+            train_teacher(args, tokenizer, tokenizer_json, mask_id)
     if "trajectories" in stages:
         with locked(os.path.join(args.out, "trajectories")):
             collect_trajectories(args, tokenizer, mask_id)
     if "student" in stages:
-        train_student(args, tokenizer, tokenizer_json, mask_id)
+        with locked(os.path.join(args.out, args.name)):
+            train_student(args, tokenizer, tokenizer_json, mask_id)
 
 
 if __name__ == "__main__":

@@ -1,99 +1,98 @@
-"""CDLM (2511.19269): a diffusion language model that finalises many tokens a step and still has an exact key/value cache.
+"""CDLM (arXiv 2511.19269): a diffusion model that reveals many tokens a step, with an exact KV cache.
 
-A masked-diffusion model reads the prompt and L answer slots, some of which hold the mask token, and predicts all masked
-slots at once. One GPT body serves three ways of decoding; what differs is which keys a query may see:
+A masked-diffusion model reads a prompt and L answer slots. Some slots hold the mask token, and all masked
+slots are predicted at once. One GPT body serves three ways of decoding. They differ in which keys a query may
+see:
 
-    autoregressive   row i sees 0..i          a token a forward, one row each          exact cache
-    teacher          every row sees all       a token a forward, all P + L rows each   no cache: every key is stale after a reveal
-    student          a row sees the prompt, the finished blocks and all of its own     exact cache for prompt and finished blocks
-                     block of B slots          several tokens a forward, B rows each
+    autoregressive  row i sees rows 0..i           one token a forward, 1 row       exact cache
+    teacher         every row sees all rows        one token a forward, P + L rows  no cache: all keys change
+    student         a row sees the prompt, the     several tokens a forward,        exact cache of prompt and
+                    finished and its own block     B rows                           finished blocks
 
-The student is the teacher's weights, trained further on the teacher's own trajectories: from a state early in a block to
-predict what the teacher predicted for each token at the later, better informed step at which it finalised it.
+The student starts from the teacher's weights and learns from what the teacher did: from an early state of a
+block it predicts what the teacher predicted at the later, better informed step at which it revealed each
+token.
 
-This file decodes: one loop for student, teacher and the baselines. What they are trained with is in cdlm_losses.py.
+Glossary: P prompt tokens, L answer slots (`gen_length`), B slots of a block (`block_size`), n answers in a
+batch, C model width, V vocabulary. rank (n, L): the order in which slots were revealed. State k of a
+trajectory (y in the paper): the slots of rank < k hold their tokens, the others are masked. The paper's tau
+is `threshold`.
 
-Notation: P prompt tokens, L answer slots (`gen_length`), B slots a block (n in shapes: the batch), rank (L,) the order in
-which slots were finalised. State k of a trajectory: the slots of rank < k hold their tokens, all others are masked.
-The row of a slot predicts the token behind it, as in the autoregressive model that the weights come from (`config.shift`): what
-a block's first slot will be, the last finished row says, so that row is fed with the block once more. Without shift a row
-predicts its own slot; then even the first slot profits from what is revealed behind it, but the model learns more slowly.
+What differs from the paper:
+  - If no slot is above the threshold, the first masked slot is revealed, not the most confident: see `pick`.
+  - The row of a slot predicts the token behind it, as in the autoregressive model that the weights come from
+    (and in Dream). The row before a block predicts its first slot, so it is fed once more with the block.
+    With `config.shift` False a row predicts its own slot, as in LLaDA.
+  - All blocks of an answer are trained in one forward: see `two_copies`.
+  - The consistency target may lie inside the block: see `student_losses`.
 """
-import random
-import shutil
 import time
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from minispec.tools import checkpoints
-from minispec.data import tasks
-from minispec.core.attention import group_rows, packed_attend, ungroup_rows
+from minispec.core.attention import dense_attend, group_rows, packed_attend, ungroup_rows
+from minispec.core.cpu import blocked_attend
 from minispec.core.engine import Step
 from minispec.core.kv_cache import KVCache
 from minispec.data.tokenizer import Tokenizer
+from minispec.tools import checkpoints
 
-GEN_LENGTH, BLOCK_SIZE, THRESHOLD, LONGEST_PROMPT = 256, 32, 0.99, 160       # the paper decodes at 0.9
-KINDS = ("student", "teacher", "dual")
-COMMITS = ("fused", "separate")
-STOPS = ("at_once", "block", "never")
+GEN_LENGTH = 256
+BLOCK_SIZE = 32
+THRESHOLD = 0.99                 # the paper decodes at 0.9
 ORDERS = ("first", "surest")
-ORDER = "first"                                                                # the papers: surest
+ORDER = "first"                  # the paper: surest
+METHODS = {"cdlm": ("student", "checkpoints/cdlm/student"), "dlm": ("teacher", "checkpoints/cdlm/teacher")}
 
-
-# -- decoding: one loop for student, teacher and the baselines ---------------------------------------------------------
 
 def mask_free(logits, mask_id):
-    """Logits in fp32, in which the mask token, which is never an answer, has no probability."""
+    """Logits (..., V) in fp32 in which the mask token, which is never an answer, has no probability."""
     return logits.float().index_fill(-1, torch.tensor([mask_id], device=logits.device), -1e9)
 
 
-class BlockKeys:
-    """Keys of n new rows at positions start.. of a request whose slots begin at `base`. The first n_clean rows are final and
-    their keys are there to stay; they see everything up to the last of them. The other rows, of the open block, see
-    the first `seen` positions. Their keys are overwritten by the next forward: they were computed beside masks, and a
-    token revealed in this step was itself still a mask when its key was written."""
-    pool = None
-
-    def __init__(self, cache, base, start, n_clean, n, seen):
-        self.cache, self.new = cache, slice(base + start, base + start + n)
-        self.parts = [(0, n_clean, slice(base, base + start + n_clean))] if n_clean else []
-        self.parts += [(n_clean, n, slice(base, base + seen))] if n > n_clean else []
-
-    def attend(self, layer, q, k, v):
-        """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
-        keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
-        keys[:, self.new], values[:, self.new] = k.transpose(0, 1), v.transpose(0, 1)
-        out = [ungroup_rows(F.scaled_dot_product_attention(group_rows(q[a:b], k.shape[1])[None], keys[None, :, see], values[None, :, see])[0], b - a)
-               for a, b, see in self.parts]
-        return torch.cat(out) if len(out) > 1 else out[0]
-
+# -- decoding: one loop for student, teacher and dual cache --------------------------------------------------
 
 class Answer:
-    """The answer of a request while it is filled in. tokens: prompt and slots; [first, last): the open block; n_cached: clean
-    positions in the cache. rank (L,) and hidden, {slot: (C,)}, tell when and from what each slot was finalised.
-    given: {slot: token} that stand from the beginning (infilling)."""
+    """The answer of a request while it is filled in.
 
-    def __init__(self, request, mask_id, block_size, given=None):
-        self.request, self.mask_id, self.prompt = request, mask_id, len(request.tokens)
-        self.tokens = request.tokens + [(given or {}).get(i, mask_id) for i in range(request.max_new_tokens)]
-        self.rank, self.hidden, self.n_revealed, self.n_cached = [None] * request.max_new_tokens, {}, 0, 0
-        self.last, self.block_size = self.prompt, block_size
+    tokens: prompt and slots. [first, last): the positions of the open block. n_cached: positions whose cached
+    keys are final. rank (L,): when each slot was revealed. hidden: {slot: (C,)}, the rows from which they
+    were, if recorded. """
+
+    def __init__(self, request, mask_id, block_size):
+        self.request = request
+        self.mask_id = mask_id
+        self.block_size = block_size
+        self.prompt = len(request.tokens)
+        self.tokens = request.tokens + [mask_id] * request.max_new_tokens
+        self.rank = [None] * request.max_new_tokens
+        self.hidden = {}
+        self.n_revealed = 0
+        self.n_cached = 0
+        self.last = self.prompt
         self.open_block()
 
     def open_block(self):
-        self.first, self.last = self.last, min(self.last + self.block_size, len(self.tokens))
-        self.steps, self.at_opening = 0, len(self.masked())
+        self.first = self.last
+        self.last = min(self.first + self.block_size, len(self.tokens))
+        self.steps = 0
 
     def masked(self):
         """Positions of the open block that are still masked."""
         return [i for i in range(self.first, self.last) if self.tokens[i] == self.mask_id]
 
+    def reveal(self, position, token):
+        self.tokens[position] = token
+        self.rank[position - self.prompt] = self.n_revealed
+        self.n_revealed += 1
+
 
 @dataclass
 class Window:
-    """What one answer feeds in one forward: positions [start, end), of which the first n_clean are final; `seen` keys."""
+    """What one answer feeds in a forward: positions [start, end), the first n_clean of them final; `seen`
+    keys."""
     answer: Answer
     start: int
     n_clean: int
@@ -101,16 +100,47 @@ class Window:
     seen: int
 
 
+class BlockKeys:
+    """The keys of a window. Clean rows see everything up to the last of them, and their keys stay in the
+    cache. The rows of the open block see the first `seen` positions. The next forward overwrites their keys,
+    because a token that is revealed in this step was itself still a mask when its key was computed."""
+    pool = None
+
+    def __init__(self, cache, window):
+        base = window.answer.request.run.first
+        n, n_clean = window.end - window.start, window.n_clean
+        self.cache = cache
+        self.new = slice(base + window.start, base + window.end)
+        self.parts = [(n_clean, n, slice(base, base + window.seen))]           # (first row, end, keys)
+        if n_clean:
+            self.parts.insert(0, (0, n_clean, slice(base, base + window.start + n_clean)))
+
+    def attend(self, layer, q, k, v):
+        """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
+        keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
+        keys[:, self.new] = k.transpose(0, 1)
+        values[:, self.new] = v.transpose(0, 1)
+        out = []
+        for a, b, see in self.parts:
+            rows = group_rows(q[a:b], k.shape[1])                              # (G, g * rows, D)
+            rows = F.scaled_dot_product_attention(rows[None], keys[None, :, see], values[None, :, see])[0]
+            out.append(ungroup_rows(rows, b - a))
+        return torch.cat(out)
+
+
 def choose(logits, answers):
-    """A token for each row of logits (N, V), and its probability. answers: whose masked slots the rows are, in order. At a
-    temperature, Gumbel noise from the request's own random stream draws the token; confidence is that of temperature 1."""
+    """A token for each row of logits (N, V) and its probability. The rows are the masked slots of `answers`,
+    in order. At a temperature, Gumbel noise from the request's own random stream draws the token. Its
+    probability is always that of temperature 1."""
     noisy, row = logits, 0
     for a in answers:
-        n, temperature = len(a.masked()), a.request.sampling.temperature
-        if temperature > 0 and n:
-            noisy = noisy.double()                     # fp32 noise loses the tail
-            u = torch.rand(n, logits.shape[-1], dtype=torch.float64, generator=a.request.rng).to(logits.device)
-            noisy[row:row + n] -= temperature * (-u.clamp(min=1e-300).log()).log()
+        n = len(a.masked())
+        temperature = a.request.sampling.temperature
+        if temperature > 0:
+            noisy = noisy.double()                               # fp32 noise loses the tail
+            u = torch.rand(n, logits.shape[-1], dtype=torch.float64, generator=a.request.rng)
+            gumbel = -(-u.clamp(min=1e-300).log()).log()
+            noisy[row:row + n] += temperature * gumbel.to(logits.device)
         row += n
     tokens = noisy.argmax(-1)
     confidence = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
@@ -118,210 +148,184 @@ def choose(logits, answers):
 
 
 def pick(confidence, n=1, threshold=None, order=ORDER):
-    """Which of the masked slots to reveal, by index into `confidence`: all above the threshold, or else, so that every step makes
-    progress, one; without a threshold n. These are the surest, ties to the left, or, in the order "first", the leftmost."""
-    best = sorted(range(len(confidence)), key=lambda i: -confidence[i] if order == "surest" else i)
+    """Which masked slots to reveal, by index into `confidence`: all above the threshold; if there are none,
+    or without a threshold, the first n (1 with a threshold) in `order`: the most confident ("surest"), or the
+    leftmost ("first").
+
+    A choice that is left open, such as how to begin a sentence, leaves everything behind it a mixture of what
+    may follow, and the most confident slot of a mixture is not reliable. Made first, the choice makes the
+    rest certain."""
+    slots = list(range(len(confidence)))
+    if order == "surest":
+        slots.sort(key=lambda i: -confidence[i])                 # ties to the left
     if threshold is None:
-        return best[:n]
-    return [i for i in best if confidence[i] > threshold] or best[:1]
+        return slots[:n]
+    return [i for i in slots if confidence[i] > threshold] or slots[:1]
 
 
 class Decoder:
-    """Answers requests block by block; the same `stream` and `generate` as the engine's. kind:
+    """Answers requests block by block; `stream` and `generate` are the engine's. kind:
 
-        student  feeds the open block, and once the block before it, clean; everything before comes from the cache, exactly
-        teacher  feeds prompt and all slots, every time
-        dual     the teacher with stale keys: one whole forward when a block opens, then the block alone against the cached keys
-                 of everything, masked slots behind it included (Fast-dLLM's dual cache). Approximate.
+        student  feeds the open block, and once the block before it, clean; the cache has everything before,
+        exactly teacher  feeds the prompt and all slots, every time
+        dual     the teacher with stale keys: one whole forward when a block opens, then the block alone
+        against the
+                 cached keys of everything, masked slots behind it included (Fast-dLLM's dual cache).
+                 Approximate.
 
-    threshold: reveal all slots of higher confidence; None: `steps` forwards a block (default: as many as slots, a token each).
-    order: what a step reveals where nothing is above the threshold, or none is given: the "surest" slot, as in the papers, or
-    the "first" one. A choice that is left open, such as how to begin a sentence, leaves all behind it a mixture of what may follow;
-    the surest of that is not sure. Made first, it makes the rest sure.
-    commit: clean keys of a finished block are computed in the next block's first forward ("fused"), or in one of their own
-    ("separate"). stop: "at_once" when nothing is masked before an end of text, "block" when that block is complete,
-    "never": all slots are filled in. on_step(answer, revealed positions) is called after every step.
-    """
+    threshold: reveal all slots of higher confidence. None: `steps` forwards a block (default: one token
+    each). order: see `pick`. record: keep the hidden rows, and complete every block, for `collect`.
+    on_step(answer, revealed positions) is called after every step. Raises ValueError for settings out of
+    range. """
 
-    def __init__(self, model, mask_id, kind="student", block_size=BLOCK_SIZE, threshold=None, steps=None, commit="fused", stop="at_once",
-                 order=ORDER, batch_size=1, record=False, on_step=None):
-        for name, value, allowed in (("kind", kind, KINDS), ("commit", commit, COMMITS), ("stop", stop, STOPS), ("order", order, ORDERS)):
-            if value not in allowed:
-                raise ValueError(f"unknown {name} '{value}'; choose from {', '.join(allowed)}")
-        for name, value in (("block-size", block_size), ("batch", batch_size), ("steps", steps)):
-            if value is not None and value < 1:
+    def __init__(self, model, mask_id, kind="student", block_size=BLOCK_SIZE, threshold=None, steps=None,
+                 order=ORDER, batch_size=1, record=False):
+        for name, value in (("block-size", block_size), ("batch", batch_size)):
+            if value < 1:
                 raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
         if threshold is not None and not 0 <= threshold <= 1:
-            raise ValueError(f"threshold {threshold} is out of range; allowed is 0 (a whole block a step) to 1 (one token a step)")
+            raise ValueError(f"threshold {threshold} is out of range; "
+                             "allowed is 0 (a block per step) to 1 (a token per step)")
+        self.model, self.mask_id, self.kind = model, mask_id, kind
+        self.block_size, self.threshold, self.steps, self.order = block_size, threshold, steps, order
+        self.batch_size, self.record = batch_size, record
+        self.on_step = None
         self.shift = int(model.config.shift)
-        self.model, self.mask_id, self.kind, self.block_size, self.threshold, self.steps = model, mask_id, kind, block_size, threshold, steps
-        self.commit, self.stop, self.order, self.batch_size, self.record, self.on_step = commit, stop, order, batch_size, record, on_step
-        self.cache, self.seconds = None, {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}    # prefill: all clean rows
-        self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}          # measured; a forward counts once for a whole batch
+        self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}   # prefill: all clean rows
+        self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}       # one forward for a whole batch
 
-    def generate(self, requests, given=None):
+    def generate(self, requests):
         """Answer the requests and return their generations, in order."""
-        for _ in self.stream(requests, given):
+        for _ in self.stream(requests):
             pass
         return [r.generation for r in requests]
 
     @torch.inference_mode()
-    def stream(self, requests, given=None):
-        """Answer the requests, `max_new_tokens` slots each; yields (request, tokens that are final up to the first mask).
-        given: for each request, {slot: token} that stand from the beginning."""
-        waiting, active = self._prepare(requests, given or [None] * len(requests)), []
+    def stream(self, requests):
+        """Answer the requests, `max_new_tokens` slots each. Yields (request, tokens that are final up to the
+        first mask). Raises ValueError where a request does not fit the context."""
+        waiting, active = self._prepare(requests), []
         while waiting or active:
             started, counted = time.perf_counter(), sum(self.seconds.values())
+            # 1. Fill the batch.
             while waiting and len(active) < self.batch_size:
-                active.append(waiting.pop(0))
-                active[-1].request.run = self.cache.open(len(active[-1].tokens))
-            plan = [self.window(a) for a in active]
-            hidden, logits, spent = self.forward(plan)
-            committed = self.settle(plan, hidden, logits, spent)
-            for a in [a for a in active if a.request.finished]:
-                self.cache.close(a.request.run)
-                active.remove(a)
-            self.seconds["other"] += time.perf_counter() - started - (sum(self.seconds.values()) - counted)
+                answer = waiting.pop(0)
+                answer.request.run = self.cache.open(len(answer.tokens))
+                active.append(answer)
+            # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
+            windows = [self.window(a) for a in active]
+            hidden, logits, seconds = self.forward(windows)
+            committed = self.settle(active, hidden, logits, seconds)
+            # 3. Finished answers make room.
+            for a in active:
+                if a.request.finished:
+                    self.cache.close(a.request.run)
+            active = [a for a in active if not a.request.finished]
+            elapsed = time.perf_counter() - started
+            self.seconds["other"] += elapsed - (sum(self.seconds.values()) - counted)
             yield from committed
+            # The caller may have cancelled some.
             waiting = [a for a in waiting if not a.request.finished]
 
-    def _prepare(self, requests, given):
-        answers = []
-        for r, fixed in zip(requests, given):
-            if r.longest > self.model.config.block_size:
-                raise ValueError(f"prompt of {len(r.tokens)} tokens and {r.max_new_tokens} new ones exceed the context of {self.model.config.block_size}")
+    def _prepare(self, requests):
+        context = self.model.config.block_size
+        for r in requests:
+            if r.longest > context:
+                raise ValueError(f"prompt of {len(r.tokens)} tokens and {r.max_new_tokens} new ones "
+                                 f"exceed the context of {context}")
             if r.sampling.top_k or r.sampling.top_p < 1:
                 raise ValueError("top-k and top-p are not for diffusion models; temperature is")
-            r.state = Answer(r, self.mask_id, self.block_size, fixed)
-            answers.append(r.state)
-        slots = max((len(a.tokens) for a in answers), default=0) * min(self.batch_size, len(answers))
-        if self.cache is None or self.cache.n_slots < slots:
-            self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device)
-        return answers
+            r.state = Answer(r, self.mask_id, self.block_size)
+        # A cache for this stream alone: one that was left in the middle cannot be in the way.
+        longest = max((r.longest for r in requests), default=0)
+        n_slots = longest * min(self.batch_size, len(requests))
+        self.cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
+        return [r.state for r in requests]
 
     def window(self, a):
-        """What this answer feeds now: the only place in which student, teacher and the dual cache differ."""
-        if self.kind == "teacher" or self.kind == "dual" and a.steps == 0:
-            return Window(a, 0, 0, len(a.tokens), len(a.tokens))
+        """What this answer feeds now: the only place in which student, teacher and dual cache differ."""
+        everything = len(a.tokens)
+        if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
+            return Window(a, 0, 0, everything, everything)
         if self.kind == "dual":
-            return Window(a, a.first - self.shift, 0, a.last, len(a.tokens))
-        end = a.first if a.n_cached < a.first and self.commit == "separate" else a.last
-        start = min(a.n_cached, a.first - self.shift)    # of the prompt, or the block before, when a block opens
-        return Window(a, start, a.first - start, end, end)
+            return Window(a, a.first - self.shift, 0, a.last, everything)
+        # When a block opens, the cached keys of the finished block are those of its last step, in which it
+        # still had masks. Feed it again, clean, in the same forward (at first: the prompt).
+        start = min(a.n_cached, a.first - self.shift)
+        return Window(a, start, a.first - start, a.last, a.last)
 
-    def forward(self, plan):
-        """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open blocks that were fed, in
-        plan order, and each request's share of the seconds it took."""
+    def forward(self, windows):
+        """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open
+        blocks, in the order of `windows`, and the seconds that each request is charged."""
         started, device = time.perf_counter(), self.model.device
-        tokens, positions, segments, wanted = [], [], [], []
-        for w in plan:
-            n = len(tokens)
+        tokens, positions, segments, rows = [], [], [], []
+        for w in windows:
+            offset = len(tokens)
             tokens += w.answer.tokens[w.start:w.end]
             positions += range(w.start, w.end)
-            segments.append((n, len(tokens), BlockKeys(self.cache, w.answer.request.run.first, w.start, w.n_clean, w.end - w.start, w.seen)))
-            wanted += [n + i - w.start - self.shift for i in w.answer.masked() if i < w.end]
-        hidden = self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), packed_attend(segments))
-        hidden = hidden[torch.tensor(wanted, dtype=torch.long, device=device)]
+            segments.append((offset, len(tokens), BlockKeys(self.cache, w)))
+            rows += [offset + slot - w.start - self.shift for slot in w.answer.masked()]
+        x, positions = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
+        hidden = self.model(x, positions, packed_attend(segments))[torch.tensor(rows, device=device)]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
         if hidden.is_cuda:
             torch.cuda.synchronize()
-        spent = time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        clean = sum(w.n_clean for w in windows) / len(tokens)
+        self.seconds["prefill"] += seconds * clean
+        self.seconds["verify"] += seconds * (1 - clean)
         self.counts["forwards"] += 1
         self.counts["tokens_fed"] += len(tokens)
-        clean = sum(w.n_clean for w in plan) / len(tokens)
-        self.seconds["prefill"] += spent * clean
-        self.seconds["verify"] += spent * (1 - clean)
-        return hidden, logits, spent / len(plan)
+        return hidden, logits, seconds / len(windows)
 
-    def settle(self, plan, hidden, logits, spent):
-        """Reveal, commit, open the next block or finish. Returns [(request, tokens)]."""
-        tokens, confidence = choose(logits, [w.answer for w in plan if w.end > w.answer.first])
-        row, committed = 0, []
-        for w in plan:
-            a, revealed = w.answer, []
-            if self.kind == "student":
-                a.n_cached = w.start + w.n_clean
-            if w.end > a.first:
-                masked = a.masked()
-                revealed = [(masked[i], row + i) for i in pick(confidence[row:row + len(masked)], self._quota(a), self.threshold, self.order)]
-                row += len(masked)
-                a.steps += 1
-            for position, i in revealed:
-                a.tokens[position], a.rank[position - a.prompt] = tokens[i], a.n_revealed
-                a.n_revealed += 1
+    def settle(self, active, hidden, logits, seconds):
+        """Reveal slots of every open block and commit what became final. Returns [(request, tokens)]."""
+        tokens, confidence = choose(logits, active)
+        committed, row = [], 0
+        for a in active:
+            masked = a.masked()
+            picked = pick(confidence[row:row + len(masked)], self._quota(a), self.threshold, self.order)
+            for i in picked:
+                a.reveal(masked[i], tokens[row + i])
                 if self.record:
-                    a.hidden[position - a.prompt] = hidden[i].to("cpu", torch.float16, copy=True)
-            if self.on_step and revealed:
-                self.on_step(a, [position for position, _ in revealed])
-            committed.append((a.request, self._commit(a, w.end > a.first, spent)))
+                    a.hidden[masked[i] - a.prompt] = hidden[row + i].to("cpu", torch.float16, copy=True)
+            row += len(masked)
+            a.steps += 1
+            a.n_cached = a.first
+            if self.on_step:
+                self.on_step(a, [masked[i] for i in picked])
+            committed.append((a.request, self._commit(a, seconds)))
         return committed
 
     def _quota(self, a):
-        """Slots to reveal in this step where there is no threshold: the block's masks spread over its steps, early steps first."""
-        return a.at_opening // self.steps + (a.steps < a.at_opening % self.steps) if self.steps else 1
+        """Slots to reveal without a threshold: the block's slots spread over its steps, early steps first."""
+        if not self.steps:
+            return 1
+        n = a.last - a.first
+        return n // self.steps + (a.steps < n % self.steps)
 
-    def _commit(self, a, fed_block, spent):
-        """Hand on what has become final up to the first mask or end of text; then see whether the block, or the answer, is done."""
+    def _commit(self, a, seconds):
+        """Hand on what is final, up to the first mask or end of text. Then see if the block or the answer is
+        done."""
         g, eos = a.request.generation, a.request.stop_ids
         done = a.prompt + len(g.token_ids)
         stop = next((i for i in range(a.prompt, a.last) if a.tokens[i] in eos), len(a.tokens))
-        until = next((i for i in range(done, a.last) if a.tokens[i] == self.mask_id), a.last)
-        kept = a.tokens[done:min(until, stop + 1)]
-        g.steps.append(Step(len(g.token_ids), 0, 0, len(kept), self.kind, 0.0, spent))
+        mask = next((i for i in range(done, a.last) if a.tokens[i] == self.mask_id), a.last)
+        kept = a.tokens[done:min(mask, stop + 1)]
+        g.steps.append(Step(len(g.token_ids), 0, 0, len(kept), self.kind, 0.0, seconds))
         g.token_ids += kept
         g.who += ["plain"] * len(kept)
         a.request.tokens += kept
         self.counts["tokens_kept"] += len(kept)
-        complete = fed_block and not a.masked()
-        if complete and a.last == len(a.tokens) or stop < until and (self.stop == "at_once" or complete and self.stop == "block"):
-            g.finish = g.finish or ("stop" if stop < len(a.tokens) else "length")
+        # An end of text ends the answer only when no mask is left before it.
+        complete = not a.masked()
+        if stop < mask and (complete or not self.record):
+            g.finish = g.finish or "stop"
+        elif complete and a.last == len(a.tokens):
+            g.finish = g.finish or "length"
         elif complete:
             a.open_block()
         return kept
-
-
-# -- trajectories ------------------------------------------------------------------------------------------------------
-
-def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, stop="block", order=ORDER):
-    """What the teacher did, a token a step: tokens and rank (n, L), live (n,) slots that were decoded, and hidden (n, L, C), the
-    row from which each token was finalised, as it enters the head, in 16 bit. Behind the block that ends the text
-    everything is an end of text, its rank is its place, and its hidden row is 0."""
-    Decoder(model, mask_id, "teacher", block_size, stop=stop, order=order, batch_size=batch_size, record=True).generate(requests)
-    length, eos = requests[0].max_new_tokens, model.config.eos_id
-    out = {"tokens": torch.full((len(requests), length), eos), "rank": torch.arange(length).repeat(len(requests), 1),
-           "live": torch.zeros(len(requests), dtype=torch.long), "hidden": torch.zeros(len(requests), length, model.config.d_model, dtype=torch.float16)}
-    for row, a in enumerate(r.state for r in requests):
-        n = out["live"][row] = a.n_revealed
-        out["tokens"][row, :n] = torch.tensor(a.tokens[a.prompt:a.prompt + n])
-        out["rank"][row, :n] = torch.tensor(a.rank[:n])
-        out["hidden"][row, :n] = torch.stack([a.hidden[i] for i in range(n)])
-    return out
-
-
-def pad_prompts(prompts):
-    """Lists of ids -> (left-padded (n, width), lengths (n,))."""
-    width = max(map(len, prompts))
-    return torch.tensor([[0] * (width - len(p)) + p for p in prompts]), torch.tensor([len(p) for p in prompts])
-
-
-def fitting(tokenizer, family, seed, split="train", gen_length=GEN_LENGTH, longest_prompt=LONGEST_PROMPT):
-    """A problem whose solution fits the answer slots: (problem, prompt ids, answer ids (L,), filled up with ends of text).
-    Sizes are drawn from the trained range and from 3 on, smaller and smaller until one fits. ValueError where none does."""
-    rng, (low, high) = random.Random(f"{family}/{split}/{seed}/fitting"), tasks.SIZES[family]
-    low = min(low, 3)
-    for _ in range(100):
-        size = rng.randint(low, high)
-        problem = tasks.make(family, rng.randrange(1 << 40), split, size)
-        prompt, answer = tokenizer.prompt_ids(problem.prompt), tokenizer.response_ids(problem.think, problem.answer)
-        if len(prompt) <= longest_prompt and len(answer) <= gen_length:
-            return problem, prompt, answer + [answer[-1]] * (gen_length - len(answer))
-        high = max(size - 1, low)
-    raise ValueError(f"no problem of '{family}' fits a prompt of {longest_prompt} and an answer of {gen_length} tokens")
-
-
-# -- what decode.py needs ----------------------------------------------------------------------------------------------
-
-METHODS = {"cdlm": ("student", "checkpoints/cdlm/student"), "dlm": ("teacher", "checkpoints/cdlm/teacher")}
 
 
 def mask_id_of(tokenizer, where):
@@ -335,43 +339,216 @@ def load_decoder(name, settings, batch_size, target):
     kind, folder = METHODS[name]
     folder = settings.diffusion_model or folder
     model = checkpoints.load(folder, target.device, target.dtype)
-    if model.config.vocab_size != target.config.vocab_size:
-        raise ValueError(f"the diffusion model has {model.config.vocab_size} tokens in its vocabulary, the target {target.config.vocab_size}")
-    threshold = THRESHOLD if settings.threshold is None and name == "cdlm" else settings.threshold
-    return Decoder(model, mask_id_of(Tokenizer.load(folder), folder), kind, settings.block_size, threshold, order=settings.order, batch_size=batch_size)
+    ours, theirs = model.config.vocab_size, target.config.vocab_size
+    if ours != theirs:
+        raise ValueError(f"the diffusion model has {ours} tokens in its vocabulary, the target {theirs}")
+    threshold = settings.threshold
+    if threshold is None and name == "cdlm":
+        threshold = THRESHOLD
+    mask_id = mask_id_of(Tokenizer.load(folder), folder)
+    return Decoder(model, mask_id, kind, settings.block_size, threshold, None, settings.order, batch_size)
 
 
-class Watch:
-    """Shows an answer while it fills in: on a terminal the answer is redrawn in place, new tokens in green, masked slots as dots;
-    elsewhere every step is a line with its open block."""
+# -- trajectories: what the teacher did (2.1) ----------------------------------------------------------------
 
-    def __init__(self, tokenizer, out, pause=0.0):
-        self.tokenizer, self.out, self.pause, self.drawn = tokenizer, out, pause, 0
-        self.names = {tokenizer.special.get("<|answer|>"): "\n=> ", tokenizer.special.get("<|eos|>"): "<end>"}
+def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, order=ORDER):
+    """The teacher's trajectories, one token a step: tokens and rank (n, L), live (n,) slots that were
+    decoded, and hidden (n, L, C) in 16 bit, the row from which each token was revealed, as it enters the
+    head. Behind the block that ends the text, every token is an end of text, its rank is its place, and its
+    hidden row is 0."""
+    teacher = Decoder(model, mask_id, "teacher", block_size, None, None, order, batch_size, record=True)
+    teacher.generate(requests)
+    n, length = len(requests), requests[0].max_new_tokens
+    tokens = torch.full((n, length), model.config.eos_id)
+    rank = torch.arange(length).repeat(n, 1)
+    live = torch.zeros(n, dtype=torch.long)
+    hidden = torch.zeros(n, length, model.config.d_model, dtype=torch.float16)
+    for row, request in enumerate(requests):
+        a = request.state
+        m = live[row] = a.n_revealed
+        tokens[row, :m] = torch.tensor(a.tokens[a.prompt:a.prompt + m])
+        rank[row, :m] = torch.tensor(a.rank[:m])
+        hidden[row, :m] = torch.stack([a.hidden[i] for i in range(m)])
+    return {"tokens": tokens, "rank": rank, "live": live, "hidden": hidden}
 
-    def spell(self, a, i):
-        """The text of position i."""
-        token = a.tokens[i]
-        return "·" if token == a.mask_id else self.names.get(token) or self.tokenizer.decode([token])
 
-    def __call__(self, a, revealed):
-        if not self.out.isatty():
-            block = "".join(self.spell(a, i) for i in range(a.first, a.last)).replace("\n", "|")
-            self.out.write(f"{len(a.request.generation.steps) + 1:4d} +{len(revealed):<2d} {block}\n")
-            return
-        columns, rows = shutil.get_terminal_size()
-        stop = next((i for i in range(a.prompt, a.last) if a.tokens[i] in a.request.stop_ids), a.last - 1)
-        lines, room = [""], columns - 1
-        for i in range(a.prompt, stop + 1):
-            for c in self.spell(a, i):
-                if c == "\n" or room == 0:
-                    lines.append("")
-                    room = columns - 1
-                if c.isprintable():
-                    lines[-1] += f"\033[32m{c}\033[0m" if i in revealed else c
-                    room -= 1
-        lines = lines[-(rows - 2):]                      # what has scrolled away cannot be redrawn
-        self.out.write((f"\033[{self.drawn}A" if self.drawn else "") + "\r\033[J" + "\n".join(lines) + "\n")
-        self.out.flush()
-        self.drawn = len(lines)
-        time.sleep(self.pause)
+# -- masks of whole sequences, for training ------------------------------------------------------------------
+# A batch is padded on the left: answers lie in the last L columns, whatever the lengths of the prompts are.
+
+def layout(lengths, width, gen_length, block_size):
+    """Positions and block numbers, each (n, width + L), of prompts of `lengths` (n,) padded to `width`
+    columns. Blocks: -1 padding, 0 the prompt, then 1, 2, ... of B slots each."""
+    column = torch.arange(width + gen_length, device=lengths.device) - width            # 0: the first slot
+    positions = column + lengths[:, None]
+    blocks = (column.div(block_size, rounding_mode="floor") + 1).clamp(min=0).expand_as(positions)
+    return positions.clamp(min=0), blocks.masked_fill(positions < 0, -1)
+
+
+def bidirectional(blocks):
+    """Mask (n, 1, T, T) of the teacher: every row sees all but padding. Padding sees itself: no row may be
+    empty."""
+    own = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
+    return ((blocks >= 0)[:, None, :] | own)[:, None].expand(-1, -1, blocks.shape[1], -1)
+
+
+def block_causal(blocks):
+    """Mask (n, 1, T, T) of the student: a row sees all of its own block and the blocks before."""
+    return bidirectional(blocks) & (blocks[:, None, None, :] <= blocks[:, None, :, None])
+
+
+def two_copies(blocks, gen_length):
+    """Mask (n, 1, T + L, T + L) of prompt, clean answer and noisy answer in one sequence (the training mask
+    of BD3-LM). A clean row sees what a student's row does. A noisy row of block b sees the clean blocks
+    before b and the noisy block b. So every block has before it what it has in decoding, and one forward
+    trains them all."""
+    noisy = torch.arange(blocks.shape[1] + gen_length, device=blocks.device) >= blocks.shape[1]
+    blocks = torch.cat([blocks, blocks[:, -gen_length:]], 1)
+    row, key = blocks[:, :, None], blocks[:, None, :]
+    noisy_sees = noisy[:, None] & (key == row)
+    clean_sees = key < row + (~noisy)[:, None]                   # a clean row sees its own block too
+    sees = torch.where(noisy, noisy_sees, clean_sees) & (key >= 0)
+    return (sees | torch.eye(len(noisy), dtype=torch.bool, device=blocks.device))[:, None]
+
+
+def attend_by(mask):
+    return blocked_attend(mask) if mask.device.type == "cpu" else dense_attend(mask)
+
+
+def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal):
+    """Hidden states (n, L, C) that predict the slots (n, L) behind left-padded prompts (n, width)."""
+    positions, blocks = layout(lengths, prompt.shape[1], answer.shape[1], block_size)
+    first = prompt.shape[1] - model.config.shift
+    hidden = model(torch.cat([prompt, answer], 1), positions, attend_by(mask(blocks)))
+    return hidden[:, first:first + answer.shape[1]]
+
+
+def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
+    """Hidden states (n, L, C) from which a block-causal model predicts the noisy slots (n, L), each block
+    behind clean ones. In a shifted model a clean row predicts a block's first slot, as in decoding."""
+    length, shift = clean.shape[1], int(model.config.shift)
+    positions, blocks = layout(lengths, prompt.shape[1], length, block_size)
+    positions = torch.cat([positions, positions[:, -length:]], 1)
+    slot = torch.arange(length, device=clean.device)
+    row = prompt.shape[1] + slot - shift + length * (slot % block_size >= shift)
+    hidden = model(torch.cat([prompt, clean, noisy], 1), positions, attend_by(two_copies(blocks, length)))
+    return hidden[:, row]
+
+
+# -- losses (2.3) --------------------------------------------------------------------------------------------
+
+def per_slot(of_block, gen_length, block_size):
+    """What is known of blocks (n, L / B), for each of their slots (n, L)."""
+    return of_block.repeat_interleave(block_size, 1)[:, :gen_length]
+
+
+def dlm_loss(model, batch, masked, rate, counted, mask_id, block_size, mask):
+    """The masked-diffusion loss, where the slots `masked` (n, L) of the answers are masks. rate (n, L): with
+    what probability each slot became one. The loss is the mean over rows of the summed cross-entropies of
+    masked slots, each divided by its rate and by the number of `counted` slots (n, L). With all counted and
+    one rate t a row, that is 1 / (t L) times the sum: an upper bound on the answer's negative log-likelihood
+    per slot."""
+    answer = batch["answer"]
+    rate, counted, masked = (x.to(answer.device) for x in (rate, counted, masked))
+    noisy = answer.masked_fill(masked, mask_id)
+    where = masked & counted
+    if mask is two_copies:
+        hidden = blocks_hidden(model, batch["prompt"], batch["length"], answer, noisy, block_size)
+    else:
+        hidden = answer_hidden(model, batch["prompt"], batch["length"], noisy, block_size, mask)
+    loss = F.cross_entropy(mask_free(model.logits(hidden[where]), mask_id), answer[where], reduction="none")
+    return (loss / (rate * counted.sum(-1, keepdim=True))[where]).sum() / len(answer)
+
+
+def draw_states(live, gen_length, block_size, generator, later=False):
+    """A step k (n, L / B) in the life of each block of trajectories of `live` (n,) decoded slots, uniform
+    over it, and the step k* > k whose state is the consistency target: the end of the block, as in the paper,
+    or with `later` any step up to there. Blocks behind the one that ends the text were never opened: they are
+    at their end."""
+    first = torch.arange(0, gen_length, block_size).expand(len(live), -1)
+    end = (first + block_size).clamp(max=gen_length)
+    k = first + (torch.rand(first.shape, generator=generator) * (end - first)).long()
+    k_star = end
+    if later:
+        k_star = k + 1 + (torch.rand(first.shape, generator=generator) * (end - k - 1)).long()
+    opened = first < live[:, None]
+    return torch.where(opened, k, end), torch.where(opened, k_star, end)
+
+
+def divergence(target, logits):
+    """KL(target || model) (...) of two sets of logits (..., V): it makes the model cover all of the target's
+    mass."""
+    p, q = target.log_softmax(-1), logits.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def state_mean(values, where, block_size, n_states):
+    """The mean over states of the mean over their slots. values: of the slots `where` (n, L), `block_size` to
+    a state."""
+    length = where.shape[1]
+    count = F.pad(where, (0, -length % block_size)).unflatten(1, (-1, block_size)).sum(-1).clamp(min=1)
+    return (values / per_slot(count, length, block_size)[where]).sum() / n_states
+
+
+def student_losses(model, teacher_head, batch, k, k_star, mask_id, block_size, weights, later, generator):
+    """The student's two losses on trajectories, {"distill", "cons"}. With y the state k of a block, y* its
+    state k*, k and k* (n, L / B), and q the student:
+
+        distill  mean over U, the slots that are masked in y, of KL(p_teacher || q(y))
+        cons     mean over S, the slots that are masked in y*, of KL(stop(q(y*)) || q(y))
+
+    p_teacher is rebuilt from the hidden row with which the teacher revealed the token, by the teacher's own
+    head (V, C). It knew more than y says, and that is the lesson. All blocks of an answer are trained at
+    once. `later`: y* lies inside the block. Else y* is the end of the block, as the paper prints it, and S
+    has only slots of later blocks: `later_blocks_loss`. weights of (distill, cons): a loss of weight 0 is not
+    computed. """
+    tokens, rank = batch["tokens"], batch["rank"]
+    w_distill, w_cons = weights
+    n_states = -(-batch["live"] // block_size).sum()
+    zero = torch.zeros((), device=tokens.device)
+    losses = {"distill": zero, "cons": zero}
+
+    def masked_at(step):
+        return rank >= per_slot(step.to(rank.device), tokens.shape[1], block_size)
+
+    def rows(masked):
+        noisy = tokens.masked_fill(masked, mask_id)
+        return blocks_hidden(model, batch["prompt"], batch["length"], tokens, noisy, block_size)
+
+    def logits(hidden):
+        return mask_free(model.logits(hidden), mask_id)
+
+    u = masked_at(k)
+    if w_distill or (w_cons and later):
+        hidden = rows(u)
+    if w_distill:
+        # What the teacher thought of each slot when it revealed it.
+        with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+            goal = mask_free(batch["hidden"][u].to(teacher_head.dtype) @ teacher_head.T, mask_id)
+        losses["distill"] = state_mean(divergence(goal, logits(hidden[u])), u, block_size, n_states)
+    if w_cons and later:
+        # What the student itself will think a few steps later.
+        s = masked_at(k_star)
+        with torch.no_grad():
+            goal = logits(rows(s)[s])
+        losses["cons"] = state_mean(divergence(goal, logits(hidden[s])), s, block_size, n_states)
+    elif w_cons:
+        losses["cons"] = later_blocks_loss(model, batch, mask_id, block_size, k, k_star, generator)
+    return losses
+
+
+def later_blocks_loss(model, batch, mask_id, block_size, k, k_star, generator):
+    """The consistency loss as printed: while one block of each answer is half done, at its k, predict for all
+    slots behind it what you will predict once it is done, at its k*."""
+    tokens, rank, live = batch["tokens"], batch["rank"], batch["live"]
+    block = (torch.rand(len(tokens), 1, generator=generator) * -(-live.cpu() // block_size)[:, None]).long()
+    k, k_star = (x.gather(1, block)[:, 0].to(rank.device) for x in (k, k_star))
+    s = (rank >= k_star[:, None]) & (torch.arange(rank.shape[1], device=rank.device) < live[:, None])
+
+    def logits(step):
+        y = tokens.masked_fill(rank >= step[:, None], mask_id)
+        hidden = answer_hidden(model, batch["prompt"], batch["length"], y, block_size)
+        return mask_free(model.logits(hidden[s]), mask_id)
+
+    with torch.no_grad():
+        goal = logits(k_star)
+    return state_mean(divergence(goal, logits(k)), s, s.shape[1], len(tokens))

@@ -11,10 +11,12 @@ import torch
 from conftest import ROOT, TARGET, on_a_terminal, toy_model
 
 import decode
-from minispec import cdlm, cdlm_losses
+import train_cdlm
+from minispec import cdlm
 from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.data import tasks
+from minispec.studies.cdlm import fitting
 from minispec.tools import methods
 from minispec.core.attention import dense_attend
 from minispec.core.engine import Request
@@ -24,6 +26,7 @@ from minispec.core.verify import Sampling
 
 MASK, L, B = 63, 28, 8           # the last block of 28 slots is short
 PROMPTS = [list(range(1, 10)), list(range(5, 19)), [7], list(range(30, 52))]
+KINDS = ("student", "teacher", "dual")
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["shifted", "unshifted"])
@@ -40,15 +43,26 @@ def requests(prompts=PROMPTS, length=L, stop=(), temperature=0.0):
     return [Request(p, length, Sampling(temperature, seed=i), stop) for i, p in enumerate(prompts)]
 
 
+def pad_prompts(prompts):
+    """Lists of ids -> (left-padded (n, width), lengths (n,))."""
+    batch = train_cdlm.as_batch([(p, [0]) for p in prompts])
+    return batch["prompt"], batch["length"]
+
+
+def at(trajectories, k):
+    """State k (n,) of trajectories (n, L): the slots of rank < k hold their tokens."""
+    return trajectories["tokens"].masked_fill(trajectories["rank"] >= k[:, None], MASK)
+
+
 def filled(reqs):
     """All slots of the answers, also those behind an end of text."""
     return [r.state.tokens[r.state.prompt:] for r in reqs]
 
 
-def dense(model, prompt, slots, mask=cdlm_losses.block_causal, block_size=B):
+def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
     """Logits (L, V) of one answer without a cache: the slow, obvious reference."""
     with torch.inference_mode():
-        hidden = cdlm_losses.answer_hidden(model, torch.tensor([prompt]), torch.tensor([len(prompt)]), torch.tensor([slots]), block_size, mask)
+        hidden = cdlm.answer_hidden(model, torch.tensor([prompt]), torch.tensor([len(prompt)]), torch.tensor([slots]), block_size, mask)
         return cdlm.mask_free(model.logits(hidden), MASK)[0]
 
 
@@ -56,8 +70,8 @@ def dense(model, prompt, slots, mask=cdlm_losses.block_causal, block_size=B):
 
 def test_block_causal_mask_is_its_definition():                                    # 1
     lengths, width, length, block = torch.tensor([1, 5, 13]), 13, 10, 4
-    positions, blocks = cdlm_losses.layout(lengths, width, length, block)
-    mask, everything = cdlm_losses.block_causal(blocks)[:, 0], cdlm_losses.bidirectional(blocks)[:, 0]
+    positions, blocks = cdlm.layout(lengths, width, length, block)
+    mask, everything = cdlm.block_causal(blocks)[:, 0], cdlm.bidirectional(blocks)[:, 0]
     for row, p in enumerate(lengths.tolist()):
         number = lambda i: 0 if i < p else 1 + (i - p) // block
         first = width - p
@@ -81,22 +95,22 @@ def test_later_blocks_do_not_reach_back(model):                                 
 
 def test_prompt_never_sees_the_answer(model):                                      # 6
     def prompt_rows(slots):
-        positions, blocks = cdlm_losses.layout(torch.tensor([9]), 9, L, L)
-        return model(torch.tensor([PROMPTS[0] + slots]), positions, dense_attend(cdlm_losses.block_causal(blocks)))[:, :9]
+        positions, blocks = cdlm.layout(torch.tensor([9]), 9, L, L)
+        return model(torch.tensor([PROMPTS[0] + slots]), positions, dense_attend(cdlm.block_causal(blocks)))[:, :9]
     assert torch.equal(prompt_rows([1] * L), prompt_rows([2] * L))
 
 
 def test_two_copies_train_every_block_as_decoding_meets_it(model):
-    g, (prompt, lengths) = torch.Generator().manual_seed(0), cdlm.pad_prompts(PROMPTS)
+    g, (prompt, lengths) = torch.Generator().manual_seed(0), pad_prompts(PROMPTS)
     clean = torch.randint(0, 60, (len(PROMPTS), L), generator=g)
     noisy = clean.masked_fill(torch.rand(clean.shape, generator=g) < 0.5, MASK)
     with torch.inference_mode():
-        got = cdlm_losses.blocks_hidden(model, prompt, lengths, clean, noisy, B)
+        got = cdlm.blocks_hidden(model, prompt, lengths, clean, noisy, B)
         for first in range(0, L, B):
             block = slice(first, first + B)
             alone = clean.clone()
             alone[:, block] = noisy[:, block]
-            assert (got[:, block] - cdlm_losses.answer_hidden(model, prompt, lengths, alone, B)[:, block]).abs().max() < 1e-5
+            assert (got[:, block] - cdlm.answer_hidden(model, prompt, lengths, alone, B)[:, block]).abs().max() < 1e-5
 
 
 def test_whose_token_a_row_predicts():                                             # 8
@@ -110,10 +124,10 @@ def test_whose_token_a_row_predicts():                                          
                     p.zero_()
         slots = list(range(20, 20 + L))
         assert dense(echo, PROMPTS[0], slots).argmax(-1).tolist() == ([PROMPTS[0][-1]] + slots[:-1] if shift else slots)
-        two = cdlm_losses.blocks_hidden(echo, torch.tensor(PROMPTS[:1]), torch.tensor([9]), torch.tensor([slots]), torch.tensor([slots]) + 10, B)
+        two = cdlm.blocks_hidden(echo, torch.tensor(PROMPTS[:1]), torch.tensor([9]), torch.tensor([slots]), torch.tensor([slots]) + 10, B)
         assert echo.logits(two)[0].argmax(-1)[B - 1:B + 2].tolist() == ([36, 27, 38] if shift else [37, 38, 39])
         decoder = Compared(echo, MASK, block_size=B)
-        decoder.generate(requests(PROMPTS[:1]), [{0: 1, 8: 2}])
+        decoder.generate(requests(PROMPTS[:1]))
         assert decoder.worst <= 1e-5
 
 
@@ -132,10 +146,9 @@ class Compared(cdlm.Decoder):
     def forward(self, plan):
         hidden, logits, spent = super().forward(plan)
         want = [dense(self.model, w.answer.tokens[:w.answer.prompt], w.answer.tokens[w.answer.prompt:], block_size=self.block_size)
-                [[i - w.answer.prompt for i in w.answer.masked()]] for w in plan if w.end > w.answer.first]
-        if want:
-            self.worst = max(self.worst, (logits - torch.cat(want)).abs().max().item())
-            assert self.stale or torch.equal(logits.argmax(-1), torch.cat(want).argmax(-1))
+                [[i - w.answer.prompt for i in w.answer.masked()]] for w in plan]
+        self.worst = max(self.worst, (logits - torch.cat(want)).abs().max().item())
+        assert self.stale or torch.equal(logits.argmax(-1), torch.cat(want).argmax(-1))
         return hidden, logits, spent
 
     stale = False
@@ -151,10 +164,9 @@ class Stale(Compared):
         return super().window(a)
 
 
-@pytest.mark.parametrize("commit", cdlm.COMMITS)
 @pytest.mark.parametrize("steps", [None, 3])
-def test_cached_logits_equal_uncached_ones(model, commit, steps):                  # 3, 4
-    decoder = Compared(model, MASK, block_size=B, steps=steps, commit=commit, batch_size=4)
+def test_cached_logits_equal_uncached_ones(model, steps):                          # 3, 4
+    decoder = Compared(model, MASK, block_size=B, steps=steps, batch_size=4)
     decoder.generate(requests())
     assert 0 < decoder.worst <= 1e-5
 
@@ -171,14 +183,6 @@ def test_keys_of_the_last_denoising_pass_are_wrong(model):                      
     decoder = Stale(model, MASK, block_size=B, steps=3, batch_size=4)
     decoder.generate(requests())
     assert decoder.worst > 0.1
-
-
-def test_separate_commit_costs_a_forward_a_block(model):                           # 4
-    got = {c: [r.token_ids for r in cdlm.Decoder(model, MASK, block_size=B, commit=c).generate(requests())] for c in cdlm.COMMITS}
-    assert got["fused"] == got["separate"]
-    count = lambda c: [len(g.steps) for g in cdlm.Decoder(model, MASK, block_size=B, commit=c, steps=3).generate(requests())]
-    blocks = math.ceil(L / B)
-    assert [s - f for s, f in zip(count("separate"), count("fused"))] == [blocks] * len(PROMPTS)
 
 
 # -- decoding (6, 7, 9, 18, 19, 20, 25) --------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ def naive(model, prompt, length, block, steps, order="surest"):
         first, last = len(prompt) + b * block, len(prompt) + (b + 1) * block
         m, per_block = x[first:last].count(MASK), steps // n_blocks
         for s in range(per_block):
-            logits = dense(model, prompt, x[len(prompt):], cdlm_losses.bidirectional)
+            logits = dense(model, prompt, x[len(prompt):], cdlm.bidirectional)
             confidence, x0 = logits.softmax(-1).max(-1)
             confidence = torch.cat([torch.zeros(len(prompt)), confidence if order == "surest" else -torch.arange(length)])
             hidden = torch.tensor([t != MASK for t in x])
@@ -213,14 +217,14 @@ def naive(model, prompt, length, block, steps, order="surest"):
 @pytest.mark.parametrize("order", cdlm.ORDERS)
 @pytest.mark.parametrize("steps", [24, 15, 6, 3])
 def test_teacher_is_the_loop_of_the_notes(model, steps, order):                    # 7
-    reqs = requests(length=24, stop=[45])
-    cdlm.Decoder(model, MASK, "teacher", B, steps=steps // 3, stop="never", order=order, batch_size=3).generate(reqs)
+    reqs = requests(length=24)
+    cdlm.Decoder(model, MASK, "teacher", B, steps=steps // 3, order=order, batch_size=3).generate(reqs)
     assert filled(reqs) == [naive(model, p, 24, B, steps, order) for p in PROMPTS]
     if order == "first":
         assert all([i for _, i in sorted(zip(r.state.rank, range(24)))] == list(range(24)) for r in reqs)
     if steps == 24:
-        same = requests(length=24, stop=[45])
-        cdlm.Decoder(model, MASK, "teacher", B, stop="never", order=order).generate(same)
+        same = requests(length=24)
+        cdlm.Decoder(model, MASK, "teacher", B, order=order).generate(same)
         assert filled(same) == filled(reqs)
 
 
@@ -239,8 +243,8 @@ def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
     assert exact != close and full["forwards"] == cheap["forwards"] and cheap["tokens_fed"] < full["tokens_fed"] / 2
 
 
-@pytest.mark.parametrize("kind", cdlm.KINDS)
-@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"threshold": 0.2, "commit": "separate"}, {"steps": 3}])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"steps": 3}])
 def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):    # 9
     single = [cdlm.Decoder(model, MASK, kind, B, **settings).generate([r])[0] for r in requests(stop=[45])]
     for size in (2, 4):
@@ -271,7 +275,7 @@ def test_progress_and_ties():                                                   
     assert first([0.1, 0.5, 0.6], 2) == [0, 1] and first([], threshold=0.9) == []
 
 
-@pytest.mark.parametrize("kind", cdlm.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("threshold", [None, 0.3, 0.0])
 def test_nothing_is_masked_before_the_end_of_text_nor_opened_behind(model, kind, threshold):   # 19
     free = requests()
@@ -279,14 +283,15 @@ def test_nothing_is_masked_before_the_end_of_text_nor_opened_behind(model, kind,
     out_of_order = 0
     for request, slots in zip(free, filled(free)):
         for eos in set(slots):
-            [r], [block], [never] = (requests([request.state.tokens[:request.state.prompt]], stop=[eos]) for _ in range(3))
-            for one, stop in ((r, "at_once"), (block, "block"), (never, "never")):
-                cdlm.Decoder(model, MASK, kind, B, threshold, stop=stop).generate([one])
+            [r], [block] = (requests([request.state.tokens[:request.state.prompt]], stop=[eos]) for _ in range(2))
+            for one, record in ((r, False), (block, True)):              # a trajectory completes its last block
+                cdlm.Decoder(model, MASK, kind, B, threshold, record=record).generate([one])
             want = slots[:slots.index(eos) + 1]
-            assert r.generation.token_ids == block.generation.token_ids == never.generation.token_ids == want and r.generation.finish == "stop"
+            assert r.generation.token_ids == block.generation.token_ids == want and r.generation.finish == "stop"
             end = math.ceil(len(want) / B) * B
-            assert all(t == MASK for t in filled([r])[0][end:]) and filled([block])[0][:end] == slots[:end] and filled([never])[0] == slots
-            assert len(r.generation.steps) <= len(block.generation.steps) <= len(never.generation.steps)
+            assert all(t == MASK for t in filled([r])[0][end:]) and filled([block])[0][:end] == slots[:end]
+            assert all(t == MASK for t in filled([block])[0][end:])
+            assert len(r.generation.steps) <= len(block.generation.steps) <= len(request.generation.steps)
             out_of_order += MASK in filled([r])[0][:end]
     assert out_of_order or threshold is not None
 
@@ -305,7 +310,7 @@ def test_stream_hands_on_what_is_final(model):                                  
 def test_counters_are_measured(model, monkeypatch):                                # 20
     fed, forward = [], gpt.GPT.forward
     monkeypatch.setattr(gpt.GPT, "forward", lambda self, tokens, *rest: fed.append(tokens.numel()) or forward(self, tokens, *rest))
-    for kind in cdlm.KINDS:
+    for kind in KINDS:
         fed.clear()
         decoder = cdlm.Decoder(model, MASK, kind, B, steps=2, batch_size=2)
         got = decoder.generate(requests())
@@ -317,25 +322,22 @@ def test_counters_are_measured(model, monkeypatch):                             
     assert decoder.counts == {"forwards": 4, "tokens_fed": len(PROMPTS[0]) + 4 * B + B + 2 * decoder.shift, "tokens_kept": 2 * B}
 
 
-@pytest.mark.parametrize("kind", cdlm.KINDS)
-def test_infilling(model, kind):                                                   # 25
-    def run(given):
-        reqs = requests(PROMPTS[:1])
-        cdlm.Decoder(model, MASK, kind, B, order="surest").generate(reqs, [given])
-        return filled(reqs)[0]
-    plain = run({})
-    right = [run({i: t + i for i in range(4, 8)}) for t in (0, 10, 20, 30)]
-    assert all(r[4:8] == [t + i for i in range(4, 8)] for r, t in zip(right, (0, 10, 20, 30)))
-    assert len({tuple(r[:4]) for r in right}) > 1                                  # what stands to the right counts
-    across = [run({i: t + i for i in range(8, 16)}) for t in (0, 10, 20, 30)]
-    assert all(r[8:16] == [t + i for i in range(8, 16)] for r, t in zip(across, (0, 10, 20, 30)))
-    assert (len({tuple(r[:8]) for r in [plain, *across]}) == 1) == (kind == "student")   # but a student sees its own block only
-    assert run({i: 5 for i in range(8, 16)})[8:16] == [5] * 8                      # a block with nothing left to do
+def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
+    """The answers that were open go with their stream; the decoder serves others, also longer ones, as before."""
+    decoder = cdlm.Decoder(model, MASK, block_size=B, batch_size=2)
+    stream = decoder.stream(requests())
+    next(stream)
+    want = [g.token_ids for g in cdlm.Decoder(model, MASK, block_size=B).generate(requests(length=3 * L))]
+    assert [g.token_ids for g in decoder.generate(requests(length=3 * L))] == want
+    stream.close()
+    for _ in decoder.stream(requests()):
+        break
+    assert [g.token_ids for g in decoder.generate(requests(length=3 * L))] == want
 
 
 def test_what_a_decoder_does_not_take(model):
-    for settings, message in (({"kind": "best"}, "unknown kind 'best'; choose from student, teacher, dual"), ({"commit": "late"}, "unknown commit"),
-                              ({"block_size": 0}, "block-size 0 is out of range"), ({"threshold": -1}, "threshold -1 is out of range"), ({"steps": 0}, "steps 0")):
+    for settings, message in (({"batch_size": 0}, "batch 0 is out of range"), ({"block_size": 0}, "block-size 0 is out of range"),
+                              ({"threshold": -1}, "threshold -1 is out of range")):
         with pytest.raises(ValueError, match=message):
             cdlm.Decoder(model, MASK, **settings)
     with pytest.raises(ValueError, match="exceed the context of 512"):
@@ -350,7 +352,7 @@ def test_what_a_decoder_does_not_take(model):
 def trajectories(model):
     """(those of PROMPTS, as a training batch)."""
     data = cdlm.collect(model, MASK, requests(), B, batch_size=2, order="surest")
-    prompt, length = cdlm.pad_prompts(PROMPTS)
+    prompt, length = pad_prompts(PROMPTS)
     return {**data, "prompt": prompt, "length": length, "answer": data["tokens"]}
 
 
@@ -358,7 +360,7 @@ def test_a_trajectory_reveals_a_token_a_step_block_by_block(trajectories):      
     tokens, rank = trajectories["tokens"], trajectories["rank"]
     assert (trajectories["live"] == L).all() and (rank.sort(-1).values == torch.arange(L)).all()
     assert (rank // B == torch.arange(L) // B).all()
-    states = [cdlm_losses.state(tokens, rank, torch.full((4,), k), MASK) for k in range(L + 1)]
+    states = [at(trajectories, torch.full((4,), k)) for k in range(L + 1)]
     for k in range(L):
         new = states[k] != states[k + 1]
         assert (new.sum(-1) == 1).all() and (states[k][new] == MASK).all()
@@ -376,8 +378,8 @@ def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):  
     for row, prompt in enumerate(PROMPTS[:2]):
         tokens, rank = trajectories["tokens"][row:row + 1], trajectories["rank"][row:row + 1]
         for slot in range(L):
-            y = cdlm_losses.state(tokens, rank, rank[:, slot], MASK)[0].tolist()
-            want = dense(model, prompt, y, cdlm_losses.bidirectional)[slot]
+            y = at({"tokens": tokens, "rank": rank}, rank[:, slot])[0].tolist()
+            want = dense(model, prompt, y, cdlm.bidirectional)[slot]
             got = cdlm.mask_free(model.logits(trajectories["hidden"][row, slot].float()), MASK)
             assert y[slot] == MASK and (got.softmax(-1) - want.softmax(-1)).abs().max() <= 1e-3
             assert got.argmax() == want.argmax() == tokens[0, slot]
@@ -395,7 +397,7 @@ def test_blocks_behind_the_end_of_text_are_not_lived_through(model):            
     model.config.eos_id = old
     assert data["live"].tolist() == [live] and data["tokens"][0, :live].tolist() == filled(free)[0][:live] and (data["tokens"][0, live:] == eos).all()
     assert (data["rank"].sort(-1).values == torch.arange(L)).all() and (data["hidden"][0, :live].abs().sum(-1) > 0).all() and (data["hidden"][0, live:] == 0).all()
-    k, k_star = cdlm_losses.draw_states(data["live"].repeat(200), L, B, torch.Generator().manual_seed(0))
+    k, k_star = cdlm.draw_states(data["live"].repeat(200), L, B, torch.Generator().manual_seed(0))
     opened = torch.arange(0, L, B) < live
     assert (k[:, opened] < k_star[:, opened]).all() and torch.equal(k[:, ~opened], k_star[:, ~opened])     # nothing to learn behind the text
 
@@ -404,7 +406,7 @@ def test_problems_fit_and_fill_up_with_ends_of_text():
     tokenizer = Tokenizer.load(TARGET)
     for family in tasks.FAMILIES:
         for split in ("train", "heldout"):
-            problem, prompt, answer = cdlm.fitting(tokenizer, family, 3, split)
+            problem, prompt, answer = fitting(tokenizer, family, 3, split)
             body = tokenizer.response_ids(problem.think, problem.answer)
             assert len(answer) == 256 and len(prompt) <= 160 and answer[:len(body)] == body and set(answer[len(body):]) <= {tokenizer.special["<|eos|>"]}
             assert tasks.is_heldout(problem.prompt) == (split == "heldout") and tasks.check(problem, tokenizer.answer_text(answer))

@@ -7,6 +7,7 @@ from conftest import toy_model
 
 import bench
 from minispec import cdlm
+from minispec.core.engine import Request
 from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.studies import cdlm as cdlm_studies
@@ -29,7 +30,8 @@ def toys(tmp_path_factory):
     patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "arms" / "student")), "dlm": ("teacher", str(folder / "arms" / "teacher"))})
     patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
     patch.setattr(cdlm_studies, "tqdm", lambda items, **_: items)
-    patch.setattr(cdlm_studies, "requests_of", lambda problems, model, gen_length=0, real=cdlm_studies.requests_of: real(problems, model, 64))    # random models never end
+    short = lambda problems, model: [Request(ids, 64, stop_ids=[model.config.eos_id]) for _, ids in problems]      # random models never end
+    patch.setattr(cdlm_studies, "requests_of", short)
     yield methods.settings(quick=True, arms=str(folder / "arms"), data=None), make(3), tokenizer
     patch.undo()
 
@@ -73,42 +75,6 @@ def test_figures_are_what_the_decoders_did(measured, toys):
         assert speed[batch, "ar"]["intensity"] < speed[batch, "student"]["intensity"] < speed[batch, "teacher"]["intensity"]
         assert speed[batch, "student"]["problems"] == batch
     assert speed[4, "ar"]["intensity"] > speed[1, "ar"]["intensity"]
-
-
-def test_gaps_are_filled_where_they_are(toys, monkeypatch):
-    """A decoder that knows the reference fills every gap; the slots that it is given are those around the gap, or before it."""
-    args, model, tokenizer = toys
-    decoder = cdlm_studies.load(args, model, tokenizer).decoder("student", 4)
-    seen = []
-
-    def knows(requests, given):
-        seen.append([sorted(g) for g in given])
-        for r in requests:
-            r.state = cdlm.Answer(r, decoder.mask_id, cdlm.BLOCK_SIZE)
-            r.state.tokens[r.state.prompt:] = whole[tuple(r.tokens)]
-
-    whole = {}
-    for f in tasks.FAMILIES:
-        _, ids, slots = cdlm.fitting(tokenizer, f, cdlm_studies.FIRST, "heldout")
-        whole[tuple(ids + slots[:32])] = slots[32:64]
-    monkeypatch.setattr(decoder, "generate", knows)
-    rows = cdlm_studies.infill(decoder, tokenizer, 2)
-    assert [(r["gap"], r["given"], r["open"]) for r in rows] == [(g, 1, 1) for g in (4, 8, 16)] and rows[0]["answers"] > 0
-    assert seen[0][0] == [*range(14), *range(18, 32)] and seen[1][0] == list(range(14)) and seen[4][0] == [*range(8), *range(24, 32)]
-
-
-def test_runs_of_teachers_are_compared_step_by_step(toys, tmp_path):
-    args, model, tokenizer = toys
-    for arm, losses in (("a", [3, 1]), ("b", [2])):
-        (tmp_path / arm / "teacher").mkdir(parents=True)
-        lines = [{"step": 50 * (i + 1), "heldout": {"arith": x, "story": x + 1}} for i, x in enumerate(losses)]
-        lines[-1] |= {"decoded": {"solved": 0.5, "problems": 8, "steps": 12.0}} if arm == "a" else {}
-        (tmp_path / arm / "teacher" / "log.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "other").mkdir()
-    result = json.loads(json.dumps(cdlm_studies.cdlm_teachers(methods.settings(**{**vars(args), "arms": str(tmp_path)}), model, tokenizer)))
-    assert bench.render("cdlm_teachers", result).split("\n")[2:] == ["| a | 3.500 | 1.500 | 50 % of 8 | 12.0 |", "| b | 2.500 |  |  |  |"]
-    with pytest.raises(ValueError, match="this study compares teachers"):
-        cdlm_studies.cdlm_teachers(methods.settings(**{**vars(args), "arms": str(tmp_path / "a")}), model, tokenizer)
 
 
 def test_what_cannot_be_compared_is_one_line(toys, tmp_path):

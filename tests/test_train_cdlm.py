@@ -9,10 +9,10 @@ import pytest
 import torch
 from conftest import TARGET, toy_model
 from safetensors.torch import load_file
-from test_cdlm import MASK, PROMPTS, B, L, dense, filled, model, requests, trajectories  # noqa: F401  the last two are fixtures
+from test_cdlm import MASK, PROMPTS, B, L, at, dense, filled, model, pad_prompts, requests, trajectories  # noqa: F401  the last two are fixtures
 
 import train_cdlm
-from minispec import cdlm, cdlm_losses
+from minispec import cdlm
 from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.data import tasks
@@ -27,43 +27,44 @@ ENDS = [8, 16, 24, 28]           # of the blocks of L slots
 
 def test_sets_of_slots(trajectories):                                              # 13
     rank, ends, g = trajectories["rank"], torch.tensor(ENDS), torch.Generator().manual_seed(1)
-    masked = lambda k: rank >= cdlm_losses.per_slot(k, L, B)
+    masked = lambda k: rank >= cdlm.per_slot(k, L, B)
     for _ in range(20):
-        k, k_star = cdlm_losses.draw_states(trajectories["live"], L, B, g)
+        k, k_star = cdlm.draw_states(trajectories["live"], L, B, g)
         assert (k < ends).all() and (k >= ends - torch.tensor([8, 8, 8, 4])).all() and (k_star == ends).all()
         u = masked(k)
         assert torch.equal(u.sum(-1), (ends - k).sum(-1)) and not masked(k_star).any()
-        k, later = cdlm_losses.draw_states(trajectories["live"], L, B, g, "later_state")
+        k, later = cdlm.draw_states(trajectories["live"], L, B, g, later=True)
         u, s = masked(k), masked(later)
         assert ((later > k) & (later <= ends)).all() and torch.equal(s.sum(-1), (ends - later).sum(-1)) and not (s & ~u).any()
-    drawn = torch.cat([cdlm_losses.draw_states(trajectories["live"], L, B, g)[0] for _ in range(100)])
+    drawn = torch.cat([cdlm.draw_states(trajectories["live"], L, B, g)[0] for _ in range(100)])
     assert (drawn.unique() == torch.arange(L)).all()
-    with pytest.raises(ValueError, match="unknown consistency target 'next'"):
-        cdlm_losses.draw_states(trajectories["live"], L, B, g, "next")
 
 
-def losses_at(model, batch, k, **settings):
+def losses_at(model, batch, k, weights=(1.0, 0.5), later=False):
     """The losses where every block has lived k steps; their later state is a step on."""
     n, g = len(batch["live"]), torch.Generator().manual_seed(0)
     ends = torch.tensor(ENDS)
     k = torch.minimum(torch.arange(0, L, B) + k, ends - 1).expand(n, -1)
-    k_star = torch.minimum(k + 1, ends) if settings.get("target") == "later_state" else ends.expand(n, -1)
-    return cdlm_losses.student_losses(model, model.head.weight.detach(), batch, batch, MASK, B, 45, k, k_star, g, **settings)
+    k_star = torch.minimum(k + 1, ends) if later else ends.expand(n, -1)
+    return cdlm.student_losses(model, model.head.weight.detach(), batch, k, k_star, MASK, B, weights, later, g)
 
 
 def test_last_block_has_no_consistency_loss(model, trajectories):                  # 13
     short = {name: x[:, :B] if x.ndim > 1 and name != "prompt" else x for name, x in trajectories.items()}
     short["live"] = torch.full((4,), B)                  # answers of one block
-    k = torch.full((4, 1), 2)
-    losses = cdlm_losses.student_losses(model, model.head.weight.detach(), short, short, MASK, B, 45, k, torch.full((4, 1), B), torch.Generator().manual_seed(0))
+    k, k_star, g = torch.full((4, 1), 2), torch.full((4, 1), B), torch.Generator().manual_seed(0)
+    losses = cdlm.student_losses(model, model.head.weight.detach(), short, k, k_star, MASK, B, (1.0, 0.5), False, g)
     assert losses["cons"] == 0 and all(x.isfinite() for x in losses.values())
+    losses["cons"].backward()                            # trained alone, such a batch teaches nothing, and does no harm
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    model.zero_grad()
     assert losses_at(model, trajectories, 2)["cons"] > 0
 
 
 def test_nothing_behind_the_text_is_in_the_consistency_loss(model, trajectories):   # 13
     """Rows whose text ends with the first block have no later block to be consistent in, although the batch has more slots."""
     k, ends = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), torch.tensor([ENDS]).expand(4, -1)
-    loss = lambda live: cdlm_losses.later_blocks_loss(model, {**trajectories, "live": torch.tensor(live)}, MASK, B, k, ends, torch.Generator().manual_seed(0))
+    loss = lambda live: cdlm.later_blocks_loss(model, {**trajectories, "live": torch.tensor(live)}, MASK, B, k, ends, torch.Generator().manual_seed(0))
     assert loss([B] * 4) == 0 < loss([L] * 4)
 
 
@@ -72,46 +73,44 @@ def test_later_blocks_loss_by_hand(model, trajectories):                        
     k, want = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), 0.0
     for row, prompt in enumerate(PROMPTS):
         b = int(block[row])
-        at = lambda step: dense(model, prompt, cdlm_losses.state(tokens[row:row + 1], rank[row:row + 1], torch.tensor([step]), MASK)[0].tolist()).log_softmax(-1)[ENDS[b]:]
+        one = {"tokens": tokens[row:row + 1], "rank": rank[row:row + 1]}
+        logp = lambda step: dense(model, prompt, at(one, torch.tensor([step]))[0].tolist()).log_softmax(-1)[ENDS[b]:]
         if b < 3:
-            want += cdlm_losses.divergence(at(ENDS[b]), at(int(k[row, b]))).mean().item() / 4
-    got = cdlm_losses.later_blocks_loss(model, trajectories, MASK, B, k, torch.tensor([ENDS]).expand(4, -1), torch.Generator().manual_seed(0))
+            want += cdlm.divergence(logp(ENDS[b]), logp(int(k[row, b]))).mean().item() / 4
+    got = cdlm.later_blocks_loss(model, trajectories, MASK, B, k, torch.tensor([ENDS]).expand(4, -1), torch.Generator().manual_seed(0))
     assert want > 0 and abs(got.item() / want - 1) < 1e-3
 
 
 def test_divergence():                                                             # 14, 17
     a, b = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
     p, q = a.softmax(-1), b.softmax(-1)
-    assert torch.allclose(cdlm_losses.divergence(a, b), (p * (p / q).log()).sum(-1), atol=1e-5)
-    assert torch.allclose(cdlm_losses.divergence(a, b, "reverse"), (q * (q / p).log()).sum(-1), atol=1e-5)
+    assert torch.allclose(cdlm.divergence(a, b), (p * (p / q).log()).sum(-1), atol=1e-5)
     masked = cdlm.mask_free(a, 3)
-    assert (cdlm_losses.divergence(a, a).abs() < 1e-6).all() and cdlm_losses.divergence(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
-    with pytest.raises(ValueError, match="unknown KL direction 'up'"):
-        cdlm_losses.divergence(a, b, "up")
+    assert (cdlm.divergence(a, a).abs() < 1e-6).all() and cdlm.divergence(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
 
 
 def test_a_model_has_nothing_to_learn_from_its_own_last_step(model):               # 14
     """Trajectories of the model itself, block-causal: in a block's last step the only masked slot is predicted from the state in
     which it was finalised; earlier states know less."""
     reqs = requests()
-    cdlm.Decoder(model, MASK, "student", B, stop="never", batch_size=4, record=True).generate(reqs)
-    answers, (prompt, length) = [r.state for r in reqs], cdlm.pad_prompts(PROMPTS)
+    cdlm.Decoder(model, MASK, "student", B, batch_size=4, record=True).generate(reqs)
+    answers, (prompt, length) = [r.state for r in reqs], pad_prompts(PROMPTS)
     tokens = torch.tensor(filled(reqs))
     own = {"tokens": tokens, "answer": tokens, "rank": torch.tensor([a.rank for a in answers]), "live": torch.full((4,), L), "prompt": prompt, "length": length,
            "hidden": torch.stack([torch.stack([a.hidden[i] for i in range(L)]) for a in answers])}
-    losses = [losses_at(model, own, k, weights=(1, 0, 0))["distill"] for k in (7, 4, 0)]
+    losses = [losses_at(model, own, k, weights=(1, 0))["distill"] for k in (7, 4, 0)]
     assert abs(losses[0]) < 1e-4 and losses[2] > losses[1] > 10 * abs(losses[0])
 
 
-@pytest.mark.parametrize("target", ["block_end", "later_state"])
-def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeypatch, target):     # 14
+@pytest.mark.parametrize("later", [False, True])
+def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeypatch, later):     # 14
     calls = []
     for name in ("answer_hidden", "blocks_hidden"):
-        def spy(*args, real=getattr(cdlm_losses, name)):
+        def spy(*args, real=getattr(cdlm, name)):
             calls.append(real(*args))
             return calls[-1]
-        monkeypatch.setattr(cdlm_losses, name, spy)
-    losses_at(model, trajectories, 2, weights=(0, 1, 0), target=target)["loss"].backward()
+        monkeypatch.setattr(cdlm, name, spy)
+    losses_at(model, trajectories, 2, weights=(0, 1), later=later)["cons"].backward()
     assert sorted(c.requires_grad for c in calls) == [False, True] and model.embed.weight.grad.abs().sum() > 0
     model.zero_grad()
 
@@ -119,38 +118,41 @@ def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeyp
 def test_switches_leave_out_what_has_no_weight(model, trajectories, monkeypatch):  # 17
     forwards, forward = [], gpt.GPT.forward
     monkeypatch.setattr(gpt.GPT, "forward", lambda self, *args: forwards.append(1) or forward(self, *args))
-    for target, more in (("block_end", 1), ("later_state", 0)):          # the literal target needs two forwards of its own
-        for weights, n in (((1, 0, 0), 1), ((0, 1, 0), 2), ((0, 0, 1), 1), ((1, 0.5, 0), 2 + more), ((1, 0.5, 0.01), 3 + more)):
+    for later, more in ((False, 1), (True, 0)):          # the literal target needs two forwards of its own
+        for weights, n in (((1, 0), 1), ((0, 1), 2), ((1, 0.5), 2 + more)):
             forwards.clear()
-            losses = losses_at(model, trajectories, 2, weights=weights, target=target)
-            assert len(forwards) == n and [bool(losses[name] > 0) for name in ("distill", "cons", "dlm")] == [w > 0 for w in weights]
-            assert torch.isclose(losses["loss"], sum(w * losses[name] for w, name in zip(weights, ("distill", "cons", "dlm"))))
-    assert losses_at(model, trajectories, 2, direction="reverse")["distill"] != losses_at(model, trajectories, 2)["distill"]
+            losses = losses_at(model, trajectories, 2, weights=weights, later=later)
+            assert len(forwards) == n and [bool(losses[name] > 0) for name in ("distill", "cons")] == [w > 0 for w in weights]
 
 
 def rates_of(rates):
     return rates[:, None].expand(-1, L), torch.ones(len(rates), L, dtype=torch.bool)
 
 
+def dlm_loss(model, batch, rate, counted, g, mask):
+    masked = train_cdlm.turns(rate.shape, B, g) < rate
+    return cdlm.dlm_loss(model, batch, masked, rate, counted, MASK, B, mask).item()
+
+
 def test_dlm_loss_by_hand(model, trajectories):                                    # 15
     rate, answer, seed = torch.tensor([0.25, 0.5, 0.75, 1.0]), trajectories["answer"], lambda: torch.Generator().manual_seed(3)
     masked = torch.rand(answer.shape, generator=seed()) < rate[:, None]
-    for mask in (cdlm_losses.bidirectional, cdlm_losses.block_causal, cdlm_losses.two_copies):
+    for mask in (cdlm.bidirectional, cdlm.block_causal, cdlm.two_copies):
         want = 0.0
         for row, prompt in enumerate(PROMPTS):
-            for block in [range(L)] if mask is not cdlm_losses.two_copies else [range(e - B if e < L else 24, e) for e in ENDS]:
-                slots = [MASK if masked[row, i] and (mask is not cdlm_losses.two_copies or i in block) else answer[row, i].item() for i in range(L)]
-                logp = dense(model, prompt, slots, cdlm_losses.block_causal if mask is cdlm_losses.two_copies else mask).log_softmax(-1)
+            for block in [range(L)] if mask is not cdlm.two_copies else [range(e - B if e < L else 24, e) for e in ENDS]:
+                slots = [MASK if masked[row, i] and (mask is not cdlm.two_copies or i in block) else answer[row, i].item() for i in range(L)]
+                logp = dense(model, prompt, slots, cdlm.block_causal if mask is cdlm.two_copies else mask).log_softmax(-1)
                 want -= sum(logp[i, answer[row, i]].item() / rate[row].item() for i in block if masked[row, i]) / L / len(PROMPTS)
-        assert abs(cdlm_losses.dlm_loss(model, trajectories, MASK, *rates_of(rate), seed(), B, mask).item() - want) < 1e-3 * want
+        assert abs(dlm_loss(model, trajectories, *rates_of(rate), seed(), mask) - want) < 1e-3 * want
 
 
 def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories):                       # 15
     flat, g = toy_model(gain=0.0), torch.Generator().manual_seed(0)
     big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
-    mean = lambda states, mask: sum(cdlm_losses.dlm_loss(flat, big, MASK, *states(), g, B, mask).item() for _ in range(30)) / 30
-    for states, mask in ((lambda: rates_of(cdlm_losses.mask_rates(64, g)), cdlm_losses.block_causal), (lambda: cdlm_losses.all_blocks(big["answer"], 45, B, g), cdlm_losses.two_copies),
-                         (lambda: cdlm_losses.teacher_states(big["answer"], 45, B, g), cdlm_losses.bidirectional)):
+    mean = lambda states, mask: sum(dlm_loss(flat, big, *states(), g, mask) for _ in range(30)) / 30
+    for states, mask in ((lambda: rates_of(train_cdlm.mask_rates(64, g)), cdlm.block_causal), (lambda: train_cdlm.all_blocks(big["answer"], 45, B, g), cdlm.two_copies),
+                         (lambda: train_cdlm.teacher_states(big["answer"], 45, B, g), cdlm.bidirectional)):
         assert abs(mean(states, mask) / math.log(63) - 1) < 0.04                   # 63: the mask itself is never predicted
 
 
@@ -160,10 +162,10 @@ def test_states_of_training():
     for row, n in enumerate((17, 3, 27, 8)):             # then an end of text, in the block behind if the text fills its own
         answer[row, :n] = 7
     g = torch.Generator().manual_seed(0)
-    assert cdlm_losses.text_blocks(answer, 45, B).tolist() == [3, 1, 4, 2] and cdlm_losses.text_blocks(torch.full((1, L), 7), 45, B).tolist() == [4]
+    assert train_cdlm.text_blocks(answer, 45, B).tolist() == [3, 1, 4, 2] and train_cdlm.text_blocks(torch.full((1, L), 7), 45, B).tolist() == [4]
     seen = [set() for _ in range(4)]
     for _ in range(60):
-        rate, counted = cdlm_losses.open_block(answer, 45, B, g)
+        rate, counted = train_cdlm.open_block(answer, 45, B, g)
         for row in range(4):
             slots = counted[row].nonzero()[:, 0].tolist()
             block = slots[0] // B
@@ -171,16 +173,16 @@ def test_states_of_training():
             assert slots == list(range(block * B, min(block * B + B, L))) and len(rate[row, slots].unique()) == 1 and 1 / B <= rate[row, slots[0]] <= 1
             assert (rate[row, :slots[0]] == 0).all() and (rate[row, slots[-1] + 1:] == 1).all()
     assert seen == [{0, 1, 2}, {0}, {0, 1, 2, 3}, {0, 1}]
-    rate, counted = cdlm_losses.all_blocks(answer, 45, B, g)
+    rate, counted = train_cdlm.all_blocks(answer, 45, B, g)
     assert counted.sum(-1).tolist() == [24, 8, 28, 16] and all(len(rate[row, e - 4:e].unique()) == 1 for row in range(4) for e in ENDS)
-    rate, counted = cdlm_losses.teacher_states(answer, 45, B, g)
+    rate, counted = train_cdlm.teacher_states(answer, 45, B, g)
     assert counted.sum(-1)[1::2].tolist() == [L, L] and (rate[1::2] == rate[1::2, :1]).all() and (counted.sum(-1)[::2] <= B).all()
 
 
 def test_turns_follow_the_text_as_far_as_they_are_told():
     g, length, block = torch.Generator().manual_seed(0), 60, 32                    # the last block is shorter
-    plain = cdlm_losses.turns((2000, length), block, g)
-    some, ordered = cdlm_losses.turns((2000, length), block, g, 0.5), cdlm_losses.turns((2000, length), block, g, 1.0)
+    plain = train_cdlm.turns((2000, length), block, g)
+    some, ordered = train_cdlm.turns((2000, length), block, g, 0.5), train_cdlm.turns((2000, length), block, g, 1.0)
     for rate in (0.1, 0.5, 0.9):                         # about so many masks either way
         assert abs((plain < rate).float().mean() - rate) < 0.01 and abs((ordered[:, :block] < rate).float().mean() - rate) < 0.07
     first, last = (ordered < 0.5)[:, [0, block]].float().mean(), (ordered < 0.5)[:, [block - 1]].float().mean()
@@ -189,12 +191,12 @@ def test_turns_follow_the_text_as_far_as_they_are_told():
     assert abs(half - (0.25 + first / 2)) < 0.02         # half of the blocks, whichever they are
     in_line = lambda turn: (turn[:, :block].diff() < 0).all(1).float().mean()
     assert in_line(plain) == 0 and 0.05 < in_line(ordered) < 0.3 and abs(in_line(some) - in_line(ordered) / 2) < 0.04
-    a, b = (cdlm_losses.turns((4, L), B, torch.Generator().manual_seed(3), x) for x in (0.0, 1.0))
+    a, b = (train_cdlm.turns((4, L), B, torch.Generator().manual_seed(3), x) for x in (0.0, 1.0))
     assert torch.equal(a, torch.rand(4, L, generator=torch.Generator().manual_seed(3))) and not torch.equal(a, b)
 
 
 def test_mask_rates_cover_the_interval_evenly():
-    rates = cdlm_losses.mask_rates(100, torch.Generator().manual_seed(0))
+    rates = train_cdlm.mask_rates(100, torch.Generator().manual_seed(0))
     assert ((rates >= 1e-3) & (rates <= 1)).all() and (rates.sort().values.diff() < 0.011).all()
 
 
@@ -208,24 +210,25 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
         teacher.embed.weight[MASK] *= 0.01
         teacher.head.weight *= 60                        # so sure of its tokens that the student can become surer than 0.9
     data = cdlm.collect(teacher, MASK, requests(prompts, length), B, batch_size=32, order="surest")
-    prompt, lengths = cdlm.pad_prompts(prompts)
+    prompt, lengths = pad_prompts(prompts)
     batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
     optimizer = Optimizer(student)
     for step in range(steps):
-        k, k_star = cdlm_losses.draw_states(batch["live"], length, B, g)
-        cdlm_losses.student_losses(student, teacher.head.weight.detach(), batch, None, MASK, B, 45, k, k_star, g, (1.0, 0.0, 0.0))["loss"].backward()
+        k, k_star = cdlm.draw_states(batch["live"], length, B, g)
+        cdlm.student_losses(student, teacher.head.weight.detach(), batch, k, k_star, MASK, B, (1.0, 0.0), False, g)["distill"].backward()
         optimizer.step(1e-2 * min(1, 2 * (1 - step / steps)))
     got = cdlm.Decoder(student, MASK, block_size=B, threshold=0.9, batch_size=32).generate(requests(prompts, length))
     same = sum(a == b for g, row in zip(got, data["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / data["tokens"].numel()
     assert same > 0.9 and sum(len(g.steps) for g in got) / 32 <= length / 3
 
 
-SMALL = ["--gen-length", "160", "--block-size", "32", "--steps", "24", "--batch", "4", "--warmup", "4", "--save-every", "8", "--prompts", "3", "--shard", "2",
+SMALL = ["--steps", "24", "--batch", "4", "--warmup", "4", "--save-every", "8", "--prompts", "3", "--shard", "2",
          "--check", "0", "--lr", "5e-3", "--block-warmup", "0.4", "--data", "", "--device", "cpu", "--seed", "7"]
 
 
-def train(monkeypatch, toy, out, *args):
+def train(monkeypatch, toy, out, *args, gen_length=160):
+    monkeypatch.setattr(cdlm, "GEN_LENGTH", gen_length)
     monkeypatch.setattr(sys, "argv", ["train_cdlm.py", "--target", toy, "--out", str(out), *SMALL, *args])
     train_cdlm.main()
 
@@ -262,15 +265,16 @@ def test_a_model_remembers_whose_token_its_rows_predict(trained, toy, tmp_path, 
 
 
 def test_settings_reach_what_they_set(toy, tmp_path, monkeypatch):
-    asked = {}
-    for name in ("turns", "collect", "student_losses"):
-        owner = cdlm if name == "collect" else cdlm_losses
+    asked = {"turns": [], "collect": [], "student_losses": [], "draw_states": []}
+    for name in asked:
+        owner = train_cdlm if name == "turns" else cdlm
         real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, name=name, real=real, **kw: asked.setdefault(name, []).append(kw.get("order", a[-1])) or real(*a, **kw))
-    train(monkeypatch, toy, tmp_path, "--steps", "2", "--prompts", "1", "--in-order", "0.25", "--order", "surest", "--weights", "1", "0", "1")
-    assert asked["collect"] == ["surest"] and asked["student_losses"] == [0.25, 0.25]
+        monkeypatch.setattr(owner, name, lambda *a, name=name, real=real: asked[name].append(a) or real(*a))
+    train(monkeypatch, toy, tmp_path, "--steps", "2", "--prompts", "1", "--order", "surest", "--weights", "1", "0.5", "1", "--cons-target", "later_state")
+    assert [a[-1] for a in asked["collect"]] == ["surest"] and [a[-1] for a in asked["draw_states"]] == [True, True]
+    assert [a[-3:-1] for a in asked["student_losses"]] == [((1.0, 0.5), True)] * 2
     heldout = 2 * len(tasks.FAMILIES)                        # of both stages: always measured on masks drawn at random
-    assert sorted(asked["turns"]) == [0.0] * heldout + [0.25] * 4
+    assert sorted(a[-1] for a in asked["turns"]) == [0.0] * heldout + [train_cdlm.IN_ORDER] * 4
 
 
 class Killed(Exception):
@@ -292,11 +296,11 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
             train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
         monkeypatch.setattr(owner, name, real)
 
-    kill_after(8 + 15 + 3, cdlm_losses, "dlm_loss")             # in the teacher's step 22: 5 held-out losses a checkpoint
+    kill_after(8 + 15 + 3, cdlm, "dlm_loss")             # in the teacher's step 22: 5 held-out losses a checkpoint
     kill_after(2, cdlm, "collect")                       # before the third shard
     assert len(os.listdir(tmp_path / "trajectories")) == 3
     (tmp_path / "trajectories" / "00002.safetensors.tmp").write_bytes(b"half")
-    kill_after(13, cdlm_losses, "student_losses")
+    kill_after(13, cdlm, "student_losses")
     assert len(log(tmp_path / "student")) == 1
     train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
     for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
@@ -318,22 +322,22 @@ def test_trajectory_files(trained, toy, monkeypatch):                           
     order = [train_cdlm.numbers_of_step(s, 2, live, seed=1, group=2) for s in range(6)]
     assert sorted(sum(order[:3], [])) == sorted(sum(order[3:], [])) == list(range(6)) and order[:3] != order[3:]
     assert [live[i] for i in order[0] + order[1]] == sorted(live[i] for i in order[0] + order[1])
-    cut = train_cdlm.short({**batch, "live": torch.tensor([32, 96, 64])}, 0, 32, ("tokens", "hidden"))
+    cut = train_cdlm.cut({**batch, "live": torch.tensor([32, 96, 64])}, 96, ("tokens", "hidden"))
     assert cut["tokens"].shape == (3, 96) and cut["hidden"].shape == (3, 96, 32) and cut["prompt"].shape == batch["prompt"].shape
-    with pytest.raises(ValueError, match="was begun with gen_length 160, not 192; use another --out or the same settings"):
-        train(monkeypatch, toy, trained, "--stage", "trajectories", "--gen-length", "192")
+    with pytest.raises(ValueError, match="was begun with seed 7, not 8; use another --out or the same settings"):
+        train(monkeypatch, toy, trained, "--stage", "trajectories", "--seed", "8")
     (trained / "teacher" / "model.safetensors").rename(trained / "kept")
     (trained / "teacher" / "model.safetensors").write_bytes((trained / "student" / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match="are of another teacher"):
         train(monkeypatch, toy, trained, "--stage", "student", "--name", "other")
     (trained / "kept").rename(trained / "teacher" / "model.safetensors")
-    with pytest.raises(ValueError, match="the trajectories have block-size 32, not 16"):
-        train(monkeypatch, toy, trained, "--stage", "student", "--block-size", "16")
 
 
 def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):
-    for args, message in ((["--stage", "student"], "no model folder|no tokenizer"), (["--batch", "0"], "batch 0 is out of range"), (["--in-order", "1.5"], "in-order 1.5 is out of range; allowed is 0 to 1"),
-                          (["--gen-length", "600"], "exceed the context of 512"),
-                          (["--gen-length", "40"], "fits a prompt of 160 and an answer of 40 tokens"), (["--target", "nowhere"], "no tokenizer: nowhere")):
+    for args, message in ((["--stage", "student"], "no model folder|no tokenizer"), (["--batch", "0"], "batch 0 is out of range"),
+                          (["--block-warmup", "1.5"], "block-warmup 1.5 is out of range; allowed is 0 to 1"), (["--target", "nowhere"], "no tokenizer: nowhere")):
         with pytest.raises(ValueError, match=message):
             train(monkeypatch, toy, tmp_path, *args)
+    for gen_length, message in ((600, "exceed the context of 512"), (40, "fits a prompt of 160 and an answer of 40 tokens")):
+        with pytest.raises(ValueError, match=message):
+            train(monkeypatch, toy, tmp_path, gen_length=gen_length)
