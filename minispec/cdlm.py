@@ -120,6 +120,7 @@ class BlockKeys:
         keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
         keys[:, self.new] = k.transpose(0, 1)
         values[:, self.new] = v.transpose(0, 1)
+        # No mask is needed: within a part, all rows see the same keys.
         out = []
         for a, b, see in self.parts:
             rows = group_rows(q[a:b], k.shape[1])                              # (G, g * rows, D)
@@ -258,6 +259,7 @@ class Decoder:
         """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open
         blocks, in the order of `windows`, and the seconds that each request is charged."""
         started, device = time.perf_counter(), self.model.device
+        # Lay all windows behind each other; note which rows predict a masked slot.
         tokens, positions, segments, rows = [], [], [], []
         for w in windows:
             offset = len(tokens)
@@ -268,6 +270,7 @@ class Decoder:
         x, positions = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
         hidden = self.model(x, positions, packed_attend(segments))[torch.tensor(rows, device=device)]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
+        # What it took: clean rows are prefill, the others find tokens.
         if hidden.is_cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
@@ -309,6 +312,7 @@ class Decoder:
         done."""
         g, eos = a.request.generation, a.request.stop_ids
         done = a.prompt + len(g.token_ids)
+        # Slots are revealed in any order; what is handed on is the text up to the first gap.
         stop = next((i for i in range(a.prompt, a.last) if a.tokens[i] in eos), len(a.tokens))
         mask = next((i for i in range(done, a.last) if a.tokens[i] == self.mask_id), a.last)
         kept = a.tokens[done:min(mask, stop + 1)]
@@ -358,6 +362,7 @@ def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, order
     hidden row is 0."""
     teacher = Decoder(model, mask_id, "teacher", block_size, None, None, order, batch_size, record=True)
     teacher.generate(requests)
+    # Start from what lies behind the text, then write over it what was decoded.
     n, length = len(requests), requests[0].max_new_tokens
     tokens = torch.full((n, length), model.config.eos_id)
     rank = torch.arange(length).repeat(n, 1)
@@ -449,12 +454,14 @@ def dlm_loss(model, batch, masked, rate, counted, mask_id, block_size, mask):
     per slot."""
     answer = batch["answer"]
     rate, counted, masked = (x.to(answer.device) for x in (rate, counted, masked))
+    # Each block behind clean ones, or the whole answer with its masks.
     noisy = answer.masked_fill(masked, mask_id)
     where = masked & counted
     if mask is two_copies:
         hidden = blocks_hidden(model, batch["prompt"], batch["length"], answer, noisy, block_size)
     else:
         hidden = answer_hidden(model, batch["prompt"], batch["length"], noisy, block_size, mask)
+    # A slot that is masked with probability t counts 1 / t, so that every slot weighs the same in the mean.
     loss = F.cross_entropy(mask_free(model.logits(hidden[where]), mask_id), answer[where], reduction="none")
     return (loss / (rate * counted.sum(-1, keepdim=True))[where]).sum() / len(answer)
 
@@ -470,6 +477,7 @@ def draw_states(live, gen_length, block_size, generator, later=False):
     k_star = end
     if later:
         k_star = k + 1 + (torch.rand(first.shape, generator=generator) * (end - k - 1)).long()
+    # Blocks that were never opened have nothing to teach.
     opened = first < live[:, None]
     return torch.where(opened, k, end), torch.where(opened, k_star, end)
 
@@ -540,6 +548,7 @@ def later_blocks_loss(model, batch, mask_id, block_size, k, k_star, generator):
     """The consistency loss as printed: while one block of each answer is half done, at its k, predict for all
     slots behind it what you will predict once it is done, at its k*."""
     tokens, rank, live = batch["tokens"], batch["rank"], batch["live"]
+    # One block of each answer, its two states, and the slots that are masked in both.
     block = (torch.rand(len(tokens), 1, generator=generator) * -(-live.cpu() // block_size)[:, None]).long()
     k, k_star = (x.gather(1, block)[:, 0].to(rank.device) for x in (k, k_star))
     s = (rank >= k_star[:, None]) & (torch.arange(rank.shape[1], device=rank.device) < live[:, None])
