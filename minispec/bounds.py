@@ -1,5 +1,6 @@
-"""How fast could speculative decoding be? The ladder of bounds of "Speculative Decoding: Performance or Illusion?" (Liu,
-Yu, Park, Stoica, Cheung, arXiv 2601.11580), from two files: accept traces and a cost table (minispec/data/traces.py).
+"""How fast could speculative decoding be? The ladder of bounds of "Speculative Decoding: Performance or
+Illusion?" (Liu, Yu, Park, Stoica, Cheung, arXiv 2601.11580), from two files: accept traces and a cost table
+(minispec/data/traces.py).
 
 The file reads from the price of one round to the cells of a report:
 
@@ -7,32 +8,34 @@ The file reads from the price of one round to the cells of a report:
     plans        who drafts how much, at every round of a request: a list of `Round`
     price        what a plan costs; `replay` is the same for a batch of different requests
     optima       the plan of least price, by dynamic programming
-    ladder       all rungs for a set of requests; `cells` does so for every workload and batch size of a trace file
+    ladder       all rungs for a set of requests; `cells` for every workload and batch size of a trace file
 
 A rung is a speed-up: the price of `autoregressive` divided by the price of the rung's plan.
 
-    L0 observed         wall clock (studies/ladder.py)           L5 optimum, one drafter    a bound
-    L1 modelled         the recorded rounds, at these prices     L6 optimum, all drafters   each at its own price
-    L2 best fixed k     one k for all requests                   L7 L6 with free drafters
-    L4 greedy           the paper's oracle, NOT a bound          L9 one pass                the ceiling of the cost model
+    L0 observed        wall clock (studies/ladder.py)          L5 optimum, one drafter   a bound
+    L1 modelled        the recorded rounds, at these prices    L6 optimum, all drafters  each at its own price
+    L2 best fixed k    one k for all requests                  L7 L6 with free drafters
+    L4 greedy          the paper's oracle, NOT a bound         L9 one pass               the model's ceiling
 
-Glossary, code <-> paper: rows B, requests in a batch; prompt_len P_r; n_out N; position p_r, output tokens that exist when
-a round starts; left N - p_r, tokens that are still missing then; kv C, tokens in the cache, of all rows; queries Q, tokens
-in a forward, of all rows; proposed j, drafts of a round; accept[i] = a(i), accepted drafts + 1; emitted, tokens a round
-gains, bonus included, their mean is tau; verify T_verify; draft T_draft; overhead T_ovh; alpha, chance that a draft is
-accepted; k gamma.
+Glossary, code <-> paper: rows B, requests in a batch; prompt_len P_r; n_out N; position p_r, output tokens
+that exist when a round starts; left N - p_r, tokens that are still missing then; kv C, tokens in the cache,
+of all rows; queries Q, tokens in a forward, of all rows; proposed j, drafts of a round; accept[i] = a(i),
+accepted drafts + 1; emitted, tokens a round gains, bonus included, their mean is tau; verify T_verify; draft
+T_draft; overhead T_ovh; alpha, chance that a draft is accepted; k gamma.
 
 What differs from the paper, and why:
-- The paper's oracle proposes at every position what is accepted there. That is greedy: a shorter round can land where the
-  next one is longer. `optima` is a dynamic program, the true least time over all lengths (and drafters).
-- Its simulator reads accept[i - 1] at position i, charges a drafter that proposes nothing, prices the winner of several
-  drafters as an n-gram lookup, and averages rates. `as_published` plays these rules, for comparison.
+- The paper's oracle proposes at every position what is accepted there. That is greedy: a shorter round can
+  land where the next one is longer. `optima` is a dynamic program, the true least time over all lengths (and
+  drafters).
+- Its simulator reads accept[i - 1] at position i, charges a drafter that proposes nothing, prices the winner
+  of several drafters as an n-gram lookup, and averages rates. `as_published` plays these rules, for
+  comparison.
 - Costs may be a measured grid: the linear model is pessimistic where a forward is bound by memory.
-- Its batch is B copies of one request, and so is `rows` here. With linear costs, 1/rows of that time, summed over
-  requests, also bounds from below what a batch of at most `rows` different requests needs.
+- Its batch is B copies of one request, and so is `rows` here. With linear costs, 1/rows of that time, summed
+  over requests, also bounds from below what a batch of at most `rows` different requests needs.
 
-L5 to L7 are bounds for rounds of at most k_max drafts. Where a trace is *censored*, all drafts that were asked for were
-accepted, so longer rounds might gain more. Every cell reports this share of positions.
+L5 to L7 are bounds for rounds of at most k_max drafts. Where a trace is *censored*, all drafts that were
+asked for were accepted, so longer rounds might gain more. Every cell reports this share of positions.
 
 All times are seconds. numpy only, no torch.
 """
@@ -48,11 +51,11 @@ BATCHES = (1, 4, 16)
 CHUNK = 2_000_000                # entries of one table of `charges`: bounds the memory for long traces
 
 
-# -- the cost model ------------------------------------------------------------------------------------------------------
+# -- the cost model --------------------------------------------------------------------------------
 
 class CostTable:
-    """Seconds of each part of a round. Arguments are totals over the rows, numbers or arrays that broadcast; `drafts` is
-    per row. ValueError if the table is not valid or has no such drafter."""
+    """Seconds of each part of a round. Arguments are totals over the rows, numbers or arrays that broadcast;
+    `drafts` is per row. ValueError if the table is not valid or has no such drafter."""
 
     def __init__(self, table):
         self.table = check_costs(table)
@@ -80,26 +83,30 @@ class CostTable:
     def draft(self, name, kv, drafts, rows=1):
         """T_draft: drafter `name` proposes `drafts` tokens for each row."""
         if name not in self.drafters:
-            raise ValueError(f"no drafter '{name}' in the cost table; it has {', '.join(self.drafters) or 'none'}")
+            there = ", ".join(self.drafters) or "none"
+            raise ValueError(f"no drafter '{name}' in the cost table; it has {there}")
         entry = self.table["draft"][name]
         if entry["kind"] == "share":
             return entry["of_verify"] * self.verify(kv, rows * (1 + drafts), rows)
         return seconds(entry, rows, drafts, kv)
 
     def read(self, name, tokens, rows=1):
-        """What drafter `name` takes to read `tokens` tokens of each row that it has not seen; 0 if not in the table."""
+        """What drafter `name` takes to read `tokens` tokens of each row that it has not seen; 0 if not in the
+        table."""
         entry = self.table.get("read", {}).get(name)
         return seconds(entry, rows, tokens, 0) if entry else 0.0
 
     def prefill(self, prompt_len, rows=1):
-        """The forward over the prompts, which gives the first token; a step of so many tokens if not in the table."""
+        """The forward over the prompts, which gives the first token; a step of so many tokens if not in the
+        table."""
         if "prefill" in self.table:
             return seconds(self.table["prefill"], rows, prompt_len, 0)
         return self.step(0, rows * prompt_len, rows)
 
 
 def seconds(entry, rows, tokens, kv):
-    """A TIME entry of the cost table at `rows` rows with `tokens` tokens each and `kv` cached tokens in all."""
+    """A TIME entry of the cost table at `rows` rows with `tokens` tokens each and `kv` cached tokens in
+    all."""
     if entry["kind"] == "grid":
         return _interpolate(entry, rows, tokens, kv / rows)
     base, row, token, step, per_kv, kv_step = (entry.get(name, 0.0) for name in LINEAR)
@@ -107,7 +114,8 @@ def seconds(entry, rows, tokens, kv):
 
 
 def _interpolate(grid, rows, tokens, kv):
-    """Linear in each of the three axes; below the first point as at it, beyond the last one along the last segment."""
+    """Linear in each of the three axes; below the first point as at it, beyond the last one along the last
+    segment."""
     values = np.array(grid["seconds"], float)
     corners = []
     for axis, x in zip((grid["rows"], grid["tokens"], grid["kv"]), (rows, tokens, kv)):
@@ -120,16 +128,17 @@ def _interpolate(grid, rows, tokens, kv):
         weight = (x - axis[i]) / (axis[i + 1] - axis[i])
         corners.append([(i, 1 - weight), (i + 1, weight)])
     out = sum(values[i, j, l] * (u * v * w) for (i, u), (j, v), (l, w) in itertools.product(*corners))
-    out = np.maximum(out, values.min())          # noise must not lead an extrapolation below what was ever measured
+    out = np.maximum(out, values.min())  # noise must not lead an extrapolation below what was ever measured
 
     # Constant in some axis or not, it is a price for each of the points that were asked for.
     return np.broadcast_to(out, np.broadcast_shapes(np.shape(rows), np.shape(tokens), np.shape(kv)))
 
 
-# -- plans: who drafts how much, and where ---------------------------------------------------------------------------------
+# -- plans: who drafts how much, and where ---------------------------------------------------------
 
 class Round(NamedTuple):
-    """When `position` output tokens exist, drafter `name` (None: no drafter) proposes `proposed`; `emitted` are gained."""
+    """When `position` output tokens exist, drafter `name` (None: no drafter) proposes `proposed`; `emitted`
+    are gained."""
     position: int
     name: str | None
     proposed: int
@@ -142,7 +151,8 @@ def autoregressive(trace):
 
 
 def fixed(trace, name, k):
-    """L2: k drafts every round, or as many as the drafter has and the output has room for (one is left to the bonus)."""
+    """L2: k drafts every round, or as many as the drafter has and the output has room for (one is left to the
+    bonus)."""
     accept, offered = trace.accept[name], trace.offered.get(name)
     i, plan = 1, []
     while i < trace.n_out:
@@ -155,9 +165,9 @@ def fixed(trace, name, k):
 
 
 def greedy(trace, names, k_max):
-    """L4: at every position the drafter with the longest accept (the first of equals) proposes exactly what will be
-    accepted, k_max tokens at most. As in the paper it is charged even where it proposes nothing. NOT a bound: see the
-    module's docstring."""
+    """L4: at every position the drafter with the longest accept (the first of equals) proposes exactly what
+    will be accepted, k_max tokens at most. As in the paper it is charged even where it proposes nothing. NOT
+    a bound: see the module's docstring."""
     i, plan = 1, []
     while i < trace.n_out:
         name = max(names, key=lambda m: trace.accept[m][i])
@@ -173,11 +183,13 @@ def one_pass(trace):
 
 
 def as_published(trace, names):
-    """The oracle of the paper's simulator, defects included: it reads accept[i - 1], charges every round of a neural
-    drafter, and with several names prices all rounds as drafter "ngram"."""
+    """The oracle of the paper's simulator, defects included: it reads accept[i - 1], charges every round of a
+    neural drafter, and with several names prices all rounds as drafter "ngram"."""
     i, plan = 1, []
     while i < trace.n_out:
-        accept = max(int(trace.accept[m][i - 1]) for m in names) if i > 1 else 1      # theirs has a dummy 1 in entry 0
+        accept = 1                               # theirs has a dummy 1 in entry 0
+        if i > 1:
+            accept = max(int(trace.accept[m][i - 1]) for m in names)
         if len(names) > 1:
             charged = "ngram"
         elif names == ["ngram"] and accept == 1:
@@ -189,10 +201,11 @@ def as_published(trace, names):
     return plan
 
 
-# -- what a plan costs -----------------------------------------------------------------------------------------------------
+# -- what a plan costs -----------------------------------------------------------------------------
 
 def price(plan, trace, cost, rows=1):
-    """What a plan costs `rows` copies of the request in lock-step (paper: T_step summed over steps), {phase: seconds}."""
+    """What a plan costs `rows` copies of the request in lock-step (paper: T_step summed over steps), {phase:
+    seconds}."""
     position = np.array([r.position for r in plan], int)
     proposed = np.array([r.proposed for r in plan], int)
     names = np.array([r.name for r in plan], object)
@@ -218,9 +231,10 @@ def time_of(plan, trace, cost, rows=1):
 
 
 def replay(plans, traces, cost, batch):
-    """Seconds that an engine needs for different requests that share forwards, {phase: seconds}: up to `batch` requests at
-    once, the next one enters when one is done, and every iteration is one round of each that is there. plans[i] is the plan
-    of traces[i]. For equal requests that all fit in, the same as `price` with rows = batch, prefill apart."""
+    """Seconds that an engine needs for different requests that share forwards, {phase: seconds}: up to
+    `batch` requests at once, the next one enters when one is done, and every iteration is one round of each
+    that is there. plans[i] is the plan of traces[i]. For equal requests that all fit in, the same as `price`
+    with rows = batch, prefill apart."""
     waiting = [i for i, plan in enumerate(plans) if plan]
     active = []
     done = [0] * len(plans)                      # rounds of each request so far
@@ -260,22 +274,24 @@ def replay(plans, traces, cost, batch):
     }
 
 
-# -- the least price -------------------------------------------------------------------------------------------------------
+# -- the least price -------------------------------------------------------------------------------
 
 def charges(traces, cost, names, rows, k_max):
-    """What every possible round costs: (step, {name: step and drafting}), arrays (R requests, longest N, k_max + 1) of
-    seconds by tokens left and drafts. Requests are aligned at their ends, so the same number of drafts has room in all."""
+    """What every possible round costs: (step, {name: step and drafting}), arrays (R requests, longest N,
+    k_max + 1) of seconds by tokens left and drafts. Requests are aligned at their ends, so the same number of
+    drafts has room in all."""
     longest = max(t.n_out for t in traces)
     ends = np.array([t.prompt_len + t.n_out for t in traces])
     kv = rows * np.maximum(ends[:, None, None] - np.arange(longest)[:, None], 0)         # (R, N, 1)
     drafts = np.arange(k_max + 1)                                                        # (K + 1,)
     step = cost.step(kv, rows * (1 + drafts), rows) + np.zeros((len(traces), longest, k_max + 1))
-    step[:, 0] = 0                                                                       # nothing is left to do
+    step[:, 0] = 0  # nothing is left to do
     return step, {m: step + cost.draft(m, kv, drafts, rows) for m in names}
 
 
 def by_left(traces, columns, fill):
-    """Columns of traces by tokens left, (R, longest N); `fill` in front of a request's first round, 0 at its end."""
+    """Columns of traces by tokens left, (R, longest N); `fill` in front of a request's first round, 0 at its
+    end."""
     out = np.full((len(traces), max(t.n_out for t in traces)), fill)
     out[:, 0] = 0
     for row, trace, column in zip(out, traces, columns):
@@ -284,7 +300,8 @@ def by_left(traces, columns, fill):
 
 
 def fixed_seconds(traces, name, step, charged):
-    """L2: what `fixed` costs with 1 .. k_max drafts, prefill apart, array (R, k_max). All are walked through at once."""
+    """L2: what `fixed` costs with 1 .. k_max drafts, prefill apart, array (R, k_max). All are walked through
+    at once."""
     accept = by_left(traces, [t.accept[name] for t in traces], 1)
     unlimited = [np.full(t.n_out, t.n_out) for t in traces]
     offered = by_left(traces, [t.offered.get(name, u) for t, u in zip(traces, unlimited)], 0)
@@ -302,20 +319,23 @@ def fixed_seconds(traces, name, step, charged):
 
 
 def optima(traces, step, charged, switch=0.0):
-    """L5 (one drafter), L6 (several), L7 (drafters that cost no more than `step`): the plans of least price, by dynamic
-    programming from the end. step, charged: as `charges` returns them. Returns (seconds without prefill (R,), plans).
+    """L5 (one drafter), L6 (several), L7 (drafters that cost no more than `step`): the plans of least price,
+    by dynamic programming from the end. step, charged: as `charges` returns them. Returns (seconds without
+    prefill (R,), plans).
 
-    Every round may draft nothing, at no draft cost, or let any drafter propose 1 .. k_max tokens, also more than will be
-    accepted: with a measured table that can be cheaper. State: how many tokens are left, and who drafted last, because of
-    `switch`. Exact if what is accepted does not depend on where earlier rounds began.
+    Every round may draft nothing, at no draft cost, or let any drafter propose 1 .. k_max tokens, also more
+    than will be accepted: with a measured table that can be cheaper. State: how many tokens are left, and who
+    drafted last, because of `switch`. Exact if what is accepted does not depend on where earlier rounds
+    began.
 
-        V[left] = min( step(0) + V[left - 1],  min over m, j of  step(j) + draft_m(j) + V[left - min(j + 1, accept_m)] )
+        V[left] = min( step(0) + V[left - 1],
+                       min over m, j of  step(j) + draft_m(j) + V[left - min(j + 1, accept_m)] )
     """
     names, nobody = list(charged), len(charged)
     n_requests, longest, width = step.shape
     r = np.arange(n_requests)[:, None]
     accept = {m: by_left(traces, [t.accept[m] for t in traces], 1) for m in names}
-    change = switch * ~np.eye(nobody, nobody + 1, dtype=bool)                            # to m, from each or nobody
+    change = switch * ~np.eye(nobody, nobody + 1, dtype=bool)  # to m, from each or nobody
     change[:, nobody] = 0
 
     value = np.zeros((n_requests, longest, nobody + 1))          # least time from here, by who drafted last
@@ -352,19 +372,21 @@ def _follow(trace, names, who, length):
     return plan
 
 
-# -- the ladder ------------------------------------------------------------------------------------------------------------
+# -- the ladder ------------------------------------------------------------------------------------
 
 def ladder(traces, cost, rows=1, k_max=None, published=False):
     """The rungs L2 to L9 for a set of requests (one workload, one batch size), as a dict that JSON can hold.
 
     Speed-ups are total autoregressive time over total time, prefill included in both. Next to them are
-    "seconds", the modelled autoregressive time of all requests, each as 1/rows of a lock-step batch of copies: seconds /
-    speed-up is the time of any rung, and for L5 to L9 with linear costs a lower bound for batches of different requests;
-    "censored", {drafter, or "all": share of positions where all drafts that were asked for were accepted}; above a few
-    percent L5 to L7 only bound rounds of at most k_max drafts; and "choices", what the optimum of L6 does.
+    "seconds", the modelled autoregressive time of all requests, each as 1/rows of a lock-step batch of
+    copies: seconds / speed-up is the time of any rung, and for L5 to L9 with linear costs a lower bound for
+    batches of different requests; "censored", {drafter, or "all": share of positions where all drafts that
+    were asked for were accepted}; above a few percent L5 to L7 only bound rounds of at most k_max drafts; and
+    "choices", what the optimum of L6 does.
 
-    k_max: most drafts in a round, for every rung (default: the most ever accepted in a trace). Compared are the drafters
-    that both the traces and the cost table have; ValueError if there is none. published: also the paper's simulator.
+    k_max: most drafts in a round, for every rung (default: the most ever accepted in a trace). Compared are
+    the drafters that both the traces and the cost table have; ValueError if there is none. published: also
+    the paper's simulator.
     """
     names = compared(traces, cost)
     traces = sorted(traces, key=lambda t: t.n_out)               # equals together, so that little is padded
@@ -404,7 +426,7 @@ def ladder(traces, cost, rows=1, k_max=None, published=False):
         "seconds": float(plain.sum()) / rows,
         "censored": {label: censored_share(traces, group) for label, group in groups.items()},
         "L2": {m: {"k": int(by_k[m].argmin()) + 1, "speedup": speedup(by_k[m].min())} for m in names},
-        "L4": {label: speedup(times(lambda t: greedy(t, group, k_max)).sum()) for label, group in groups.items()},
+        "L4": {m: speedup(times(lambda t: greedy(t, some, k_max)).sum()) for m, some in groups.items()},
         "L5": {m: speedup(least[m].sum()) for m in names},
         "L6": speedup(least["all"].sum()),
         "L7": speedup(least["free"].sum()),
@@ -413,9 +435,14 @@ def ladder(traces, cost, rows=1, k_max=None, published=False):
     }
     if published:
         # Combined rounds are priced as "ngram" there, so without one there is no such figure.
-        known = {label: group for label, group in groups.items() if len(group) == 1 or "ngram" in group}
-        out["published"] = {label: {"simulator": averages(traces, plain, times(lambda t: as_published(t, group))),
-                                    "optimum": averages(traces, plain, least[label])} for label, group in known.items()}
+        out["published"] = {}
+        for label, group in groups.items():
+            if len(group) == 1 or "ngram" in group:
+                theirs = times(lambda t: as_published(t, group))
+                out["published"][label] = {
+                    "simulator": averages(traces, plain, theirs),
+                    "optimum": averages(traces, plain, least[label]),
+                }
     return out
 
 
@@ -424,7 +451,8 @@ def compared(traces, cost):
     names = [m for m in traces[0].accept if m in cost.drafters]
     if not names:
         there = ", ".join(cost.drafters) or "it has none"
-        raise ValueError(f"the traces' drafters {', '.join(traces[0].accept)} are not in the cost table: {there}")
+        have = ", ".join(traces[0].accept)
+        raise ValueError(f"the traces' drafters {have} are not in the cost table: {there}")
     return names
 
 
@@ -434,7 +462,8 @@ def deepest(traces, names):
 
 
 def censored_share(traces, names):
-    """The share of positions at which some of these drafters might have got more accepted than it was asked for."""
+    """The share of positions at which some of these drafters might have got more accepted than it was asked
+    for."""
     hit = 0
     for t in traces:
         columns = [t.censored[m][1:] for m in names if m in t.censored]
@@ -443,8 +472,8 @@ def censored_share(traces, names):
 
 
 def averages(traces, base, times):
-    """Speed-up by two averages: of "total" time, and the paper's, of "rates": mean tokens/s over mean tokens/s, which fast
-    requests dominate. base, times: seconds of each request."""
+    """Speed-up by two averages: of "total" time, and the paper's, of "rates": mean tokens/s over mean
+    tokens/s, which fast requests dominate. base, times: seconds of each request."""
     n = np.array([t.n_out for t in traces], float)
     return {"total": float(base.sum() / times.sum()), "rates": float((n / times).mean() / (n / base).mean())}
 
@@ -460,10 +489,11 @@ def chunks(traces, k_max):
     yield part
 
 
-# -- from files to cells ---------------------------------------------------------------------------------------------------
+# -- from files to cells ---------------------------------------------------------------------------
 
 def by_workload(traces):
-    """{workload: traces}, by what is in front of "/" in the id; ids without one are all of the workload "requests"."""
+    """{workload: traces}, by what is in front of "/" in the id; ids without one are all of the workload
+    "requests"."""
     out = {}
     for t in traces:
         workload = t.id.split("/")[0] if "/" in t.id else "requests"
@@ -472,7 +502,8 @@ def by_workload(traces):
 
 
 def cells(traces, cost, batches=BATCHES, published=False):
-    """The ladder of every workload at every batch size, a dict each, for batches of copies as in the paper."""
+    """The ladder of every workload at every batch size, a dict each, for batches of copies as in the
+    paper."""
     out = []
     for workload, some in by_workload(traces).items():
         for rows in batches:

@@ -20,10 +20,10 @@ cached tokens.
     {"about": {anything}, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME,
      "overhead": TIME, "switch": seconds, "accept": {name: chance}}
 
-Only verify is needed. read is what a drafter takes, on top of drafting, for the first round in which it sees so
-many tokens; switch is charged when another drafter takes over; accept is the chance that a draft is accepted on
-some texts, which tells the method `adaptive` what to hope; about may hold anything (device, versions, command).
-TIME is one of
+Only verify is needed. read is what a drafter takes, on top of drafting, for the first round in which it sees
+so many tokens; switch is charged when another drafter takes over; accept is the chance that a draft is
+accepted on some texts, which tells the method `adaptive` what to hope; about may hold anything (device,
+versions, command). TIME is one of
 
     {"kind": "linear", "base": s, "row": s, "token": s, "step": s, "kv": s, "kv_step": s}   missing ones are 0
         s are seconds each: base once; per row; per token of all rows; per token of one row (a drafter's
@@ -50,7 +50,7 @@ FIELDS = {"linear": LINEAR, "grid": (*GRID, "seconds"), "share": ("of_verify",)}
 MOST = 2**31                     # the largest integer that is believed
 
 
-# -- accept traces -------------------------------------------------------------------------------------------
+# -- accept traces ---------------------------------------------------------------------------------
 
 @dataclass
 class Trace:
@@ -87,7 +87,8 @@ class Trace:
                 raise ValueError(f"accept.{m}[{i}]: expected an integer from 1 to {left[i]}, got {accept[i]}")
         for m, offered in self.offered.items():
             for i in _wrong((offered < 0) | (offered + 1 < self.accept[m])):
-                raise ValueError(f"offered.{m}[{i}]: {offered[i]} drafts cannot give accept {self.accept[m][i]}")
+                got = self.accept[m][i]
+                raise ValueError(f"offered.{m}[{i}]: {offered[i]} drafts cannot give accept {got}")
 
 
 def _wrong(mask):
@@ -111,7 +112,8 @@ def _column(values, n, kind, where):
 
 
 def read_traces(path):
-    """List of Trace from a JSON-lines file. ValueError, in one line with file, line and field, if anything is wrong."""
+    """List of Trace from a JSON-lines file. ValueError, in one line with file, line and field, if anything is
+    wrong."""
     traces, seen = [], {}
     for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
@@ -149,7 +151,8 @@ def write_traces(path, traces):
 
 
 def ngram_trace(prompt, output, k_max=20, max_n=4, min_n=2):
-    """The trace of a prompt-lookup drafter, from tokens alone: it depends on nothing but the text (paper, section 3).
+    """The trace of a prompt-lookup drafter, from tokens alone: it depends on nothing but the text (paper,
+    section 3).
 
     prompt, output: token ids. Proposed are the up to k_max tokens after the most recent earlier occurrence of
     the last n tokens, for the longest n from max_n down to min_n that has one.
@@ -179,10 +182,11 @@ def ngram_trace(prompt, output, k_max=20, max_n=4, min_n=2):
     return accept, censored, offered
 
 
-# -- cost tables ---------------------------------------------------------------------------------------------
+# -- cost tables -----------------------------------------------------------------------------------
 
 def read_costs(path):
-    """The checked cost table (a dict as described above) of a JSON file. ValueError with file, line and field."""
+    """The checked cost table (a dict as described above) of a JSON file. ValueError with file, line and
+    field."""
     text = _text(path)
     table = _parsed(text, path)
     try:
@@ -201,7 +205,8 @@ def _line_of(text, where):
 
 
 def check_costs(table):
-    """Return `table` if it is a valid cost table (already parsed), else ValueError that starts with the field."""
+    """Return `table` if it is a valid cost table (already parsed), else ValueError that starts with the
+    field."""
     known = ("about", "verify", "draft", "read", "prefill", "overhead", "switch", "accept")
     _object(table, "", known, ("verify",))
     for name in ("verify", "prefill", "overhead"):
@@ -215,7 +220,10 @@ def check_costs(table):
     for name, chance in _object(table.get("accept", {}), "accept").items():
         _number(chance, f"accept.{name}", 1)
     verify = table["verify"]
-    paid = np.ravel(verify["seconds"]) if verify["kind"] == "grid" else [sum(verify.get(x, 0) for x in LINEAR)]
+    if verify["kind"] == "grid":
+        paid = np.ravel(verify["seconds"])
+    else:
+        paid = [sum(verify.get(name, 0) for name in LINEAR)]
     if min(paid) <= 0:
         raise ValueError("verify: a forward that takes no time at all has no speed-up")
     return table
@@ -253,7 +261,7 @@ def _check_nested(values, shape, where):
         _check_nested(value, shape[1:], f"{where}[{i}]")
 
 
-# -- what both kinds of files need ---------------------------------------------------------------------------
+# -- what both kinds of files need -----------------------------------------------------------------
 
 def _text(path):
     try:
@@ -273,7 +281,7 @@ def _parsed(text, path, first_line=1):
     except json.JSONDecodeError as e:
         line = first_line + e.lineno - 1
         raise ValueError(f"{path}:{line}: not JSON ({e.msg} at column {e.colno})") from None
-    except (ValueError, RecursionError):         # a number of thousands of digits; brackets nested without end
+    except (ValueError, RecursionError):  # a number of thousands of digits; brackets nested without end
         raise ValueError(f"{path}:{first_line}: not JSON that can be read") from None
 
 

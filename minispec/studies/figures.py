@@ -1,5 +1,5 @@
-"""The lessons' figures, drawn from results/. matplotlib is optional: without it nothing is drawn and nothing is lost,
-because every figure has its numbers in results/."""
+"""The lessons' figures, drawn from results/. matplotlib is optional: without it nothing is drawn and nothing
+is lost, because every figure has its numbers in results/."""
 import os
 
 import numpy as np
@@ -7,7 +7,12 @@ import numpy as np
 from minispec.data.traces import read_traces
 from minispec.tools.files import blame, read_json
 
-STYLE = {"svg.hashsalt": "minispec", "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False}
+STYLE = {
+    "svg.hashsalt": "minispec",
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 
 
 def draw(results, folder):
@@ -48,7 +53,7 @@ def load(file):
         return read_json(file)["result"]
 
 
-# -- SpecGen ---------------------------------------------------------------------------------------------------
+# -- SpecGen ---------------------------------------------------------------------------------------
 
 def schedule(axes, r):
     """Rows of each forward under the lock-step and the unified schedule."""
@@ -65,10 +70,11 @@ def captured(axes, r):
     axes.set(xlabel="tokens of context", ylabel="attention mass caught by 5 %", ylim=(0, 1.02))
 
 
-# -- performance or illusion: the ladder -----------------------------------------------------------------------
+# -- performance or illusion: the ladder -----------------------------------------------------------
 
 def _mixed(cells):
-    """The cells of the mixed workload if it was run, else of the first one; copies left out where there are others."""
+    """The cells of the mixed workload if it was run, else of the first one; copies left out where there are
+    others."""
     which = "mixed" if any(c["workload"] == "mixed" for c in cells) else cells[0]["workload"]
     some = [c for c in cells if c["workload"] == which]
     return which, [c for c in some if c["kind"] == "different"] or some
@@ -91,10 +97,11 @@ def speedup_by_batch(axes, r):
     """Observed, best fixed k, greedy and the two optima against the batch size."""
     which, cells = _mixed(r["cells"])
     batch = [c["batch"] for c in cells]
+    greedy = [{m: s for m, s in c["L4"].items() if m != "all"} for c in cells]
     lines = {
         "L6 all drafters": ("k-", [c["L6"] for c in cells]),
         "L5 best single": ("b-", [_top(c["L5"]) for c in cells]),
-        "L4 greedy, best single": ("b:", [_top({m: s for m, s in c["L4"].items() if m != "all"}) for c in cells]),
+        "L4 greedy, best single": ("b:", [_top(some) for some in greedy]),
         "L2 best fixed k": ("g--", [_best_fixed(c) for c in cells]),
         "observed, best single": ("go", [_best_single(c) for c in cells]),
         "observed, adaptive": ("r*", [c.get("L0", {}).get("adaptive", np.nan) for c in cells]),
@@ -141,10 +148,11 @@ def contexts(axes, r):
     axes.set(xlabel="tokens of context", ylabel="speed-up", xscale="log")
 
 
-# -- performance or illusion: the traces -----------------------------------------------------------------------
+# -- performance or illusion: the traces -----------------------------------------------------------
 
 def _padded(columns):
-    """Columns by position as an array (requests, positions), NaN behind the end of an output; entry 0 is not used."""
+    """Columns by position as an array (requests, positions), NaN behind the end of an output; entry 0 is not
+    used."""
     out = np.full((len(columns), max(map(len, columns)) - 1), np.nan)
     for row, column in zip(out, columns):
         row[:len(column) - 1] = column[1:]

@@ -1,8 +1,8 @@
 """What an engine was observed to do, next to the rungs of bounds.py: the study `bounds` of bench.py.
 
 A *cell* is one workload at one batch size. Without observations there is one for each family of trace ids
-("arith/17" is of the workload "arith") at each of `batches`; with them, one for each that was run. Every cell has
-the rungs of bounds.ladder, and where there are observations
+("arith/17" is of the workload "arith") at each of `batches`; with them, one for each that was run. Every cell
+has the rungs of bounds.ladder, and where there are observations
 
     L0        speed-up by the wall clock, {method: autoregressive seconds / seconds}; like all rungs it includes
               reading the prompts
@@ -12,15 +12,15 @@ the rungs of bounds.ladder, and where there are observations
               speed did between pricing and running is in it; "speedup_error", L1 / L0 - 1, of all but the
               autoregressive loop, is free of that
     above     observed seconds / the least the optimum may take (L5; L6 where drafters are combined). Under 1 the
-              model is wrong by that much, or the bound is; 1.5 says that 50 % more time was spent than any choice
-              of lengths needs.
+              model is wrong by that much, or the bound is; 1.5 says that 50 % more time was spent than any
+              choice of lengths needs.
     gap       share of the way from the best single method to L6 that the combined method goes by the clock, and
-              "gap_modelled", all three by the same prices: what its choices are worth, whatever the machine did
-              between pricing and running
+              "gap_modelled", all three by the same prices: what its choices are worth, whatever the machine
+              did between pricing and running
 
 The paper clones a request to make a batch. Here a batch is of different requests unless it says "copies"; for
-different ones the rungs are those of 1/rows of a batch of copies, a bound for linear costs (see bounds.py), and L1
-is exact. numpy only, no torch.
+different ones the rungs are those of 1/rows of a batch of copies, a bound for linear costs (see bounds.py),
+and L1 is exact. numpy only, no torch.
 """
 import numpy as np
 
@@ -31,8 +31,8 @@ COMBINED = "adaptive"                                  # the method that may use
 
 
 def analyse(traces, table, runs=None, published=False, batches=bounds.BATCHES):
-    """All cells, as a dict that JSON can hold. table: a checked cost table; runs: the rows of bench.py's study `run`;
-    published: also what the paper's own simulator says, defects included."""
+    """All cells, as a dict that JSON can hold. table: a checked cost table; runs: the rows of bench.py's
+    study `run`; published: also what the paper's own simulator says, defects included."""
     cost = bounds.CostTable(table)
     names = bounds.compared(traces, cost)
     if runs:
@@ -56,11 +56,11 @@ def summary(cells, name):
     return {"median": float(np.median(errors)), "max": max(errors)} if errors else None
 
 
-# -- observed ------------------------------------------------------------------------------------------------
+# -- observed --------------------------------------------------------------------------------------
 
 def observed_cells(traces, cost, runs, published=False):
     """A cell for each workload and batch that was run."""
-    runs = [r for r in runs if r["identical"] is not None]         # the diffusion models' answers are their own
+    runs = [r for r in runs if r["identical"] is not None]  # the diffusion models' answers are their own
     by_id = {t.id: t for t in traces}
     cells = []
     for plain in runs:
@@ -78,7 +78,8 @@ def observed_cells(traces, cost, runs, published=False):
 
 
 def observed(rows, traces, cost, rungs):
-    """L0, L1, error, above and gap of one cell (see the module). rows: what was run, one row for each method."""
+    """L0, L1, error, above and gap of one cell (see the module). rows: what was run, one row for each
+    method."""
     copies = rows[0]["batch"] if rows[0]["kind"] == "copies" else 1
     clock = {r["method"]: r["seconds"] for r in rows}
 
@@ -112,8 +113,8 @@ def observed(rows, traces, cost, rungs):
 
 
 def reading(plans, traces, cost):
-    """Seconds that drafters take to read the text in front of their first draft for a request, each alone. The
-    bounds leave this out."""
+    """Seconds that drafters take to read the text in front of their first draft for a request, each alone.
+    The bounds leave this out."""
     total = 0.0
     for plan, trace in zip(plans, traces):
         first = {r.name: trace.prompt_len + r.position for r in reversed(plan) if r.name}
@@ -122,8 +123,8 @@ def reading(plans, traces, cost):
 
 
 def plans_of(run, traces):
-    """The plans that a row of bench.py's `run` followed. A drafter that always proposes k needs no record: they follow
-    from the traces (test_measure.py says so). None for a method that has neither."""
+    """The plans that a row of bench.py's `run` followed. A drafter that always proposes k needs no record:
+    they follow from the traces (test_measure.py says so). None for a method that has neither."""
     if run["method"] == "ar":
         return [bounds.autoregressive(t) for t in traces]
     if run["plans"] is not None:
@@ -149,11 +150,11 @@ def unpack(text):
     return plan
 
 
-# -- what the traces alone say -------------------------------------------------------------------------------
+# -- what the traces alone say ---------------------------------------------------------------------
 
 def statistics(traces, names, k=8):
-    """{drafter: accept lengths (tokens a round would gain) by position and by round of k drafts, and the censored
-    share}. By position a long match is counted at each of its tokens, by round once."""
+    """{drafter: accept lengths (tokens a round would gain) by position and by round of k drafts, and the
+    censored share}. By position a long match is counted at each of its tokens, by round once."""
     out = {}
     for m in names:
         positions = np.concatenate([t.accept[m][1:] for t in traces])
@@ -171,18 +172,28 @@ def spread(values):
     """Mean, median, standard deviation, and 5th and 95th percentile."""
     v = np.asarray(values, float)
     low, median, high = np.percentile(v, (5, 50, 95))
-    return {"mean": float(v.mean()), "median": float(median), "std": float(v.std()), "p5": float(low), "p95": float(high)}
+    return {
+        "mean": float(v.mean()),
+        "median": float(median),
+        "std": float(v.std()),
+        "p5": float(low),
+        "p95": float(high),
+    }
 
 
 def speedup_by_context(traces, cost, names, k_max=16):
-    """{rows: {drafter: [(context, speed-up with its best k)]}} at the acceptance that fits all traces: MagicDec's axis
-    (2408.11049). Acceptance here is independent, so this shows a tendency and bounds nothing."""
+    """{rows: {drafter: [(context, speed-up with its best k)]}} at the acceptance that fits all traces:
+    MagicDec's axis (2408.11049). Acceptance here is independent, so this shows a tendency and bounds
+    nothing."""
     out = {}
     for rows in (bounds.BATCHES[0], bounds.BATCHES[-1]):
         for m in names:
             gained = [r.emitted for t in traces for r in bounds.fixed(t, m, 4)] or [1]
             alpha = fit_alpha(float(np.mean(gained)), 4)
-            curve = [(c, max(step_speedup(alpha, k, cost, m, c, rows) for k in range(k_max + 1))) for c in CONTEXTS]
+            curve = []
+            for c in CONTEXTS:
+                best = max(step_speedup(alpha, k, cost, m, c, rows) for k in range(k_max + 1))
+                curve.append((c, best))
             out.setdefault(str(rows), {})[m] = curve
     return out
 
@@ -193,8 +204,8 @@ def expected_tokens(alpha, k):
 
 
 def fit_alpha(tau, k):
-    """The alpha for which `expected_tokens` is tau, by bisection. The acceptance rate (tau - 1) / k is smaller.
-    ValueError unless 1 <= tau <= k + 1."""
+    """The alpha for which `expected_tokens` is tau, by bisection. The acceptance rate (tau - 1) / k is
+    smaller. ValueError unless 1 <= tau <= k + 1."""
     if not 1 <= tau <= k + 1:
         raise ValueError(f"tau {tau} is out of range; allowed is 1 to {k + 1} with {k} drafts a round")
     low, high = 0.0, 1.0
@@ -208,8 +219,8 @@ def fit_alpha(tau, k):
 
 
 def step_speedup(alpha, k, cost, name, context, rows=1):
-    """E T(B, 1) / (T_draft(k) + T(B, k + 1)), the general form of Leviathan's Theorem 3.8. context: cached tokens per
-    row."""
+    """E T(B, 1) / (T_draft(k) + T(B, k + 1)), the general form of Leviathan's Theorem 3.8. context: cached
+    tokens per row."""
     kv = rows * context
     spent = cost.step(kv, rows * (1 + k), rows)
     if k:

@@ -1,20 +1,23 @@
-"""Measure what bounds.py computes from: what a round costs, and what every drafter would get accepted at every position.
+"""Measure what bounds.py computes from: what a round costs, and what every drafter would get accepted at
+every position.
 
-Nothing here is a copy of the decoding loop. Costs are the engine's own clock (`Engine.iterations`) on rounds of a
-chosen shape; accept lengths come from the drafters themselves, asked at every position of an output that is known:
+Nothing here is a copy of the decoding loop. Costs are the engine's own clock (`Engine.iterations`) on rounds
+of a chosen shape; accept lengths come from the drafters themselves, asked at every position of an output that
+is known:
 
-    cost_table     {rows x drafts x context} -> seconds of draft, verification, everything else, for bounds.CostTable
-    dense_traces   for one drafter, [(prompt, output)] -> accept[i], offered[i], censored[i]   (the paper's section
-                   3.2, "advance one token, whatever was accepted", here teacher-forced on one frozen output)
+    cost_table     {rows x drafts x context} -> seconds of draft, verification and the rest, for bounds.CostTable
+    dense_traces   for one drafter, [(prompt, output)] -> accept[i], offered[i], censored[i]   (the paper's
+                   section 3.2, "advance one token, whatever was accepted", here teacher-forced on one frozen output)
     acceptance     chance that one of a drafter's drafts is accepted, over all positions
 
-What differs from the paper and why: its traces are two runs whose outputs diverge; here all drafters see one output,
-so that they can be compared and combined at every position. It times one drafter at one k and fits three constants;
-here rows, drafts and context vary and the grid itself is the table, with a fit next to it to see how far it is off.
+What differs from the paper and why: its traces are two runs whose outputs diverge; here all drafters see one
+output, so that they can be compared and combined at every position. It times one drafter at one k and fits
+three constants; here rows, drafts and context vary and the grid itself is the table, with a fit next to it to
+see how far it is off.
 
-A drafter of this kind must propose the same whatever was drafted before: n-gram, small models and modules that read
-the target's states do (to rounding). SpecGen does not, its selection depends on where the last round ended; it has no
-trace.
+A drafter of this kind must propose the same whatever was drafted before: n-gram, small models and modules
+that read the target's states do (to rounding). SpecGen does not, its selection depends on where the last
+round ended; it has no trace.
 """
 import itertools
 import math
@@ -32,11 +35,11 @@ from minispec.core.verify import greedy_chain
 from minispec.data.traces import LINEAR, Trace, check_costs, ngram_trace
 
 DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
-PROMPTS = (32, 128, 512)                                                        # prompt lengths for the prefill
-PASSES = 3                                                                      # over all rounds of a cost table
+PROMPTS = (32, 128, 512)  # prompt lengths for the prefill
+PASSES = 3  # over all rounds of a cost table
 
 
-# -- timing ----------------------------------------------------------------------------------------------------
+# -- timing ----------------------------------------------------------------------------------------
 
 class Rote:
     """A drafter that costs nothing and knows nothing, to time the rest of a round."""
@@ -50,23 +53,24 @@ class Rote:
 
 
 class Half(Engine):
-    """Accepts the first half of all drafts, right or not: as in decoding, some are rejected, and some the drafter has
-    to read next."""
+    """Accepts the first half of all drafts, right or not: as in decoding, some are rejected, and some the
+    drafter has to read next."""
 
     def judge(self, segments, logits):
         out = []
         for s, (_, token) in zip(segments, super().judge(segments, logits)):
             half = (len(s.drafts) + 1) // 2
-            out.append((list(range(1, half + 1)), token))        # rows of the accepted drafts; row 0 is the root
+            out.append((list(range(1, half + 1)), token))  # rows of the accepted drafts; row 0 is the root
         return out
 
 
 def round_seconds(model, drafter, rows, context, drafts, repeats=1):
-    """Time single rounds of `rows` requests that have `context` cached tokens each on average, with every number of
-    drafts in turn. Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
+    """Time single rounds of `rows` requests that have `context` cached tokens each on average, with every
+    number of drafts in turn. Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
 
-    A drafter begins a round by reading what the last one committed, so a round is only timed if the one before had as
-    many drafts, of which half were accepted. The first round of all, in which a drafter reads the prompt, is a warm-up.
+    A drafter begins a round by reading what the last one committed, so a round is only timed if the one
+    before had as many drafts, of which half were accepted. The first round of all, in which a drafter reads
+    the prompt, is a warm-up.
     """
     turn = 1 + repeats
     order = [max(drafts)] + [k for k in drafts for _ in range(turn)]
@@ -79,16 +83,18 @@ def round_seconds(model, drafter, rows, context, drafts, repeats=1):
 
 
 def read_seconds(model, drafter, rows, context):
-    """What the first round takes a drafter longer than the second, because it reads `context` tokens of each of `rows`
-    requests. The first time it does so, kernels for so many rows are compiled, which is no part of the price."""
+    """What the first round takes a drafter longer than the second, because it reads `context` tokens of each
+    of `rows` requests. The first time it does so, kernels for so many rows are compiled, which is no part of
+    the price."""
     for _ in range(2):
         first, second = (i["seconds"]["draft"] for i in _rounds(model, drafter, rows, context, [1, 1]))
     return max(first - second, 0.0)
 
 
 def _rounds(model, drafter, rows, context, order):
-    """The engine's record of rounds with `order` drafts, `context` cached tokens in the middle of them. The requests
-    come as if their prompts were read already: what the cache holds makes no difference to the time."""
+    """The engine's record of rounds with `order` drafts, `context` cached tokens in the middle of them. The
+    requests come as if their prompts were read already: what the cache holds makes no difference to the
+    time."""
     most = max(1, *order)
     engine = Half(model, lambda e: Lockstep(e, drafter, most), rows)
     gained = sum((k + 1) // 2 + 1 for k in order)
@@ -124,9 +130,9 @@ def prefill_seconds(model, rows, prompt_len, repeats=PASSES):
 
 
 def _timed(model, drafters, asked, ks, cells):
-    """Rounds of every (rows, context) of cells, which may come again: {("verify" or name, rows, context, drafts):
-    [{phase: seconds}]}, of a drafter with the numbers of drafts `asked` of it; and what it took drafters to read,
-    {(name, rows, context): [seconds]}."""
+    """Rounds of every (rows, context) of cells, which may come again: {("verify" or name, rows, context,
+    drafts): [{phase: seconds}]}, of a drafter with the numbers of drafts `asked` of it; and what it took
+    drafters to read, {(name, rows, context): [seconds]}."""
     times, read = {}, {}
 
     def note(name, b, c, timed):
@@ -136,7 +142,7 @@ def _timed(model, drafters, asked, ks, cells):
     for b, c in cells:
         note("verify", b, c, round_seconds(model, Rote(), b, c, ks))
         # One token is timed in rounds without any drafts, one after the other, because that is what decoding
-        # without a drafter is: one row's weights stay in the caches, and it is faster than between larger rounds.
+        # without a drafter is: weights stay in the caches, and it is faster than between larger rounds.
         note("verify", b, c, round_seconds(model, Rote(), b, c, (0,), 4))
         for name, drafter in drafters.items():
             note(name, b, c, round_seconds(model, drafter, b, c, asked[name]))
@@ -144,24 +150,28 @@ def _timed(model, drafters, asked, ks, cells):
     return times, read
 
 
-# -- the cost table ----------------------------------------------------------------------------------------------
+# -- the cost table --------------------------------------------------------------------------------
 
-def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, progress=lambda items, **_: items):
-    """(cost table, report). drafters: {name: drafter}. The table is what bounds.CostTable takes: measured grids of
-    verify (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows. report: how well a
-    linear fit does on the verify grid, and how much the times of a cell scatter. progress: tqdm, or nothing.
+def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS,
+               progress=lambda items, **_: items):
+    """(cost table, report). drafters: {name: drafter}. The table is what bounds.CostTable takes: measured
+    grids of verify (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows.
+    report: how well a linear fit does on the verify grid, and how much the times of a cell scatter. progress:
+    tqdm, or nothing.
 
-    All rounds are timed in PASSES, because a machine's speed drifts: a drafter whose only turn falls into a slow minute
-    would look expensive next to the others. Half of all drafts are accepted, because what was accepted is what a
-    drafter reads first; plans that waste less cost a little more than their price. The price of a drafter is what a
-    round with it takes longer than one whose drafts come from nowhere: its own seconds, and what the target's forward
-    loses because the drafter's weights have pushed out some of its own. A drafter of windows is timed up to the whole
-    window (`gamma`), because it has no more drafts to give."""
+    All rounds are timed in PASSES, because a machine's speed drifts: a drafter whose only turn falls into a
+    slow minute would look expensive next to the others. Half of all drafts are accepted, because what was
+    accepted is what a drafter reads first; plans that waste less cost a little more than their price. The
+    price of a drafter is what a round with it takes longer than one whose drafts come from nowhere: its own
+    seconds, and what the target's forward loses because the drafter's weights have pushed out some of its
+    own. A drafter of windows is timed up to the whole window (`gamma`), because it has no more drafts to
+    give."""
     ks = [k for k in drafts if k]
     asked = {name: sorted({min(k, getattr(d, "gamma", k)) for k in ks}) for name, d in drafters.items()}
     contexts = [c for c in contexts if c + 3 * (sum(drafts) + len(drafts)) <= model.config.block_size]
     if not contexts:
-        raise ValueError(f"a context of {model.config.block_size} is too small to time rounds of up to {max(drafts)} drafts in it")
+        raise ValueError(f"a context of {model.config.block_size} is too small to time rounds of up to "
+                         f"{max(drafts)} drafts in it")
     cells = [(b, c) for _ in range(PASSES) for b in rows for c in contexts]
     times, read = _timed(model, drafters, asked, ks, progress(cells, desc="rounds"))
     scatter = []
@@ -175,8 +185,10 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
         seconds = [[[seconds_of(b, c, t) for c in kv] for t in tokens] for b in rows]
         return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": seconds}
 
-    # What a forward of the target takes, by tokens, and by how much a round with drafts from a drafter takes longer.
-    verify = {(b, c, k + 1): typical(("verify", b, c, k), "verify", "sample") for b in rows for c in contexts for k in (0, *ks)}
+    # What a forward of the target takes, and by how much a round with a drafter takes longer.
+    verify = {}
+    for b, c, k in itertools.product(rows, contexts, (0, *ks)):
+        verify[b, c, k + 1] = typical(("verify", b, c, k), "verify", "sample")
 
     def draft_grid(name):
         def price(b, c, k):
@@ -190,8 +202,8 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
         return grid(contexts, lambda b, _, c: statistics.median(read[name, b, c]), [0])
 
     def overhead(b, *_):
-        some = [s["overhead"] for (name, rows_, *_), cell in times.items() if name == "verify" and rows_ == b for s in cell]
-        return statistics.median(some)
+        some = [cell for (name, rows_, *_), cell in times.items() if name == "verify" and rows_ == b]
+        return statistics.median(s["overhead"] for s in itertools.chain.from_iterable(some))
 
     table = {
         "verify": grid([k + 1 for k in drafts], lambda *cell: verify[cell]),
@@ -214,7 +226,7 @@ def prefill_entry(model, rows):
     return fit_linear(b, n, 0 * n, s, ("base", "row", "token"))
 
 
-# -- fits ----------------------------------------------------------------------------------------------------------
+# -- fits ------------------------------------------------------------------------------------------
 
 def verify_fit(cells):
     """A linear fit to {(rows, context, tokens a row): seconds}, and its residuals."""
@@ -226,10 +238,12 @@ def verify_fit(cells):
 
 def fit_linear(rows, tokens, kv, times, terms=("base", "token", "kv")):
     """Fit a linear entry to measured times, arrays (n,): relative least squares with coefficients >= 0.
-    terms: the coefficients to use. With so few, trying all subsets is exact: the best one without a negative wins."""
+    terms: the coefficients to use. With so few, trying all subsets is exact: the best one without a negative
+    wins."""
     features = dict(zip(LINEAR, (np.ones(len(times)), rows, rows * tokens, tokens, kv, kv * tokens)))
     least, best = float(len(times)), {}
-    for used in itertools.chain.from_iterable(itertools.combinations(terms, n) for n in range(1, len(terms) + 1)):
+    subsets = (itertools.combinations(terms, n + 1) for n in range(len(terms)))
+    for used in itertools.chain.from_iterable(subsets):
         x = np.stack([features[t] for t in used], 1) / times[:, None]
         scale = np.abs(x).max(0) + 1e-300
         c = np.linalg.lstsq(x / scale, np.ones(len(times)), rcond=None)[0] / scale
@@ -252,8 +266,9 @@ def residual(entry, rows, tokens, kv, times):
 
 
 def implied_rates(entry, kv_bytes, weight_bytes, flops):
-    """What a linear verify entry says about the device, to see whether it is plausible: bytes/s read from the cache and
-    for the weights, operations/s. kv_bytes and flops are per token. A coefficient of 0 gives infinity."""
+    """What a linear verify entry says about the device, to see whether it is plausible: bytes/s read from the
+    cache and for the weights, operations/s. kv_bytes and flops are per token. A coefficient of 0 gives
+    infinity."""
     def rate(amount, name):
         return amount / entry[name] if entry.get(name) else math.inf
 
@@ -269,15 +284,16 @@ def kv_bytes_per_token(layers, kv_heads, head_dim, dtype_bytes=2):
     return 2 * layers * kv_heads * head_dim * dtype_bytes
 
 
-# -- dense accept traces ---------------------------------------------------------------------------------------------
+# -- dense accept traces ---------------------------------------------------------------------------
 
 @torch.inference_mode()
 def dense_traces(drafter, model, texts, k_max):
-    """What `drafter` would get accepted by greedy verification at every position of texts [(prompt, output)], all texts
-    together. Returns [(accept, censored, offered)] of arrays (len(output),), as traces.Trace holds them.
+    """What `drafter` would get accepted by greedy verification at every position of texts [(prompt, output)],
+    all texts together. Returns [(accept, censored, offered)] of arrays (len(output),), as traces.Trace holds
+    them.
 
-    At position i the drafter knows the prompt and i output tokens, and is asked for k_max drafts, or as many as an
-    engine would still ask for; then the text goes on by one token, whatever was proposed.
+    At position i the drafter knows the prompt and i output tokens, and is asked for k_max drafts, or as many
+    as an engine would still ask for; then the text goes on by one token, whatever was proposed.
     """
     requests = [Request(prompt, len(output)) for prompt, output in texts]
     features = [_features(model, drafter, prompt + output) for prompt, output in texts]
@@ -320,8 +336,8 @@ def _features(model, drafter, ids):
 
 
 def traces_of(drafters, model, texts, k_max=16, progress=lambda items, **_: items):
-    """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs. An n-gram trace needs no
-    model: it follows from the tokens."""
+    """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs. An n-gram trace
+    needs no model: it follows from the tokens."""
     out = {id: Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()}
     for name, drafter in progress(list(drafters.items()), desc="traces"):
         if isinstance(drafter, NGram):
@@ -339,9 +355,10 @@ def traces_of(drafters, model, texts, k_max=16, progress=lambda items, **_: item
 
 
 def acceptance(drafter, model, texts, k=4):
-    """The chance that a draft is accepted on texts [(prompt, output)]: accepted over judged drafts, k at every position."""
+    """The chance that a draft is accepted on texts [(prompt, output)]: accepted over judged drafts, k at
+    every position."""
     hits = judged = 0
     for accept, _, offered in dense_traces(drafter, model, texts, k):
         hits += int((accept - 1).sum())
-        judged += int(np.minimum(accept, offered).sum())         # of those offered, up to the first rejected one
+        judged += int(np.minimum(accept, offered).sum())  # of those offered, up to the first rejected one
     return hits / max(judged, 1)

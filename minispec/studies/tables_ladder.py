@@ -5,12 +5,13 @@ FEW = 0.05                       # the censored share of positions above which a
 
 
 def ladder_table(r):
-    """All that studies/ladder.py found. r: what `analyse` returns; cells that were stored before there was a censored
-    share have empty places for it."""
+    """All that studies/ladder.py found. r: what `analyse` returns; cells that were stored before there was a
+    censored share have empty places for it."""
     parts = [brief_table(r), rungs_table(r)]
     if any(censored(c, m) for c in r["cells"] for m in [*c["L5"], "all"]):
-        parts.append(f"*: at more than {percent(FEW)} of the positions all drafts of the trace were accepted, so longer rounds "
-                     "might gain more; the figure only bounds rounds of at most as many drafts.")
+        parts.append(
+            f"*: at more than {percent(FEW)} of the positions all drafts of the trace were accepted, so longer "
+            "rounds might gain more; the figure only bounds rounds of at most as many drafts.")
     if any("published" in c for c in r["cells"]):
         parts.append(published_table(r))
     if r.get("left_out"):
@@ -18,7 +19,8 @@ def ladder_table(r):
     errors = []
     for what, e in (("seconds", r["model_error"]), ("speed-ups", r["speedup_error"])):
         if e:
-            errors.append(f"modelled over observed {what}: median {percent(e['median'])}, at most {percent(e['max'])}")
+            median, most = percent(e["median"]), percent(e["max"])
+            errors.append(f"modelled over observed {what}: median {median}, at most {most}")
     if errors:
         parts.append(f"Error of the cost model, {'; '.join(errors)}.")
     return "\n\n".join(parts)
@@ -64,8 +66,10 @@ def brief_table(r):
         rows.append(row(line))
     head = ["workload", "batch"]
     if seen:
-        head += ["observed, best single", "observed, adaptive", "share of the gap to L6 it closes", "the same, modelled"]
-    head += ["L2 best fixed k", "L5 optimum, best single", "L6 all drafters", "L7 free drafters", "L9 one pass", "censored"]
+        head += ["observed, best single", "observed, adaptive", "share of the gap to L6 it closes",
+                 "the same, modelled"]
+    head += ["L2 best fixed k", "L5 optimum, best single", "L6 all drafters", "L7 free drafters",
+             "L9 one pass", "censored"]
     return table(row(head), rows)
 
 
@@ -82,22 +86,28 @@ def rungs_table(r):
                 line += ["", two(c["L4"].get(m)), bound(c, m, c["L6"]), bound(c, m, c["L7"]), two(c["L9"])]
             else:
                 fixed = c["L2"][m]
-                line += [f"{two(fixed['speedup'])}, k {fixed['k']}", two(c["L4"][m]), bound(c, m, c["L5"][m]), "", ""]
+                best = f"{two(fixed['speedup'])}, k {fixed['k']}"
+                line += [best, two(c["L4"][m]), bound(c, m, c["L5"][m]), "", ""]
             rows.append(row([*line, percent(share(c, m))]))
     head = ["workload", "batch", "drafter"]
     if seen:
         head += ["L0 observed", "L1 modelled", "time over the bound's"]
-    head += ["L2 best fixed k", "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters", "L9 one pass", "censored"]
+    head += ["L2 best fixed k", "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters",
+             "L9 one pass", "censored"]
     return table(row(head), rows)
 
 
 def published_table(r):
-    """The paper's simulator next to the optimum, both by both averages: its own is of rates, that of all other tables of time."""
+    """The paper's simulator next to the optimum, both by both averages: its own is of rates, that of all
+    other tables of time."""
     rows = []
     for c in r["cells"]:
         for m, x in c.get("published", {}).items():
-            figures = [two(x[who][average]) for average in ("total", "rates") for who in ("simulator", "optimum")]
-            rows.append(row([c["workload"], batch_of(c), m, *figures]))
-    head = ["workload", "batch", "drafter", "the paper's simulator, total time", "L5 / L6 optimum, total time",
+            line = [c["workload"], batch_of(c), m]
+            for average in ("total", "rates"):
+                line += [two(x["simulator"][average]), two(x["optimum"][average])]
+            rows.append(row(line))
+    head = ["workload", "batch", "drafter",
+            "the paper's simulator, total time", "L5 / L6 optimum, total time",
             "the paper's simulator, mean of rates", "L5 / L6 optimum, mean of rates"]
     return table(row(head), rows)
