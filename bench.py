@@ -58,7 +58,8 @@ STUDIES = {study.__name__: study for study in (
     profile, trace, run, bounds,
 )}
 WHOLE = ("profile", "trace", "run", "bounds")                       # where nothing is asked for
-BY_NAME = ("prism_arms", "specdiff_objectives", "cdlm_losses")      # only by name: they compare what --arms holds
+# Only by name: they compare what --arms holds.
+BY_NAME = ("prism_arms", "specdiff_objectives", "cdlm_losses")
 
 
 # -- arguments -------------------------------------------------------------------------------------
