@@ -1,36 +1,38 @@
-"""SpecGen / SparseSpec (arXiv 2512.01278): a model drafts for itself by attending sparsely, then verifies in full.
+"""SpecGen / SparseSpec (arXiv 2512.01278): a model drafts for itself by attending sparsely, then verifies in
+full.
 
-Decoding long chains of thought is bound by reading the key/value cache. So draft k tokens with the same weights but
-only about 5 % of the cache, then check all of them in one forward that reads all of it. That forward computes every
-attention probability anyway, and those probabilities choose the 5 % for the next round (PillarAttn): no second model,
-no training.
+Decoding long chains of thought is bound by reading the key/value cache. So draft k tokens with the same
+weights but only about 5 % of the cache, then check all of them in one forward that reads all of it. That
+forward computes every attention probability anyway, and those probabilities choose the 5 % for the next round
+(PillarAttn): no second model, no training.
 
 One round of a request that has N tokens in the cache and N + 1 committed:
-    DRAFT    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the round's own
-             rows
+    DRAFT    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the
+             round's own rows
     VERIFY   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
-    (judge)  greedy or rejection sampling with the draft's own distributions: a of k drafts, and one more token; then,
-             for every layer and KV head, select the positions to draft with in the next round
-Before the first round the prompt is read. With delayed verification the host judges while the next forward already
-runs; the request sits that iteration out (STALL), the others do not wait. See Phase for the state machine.
+    (judge)  greedy or rejection sampling with the draft's own distributions: a of k drafts, and one more
+             token; then, for every layer and KV head, select the positions to draft with in the next round
+Before the first round the prompt is read. With delayed verification the host judges while the next forward
+already runs; the request sits that iteration out (STALL), the others do not wait. See Phase for the state
+machine.
 
-Unified schedule: requests in all phases share one forward. If all drafted together and verified together, forwards
-would have B rows k times and then (k + 1) B rows; with the phases spread evenly each has about (2k + 1) / (k + 1) B.
-A request is put into the emptiest place of the schedule when it starts to draft, by making its first round shorter,
-and stays there.
+Unified schedule: requests in all phases share one forward. If all drafted together and verified together,
+forwards would have B rows k times and then (k + 1) B rows; with the phases spread evenly each has about (2k +
+1) / (k + 1) B. A request is put into the emptiest place of the schedule when it starts to draft, by making
+its first round shorter, and stays there.
 
-Glossary, code <-> paper: k draft steps per round (spec_stride); sparsity = s, the budget's share of the context; a
-accepted drafts; `scores` the mean softmax probability of a position over the k + 1 verification rows and the query
-heads of a group; `recent` how many positions are taken because they are the newest.
+Glossary, code <-> paper: k draft steps per round (spec_stride); sparsity = s, the budget's share of the
+context; a accepted drafts; `scores` the mean softmax probability of a position over the k + 1 verification
+rows and the query heads of a group; `recent` how many positions are taken because they are the newest.
 
-What differs from the paper and why: draft rows write their keys and values into a short buffer of the round, which
-also holds a copy of the selected ones, instead of into the cache. The selection is fixed for a round, so gathering it
-once is cheaper on a CPU than gathering it at every step, and the cache never holds a value computed under sparse
-attention at all (the paper overwrites them at verification). All k + 1 rows count in the scores; the released kernel
-drops rows beyond its first tile. By default scores are handed on to the positions behind and remembered
-(`look_ahead`); select="pillar" is the paper's rule. Selections are positions, not slots, so a request may move or
-leave the device. On a GPU (`fused_attend`) it is meant to be as in the paper, with CUDA graphs (kernels/graphs.py);
-it has not run on one yet.
+What differs from the paper and why: draft rows write their keys and values into a short buffer of the round,
+which also holds a copy of the selected ones, instead of into the cache. The selection is fixed for a round,
+so gathering it once is cheaper on a CPU than gathering it at every step, and the cache never holds a value
+computed under sparse attention at all (the paper overwrites them at verification). All k + 1 rows count in
+the scores; the released kernel drops rows beyond its first tile. By default scores are handed on to the
+positions behind and remembered (`look_ahead`); select="pillar" is the paper's rule. Selections are positions,
+not slots, so a request may move or leave the device. On a GPU (`fused_attend`) it is meant to be as in the
+paper, with CUDA graphs (kernels/graphs.py); it has not run on one yet.
 """
 import math
 import random
@@ -50,12 +52,13 @@ GROWTH = 64                                  # entries that a pool of selections
 N_SINKS = 4                                  # first positions that a plain window keeps (StreamingLLM)
 
 
-# -- what draft rows see -----------------------------------------------------------------------------------------------
+# -- what draft rows see -------------------------------------------------------------------------------------
 
 class PillarKeys:
-    """What the draft rows of a request may see in one round: selected (L, G, c) positions, chosen per layer and KV
-    head, and the `recent` newest of `length` cached ones (selected None: all of them); then the rows of the round
-    itself. `base` is the request's first slot. One row at a time is drafted, so there is one forward for each draft."""
+    """What the draft rows of a request may see in one round: selected (L, G, c) positions, chosen per layer
+    and KV head, and the `recent` newest of `length` cached ones (selected None: all of them); then the rows
+    of the round itself. `base` is the request's first slot. One row at a time is drafted, so there is one
+    forward for each draft."""
     scores = None
 
     def __init__(self, pool, base, length, selected, recent):
@@ -65,13 +68,13 @@ class PillarKeys:
         self.selected = selected
         self.recent = recent
         self.n = length if selected is None else selected.shape[-1] + recent   # entries of the list so far
-        self.row = None                                                        # in the pool, once it is gathered
+        self.row = None  # in the pool, once it is gathered
 
 
 class DraftPool:
-    """A copy of what every drafting request may see, (L, rows, G, width, D), so that one product a layer serves all
-    of them. A row is gathered by the first draft step of a round; every step appends to it. (On a GPU the kernel
-    reads the cache in place, and there is no copy.)"""
+    """A copy of what every drafting request may see, (L, rows, G, width, D), so that one product a layer
+    serves all of them. A row is gathered by the first draft step of a round; every step appends to it. (On a
+    GPU the kernel reads the cache in place, and there is no copy.)"""
 
     def __init__(self, cache, room):
         """room: draft rows that a round may append."""
@@ -151,7 +154,7 @@ class DraftPool:
         return attend
 
 
-# -- which positions ---------------------------------------------------------------------------------------------------
+# -- which positions -----------------------------------------------------------------------------------------
 
 def budget(length, sparsity, min_budget):
     """Positions a draft row may see of `length` cached ones (the paper's budget rule)."""
@@ -159,9 +162,10 @@ def budget(length, sparsity, min_budget):
 
 
 def look_ahead(scores, memory):
-    """Scores (L, G, T) of the selection "ahead". Heads that looked at a position are about to look at those behind
-    it, because text is read in order. So a score is passed on to the next 7, a fifth less at every position. And what
-    was looked at in earlier rounds, memory (L, G, up to T) or None, counts half with every round since."""
+    """Scores (L, G, T) of the selection "ahead". Heads that looked at a position are about to look at those
+    behind it, because text is read in order. So a score is passed on to the next 7, a fifth less at every
+    position. And what was looked at in earlier rounds, memory (L, G, up to T) or None, counts half with every
+    round since."""
     # Doubling: 3 steps reach 7 positions.
     for step in REACH:
         passed = 0.8 ** step * scores[..., :-step]
@@ -172,7 +176,7 @@ def look_ahead(scores, memory):
     return scores
 
 
-# -- the state of a request --------------------------------------------------------------------------------------------
+# -- the state of a request ----------------------------------------------------------------------------------
 
 class Phase(Enum):
     """What a request does in an iteration. The engine reads its prompt first, like a verification.
@@ -191,9 +195,9 @@ class Phase(Enum):
 class Round:
     """A request's notes: the selection that its drafts use, the drafts so far, and where it is in its round.
 
-    selected (L, G, c): positions, or None for all. recent: how many of the newest are seen besides. memory (L, G, T):
-    scores that the next selection remembers. place: the first iteration of the schedule's k + 1 that it has; None for
-    the first round of a request, which gets its place when it starts.
+    selected (L, G, c): positions, or None for all. recent: how many of the newest are seen besides. memory
+    (L, G, T): scores that the next selection remembers. place: the first iteration of the schedule's k + 1
+    that it has; None for the first round of a request, which gets its place when it starts.
     """
 
     def __init__(self, selected=None, recent=0, memory=None, place=None):
@@ -218,11 +222,11 @@ class Round:
 class SpecGen:
     """The planner of self-speculation.
 
-    k: drafts a round; sparsity, min_budget: size of the selection; recent_share: part of the budget that goes to the
-    newest positions (the official rule, share 0, forces only the accepted + 2 newest in); select: "pillar", the
-    paper's; "ahead", the same with `look_ahead`; "window", the first and the newest positions; schedule: "unified",
-    "lockstep" (join the fullest place) or "random"; delayed: judge beside the next forward. ValueError for settings
-    out of range.
+    k: drafts a round; sparsity, min_budget: size of the selection; recent_share: part of the budget that goes
+    to the newest positions (the official rule, share 0, forces only the accepted + 2 newest in); select:
+    "pillar", the paper's; "ahead", the same with `look_ahead`; "window", the first and the newest positions;
+    schedule: "unified", "lockstep" (join the fullest place) or "random"; delayed: judge beside the next
+    forward. ValueError for settings out of range.
     """
     name = "specgen"
     taps = None
@@ -234,7 +238,8 @@ class SpecGen:
         check_k(k)
         if not 0 < sparsity <= 1:
             raise ValueError(f"sparsity {sparsity} is out of range; allowed is above 0 up to 1 (everything)")
-        for what, value, allowed in (("selection", select, self.selections), ("schedule", schedule, SCHEDULES)):
+        choices = (("selection", select, self.selections), ("schedule", schedule, SCHEDULES))
+        for what, value, allowed in choices:
             if value not in allowed:
                 raise ValueError(f"unknown {what} '{value}'; choose from {', '.join(allowed)}")
         self.engine = engine
@@ -261,10 +266,11 @@ class SpecGen:
     def widest(self, length):
         return budget(length, self.sparsity, self.min_budget)
 
-    # -- plan: which rows, which keys ----------------------------------------------------------------------------------
+    # -- plan: which rows, which keys ------------------------------------------------------------------------
 
     def plan(self, ready):
-        """Segments for the requests that draft or verify. Those that draft come first: one product serves them."""
+        """Segments for the requests that draft or verify. Those that draft come first: one product serves
+        them."""
         if self.pool is None or self.pool.cache is not self.engine.cache:
             self.pool = DraftPool(self.engine.cache, self.k)
         for r in ready:
@@ -284,7 +290,8 @@ class SpecGen:
         r.state.advance()
 
     def _first_place(self, ready):
-        """Where in the schedule a request starts: the emptiest place, so that all forwards have about as many rows."""
+        """Where in the schedule a request starts: the emptiest place, so that all forwards have about as
+        many rows."""
         loads = [0] * (self.k + 1)
         for other in ready:
             state = other.state
@@ -317,7 +324,7 @@ class SpecGen:
             self.pool.give_back(state.keys)
         state.keys = None
 
-    # -- settle: drafts, then verdicts and selections ------------------------------------------------------------------
+    # -- settle: drafts, then verdicts and selections --------------------------------------------------------
 
     def take_drafts(self, requests, logits):
         """Draw the next draft of each request from the logits (n, V) of its draft row."""
@@ -343,8 +350,8 @@ class SpecGen:
             r.state = self._select(r, segment.keys, len(segment.tokens) - 1)
 
     def _select(self, r, keys, accepted):
-        """The next round's positions: the accepted + 2 newest (not every row saw those, so their averages do not
-        compare), more newest ones by recent_share, then the top scores of this verification."""
+        """The next round's positions: the accepted + 2 newest (not every row saw those, so their averages do
+        not compare), more newest ones by recent_share, then the top scores of this verification."""
         length = r.n_cached
         b = self.widest(length)
         if b == length:
@@ -367,7 +374,7 @@ class SpecGen:
             memory = scores
         return scores[:, :, :older].topk(n, dim=-1, sorted=False).indices, memory
 
-    # -- the rest of what the engine asks of a planner -----------------------------------------------------------------
+    # -- the rest of what the engine asks of a planner -------------------------------------------------------
 
     def observe(self, segment, rows):
         """There is no drafter that reads the target's states."""
@@ -381,25 +388,25 @@ class SpecGen:
         r.state = None
 
 
-# -- when does it pay? -------------------------------------------------------------------------------------------------
+# -- when does it pay? ---------------------------------------------------------------------------------------
 
 def predicted_speedup(k, accepted, attention_share, draft_cost, growth=1.0, verify_cost=1.0, select_cost=0.0,
                       delayed=False, host_cost=0.0, rounds=math.inf, batch=1):
     """Speed-up over autoregressive decoding of the same batch (the paper's cost model).
 
-    accepted: of k drafts, on average. attention_share: part of an autoregressive step. growth: how much longer
-    everything else takes on the (2k + 1) / (k + 1) as many rows of a mixed forward. In units of a step's attention:
-    draft_cost that of a draft step, verify_cost that of a verification's k + 1 rows, select_cost choosing and
-    gathering for a round. Where a step is bound by reading weights and keys, the paper's case, they are s, 1 and 0,
-    and growth is 1. host_cost: what an iteration's planning and judging takes longer than in the autoregressive loop,
-    in steps.
+    accepted: of k drafts, on average. attention_share: part of an autoregressive step. growth: how much
+    longer everything else takes on the (2k + 1) / (k + 1) as many rows of a mixed forward. In units of a
+    step's attention: draft_cost that of a draft step, verify_cost that of a verification's k + 1 rows,
+    select_cost choosing and gathering for a round. Where a step is bound by reading weights and keys, the
+    paper's case, they are s, 1 and 0, and growth is 1. host_cost: what an iteration's planning and judging
+    takes longer than in the autoregressive loop, in steps.
 
-    A round takes k + 1 iterations (one more if delayed) and commits accepted + 1 tokens. rounds: of an answer, where
-    all of a batch begin together and are waited for: the schedule spreads them over k + 1 places, and the last one
-    ends so much later.
+    A round takes k + 1 iterations (one more if delayed) and commits accepted + 1 tokens. rounds: of an
+    answer, where all of a batch begin together and are waited for: the schedule spreads them over k + 1
+    places, and the last one ends so much later.
     """
     iteration = growth * (1 - attention_share) + host_cost
     attention = (k * draft_cost + verify_cost + select_cost) * attention_share
-    seconds = (k + 1 + delayed) * iteration + attention                        # of a round, in autoregressive steps
-    spread = min(batch - 1, k) / (k + 1)                                       # rounds that the last request is behind
+    seconds = (k + 1 + delayed) * iteration + attention  # of a round, in autoregressive steps
+    spread = min(batch - 1, k) / (k + 1)  # rounds that the last request is behind
     return (accepted + 1) / seconds / (1 + spread / rounds)

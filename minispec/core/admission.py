@@ -1,27 +1,30 @@
-"""Who may be decoded now? Admission of requests to the cache, and what happens when the cache is full (SpecGen section
-4.4: "dynamic KV-cache manager").
+"""Who may be decoded now? Admission of requests to the cache, and what happens when the cache is full
+(SpecGen section 4.4: "dynamic KV-cache manager").
 
 The length of a chain of thought is not known beforehand. Policies:
 
-    reserve    a request enters when its longest possible answer fits; nothing ever goes wrong, much of the cache stays
-               empty
-    oracle     a request enters when its true length fits (Request.final_length, known to a benchmark only; where that
-               was too short, it goes on as `preempt` does)
-    preempt    enter as soon as the prompt fits; when the cache is full, drop the youngest request and compute it again
-               later
-    offload    the same, but the youngest moves to host memory in chunks and comes back before anybody new is admitted
+    reserve    a request enters when its longest possible answer fits; nothing ever goes wrong, and much of the
+               cache stays empty
+    oracle     a request enters when its true length fits (Request.final_length, known to a benchmark only;
+               where that was too short, it goes on as `preempt` does)
+    preempt    enter as soon as the prompt fits; when the cache is full, drop the youngest request and compute
+               it again later
+    offload    the same, but the youngest moves to host memory in chunks and comes back before anybody new is
+               admitted
 
-The oldest request always goes on, so every request ends. The youngest leaves first and the last one to leave comes back
-first, so those that wait on the host are a stack and service is in order of age. Nobody leaves while a verdict on its
-last verification is due (delayed verification), because that verdict says how much of its cache is valid.
+The oldest request always goes on, so every request ends. The youngest leaves first and the last one to leave
+comes back first, so those that wait on the host are a stack and service is in order of age. Nobody leaves
+while a verdict on its last verification is due (delayed verification), because that verdict says how much of
+its cache is valid.
 """
 POLICIES = ("reserve", "oracle", "preempt", "offload")
 CHUNK = 1024            # tokens that move between device and host at once
-GROWTH = 64             # slots that a run grows by beyond its need, while there is room: growing may mean moving
+GROWTH = 64  # slots that a run grows by beyond its need, while there is room: growing may mean moving
 
 
 class Admission:
-    """Moves requests between engine.waiting, engine.active (oldest first) and `paused` (on the host, youngest first)."""
+    """Moves requests between engine.waiting, engine.active (oldest first) and `paused` (on the host,
+    youngest first)."""
 
     def __init__(self, engine, policy="reserve"):
         if policy not in POLICIES:
@@ -32,14 +35,15 @@ class Admission:
         self.recomputed = 0                                # tokens that `preempt` threw away
 
     def step(self):
-        """Before an iteration: make room for what the active requests will write, then let others in. Returns what
-        had to be judged for that, as [(request, newly committed tokens)]."""
+        """Before an iteration: make room for what the active requests will write, then let others in. Returns
+        what had to be judged for that, as [(request, newly committed tokens)]."""
         engine = self.engine
         active = engine.active
         judged = []
         if self.policy != "reserve":
             if self._missing_slots() > engine.cache.free:
-                # Somebody must leave, so nobody may wait for a verdict. Those that it finishes make room, too.
+                # Somebody must leave, so nobody may wait for a verdict. Those that it
+                # finishes make room, too.
                 judged = engine.settle()
                 engine.retire()
             # The oldest first; the youngest may leave meanwhile.
@@ -68,7 +72,8 @@ class Admission:
         return sum(max(self.reach(r) - r.run.size, 0) for r in self.engine.active)
 
     def _make_room(self, r):
-        """Room for the next rows of an active request, at the cost of younger ones. False if it had to leave."""
+        """Room for the next rows of an active request, at the cost of younger ones. False if it had to
+        leave."""
         cache = self.engine.cache
         need = self.reach(r)
         if r.run.size >= need:
@@ -92,7 +97,8 @@ class Admission:
     def _push_out(self, r):
         assert not any(s.request is r for s in self.engine.unjudged), "a request leaves before its verdict"
         if self.policy == "offload":
-            self.engine.cache.charged -= self.engine.planner.extra_slots(r)      # its buffers count as moved with it
+            # its buffers count as moved with it
+            self.engine.cache.charged -= self.engine.planner.extra_slots(r)
             self.paused.append(r)
         else:
             self.recomputed += r.n_cached
@@ -110,8 +116,8 @@ class Admission:
         return True
 
     def _resume(self, r):
-        """Bring a request back, chunk by chunk, once the next rows of all others fit next to it. True when it is
-        whole again."""
+        """Bring a request back, chunk by chunk, once the next rows of all others fit next to it. True when it
+        is whole again."""
         cache = self.engine.cache
         extra = self.engine.planner.extra_slots(r)
         size = max(self.reach(r), r.run.size + r.run.on_host)

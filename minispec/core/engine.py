@@ -4,21 +4,23 @@
     forward  one packed pass of the target over all rows of all requests
     settle   judge the drafts, commit tokens, roll back
 
-The engine reads prompts, runs the forward, judges and commits. Who plans the rest is the method. `Lockstep` lets a
-drafter (n-gram, small model, ...) propose and verifies every request in every iteration; without a drafter it is
-plain autoregressive decoding. SpecGen (specgen.py) is the other planner: its requests are in different phases.
+The engine reads prompts, runs the forward, judges and commits. Who plans the rest is the method. `Lockstep`
+lets a drafter (n-gram, small model, ...) propose and verifies every request in every iteration; without a
+drafter it is plain autoregressive decoding. SpecGen (specgen.py) is the other planner: its requests are in
+different phases.
 
-Invariant between iterations, for a request that has been prefilled: all committed tokens but the last have keys and
-values in the cache. The last one is the first row of the next forward, so no pass is spent on updating the cache.
+Invariant between iterations, for a request that has been prefilled: all committed tokens but the last have
+keys and values in the cache. The last one is the first row of the next forward, so no pass is spent on
+updating the cache.
 
-With delayed verification (`planner.delayed`) the host judges an iteration while the next forward runs. Requests that
-wait for their verdict sit that forward out.
+With delayed verification (`planner.delayed`) the host judges an iteration while the next forward runs.
+Requests that wait for their verdict sit that forward out.
 
-What a request gets, and its neighbours: each has its own keys, coins and limits. So greedy output does not depend on
-the other requests (up to rounding: a forward with more rows may round differently), and neither does the
-distribution of sampled output. The tokens that a seed draws do not depend on them either, as long as the method does
-not adapt to the batch. SpecGen's schedule and the adaptive drafter do: there the neighbours decide how many drafts a
-round has, and so which coin judges which token.
+What a request gets, and its neighbours: each has its own keys, coins and limits. So greedy output does not
+depend on the other requests (up to rounding: a forward with more rows may round differently), and neither
+does the distribution of sampled output. The tokens that a seed draws do not depend on them either, as long as
+the method does not adapt to the batch. SpecGen's schedule and the adaptive drafter do: there the neighbours
+decide how many drafts a round has, and so which coin judges which token.
 """
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,17 +30,18 @@ import torch
 
 from minispec.core import verify
 from minispec.core.admission import Admission
-from minispec.core.attention import (FullKeys, can_fuse, fused_attend, fused_inputs, keep_scores, packed_attend,
-                                     tree_mask)
+from minispec.core.attention import (FullKeys, can_fuse, fused_attend, fused_inputs, keep_scores,
+                                     packed_attend, tree_mask)
 from minispec.core.kv_cache import KVCache
 from minispec.core.verify import Sampling, draw, point_mass_tree, warp
 
 
 @dataclass
 class Step:
-    """One round of a request: `proposed` drafts (of a tree: its depth) by `proposer` when `position` tokens had been
-    generated, `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended
-    inside), and the request's share of the seconds spent on drafting and on the target's verifying forward."""
+    """One round of a request: `proposed` drafts (of a tree: its depth) by `proposer` when `position` tokens
+    had been generated, `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the
+    answer ended inside), and the request's share of the seconds spent on drafting and on the target's
+    verifying forward."""
     position: int
     proposed: int
     accepted: int
@@ -50,13 +53,14 @@ class Step:
 
 @dataclass
 class Generation:
-    """What a request got. who[i] tells where token_ids[i] came from: "draft" (accepted), "correction" (the target's
-    token in place of a rejected draft), "bonus" (after a fully accepted chain), "plain" (nothing was proposed)."""
+    """What a request got. who[i] tells where token_ids[i] came from: "draft" (accepted), "correction" (the
+    target's token in place of a rejected draft), "bonus" (after a fully accepted chain), "plain" (nothing was
+    proposed)."""
     prompt_ids: list
     token_ids: list = field(default_factory=list)
     who: list = field(default_factory=list)
     steps: list = field(default_factory=list)
-    finish: str = ""                     # "stop": end of text; "length": token limit; "cancelled"; "": not finished
+    finish: str = ""  # "stop": end of text; "length": token limit; "cancelled"; "": not finished
 
 
 class Request:
@@ -101,8 +105,8 @@ class Request:
         return torch.rand(n, generator=self.rng)
 
     def commit(self, tokens, proposed, accepted, proposer):
-        """Append a round's tokens (accepted drafts, then one more), cut at the end of text and at the length limit.
-        Returns the tokens that were kept. proposer "": no round, but the end of a prompt."""
+        """Append a round's tokens (accepted drafts, then one more), cut at the end of text and at the length
+        limit. Returns the tokens that were kept. proposer "": no round, but the end of a prompt."""
         g = self.generation
         kept = tokens[:self.remaining]
         stops = [i for i, token in enumerate(kept) if token in self.stop_ids]
@@ -135,8 +139,9 @@ def check_k(k, most=MAX_K):
 
 
 def draw_drafts(requests, logits):
-    """The next draft token of each request from its drafter's logits (n, V), by the request's own sampling settings.
-    Returns the tokens and the distributions they were drawn from: (V,) each, None for a greedy argmax."""
+    """The next draft token of each request from its drafter's logits (n, V), by the request's own sampling
+    settings. Returns the tokens and the distributions they were drawn from: (V,) each, None for a greedy
+    argmax."""
     tokens = logits.argmax(-1).tolist()
     q = [None] * len(requests)
     # Rows with the same settings are warped and drawn together.
@@ -164,9 +169,9 @@ class Segment:
     n_logits: int                        # logits are wanted for the last n_logits rows
     drafts: list = field(default_factory=list)
     q: torch.Tensor = None               # (k, V) distributions the drafts were drawn from; None: point masses
-    parents: list = None                 # of a tree: the row that each draft hangs from (verify.py); None: a chain
+    parents: list = None  # of a tree: the row that each draft hangs from (verify.py); None: a chain
     rule: object = point_mass_tree       # of a tree: the rule that judges it where tokens are sampled
-    features: torch.Tensor = None        # (n, F) what the drafter asked to see of the rows, set by the forward
+    features: torch.Tensor = None  # (n, F) what the drafter asked to see of the rows, set by the forward
 
     @property
     def positions(self):
@@ -186,8 +191,8 @@ class Engine:
     admission.py; host_tokens: size of the host pool for "offload" (default: as many as the pool has).
     """
 
-    def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512, admission="reserve",
-                 host_tokens=None):
+    def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512,
+                 admission="reserve", host_tokens=None):
         for what, value in (("batch", batch_size), ("prefill chunk", prefill_chunk)):
             if value < 1:
                 raise ValueError(f"{what} {value} is out of range; allowed is 1 or more")
@@ -204,21 +209,22 @@ class Engine:
         self.unjudged = []                               # segments that were verified and not judged yet,
         self.unjudged_logits = None                      # and their rows of logits
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
-        self.iterations = []                             # of each one: rows by kind, the pool, seconds by phase
+        self.iterations = []  # of each one: rows by kind, the pool, seconds by phase
         self.judging = 0.0                               # seconds of this iteration spent on acceptance
         self.group = model.config.n_head // model.config.n_kv_head
         self.fused = model.device.type == "cuda" and self.planner.fusable and can_fuse(model)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
         self.thread = ThreadPoolExecutor(1) if self.planner.delayed else None
 
-    # -- the loop ------------------------------------------------------------------------------------------------------
+    # -- the loop --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def stream(self, requests):
         """Answer the requests; yields (request, newly committed tokens) as they are committed.
 
-        One stream at a time. Closing it (or leaving its loop) releases all that is not finished: those requests keep
-        their tokens, and may be streamed again, where they go on. ValueError for what can never be answered.
+        One stream at a time. Closing it (or leaving its loop) releases all that is not finished: those
+        requests keep their tokens, and may be streamed again, where they go on. ValueError for what can never
+        be answered.
         """
         if self.active or self.waiting or self.admission.paused:
             raise ValueError("another stream of this engine is open; finish or close it first")
@@ -226,7 +232,7 @@ class Engine:
             self._prepare(requests)
             while True:
                 started = time.perf_counter()
-                self.retire()                           # finished, or cancelled while the caller had the tokens
+                self.retire()  # finished, or cancelled while the caller had the tokens
                 if not (self.waiting or self.active or self.admission.paused):
                     break
                 yield from self._iterate(started)
@@ -265,8 +271,8 @@ class Engine:
         return plan + [self._prefill(r) for r in going if not r.is_read]
 
     def _prefill(self, request):
-        """The next chunk of a prompt; the chunk that ends it yields the first token. A planner that wants the last
-        rows' attention scores gets them as a chunk of their own."""
+        """The next chunk of a prompt; the chunk that ends it yields the first token. A planner that wants the
+        last rows' attention scores gets them as a chunk of their own."""
         start = request.n_cached
         end = len(request.tokens)
         last_rows = end - self.planner.record_prompt
@@ -277,7 +283,8 @@ class Engine:
 
     @torch.inference_mode()
     def forward(self, plan):
-        """One packed pass of the target. Returns the logits (n, V) of all rows that want them, in plan order."""
+        """One packed pass of the target. Returns the logits (n, V) of all rows that want them, in plan
+        order."""
         if not plan:
             return None
         started = time.perf_counter()
@@ -320,7 +327,8 @@ class Engine:
         return list(self.model.features(tokens, positions, attend, self.planner.taps))
 
     def _take_in(self, plan, logits):
-        """Sort what a forward gave: prompts are cached, drafts go to the planner, the rest waits for its verdict."""
+        """Sort what a forward gave: prompts are cached, drafts go to the planner, the rest waits for its
+        verdict."""
         for s in plan:
             if s.kind == "prefill":
                 s.request.n_cached += len(s.tokens)
@@ -349,7 +357,8 @@ class Engine:
             drafts = [s.drafts[row - 1] for row in path]
             proposer = ""
             if s.kind == "verify":
-                # Rejected rows of a chain are simply overwritten by the next ones; of a tree the path moves together.
+                # Rejected rows of a chain are simply overwritten by the next ones; of a
+                # tree the path moves together.
                 if s.parents is not None:
                     self.cache.keep(r.run.first + r.n_cached, [0, *path])
                 r.n_cached += 1 + len(path)
@@ -367,7 +376,7 @@ class Engine:
         self.judging += time.perf_counter() - started
         return verdicts
 
-    # -- time ----------------------------------------------------------------------------------------------------------
+    # -- time ------------------------------------------------------------------------------------------------
 
     def charge(self, request, phase, seconds):
         """Book time of a phase, on the engine and on the request's round."""
@@ -388,9 +397,10 @@ class Engine:
         for s in plan:
             rows[s.kind] += len(s.tokens)
         self.iterations.append({**rows, "active": len(self.active), "stalled": len(self.active) - len(plan),
-                                "paused": len(self.admission.paused), "used": self.cache.used + self.cache.charged})
+                                "paused": len(self.admission.paused),
+                                "used": self.cache.used + self.cache.charged})
 
-    # -- the pool and who is in it -------------------------------------------------------------------------------------
+    # -- the pool and who is in it ---------------------------------------------------------------------------
 
     def _prepare(self, requests):
         """Check the requests, and make a cache that they fit into."""
@@ -468,8 +478,9 @@ class Lockstep:
         self.k = k
         self.rows = k + 1                                # the most rows that a verification writes
         self.fusable = getattr(drafter, "width", 1) == 1  # the kernels serve chains, not trees
-        self.taps = getattr(drafter, "taps", None)       # what the drafter asks to see of the target; None: nothing
-        self.chosen = getattr(drafter, "chosen", {})     # request -> who proposed, where the drafter asks others
+        # what the drafter asks to see of the target; None: nothing
+        self.taps = getattr(drafter, "taps", None)
+        self.chosen = getattr(drafter, "chosen", {})  # request -> who proposed, where the drafter asks others
 
     def extra_slots(self, request):
         """Buffers that this request needs next to its run, in slots of the cache."""

@@ -1,11 +1,12 @@
-"""The key/value cache: one pool of token slots, a run of them for every request, and a host pool for what must leave.
+"""The key/value cache: one pool of token slots, a run of them for every request, and a host pool for what
+must leave.
 
-A slot holds the keys and values of one token in all layers; position p of a request lies in slot `run.first + p`. A run
-is contiguous, so appending is a slice assignment and reading is a view: decoding never copies the cache. Rolling
-rejected tokens back needs no method at all: what counts as cached is the request's own length, and the next tokens
-overwrite the rest; of a draft tree, `keep` moves the accepted path together. The price is paid when a run must grow where
-no room is left beside it: then it moves. (The papers' systems use page size 1 and a slot table instead, which never moves
-and always gathers; a GPU hides the gather, a CPU does not.)
+A slot holds the keys and values of one token in all layers; position p of a request lies in slot `run.first +
+p`. A run is contiguous, so appending is a slice assignment and reading is a view: decoding never copies the
+cache. Rolling rejected tokens back needs no method at all: what counts as cached is the request's own length,
+and the next tokens overwrite the rest; of a draft tree, `keep` moves the accepted path together. The price is
+paid when a run must grow where no room is left beside it: then it moves. (The papers' systems use page size 1
+and a slot table instead, which never moves and always gathers; a GPU hides the gather, a CPU does not.)
 """
 from dataclasses import dataclass, field
 
@@ -16,7 +17,8 @@ MOST = 1 << 40              # slots; a larger number does not even fit into the 
 
 @dataclass(eq=False)
 class Run:
-    """`size` slots from slot `first` on. host: the run's tail, moved out in chunks (k, v) of (L, G, n, D), last out last."""
+    """`size` slots from slot `first` on. host: the run's tail, moved out in chunks (k, v) of (L, G, n, D),
+    last out last."""
     first: int
     size: int
     host: list = field(default_factory=list)
@@ -32,10 +34,11 @@ class Run:
 
 
 class KVCache:
-    """Pool of n_slots token slots. k and v: (L, G, n_slots, D), heads before slots, so that the keys of one head are
-    contiguous and the products with them are plain matrix products. host_slots: how many tokens the host pool takes.
-    `charged` slots are kept free for buffers that live elsewhere but count against the same memory. spare: slots more, behind
-    the others, that are nobody's; rows that pad a CUDA graph write there."""
+    """Pool of n_slots token slots. k and v: (L, G, n_slots, D), heads before slots, so that the keys of one
+    head are contiguous and the products with them are plain matrix products. host_slots: how many tokens the
+    host pool takes. `charged` slots are kept free for buffers that live elsewhere but count against the same
+    memory. spare: slots more, behind the others, that are nobody's; rows that pad a CUDA graph write
+    there."""
 
     def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", host_slots=0, spare=0):
         for slots in (n_slots, host_slots):
@@ -44,7 +47,8 @@ class KVCache:
         shape = (config.n_layer, config.n_kv_head, n_slots + spare, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.layers = [(self.k[i], self.v[i]) for i in range(config.n_layer)]   # (G, n_slots, D) views, made once
+        # (G, n_slots, D) views, made once
+        self.layers = [(self.k[i], self.v[i]) for i in range(config.n_layer)]
         self.n_slots = n_slots
         self.host_slots = host_slots
         self.runs = []                                   # in use, by first slot
@@ -71,7 +75,8 @@ class KVCache:
         self.on_host -= run.on_host
 
     def resize(self, run, n):
-        """Make a run n slots long; it keeps what it holds, perhaps in another place. False when there is no room."""
+        """Make a run n slots long; it keeps what it holds, perhaps in another place. False when there is no
+        room."""
         if n - run.size > self.free:
             return False
         if n > run.size and self._room_behind(run) < n:
@@ -90,7 +95,8 @@ class KVCache:
         return (self.runs[i + 1].first if i + 1 < len(self.runs) else self.n_slots) - run.first
 
     def _move(self, run, n):
-        """Put a run where n slots are free: into the smallest gap that takes them, else pack all others to the left."""
+        """Put a run where n slots are free: into the smallest gap that takes them, else pack all others to
+        the left."""
         others = [r for r in self.runs if r is not run]
         content = [x[:, :, run.first:run.end].clone() for x in (self.k, self.v)]
         gaps = []                                        # (size, first slot)
@@ -118,16 +124,18 @@ class KVCache:
         return start
 
     def keep(self, first, rows):
-        """Of the tokens in slots first, first + 1, .. keep those at offsets `rows`, moved together in this order."""
+        """Of the tokens in slots first, first + 1, .. keep those at offsets `rows`, moved together in this
+        order."""
         if rows != list(range(len(rows))):
             index = torch.tensor(rows, device=self.k.device) + first
             for x in (self.k, self.v):
-                x[:, :, first:first + len(rows)] = x[:, :, index]        # indexing copies, so overlap does no harm
+                x[:, :, first:first + len(rows)] = x[:, :, index]  # indexing copies, so overlap does no harm
 
-    # -- host memory ---------------------------------------------------------------------------------------------------
+    # -- host memory -----------------------------------------------------------------------------------------
 
     def offload(self, run, chunk):
-        """Move the last `chunk` slots of a run (all, if it is shorter) to the host. ValueError when the host pool is full."""
+        """Move the last `chunk` slots of a run (all, if it is shorter) to the host. ValueError when the host
+        pool is full."""
         n = min(chunk, run.size)
         if self.on_host + n > self.host_slots:
             raise ValueError(f"the host pool of {self.host_slots} tokens is full: "

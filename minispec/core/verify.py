@@ -1,37 +1,37 @@
 """Who checks the draft, and how: acceptance rules as pure functions, and the one place where logits become
 probabilities.
 
-Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes a chain of k
-tokens. The target sees k + 1 rows (the last committed token, then the k drafts), so row i judges draft i and row k
-gives the bonus token. Every rule returns what was accepted and the token that follows, so a round always commits at
-least one token.
+Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes a chain of
+k tokens. The target sees k + 1 rows (the last committed token, then the k drafts), so row i judges draft i
+and row k gives the bonus token. Every rule returns what was accepted and the token that follows, so a round
+always commits at least one token.
 
     greedy      accept while the draft is the target's argmax; then the target's argmax
     rejection   accept draft d with probability min(1, p(d) / q(d)); at the first rejection draw from
                 max(p - q, 0), normalised (Leviathan et al. 2211.17192, Theorem 3.5; Chen et al. 2302.01318)
 
-A tree of drafts is a list of tokens and `parents`: draft i is row i of the verification (row 0 is the last committed
-token) and hangs from row parents[i - 1] < i, so a chain of k is the tree with parents 0 .. k - 1. Siblings differ.
-Every tree rule returns the accepted path as a list of rows, and the token that follows it.
+A tree of drafts is a list of tokens and `parents`: draft i is row i of the verification (row 0 is the last
+committed token) and hangs from row parents[i - 1] < i, so a chain of k is the tree with parents 0 .. k - 1.
+Siblings differ. Every tree rule returns the accepted path as a list of rows, and the token that follows it.
 
     greedy      walk from the root to the child that is the target's argmax, as long as there is one
-    point mass  try the children of a row in order: accept child c with probability p(c), else strike c out of p,
-                renormalise and try the next; with none left draw from what remains of p (SpecInfer 2305.09781 with
-                one-token distributions). The order may depend on the drafter, never on the target's coins. This is
-                the same as drawing one token from p and looking whether a child has it, so it serves as the walk
-                of the target on a trie of drafted chains as well (SpecDiff-2's walk).
+    point mass  try the children of a row in order: accept child c with probability p(c), else strike c out
+                of p, renormalise and try the next; with none left draw from what remains of p (SpecInfer 2305.09781
+                with one-token distributions). The order may depend on the drafter, never on the target's
+                coins. This is the same as drawing one token from p and looking whether a child has it, so it
+                serves as the walk of the target on a trie of drafted chains as well (SpecDiff-2's walk).
     selection   keep the one path of the tree that the target likes best, then point mass on it
                 (SpecDiff-2 2511.00606)
     rejection   of K chains that were drawn from the same q independently (multi-round, SpecInfer)
 
-The last two judge chains that were drawn at random. Selection may look at p but must then forget q: a path chosen
-by p was not drawn from q any more, and p / q would be wrong. Rejection must know q, and see all draws in an order
-that does not depend on p.
+The last two judge chains that were drawn at random. Selection may look at p but must then forget q: a path
+chosen by p was not drawn from q any more, and p / q would be wrong. Rejection must know q, and see all draws
+in an order that does not depend on p.
 
-The rejection rule returns exactly the target's distribution only if d was drawn from q. A drafter that proposes its
-argmax, or copies from the prompt, drew from a point mass, and must be judged as one (q = None): dividing by its
-softmax instead is a common mistake, and a test here shows the bias. Randomness comes in as explicit coins, so rules
-are deterministic functions, and a request's coins are its own.
+The rejection rule returns exactly the target's distribution only if d was drawn from q. A drafter that
+proposes its argmax, or copies from the prompt, drew from a point mass, and must be judged as one (q = None):
+dividing by its softmax instead is a common mistake, and a test here shows the bias. Randomness comes in as
+explicit coins, so rules are deterministic functions, and a request's coins are its own.
 """
 from dataclasses import dataclass
 
@@ -43,8 +43,8 @@ LEAST_TEMPERATURE = 1e-3        # below it logits / temperature may overflow, an
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw. temperature: 0 is greedy, else LEAST_TEMPERATURE to 100; top_k 0 and top_p 1 keep everything.
-    seed: of the request's own random stream. ValueError for anything out of range."""
+    """How to draw. temperature: 0 is greedy, else LEAST_TEMPERATURE to 100; top_k 0 and top_p 1 keep
+    everything. seed: of the request's own random stream. ValueError for anything out of range."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -89,7 +89,8 @@ def warp(logits, sampling):
 
 
 def draw(weights, coin):
-    """Tokens (...) from weights (..., V), which need not sum to one, by inverse transform of coins (...) in [0, 1)."""
+    """Tokens (...) from weights (..., V), which need not sum to one, by inverse transform of coins (...) in
+    [0, 1)."""
     # fp64: with a large V, fp32 sums lose the tail
     total = weights.double().cumsum(-1)
     target = coin.double() * total[..., -1]
@@ -111,9 +112,9 @@ def greedy_chain(draft, best):
 def rejection_chain(draft, q, p, coins):
     """Rejection sampling of B chains at once.
 
-    draft (B, k) token ids; q (B, k, V) the distributions they were drawn from, or None for point masses on them;
-    p (B, k + 1, V) the target's; coins (B, k + 1) independent and uniform in [0, 1): coin i < k judges draft i, the
-    last one draws the token that follows. Returns (accepted (B,), next token (B,)).
+    draft (B, k) token ids; q (B, k, V) the distributions they were drawn from, or None for point masses on
+    them; p (B, k + 1, V) the target's; coins (B, k + 1) independent and uniform in [0, 1): coin i < k judges
+    draft i, the last one draws the token that follows. Returns (accepted (B,), next token (B,)).
     """
     b, k = draft.shape
     if q is None:
@@ -128,14 +129,15 @@ def rejection_chain(draft, q, p, coins):
     p_next = p[row, n]                                                                   # (B, V)
     q_next = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)[row, n]
     residual = (p_next - q_next).clamp(min=0)
-    # p == q leaves no residual; then rejection has probability 0 but for rounding, and p itself is the right draw.
+    # p == q leaves no residual; then rejection has probability 0 but for rounding, and p itself is the
+    # right draw.
     residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
     return n, draw(residual, coins[:, k])
 
 
 def greedy_tree(draft, parents, best):
-    """draft: n token ids that hang from rows `parents`; best: the target's argmax in each of the n + 1 rows (lists
-    of ints). Returns (accepted rows, next token)."""
+    """draft: n token ids that hang from rows `parents`; best: the target's argmax in each of the n + 1 rows
+    (lists of ints). Returns (accepted rows, next token)."""
     path = [0]
     # Parents come first, so one pass is enough.
     for row, (token, parent) in enumerate(zip(draft, parents), 1):
@@ -147,9 +149,9 @@ def greedy_tree(draft, parents, best):
 def point_mass_tree(draft, parents, p, coins):
     """Sampling with a tree of drafts that were chosen without chance.
 
-    draft: n token ids that hang from rows `parents` (lists of ints); p (n + 1, V) the target's distributions; coins
-    (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token that follows.
-    Returns (accepted rows, next token).
+    draft: n token ids that hang from rows `parents` (lists of ints); p (n + 1, V) the target's distributions;
+    coins (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token
+    that follows. Returns (accepted rows, next token).
     """
     # One copy to the host, because every branch below looks at a number.
     p = p.double().cpu()
@@ -165,16 +167,17 @@ def point_mass_tree(draft, parents, p, coins):
             left = p[row]
         else:
             left = left.index_fill(0, torch.tensor([token]), 0.0)
-    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the right draw.
+    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
+    # right draw.
     if not left.sum() > 0:
         left = p[path[-1]]
     return path[1:], draw(left, coins[-1].cpu()).item()
 
 
 def selection_tree(draft, parents, p, coins):
-    """SpecDiff-2's self-selection (section 4, Eq. 7): of all paths take the one with the largest sum, over its rows,
-    of the probability that the target would accept that far, and judge it as a point mass. Arguments and result as
-    for point_mass_tree."""
+    """SpecDiff-2's self-selection (section 4, Eq. 7): of all paths take the one with the largest sum, over
+    its rows, of the probability that the target would accept that far, and judge it as a point mass.
+    Arguments and result as for point_mass_tree."""
     p = p.cpu()
     # reach: the probability to be accepted up to a row; score: its sum along the path.
     given = p[parents, draft].tolist()
@@ -198,9 +201,9 @@ def rejection_tree(chains, q, draft, parents, p, coins):
     """Multi-round rejection of K chains drawn independently, position j of each from q[j] (k, V).
 
     chains: the rows of each chain, K lists of k; chains that begin alike share rows. The rest as for
-    point_mass_tree. At every position the chains that agree with the accepted path are tried in turn: accept with
-    probability min(1, p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so
-    one coin a row is enough.)
+    point_mass_tree. At every position the chains that agree with the accepted path are tried in turn: accept
+    with probability min(1, p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no
+    mass left, so one coin a row is enough.)
     """
     p, q = p.double().cpu(), q.double().cpu()
     coin = coins.tolist()
@@ -225,19 +228,20 @@ def rejection_tree(chains, q, draft, parents, p, coins):
     return path, draw(left, coins[-1].cpu()).item()
 
 
-# -- a batch of requests -----------------------------------------------------------------------------------------------
+# -- a batch of requests -------------------------------------------------------------------------------------
 
 def judge(segments, logits):
-    """Apply the acceptance rule that fits to each of `segments` (engine.Segment), which fed their last committed
-    token and their drafts. logits (n, V) are of all these rows, one segment after the other.
+    """Apply the acceptance rule that fits to each of `segments` (engine.Segment), which fed their last
+    committed token and their drafts. logits (n, V) are of all these rows, one segment after the other.
 
-    Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows them.
+    Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows
+    them.
     """
     verdicts = [None] * len(segments)
     best = None
     if any(s.request.sampling.temperature == 0 for s in segments):
         best = logits.argmax(-1).tolist()
-    alike = {}                                           # sampled chains of one length and setting: [(index, rows)]
+    alike = {}  # sampled chains of one length and setting: [(index, rows)]
     end = 0
     for i, s in enumerate(segments):
         n = len(s.drafts) + 1

@@ -1,5 +1,5 @@
-"""SpecGen's studies need two things that decoding does not: selections to compare PillarAttn with, and the terms of the
-cost model, timed on this machine."""
+"""SpecGen's studies need two things that decoding does not: selections to compare PillarAttn with, and the
+terms of the cost model, timed on this machine."""
 import math
 import time
 
@@ -10,10 +10,11 @@ from minispec.core.kv_cache import KVCache
 from minispec.specgen import SELECTIONS, DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead
 
 
-# -- selections to compare with ----------------------------------------------------------------------------------------
+# -- selections to compare with ------------------------------------------------------------------------------
 
 class Compared(SpecGen):
-    """SpecGen with three selections more: "shared" (one list for all heads of a layer), "random", and "oracle"."""
+    """SpecGen with three selections more: "shared" (one list for all heads of a layer), "random", and
+    "oracle"."""
     selections = (*SELECTIONS, "shared", "random", "oracle")
 
     def __init__(self, *settings, **more):
@@ -47,9 +48,9 @@ class Compared(SpecGen):
 
 
 class OracleKeys:
-    """What no method can know beforehand: the positions that the current query itself attends to most, `budget` of them
-    per layer and KV head, found by looking at all. An upper bound for selections, and as slow as full attention. For one
-    row; like a PillarKeys it leaves the cache alone."""
+    """What no method can know beforehand: the positions that the current query itself attends to most,
+    `budget` of them per layer and KV head, found by looking at all. An upper bound for selections, and as
+    slow as full attention. For one row; like a PillarKeys it leaves the cache alone."""
     scores = pool = None
 
     def __init__(self, cache, base, length, budget):
@@ -76,17 +77,17 @@ class OracleKeys:
         return ungroup_rows(probs.to(v.dtype) @ values, 1)
 
 
-# -- the terms of the cost model ---------------------------------------------------------------------------------------
+# -- the terms of the cost model -----------------------------------------------------------------------------
 
 @torch.inference_mode()
 def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
-    """The arguments of specgen.predicted_speedup by name, measured (medians) on a batch of requests that have `context`
-    tokens.
+    """The arguments of specgen.predicted_speedup by name, measured (medians) on a batch of requests that have
+    `context` tokens.
 
-    Under an attention share of about a third drafting sparsely cannot win. The rest of a step is timed without any
-    attention: what a call for every request costs, however short its context, is attention, which draft rows share and
-    which more rows do not repeat. Everything short is timed behind a step that reads all keys, as it happens in serving:
-    nothing is left in the processor's caches.
+    Under an attention share of about a third drafting sparsely cannot win. The rest of a step is timed
+    without any attention: what a call for every request costs, however short its context, is attention, which
+    draft rows share and which more rows do not repeat. Everything short is timed behind a step that reads all
+    keys, as it happens in serving: nothing is left in the processor's caches.
     """
     bench = _Bench(model, context, batch, k, sparsity, min_budget)
     times = {}
@@ -140,7 +141,8 @@ class _Bench:
 
     def _full(self, rows):
         """`rows` rows a request, which read all keys."""
-        keys = [FullKeys(self.cache, i * self.room, self.context, rows, record=rows > 1) for i in range(self.batch)]
+        keys = [FullKeys(self.cache, i * self.room, self.context, rows, record=rows > 1)
+                for i in range(self.batch)]
         segments = [(i * rows, i * rows + rows, one) for i, one in enumerate(keys)]
         return self._forward(self.batch * rows, lambda: packed_attend(segments))
 
@@ -150,7 +152,8 @@ class _Bench:
         return self._forward(rows, lambda: lambda layer, q, k, v: q)
 
     def _drafting(self):
-        """(choosing and gathering for a round, a draft step). The first draft step of a round is the one that gathers."""
+        """(choosing and gathering for a round, a draft step). The first draft step of a round is the one
+        that gathers."""
         started = time.perf_counter()
         chosen = [look_ahead(s, None).topk(self.top, dim=-1, sorted=False).indices for s in self.scores]
         choosing = self._since(started)
