@@ -1,8 +1,8 @@
 """Train the target model, and distil the small draft model from it. One page, nanoGPT style.
 
-    python train_gpt.py --out checkpoints/target --compile                      # about 90 minutes on 2 CPU cores
+    python train_gpt.py --out checkpoints/target --compile                  # about 90 minutes on 2 CPU cores
     python train_gpt.py --out checkpoints/draft --size micro --teacher checkpoints/target --tokens 4e6
-    python train_gpt.py --out /tmp/toy --size tiny --tokens 2e5                 # seconds; see the whole chain run
+    python train_gpt.py --out /tmp/toy --size tiny --tokens 2e5             # seconds; see the whole chain run
 
 Interrupt it at any time: the same command continues where the last checkpoint was, on the same loss curve.
 Writes a Hugging Face folder (config.json, model.safetensors, tokenizer.json), log.jsonl and, while it runs,
@@ -26,64 +26,99 @@ from minispec.tools.script import Parser, check_device, run_main
 from minispec.data.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
 from minispec.tools.training import Optimizer, Run, learning_rate, locked
 
-# Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Short ones first: with
-# 256 tokens and small batches the model learns to copy a name from its context within a million tokens, with 1,024
-# tokens and batches of 10,000 it had not after four. Then up to the lengths that will be decoded, for attention must be
-# trained there, though a token costs 2 to 4 times as much on a CPU.
+# -- settings -------------------------------------------------------------------------------------
+# What the command line does not ask. Change these when the data or the machine is another one.
+
+# Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Short
+# ones first: with 256 tokens and small batches the model learns to copy a name from its context within a
+# million tokens, with 1,024 tokens and batches of 10,000 it had not after four. Then up to the lengths that
+# will be decoded: attention must be trained there, though a token costs 2 to 4 times as much on a CPU.
 CURRICULUM = ((0.06, {256: 1.0}),
               (0.14, {512: 1.0}),
               (0.85, {1024: 1.0}),
               (1.0, {1024: 0.4, 6144: 0.4, 10240: 0.2}))
-MOST = 10 ** 10             # of tokens and the like: nobody means more
+# Tokens of an optimiser step at --batch-scale 1. Larger steps are fewer steps, and a small model wants many.
 BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 6144: 6144, 10240: 10240}
+VOCABULARY = 2048           # of a new tokenizer: 256 bytes, the special tokens, and merges
+CLIP_EVERY = 20             # steps between two looks at the attention logits, see clip_attention
+ENTROPY_ROWS = 32           # queries per step whose attention entropy --sharpen looks at
+COMPILE_UP_TO = 4096        # tokens: compiling for longer sequences takes longer than it saves
+MOST = 10 ** 10             # limit of counts on the command line
 
 
 def parse_args():
     p = Parser(__doc__)
-    p.add_argument("--out", required=True, help="folder to write the model to")
-    p.add_argument("--size", default="nano", choices=gpt.SIZES, help="model size (default nano, about 5M parameters)")
-    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), help="folder with real text; without it, procedural text alone")
-    p.add_argument("--real-share", type=float, default=0.04, help="share of documents that are real text")
-    p.add_argument("--tokenizer", help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
-    p.add_argument("--teacher", help="folder of a target to distil from: the loss is the KL divergence to its distribution")
-    p.add_argument("--init", help="folder of a model of the same size to start from, with a new optimiser and schedule")
-    p.add_argument("--start", type=float, default=0.0, help="part of the curriculum to leave out, 0 to 1: with --init, 0.85 trains at its last lengths alone")
-    p.add_argument("--tokens", type=float, default=32e6, help="training tokens in all")
-    p.add_argument("--batch-scale", type=int, default=1, help="multiplies the tokens an optimiser step (a GPU wants 8 or more)")
-    p.add_argument("--max-length", type=int, default=10240, help="longest sequence; longer ones of the curriculum are cut to it")
-    p.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
-    p.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
-    p.add_argument("--logit-limit", type=float, default=20.0, help="largest attention logit; see clip_attention")
-    p.add_argument("--sharpen", type=float, default=0.0, help="weight of the attention entropy, summed over layers, in the loss")
-    p.add_argument("--seed", type=int, default=1337)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--compile", action="store_true", help="torch.compile the model: 15 %% faster on a CPU, a few minutes to start")
-    p.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
-    return p.parse_args()
+    add = p.add_argument
+    add("--out", required=True, help="folder to write the model to")
+    add("--size", default="nano", choices=gpt.SIZES, help="model size (default nano, about 5M parameters)")
+    add("--data", default=os.environ.get("MINISPEC_DATA"),
+        help="folder with real text; without it, procedural text alone")
+    add("--real-share", type=float, default=0.04, help="share of documents that are real text")
+    add("--tokenizer",
+        help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
+    add("--teacher",
+        help="folder of a target to distil from: the loss is the KL divergence to its distribution")
+    add("--init", help="folder of a model of the same size to start from, with a new optimiser and schedule")
+    add("--start", type=float, default=0.0,
+        help="part of the curriculum to leave out, 0 to 1: with --init, 0.85 trains at its last lengths only")
+    add("--tokens", type=float, default=32e6, help="training tokens in all")
+    add("--batch-scale", type=int, default=1,
+        help="multiplies the tokens of an optimiser step (a GPU wants 8 or more)")
+    add("--max-length", type=int, default=10240,
+        help="longest sequence; longer ones of the curriculum are cut to it")
+    add("--lr", type=float, default=4e-3, help="peak learning rate")
+    add("--warmup", type=int, default=100, help="steps of linear warm-up")
+    add("--logit-limit", type=float, default=20.0, help="largest attention logit; see clip_attention")
+    add("--sharpen", type=float, default=0.0,
+        help="weight of the attention entropy, summed over layers, in the loss")
+    add("--seed", type=int, default=1337)
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--compile", action="store_true",
+        help="torch.compile the model: 15 %% faster on a CPU, a few minutes to start")
+    add("--save-every", type=int, default=100, help="steps between checkpoints")
+    args = p.parse_args()
+    for name, least in {"tokens": 1, "batch_scale": 1, "save_every": 1, "max_length": 1, "warmup": 0}.items():
+        value = getattr(args, name)
+        if not least <= value <= MOST:
+            option = name.replace("_", "-")
+            raise ValueError(f"{option} {value:g} is out of range; "
+                             f"allowed is {least} or more, up to {MOST:.0e}")
+    if not 0 < args.logit_limit <= 1e6:
+        raise ValueError(f"--logit-limit {args.logit_limit} is out of range; allowed is above 0, up to 1e6")
+    if not 0 <= args.start < 1:
+        raise ValueError(f"--start {args.start} is out of range; from 0 up to, not including, 1")
+    check_device(args.device)
+    return args
 
+
+# -- data -----------------------------------------------------------------------------------------
 
 def new_tokenizer(real, seed):
     """Merges counted on a sample of the training mix; returns the `tokenizer.json` as a dict."""
     rng = random.Random(seed)
     texts = ["".join(corpus.procedural_document(rng, 1500)) for _ in range(3000)]
     for documents in real.values():
-        texts += ["".join(part for part in d if part) for d in rng.sample(documents, min(len(documents), 400))]
-    return to_json(train_bpe(texts, 2048 - 256 - len(SPECIALS)))
+        for document in rng.sample(documents, min(len(documents), 400)):
+            texts.append("".join(part for part in document if part))
+    return to_json(train_bpe(texts, VOCABULARY - 256 - len(SPECIALS)))
 
 
 def schedule(seed, tokens, longest, scale, start=0.0):
-    """The sequence length of every step until `tokens` are used up, drawn by the curriculum from `start` on (0 to 1):
-    [(length, tokens so far)]."""
-    rng, out, used = random.Random(seed), [], 0
+    """The sequence length of every step until `tokens` are used up, drawn by the curriculum from `start` on
+    (0 to 1): [(length, tokens so far)]."""
+    rng = random.Random(seed)
+    plan = []
+    used = 0
     while used < tokens:
         done = start + (1 - start) * used / tokens
         shares = next(shares for until, shares in CURRICULUM if done <= until)
         lengths = [length for length in shares if length <= longest] or [min(shares)]
         # Steps of long sequences hold more tokens; dividing keeps `shares` shares of tokens.
-        length = rng.choices(lengths, [shares[length] / BATCH_TOKENS[length] for length in lengths])[0]
+        weights = [shares[length] / BATCH_TOKENS[length] for length in lengths]
+        length = rng.choices(lengths, weights)[0]
         used += BATCH_TOKENS[length] * scale
-        out.append((length, used))
-    return out
+        plan.append((length, used))
+    return plan
 
 
 def batch_of_step(stream, step, length, scale, block_size, device):
@@ -95,11 +130,13 @@ def batch_of_step(stream, step, length, scale, block_size, device):
 
 
 def entropy_attend(rows, entropies, dense):
-    """The causal attend `dense` that also appends, layer by layer, the mean entropy (nats) of the attention of queries `rows`
-    (n,). Heads with nothing to fetch spread over the whole context unless that costs something; see --sharpen."""
+    """The causal attend `dense` that also appends, layer by layer, the mean entropy (nats) of the attention
+    of queries `rows` (n,). Heads with nothing to fetch spread over the whole context unless that costs
+    something; see --sharpen."""
     def attend(layer, q, k, v):
         share = q.shape[2] // k.shape[2]
-        scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows], k.repeat_interleave(share, 2)).float() / q.shape[-1] ** 0.5
+        keys = k.repeat_interleave(share, 2)
+        scores = torch.einsum("bqhd,bkhd->bhqk", q[:, rows], keys).float() / q.shape[-1] ** 0.5
         future = torch.arange(k.shape[1], device=q.device) > rows[:, None]
         log_probs = scores.masked_fill(future, -1e9).log_softmax(-1)
         entropies.append(-(log_probs.exp() * log_probs).sum(-1).mean())
@@ -109,22 +146,29 @@ def entropy_attend(rows, entropies, dense):
 
 @torch.no_grad()
 def clip_attention(model, x, positions, limit):
-    """Scale the query and key projections of every key/value head whose attention logits exceed `limit` on x (1, T) down
-    to it (QK-clip, Kimi K2 2507.20534). Muon moves all directions of a matrix by the same amount, so without QK-norm
-    the logits grow to 100 and more within a thousand steps; a softmax that saturated passes no gradient, and look-ups
-    that were not learned by then never are. Sharp heads need differences of 10, not of 100. Returns the largest logit."""
-    c, largest = model.config, 0.0
+    """Scale the query and key projections of every key/value head whose attention logits exceed `limit` on x
+    (1, T) down to it (QK-clip, Kimi K2 2507.20534). Muon moves all directions of a matrix by the same amount,
+    so without QK-norm the logits grow to 100 and more within a thousand steps; a softmax that saturated
+    passes no gradient, and look-ups that were not learned by then never are. Sharp heads need differences of
+    10, not of 100. Returns the largest logit."""
+    c = model.config
+    share = c.n_head // c.n_kv_head
+    t = x.shape[1]
+    future = torch.ones(t, t, device=x.device).triu(1).bool()
+    largest = 0.0
 
     def attend(layer, q, k, v):
         nonlocal largest
-        share, t = c.n_head // c.n_kv_head, x.shape[1]
-        scores = torch.einsum("qhd,khd->hqk", q[0].float(), k[0].float().repeat_interleave(share, 1)) / c.head_dim ** 0.5
-        scores = scores.masked_fill(torch.ones(t, t, device=x.device).triu(1).bool(), 0.0)
-        top = scores.flatten(1).amax(-1).view(c.n_kv_head, share).amax(-1)               # (G,)
+        # The largest logit of each key/value head, over the query heads that share it.
+        keys = k[0].float().repeat_interleave(share, 1)
+        scores = torch.einsum("qhd,khd->hqk", q[0].float(), keys) / c.head_dim ** 0.5
+        scores = scores.masked_fill(future, 0.0)
+        top = scores.flatten(1).amax(-1).view(c.n_kv_head, share).amax(-1)         # (G,)
         largest = max(largest, top.max().item())
-        scale = (limit / top.clamp(min=limit)).sqrt().repeat_interleave(c.head_dim)     # over the rows of one k projection
-        weight = model.blocks[layer].qkv.weight.unflatten(0, (-1, c.head_dim))          # (H + 2G, D, C)
-        per_head = scale.view(c.n_kv_head, c.head_dim, 1)
+        # A logit is a product, so queries and keys each take the root of the factor.
+        scale = (limit / top.clamp(min=limit)).sqrt()
+        weight = model.blocks[layer].qkv.weight.unflatten(0, (-1, c.head_dim))     # (H + 2G, D, C)
+        per_head = scale.view(c.n_kv_head, 1, 1)
         weight[:c.n_head] *= per_head.repeat_interleave(share, 0)
         weight[c.n_head:c.n_head + c.n_kv_head] *= per_head
         return dense_attend()(layer, q, k, v)
@@ -135,24 +179,27 @@ def clip_attention(model, x, positions, limit):
 
 @torch.no_grad()
 def evaluate(model, tokenizer, device):
-    """Teacher-forced loss per token of held-out chains by family, and how sharply the heads look at long contexts."""
-    out, bf16 = {}, torch.autocast(device.split(":")[0], torch.bfloat16)
-
-    def hidden(ids):
-        x = torch.tensor([ids[:-1]], device=device)
-        with bf16:
-            return model.logits(model(x, torch.arange(x.shape[1], device=device)[None], dense_attend())).float()[0]
-
+    """Teacher-forced loss per token of held-out chains by family, and how sharply the heads look at long
+    contexts."""
+    bf16 = torch.autocast(device.split(":")[0], torch.bfloat16)
+    out = {}
     for family in tasks.FAMILIES:
         loss, hits, n = 0.0, 0, 0
         for seed in range(6):
             p = tasks.make(family, seed, "heldout")
-            head, body = tokenizer.prompt_ids(p.prompt), tokenizer.response_ids(p.think, p.answer)
-            logits, target = hidden(head + body)[len(head) - 1:], torch.tensor(body, device=device)
+            head = tokenizer.prompt_ids(p.prompt)
+            body = tokenizer.response_ids(p.think, p.answer)
+            x = torch.tensor([(head + body)[:-1]], device=device)
+            positions = torch.arange(x.shape[1], device=device)[None]
+            with bf16:
+                logits = model.logits(model(x, positions, dense_attend())).float()[0, len(head) - 1:]
+            target = torch.tensor(body, device=device)
             loss += F.cross_entropy(logits, target, reduction="sum").item()
             hits += (logits.argmax(-1) == target).sum().item()
             n += len(body)
         out[family] = {"loss": round(loss / n, 4), "top1": round(hits / n, 4)}
+
+    # The share of attention on the best 5 % of positions: sparse decoding (specgen.py) lives on it.
     p = tasks.make("trace", 0, "heldout", size=92)
     ids = torch.tensor([tokenizer.prompt_ids(p.prompt) + tokenizer.encode(p.think)], device=device)
     if model.config.block_size >= 4200 and ids.shape[1] >= 4064:
@@ -162,16 +209,40 @@ def evaluate(model, tokenizer, device):
     return out
 
 
+def make_tokenizer(args, real):
+    """(tokenizer, its tokenizer.json): the one of a model that this one must fit, or a new one."""
+    folders = [folder for folder in (args.tokenizer, args.teacher, args.init, args.out) if folder]
+    files = [os.path.join(folder, "tokenizer.json") for folder in folders]
+    there = [file for file in files if os.path.exists(file)]
+    if not there:
+        write_json(files[-1], new_tokenizer(real, args.seed))
+        there = files[-1:]
+    return Tokenizer.load(os.path.dirname(there[0])), read_json(there[0])
+
+
+def make_model(args, tokenizer, teacher):
+    """A new model that fits the tokenizer, the teacher and --init."""
+    config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size},
+                           block_size=max(args.max_length, 2048), bos_id=tokenizer.special["<|bos|>"],
+                           eos_id=tokenizer.special["<|eos|>"])
+    if teacher:
+        t = teacher.config
+        if t.vocab_size != config.vocab_size or t.block_size < config.block_size:
+            has = f"a vocabulary of {t.vocab_size} and a context of {t.block_size}"
+            raise ValueError(f"{args.teacher} has {has}; "
+                             f"it must have {config.vocab_size} and {config.block_size} or more")
+    model = gpt.GPT(config).to(args.device)
+    if args.init:
+        start = checkpoints.load(args.init, args.device, torch.float32)
+        if start.config != config:
+            raise ValueError(f"{args.init} has another shape than --size {args.size} "
+                             f"with --max-length {args.max_length} and this tokenizer")
+        model.load_state_dict(start.state_dict())
+    return model
+
+
 def main():
     args = parse_args()
-    for name, least in {"tokens": 1, "batch_scale": 1, "save_every": 1, "max_length": 1, "warmup": 0}.items():
-        if not least <= getattr(args, name) <= MOST:
-            raise ValueError(f"{name.replace('_', '-')} {getattr(args, name):g} is out of range; allowed is {least} or more, up to {MOST:.0e}")
-    if not 0 < args.logit_limit <= 1e6:
-        raise ValueError(f"--logit-limit {args.logit_limit} is out of range; allowed is above 0, up to 1e6")
-    if not 0 <= args.start < 1:
-        raise ValueError(f"--start {args.start} is out of range; from 0 up to, not including, 1")
-    check_device(args.device)
     teacher = checkpoints.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
     torch.manual_seed(args.seed)
     with locked(args.out):
@@ -179,70 +250,63 @@ def main():
 
 
 def train(args, teacher):
+    # data
     real = corpus.real_documents(args.data)
-    print("real text: " + (", ".join(f"{k} {len(v):,}" for k, v in real.items()) or "none")
-          + ("" if args.data else " (no --data folder given; SOURCES in minispec/data/corpus.py says where to get more)"))
+    sizes = ", ".join(f"{name} {len(documents):,}" for name, documents in real.items()) or "none"
+    hint = " (no --data folder given; SOURCES in minispec/data/corpus.py says where to get more)"
+    print(f"real text: {sizes}{'' if args.data else hint}")
+    tokenizer, tokenizer_json = make_tokenizer(args, real)
+    stream = corpus.Stream(tokenizer, real, args.real_share, args.seed)
 
-    # tokenizer
-    source = next((f for f in (args.tokenizer, args.teacher, args.init, args.out) if f and os.path.exists(os.path.join(f, "tokenizer.json"))), None)
-    if source:
-        tokenizer_json = read_json(os.path.join(source, "tokenizer.json"))
-    else:
-        tokenizer_json = new_tokenizer(real, args.seed)
-        write_json(os.path.join(args.out, "tokenizer.json"), tokenizer_json)
-    tokenizer = Tokenizer.load(source or args.out)
-
-    # model, teacher, optimisers
-    config = gpt.GPTConfig(**{**gpt.SIZES[args.size], "vocab_size": tokenizer.vocab_size, "block_size": max(args.max_length, 2048),
-                              "bos_id": tokenizer.special["<|bos|>"], "eos_id": tokenizer.special["<|eos|>"]})
-    if teacher and (teacher.config.vocab_size != config.vocab_size or teacher.config.block_size < config.block_size):
-        raise ValueError(f"{args.teacher} has a vocabulary of {teacher.config.vocab_size} and a context of {teacher.config.block_size}; "
-                         f"to teach this model it needs {config.vocab_size} and {config.block_size} or more")
-    model = gpt.GPT(config).to(args.device)
-    if args.init:
-        start = checkpoints.load(args.init, args.device, torch.float32)
-        if start.config != config:
-            raise ValueError(f"{args.init} has another shape than --size {args.size} with --max-length {args.max_length} and this tokenizer")
-        model.load_state_dict(start.state_dict())
+    # model
+    model = make_model(args, tokenizer, teacher)
+    compiled = torch.compile(model, dynamic=False) if args.compile else model
     plan = schedule(args.seed, args.tokens, args.max_length, args.batch_scale, args.start)
     print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {len(plan)} steps, {plan[-1][1]:,} tokens")
 
-    stream = corpus.Stream(tokenizer, real, args.real_share, args.seed)
-    forward = torch.compile(model, dynamic=False) if args.compile else model
-    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
-    attend_all = blocked_attend if args.device == "cpu" else dense_attend
-
-    def loss_of(step):
-        x, positions, y, learn = batch_of_step(stream, step, plan[step][0], args.batch_scale, config.block_size, args.device)
-        if step % 20 == 0:
-            clip_attention(model, x[:1, :1024], positions[:1, :1024], args.logit_limit)
-        entropies = []
-        attend = attend_all()
-        if args.sharpen:
-            generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
-            attend = entropy_attend(torch.randint(x.shape[1], (32,), generator=generator).to(x.device), entropies, attend)
-        run = forward if x.shape[1] <= 4096 else model          # compiling the longest takes longer than it saves
-        with bf16:
-            logits = model.logits(run(x, positions, attend)[learn]).float()
-            if teacher is None:
-                return {"loss": F.cross_entropy(logits, y[learn]) + args.sharpen * sum(entropies)}
-            with torch.no_grad():
-                goal = teacher.logits(teacher(x, positions, attend_all())[learn]).float().log_softmax(-1)
-        return {"loss": F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")}
-
+    # training: Muon for the matrices of the blocks, AdamW for embeddings and norms
     optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
+    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
+    causal = blocked_attend if args.device == "cpu" else dense_attend
     run = Run(args.out, model, optimizer, len(plan), args.save_every)
     for step in run.steps():
-        loss = loss_of(step)["loss"]
+        length, tokens = plan[step]
+        x, positions, y, learn = batch_of_step(stream, step, length, args.batch_scale,
+                                               model.config.block_size, args.device)
+        if step % CLIP_EVERY == 0:
+            clip_attention(model, x[:1, :1024], positions[:1, :1024], args.logit_limit)
+
+        # --sharpen needs the attention of some queries, which the forward leaves in `entropies`.
+        entropies = []
+        attend = causal()
+        if args.sharpen:
+            generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
+            queries = torch.randint(x.shape[1], (ENTROPY_ROWS,), generator=generator).to(x.device)
+            attend = entropy_attend(queries, entropies, attend)
+
+        # The loss: the next token of every response, or with a teacher its whole distribution.
+        forward = compiled if x.shape[1] <= COMPILE_UP_TO else model
+        with bf16:
+            logits = model.logits(forward(x, positions, attend)[learn]).float()
+            if teacher is None:
+                loss = F.cross_entropy(logits, y[learn]) + args.sharpen * sum(entropies)
+            else:
+                with torch.no_grad():
+                    goal = teacher.logits(teacher(x, positions, causal())[learn]).float().log_softmax(-1)
+                loss = F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")
+
+        # One step of the optimiser.
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(learning_rate(step, plan[step][1] / args.tokens, args.lr, args.warmup))
+        optimizer.step(learning_rate(step, tokens / args.tokens, args.lr, args.warmup))
         run.log(loss=loss)
+
         if run.checkpoint_due(step):
             results = evaluate(model, tokenizer, args.device)
             checkpoints.save(model, args.out, tokenizer_json)
-            run.checkpoint(step, tokens=plan[step][1], **results)
+            run.checkpoint(step, tokens=tokens, **results)
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command continues from the last checkpoint", "--max-length, --batch-scale or --size")
+    run_main(main, "interrupted; the same command continues from the last checkpoint",
+             "--max-length, --batch-scale or --size")

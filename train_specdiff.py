@@ -1,17 +1,24 @@
-"""Train SpecDiff-2's diffusion drafter for any target: the objectives side by side, on the same answers at the same cost.
+"""Train SpecDiff-2's diffusion drafter for any target: the objectives side by side, on the same answers at
+the same cost.
 
-    python train_specdiff.py --out checkpoints/specdiff --objective ce               # a window drafter that reads the target's states
-    python train_specdiff.py --out /tmp/base --objective mdlm --taps none            # the unaligned one: plain masked diffusion
-    python train_specdiff.py --out /tmp/streak --objective streak --init /tmp/base --responses /tmp/base/responses
-    python train_specdiff.py --out /tmp/more --objective log-streak --init /tmp/streak --taps last --gamma 16 --responses /tmp/base/responses
-    python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1     # answers sampled; for rejection sampling
+    # a window drafter that reads the target's states
+    python train_specdiff.py --out checkpoints/specdiff --objective ce
+    # the unaligned one: plain masked diffusion
+    python train_specdiff.py --out /tmp/base --objective mdlm --taps none
+    # streak-distillation goes on from it, on the same answers; then longer windows that read the target
+    python train_specdiff.py --out /tmp/streak --objective streak --init /tmp/base \\
+                             --responses /tmp/base/responses
+    python train_specdiff.py --out /tmp/more --objective log-streak --init /tmp/streak --taps last \\
+                             --gamma 16 --responses /tmp/base/responses
+    # answers sampled, for rejection sampling
+    python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1
 
-The target answers the prompts itself (greedily, unless --temperature says otherwise); the answers are kept in shards, from
-which all objectives and seeds are trained. Streak objectives barely move a drafter that is never right: let them go on from
-another one (--init). Interrupt it at any time: the same command continues. Writes config.json, model.safetensors, log.jsonl,
-command.txt, and resume.pt with the optimisers' state. heldout_tau estimates the tokens a round would commit, bonus included:
-greedy, the argmax at temperature 0; point_mass and rejection, chains drawn from the drafter, under the answers' temperature.
-"""
+The target answers the prompts itself (greedily, unless --temperature says otherwise); the answers are kept in
+shards, from which all objectives and seeds are trained. Streak objectives barely move a drafter that is never
+right: let them go on from another one (--init). Interrupt it at any time: the same command continues. Writes
+config.json, model.safetensors, log.jsonl, command.txt, and resume.pt with the optimisers' state. heldout_tau
+estimates the tokens a round would commit, bonus included: greedy, the argmax at temperature 0; point_mass and
+rejection, chains drawn from the drafter, under the answers' temperature. """
 from dataclasses import replace
 
 import minispec  # before torch: it tunes the allocator
@@ -29,54 +36,70 @@ from minispec.tools.training import Optimizer, Run, learning_rate, locked
 def parse_args():
     p = Parser(__doc__)
     rollouts.add_arguments(p)
-    p.add_argument("--objective", default="ce", choices=specdiff.OBJECTIVES, help="what to train for, see specdiff.objective (default %(default)s)")
-    p.add_argument("--init", metavar="DIR", help="start from this drafter; its shape is kept, but windows may be longer (--gamma), and it may begin to read the target (--taps)")
-    p.add_argument("--source", metavar="DIR", help="a new drafter starts as the first layers of this model (default: of the target)")
+    p.add_argument("--objective", default="ce", choices=specdiff.OBJECTIVES,
+                   help="what to train for, see specdiff.objective (default %(default)s)")
+    p.add_argument("--init", metavar="DIR",
+                   help="start from this drafter; its shape is kept, but windows may be longer (--gamma), "
+                        "and it may begin to read the target (--taps)")
+    p.add_argument("--source", metavar="DIR",
+                   help="a new drafter starts as the first layers of this model (default: of the target)")
     p.add_argument("--layers", type=int, help="so many (default 2)")
     p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
-    p.add_argument("--taps", choices=("none", "last", "three"), help="what it reads of the target: nothing, the final hidden state (default), or three layers")
-    p.add_argument("--no-shift", action="store_true", help="a mask guesses its own token, not the one after it")
-    p.add_argument("--windows", type=int, default=32, help="windows of a text in a step (default %(default)s)")
+    p.add_argument("--taps", choices=("none", "last", "three"),
+                   help="what it reads of the target: nothing, the final state (default), or three layers")
+    p.add_argument("--no-shift", action="store_true",
+                   help="a mask guesses its own token, not the one after it")
+    p.add_argument("--windows", type=int, default=32, help="windows of a text per step (default %(default)s)")
     p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     args = p.parse_args()
     rollouts.check_arguments(args, {"windows": 1, "layers": 1})  # a wrong name fails before the work
-    given = [name for name in ("source", "layers", "no_shift") if getattr(args, name)]
-    if args.init and given:
-        raise ValueError(f"--init keeps the shape of its drafter; --{given[0].replace('_', '-')} is for a new one")
+    if args.init:
+        for name in ("source", "layers", "no_shift"):
+            if getattr(args, name):
+                option = name.replace("_", "-")
+                raise ValueError(f"--init keeps the shape of its drafter; --{option} is for a new one")
     return args
 
 
 def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
-    taps = {"none": None, "three": gpt.three_taps(target.config.n_layer)}.get(args.taps, ())
-    if args.init:
-        drafter = specdiff.load(args.init, target)
-        drafter.config = replace(drafter.config, gamma=args.gamma or drafter.config.gamma, target=checkpoints.fingerprint(target))      # the one it is now trained for
-        if args.taps and taps != drafter.config.taps:
-            drafter = specdiff.tapped(drafter, target, taps)
-        return drafter
-    source = checkpoints.load(args.source, args.device) if args.source else target
-    return specdiff.for_target(target, source, args.layers or min(2, source.config.n_layer), args.gamma or 8, not args.no_shift, taps)
+    taps = {"none": None, "last": (), "three": gpt.three_taps(target.config.n_layer)}[args.taps or "last"]
+    if not args.init:
+        source = checkpoints.load(args.source, args.device) if args.source else target
+        n_layer = args.layers or min(2, source.config.n_layer)
+        return specdiff.for_target(target, source, n_layer, args.gamma or 8, not args.no_shift, taps)
+
+    drafter = specdiff.load(args.init, target)
+    gamma = args.gamma or drafter.config.gamma
+    drafter.config = replace(drafter.config, gamma=gamma, target=checkpoints.fingerprint(target))
+    if args.taps and taps != drafter.config.taps:
+        drafter = specdiff.tapped(drafter, target, taps)
+    return drafter
 
 
 def evaluate(model, target, heldout, args, autocast):
-    """On held-out answers: tau by each way of accepting, and how often the greedy draft 1, 2, .. is right where those before it are."""
-    total, n = {}, 0
+    """On held-out answers: tau by each way of accepting, and how often the greedy draft 1, 2, .. is right
+    where those before it are."""
+    total = {}
     for i in range(0, len(heldout), 4):
         ids, learn, log_p = rollouts.batch_of(heldout[i:i + 4], args.max_length, args.device)
         with autocast:
-            one = specdiff.estimate(model, target, ids, learn, log_p, args.windows)
-        total, n = {name: total.get(name, 0) + x * len(ids) for name, x in one.items()}, n + len(ids)
-    share = total["greedy"] / n
-    given = share / torch.cat([torch.ones(1), share[:-1]]).clamp(min=1e-9)
-    return {"heldout_tau": {name: round(1 + (total[name] / n).sum().item(), 4) for name in ("greedy", "point_mass", "rejection")},
-            "heldout_acceptance": [round(a, 4) for a in given.tolist()], "heldout_entropy": round((total["entropy"] / n).mean().item(), 4)}
+            means = specdiff.estimate(model, target, ids, learn, log_p, args.windows)
+        for name, mean in means.items():
+            total[name] = total.get(name, 0) + mean * len(ids)
+    share = {name: x / len(heldout) for name, x in total.items()}
+    entropy = share.pop("entropy").mean().item()
+    tau = {name: round(1 + x.sum().item(), 4) for name, x in share.items()}      # 1: the bonus token
+    greedy = share["greedy"]
+    given = greedy / torch.cat([torch.ones(1), greedy[:-1]]).clamp(min=1e-9)
+    return {"heldout_tau": tau, "heldout_acceptance": [round(a, 4) for a in given.tolist()],
+            "heldout_entropy": round(entropy, 4)}
 
 
 def main():
     args = parse_args()
-    target, tokenizer = checkpoints.load(args.target, args.device), Tokenizer.load(args.target)
-    target.requires_grad_(False)
+    target = checkpoints.load(args.target, args.device).requires_grad_(False)
+    tokenizer = Tokenizer.load(args.target)
     torch.manual_seed(args.seed)
     model = drafter_of(args, target).float()
     with locked(args.out):
@@ -84,27 +107,38 @@ def main():
 
 
 def train(args, target, tokenizer, model):
-    rows, heldout = ([row for row in some if len(row[0]) < args.max_length] for some in rollouts.collect(args, target, tokenizer))
+    # The target's own answers, and the rows of every step.
+    rows, heldout = rollouts.collect(args, target, tokenizer)
+    rows = [row for row in rows if len(row[0]) < args.max_length]
+    heldout = [row for row in heldout if len(row[0]) < args.max_length]
     if not rows or not heldout:
-        raise ValueError(f"no {'held-out ' * bool(rows)}prompt is shorter than max-length {args.max_length}; nothing to train on")
-    lengths = [min(len(p) + len(a), args.max_length) for p, a, _ in rows]
+        which = "held-out prompt" if rows else "prompt"
+        raise ValueError(f"no {which} is shorter than max-length {args.max_length}; nothing to train on")
+    lengths = [min(len(prompt) + len(answer), args.max_length) for prompt, answer, _ in rows]
     plan = rollouts.schedule(args.seed, lengths, args.batch_tokens, args.tokens)
+    total = plan[-1][1]
     c = model.config
-    print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters beside the target's, gamma {c.gamma}; {len(rows)} texts, "
-          f"{sum(lengths):,} tokens, {args.windows} windows each, {len(plan)} steps")
+    print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters of its own, "
+          f"gamma {c.gamma}; {len(rows)} texts, {sum(lengths):,} tokens, {args.windows} windows each, "
+          f"{len(plan)} steps")
+
     autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16)
     optimizer = Optimizer(model, lambda name: "words" not in name)
     run = Run(args.out, model, optimizer, len(plan), args.save_every)
     for step in run.steps():
         numbers, tokens = plan[step]
         ids, learn, log_p = rollouts.batch_of([rows[i] for i in numbers], args.max_length, args.device)
+
+        # Windows are drawn by a generator of this step, so that a resumed run draws the same ones.
         generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
         with autocast:
-            loss = specdiff.training_loss(model, target, args.objective, ids, learn, log_p, args.windows, generator, args.temperature)
+            loss = specdiff.training_loss(model, target, args.objective, ids, learn, log_p, args.windows,
+                                          generator, args.temperature)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(learning_rate(step, tokens / plan[-1][1], args.lr, args.warmup))
+        optimizer.step(learning_rate(step, tokens / total, args.lr, args.warmup))
         run.log(loss=loss)
+
         if run.checkpoint_due(step):
             results = evaluate(model, target, heldout, args, autocast)
             specdiff.save(model, args.out)
@@ -112,4 +146,5 @@ def train(args, target, tokenizer, model):
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command continues from the last checkpoint", "--batch-tokens, --windows or --max-length")
+    run_main(main, "interrupted; the same command continues from the last checkpoint",
+             "--batch-tokens, --windows or --max-length")

@@ -84,15 +84,20 @@ def test_entropy_of_uniform_attention():
     assert len(entropies) == 2 and all(abs(e - want) < 1e-4 for e in entropies)
 
 
-def test_killed_training_resumes_to_the_same_weights(tmp_path):
+def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path):
     whole, parts = train(tmp_path / "whole", "--save-every", "10", "--sharpen", "0.01"), tmp_path / "parts"
     out, err = whole.communicate(timeout=200)
     assert whole.returncode == 0, err
     p = train(parts, "--save-every", "10", "--sharpen", "0.01")
     while not (parts / "resume.pt").exists() and p.poll() is None:
         time.sleep(0.01)
-    p.send_signal(signal.SIGKILL)
+    p.send_signal(signal.SIGSTOP)                       # it holds still while a second one asks for its folder
+    second = train(parts, "--save-every", "10", "--sharpen", "0.01")
+    _, err = second.communicate(timeout=200)
+    assert second.returncode == 2 and err == f"train_gpt.py: {parts} is in use by another training, process {p.pid}; wait until it ends or use another --out\n"
+    p.send_signal(signal.SIGKILL)                       # the lock file stays, and stops nobody
     p.communicate()
+    assert (parts / "lock").read_text() == f"{p.pid}\n"
     p = train(parts, "--save-every", "10", "--sharpen", "0.01")
     out, err = p.communicate(timeout=200)
     assert p.returncode == 0, err

@@ -1,4 +1,5 @@
-"""What the training scripts share around their loops: optimiser, learning rate, log, checkpoints, resuming, and a lock.
+"""What the training scripts share around their loops: optimiser, learning rate, log, checkpoints, resuming,
+and a lock.
 
 The loop itself stands in each script:
 
@@ -14,9 +15,9 @@ The loop itself stands in each script:
                 ...                                 # the script saves the model in its own format
                 run.checkpoint(step)                # log.jsonl and resume.pt
 
-A folder then holds the model, log.jsonl (one record per checkpoint), resume.pt (weights and the optimiser's state, from
-which the same command continues on the same loss curve), command.txt once it is finished, and the lock.
-"""
+A folder then holds the model, log.jsonl (one record per checkpoint), resume.pt (weights and the optimiser's
+state, from which the same command continues on the same loss curve), command.txt once it is finished, and the
+lock. """
 import contextlib
 import fcntl
 import json
@@ -37,9 +38,9 @@ from minispec.tools.files import blame, replaced
 def locked(folder):
     """Keep `folder` to one training: two would write their checkpoints over each other.
 
-    The file `lock` holds the process id. The lock on it belongs to the operating system and ends with its process, even
-    after kill -9, so a lock file that was left behind stops nobody. ValueError where another training is at work.
-    """
+    The file `lock` holds the process id. The lock on it belongs to the operating system and ends with its
+    process, even after kill -9, so a lock file that was left behind stops nobody. ValueError where another
+    training is at work. """
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "lock"), "a+", encoding="utf-8") as file:
         try:
@@ -58,9 +59,8 @@ def locked(folder):
 class Optimizer:
     """Muon for matrices, AdamW for everything else, used like one optimiser.
 
-    matrix: tells by its name whether a 2D parameter is a matrix (embedding tables are not). Gains of norms get no weight
-    decay.
-    """
+    matrix: tells by its name whether a 2D parameter is a matrix (embedding tables are not). Gains of norms
+    get no weight decay. """
 
     def __init__(self, model, matrix=lambda name: True):
         matrices, tables, vectors = [], [], []
@@ -86,7 +86,8 @@ class Optimizer:
 
 
 def learning_rate(step, progress, peak, warmup):
-    """Linear warm-up over `warmup` steps, then a cosine over `progress` (0 to 1) down to a twentieth of the peak."""
+    """Linear warm-up over `warmup` steps, then a cosine over `progress` (0 to 1) down to a twentieth of the
+    peak."""
     rising = (step + 1) / max(warmup, 1)
     falling = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
     return peak * min(rising, falling)
@@ -101,13 +102,13 @@ def save_state(path, model, optimizer, step, seconds):
 
 
 def load_state(path, model, optimizer):
-    """(steps done, seconds spent) of the run that wrote `path`; its weights and optimiser state are put in place.
-    ValueError where the file is damaged or another run's."""
+    """(steps done, seconds spent) of the run that wrote `path`; its weights and optimiser state are put in
+    place. ValueError where the file is damaged or another run's."""
     try:
         if zipfile.ZipFile(path).testzip():                    # torch.load does not look at the check sums
             raise ValueError("a check sum is wrong")
         device = next(model.parameters()).device
-        saved = torch.load(path, map_location=device, weights_only=True)       # never unpickles anything but tensors
+        saved = torch.load(path, map_location=device, weights_only=True)     # unpickles nothing but tensors
         model.load_state_dict(saved["model"])
         for part, state in zip(optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
@@ -135,8 +136,9 @@ def _write_lines(path, lines):
 
 
 class Run:
-    """One training in a folder: which steps are missing, what is shown and logged, and its checkpoints. If the folder has
-    a resume.pt, the weights and the optimiser's state are loaded from it at once (errors: see load_state)."""
+    """One training in a folder: which steps are missing, what is shown and logged, and its checkpoints. If
+    the folder has a resume.pt, the weights and the optimiser's state are loaded from it at once (errors: see
+    load_state)."""
 
     def __init__(self, folder, model, optimizer, n_steps, save_every):
         self.folder = folder
@@ -158,7 +160,8 @@ class Run:
         return os.path.join(self.folder, name)
 
     def _logged_lines(self):
-        """The log up to the step that we resume from. It is written before resume.pt, so it may be one record ahead."""
+        """The log up to the step that we resume from. It is written before resume.pt, so it may be one record
+        ahead."""
         log = self._path("log.jsonl")
         if not os.path.exists(log):
             return []
@@ -166,7 +169,8 @@ class Run:
             return [line for line in f if json.loads(line)["step"] <= self.first]
 
     def steps(self):
-        """The numbers of the steps that are still missing, with a progress bar; the end is noted in command.txt."""
+        """The numbers of the steps that are still missing, with a progress bar; the end is noted in
+        command.txt."""
         self.model.train()
         name = os.path.basename(os.path.abspath(self.folder))
         missing = range(self.first, self.n_steps)
@@ -176,7 +180,8 @@ class Run:
         _write_lines(self._path("command.txt"), [command + "\n"])
 
     def log(self, **values):
-        """Numbers or scalar tensors of this step; means over the last 50 are shown, and logged at the next checkpoint."""
+        """Numbers or scalar tensors of this step; means over the last 50 are shown, and logged at the next
+        checkpoint."""
         numbers = {name: x.item() if torch.is_tensor(x) else x for name, x in values.items()}
         self.recent = self.recent[-49:] + [numbers]
         self.bar.set_postfix({name: f"{x:.3f}" for name, x in self._means().items()})
@@ -185,8 +190,8 @@ class Run:
         return {name: sum(r[name] for r in self.recent) / len(self.recent) for name in self.recent[-1]}
 
     def checkpoint_due(self, step):
-        """Whether a checkpoint follows this step: every save_every steps and after the last one. ValueError where the
-        weights are no longer finite, so that the last good checkpoint is kept."""
+        """Whether a checkpoint follows this step: every save_every steps and after the last one. ValueError
+        where the weights are no longer finite, so that the last good checkpoint is kept."""
         due = (step + 1) % self.save_every == 0 or step + 1 == self.n_steps
         if due and not all(p.isfinite().all() for p in self.model.parameters()):
             raise ValueError(f"after {step + 1} steps the weights are not finite numbers any more; "
@@ -194,8 +199,8 @@ class Run:
         return due
 
     def checkpoint(self, step, **results):
-        """Write the log, with `results` in this record, and last what a resumed run starts from: killed in between, it
-        does these steps again."""
+        """Write the log, with `results` in this record, and last what a resumed run starts from: killed in
+        between, it does these steps again."""
         means = {name: round(x, 5) for name, x in self._means().items()}
         seconds = round(time.time() - self.started)
         record = {"step": step + 1, **means, **results, "seconds": seconds}
