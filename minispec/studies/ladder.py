@@ -4,19 +4,19 @@ A *cell* is one workload at one batch size. Without observations there is one fo
 ("arith/17" is of the workload "arith") at each of `batches`; with them, one for each that was run. Every cell
 has the rungs of bounds.ladder, and where there are observations
 
-    L0        speed-up by the wall clock, {method: autoregressive seconds / seconds}; like all rungs it includes
-              reading the prompts
-    L1        the same with both times modelled: the recorded rounds, replayed through the cost table, and what
-              drafters had to read
-    error     modelled seconds / observed seconds - 1, of every method, autoregressive included. What the machine's
-              speed did between pricing and running is in it; "speedup_error", L1 / L0 - 1, of all but the
-              autoregressive loop, is free of that
-    above     observed seconds / the least the optimum may take (L5; L6 where drafters are combined). Under 1 the
-              model is wrong by that much, or the bound is; 1.5 says that 50 % more time was spent than any
-              choice of lengths needs.
-    gap       share of the way from the best single method to L6 that the combined method goes by the clock, and
-              "gap_modelled", all three by the same prices: what its choices are worth, whatever the machine
-              did between pricing and running
+    L0      speed-up by the wall clock, {method: autoregressive seconds / seconds}; like all rungs it includes
+            reading the prompts
+    L1      the same with both times modelled: the recorded rounds, replayed through the cost table, and what
+            drafters had to read
+    error   modelled seconds / observed seconds - 1, of every method, autoregressive included. What the
+            machine's speed did between pricing and running is in it; "speedup_error", L1 / L0 - 1, of all but
+            the autoregressive loop, is free of that
+    above   observed seconds / the least the optimum may take (L5; L6 where drafters are combined). Under 1
+            the model is wrong by that much, or the bound is; 1.5 says that 50 % more time was spent than any
+            choice of lengths needs.
+    gap     share of the way from the best single method to L6 that the combined method goes by the clock, and
+            "gap_modelled", all three by the same prices: what its choices are worth, whatever the machine did
+            between pricing and running
 
 The paper clones a request to make a batch. Here a batch is of different requests unless it says "copies"; for
 different ones the rungs are those of 1/rows of a batch of copies, a bound for linear costs (see bounds.py),

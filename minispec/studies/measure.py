@@ -5,9 +5,9 @@ Nothing here is a copy of the decoding loop. Costs are the engine's own clock (`
 of a chosen shape; accept lengths come from the drafters themselves, asked at every position of an output that
 is known:
 
-    cost_table     {rows x drafts x context} -> seconds of draft, verification and the rest, for bounds.CostTable
+    cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for bounds.CostTable
     dense_traces   for one drafter, [(prompt, output)] -> accept[i], offered[i], censored[i]   (the paper's
-                   section 3.2, "advance one token, whatever was accepted", here teacher-forced on one frozen output)
+                   section 3.2, "advance one token, whatever was accepted", along one frozen output)
     acceptance     chance that one of a drafter's drafts is accepted, over all positions
 
 What differs from the paper and why: its traces are two runs whose outputs diverge; here all drafters see one

@@ -10,8 +10,8 @@ def ladder_table(r):
     parts = [brief_table(r), rungs_table(r)]
     if any(censored(c, m) for c in r["cells"] for m in [*c["L5"], "all"]):
         parts.append(
-            f"*: at more than {percent(FEW)} of the positions all drafts of the trace were accepted, so longer "
-            "rounds might gain more; the figure only bounds rounds of at most as many drafts.")
+            f"*: at more than {percent(FEW)} of the positions all drafts of the trace were accepted, so "
+            "longer rounds might gain more; the figure only bounds rounds of at most as many drafts.")
     if any("published" in c for c in r["cells"]):
         parts.append(published_table(r))
     if r.get("left_out"):
