@@ -3,8 +3,8 @@
 
 The length of a chain of thought is not known beforehand. Policies:
 
-    reserve    a request enters when its longest possible answer fits; nothing ever goes wrong, and much of the
-               cache stays empty
+    reserve    a request enters when its longest possible answer fits; nothing ever goes wrong, and much
+               of the cache stays empty
     oracle     a request enters when its true length fits (Request.final_length, known to a benchmark only;
                where that was too short, it goes on as `preempt` does)
     preempt    enter as soon as the prompt fits; when the cache is full, drop the youngest request and compute
