@@ -1,10 +1,13 @@
 """Triton kernels, one file each, with a slow and obvious torch reference beside every one.
 
-Everything here imports without triton and without a GPU; `unavailable` says why a kernel cannot run. With TRITON_INTERPRET=1
-set before triton is first imported, Triton runs the kernels on CPU tensors, slowly, for tests.
-Names in kernels: p_ pointer, b_ block of values, i_ index of a program or a loop, o_ offsets, s_ stride.
+Everything here imports without triton and without a GPU; `unavailable` says why a kernel cannot run. With
+TRITON_INTERPRET=1 set before triton is first imported, Triton runs the kernels on CPU tensors, slowly, for
+tests. Names in kernels: p_ pointer, b_ block of values, i_ index of a program or a loop, o_ offsets, s_
+stride.
 """
 from types import SimpleNamespace
+
+import torch
 
 try:
     import triton
@@ -24,13 +27,17 @@ def unavailable(x):
     if triton is None:
         return "triton is not installed (pip install triton)"
     if x.device.type == "cpu" and not INTERPRETED:
-        return "the tensors are on the CPU (TRITON_INTERPRET=1, set before triton is imported, would interpret the kernels)"
+        return ("the tensors are on the CPU (TRITON_INTERPRET=1, set before triton is imported, would interpret "
+                "the kernels)")
     return ""
 
 
-def supported(head_dim):
-    """Whether the kernels take heads of so many numbers: powers of two from 16 to 256."""
-    return head_dim in (16, 32, 64, 128, 256)
+def supported(head_dim, dtype):
+    """Whether the kernels take heads of so many numbers: powers of two from 16 to 256.
+
+    fp32 ends at 128, because more does not fit into the shared memory of smaller GPUs."""
+    largest = 128 if dtype == torch.float32 else 256
+    return 16 <= head_dim <= largest and head_dim & (head_dim - 1) == 0
 
 
 def check(q, *pools):
@@ -38,9 +45,11 @@ def check(q, *pools):
     if reason := unavailable(q):
         raise RuntimeError(f"the Triton kernels cannot run: {reason}; the *_reference functions can")
     d = q.shape[-1]
-    if not supported(d):
-        raise ValueError(f"head size {d} is not supported by the kernels; allowed are powers of two from 16 to 256")
+    if not supported(d, q.dtype):
+        raise ValueError(f"head size {d} is not supported by the kernels; allowed are powers of two from 16 to 256, "
+                         "in fp32 to 128")
     for x in (q, *pools):
         same_pool = x is q or x.stride() == pools[0].stride()
         if x.dtype != q.dtype or x.stride()[1:] != (d, 1) or not same_pool:
-            raise ValueError(f"q and the pools need one dtype and contiguous heads; got {x.dtype}, strides {x.stride()}")
+            raise ValueError(f"q and the pools need one dtype and contiguous heads; got {x.dtype}, "
+                             f"strides {x.stride()}")

@@ -43,11 +43,12 @@ LOG2E = 1.4426950408889634              # kernels count in powers of two, which 
 def settings(dtype, d):
     """What the kernel is compiled with. N_: entries read in one step. STAGES_: steps in flight; a key needs three, since its
     position, its slot and itself are loads that wait for one another. The choice keeps every group and head size free of
-    spills (compile_report.py); it was made without a GPU, not tuned on one. PRECISION concerns fp32 alone, which is there to
+    spills (tests/compile_report.py); it was made without a GPU, not tuned on one. PRECISION concerns fp32 alone, which is there to
     prove identity, not for speed, and must not lose 13 bits to TF32; bf16 and fp16 products are exact anyway."""
     if dtype == torch.float32:
         return dict(N_SMALL=16 if d <= 64 else 64, N_LARGE=16, STAGES_SMALL=2, STAGES_LARGE=2, PRECISION="ieee", num_warps=16)
-    return dict(N_SMALL=min(8192 // d, 128), N_LARGE=min(4096 // d, 64), STAGES_SMALL=5, STAGES_LARGE=3, PRECISION="tf32", num_warps=4)
+    return dict(N_SMALL=min(8192 // d, 128), N_LARGE=min(4096 // d, 64), STAGES_SMALL=5, STAGES_LARGE=3, PRECISION="tf32",
+                num_warps=4 if d <= 128 else 8)
 
 
 @jit
@@ -57,9 +58,11 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_request, p_item, p_out, p_l
     """M packed rows of one request and KV head over one chunk of their list."""
     i_g, n_groups = tl.program_id(1), tl.num_programs(1)
     request, first_packed = tl.load(p_item), tl.load(p_item + 1)
-    first_entry, part = tl.load(p_item + 2), tl.load(p_item + 3)
+    first_entry = tl.load(p_item + 2)
+    part = tl.load(p_item + 3).to(tl.int64)                                # offsets of all that is large, in 64 bits
     p_request += request * 5
-    first_row, n_rows, length = tl.load(p_request), tl.load(p_request + 1), tl.load(p_request + 2)
+    first_row = tl.load(p_request).to(tl.int64)
+    n_rows, length = tl.load(p_request + 1), tl.load(p_request + 2)
     n_selected, tail = tl.load(p_request + 3), tl.load(p_request + 4)
     p_slot += request.to(tl.int64) * s_slot                                # pools and tables may exceed 2^31 numbers
     p_selected += request.to(tl.int64) * s_request + i_g * s_group
@@ -134,7 +137,8 @@ def merge_parts(p_part, p_part_lse, p_request, p_merge, p_out, p_lse, GROUP: tl.
     i_tile, i_g, n_groups = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     p_merge += i_tile * 5
     request, first_packed, n_packed = tl.load(p_merge), tl.load(p_merge + 1), tl.load(p_merge + 2)
-    part, n_parts = tl.load(p_merge + 3), tl.load(p_merge + 4)
+    part = tl.load(p_merge + 3).to(tl.int64)
+    n_parts = tl.load(p_merge + 4)
     o_m, o_d = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, D)
     if request < 0 or tl.program_id(2) * M >= n_packed:
         return
@@ -152,7 +156,8 @@ def merge_parts(p_part, p_part_lse, p_request, p_merge, p_out, p_lse, GROUP: tl.
         b_sum = b_sum * b_shrink + b_weight
         b_max = b_new
     o_packed = first_packed + o_m
-    o_out = (tl.load(p_request + request * 5) + o_packed // GROUP) * (n_groups * GROUP) + i_g * GROUP + o_packed % GROUP
+    row = tl.load(p_request + request * 5).to(tl.int64) + o_packed // GROUP
+    o_out = row * (n_groups * GROUP) + i_g * GROUP + o_packed % GROUP
     b_out = (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_out[:, None] * D + o_d[None, :], b_out, mask=valid[:, None])
     tl.store(p_lse + o_out, (b_max + tl.log2(b_sum)) / 1.4426950408889634, mask=valid)

@@ -5,22 +5,24 @@ per KV head h and position p, with g query heads q to a KV head:
 
     scores[h, p] = 1 / (n * g)  *  sum over rows i and heads q of  exp(scale * q[i, q] . k[h, p] - lse[i, q])
 
-Probabilities, not logits. Every row and head counts (the released kernel reduces its first tile only). The divisor is n * g
-everywhere, and a row that may not see a position adds 0, as in minispec/core/attention.py: exact and comparable for positions
-that all rows see, p <= length - n; the newest n - 1 are averages over rows of which some saw nothing and should not be ranked.
-They need not be: the budget rule takes them anyway.
+Probabilities, not logits. Every row and head counts (the released kernel reduces its first tile only). The
+divisor is n * g everywhere, and a row that may not see a position adds 0, as in minispec/core/attention.py:
+exact and comparable for positions that all rows see, p <= length - n; the newest n - 1 are averages over
+rows of which some saw nothing and should not be ranked. They need not be: the budget rule takes them
+anyway.
 
-Attention cannot sum these in passing, since a row's log-sum-exp is known only at its end. So a second pass reads the keys
-again (not the values) with the lse that attention returned. Dumping logits instead would move less (2 * n * g * 2 bytes a
-position and KV head, against D * e) but wants a scratch of n * H * length values per layer; a comment in the released code
-finds the two about equally fast.
+Attention cannot sum these in passing, since a row's log-sum-exp is known only at its end. So a second pass
+reads the keys again (not the values) with the lse that attention returned. Dumping logits instead would
+move less (2 * n * g * 2 bytes a position and KV head, against D * e) but wants a scratch of n * H * length
+values per layer; a comment in the released code finds the two about equally fast.
 
-Shapes, for one layer: q (N, H, D), lse (N, H), k (G, n_slots, D), slots (B, T) as in attention.py; scores (B, G, T) fp32.
-Bytes moved for E positions of all scored requests together, e bytes a number:
+Shapes, for one layer: q (N, H, D), lse (N, H), k (G, n_slots, D), slots (B, T) as in attention.py; scores
+(B, G, T) fp32. Bytes moved for E positions of all scored requests together, e bytes a number:
     G * E * (D * e + 4 + 4)         keys, slot indices, scores out
     n * H * D * e * ceil(T / N)     queries, read again for every block of N positions, from cache
-Roofline time = bytes / bandwidth. Example, Qwen3-8B (G 8, D 128, bf16), one layer, 14 requests verifying at 8,192 tokens:
-E = 115k, 242 MB, 0.07 ms at 3.35 TB/s: half of what their attention reads, 1 / 18 of a full step of 128 requests.
+Roofline time = bytes / bandwidth. Example, Qwen3-8B (G 8, D 128, bf16), one layer, 14 requests verifying at
+8,192 tokens: E = 115k, 242 MB, 0.07 ms at 3.35 TB/s: half of what their attention reads, 1 / 18 of a full
+step of 128 requests.
 """
 import torch
 
@@ -38,13 +40,14 @@ def settings(dtype, d):
 @jit
 def pillar_scores(p_q, p_k, p_lse, p_slot, p_request, p_which, p_scores, scale, s_q, s_kv, s_slot, s_request, s_group,
                   GROUP: tl.constexpr, D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr):
-    """Grid (scored requests, G, blocks of N positions). Positions are the rows of the product here, so that a position's
-    sum stays within a few threads and the packed rows need no padding to a large tile."""
+    """Grid (scored requests, G, blocks of N positions). Positions are the rows of the product here, so that
+    a position's sum stays within a few threads and the packed rows need no padding to a large tile."""
     request, i_g, n_groups = tl.load(p_which + tl.program_id(0)), tl.program_id(1), tl.num_programs(1)
     if request < 0:                                                        # padding
         return
     p_request += request * 5
-    first_row, n_rows, length = tl.load(p_request), tl.load(p_request + 1), tl.load(p_request + 2)
+    first_row = tl.load(p_request).to(tl.int64)
+    n_rows, length = tl.load(p_request + 1), tl.load(p_request + 2)
     if tl.program_id(2) * N >= length:
         return
     o_n, o_d = tl.program_id(2) * N + tl.arange(0, N), tl.arange(0, D)
@@ -66,8 +69,8 @@ def pillar_scores(p_q, p_k, p_lse, p_slot, p_request, p_which, p_scores, scale, 
 
 
 def scores(q, k, lse, slots, plan, which, out, scale=None):
-    """Fill out (B, G, T) fp32 for the requests `which` (n,) int32 (-1: none) from the lse (N, H) of their attention. Positions
-    from a request's length on are left as they are. Returns out."""
+    """Fill out (B, G, T) fp32 for the requests `which` (n,) int32 (-1: none) from the lse (N, H) of their
+    attention. Positions from a request's length on are left as they are. Returns out."""
     check(q, k)
     (_, h, d), groups, s = q.shape, k.shape[0], settings(q.dtype, q.shape[-1])
     if min(slots.shape[1], out.shape[2]) < plan.max_length:

@@ -1,13 +1,15 @@
-"""Compile every kernel ahead of time for six generations of GPUs, without having one, and report what it takes.
+"""Compile every kernel ahead of time for six generations of GPUs, without having one, and report what it
+takes.
 
     python tests/compile_report.py                # 20 minutes of one core; writes results/kernels.json
 
-For each kernel, dtype, group size, head size and architecture: registers a thread, bytes spilled, shared memory a block, and
-the blocks that fit a multiprocessor at once. Triton compiles to PTX and machine code for any target. How many registers it
-took Triton itself learns only from a loaded module, that is, from a GPU, so the bundled ptxas is asked again, with -v.
+For each kernel, dtype, group size, head size and architecture: registers a thread, bytes spilled, shared
+memory a block, and the blocks that fit a multiprocessor at once. Triton compiles to PTX and machine code
+for any target. How many registers it took Triton itself learns only from a loaded module, that is, from a
+GPU, so the bundled ptxas is asked again, with -v.
 
-Exits with 1 when a kernel spills (a value pushed out to memory costs more than the arithmetic around it) or wants more shared
-memory than the device has.
+Exits with 1 when a kernel spills (a value pushed out to memory costs more than the arithmetic around it) or
+wants more shared memory than the device has.
 """
 import argparse
 import json
@@ -22,16 +24,16 @@ sys.path.insert(0, ROOT)
 
 import torch  # noqa: E402
 
-from kernels import INTERPRETED, attention, scores, triton  # noqa: E402
+from kernels import INTERPRETED, attention, scores, supported, triton  # noqa: E402
 from minispec.tools.files import replaced  # noqa: E402
 
 GROUPS, HEADS = range(1, 9), (32, 64, 128, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = ("packed_attention", "merge_parts", "pillar_scores")
 
-# Of each architecture, from the CUDA programming guide's table of compute capabilities: the most shared memory that a block
-# may have and what a multiprocessor has, in KB, and the most threads and blocks of a multiprocessor. Each block takes 1 KB
-# more for the system.
+# Of each architecture, from the CUDA programming guide's table of compute capabilities: the most shared
+# memory that a block may have and what a multiprocessor has, in KB, and the most threads and blocks of a
+# multiprocessor. Each block takes 1 KB more for the system.
 ARCHS = {80: (163, 164, 2048, 32), 86: (99, 100, 1536, 16), 89: (99, 100, 1536, 24), 90: (227, 228, 2048, 32),
          100: (227, 228, 2048, 32), 120: (99, 100, 1536, 24)}
 REGISTERS, TENSOR_COLUMNS = 65536, 512            # of a multiprocessor (tensor memory: sm_100)
@@ -70,12 +72,14 @@ def compile_one(name, dtype, group, d, arch):
     kernel, constants = variants(DTYPES[dtype], group, d)[name]
     options = {k: constants.pop(k) for k in ("num_warps", "num_stages") if k in constants}
     types, aligned = signature(kernel, dtype)
-    compiled = triton.compile(triton.compiler.ASTSource(kernel, types, constants, aligned), GPUTarget("cuda", arch, 32), options)
+    source = triton.compiler.ASTSource(kernel, types, constants, aligned)
+    compiled = triton.compile(source, GPUTarget("cuda", arch, 32), options)
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, "kernel.ptx"), "w") as f:
             f.write(compiled.asm["ptx"])
-        command = [get_ptxas(arch).path, "-v", "-lineinfo", "--regAllocOptLevel=2", f"--gpu-name={sm_arch_from_capability(arch)}",
-                   f.name, "-o", os.path.join(folder, "kernel.cubin")]  # Triton's own options
+        # Triton's own options, and -v.
+        command = [get_ptxas(arch).path, "-v", "-lineinfo", "--regAllocOptLevel=2",
+                   f"--gpu-name={sm_arch_from_capability(arch)}", f.name, "-o", os.path.join(folder, "kernel.cubin")]
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     registers = int(re.search(r"Used (\d+) registers", log)[1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
@@ -87,7 +91,8 @@ def compile_one(name, dtype, group, d, arch):
 
 
 def blocks_per_sm(row, arch, tensor_columns):
-    """How many blocks a multiprocessor holds at once: what hides the latency of gathering keys slot by slot."""
+    """How many blocks a multiprocessor holds at once: what hides the latency of gathering keys slot by
+    slot."""
     _, shared, threads, blocks = ARCHS[arch]
     registers = -(-row["registers"] // 8) * 8 * row["threads"]            # registers are given out by eights
     return min(blocks, threads // row["threads"], REGISTERS // registers,
@@ -125,10 +130,15 @@ def main():
     for name in KERNELS:
         for dtype in DTYPES:
             for d in HEADS:
+                if not supported(d, DTYPES[dtype]):
+                    continue
                 for arch in ARCHS:
                     line = [compile_one(name, dtype, group, d, arch) for group in GROUPS]
-                    cells = [f"{r['registers']:3} {r['shared_bytes'] / 1024:5.1f} {r['blocks_per_sm']:2}{' !' * bool(faults(r))}"
-                             for r in line]
+                    cells = []
+                    for r in line:
+                        shared = r["shared_bytes"] / 1024
+                        mark = " !" if faults(r) else ""
+                        cells.append(f"{r['registers']:3} {shared:5.1f} {r['blocks_per_sm']:2}{mark}")
                     print(f"{name:18}{dtype:6}{d:5}  sm_{arch:<5}" + "  ".join(cells), flush=True)
                     rows += line
 

@@ -11,7 +11,8 @@ a layer.
 
 Shapes, for one layer: N packed rows, n of them from one request; H query heads, G key/value heads, g = H /
 G query heads share a key head; D numbers a head; T positions that a request has cached, its new rows
-included. """
+included.
+"""
 import torch
 import torch.nn.functional as F
 
@@ -67,7 +68,8 @@ class FullKeys:
 
     record=True also leaves, in `scores` (L, G, start + n), the softmax probability each position received,
     averaged over the n rows and the g query heads of a group. Not every row sees the positions from `start`
-    on. Their average is over all n rows all the same, so do not compare it with the others'. """
+    on. Their average is over all n rows all the same, so do not compare it with the others'.
+    """
     selected = None                                          # all positions
     pool = None                                              # in the cache itself
 
@@ -204,7 +206,7 @@ def tree_mask(parents):
 def can_fuse(model):
     """Whether the Triton kernels run for this model. Where they do not, decoding uses torch's operators."""
     from kernels import supported, unavailable           # here, because importing triton takes a second
-    return not unavailable(model.embed.weight) and supported(model.config.head_dim)
+    return not unavailable(model.embed.weight) and supported(model.config.head_dim, model.dtype)
 
 
 def fused_inputs(cache, plan, tokens, positions, group):

@@ -1,7 +1,8 @@
 """What makes torch fast on a CPU. Everything here computes what a plain torch operator does, in less time.
 
 `Linear` is nn.Linear, `blocked_attend` is attention.dense_attend, and `store_by_columns` changes the layout
-of weights. On a GPU the first and the last do nothing, and the second is not used. """
+of weights. On a GPU the first and the last do nothing, and the second is not used.
+"""
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -32,7 +33,8 @@ class Linear(nn.Linear):
     because torch's own product is slow for few rows in fp32. A single row uses that copy as well: if plain
     rounds read one copy and larger rounds the other, each would push the other's weights out of the
     processor's cache. The exception is a single fp32 row in a small model, see `store_by_columns`.
-    Gradients never see the copy. """
+    Gradients never see the copy.
+    """
     _packed = None              # the copy
     _packed_from = None         # version and address of the weights it was made of
     small = False               # part of a small model, see store_by_columns

@@ -11,7 +11,8 @@ Decoding passes one that writes k and v into a cache and reads what the step may
 method of this repository is a new `attend`, a new drafter, or both; the body below never changes.
 
 Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests,
-in decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary. """
+in decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
+"""
 import math
 from dataclasses import dataclass
 

@@ -2,7 +2,8 @@
 
 A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family: `load`, `save`. A trained
 drafter is `config.json`, which names the kind of drafter, and `model.safetensors`: `load_drafter`,
-`save_drafter`. """
+`save_drafter`.
+"""
 import hashlib
 import json
 import math
