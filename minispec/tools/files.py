@@ -29,7 +29,7 @@ def _mode(path):
 @contextlib.contextmanager
 def replaced(path):
     """Yields the name of a temporary file next to `path`. It becomes `path` if all went well and is removed
-    if not, so a reader sees the old file or the new one. Every writer has a temporary file of its own: of two,
+    if not: a reader sees the old file or the new one. Every writer has a temporary file of its own; of two,
     the last one wins. ValueError if it cannot be written, for example because the disk is full."""
     path = written_to(path)
     temporary = None
