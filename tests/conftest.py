@@ -10,29 +10,18 @@ from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-os.environ.setdefault("OMP_NUM_THREADS", "1")            # tests share the cores; tiny models need one
+os.environ.setdefault("OMP_NUM_THREADS", "1")            # two processes share the cores
 
 import minispec  # noqa: E402  before torch: it tunes the allocator
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from beside import pytest_configure, pytest_runtestloop  # noqa: E402, F401  hooks
 from minispec.core import gpt  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 
 TARGET = os.path.join(ROOT, "checkpoints", "target")
 DRAFT = os.path.join(ROOT, "checkpoints", "draft")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config):
-    """Whole folders run in two processes, file by file, if pytest-xdist is there; single files in this one."""
-    option = config.option
-    folders = all(os.path.isdir(arg) for arg in config.args)
-    worker = "PYTEST_XDIST_WORKER" in os.environ         # one of the two already
-    alone = worker or option.usepdb or option.collectonly or (os.cpu_count() or 1) < 2
-    if folders and not alone and getattr(option, "numprocesses", 0) is None:
-        option.numprocesses = 2
-        option.dist = "loadfile"
 
 
 def toy_model(vocab=64, seed=0, gain=4.0, **changes):

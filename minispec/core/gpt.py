@@ -36,12 +36,15 @@ class RMSNorm(nn.Module):
 
 
 def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=8192):
+              original_max_position_embeddings=8192, divisors=None):
     """Llama-3.1's way to a longer context: turn (D/2,), radians a position, with the slow dimensions slowed
     down.
 
     Dimensions that turn less than low_freq_factor times in the context of pretraining do it `factor` times
-    slower. Those that turn more than high_freq_factor times stay as they are. Between the two it slides."""
+    slower. Those that turn more than high_freq_factor times stay as they are. Between the two it slides.
+    divisors (D/2,): how much slower each dimension turns, where a file says just that."""
+    if divisors is not None:
+        return turn / torch.tensor(divisors, device=turn.device)
     times = turn * original_max_position_embeddings / (2 * math.pi)
     keep = ((times - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)
     return (1 - keep) * turn / factor + keep * turn

