@@ -69,7 +69,7 @@ def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
     decode.main([str(x) for x in ("--model", folder / "target", "--method", "specdiff", "--drafter", folder / name, "--prompt", "one two", "--max-new-tokens", 20,
                                   "--compare", "--quiet", "--json", tmp_path / "o.json", *rule)])
     d = json.loads((tmp_path / "o.json").read_text())
-    assert d["identical"] and d["new_tokens"] == 20 and "output identical" in capsys.readouterr().out
+    assert d["identical"] and d["new_tokens"] == 20 and "output: identical to autoregressive" in capsys.readouterr().out
 
 
 def test_stored_answers_are_ids_with_their_probabilities(folder):
