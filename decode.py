@@ -23,7 +23,7 @@ from tqdm import tqdm
 from minispec import cdlm, specgen
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
-from minispec.data.tokenizer import NO_THINKING, Tokenizer
+from minispec.data.tokenizer import Tokenizer
 from minispec.studies.sparse import measure_costs
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import converse, requests_of, schedule_view, summary, tie_gap, verdict
@@ -132,9 +132,9 @@ def load(args):
     model = checkpoints.load(args.model, args.device, getattr(torch, name))
     tokenizer = Tokenizer.load(args.model)
     if args.no_thinking:
-        if "</think>" not in tokenizer.special:
+        if "enable_thinking" not in tokenizer.chat_template:
             raise ValueError(f"--no-thinking is for models of the Qwen3 family; {args.model} is none")
-        tokenizer.template += NO_THINKING
+        tokenizer.thinking = False
     return model, tokenizer
 
 

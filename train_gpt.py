@@ -20,11 +20,13 @@ from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
 from minispec.core.attention import dense_attend, mass_in_top
-from minispec.core.cpu import blocked_attend
+from minispec.core.cpu import training_attend
+from minispec.tools import training
 from minispec.tools.files import read_json, write_json
-from minispec.tools.script import Parser, check_device, run_main
-from minispec.data.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
-from minispec.tools.training import Optimizer, Run, learning_rate, locked
+from minispec.tools.script import Parser, run_main
+from minispec.data.bpe import SPECIALS, to_json, train_bpe
+from minispec.data.tokenizer import Tokenizer
+from minispec.tools.training import Optimizer, Run, bf16, generator_of, learning_rate, locked
 
 # -- settings -------------------------------------------------------------------------------------
 # What the command line does not ask. Change these when the data or the machine is another one.
@@ -37,23 +39,24 @@ CURRICULUM = ((0.06, {256: 1.0}),
               (0.14, {512: 1.0}),
               (0.85, {1024: 1.0}),
               (1.0, {1024: 0.4, 6144: 0.4, 10240: 0.2}))
-# Tokens of an optimiser step at --batch-scale 1. Larger steps are fewer steps, and a small model wants many.
+# Tokens of an optimiser step. Larger steps are fewer steps, and a small model wants many; a GPU wants 8 times
+# as many tokens, or more.
 BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 6144: 6144, 10240: 10240}
 VOCABULARY = 2048           # of a new tokenizer: 256 bytes, the special tokens, and merges
-CLIP_EVERY = 20             # steps between two looks at the attention logits, see clip_attention
+REAL_SHARE = 0.04           # of the documents are real text, if there is any
+LOGIT_LIMIT = 20.0          # largest attention logit, see clip_attention
+CLIP_EVERY = 20             # steps between two looks at them
 ENTROPY_ROWS = 32           # queries per step whose attention entropy --sharpen looks at
 COMPILE_UP_TO = 4096        # tokens: compiling for longer sequences takes longer than it saves
-MOST = 10 ** 10             # limit of counts on the command line
 
 
 def parse_args():
     p = Parser(__doc__)
+    training.add_arguments(p, lr=4e-3, warmup=100, save_every=100)
     add = p.add_argument
-    add("--out", required=True, help="folder to write the model to")
     add("--size", default="nano", choices=gpt.SIZES, help="model size (default nano, about 5M parameters)")
     add("--data", default=os.environ.get("MINISPEC_DATA"),
         help="folder with real text; without it, procedural text alone")
-    add("--real-share", type=float, default=0.04, help="share of documents that are real text")
     add("--tokenizer",
         help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
     add("--teacher",
@@ -62,32 +65,16 @@ def parse_args():
     add("--start", type=float, default=0.0,
         help="part of the curriculum to leave out, 0 to 1: with --init, 0.85 trains at its last lengths only")
     add("--tokens", type=float, default=32e6, help="training tokens in all")
-    add("--batch-scale", type=int, default=1,
-        help="multiplies the tokens of an optimiser step (a GPU wants 8 or more)")
     add("--max-length", type=int, default=10240,
         help="longest sequence; longer ones of the curriculum are cut to it")
-    add("--lr", type=float, default=4e-3, help="peak learning rate")
-    add("--warmup", type=int, default=100, help="steps of linear warm-up")
-    add("--logit-limit", type=float, default=20.0, help="largest attention logit; see clip_attention")
     add("--sharpen", type=float, default=0.0,
         help="weight of the attention entropy, summed over layers, in the loss")
-    add("--seed", type=int, default=1337)
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--compile", action="store_true",
         help="torch.compile the model: 15 %% faster on a CPU, a few minutes to start")
-    add("--save-every", type=int, default=100, help="steps between checkpoints")
     args = p.parse_args()
-    for name, least in {"tokens": 1, "batch_scale": 1, "save_every": 1, "max_length": 1, "warmup": 0}.items():
-        value = getattr(args, name)
-        if not least <= value <= MOST:
-            option = name.replace("_", "-")
-            raise ValueError(f"{option} {value:g} is out of range; "
-                             f"allowed is {least} or more, up to {MOST:.0e}")
-    if not 0 < args.logit_limit <= 1e6:
-        raise ValueError(f"--logit-limit {args.logit_limit} is out of range; allowed is above 0, up to 1e6")
+    training.check_arguments(args, tokens=1, max_length=1)
     if not 0 <= args.start < 1:
-        raise ValueError(f"--start {args.start} is out of range; from 0 up to, not including, 1")
-    check_device(args.device)
+        raise ValueError(f"start {args.start} is out of range; allowed is 0 or more, but less than 1")
     return args
 
 
@@ -103,7 +90,7 @@ def new_tokenizer(real, seed):
     return to_json(train_bpe(texts, VOCABULARY - 256 - len(SPECIALS)))
 
 
-def schedule(seed, tokens, longest, scale, start=0.0):
+def schedule(seed, tokens, longest, start=0.0):
     """The sequence length of every step until `tokens` are used up, drawn by the curriculum from `start` on
     (0 to 1): [(length, tokens so far)]."""
     rng = random.Random(seed)
@@ -116,14 +103,14 @@ def schedule(seed, tokens, longest, scale, start=0.0):
         # Steps of long sequences hold more tokens; dividing keeps `shares` shares of tokens.
         weights = [shares[length] / BATCH_TOKENS[length] for length in lengths]
         length = rng.choices(lengths, weights)[0]
-        used += BATCH_TOKENS[length] * scale
+        used += BATCH_TOKENS[length]
         plan.append((length, used))
     return plan
 
 
-def batch_of_step(stream, step, length, scale, block_size, device):
+def batch_of_step(stream, step, length, block_size, device):
     """(inputs, positions, targets, learn), each (B, T)."""
-    n = BATCH_TOKENS[length] * scale // length
+    n = BATCH_TOKENS[length] // length
     rows = [stream.sequence(step * 4096 + i, length, block_size) for i in range(n)]
     tokens, positions, learn = (torch.from_numpy(np.stack(x)).to(device) for x in zip(*rows))
     return tokens[:, :-1], positions[:, :-1], tokens[:, 1:], learn[:, 1:]
@@ -181,7 +168,6 @@ def clip_attention(model, x, positions, limit):
 def evaluate(model, tokenizer, device):
     """Teacher-forced loss per token of held-out chains by family, and how sharply the heads look at long
     contexts."""
-    bf16 = torch.autocast(device.split(":")[0], torch.bfloat16)
     out = {}
     for family in tasks.FAMILIES:
         loss, hits, n = 0.0, 0, 0
@@ -191,7 +177,7 @@ def evaluate(model, tokenizer, device):
             body = tokenizer.response_ids(p.think, p.answer)
             x = torch.tensor([(head + body)[:-1]], device=device)
             positions = torch.arange(x.shape[1], device=device)[None]
-            with bf16:
+            with bf16(device):
                 logits = model.logits(model(x, positions, dense_attend())).float()[0, len(head) - 1:]
             target = torch.tensor(body, device=device)
             loss += F.cross_entropy(logits, target, reduction="sum").item()
@@ -253,51 +239,48 @@ def train(args, teacher):
     # data
     real = corpus.real_documents(args.data)
     sizes = ", ".join(f"{name} {len(documents):,}" for name, documents in real.items()) or "none"
-    hint = " (no --data folder given; SOURCES in minispec/data/corpus.py says where to get more)"
+    hint = " (no --data folder given; minispec/data/corpus.py says where to get some)"
     print(f"real text: {sizes}{'' if args.data else hint}")
     tokenizer, tokenizer_json = make_tokenizer(args, real)
-    stream = corpus.Stream(tokenizer, real, args.real_share, args.seed)
+    stream = corpus.Stream(tokenizer, real, REAL_SHARE, args.seed)
 
     # model
     model = make_model(args, tokenizer, teacher)
     compiled = torch.compile(model, dynamic=False) if args.compile else model
-    plan = schedule(args.seed, args.tokens, args.max_length, args.batch_scale, args.start)
+    plan = schedule(args.seed, args.tokens, args.max_length, args.start)
     print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {len(plan)} steps, {plan[-1][1]:,} tokens")
 
     # training: Muon for the matrices of the blocks, AdamW for embeddings and norms
     optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
-    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
-    causal = blocked_attend if args.device == "cpu" else dense_attend
     run = Run(args.out, model, optimizer, len(plan), args.save_every)
     for step in run.steps():
         length, tokens = plan[step]
-        x, positions, y, learn = batch_of_step(stream, step, length, args.batch_scale,
-                                               model.config.block_size, args.device)
+        x, positions, y, learn = batch_of_step(stream, step, length, model.config.block_size, args.device)
         if step % CLIP_EVERY == 0:
-            clip_attention(model, x[:1, :1024], positions[:1, :1024], args.logit_limit)
+            clip_attention(model, x[:1, :1024], positions[:1, :1024], LOGIT_LIMIT)
 
         # --sharpen needs the attention of some queries, which the forward leaves in `entropies`.
         entropies = []
-        attend = causal()
+        attend = training_attend(x.device)
         if args.sharpen:
-            generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
-            queries = torch.randint(x.shape[1], (ENTROPY_ROWS,), generator=generator).to(x.device)
+            queries = torch.randint(x.shape[1], (ENTROPY_ROWS,), generator=generator_of(args, step))
+            queries = queries.to(x.device)
             attend = entropy_attend(queries, entropies, attend)
 
         # The loss: the next token of every response, or with a teacher its whole distribution.
         forward = compiled if x.shape[1] <= COMPILE_UP_TO else model
-        with bf16:
+        with bf16(args.device):
             logits = model.logits(forward(x, positions, attend)[learn]).float()
             if teacher is None:
                 loss = F.cross_entropy(logits, y[learn]) + args.sharpen * sum(entropies)
             else:
                 with torch.no_grad():
-                    goal = teacher.logits(teacher(x, positions, causal())[learn]).float().log_softmax(-1)
+                    hidden = teacher(x, positions, training_attend(x.device))[learn]
+                    goal = teacher.logits(hidden).float().log_softmax(-1)
                 loss = F.kl_div(logits.log_softmax(-1), goal, log_target=True, reduction="batchmean")
 
         # One step of the optimiser.
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(learning_rate(step, tokens / args.tokens, args.lr, args.warmup))
         run.log(loss=loss)
 

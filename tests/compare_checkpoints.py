@@ -84,7 +84,22 @@ def write_tokenizer(folder, family, size=700):
     t.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in special])
     t.add_tokens([AddedToken(s, normalized=False, special=False) for s in added])
     t.save(os.path.join(folder, "tokenizer.json"))
+    with open(os.path.join(folder, "tokenizer_config.json"), "w") as f:
+        json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "chat_template": CHATS[family]}, f)
     return t
+
+
+# What the families' own templates make of a conversation without tools.
+CHATS = {
+    "Qwen2.5": "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful "
+               "assistant.<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+               "{% endfor %}{{ '<|im_start|>assistant\n' }}",
+    "Qwen3": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+             "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+             "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}",
+    "Llama-3": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
+               "<|eot_id|>{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
+}
 
 
 ATOMS = ["the ", "and", " don't", "DON'T", "I'VE ", "we'LL", "'S", "'ſ", "’s", "x'", "0", "7", "1234567890", " 42", "3.14", "٣٤٥", "²", "Ⅷ", " ", "  ", "     ",
@@ -122,7 +137,7 @@ def compare_ids(family, n, long=False):
         theirs, ours = write_tokenizer(folder, family), Tokenizer.load(folder)
     same = tokens = 0
     some = strings(n, FAMILIES[family][3]) + (LONG if long else [])
-    for as_special, encode in ((True, ours.template_ids), (False, ours.encode)):
+    for as_special, encode in ((True, ours.special_ids), (False, ours.encode)):
         theirs.encode_special_tokens = not as_special
         for text, want in zip(some, theirs.encode_batch(some, add_special_tokens=False)):
             same, tokens = same + (encode(text) == want.ids), tokens + len(want.ids)

@@ -20,7 +20,7 @@ from minispec.tools import checkpoints, gguf_file  # noqa: E402
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
 FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
-SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, d_model=64, head_dim=32, d_ff=96, vocab_size=2048, bos_id=2040, eos_id=2041)
+SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, d_model=64, head_dim=32, d_ff=96, vocab_size=2048, bos_id=2041, eos_id=2042)
 
 
 def vocabulary():
@@ -118,7 +118,10 @@ def test_other_architectures_and_missing_models_are_named(tmp_path, monkeypatch)
 
 def test_300_damaged_files_end_in_one_line(tmp_path):
     """Cut, flipped and overwritten: a file loads, or one ValueError of one line says what is wrong. Nothing hangs or fills the memory."""
-    _, path = written(tmp_path / "whole.gguf", "Q8_0")
+    tokens, special, merges = vocabulary()
+    shape = {**SHAPE, "vocab_size": 300, "bos_id": 298, "eos_id": 299}
+    path = write_gguf(tmp_path / "whole.gguf", toy_model(**shape), tokens[:298] + ["<|bos|>", "<|eos|>"], {298, 299}, merges[:42],
+                      template=TEMPLATE, kind="Q8_0")
     whole, rng = open(path, "rb").read(), random.Random(0)
     header = whole.index(b"blk.0.attn_norm")                     # most of what can be misread lies before the weights
     limit = resource.getrlimit(resource.RLIMIT_AS)

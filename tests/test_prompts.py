@@ -13,7 +13,9 @@ from minispec.data import corpus, prompts
 from minispec.tools import answers, methods
 from minispec.core.engine import Generation
 from minispec.studies import run
-from minispec.data.tokenizer import NO_THINKING, Tokenizer
+from compare_checkpoints import CHATS
+from minispec.data.bpe import PATTERN
+from minispec.data.tokenizer import Tokenizer
 
 DATA = os.environ.get("MINISPEC_DATA", "")
 EVAL = {"task_id": "HumanEval/0", "prompt": 'from math import pi\n\n\ndef inc(x: int) -> int:\n    """One more."""\n', "entry_point": "inc",
@@ -153,30 +155,34 @@ def test_missing_data_names_the_public_source(tmp_path):
 
 # -- turns -------------------------------------------------------------------------------------------------------------
 
-QWEN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_the_next_prompt_of_every_family():
+@pytest.mark.parametrize("family, names, answer, want", [
+    ("ours", None, "so<|answer|>4<|eos|>", "<|bos|><|prompt|>2+2?\n<|think|>so<|answer|>4<|eos|><|prompt|>Sure?\n<|think|>"),
+    ("Qwen3", ["<|im_start|>", "<|im_end|>", "<think>", "</think>"], "<think>\nhm\n</think>\n\nFour.<|im_end|>",
+     "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nFour.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"),
+    ("Llama-3", ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "Four.<|eot_id|>",
+     "<|begin_of_text|>" + "".join(f"<|start_header_id|>{who}<|end_header_id|>\n\n{text}" for who, text in (
+         ("user", "2+2?<|eot_id|>"), ("assistant", "Four.<|eot_id|>"), ("user", "Sure?<|eot_id|>"), ("assistant", "")))),
+    ("no template", [], "Four.", "2+2?\nFour.Sure?\n"),
+])
+def test_the_next_prompt_of_every_family(family, names, answer, want):
     """The ids of a conversation are those of its text in the family's template, without chains of thought that are past."""
     ours = Tokenizer.load(TARGET)
-    ranks, special = ours.encoding._mergeable_ranks, lambda *names: {name: 2040 + i for i, name in enumerate(names)}
-    spell = lambda t, text: t.template_ids(text)
-    for names, first, answer, said, again in [
-            (list(ours.special), "<|bos|><|prompt|>{}\n<|think|>", "so<|answer|>4<|eos|>", "so<|answer|>4", "<|eos|><|prompt|>{}\n<|think|>"),
-            (["<|im_start|>", "<|im_end|>", "<think>", "</think>"], QWEN, "<think>\nhm\n</think>\n\nFour.<|im_end|>", "Four.", "<|im_end|>\n" + QWEN),
-            (["<|im_start|>", "<|im_end|>"], "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + QWEN, "Four.", "Four.", "<|im_end|>\n" + QWEN),
-            (["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-             "Four.<|eot_id|>", "Four.", "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"),
-            ([], "{}\n", "Four.", "Four.", "\n{}\n")]:
-        t = Tokenizer(ranks, special(*names))
-        asked = t.prompt_ids("2+2?\n")
-        assert asked == spell(t, first.format("2+2?"))
-        want = spell(t, first.format("2+2?")) + spell(t, said) + spell(t, again.format("Sure?"))
-        assert t.next_prompt_ids(asked, spell(t, answer), "Sure?\n") == want
-        if "</think>" in names:
-            t.template += NO_THINKING
-            assert t.next_prompt_ids(t.prompt_ids("2+2?"), spell(t, "Four.<|im_end|>"), "Sure?\n") == want + spell(t, NO_THINKING)
-            assert t.answer_text(spell(t, answer)).strip() == "Four."
+    special = ours.special if names is None else {name: 2041 + i for i, name in enumerate(names)}
+    t = Tokenizer(ours.encoding._mergeable_ranks, special, PATTERN, chat_template=CHATS.get(family), bos="<|begin_of_text|>")
+    messages = [t.asked("2+2?\n"), {"role": "assistant", "content": t.special_ids(answer)}, t.asked("Sure?\n")]
+    assert t.chat_ids(messages) == t.special_ids(want)
+    if family == "Qwen3":
+        t.thinking = False
+        assert t.chat_ids(messages) == t.special_ids(want + "<think>\n\n</think>\n\n")
+        assert t.answer_text(t.special_ids(answer)).strip() == "Four."
+
+
+def test_special_tokens_of_a_prompt_stay_text():
+    """Also where they are put together from the template and the text, or overlap."""
+    t = Tokenizer.load(TARGET)
+    for text in ("<|eos|>", "a<|eos|><|think|>b", "<|<|eos|>eos|>", "\ue000<|eos|>"):
+        ids = t.prompt_ids(text)
+        assert t.decode(ids) == f"<|bos|><|prompt|>{text}<|think|>" and t.special["<|eos|>"] not in ids and ids.count(t.special["<|think|>"]) == 1
 
 
 def test_turns_are_asked_after_the_own_answer(tmp_path, toy):
@@ -190,9 +196,11 @@ def test_turns_are_asked_after_the_own_answer(tmp_path, toy):
             each = json.load(f)["requests"]
         assert [x["turn"] for x in each] == [1, 2, 3, 1, 1, 2] and [x["correct"] for x in each] == [None] * 3 + [False] + [None] * 2
         assert each[0]["prompt_token_ids"] == tokenizer.prompt_ids("one\n")
-        for a, b, text in [(each[0], each[1], "two\n"), (each[1], each[2], "three\n"), (each[4], each[5], "five\n")]:
-            assert b["prompt_token_ids"] == tokenizer.next_prompt_ids(a["prompt_token_ids"], a["token_ids"], text)
-            assert b["prompt_token_ids"][:len(a["prompt_token_ids"])] == a["prompt_token_ids"]
+        for i, said in ((0, ["one\n", "two\n", "three\n"]), (4, ["four\n", "five\n"])):
+            messages = [tokenizer.asked(said[0])]
+            for j, text in enumerate(said[1:]):
+                messages += [{"role": "assistant", "content": each[i + j]["token_ids"]}, tokenizer.asked(text)]
+                assert each[i + j + 1]["prompt_token_ids"] == tokenizer.chat_ids(messages)
         assert not extra or all(x["identical"] for x in each)
 
 
@@ -207,7 +215,7 @@ def test_turns_share_out_the_context(tmp_path, toy):
     """What would not fit in a later turn fails before the first."""
     problem, = load(tmp_path, {"turns": ["one", "two"]})
     model, tokenizer = checkpoints.load(toy), Tokenizer.load(toy)
-    most = (512 - len(tokenizer.prompt_ids("one\n")) - len(tokenizer.next_prompt_ids([], [], "two"))) // 2
+    most = (512 - len(tokenizer.prompt_ids("one\n")) - len(tokenizer.prompt_ids("two"))) // 2
     with pytest.raises(ValueError, match="for each of 2 answers; the context of this model is 512"):
         answers.requests_of([problem], tokenizer, model, most + 1)
     full = lambda some: [Generation(r.tokens, [7] * r.max_new_tokens) for r in answers.requests_of(some, tokenizer, model, most)]
@@ -224,7 +232,8 @@ def test_bench_measures_a_workload(tmp_path, toy, capsys):
     requests, problems = run.workload_requests(args, model, tokenizer)
     assert list(requests) == ["mt_bench/0", "mt_bench/0/2", "qa/0", "math_reasoning/0"]
     first = methods.make_engine("ar", model, args, 1).generate([answers.requests_of([problems["mt_bench/0"]], tokenizer, model, 8)[0]])[0]
-    assert requests["mt_bench/0/2"].tokens == tokenizer.next_prompt_ids(first.prompt_ids, first.token_ids, "two\n")
+    assert requests["mt_bench/0/2"].tokens == tokenizer.chat_ids(
+        [tokenizer.asked("one\n"), {"role": "assistant", "content": first.token_ids}, tokenizer.asked("two\n")])
     result = run.run(args, model, tokenizer)
     rows = {(x["workload"], x["method"]): x for x in result["rows"]}
     assert {w for w, _ in rows} == {"mt_bench", "qa", "math_reasoning", "mixed"} and rows["math_reasoning", "ar"]["solved"] == [0, 1] and rows["qa", "ar"]["solved"] == [0, 0]

@@ -5,7 +5,8 @@ import random
 import pytest
 from conftest import TARGET
 
-from minispec.data.tokenizer import SPECIALS, Tokenizer, to_json, train_bpe
+from minispec.data.bpe import SPECIALS, to_json, train_bpe
+from minispec.data.tokenizer import Tokenizer
 
 TEXTS = ["the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "naïve café 東京 👍🏽", "\tif x:\n\t\treturn  y  \n\n", "don't we'll"]
 HARD = ["", " ", "\n\n \n", "a\x00b", "\ufffd", "<|eos|><|think|>", "  leading", "trailing  ", "ＡＢＣ１２３", "٣٤٥ ²³", "e\u0301", "_snake_case__",
@@ -67,7 +68,7 @@ def test_transformers_finds_the_tokenizer_and_the_template(tokenizer):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(TARGET)
     assert theirs.eos_token == "<|eos|>" and theirs("so 12").input_ids == tokenizer.encode("so 12")
-    got = theirs.apply_chat_template([{"role": "user", "content": "2 + 2?"}], tokenize=True, return_dict=True)["input_ids"]
+    got = theirs.apply_chat_template([{"role": "user", "content": "2 + 2?\n"}], tokenize=True, return_dict=True)["input_ids"]
     assert got == tokenizer.prompt_ids("2 + 2?\n")
 
 

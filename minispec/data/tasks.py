@@ -81,7 +81,7 @@ class Problem:
     seed: int = 0
     facts: dict = field(default_factory=dict)   # what the checker needs beyond the answer
     turns: list = field(default_factory=list)   # what is asked after the answer, one after the other
-    before: tuple = None                        # a later turn: (ids of the prompt before, ids of its answer)
+    before: list = field(default_factory=list)  # of a later turn: the messages so far, see Tokenizer.chat_ids
 
 
 def is_heldout(prompt):

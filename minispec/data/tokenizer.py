@@ -1,50 +1,38 @@
-"""Text to token ids and back: byte-level BPE. tiktoken is the engine, `tokenizer.json` (Hugging Face) the format.
+"""Text to token ids and back: byte-level BPE. tiktoken is the engine; `tokenizer.json` (Hugging Face) and GGUF are the formats.
 
-`Tokenizer.load` reads a `tokenizer.json`, ours or one of the Qwen2, Qwen3 and Llama-3 families, and builds a tiktoken
-`Encoding` of it; `train_bpe` makes the merges of our own small vocabulary: 256 bytes, 1,785 merges, 7 special tokens.
-Digits are always single tokens, since arithmetic is learned digit by digit. Any bytes round-trip.
+`Tokenizer.load` reads a model's vocabulary and its chat template, the Jinja text that says what the model reads before it
+answers. `bpe.py` trains the small vocabulary of our own models.
 
-Special tokens come only from the templates below, never from user text: a prompt that contains the string
-"<|eos|>" is encoded as plain characters.
+Special tokens ("<|im_end|>", ..) come only from the chat template and from the model's own answers, never from what a user
+writes: a prompt that contains the string "<|im_end|>" is encoded as plain characters.
 """
-import heapq
+import functools
 import os
 import re
+import time
 import unicodedata
-from collections import Counter, defaultdict
 
 import tiktoken
 
+from minispec.tools import gguf_file
 from minispec.tools.files import read_json
 
-SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|>", "<|answer|>")
-PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# The same split for counting words while training; Python's `re` has no \p{..} classes.
-PATTERN_RE = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+# How text is split before the merges, by the name that GGUF has for it.
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SMOLLM = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"      # digits one by one, then GPT-2's
+TODAY = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {"smollm": SMOLLM, "gpt-2": GPT2, "llama-bpe": TODAY % "{1,3}", "qwen2": TODAY % ""}
 
-# What a model reads before it answers, by the special tokens that tell its family: ours, Qwen3, Qwen2.5, Qwen2, Llama-3.
-TEMPLATES = {
-    ("<|prompt|>", "<|think|>"): "<|bos|><|prompt|>{prompt}<|think|>",
-    ("<|im_start|>", "<think>"): "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
-    ("<|im_start|>", "<tool_call>"): "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-                                     "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
-    ("<|im_start|>",): "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-                       "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n",
-    ("<|start_header_id|>",): "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{prompt}<|eot_id|>"
-                              "<|start_header_id|>assistant<|end_header_id|>\n\n",
-}
-TURNS = {   # by the first such token in the vocabulary: how an answer is closed, and where the template begins again for the next prompt
-    "<|prompt|>": ("<|eos|>", "<|prompt|>"),
-    "<|im_start|>": ("<|im_end|>\n", "<|im_start|>user"),
-    "<|start_header_id|>": ("<|eot_id|>", "<|start_header_id|>user"),
-}
-NO_THINKING = "<think>\n\n</think>\n\n"       # how a prompt for Qwen3 ends when it shall answer at once
-MOST_SPACE = 100_000         # white-space characters in a row; of a million, the regular expressions run out of stack
 ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% endfor %}"        # a model without a chat template
+OURS = ("<|bos|>{% for m in messages %}{% if m.role == 'user' %}<|prompt|>{{ m.content }}<|think|>"
+        "{% else %}{{ m.content }}<|eos|>{% endif %}{% endfor %}")
+MOST_SPACE = 100_000         # white-space characters in a row; of a million, the regular expressions run out of stack
+CONTROL, USER_DEFINED = 3, 4                                             # GGUF's types of special tokens
 
 
 def byte_letters():
-    """GPT-2's printable stand-in for each byte, in which `tokenizer.json` spells its tokens: list of 256 characters."""
+    """GPT-2's printable stand-in for each byte, in which vocabularies spell their tokens: list of 256 characters."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in printable]
     letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
@@ -52,52 +40,66 @@ def byte_letters():
 
 
 class Tokenizer:
-    """ids in, text out and back. `special` maps names like "<|eos|>" to ids, `ends` are the ids that end an answer."""
+    """ids in, text out and back. `special` maps names like "<|eos|>" to ids, `ends` are the ids that end an answer.
 
-    def __init__(self, ranks, special, pattern=PATTERN, form=None):
+    ranks: {bytes: id} of plain tokens; pattern: how text is split; form: Unicode normal form of plain text, or None;
+    chat_template: Jinja, with bos and eos, names of special tokens, as its bos_token and eos_token.
+    """
+    file = "tokenizer"                                           # where it came from, for errors
+
+    def __init__(self, ranks, special, pattern, form=None, chat_template=None, bos="", eos=""):
+        if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
+            raise ValueError("two tokens of the vocabulary have the same id")
+        self.special, self.form, self.bos, self.eos = special, form, bos, eos
+        self.vocab_size = 1 + max(max(ranks.values()), max(special.values(), default=0))
+        # Some vocabularies lack bytes that no text of theirs had. They get ids behind the vocabulary, which `encode` drops.
+        lacking = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
+        ranks = ranks | {byte: self.vocab_size + i for i, byte in enumerate(lacking)}
         self.encoding = tiktoken.Encoding("minispec", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-        self.special, self.form = special, form                  # form: Unicode normal form of plain text
-        self.vocab_size = self.encoding.n_vocab
-        self.template = next((t for marks, t in TEMPLATES.items() if all(m in special for m in marks)), "{prompt}")
         self.ours = "<|answer|>" in special
         self.ends = [special[name] for name in ENDS if name in special]
+        self.names = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        self.name_of = {i: name for name, i in special.items()}
+        self.chat_template = chat_template or (OURS if self.ours else TEXT_ALONE)
+        self.thinking = True                             # Qwen3: whether the next answer begins with a chain of thought
 
     @classmethod
     def load(cls, path):
-        """From a folder holding tokenizer.json, or from that file. ValueError names what is wrong."""
-        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-        if not os.path.exists(file):
-            raise ValueError(f"no tokenizer: {file} does not exist")
+        """From a model's folder, its tokenizer.json, or a GGUF file. ValueError names what is wrong."""
+        file = path
+        if gguf_file.is_gguf(path):
+            make = functools.partial(_from_gguf, cls, gguf_file.open_gguf(path))
+        else:
+            file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+            if not os.path.exists(file):
+                raise ValueError(f"no tokenizer: {file} does not exist")
+            make = functools.partial(_from_json, cls, file)
         try:
-            data = read_json(file)
-            if data["model"]["type"] != "BPE":
-                raise KeyError("model.type 'BPE'")
-            _check_kind(data)
-            byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-            special = {t["content"]: t["id"] for t in data["added_tokens"]}
-            ranks = {bytes(byte_of[c] for c in token): i for token, i in data["model"]["vocab"].items()
-                     if token not in special}
-            if not all(bytes([b]) in ranks for b in range(256)):
-                raise ValueError("the vocabulary lacks some of the 256 bytes, so not every text has ids")
-            if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
-                raise ValueError("two tokens of the vocabulary have the same id")
-            return cls(ranks, special, data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"], (data.get("normalizer") or {}).get("type"))
+            out = make()
+            out.file = file
+            return out
         except (LookupError, TypeError, AttributeError, OverflowError) as e:
-            raise ValueError(f"{file} is not a byte-level BPE tokenizer.json ({type(e).__name__}: {e})") from None
+            raise ValueError(f"{file} is not a byte-level BPE vocabulary ({type(e).__name__}: {e})") from None
         except ValueError as e:
             raise ValueError(str(e) if file in str(e) else f"{file}: {e}") from None
+
+    # -- plain text ----------------------------------------------------------------------------------------------------
 
     def encode(self, text):
         """Plain text to ids. Lone surrogates (from undecodable command-line bytes) keep their original bytes' place."""
         text = text.encode("utf-8", "replace").decode("utf-8")
         if len(text) > MOST_SPACE and any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
             raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be split into tokens")
-        return self.encoding.encode_ordinary(unicodedata.normalize(self.form, text) if self.form else text)
+        if self.form:
+            text = unicodedata.normalize(self.form, text)
+        return [i for i in self.encoding.encode_ordinary(text) if i < self.vocab_size]
 
     def decode_bytes(self, ids):
         """Ids to bytes; ids outside the vocabulary (a padded embedding has some) are skipped."""
         out = []
         for i in ids:
+            if i >= self.vocab_size:
+                continue
             try:
                 out.append(self.encoding.decode_single_token_bytes(i))
             except KeyError:
@@ -107,131 +109,164 @@ class Tokenizer:
     def decode(self, ids):
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    def template_ids(self, template, prompt=""):
-        """A template's ids: special tokens where it names them, and {prompt} replaced by plain text, whatever that says."""
-        ids, marks = [], "|".join(map(re.escape, self.special))
-        for piece in re.split(f"({marks})", template) if marks else [template]:
-            ids += [self.special[piece]] if piece in self.special else self.encode(piece.replace("{prompt}", prompt))
-        return ids
+    # -- chat ----------------------------------------------------------------------------------------------------------
+
+    def chat_ids(self, messages):
+        """What the model reads before its next answer. messages: [{"role", "content"}], where the content of "user" and
+        "system" is plain text and that of "assistant" is the ids of an earlier answer."""
+        # Names of special tokens in plain text are broken by a character that occurs nowhere else, until the template is rendered.
+        text = "".join(m["content"] for m in messages if isinstance(m["content"], str))
+        mark = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in text)
+        said = [{"role": m["role"], "content": self._spell(m["content"], mark)} for m in messages]
+        try:
+            rendered = _compiled(self.chat_template).render(
+                messages=said, add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos, enable_thinking=self.thinking)
+        except Exception as e:                                   # a template may raise anything
+            line = f"{type(e).__name__}: {e}".splitlines()[0]
+            raise ValueError(f"{self.file}: the chat template does not render ({line})") from None
+        return self.special_ids(rendered, mark)
 
     def prompt_ids(self, text):
-        """What the model reads before it answers. Of ours: <bos><prompt>text<think>. Chat models get no space around the text."""
-        return self.template_ids(self.template, text if self.ours or self.template == "{prompt}" else text.strip())
+        """What the model reads before it answers one prompt."""
+        return self.chat_ids([self.asked(text)])
 
-    def next_prompt_ids(self, prompt_ids, answer_ids, text):
-        """What the model reads after a prompt and its own answer to it, when it is asked again. Chains of thought of Qwen3 are left
-        out, as its chat template has it."""
-        close, begin = next((turn for mark, turn in TURNS.items() if mark in self.special), ("\n", "{prompt}"))
-        said, suffix = list(answer_ids), self.template_ids(NO_THINKING)
-        while said and said[-1] in self.ends:
-            said.pop()
-        if "</think>" in self.special:
-            if prompt_ids[-len(suffix):] == suffix:
-                prompt_ids = prompt_ids[:-len(suffix)]
-            while self.special["</think>"] in said:
-                said = said[said.index(self.special["</think>"]) + 1:]
-            while said and not self.decode(said[:1]).strip("\n"):
-                said = said[1:]
-        again = close + self.template[self.template.rindex(begin):]
-        return [*prompt_ids, *said, *self.template_ids(again, text if self.ours or begin == "{prompt}" else text.strip())]
+    def asked(self, text):
+        """A prompt as a message. Chat models get no space around it."""
+        if not self.ours and self.chat_template != TEXT_ALONE:
+            text = text.strip()
+        return {"role": "user", "content": text}
+
+    def special_ids(self, text, mark=""):
+        """Ids of a text in which names of special tokens mean these tokens."""
+        ids, end = [], 0
+        for found in self.names.finditer(text):
+            ids += self.encode(text[end:found.start()].replace(mark, ""))
+            ids.append(self.special[found[0]])
+            end = found.end()
+        return ids + self.encode(text[end:].replace(mark, ""))
+
+    def _spell(self, content, mark):
+        """A message for the template: only an answer's own special tokens are written by their names."""
+        if isinstance(content, str):
+            while self.names.search(content):
+                content = self.names.sub(lambda found: found[0][0] + mark + found[0][1:], content)
+            return content
+        ids = list(content)
+        while ids and ids[-1] in self.ends:
+            ids.pop()
+        out, start = [], 0
+        for i, token in enumerate([*ids, None]):
+            if token is None or token in self.name_of:
+                out += [self._spell(self.decode(ids[start:i]), mark), self.name_of.get(token, "")]
+                start = i + 1
+        return "".join(out)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
 
     def response_ids(self, think, answer):
-        """What the model is trained to write: think<answer>answer<eos>."""
-        s = self.special
-        return [*self.encode(think), s["<|answer|>"], *self.encode(answer), s["<|eos|>"]]
+        """What our models are trained to write: think<answer>answer<eos>."""
+        return [*self.encode(think), self.special["<|answer|>"], *self.encode(answer), self.special["<|eos|>"]]
 
     def answer_text(self, ids):
-        """The text after the (first) answer mark, up to the end of text; "" where no answer was given. Of other models: all that
-        stands behind a chain of thought."""
-        s = self.special
+        """The answer without its chain of thought: what stands after <|answer|> (our models; "" where there is none), or
+        after </think>, up to the end of text."""
+        ends = [i for i, token in enumerate(ids) if token in self.ends]
+        ids = ids[:ends[0]] if ends else ids
         if not self.ours:
-            return self.decode([i for i in ids if i not in self.ends]).rpartition("</think>")[2]
-        if s["<|answer|>"] not in ids:
-            return ""
-        tail = ids[ids.index(s["<|answer|>"]) + 1:]
-        return self.decode(tail[:tail.index(s["<|eos|>"])] if s["<|eos|>"] in tail else tail)
+            return self.decode(ids).rpartition("</think>")[2]
+        mark = self.special["<|answer|>"]
+        return self.decode(ids[ids.index(mark) + 1:]) if mark in ids else ""
 
 
-def _check_kind(data):
-    """ValueError where a BPE `tokenizer.json` does what tiktoken would do otherwise, and ids would differ without a word."""
-    model, kind, steps = data["model"], (data.get("normalizer") or {}).get("type"), data["pre_tokenizer"].get("pretokenizers", [])
-    if [s["type"] for s in steps] != ["Split", "ByteLevel"]:
-        raise KeyError("pre_tokenizer of one Split and ByteLevel")
-    if steps[0]["behavior"] != "Isolated" or steps[0].get("invert") or steps[1].get("use_regex", True) or steps[1]["add_prefix_space"]:
-        raise ValueError("pre_tokenizer with another behaviour than an isolating Split and a plain ByteLevel is not supported")
-    if kind not in (None, "NFC"):
-        raise ValueError(f"normalizer {kind} is not supported; supported are none and NFC")
+# -- formats -----------------------------------------------------------------------------------------------------------
+
+def _from_json(cls, file):
+    """A Hugging Face tokenizer.json, with the chat template in the files next to it."""
+    data = read_json(file)
+    model = data["model"]
+    if model["type"] != "BPE":
+        raise KeyError("model.type 'BPE'")
+    form = (data.get("normalizer") or {}).get("type")
+    if form not in (None, "NFC"):
+        raise ValueError(f"normalizer {form} is not supported; supported are none and NFC")
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             raise ValueError(f"{key} {model[key]} is not supported")
-    ids = [model["vocab"]["".join(m) if isinstance(m, list) else m.replace(" ", "", 1)] for m in model["merges"]]
+    merges = ["".join(m) if isinstance(m, list) else m.replace(" ", "", 1) for m in model["merges"]]
+    special = {t["content"]: t["id"] for t in data["added_tokens"]}
+    ranks = _ranks(model["vocab"], merges, special)
+    return cls(ranks, special, _pattern(data["pre_tokenizer"]), form, *_template_of(os.path.dirname(file)))
+
+
+def _pattern(pre):
+    """The one regular expression that splits as the steps of a `pre_tokenizer` do. ValueError where none is known."""
+    steps = pre.get("pretokenizers", [pre])
+    kinds = [s["type"] for s in steps]
+    if kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space", True):
+        raise ValueError("a pre_tokenizer without ByteLevel, or one that adds a space, is not supported")
+    regex = steps[-1].get("use_regex", True)
+    if kinds == ["ByteLevel"] and regex:
+        return GPT2
+    if kinds == ["Digits", "ByteLevel"] and regex and steps[0]["individual_digits"]:
+        return SMOLLM
+    if kinds == ["Split", "ByteLevel"] and not regex and steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
+        return steps[0]["pattern"]["Regex"]
+    raise ValueError(f"pre_tokenizer {' + '.join(kinds)} with these settings is not supported; supported are "
+                     "an isolating Split + ByteLevel, Digits + ByteLevel, and ByteLevel")
+
+
+def _template_of(folder):
+    """(chat template or None, bos, eos) of a model's folder."""
+    file = os.path.join(folder, "tokenizer_config.json")
+    data = read_json(file) if os.path.exists(file) else {}
+    template = data.get("chat_template")
+    if isinstance(template, list):                       # several by name
+        template = {t["name"]: t["template"] for t in template}["default"]
+    own = os.path.join(folder, "chat_template.jinja")
+    if os.path.exists(own):
+        with open(own, encoding="utf-8") as f:
+            template = f.read()
+    names = [data.get(key) or "" for key in ("bos_token", "eos_token")]
+    return template, *(name["content"] if isinstance(name, dict) else name for name in names)
+
+
+def _from_gguf(cls, source):
+    """The vocabulary and the chat template of a GGUF file."""
+    kind, pre = source.field("tokenizer.ggml.model"), source.field("tokenizer.ggml.pre")
+    if kind != "gpt2":
+        raise ValueError(f"tokenizer '{kind}' is not supported; supported is gpt2, byte-level BPE")
+    if pre not in SPLITS:
+        raise ValueError(f"pre-tokenizer '{pre}' is not supported; supported are {', '.join(SPLITS)}")
+    tokens, types = source.field("tokenizer.ggml.tokens"), source.field("tokenizer.ggml.token_type")
+    special = {t: i for i, (t, kind) in enumerate(zip(tokens, types)) if kind in (CONTROL, USER_DEFINED)}
+    merges = [m.replace(" ", "", 1) for m in source.field("tokenizer.ggml.merges")]
+    ranks = _ranks({t: i for i, t in enumerate(tokens)}, merges, special)
+    names = [tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id)]
+    return cls(ranks, special, SPLITS[pre], "NFC" if pre == "qwen2" else None, source.field("tokenizer.chat_template"), *names)
+
+
+def _ranks(vocab, merges, special):
+    """{bytes: id} of the plain tokens of a vocabulary {spelled token: id}."""
+    ids = [vocab[m] for m in merges]
     if any(a > b for a, b in zip(ids, ids[1:])):
         raise ValueError("the merges are not in the order of their ids, by which tiktoken merges")
+    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
+    return {bytes(byte_of[c] for c in token): i for token, i in vocab.items() if token not in special}
 
 
-def train_bpe(texts, n_merges):
-    """Byte-level BPE by word counts: merge the most frequent adjacent pair, n_merges times. Returns [(left, right)]
-    as bytes, in order. Ties go to the pair that sorts first, so the result does not depend on hashing."""
-    words = Counter()
-    for text in texts:
-        words.update(PATTERN_RE.findall(text))
-    pieces = [[bytes([b]) for b in w.encode()] for w in words]
-    counts = list(words.values())
-    total, where = Counter(), defaultdict(set)          # pair -> occurrences, pair -> words that hold it
-    for i, piece in enumerate(pieces):
-        for pair in zip(piece, piece[1:]):
-            total[pair] += counts[i]
-            where[pair].add(i)
-    heap = [(-n, pair) for pair, n in total.items()]    # lazily updated: stale entries are skipped when popped
-    heapq.heapify(heap)
-    merges = []
-    while len(merges) < n_merges and heap:
-        n, pair = heapq.heappop(heap)
-        if -n != total[pair]:
-            continue
-        merges.append(pair)
-        changed = set()
-        for i in where.pop(pair):
-            old, new, j = pieces[i], [], 0
-            while j < len(old):
-                if j + 1 < len(old) and (old[j], old[j + 1]) == pair:
-                    new.append(old[j] + old[j + 1])
-                    j += 2
-                else:
-                    new.append(old[j])
-                    j += 1
-            for p in zip(old, old[1:]):
-                total[p] -= counts[i]
-                changed.add(p)
-            for p in zip(new, new[1:]):
-                total[p] += counts[i]
-                where[p].add(i)
-                changed.add(p)
-            pieces[i] = new
-        for p in changed:
-            if total[p] > 0 and p != pair:
-                heapq.heappush(heap, (-total[p], p))
-        total[pair] = 0
-    return merges
+# -- templates ---------------------------------------------------------------------------------------------------------
 
+@functools.lru_cache(maxsize=8)
+def _compiled(template):
+    """A chat template, in a sandbox: it is code from a file that somebody else wrote."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-def to_json(merges, specials=SPECIALS):
-    """The `tokenizer.json` of these merges: bytes are ids 0-255, merges follow in order, special tokens come last."""
-    letters = byte_letters()
-    spell = lambda piece: "".join(letters[b] for b in piece)
-    vocab = {letters[b]: b for b in range(256)}
-    for left, right in merges:
-        vocab.setdefault(spell(left + right), len(vocab))
-    added = [{"id": len(vocab) + i, "content": s, "single_word": False, "lstrip": False, "rstrip": False,
-              "normalized": False, "special": True} for i, s in enumerate(specials)]
-    return {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": PATTERN}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}]},
-        "post_processor": None,
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
-                  "vocab": vocab, "merges": [[spell(a), spell(b)] for a, b in merges]},
-    }
+    def refuse(message):
+        raise jinja2.TemplateError(message)
+
+    # The settings and the two functions that chat templates are written for.
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.globals["raise_exception"] = refuse
+    env.globals["strftime_now"] = time.strftime
+    return env.from_string(template)

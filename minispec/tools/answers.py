@@ -35,10 +35,7 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), war
 
 def _lengths(number, problem, tokenizer, warm):
     """(ids of the prompt, tokens expected of the answer, length of both together or None if unknown)."""
-    if problem.before:
-        ids = tokenizer.next_prompt_ids(*problem.before, problem.prompt)
-    else:
-        ids = tokenizer.prompt_ids(problem.prompt)
+    ids = tokenizer.chat_ids([*problem.before, tokenizer.asked(problem.prompt)])
     expected, longest = UNKNOWN, None
     if problem.think and tokenizer.ours:                 # other models write chains of their own
         expected = len(tokenizer.response_ids(problem.think, problem.answer))
@@ -54,7 +51,7 @@ def _lengths(number, problem, tokenizer, warm):
 def _room(number, problem, ids, limit, wanted, tokenizer, block_size):
     """How many new tokens the context has room for: every later turn gets as much as the first."""
     answers = 1 + len(problem.turns)
-    later = sum(len(tokenizer.next_prompt_ids([], [], turn)) for turn in problem.turns)
+    later = sum(len(tokenizer.prompt_ids(turn)) for turn in problem.turns)
     room = (block_size - len(ids) - later) // answers
     if room < (limit or 1):
         each = f" for each of {answers} answers" if problem.turns else ""
@@ -75,17 +72,17 @@ def converse(problems, answer):
         for (i, problem), generation in zip(live, generations):
             rows[i].append((problem, generation, turn))
             if problem.turns:
-                following.append((i, _next(problem, generation)))
+                following.append((i, following_turn(problem, problem.turns[0], generation)))
         live = following
         turn += 1
     return [row for turns in rows for row in turns]
 
 
-def _next(problem, generation):
-    """The problem of the next turn: its prompt continues the conversation."""
-    prompt = problem.turns[0].rstrip("\n") + "\n"
-    before = (generation.prompt_ids, generation.token_ids)
-    return replace(problem, prompt=prompt, think="", answer="", turns=problem.turns[1:], before=before)
+def following_turn(problem, prompt, generation):
+    """The problem of the next turn: `prompt` continues the conversation after the answer so far."""
+    said = [{"role": "user", "content": problem.prompt}, {"role": "assistant", "content": generation.token_ids}]
+    return replace(problem, prompt=prompt.rstrip("\n") + "\n", think="", answer="", turns=problem.turns[1:],
+                   before=[*problem.before, *said])
 
 
 def verdict(problem, generation, tokenizer):

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from minispec.core.cpu import store_by_columns
 from minispec.core.gpt import GPT, GPTConfig, Rope
+from minispec.data.tokenizer import OURS
 from minispec.tools import gguf_file
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 
@@ -184,7 +185,7 @@ def save(model, folder, tokenizer_json=None):
         write_json(os.path.join(folder, "tokenizer_config.json"), {
             "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special.get(c.bos_id),
             "eos_token": special.get(c.eos_id), "pad_token": "<|pad|>", "model_max_length": c.block_size,
-            "chat_template": "<|bos|><|prompt|>{{ messages[-1]['content'] }}\n<|think|>"})
+            "chat_template": OURS})
 
 
 def load(path, device="cpu", dtype=None):
@@ -228,7 +229,7 @@ def _stacked(source, names, shapes, device, dtype):
     for name, shape in zip(names, shapes):
         part = source.tensor(name, dtype)
         if part.shape != shape:
-            raise ValueError(f"{source.file}: {name} has shape {tuple(part.shape)}, its configuration says "
+            raise ValueError(f"{source.file}: {name} has shape {tuple(part.shape)}, {source.says} says "
                              f"{tuple(shape)}")
         if not all(math.isfinite(x) for x in torch.aminmax(part)):
             raise ValueError(f"{source.file}: {name} holds values that are not finite numbers")
@@ -242,6 +243,7 @@ def _stacked(source, names, shapes, device, dtype):
 
 class Folder:
     """A Hugging Face folder as `load` reads it: `config`, `has(name)`, `tensor(name, dtype)`."""
+    says = "config.json"
 
     def __init__(self, path):
         self.file = os.path.join(path, "config.json")

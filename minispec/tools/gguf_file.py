@@ -81,6 +81,7 @@ def _open(path, _changed):
 class Source:
     """A GGUF file as `checkpoints.load` reads it: `config`, `has(name)` and `tensor(name, dtype)` by Hugging Face names.
     The tokenizer reads `field(key)`."""
+    says = "its header"
 
     def __init__(self, path, reader):
         self.file, self.reader = path, reader
