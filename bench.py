@@ -46,9 +46,9 @@ def bounds(args, model, tokenizer):
     cost = traces.read_costs(args.cost)
     observed = None if args.traces else results.read("run")
     if observed is None:
-        return ladder.analyse(some, cost, published=args.as_published)
+        return ladder.analyse(some, cost)
     with blame(results.path("run.json")):
-        return ladder.analyse(some, cost, observed["rows"], args.as_published)
+        return ladder.analyse(some, cost, observed["rows"])
 
 
 STUDIES = {study.__name__: study for study in (
@@ -81,8 +81,6 @@ def parser():
     p.add_argument("--max-new-tokens", type=int, help=f"--workload: most tokens of an answer (default {NEW})")
     p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own, with --cost "
                    "(format: minispec/data/traces.py); then nothing is written")
-    p.add_argument("--as-published", action="store_true",
-                   help="bounds: also what the paper's simulator would say, defects included")
     p.add_argument("--suite", choices=("gpu",), help="gpu: kernels, decoding and every method on this GPU, "
                    "into results/DEVICE.json; goes on where it was (needs --device cuda)")
     p.add_argument("--minutes", type=float, default=9.0,

@@ -60,12 +60,12 @@ GOOD = {    # values that options not listed here do not guess by their type
     "--task": ["trace", "arith", "search", "gsm8k"], "--tasks": ["arith", "revise,arith"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],
     "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--draft-model": ["checkpoints/draft"], "--drafter": ["checkpoints/prism", "checkpoints/specdiff"],
     "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
-    "--teacher": ["checkpoints/target"], "--tokenizer": ["checkpoints/target"], "--target": ["checkpoints/target"], "--source": ["checkpoints/draft"], "--out": ["out", "runs/gpt"], "--workload": ["prompts.jsonl"],
+    "--teacher": ["checkpoints/target"], "--tokenizer": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"], "--workload": ["prompts.jsonl"],
     "--rule": list(specdiff.RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt", "oracle"], "--device": ["cpu"],
     "--diffusion-model": ["checkpoints/cdlm/student"], "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--check": ["1"], "--stop": ["e", "🙂"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
 NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
-LONG = ("--n", "--steps", "--prompts", "--heldout", "--check", "--batch", "--shard", "--batch-scale", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
+LONG = ("--n", "--steps", "--prompts", "--heldout", "--check", "--batch", "--shard", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
 LEFT_OUT = {"--help", "-h", "--compile", "--watch", "--workload"}      # minutes; a terminal; seconds a method
 
 
@@ -90,7 +90,7 @@ def template(folder, runs=True):
     prism.save(prism.for_target(model, (0,)), os.path.join(shipped, "eagle"))
     specdiff.save(specdiff.for_target(model), os.path.join(shipped, "specdiff"))
     shutil.copytree(target, os.path.join(folder, "sharded"))
-    shards = checkpoints._weight_files(target, model.config)
+    shards = files.read_tensors(os.path.join(target, "model.safetensors"))
     files.write_json(os.path.join(folder, "sharded", "model.safetensors.index.json"), {"weight_map": dict.fromkeys(shards, "all.safetensors")})
     os.rename(os.path.join(folder, "sharded", "model.safetensors"), os.path.join(folder, "sharded", "all.safetensors"))
     os.makedirs(os.path.join(folder, "data", "gsm8k"))
@@ -189,7 +189,7 @@ def command_line(rng, known):
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
-DECODE = ["--max-new-tokens", "6", "--prompt", "one two", "--quiet"]
+DECODE = ["--model", "checkpoints/target", "--max-new-tokens", "6", "--prompt", "one two", "--quiet"]
 FILES = [   # (weight, file, script, arguments that read it)
     (10, "prompts.jsonl", "decode", ["--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--batch", "4"]),
     (6, "many.jsonl", "train_prism", ["--prompt-file", "many.jsonl", *SMALL["train_prism"]]),

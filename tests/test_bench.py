@@ -44,9 +44,9 @@ def command(files, *more):
 
 def test_bounds_from_two_files_prints_the_ladder(files):
     before = sorted(os.listdir(results.FOLDER))
-    r = command(files, "--as-published")
+    r = command(files)
     assert r.returncode == 0, r.stderr
-    for rung in ("L2 best fixed k", "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters", "L9 one pass", "censored", "the paper's simulator, mean of rates"):
+    for rung in ("L2 best fixed k", "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters", "L9 one pass", "censored"):
         assert rung in r.stdout
     assert "observed" not in r.stdout and "| arith | 16 copies | all |" in r.stdout and "| story | 1 | ngram |" in r.stdout
     assert sorted(os.listdir(results.FOLDER)) == before
@@ -61,7 +61,7 @@ def test_a_bad_file_is_one_line_with_file_and_line(files):
 
 
 def bounds(files):
-    return bench.bounds(methods.settings(traces=str(files / "t.jsonl"), cost=str(files / "c.json"), as_published=False), None, None)
+    return bench.bounds(methods.settings(traces=str(files / "t.jsonl"), cost=str(files / "c.json")), None, None)
 
 
 BAD = {"no traces": (lambda d: os.remove(d / "t.jsonl"), "cannot read .*t.jsonl"), "no costs": (lambda d: os.remove(d / "c.json"), "cannot read .*c.json"),
@@ -96,11 +96,10 @@ def measured(tmp_path_factory):
     folder, patch = tmp_path_factory.mktemp("results"), pytest.MonkeyPatch()
     tokenizer = Tokenizer.load(TARGET)
     model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
-    args = methods.settings(quick=True, cost=str(folder / "costs.json"), traces=None, data=None, as_published=False, workload=None, max_new_tokens=None, draft_model=str(folder / "none"))
+    args = methods.settings(quick=True, cost=str(folder / "costs.json"), traces=None, data=None, workload=None, max_new_tokens=None, draft_model=str(folder / "none"))
     patch.setattr(results, "FOLDER", str(folder))
     patch.setattr(run, "NEW", 12)
     patch.setattr(tasks, "FAMILIES", ("revise",))
-    patch.setattr(run, "tqdm", lambda items, **_: items)
     patch.setattr(results, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost))
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
@@ -254,36 +253,6 @@ def test_gpu_suite_runs_dry_anywhere(toy, monkeypatch, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         run_main(lambda: run_script(bench, "--suite", "gpu", "--device", "cuda", "--model", toy), "")
     assert e.value.code == 2 and "--suite gpu needs --device cuda and a GPU" in capsys.readouterr().err
-
-
-def test_gaps_are_the_time_between_forwards(monkeypatch):
-    """A device whose forwards take 5 ms and whose host needs 1, 2 and 3 ms between them."""
-    now, host = [0.0], iter((1.0, 2.0, 3.0))
-
-    class Event:
-        def __init__(self, enable_timing):
-            pass
-
-        def record(self):
-            self.at = now[0]
-
-        def elapsed_time(self, other):
-            return other.at - self.at
-
-    class Graphs:
-        batch = 4
-
-        def __call__(self, x):
-            now[0] += 5
-            return x
-
-    monkeypatch.setattr(gpu.torch.cuda, "Event", Event)
-    monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
-    gaps = gpu.Gaps(Graphs())
-    for i in range(4):
-        assert gaps(i) == i
-        now[0] += next(host, 0)
-    assert gaps.seconds() == pytest.approx([0.001, 0.002, 0.003]) and gaps.batch == 4
 
 
 def test_lists_of_the_gpu_suite_are_what_they_are_called():

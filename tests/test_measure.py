@@ -115,16 +115,13 @@ def test_replay_is_price_for_copies_and_counts_the_engines_iterations(dense):
     cost = CostTable(TABLE | {"prefill": {"kind": "linear"}})
     for t, rows in itertools.product(dense[1][:2], (1, 3)):
         plan = bounds.fixed(t, "draft", 3)
-        want = bounds.price(plan, t, cost, rows)
-        got = bounds.replay([plan] * rows, [t] * rows, cost, rows)
-        assert got["draft"] == pytest.approx(want["draft"]) and got["overhead"] == pytest.approx(want["overhead"])
-        assert got["verify"] == pytest.approx(want["verify"])
+        assert bounds.replay([plan] * rows, [t] * rows, cost, rows) == pytest.approx(bounds.time_of(plan, t, cost, rows))
     unit = CostTable({"verify": {"kind": "linear", "base": 1.0}, "draft": {"draft": {"kind": "linear"}}, "prefill": {"kind": "linear"}})
     for batch in (1, 4):
         plans = [bounds.fixed(t, "draft", K) for t in dense[1]]
         iterations = sum(i["verify"] > 0 for i in run("draft", batch)[1].iterations)
         # Prompts of 40 tokens take three iterations to read, one of 2 tokens one: with 4 at once, rounds begin apart.
-        assert abs(bounds.replay(plans, dense[1], unit, batch)["verify"] - iterations) <= (0 if batch == 1 else 3)
+        assert abs(bounds.replay(plans, dense[1], unit, batch) - iterations) <= (0 if batch == 1 else 3)
 
 
 # -- clocks ----------------------------------------------------------------------------------------------------------------
@@ -262,7 +259,7 @@ def test_fits_recover_what_made_the_times():
     assert fit["step"] == pytest.approx(2e-3, rel=1e-6) and fit["kv_step"] == pytest.approx(1e-8, rel=1e-6)
     noisy = samples(rng, true, 0.05)
     good, bad = (measure.residual(measure.fit_linear(*noisy, terms=terms), *noisy) for terms in (("base", "token", "kv"), ("base",)))
-    assert good["median"] < 0.05 and good["max"] < 0.12 and good["r2"] > 0.98 and bad["median"] > 2 * good["median"]
+    assert good["median"] < 0.05 and good["max"] < 0.12 and bad["median"] > 2 * good["median"]
 
 
 def test_a_fit_never_has_a_negative_coefficient():
@@ -270,16 +267,6 @@ def test_a_fit_never_has_a_negative_coefficient():
     falling = 2.0 - 1e-5 * kv
     fit = measure.fit_linear(b, n, kv, falling)
     assert fit.get("kv", 0) == 0 and fit["base"] > 0 and traces.check_costs({"verify": fit})
-
-
-def test_what_a_fit_says_of_the_device():
-    """The paper's constants: 3.34 TB/s from the cache, 2.73 TB/s of weights, 764 Tflop/s. Qwen3-0.6B next to Qwen3-8B
-    multiplies the cache by 1 + 28 / 36; Llama-3.1-8B keeps 128 KiB a token."""
-    rates = measure.implied_rates(PUBLISHED["verify"], 131072, 16.06e9, 2 * 8.03e9)
-    assert [round(x / 1e12, 2) for x in rates.values()] == [3.34, 2.73, 764.39]
-    large, small, llama = (measure.kv_bytes_per_token(layers, 8, 128) for layers in (36, 28, 32))
-    assert (large, small, llama) == (147456, 114688, 131072) and 1 + small / large == 1 + 28 / 36
-    assert measure.kv_bytes_per_token(36, 8, 128, 4) == 2 * large
 
 
 # -- the ladder from files -------------------------------------------------------------------------------------------------
@@ -297,7 +284,7 @@ def test_ladder_of_a_run_and_of_files_alone(dense):
     """Seconds made by the model itself: no error, L0 = L1, nothing below the bound; half the time is seen to be impossible."""
     some, cost = dense[1], CostTable(TABLE)
     plans = {"ar": [bounds.autoregressive(t) for t in some]} | {m: [bounds.fixed(t, m, K) for t in some] for m in DRAFTERS}
-    seconds = {m: sum(bounds.replay(p, some, cost, 2).values()) for m, p in plans.items()}
+    seconds = {m: bounds.replay(p, some, cost, 2) for m, p in plans.items()}
     rows = runs_of(some, ["ar", *DRAFTERS], seconds)
     combined = {**rows[2], "method": "adaptive", "plans": {t.id: ladder.pack(g.steps) for t, g in zip(some, run("draft")[0])}}
     result = ladder.analyse(some, TABLE, [*rows, combined])
@@ -316,8 +303,7 @@ def test_ladder_of_a_run_and_of_files_alone(dense):
     assert off["cells"][0]["speedup_error"] == pytest.approx({"draft": -0.2}) and "modelled over observed speed-ups: median 20 %, at most 20 %" in render("bounds", off)
     impossible = ladder.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": seconds["ar"], "draft": seconds["draft"] / 20}))
     assert impossible["cells"][0]["above"]["draft"] < 1
-    alone = ladder.analyse(some, TABLE, published=True)
+    alone = ladder.analyse(some, TABLE)
     assert [(c["workload"], c["batch"]) for c in alone["cells"]] == [("toy", b) for b in bounds.BATCHES] and alone["model_error"] is None
-    assert all(set(c["published"]) == {*DRAFTERS, "all"} and set(c["published"]["all"]["simulator"]) == {"total", "rates"} for c in alone["cells"])
     with pytest.raises(ValueError, match="'toy/9' that has no trace"):
         ladder.analyse(some, TABLE, [{**rows[0], "ids": ["toy/9"]}])

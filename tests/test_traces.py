@@ -139,7 +139,6 @@ BAD_COSTS = {                                # what replaces table["draft"]["b"]
     "unknown": ('{\n "verify": {"kind": "linear", "base": 1},\n "verfy": 1}', 3, "verfy: unknown field"),
     "free verify": ('{\n "verify": {"kind": "linear"}}', 2, "verify: a forward that takes no time"),
     "read": ('{\n "verify": {"kind": "linear", "base": 1},\n "read": {"a": {"kind": "share", "of_verify": 1}}}', 3, "read.a: expected an object whose kind is linear or grid"),
-    "switch": ('{\n "verify": {"kind": "linear", "base": 1},\n "switch": -1}', 3, "switch: expected a number from 0"),
     "accept": ('{\n "verify": {"kind": "linear", "base": 1},\n "accept": {\n  "a": 1.5}}', 4, "accept.a: expected a number from 0 to 1, got 1.5"),
     "kind": ({"kind": "cubic"}, 11, "draft.b: expected an object whose kind is linear or grid or share, got 'cubic'"),
     "no object": (3, 11, "draft.b: expected an object whose kind is"),

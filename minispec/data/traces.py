@@ -18,12 +18,11 @@ A cost table is one JSON object: seconds as a function of rows (requests in the 
 cached tokens.
 
     {"about": {anything}, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME,
-     "overhead": TIME, "switch": seconds, "accept": {name: chance}}
+     "overhead": TIME, "accept": {name: chance}}
 
 Only verify is needed. read is what a drafter takes, on top of drafting, for the first round in which it sees
-so many tokens; switch is charged when another drafter takes over; accept is the chance that a draft is
-accepted on some texts, which tells the method `adaptive` what to hope; about may hold anything (device,
-versions, command). TIME is one of
+so many tokens; accept is the chance that a draft is accepted on some texts, which tells the method `adaptive`
+what to hope; about may hold anything (device, versions, command). TIME is one of
 
     {"kind": "linear", "base": s, "row": s, "token": s, "step": s, "kv": s, "kv_step": s}   missing ones are 0
         s are seconds each: base once; per row; per token of all rows; per token of one row (a drafter's
@@ -207,7 +206,7 @@ def _line_of(text, where):
 def check_costs(table):
     """Return `table` if it is a valid cost table (already parsed), else ValueError that starts with the
     field."""
-    known = ("about", "verify", "draft", "read", "prefill", "overhead", "switch", "accept")
+    known = ("about", "verify", "draft", "read", "prefill", "overhead", "accept")
     _object(table, "", known, ("verify",))
     for name in ("verify", "prefill", "overhead"):
         if name in table:
@@ -216,7 +215,6 @@ def check_costs(table):
         _check_time(entry, f"draft.{name}", ("linear", "grid", "share"))
     for name, entry in _object(table.get("read", {}), "read").items():
         _check_time(entry, f"read.{name}", ("linear", "grid"))
-    _number(table.get("switch", 0), "switch")
     for name, chance in _object(table.get("accept", {}), "accept").items():
         _number(chance, f"accept.{name}", 1)
     verify = table["verify"]

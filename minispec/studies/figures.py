@@ -140,14 +140,6 @@ def lengths(axes, r):
     axes.set(xlabel=f"drafts a round; who: {shares}", ylabel="share of rounds")
 
 
-def contexts(axes, r):
-    """Modelled speed-up with the best k against the context."""
-    for rows, style in zip(r["context"], ("-", "--")):
-        for i, (m, curve) in enumerate(r["context"][rows].items()):
-            axes.plot(*zip(*curve), style, color=f"C{i}", label=f"{m}, batch {rows}", linewidth=1.2)
-    axes.set(xlabel="tokens of context", ylabel="speed-up", xscale="log")
-
-
 # -- performance or illusion: the traces -----------------------------------------------------------
 
 def _padded(columns):
@@ -188,13 +180,6 @@ def accept_by_position(axes, traces):
     axes.set(xlabel="position in the output", ylabel="tokens a round gains")
 
 
-def accept_by_request(axes, traces):
-    """Mean accept length of each request."""
-    axes.boxplot([[t.accept[m][1:].mean() for t in traces if t.n_out > 1] for m in traces[0].accept])
-    axes.set(ylabel="tokens a round gains, mean of a request")
-    axes.set_xticklabels(traces[0].accept)
-
-
 FIGURES = {
     "scheduler": {"specgen_schedule": schedule},
     "attention": {"specgen_captured": captured},
@@ -202,12 +187,10 @@ FIGURES = {
         "bounds_batch": speedup_by_batch,
         "bounds_waterfall": waterfall,
         "bounds_lengths": lengths,
-        "bounds_context": contexts,
     },
     "traces": {
         "accept_map": accept_map,
         "accept_difference": accept_difference,
         "accept_position": accept_by_position,
-        "accept_request": accept_by_request,
     },
 }

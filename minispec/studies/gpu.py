@@ -2,10 +2,8 @@
 
     floors    what the device can do: bytes/s of a copy in its memory, bf16 products/s
     kernels   attention over slot lists and scores, against those bytes; next to PyTorch's SDPA
-              and FlexAttention
     decode    our autoregressive loop on random weights of known shapes, against the time to read weights and
-              cache once a token, and against the loop of transformers, if it is installed; how long
-              the device waits between two forwards
+              cache once a token
     serving   SpecGen with long contexts and many requests, against our autoregressive loop
     system    the parts of SpecGen's system, one after the other
     methods   every method on every family by batch, against the same loop
@@ -191,30 +189,20 @@ def kernel(s, clock, device, kind, context, batch, group):
         verifies = inputs(s, [r for r in requests if r[0] > 1], group, device)
         row["two_launches"] = clock(lambda: [attend(*drafts), attend(*verifies)])["seconds"]
     if kind in ("full", "verify"):
-        row.update(others(s, clock, device, requests, group))
+        row["sdpa"] = sdpa(s, clock, device, requests, group)
     return [row]
 
 
-def others(s, clock, device, requests, group):
+def sdpa(s, clock, device, requests, group):
     """Seconds of PyTorch's attention on the same rows and contexts. Keys of each request are contiguous,
     which is easier."""
     n, length, _, _ = requests[0]
     batch, dtype = len(requests), dtype_of(device)
     q = torch.randn(batch, s.groups * group, n, s.head_dim, device=device).to(dtype)
     k, v = torch.randn(2, batch, s.groups, length, s.head_dim, device=device).to(dtype)
-    sees = torch.arange(length, device=device) <= torch.arange(length - n, length, device=device)[:, None]
-    mask = sees if n > 1 else None
-    out = {"sdpa": clock(lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True))["seconds"]}
-    if on_gpu(device):
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        def causal(b, h, i, j):
-            return j <= i + length - n
-
-        block_mask = create_block_mask(causal, None, None, n, length, device=device)
-        flex = torch.compile(flex_attention)
-        out["flex"] = clock(lambda: flex(q, k, v, block_mask=block_mask, enable_gqa=True))["seconds"]
-    return out
+    ends = torch.arange(length - n, length, device=device)
+    mask = torch.arange(length, device=device) <= ends[:, None] if n > 1 else None
+    return clock(lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True))["seconds"]
 
 
 # -- the engine ------------------------------------------------------------------------------------
@@ -243,81 +231,23 @@ def free_memory():
 def decode(s, device, name):
     """Tokens/s at batch 1, and the bytes that a token cannot do without: weights and cache, read once."""
     config, dtype = GPTConfig(**s.models[name]), dtype_of(device)
-    prompt = [(7 * i) % config.vocab_size for i in range(32)]
-    row = {"model": name, **decode_ours(config, dtype, device, prompt, s.new_tokens)}
-    free_memory()                                        # room for theirs
-    row["transformers"] = transformers_rate(config, dtype, device, prompt, s.new_tokens)
-    return [row]
-
-
-def decode_ours(config, dtype, device, prompt, new_tokens):
     with built_in(dtype, device):
         model = GPT(config).eval()
-    rates, waits = [], []
+    prompt = [(7 * i) % config.vocab_size for i in range(32)]
+    rates = []
     for _ in range(3):
         engine = methods.make_engine("ar", model, methods.settings(), 1)
-        engine.generate([Request(prompt, new_tokens)])
-        rates.append((new_tokens - 1) / busy(engine))
-    if engine.graphs:
-        engine.graphs = Gaps(engine.graphs)
-        engine.generate([Request(prompt, new_tokens)])
-        waits = engine.graphs.seconds()
+        engine.generate([Request(prompt, s.new_tokens)])
+        rates.append((s.new_tokens - 1) / busy(engine))
 
     weights = sum(p.numel() for n, p in model.named_parameters() if config.tied or n != "embed.weight")
-    kv = (len(prompt) + new_tokens / 2) * 2 * config.n_layer * config.n_kv_head * config.head_dim
-    return {
+    kv = (len(prompt) + s.new_tokens / 2) * 2 * config.n_layer * config.n_kv_head * config.head_dim
+    return [{
+        "model": name,
         "tokens_per_second": statistics.median(rates),
         "range": [min(rates), max(rates)],
         "bytes": (weights + kv) * dtype.itemsize,
-        "wait": statistics.median(waits) if waits else None,
-    }
-
-
-class Gaps:
-    """Wraps the engine's graphs and notes how long the device has no forward to do between two of them. The
-    product with the vocabulary, which is outside the graphs, falls into that time."""
-
-    def __init__(self, graphs):
-        self.graphs = graphs
-        self.marks = []
-
-    def __getattr__(self, name):
-        return getattr(self.graphs, name)
-
-    def __call__(self, x):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        out = self.graphs(x)
-        end.record()
-        self.marks.append((begin, end))
-        return out
-
-    def seconds(self):
-        torch.cuda.synchronize()
-        return [end.elapsed_time(begin) / 1e3 for (_, end), (begin, _) in zip(self.marks, self.marks[1:])]
-
-
-def transformers_rate(c, dtype, device, prompt, new_tokens):
-    """Tokens/s of transformers' own loop on random weights of the same shape, less the time of the prompt
-    and the first token, as in ours. None where it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        return None
-    ours = ("architectures", "torch_dtype")
-    shape = {k: v for k, v in checkpoints.to_hf_config(c).items() if k not in ours}
-    with built_in(dtype, device):
-        config = transformers.AutoConfig.for_model(**shape)
-        model = transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
-
-    def seconds(n):
-        started = time.perf_counter()
-        ids = torch.tensor([prompt], device=device)
-        model.generate(ids, max_new_tokens=n, do_sample=False, eos_token_id=None, pad_token_id=0)
-        return time.perf_counter() - started
-
-    seconds(new_tokens)                                  # warms up
-    return statistics.median((new_tokens - 1) / (seconds(new_tokens) - seconds(1)) for _ in range(3))
+    }]
 
 
 def speed(args, model, tokenizer, s, family, batch):

@@ -26,25 +26,23 @@ import numpy as np
 
 from minispec import bounds
 
-CONTEXTS = (128, 512, 1024, 2048, 4096, 8192)
 COMBINED = "adaptive"                                  # the method that may use all drafters
 
 
-def analyse(traces, table, runs=None, published=False, batches=bounds.BATCHES):
+def analyse(traces, table, runs=None, batches=bounds.BATCHES):
     """All cells, as a dict that JSON can hold. table: a checked cost table; runs: the rows of bench.py's
-    study `run`; published: also what the paper's own simulator says, defects included."""
+    study `run`."""
     cost = bounds.CostTable(table)
     names = bounds.compared(traces, cost)
     if runs:
-        cells = observed_cells(traces, cost, runs, published)
+        cells = observed_cells(traces, cost, runs)
     else:
-        cells = bounds.cells(traces, cost, batches, published)
+        cells = bounds.cells(traces, cost, batches)
     return {
         "about": table.get("about", {}),
         "observed": bool(runs),
         "left_out": [m for m in traces[0].accept if m not in names],
         "cells": cells,
-        "context": speedup_by_context(traces, cost, names),
         "model_error": summary(cells, "error"),
         "speedup_error": summary(cells, "speedup_error"),
     }
@@ -58,7 +56,7 @@ def summary(cells, name):
 
 # -- observed --------------------------------------------------------------------------------------
 
-def observed_cells(traces, cost, runs, published=False):
+def observed_cells(traces, cost, runs):
     """A cell for each workload and batch that was run."""
     runs = [r for r in runs if r["identical"] is not None]  # the diffusion models' answers are their own
     by_id = {t.id: t for t in traces}
@@ -71,7 +69,7 @@ def observed_cells(traces, cost, runs, published=False):
             raise ValueError(f"the run has a request '{missing[0]}' that has no trace; measure both again")
         some = [by_id[i] for i in plain["ids"]]
         about = {key: plain[key] for key in ("workload", "batch", "kind")}
-        rungs = bounds.ladder(some, cost, plain["batch"], published=published)
+        rungs = bounds.ladder(some, cost, plain["batch"])
         rows = [r for r in runs if about.items() <= r.items()]
         cells.append({**about, **rungs, **observed(rows, some, cost, rungs)})
     return cells
@@ -88,7 +86,7 @@ def observed(rows, traces, cost, rungs):
     for r in rows:
         plans = plans_of(r, traces)
         if plans is not None:
-            replayed = sum(bounds.replay(plans * copies, traces * copies, cost, r["batch"]).values())
+            replayed = bounds.replay(plans * copies, traces * copies, cost, r["batch"])
             modelled[r["method"]] = replayed + copies * reading(plans, traces, cost)
             rounds[r["method"]] = [sum(map(len, plans)) * copies, r["rounds"]]
 
@@ -179,50 +177,3 @@ def spread(values):
         "p5": float(low),
         "p95": float(high),
     }
-
-
-def speedup_by_context(traces, cost, names, k_max=16):
-    """{rows: {drafter: [(context, speed-up with its best k)]}} at the acceptance that fits all traces:
-    MagicDec's axis (2408.11049). Acceptance here is independent, so this shows a tendency and bounds
-    nothing."""
-    out = {}
-    for rows in (bounds.BATCHES[0], bounds.BATCHES[-1]):
-        for m in names:
-            gained = [r.emitted for t in traces for r in bounds.fixed(t, m, 4)] or [1]
-            alpha = fit_alpha(float(np.mean(gained)), 4)
-            curve = []
-            for c in CONTEXTS:
-                best = max(step_speedup(alpha, k, cost, m, c, rows) for k in range(k_max + 1))
-                curve.append((c, best))
-            out.setdefault(str(rows), {})[m] = curve
-    return out
-
-
-def expected_tokens(alpha, k):
-    """E[tokens of a round of k drafts] = 1 + alpha + .. + alpha^k (Leviathan et al. 2211.17192, eq. 1)."""
-    return float(np.sum(alpha ** np.arange(k + 1.0)))
-
-
-def fit_alpha(tau, k):
-    """The alpha for which `expected_tokens` is tau, by bisection. The acceptance rate (tau - 1) / k is
-    smaller. ValueError unless 1 <= tau <= k + 1."""
-    if not 1 <= tau <= k + 1:
-        raise ValueError(f"tau {tau} is out of range; allowed is 1 to {k + 1} with {k} drafts a round")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        if expected_tokens(middle, k) < tau:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def step_speedup(alpha, k, cost, name, context, rows=1):
-    """E T(B, 1) / (T_draft(k) + T(B, k + 1)), the general form of Leviathan's Theorem 3.8. context: cached
-    tokens per row."""
-    kv = rows * context
-    spent = cost.step(kv, rows * (1 + k), rows)
-    if k:
-        spent = spent + cost.draft(name, kv, k, rows)
-    return float(expected_tokens(alpha, k) * cost.step(kv, rows, rows) / spent)

@@ -20,11 +20,11 @@ that read the target's states do (to rounding). SpecGen does not, its selection 
 round ended; it has no trace.
 """
 import itertools
-import math
 import statistics
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from minispec import bounds
 from minispec.core.attention import FullKeys, packed_attend
@@ -152,12 +152,10 @@ def _timed(model, drafters, asked, ks, cells):
 
 # -- the cost table --------------------------------------------------------------------------------
 
-def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS,
-               progress=lambda items, **_: items):
+def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS):
     """(cost table, report). drafters: {name: drafter}. The table is what bounds.CostTable takes: measured
     grids of verify (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows.
-    report: how well a linear fit does on the verify grid, and how much the times of a cell scatter. progress:
-    tqdm, or nothing.
+    report: how well a linear fit does on the verify grid, and how much the times of a cell scatter.
 
     All rounds are timed in PASSES, because a machine's speed drifts: a drafter whose only turn falls into a
     slow minute would look expensive next to the others. Half of all drafts are accepted, because what was
@@ -173,7 +171,7 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS,
         raise ValueError(f"a context of {model.config.block_size} is too small to time rounds of up to "
                          f"{max(drafts)} drafts in it")
     cells = [(b, c) for _ in range(PASSES) for b in rows for c in contexts]
-    times, read = _timed(model, drafters, asked, ks, progress(cells, desc="rounds"))
+    times, read = _timed(model, drafters, asked, ks, tqdm(cells, desc="rounds"))
     scatter = []
 
     def typical(cell, *phases):
@@ -254,34 +252,9 @@ def fit_linear(rows, tokens, kv, times, terms=("base", "token", "kv")):
 
 
 def residual(entry, rows, tokens, kv, times):
-    """How far an entry is from measured times, arrays (n,): R2, and the median and largest relative error."""
-    off = bounds.seconds(entry, rows, tokens, kv) - times
-    around_mean = ((times - times.mean()) ** 2).sum()
-    relative = np.abs(off) / times
-    return {
-        "r2": float(1 - (off**2).sum() / around_mean) if around_mean else float("nan"),
-        "median": float(np.median(relative)),
-        "max": float(relative.max()),
-    }
-
-
-def implied_rates(entry, kv_bytes, weight_bytes, flops):
-    """What a linear verify entry says about the device, to see whether it is plausible: bytes/s read from the
-    cache and for the weights, operations/s. kv_bytes and flops are per token. A coefficient of 0 gives
-    infinity."""
-    def rate(amount, name):
-        return amount / entry[name] if entry.get(name) else math.inf
-
-    return {
-        "kv_bytes_per_s": rate(kv_bytes, "kv"),
-        "weight_bytes_per_s": rate(weight_bytes, "base"),
-        "flops_per_s": rate(flops, "token"),
-    }
-
-
-def kv_bytes_per_token(layers, kv_heads, head_dim, dtype_bytes=2):
-    """Bytes that one token occupies in a cache of keys and values."""
-    return 2 * layers * kv_heads * head_dim * dtype_bytes
+    """How far an entry is from measured times, arrays (n,): the median and the largest relative error."""
+    relative = np.abs(bounds.seconds(entry, rows, tokens, kv) / times - 1)
+    return {"median": float(np.median(relative)), "max": float(relative.max())}
 
 
 # -- dense accept traces ---------------------------------------------------------------------------
@@ -335,11 +308,11 @@ def _features(model, drafter, ids):
     return model.features(x, torch.arange(len(ids), device=model.device), attend, taps)[1]
 
 
-def traces_of(drafters, model, texts, k_max=16, progress=lambda items, **_: items):
+def traces_of(drafters, model, texts, k_max=16):
     """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs. An n-gram trace
     needs no model: it follows from the tokens."""
     out = {id: Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()}
-    for name, drafter in progress(list(drafters.items()), desc="traces"):
+    for name, drafter in tqdm(drafters.items(), desc="traces"):
         if isinstance(drafter, NGram):
             columns = [ngram_trace(p, o, k_max, drafter.max_n, drafter.min_n) for p, o in texts.values()]
         else:

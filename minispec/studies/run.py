@@ -10,7 +10,6 @@ as in target.py.
 from dataclasses import dataclass
 
 import torch
-from tqdm import tqdm
 
 from minispec import cdlm
 from minispec.bounds import by_workload
@@ -41,7 +40,7 @@ def profile(args, model, tokenizer):
     problems that are used nowhere else. Without --quick also results/costs.json."""
     small = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else {}
     drafters = methods.chain_drafters(model, args, DEEPEST)
-    table, report = measure.cost_table(model, drafters, progress=tqdm, **small)
+    table, report = measure.cost_table(model, drafters, **small)
 
     n = 1 if args.quick else 2
     problems = [tasks.make(f, 600 + i, "heldout") for f in tasks.FAMILIES for i in range(n)]
@@ -56,20 +55,9 @@ def profile(args, model, tokenizer):
         "dtype": str(model.dtype).removeprefix("torch."),
         "torch": torch.__version__,
     }
-    for fit in report["fits"].values():
-        fit.update(hardware_rates(model, fit["entry"]))
     if not args.quick:
         write_json(results.path("costs.json"), table)
     return {"table": table, **report}
-
-
-def hardware_rates(model, entry):
-    """Bytes/s and operations/s that the coefficients of a fit imply; None where a term costs nothing."""
-    c = model.config
-    width = 4 if model.dtype == torch.float32 else 2
-    kv_bytes = measure.kv_bytes_per_token(c.n_layer, c.n_kv_head, c.head_dim, width)
-    rates = measure.implied_rates(entry, kv_bytes, width * model.n_params(), 2 * model.n_params())
-    return {name: rate if rate < 1e30 else None for name, rate in rates.items()}
 
 
 # -- workloads -------------------------------------------------------------------------------------
@@ -138,7 +126,7 @@ def trace(args, model, tokenizer):
     generations = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
     texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(requests, generations)}
     drafters = methods.chain_drafters(model, args, DEEPEST)
-    some = measure.traces_of(drafters, model, texts, DEEPEST, tqdm)
+    some = measure.traces_of(drafters, model, texts, DEEPEST)
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
     accepted = {w: ladder.statistics(t, list(drafters), 8) for w, t in by_workload(some).items()}

@@ -12,8 +12,7 @@ import statistics
 
 from minispec.data import tasks
 from minispec.studies.markdown import millions, percent, row, same, span, table, times, two, whole
-from minispec.studies.tables_bounds import costs_table, run_table, trace_table
-from minispec.studies.tables_ladder import ladder_table
+from minispec.studies.tables_bounds import costs_table, ladder_table, run_table, trace_table
 from minispec.tools import checkpoints
 from minispec.tools.files import blame, opened
 
@@ -331,21 +330,19 @@ def gpu(r):
     rows = []
     for x in r.get("kernels", ()):
         least, most = map(micro, x["range"])
-        others = row(micro(x.get(name)) for name in ("two_launches", "sdpa", "flex"))
+        others = row(micro(x.get(name)) for name in ("two_launches", "sdpa"))
         rows.append(f"{x['kernel']}{', torch reference' * x['reference']} | {x['context']} | "
                     f"{x['batch']} | {x['group']} | {micro(x['seconds'])} ({least}-{most}) | "
                     f"{percent(x['bytes'] / x['seconds'] / copied)} | {others}")
     parts.append(table("kernel | context | requests | heads a KV head | us (range) | "
-                       "share of copy speed | two launches, us | SDPA, us | FlexAttention, us", rows))
+                       "share of copy speed | two launches, us | SDPA, us", rows))
 
     rows = []
     for x in r.get("decode", ()):
         rate = x["tokens_per_second"]
-        wait = "" if x["wait"] is None else f"{1e3 * x['wait']:.2f}"
         rows.append(f"{x['model']} | {rate:.0f} ({span(x['range'], 0)}) | {copied / x['bytes']:.0f} | "
-                    f"{percent(rate * x['bytes'] / copied)} | {whole(x['transformers'])} | {wait}")
-    parts.append(table("random weights, batch 1 | tokens/s (range) | floor | share | "
-                       "transformers, tokens/s | wait between forwards, ms", rows))
+                    f"{percent(rate * x['bytes'] / copied)}")
+    parts.append(table("random weights, batch 1 | tokens/s (range) | floor | share", rows))
 
     rows = [f"{x['context']} | {x['requests']} | {x['method']} | {x['tokens_per_second']:.0f} | "
             f"{times(x)} | {two(x.get('predicted'))} | {two(x.get('accepted'))} | "
