@@ -4,18 +4,18 @@ student.
     python train_cdlm.py --out checkpoints/cdlm                         # all three stages, hours
     python train_cdlm.py --out checkpoints/cdlm --stage teacher         # or one after the other
     python train_cdlm.py --out checkpoints/cdlm --stage trajectories
-    python train_cdlm.py --out checkpoints/cdlm --stage student --weights 1 0 0 --name distill      # an
-    ablation
+    # an ablation
+    python train_cdlm.py --out checkpoints/cdlm --stage student --weights 1 0 0 --name distill
 
-    teacher       OUT/teacher        the target's weights, trained to fill in masks; every slot sees all
-    others
-    trajectories  OUT/trajectories   the teacher answers training prompts, one token a step; tokens, ranks,
-    hidden rows
-    student       OUT/student        the teacher's weights, trained on the trajectories with three losses
+    teacher        OUT/teacher: the target's weights, trained to fill in masks; every slot sees all others
+    trajectories   OUT/trajectories: the teacher answers training prompts, one token a step; stored are the
+                   tokens, their ranks, and the hidden rows that they were revealed from
+    student        OUT/student: the teacher's weights, trained on the trajectories with three losses
 
 Interrupt it at any time: the same command continues where the last checkpoint or shard was, with the same
 result. A stage that is finished is not done again. Models are Hugging Face folders with log.jsonl and
 command.txt next to them. """
+import glob
 import os
 import random
 
@@ -28,34 +28,26 @@ from tqdm import tqdm
 from minispec import cdlm
 from minispec.core.engine import Request
 from minispec.core.verify import Sampling
-from minispec.data import corpus, tasks
+from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import cdlm as study
-from minispec.tools import checkpoints
-from minispec.tools.files import blame, read_json, read_tensors, replaced, write_json
-from minispec.tools.script import Parser, check_device, run_main
-from minispec.tools.training import Optimizer, Run, learning_rate, locked
+from minispec.tools import checkpoints, training
+from minispec.tools.files import read_json, read_tensors, replaced
+from minispec.tools.script import Parser, run_main
+from minispec.tools.training import Optimizer, Run, bf16, generator_of, learning_rate, locked
 
 STAGES = ("teacher", "trajectories", "student")
-REAL_SHARE = 0.04                # of the examples that are real questions and answers, if there is --data
 IN_ORDER = 0.6                   # of the blocks are masked from about one slot on, not at random: see `turns`
 
 
-def parse_args(argv=None):
+def parse_args():
     p = Parser(__doc__)
-    p.add_argument("--out", required=True, help="folder to write the stages' folders to")
+    training.add_arguments(p, lr=None, warmup=50, save_every=200)         # lr: teacher 1e-3, student 2e-4
     p.add_argument("--stage", default="all", choices=("all", *STAGES), help="default: all, in this order")
-    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"),
-                   help="folder with real text; without it, procedural problems alone")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--seed", type=int, default=1337)
 
     both = p.add_argument_group("teacher and student")
     both.add_argument("--steps", type=int, default=8000, help="optimiser steps (default %(default)s)")
     both.add_argument("--batch", type=int, default=16, help="answers a step (default %(default)s)")
-    both.add_argument("--lr", type=float, help="peak learning rate (default: teacher 1e-3, student 2e-4)")
-    both.add_argument("--warmup", type=int, default=50, help="steps of linear warm-up (default %(default)s)")
-    both.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
     both.add_argument("--check", type=int, default=4,
                       help="held-out problems of a family that are decoded at the end (default %(default)s)")
 
@@ -70,7 +62,7 @@ def parse_args(argv=None):
     trajectories = p.add_argument_group("trajectories")
     trajectories.add_argument("--prompts", type=int, default=4000,
                               help="training problems (default %(default)s)")
-    trajectories.add_argument("--temperatures", type=float, nargs="+", default=(0.0, 0.5),
+    trajectories.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.5],
                               help="one trajectory at each for every problem (default 0 0.5)")
     trajectories.add_argument("--shard", type=int, default=64,
                               help="trajectories in a file (default %(default)s)")
@@ -84,7 +76,11 @@ def parse_args(argv=None):
                          metavar=("DISTILL", "CONS", "DLM"), help="of the losses (default 1 0.5 0.01)")
     student.add_argument("--cons-target", default="block_end", choices=("block_end", "later_state"),
                          help="see cdlm.student_losses (default %(default)s)")
-    return p.parse_args(argv)
+    args = p.parse_args()
+    training.check_arguments(args, steps=1, batch=1, prompts=1, shard=1)
+    if not 0 <= args.block_warmup <= 1:
+        raise ValueError(f"block-warmup {args.block_warmup} is out of range; allowed is 0 to 1")
+    return args
 
 
 # -- data ----------------------------------------------------------------------------------------------------
@@ -93,21 +89,12 @@ class Examples:
     """Training questions that fit. The n-th depends on (seed, n) alone, so that training resumes exactly."""
 
     def __init__(self, tokenizer, args):
-        self.tokenizer, self.args = tokenizer, args
-        self.real = []
-        documents = corpus.real_documents(args.data) if args.data else {}
-        for name in sorted(documents):
-            self.real += [d for d in documents[name] if d[0] and len(d[0]) + len(d[1]) < 8 * cdlm.GEN_LENGTH]
+        self.tokenizer = tokenizer
+        self.args = args
 
     def __call__(self, n):
         """(prompt ids, answer ids (L,), filled up with ends of text)."""
         rng = random.Random(f"{self.args.seed}/cdlm/{n}")
-        if self.real and rng.random() < REAL_SHARE:
-            for prompt, think, answer in rng.sample(self.real, min(len(self.real), 20)):
-                head = self.tokenizer.prompt_ids(prompt)
-                body = self.tokenizer.response_ids(think, answer)
-                if len(head) <= study.LONGEST_PROMPT and len(body) <= cdlm.GEN_LENGTH:
-                    return head, body + [body[-1]] * (cdlm.GEN_LENGTH - len(body))
         return study.fitting(self.tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40))[1:]
 
     def batch(self, step, group=1):
@@ -130,27 +117,14 @@ def as_batch(pairs):
 
 
 class Trajectories:
-    """The shards of a folder as one list. ValueError names a shard whose tensors do not fit each other."""
+    """The shards of a folder as one list."""
 
     def __init__(self, folder):
-        files = sorted(f for f in os.listdir(folder) if f.endswith(".safetensors"))
-        self.shards = [self._read(os.path.join(folder, f)) for f in files]
-        self.where = [(s, i) for s in self.shards for i in range(len(s["live"]))]
-
-    @staticmethod
-    def _read(file):
-        shard = read_tensors(file)
-        with blame(file):
-            n, length, _ = shard["hidden"].shape
-            width = shard["prompt"].shape[1]
-            # name: (its shape, the largest value it may hold)
-            limits = {"tokens": ((n, length), None), "rank": ((n, length), length - 1),
-                      "live": ((n,), length), "length": ((n,), width), "prompt": ((n, width), None)}
-            for name, (shape, most) in limits.items():
-                x = shard[name]
-                if x.shape != shape or x.min() < 0 or (most is not None and x.max() > most):
-                    raise ValueError(f"its tensors do not fit each other ({name})")
-        return shard
+        files = sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors")))
+        shards = [read_tensors(file) for file in files]
+        self.where = [(shard, i) for shard in shards for i in range(len(shard["live"]))]
+        if not self.where:
+            raise ValueError(f"{folder} holds no trajectories; run --stage trajectories first")
 
     def batch(self, numbers):
         rows = [{name: x[i] for name, x in shard.items()} for shard, i in (self.where[n] for n in numbers)]
@@ -262,10 +236,9 @@ def draw_masks(states, answer, eos_id, generator, in_order=0.0):
 
 # -- the three stages ----------------------------------------------------------------------------------------
 
-def train_teacher(args, tokenizer, tokenizer_json, mask_id):
+def train_teacher(args, folder, tokenizer, tokenizer_json, mask_id):
     """First block-causally, all blocks of an answer in one forward, because most of what a mask must learn is
     the same when every slot sees all others. Then as the teacher is used."""
-    folder = os.path.join(args.out, "teacher")
     model = checkpoints.load(args.target, args.device, torch.float32)
     if args.no_shift:
         model.config.shift = False
@@ -273,11 +246,10 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
     examples = Examples(tokenizer, args)
     block_steps = args.steps * args.block_warmup
     kind = "teacher" if block_steps < args.steps else "student"      # only block-causal? then decode it so
-    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
     optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
     run = Run(folder, model, optimizer, args.steps, args.save_every)
     for step in run.steps():
-        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
+        generator = generator_of(args, step)
         if step < block_steps:
             states, mask = all_blocks, cdlm.two_copies
             batch = cut_answers(examples.batch(step, group=4), eos)
@@ -285,10 +257,9 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
             states, mask = teacher_states, cdlm.bidirectional
             batch = examples.batch(step)
         masks = draw_masks(states, batch["answer"], eos, generator, IN_ORDER)
-        with bf16:
+        with bf16(args.device):
             loss = cdlm.dlm_loss(model, to(args.device, batch), *masks, mask_id, cdlm.BLOCK_SIZE, mask)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(learning_rate(step, step / args.steps, lr, args.warmup))
         run.log(loss=loss)
         if run.checkpoint_due(step):
@@ -297,11 +268,12 @@ def train_teacher(args, tokenizer, tokenizer_json, mask_id):
             run.checkpoint(step, **results)
 
 
-def collect_trajectories(args, tokenizer, mask_id):
-    folder = os.path.join(args.out, "trajectories")
+def collect_trajectories(args, folder, tokenizer, tokenizer_json, mask_id):
     model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, torch.bfloat16)
     examples = Examples(tokenizer, args)
-    check_settings(folder, args, bool(examples.real), model)
+    settings = {name: getattr(args, name) for name in ("prompts", "shard", "order", "seed", "temperatures")}
+    training.same_settings(folder, **settings, gen_length=cdlm.GEN_LENGTH, block_size=cdlm.BLOCK_SIZE,
+                           teacher=checkpoints.fingerprint(model))
     each = len(args.temperatures)
     n = args.prompts * each
     for shard in tqdm(range(-(-n // args.shard)), unit="shard", desc="trajectories"):
@@ -322,27 +294,11 @@ def collect_trajectories(args, tokenizer, mask_id):
             save_file({name: x.contiguous() for name, x in data.items()}, temporary)
 
 
-def check_settings(folder, args, real_text, model):
-    """Note in the folder how its trajectories are made. ValueError if it was begun with other settings."""
-    settings = {name: getattr(args, name) for name in ("prompts", "shard", "order", "seed")}
-    settings |= {"temperatures": list(args.temperatures), "real_text": real_text,
-                 "gen_length": cdlm.GEN_LENGTH, "block_size": cdlm.BLOCK_SIZE,
-                 "teacher": checkpoints.fingerprint(model)}
-    file = os.path.join(folder, "settings.json")
-    if os.path.exists(file):
-        old = read_json(file)
-        with blame(file):
-            changed = [name for name in settings if settings[name] != old.get(name)]
-        for name in changed:
-            raise ValueError(f"{folder} was begun with {name} {old.get(name)}, not {settings[name]}; "
-                             "use another --out or the same settings")
-    write_json(file, settings)
-
-
-def train_student(args, tokenizer, tokenizer_json, mask_id):
-    folder = os.path.join(args.out, args.name)
+def train_student(args, folder, tokenizer, tokenizer_json, mask_id):
     model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, torch.float32)
-    data = load_trajectories(args, model)
+    trajectories = os.path.join(args.out, "trajectories")
+    data = Trajectories(trajectories)
+    training.same_settings(trajectories, teacher=checkpoints.fingerprint(model))
     teacher_head = model.head.weight.detach().clone()
     eos, lr = model.config.eos_id, args.lr or 2e-4
     examples = Examples(tokenizer, args)
@@ -350,17 +306,16 @@ def train_student(args, tokenizer, tokenizer_json, mask_id):
     live = [int(shard["live"][i]) for shard, i in data.where]
     later = args.cons_target == "later_state"
     w_distill, w_cons, w_dlm = args.weights
-    bf16 = torch.autocast(args.device.split(":")[0], torch.bfloat16)
     optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
     run = Run(folder, model, optimizer, args.steps, args.save_every)
     for step in run.steps():
-        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
+        generator = generator_of(args, step)
         # 1. Distillation and consistency, on states of the teacher's trajectories.
         batch = data.batch(numbers_of_step(step, args.batch, live, args.seed))
         batch = to(args.device, cut(batch, int(batch["live"].max()), ("tokens", "rank", "hidden")))
         length = batch["tokens"].shape[1]
         k, k_star = cdlm.draw_states(batch["live"].cpu(), length, cdlm.BLOCK_SIZE, generator, later)
-        with bf16:
+        with bf16(args.device):
             losses = cdlm.student_losses(model, teacher_head, batch, k, k_star, mask_id, cdlm.BLOCK_SIZE,
                                          (w_distill, w_cons), later, generator)
         # 2. The masked-diffusion loss, on reference answers.
@@ -369,37 +324,16 @@ def train_student(args, tokenizer, tokenizer_json, mask_id):
             batch = cut_answers(examples.batch(beyond + step, group=4), eos)
             masks = draw_masks(all_blocks, batch["answer"], eos, generator, IN_ORDER)
             batch = to(args.device, batch)
-            with bf16:
+            with bf16(args.device):
                 dlm = cdlm.dlm_loss(model, batch, *masks, mask_id, cdlm.BLOCK_SIZE, cdlm.two_copies)
         loss = w_distill * losses["distill"] + w_cons * losses["cons"] + w_dlm * dlm
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(learning_rate(step, step / args.steps, lr, args.warmup))
         run.log(**losses, dlm=dlm, loss=loss)
         if run.checkpoint_due(step):
             results = evaluate(model, tokenizer, args, step, all_blocks, cdlm.two_copies, "student", mask_id)
             checkpoints.save(model, folder, tokenizer_json)
             run.checkpoint(step, **results)
-
-
-def load_trajectories(args, teacher):
-    """The trajectories in --out. ValueError where there are none, or they are of another teacher."""
-    folder = os.path.join(args.out, "trajectories")
-    file = os.path.join(folder, "settings.json")
-    data = Trajectories(folder) if os.path.exists(file) else None
-    if not data or not data.where:
-        raise ValueError(f"{folder} holds no trajectories; run --stage trajectories first")
-    settings = read_json(file)
-    if not isinstance(settings, dict) or "teacher" not in settings:
-        raise ValueError(f"{file} is damaged: it does not say how the trajectories were made")
-    if settings["teacher"] != checkpoints.fingerprint(teacher):
-        raise ValueError(f"the trajectories in {folder} are of another teacher than the one in "
-                         f"{os.path.join(args.out, 'teacher')}; remove them and run --stage trajectories")
-    for shard in data.shards:
-        largest = max(shard["tokens"].max(), shard["prompt"].max())
-        if largest >= teacher.config.vocab_size or shard["hidden"].shape[2] != teacher.config.d_model:
-            raise ValueError(f"the trajectories in {folder} are damaged: they do not fit the teacher")
-    return data
 
 
 # -- what a checkpoint is worth ------------------------------------------------------------------------------
@@ -436,13 +370,6 @@ def decoded(decoder, tokenizer, args):
 
 def main():
     args = parse_args()
-    for name in ("steps", "batch", "prompts", "shard", "save_every", "warmup"):
-        if getattr(args, name) < 1:
-            option = name.replace("_", "-")
-            raise ValueError(f"{option} {getattr(args, name)} is out of range; allowed is 1 or more")
-    if not 0 <= args.block_warmup <= 1:
-        raise ValueError(f"block-warmup {args.block_warmup} is out of range; allowed is 0 to 1")
-    check_device(args.device)
     stages = STAGES if args.stage == "all" else (args.stage,)
     source = args.target if stages[0] == "teacher" else os.path.join(args.out, "teacher")
     tokenizer, context = Tokenizer.load(source), checkpoints.load(source).config.block_size
@@ -451,15 +378,11 @@ def main():
                          f"the context of {context}")
     mask_id = cdlm.mask_id_of(tokenizer, source)
     tokenizer_json = read_json(os.path.join(source, "tokenizer.json"))
-    if "teacher" in stages:
-        with locked(os.path.join(args.out, "teacher")):
-            train_teacher(args, tokenizer, tokenizer_json, mask_id)
-    if "trajectories" in stages:
-        with locked(os.path.join(args.out, "trajectories")):
-            collect_trajectories(args, tokenizer, mask_id)
-    if "student" in stages:
-        with locked(os.path.join(args.out, args.name)):
-            train_student(args, tokenizer, tokenizer_json, mask_id)
+    work = {"teacher": train_teacher, "trajectories": collect_trajectories, "student": train_student}
+    for stage in stages:
+        folder = os.path.join(args.out, args.name if stage == "student" else stage)
+        with locked(folder):
+            work[stage](args, folder, tokenizer, tokenizer_json, mask_id)
 
 
 if __name__ == "__main__":

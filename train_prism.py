@@ -23,7 +23,7 @@ from minispec.data import rollouts
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Optimizer, Run, learning_rate, locked
+from minispec.tools.training import Optimizer, Run, bf16, learning_rate, locked
 
 # unroll: draft steps in the loss (None: as --unroll says). All arms but the first draft from own states too.
 ARMS = {
@@ -49,12 +49,8 @@ def parse_args():
     p.add_argument("--init", metavar="DIR",
                    help="start from this drafter; further modules begin as copies of its last")
     p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default 5; arm eagle2: 1)")
-    p.add_argument("--decay", type=float, default=1.0,
-                   help="weight of a step in the loss relative to the one before (EAGLE-3: 0.8)")
-    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     args = p.parse_args()
-    # A wrong name or number fails before the work.
-    rollouts.check_arguments(args, {"unroll": 1})
+    rollouts.check_arguments(args, unroll=1)
     return args
 
 
@@ -74,43 +70,21 @@ def drafter_of(args, target):
     return model
 
 
-def load_answers(args, target, tokenizer, unroll):
-    """(training rows, held-out rows) that are long enough; see rollouts.collect."""
-    rows, heldout = rollouts.collect(args, target, tokenizer)
-    # Within max_length there must be something to guess at every step.
-    rows = [row for row in rows if length(row, args) > len(row[0]) + unroll]
-    heldout = [row for row in heldout if len(row[0]) < args.max_length]
-    if not rows:
-        raise ValueError(f"no answer has more than {unroll} tokens within max-length {args.max_length}; "
-                         "nothing to train on")
-    if not heldout:
-        raise ValueError(f"no held-out answer has a token within max-length {args.max_length}; "
-                         "nothing to train on")
-    return rows, heldout
-
-
-def length(row, args):
-    """Tokens of a text, prompt and answer, after cutting."""
-    prompt, answer, _ = row
-    return min(len(prompt) + len(answer), args.max_length)
-
-
 @torch.no_grad()
-def evaluate(model, target, heldout, args, autocast):
+def evaluate(model, target, heldout, args):
     """On held-out answers, five drafts a round: tau; how often draft 1, 2, .. is right if all before are."""
     total = torch.zeros(5)
     n = 0
     for i in range(0, len(heldout), 4):
         ids, learn, _ = rollouts.batch_of(heldout[i:i + 4], args.max_length, args.device)
-        with autocast:
+        with bf16(args.device):
             _, accepted = prism.unrolled_loss(model, target, ids, learn, 5)
         total = total + accepted.cpu() * learn.sum().item()
         n += learn.sum().item()
     share = total / n
-    given = share / torch.cat([torch.ones(1), share[:-1]]).clamp(min=1e-9)
     return {
         "heldout_tau": round(1 + share.sum().item(), 4),
-        "heldout_acceptance": [round(a, 4) for a in given.tolist()],
+        "heldout_acceptance": rollouts.of_those_before(share),
     }
 
 
@@ -130,30 +104,25 @@ def main():
 def train(args, target, tokenizer, model):
     # 1. The data, and which texts every step reads.
     unroll = ARMS[args.arm]["unroll"] or args.unroll
-    rows, heldout = load_answers(args, target, tokenizer, unroll)
-    lengths = [length(row, args) for row in rows]
-    plan = rollouts.schedule(args.seed, lengths, args.batch_tokens, args.tokens)
+    rows, heldout, plan = rollouts.collect(args, target, tokenizer, unroll)
     module = sum(p.numel() for p in model.bank[0].parameters())
-    print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {module / 1e6:.2f}M read by a draft step; "
-          f"{len(rows)} texts, {sum(lengths):,} tokens, {len(plan)} steps")
+    print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {module / 1e6:.2f}M read by a draft step")
 
     # 2. The loop, from the last checkpoint on.
-    autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16)
     optimizer = Optimizer(model)
     run = Run(args.out, model, optimizer, len(plan), args.save_every)
     for step in run.steps():
         numbers, tokens = plan[step]
         ids, learn, _ = rollouts.batch_of([rows[i] for i in numbers], args.max_length, args.device)
         # Every row drafts; the loss compares its guesses with the target's distributions.
-        with autocast:
-            loss, accepted = prism.unrolled_loss(model, target, ids, learn, unroll, args.decay)
+        with bf16(args.device):
+            loss, accepted = prism.unrolled_loss(model, target, ids, learn, unroll)
         loss = loss / unroll
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(learning_rate(step, tokens / plan[-1][1], args.lr, args.warmup))
         run.log(loss=loss, tau=1 + accepted.sum())
         if run.checkpoint_due(step):
-            results = evaluate(model, target, heldout, args, autocast)
+            results = evaluate(model, target, heldout, args)
             prism.save(model, args.out)
             run.checkpoint(step, tokens=tokens, **results)
 

@@ -30,7 +30,7 @@ from minispec.data import rollouts
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools.training import Optimizer, Run, learning_rate, locked
+from minispec.tools.training import Optimizer, Run, bf16, generator_of, learning_rate, locked
 
 
 def parse_args():
@@ -41,23 +41,18 @@ def parse_args():
     p.add_argument("--init", metavar="DIR",
                    help="start from this drafter; its shape is kept, but windows may be longer (--gamma), "
                         "and it may begin to read the target (--taps)")
-    p.add_argument("--source", metavar="DIR",
-                   help="a new drafter starts as the first layers of this model (default: of the target)")
-    p.add_argument("--layers", type=int, help="so many (default 2)")
+    p.add_argument("--layers", type=int,
+                   help="a new drafter starts as so many first layers of the target (default 2)")
     p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
     p.add_argument("--taps", choices=("none", "last", "three"),
                    help="what it reads of the target: nothing, the final state (default), or three layers")
     p.add_argument("--no-shift", action="store_true",
                    help="a mask guesses its own token, not the one after it")
     p.add_argument("--windows", type=int, default=32, help="windows of a text per step (default %(default)s)")
-    p.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
     args = p.parse_args()
-    rollouts.check_arguments(args, {"windows": 1, "layers": 1})  # a wrong name fails before the work
-    if args.init:
-        for name in ("source", "layers", "no_shift"):
-            if getattr(args, name):
-                option = name.replace("_", "-")
-                raise ValueError(f"--init keeps the shape of its drafter; --{option} is for a new one")
+    rollouts.check_arguments(args, windows=1, layers=1)
+    if args.init and (args.layers or args.no_shift):
+        raise ValueError("--init keeps the shape of its drafter; --layers and --no-shift are for a new one")
     return args
 
 
@@ -65,9 +60,8 @@ def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
     taps = {"none": None, "last": (), "three": gpt.three_taps(target.config.n_layer)}[args.taps or "last"]
     if not args.init:
-        source = checkpoints.load(args.source, args.device) if args.source else target
-        n_layer = args.layers or min(2, source.config.n_layer)
-        return specdiff.for_target(target, source, n_layer, args.gamma or 8, not args.no_shift, taps)
+        n_layer = args.layers or min(2, target.config.n_layer)
+        return specdiff.for_target(target, n_layer, args.gamma or 8, not args.no_shift, taps)
 
     drafter = specdiff.load(args.init, target)
     gamma = args.gamma or drafter.config.gamma
@@ -77,22 +71,20 @@ def drafter_of(args, target):
     return drafter
 
 
-def evaluate(model, target, heldout, args, autocast):
+def evaluate(model, target, heldout, args):
     """On held-out answers: tau by each way of accepting, and how often the greedy draft 1, 2, .. is right
     where those before it are."""
     total = {}
     for i in range(0, len(heldout), 4):
         ids, learn, log_p = rollouts.batch_of(heldout[i:i + 4], args.max_length, args.device)
-        with autocast:
+        with bf16(args.device):
             means = specdiff.estimate(model, target, ids, learn, log_p, args.windows)
         for name, mean in means.items():
             total[name] = total.get(name, 0) + mean * len(ids)
     share = {name: x / len(heldout) for name, x in total.items()}
     entropy = share.pop("entropy").mean().item()
     tau = {name: round(1 + x.sum().item(), 4) for name, x in share.items()}      # 1: the bonus token
-    greedy = share["greedy"]
-    given = greedy / torch.cat([torch.ones(1), greedy[:-1]]).clamp(min=1e-9)
-    return {"heldout_tau": tau, "heldout_acceptance": [round(a, 4) for a in given.tolist()],
+    return {"heldout_tau": tau, "heldout_acceptance": rollouts.of_those_before(share["greedy"]),
             "heldout_entropy": round(entropy, 4)}
 
 
@@ -108,39 +100,29 @@ def main():
 
 def train(args, target, tokenizer, model):
     # The target's own answers, and the rows of every step.
-    rows, heldout = rollouts.collect(args, target, tokenizer)
-    rows = [row for row in rows if len(row[0]) < args.max_length]
-    heldout = [row for row in heldout if len(row[0]) < args.max_length]
-    if not rows or not heldout:
-        which = "held-out prompt" if rows else "prompt"
-        raise ValueError(f"no {which} is shorter than max-length {args.max_length}; nothing to train on")
-    lengths = [min(len(prompt) + len(answer), args.max_length) for prompt, answer, _ in rows]
-    plan = rollouts.schedule(args.seed, lengths, args.batch_tokens, args.tokens)
+    rows, heldout, plan = rollouts.collect(args, target, tokenizer)
     total = plan[-1][1]
     c = model.config
     print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters of its own, "
-          f"gamma {c.gamma}; {len(rows)} texts, {sum(lengths):,} tokens, {args.windows} windows each, "
-          f"{len(plan)} steps")
+          f"gamma {c.gamma}, {args.windows} windows a text")
 
-    autocast = torch.autocast(args.device.split(":")[0], torch.bfloat16)
-    optimizer = Optimizer(model, lambda name: "words" not in name)
+    optimizer = Optimizer(model)
     run = Run(args.out, model, optimizer, len(plan), args.save_every)
     for step in run.steps():
         numbers, tokens = plan[step]
         ids, learn, log_p = rollouts.batch_of([rows[i] for i in numbers], args.max_length, args.device)
 
         # Windows are drawn by a generator of this step, so that a resumed run draws the same ones.
-        generator = torch.Generator().manual_seed(args.seed * 1000003 + step)
-        with autocast:
+        generator = generator_of(args, step)
+        with bf16(args.device):
             loss = specdiff.training_loss(model, target, args.objective, ids, learn, log_p, args.windows,
                                           generator, args.temperature)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step(learning_rate(step, tokens / total, args.lr, args.warmup))
         run.log(loss=loss)
 
         if run.checkpoint_due(step):
-            results = evaluate(model, target, heldout, args, autocast)
+            results = evaluate(model, target, heldout, args)
             specdiff.save(model, args.out)
             run.checkpoint(step, tokens=tokens, **results)
 

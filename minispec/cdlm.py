@@ -32,12 +32,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from minispec.core.attention import dense_attend, group_rows, packed_attend, ungroup_rows
-from minispec.core.cpu import blocked_attend
+from minispec.core.attention import group_rows, packed_attend, ungroup_rows
+from minispec.core.cpu import training_attend
 from minispec.core.engine import Step
 from minispec.core.kv_cache import KVCache
-from minispec.data.tokenizer import Tokenizer
-from minispec.tools import checkpoints
 
 GEN_LENGTH = 256
 BLOCK_SIZE = 32
@@ -91,41 +89,34 @@ class Answer:
 
 @dataclass
 class Window:
-    """What one answer feeds in a forward: positions [start, end), the first n_clean of them final; `seen`
-    keys."""
+    """What one answer feeds in a forward: positions [start, end), the first n_clean of them final.
+
+    Clean rows see everything up to the last of them, and their keys stay in the cache. The rows of the open
+    block see the first `seen` positions. The next forward overwrites their keys, because a token that is
+    revealed in this step was itself still a mask when its key was computed."""
     answer: Answer
     start: int
     n_clean: int
     end: int
     seen: int
-
-
-class BlockKeys:
-    """The keys of a window. Clean rows see everything up to the last of them, and their keys stay in the
-    cache. The rows of the open block see the first `seen` positions. The next forward overwrites their keys,
-    because a token that is revealed in this step was itself still a mask when its key was computed."""
+    cache: KVCache
     pool = None
-
-    def __init__(self, cache, window):
-        base = window.answer.request.run.first
-        n, n_clean = window.end - window.start, window.n_clean
-        self.cache = cache
-        self.new = slice(base + window.start, base + window.end)
-        self.parts = [(n_clean, n, slice(base, base + window.seen))]           # (first row, end, keys)
-        if n_clean:
-            self.parts.insert(0, (0, n_clean, slice(base, base + window.start + n_clean)))
 
     def attend(self, layer, q, k, v):
         """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
+        base = self.answer.request.run.first
+        new = slice(base + self.start, base + self.end)
         keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
-        keys[:, self.new] = k.transpose(0, 1)
-        values[:, self.new] = v.transpose(0, 1)
-        # No mask is needed: within a part, all rows see the same keys.
+        keys[:, new] = k.transpose(0, 1)
+        values[:, new] = v.transpose(0, 1)
+        # No mask is needed: all clean rows see the same keys, and so do all rows of the block.
         out = []
-        for a, b, see in self.parts:
-            rows = group_rows(q[a:b], k.shape[1])                              # (G, g * rows, D)
-            rows = F.scaled_dot_product_attention(rows[None], keys[None, :, see], values[None, :, see])[0]
-            out.append(ungroup_rows(rows, b - a))
+        for a, b, n_keys in ((0, self.n_clean, self.start + self.n_clean), (self.n_clean, len(q), self.seen)):
+            see = slice(base, base + n_keys)
+            if a < b:
+                rows = group_rows(q[a:b], k.shape[1])                          # (G, g * rows, D)
+                rows = F.scaled_dot_product_attention(rows[None], keys[None, :, see], values[None, :, see])
+                out.append(ungroup_rows(rows[0], b - a))
         return torch.cat(out)
 
 
@@ -167,17 +158,15 @@ def pick(confidence, n=1, threshold=None, order=ORDER):
 class Decoder:
     """Answers requests block by block; `stream` and `generate` are the engine's. kind:
 
-        student  feeds the open block, and once the block before it, clean; the cache has everything before,
-        exactly teacher  feeds the prompt and all slots, every time
-        dual     the teacher with stale keys: one whole forward when a block opens, then the block alone
-        against the
-                 cached keys of everything, masked slots behind it included (Fast-dLLM's dual cache).
-                 Approximate.
+        student  feeds the open block, and once the block before it, clean. The cache of the rest is exact.
+        teacher  feeds the prompt and all slots, every time.
+        dual     the teacher with stale keys: one whole forward when a block opens, then the block alone,
+                 against the cached keys of everything, masked slots behind it included (Fast-dLLM's dual
+                 cache). Approximate.
 
     threshold: reveal all slots of higher confidence. None: `steps` forwards a block (default: one token
     each). order: see `pick`. record: keep the hidden rows, and complete every block, for `collect`.
-    on_step(answer, revealed positions) is called after every step. Raises ValueError for settings out of
-    range. """
+    on_step(answer, revealed positions) is called after every step. ValueError for settings out of range. """
 
     def __init__(self, model, mask_id, kind="student", block_size=BLOCK_SIZE, threshold=None, steps=None,
                  order=ORDER, batch_size=1, record=False):
@@ -247,13 +236,13 @@ class Decoder:
         """What this answer feeds now: the only place in which student, teacher and dual cache differ."""
         everything = len(a.tokens)
         if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
-            return Window(a, 0, 0, everything, everything)
+            return Window(a, 0, 0, everything, everything, self.cache)
         if self.kind == "dual":
-            return Window(a, a.first - self.shift, 0, a.last, everything)
+            return Window(a, a.first - self.shift, 0, a.last, everything, self.cache)
         # When a block opens, the cached keys of the finished block are those of its last step, in which it
         # still had masks. Feed it again, clean, in the same forward (at first: the prompt).
         start = min(a.n_cached, a.first - self.shift)
-        return Window(a, start, a.first - start, a.last, a.last)
+        return Window(a, start, a.first - start, a.last, a.last, self.cache)
 
     def forward(self, windows):
         """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open
@@ -265,7 +254,7 @@ class Decoder:
             offset = len(tokens)
             tokens += w.answer.tokens[w.start:w.end]
             positions += range(w.start, w.end)
-            segments.append((offset, len(tokens), BlockKeys(self.cache, w)))
+            segments.append((offset, len(tokens), w))
             rows += [offset + slot - w.start - self.shift for slot in w.answer.masked()]
         x, positions = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
         hidden = self.model(x, positions, packed_attend(segments))[torch.tensor(rows, device=device)]
@@ -338,21 +327,6 @@ def mask_id_of(tokenizer, where):
     return tokenizer.special["<|mask|>"]
 
 
-def load_decoder(name, settings, batch_size, target):
-    """The decoder of `--method cdlm` or `dlm`, from a namespace with their settings."""
-    kind, folder = METHODS[name]
-    folder = settings.diffusion_model or folder
-    model = checkpoints.load(folder, target.device, target.dtype)
-    ours, theirs = model.config.vocab_size, target.config.vocab_size
-    if ours != theirs:
-        raise ValueError(f"the diffusion model has {ours} tokens in its vocabulary, the target {theirs}")
-    threshold = settings.threshold
-    if threshold is None and name == "cdlm":
-        threshold = THRESHOLD
-    mask_id = mask_id_of(Tokenizer.load(folder), folder)
-    return Decoder(model, mask_id, kind, settings.block_size, threshold, None, settings.order, batch_size)
-
-
 # -- trajectories: what the teacher did (2.1) ----------------------------------------------------------------
 
 def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, order=ORDER):
@@ -415,15 +389,12 @@ def two_copies(blocks, gen_length):
     return (sees | torch.eye(len(noisy), dtype=torch.bool, device=blocks.device))[:, None]
 
 
-def attend_by(mask):
-    return blocked_attend(mask) if mask.device.type == "cpu" else dense_attend(mask)
-
-
 def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal):
     """Hidden states (n, L, C) that predict the slots (n, L) behind left-padded prompts (n, width)."""
     positions, blocks = layout(lengths, prompt.shape[1], answer.shape[1], block_size)
     first = prompt.shape[1] - model.config.shift
-    hidden = model(torch.cat([prompt, answer], 1), positions, attend_by(mask(blocks)))
+    attend = training_attend(prompt.device, mask(blocks))
+    hidden = model(torch.cat([prompt, answer], 1), positions, attend)
     return hidden[:, first:first + answer.shape[1]]
 
 
@@ -435,8 +406,8 @@ def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
     positions = torch.cat([positions, positions[:, -length:]], 1)
     slot = torch.arange(length, device=clean.device)
     row = prompt.shape[1] + slot - shift + length * (slot % block_size >= shift)
-    hidden = model(torch.cat([prompt, clean, noisy], 1), positions, attend_by(two_copies(blocks, length)))
-    return hidden[:, row]
+    attend = training_attend(prompt.device, two_copies(blocks, length))
+    return model(torch.cat([prompt, clean, noisy], 1), positions, attend)[:, row]
 
 
 # -- losses (2.3) --------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from minispec.core import gpt
-from minispec.core.attention import dense_attend, path_mask
-from minispec.core.cpu import blocked_attend, store_by_columns
+from minispec.core.attention import path_mask
+from minispec.core.cpu import store_by_columns, training_attend
 from minispec.core.drafters import Notes, pack
 from minispec.core.engine import MAX_K, draw_drafts
 from minispec.core.kv_cache import KVCache
@@ -207,11 +207,11 @@ def unroll(prism, target, ids, features, steps):
     return states
 
 
-def unrolled_loss(prism, target, ids, learn, steps, decay=1.0, chunk=1024):
+def unrolled_loss(prism, target, ids, learn, steps, chunk=1024):
     """Training loss on ids (B, S), and how many drafts it would have had accepted.
 
     The loss is the KL divergence from the target's distributions to the drafter's, mean over the rows of a
-    step whose guessed token is one to learn (bool (B, S)), summed over steps with weights decay^(k-1).
+    step whose guessed token is one to learn (bool (B, S)), summed over steps.
 
     Returns (loss, accepted (steps,)): the share of rows whose first 1, 2, .. guesses all are the target's
     argmax. Their sum is the mean number of accepted drafts of a chain, if these tokens are what the target
@@ -220,7 +220,7 @@ def unrolled_loss(prism, target, ids, learn, steps, decay=1.0, chunk=1024):
     # 1. What the target knows of every position; it is not trained.
     with torch.no_grad():
         positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        attend = blocked_attend() if ids.device.type == "cpu" else dense_attend()
+        attend = training_attend(ids.device)
         hidden, features = target.features(ids, positions, attend, prism.config.taps)
 
     # 2. Every row drafts.
@@ -234,8 +234,7 @@ def unrolled_loss(prism, target, ids, learn, steps, decay=1.0, chunk=1024):
     # 4. The mean over the rows r = s - k that exist, by step.
     s = judged.nonzero()[:, 1]                                                 # (n,)
     exists = s >= torch.arange(1, steps + 1, device=ids.device)[:, None]       # (T, n)
-    by_step = decay ** torch.arange(steps, device=ids.device)
-    weight = exists * by_step[:, None] / exists.sum(1, keepdim=True).clamp(min=1)
+    weight = exists / exists.sum(1, keepdim=True).clamp(min=1)
     loss, hits = _divergence(target, goal, guess, weight, chunk)
     return loss, _accepted(hits, judged)
 

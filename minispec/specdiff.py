@@ -29,8 +29,8 @@ head has.
 What differs from the paper and why: the released drafter sees its prefix bidirectionally and encodes it again
 every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The
 released code trains the paper's loss, which fits point-mass acceptance, and decodes with multi-round
-rejection; here each rule has its loss (`streak`, `streak-rs`). Embedding and head are the target's where the
-drafter starts from it.
+rejection; here each rule has its loss (`streak`, `streak-rs`). The drafter starts as the first layers of the target,
+whose embedding and head it uses, and not from a diffusion model of its own.
 
 Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; `selection` <->
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
@@ -44,8 +44,7 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.tools import checkpoints
-from minispec.core.attention import dense_attend
-from minispec.core.cpu import blocked_attend, store_by_columns
+from minispec.core.cpu import store_by_columns, training_attend
 from minispec.core.drafters import Notes, pack
 from minispec.core.engine import MAX_K
 from minispec.core.kv_cache import KVCache
@@ -62,7 +61,6 @@ class SpecDiffConfig(gpt.GPTConfig):
     """The shape of the model that the drafter starts from, and what makes it a drafter."""
     gamma: int = 8          # slots of a window in training; decoding may use another number
     taps: tuple = None      # layers of the target that it reads; (): the final state; None: none
-    shared: bool = True     # embedding and head are the target's
     target: str = ""        # fingerprint of the target that it is trained for
 
     def __post_init__(self):
@@ -72,30 +70,14 @@ class SpecDiffConfig(gpt.GPTConfig):
             raise ValueError(f"gamma {self.gamma} is out of range; allowed is 2 to {MAX_K} slots")
 
 
-class Words(nn.Module):
-    """Embedding and head of a drafter that does not use the target's."""
-
-    def __init__(self, c):
-        super().__init__()
-        self.embed = nn.Embedding(c.vocab_size, c.d_model)
-        self.head = None if c.tied else gpt.Linear(c.d_model, c.vocab_size, bias=False)
-
-    def logits(self, hidden):
-        head = self.embed if self.head is None else self.head
-        return F.linear(hidden, head.weight)
-
-
 class Drafter(nn.Module):
     """Blocks of a GPT, one vector for an open slot, and, if it is tapped, a projection of the target's
-    features."""
+    features. Embedding and head are the target's, and not held here."""
 
     def __init__(self, config, target):
         super().__init__()
         self.config = c = config
-        if c.shared:
-            self.__dict__["words"] = target              # not registered, so neither trained nor saved
-        else:
-            self.words = Words(c)
+        self.__dict__["words"] = target                  # not registered, so neither trained nor saved
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
         self.mask = nn.Parameter(torch.zeros(c.d_model))
@@ -123,33 +105,26 @@ class Drafter(nn.Module):
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
-        names = ("vocab_size", "d_model") if self.config.shared else ("vocab_size",)
-        checkpoints.check_shapes(self.config, target.config, names)
+        checkpoints.check_shapes(self.config, target.config, ("vocab_size", "d_model"))
 
 
-def for_target(target, source=None, n_layer=None, gamma=8, shift=True, taps=None):
-    """A drafter that starts as the first n_layer layers (default: all) of `source`, a GPT: the target itself,
-    whose embedding and head it then uses, or a smaller model of the same vocabulary. An open slot starts as
+def for_target(target, n_layer=None, gamma=8, shift=True, taps=None):
+    """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
     the mean of all tokens."""
-    source = source or target
-    most = source.config.n_layer
+    most = target.config.n_layer
     n_layer = n_layer or most
     if not 1 <= n_layer <= most:
-        raise ValueError(f"layers {n_layer} is out of range; the model that it starts from has {most}")
-    shape = {**asdict(source.config), "n_layer": n_layer, "shift": shift}
-    config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, shared=source is target,
-                            target=checkpoints.fingerprint(target))
+        raise ValueError(f"layers {n_layer} is out of range; the target has {most}")
+    shape = {**asdict(target.config), "n_layer": n_layer, "shift": shift}
+    config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, target=checkpoints.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
-    drafter.check(target)
     with torch.no_grad():
-        drafter.norm.load_state_dict(source.norm.state_dict())
-        for mine, theirs in zip(drafter.blocks, source.blocks):
+        drafter.norm.load_state_dict(target.norm.state_dict())
+        for mine, theirs in zip(drafter.blocks, target.blocks):
             mine.load_state_dict(theirs.state_dict())
-        drafter.mask.copy_(source.embed.weight.mean(0))
+        drafter.mask.copy_(target.embed.weight.mean(0))
         if drafter.fuse is not None:
             drafter.fuse.weight.zero_()                  # it starts as the plain form
-        if not config.shared:
-            drafter.words.load_state_dict(source.state_dict(), strict=False)
     return drafter
 
 
@@ -225,7 +200,7 @@ def window_logits(drafter, ids, starts, features=None, shown=None):
         features = torch.cat([features, _rows_of(features, newest)], 1)
 
     # 2. One forward, in which windows do not see each other.
-    hidden = drafter(tokens, positions, window_attend(n, starts, rows, _attend(ids.device)), features)
+    hidden = drafter(tokens, positions, window_attend(n, starts, rows, training_attend(ids.device)), features)
     windows = hidden[:, n:].unflatten(1, (-1, rows))                                      # (B, W, rows, C)
     if c.shift:
         last = _rows_of(hidden, starts - 1)
@@ -236,10 +211,6 @@ def window_logits(drafter, ids, starts, features=None, shown=None):
 def _rows_of(x, at):
     """Rows at[b, i] of x (B, S, C): (B, I, C)."""
     return x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
-
-
-def _attend(device):
-    return blocked_attend() if device.type == "cpu" else dense_attend()
 
 
 def draw_windows(learn, n, generator):
@@ -340,7 +311,7 @@ def _read_target(target, ids, starts, c, with_goal):
     if c.taps is None and not with_goal:
         return None, None
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    hidden, features = target.features(ids, positions, _attend(ids.device), c.taps or ())
+    hidden, features = target.features(ids, positions, training_attend(ids.device), c.taps or ())
     goal = None
     if with_goal:
         goal = target.logits(of_windows(hidden, starts - 1, c.gamma)[0])
@@ -537,7 +508,7 @@ def save(drafter, folder):
 def load(folder, target):
     """The drafter in a folder, on the device and in the dtype of its target. ValueError, in one line, says
     what is wrong."""
-    def make(**config):
+    def make(shared=True, **config):                     # older drafters say that they share the embedding
         drafter = Drafter(checkpoints.checked(SpecDiffConfig(**config)), target)
         drafter.check(target)
         return drafter

@@ -56,13 +56,13 @@ def test_long_sequences_hold_long_programs():
 
 
 def test_curriculum_keeps_its_shares():
-    plan = train_gpt.schedule(0, 20e6, 10240, 1)
+    plan = train_gpt.schedule(0, 20e6, 10240)
     assert plan[-1][1] >= 20e6 and plan[0][0] == 256 and all(length <= 1024 for length, used in plan if used < 0.5 * 20e6)
     late = [length for length, used in plan if used > train_gpt.CURRICULUM[-2][0] * 20e6]
     tokens = sum(train_gpt.BATCH_TOKENS[length] for length in late)
     share = sum(train_gpt.BATCH_TOKENS[length] for length in late if length == 10240) / tokens
     assert abs(share - train_gpt.CURRICULUM[-1][1][10240]) < 0.08
-    assert max(length for length, _ in train_gpt.schedule(0, 1e6, 1024, 1)) == 1024
+    assert max(length for length, _ in train_gpt.schedule(0, 1e6, 1024)) == 1024
 
 
 def test_attention_logits_are_clipped_head_by_head():

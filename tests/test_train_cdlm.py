@@ -224,7 +224,7 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
 
 
 SMALL = ["--steps", "24", "--batch", "4", "--warmup", "4", "--save-every", "8", "--prompts", "3", "--shard", "2",
-         "--check", "0", "--lr", "5e-3", "--block-warmup", "0.4", "--data", "", "--device", "cpu", "--seed", "7"]
+         "--check", "0", "--lr", "5e-3", "--block-warmup", "0.4", "--device", "cpu", "--seed", "7"]
 
 
 def train(monkeypatch, toy, out, *args, gen_length=160):
@@ -324,11 +324,11 @@ def test_trajectory_files(trained, toy, monkeypatch):                           
     assert [live[i] for i in order[0] + order[1]] == sorted(live[i] for i in order[0] + order[1])
     cut = train_cdlm.cut({**batch, "live": torch.tensor([32, 96, 64])}, 96, ("tokens", "hidden"))
     assert cut["tokens"].shape == (3, 96) and cut["hidden"].shape == (3, 96, 32) and cut["prompt"].shape == batch["prompt"].shape
-    with pytest.raises(ValueError, match="was begun with seed 7, not 8; use another --out or the same settings"):
+    with pytest.raises(ValueError, match="was begun with seed 7, not 8; use another folder or the same settings"):
         train(monkeypatch, toy, trained, "--stage", "trajectories", "--seed", "8")
     (trained / "teacher" / "model.safetensors").rename(trained / "kept")
     (trained / "teacher" / "model.safetensors").write_bytes((trained / "student" / "model.safetensors").read_bytes())
-    with pytest.raises(ValueError, match="are of another teacher"):
+    with pytest.raises(ValueError, match="trajectories was begun with teacher .*, not "):
         train(monkeypatch, toy, trained, "--stage", "student", "--name", "other")
     (trained / "kept").rename(trained / "teacher" / "model.safetensors")
 

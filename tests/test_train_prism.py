@@ -63,7 +63,7 @@ def test_every_arm_trains_and_decodes(arm, folder, capsys, tmp_path):
         decode.main(["--model", str(folder / "target"), "--method", method, "--drafter", str(folder / arm), "--prompt", "one two", "--max-new-tokens", "30",
                      "--compare", "--quiet", "--json", str(tmp_path / "o.json"), *shape])
         d = json.loads((tmp_path / "o.json").read_text())
-        assert d["identical"] and d["new_tokens"] == 30 and "output identical" in capsys.readouterr().out
+        assert d["identical"] and d["new_tokens"] == 30 and "output: identical to autoregressive" in capsys.readouterr().out
 
 
 def test_a_drafter_can_start_from_one_with_fewer_modules(folder):
@@ -85,7 +85,7 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder):
     train(folder, "longer", "--tokens", "100", "--prompts", "14", "--responses", str(folder / "r2"))
     rows = json.loads((folder / "r2" / "train-00000.json").read_text())
     assert len(rows) == 14 and rows == json.loads((folder / "responses" / "train-00000.json").read_text())[:14]
-    with pytest.raises(ValueError, match="were made with max_new_tokens 24, now it is 9"):
+    with pytest.raises(ValueError, match="was begun with max_new_tokens 24, not 9; use another folder or the same settings"):
         train(folder, "short", "--max-new-tokens", "9")
     with pytest.raises(ValueError, match="are to other prompts"):
         train(folder, "short", "--tasks", "arith")

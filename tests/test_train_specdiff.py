@@ -58,12 +58,12 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
-    shape = {"mdlm": ["--taps", "none"], "kl": ["--taps", "three", "--no-shift"], "streak": ["--source", folder / "target", "--layers", 1]}.get(name, [])
+    shape = {"mdlm": ["--taps", "none"], "kl": ["--taps", "three", "--no-shift"], "streak": ["--layers", 1]}.get(name, [])
     log = train(folder, name, "--objective", name, *shape, "--gamma", 4, "--tokens", "2000")
     assert all(math.isfinite(x) for x in (log[-1]["loss"], log[-1]["heldout_entropy"], *log[-1]["heldout_tau"].values()))
     made = specdiff.load(folder / name, checkpoints.load(folder / "target"))
     assert made.config.taps == {"mdlm": None, "kl": (0, 1, 2)}.get(name, ()) and made.config.shift == (name != "kl")
-    assert made.config.n_layer == (1 if name == "streak" else 2) and made.config.shared == (name != "streak")
+    assert made.config.n_layer == (1 if name == "streak" else 2)
     rule = {"mdlm": ["--rule", "walk"], "kl": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
             "streak-rs": ["--k-drafts", 3, "--draft-temperature", 0.7]}.get(name, [])
     decode.main([str(x) for x in ("--model", folder / "target", "--method", "specdiff", "--drafter", folder / name, "--prompt", "one two", "--max-new-tokens", 20,
@@ -96,7 +96,7 @@ def test_a_drafter_can_go_on_from_another(folder):
     assert all(torch.equal(one[n], two[n]) for n in one)
     train(folder, "longer", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 6, "--tokens", "1")
     assert [specdiff.load(folder / name, checkpoints.load(folder / "target")).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
-    with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --layers is for a new one"):
+    with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --layers and --no-shift are for a new one"):
         train(folder, "three", "--init", folder / "one", "--layers", 1)
 
 
@@ -117,9 +117,9 @@ def test_a_drafter_can_begin_to_read_the_target(folder):
 
 
 BAD = {"objective": (["--objective", "best"], "invalid choice"), "target": (["--target", "nowhere"], "no model folder nowhere"),
-       "gamma": (["--gamma", "1"], "gamma 1 is out of range; allowed is 2 to 32"), "layers": (["--layers", "9"], "layers 9 is out of range; the model"),
+       "gamma": (["--gamma", "1"], "gamma 1 is out of range; allowed is 2 to 32"), "layers": (["--layers", "9"], "layers 9 is out of range; the target has 2"),
        "windows": (["--windows", "0"], "windows 0 is out of range; allowed is 1 or more"), "init": (["--init", "nowhere"], "no drafter folder nowhere"),
-       "source": (["--source", "nowhere"], "no model folder nowhere"), "family": (["--tasks", "chess"], "unknown task family 'chess'"),
+       "family": (["--tasks", "chess"], "unknown task family 'chess'"),
        "temperature": (["--temperature", "-1"], "temperature -1.0 is out of range")}
 
 

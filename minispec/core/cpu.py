@@ -7,6 +7,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from minispec.core.attention import dense_attend
+
 # Elements of a matrix: packing makes a second copy, and a model of billions has no room for that.
 PACK_UP_TO = 1 << 22
 
@@ -122,3 +124,8 @@ def blocked_attend(mask=None, block=256):
             out.append((probs @ v[:, :, :seen]).unflatten(2, (group, n)))
         return torch.cat(out, 3).permute(0, 3, 1, 2, 4).flatten(2, 3)     # (B, T, H, D)
     return attend
+
+
+def training_attend(device, mask=None):
+    """attend over whole sequences for training: the faster of two that compute the same."""
+    return blocked_attend(mask) if device.type == "cpu" else dense_attend(mask)

@@ -4,8 +4,15 @@ A document is (prompt, response). The loss is taken on responses: prompts of pro
 construction and nothing can be learned from predicting them. Every sequence starts with the beginning-of-text
 token, which occurs nowhere else, so heads that find nothing to fetch have a place to look.
 
-Real text is read from a data folder (--data or MINISPEC_DATA) and is optional; SOURCES says what and from
-where. """
+Real text is read from a data folder (--data or MINISPEC_DATA) and is optional. Its subfolders, where they
+come from, and their licences:
+
+    gsm8k                   github.com/openai/grade-school-math, grade_school_math/data      MIT
+    reasoning_gym_traces    github.com/open-thought/reasoning-gym-eval                       Apache-2.0
+    marco_o1                github.com/AIDC-AI/Marco-o1, data                                Apache-2.0
+    instruct                github.com/rasbt/LLMs-from-scratch, ch07                         Apache-2.0
+    standardebooks          github.com/standardebooks, one repository a book                 public domain
+"""
 import glob
 import os
 import random
@@ -16,13 +23,6 @@ import numpy as np
 from minispec.data import prompts, tasks
 from minispec.tools.files import blame, read_json
 
-SOURCES = {     # folder: (public source, licence)
-    "gsm8k": ("github.com/openai/grade-school-math, grade_school_math/data", "MIT"),
-    "reasoning_gym_traces": ("github.com/open-thought/reasoning-gym-eval", "Apache-2.0"),
-    "marco_o1": ("github.com/AIDC-AI/Marco-o1, data", "Apache-2.0"),
-    "instruct": ("github.com/rasbt/LLMs-from-scratch, ch07", "Apache-2.0"),
-    "standardebooks": ("github.com/standardebooks, one repository a book", "public domain"),
-}
 HELDOUT_BOOK = "the-princess-and-the-goblin"
 EXCLUDED_TASK = "arithmetic/gsm_symbolic"      # its questions are variations of GSM8K's test set
 

@@ -2,11 +2,8 @@
 each answer with the log-probabilities that the target gave its tokens. Made once, read by every arm, seed and
 prefix; prompts of the split "heldout" are never trained on. Nothing is decoded to text and read back, and the
 end of text stays where it was chosen. """
-import glob
-import math
 import os
 import random
-import zlib
 
 import torch
 from tqdm import tqdm
@@ -14,23 +11,19 @@ from tqdm import tqdm
 from minispec.data import prompts, tasks
 from minispec.core.attention import dense_attend
 from minispec.core.engine import Engine, Lockstep, Request
+from minispec.tools import checkpoints, training
 from minispec.tools.files import blame, read_json, write_json
-from minispec.tools.script import check_device
 from minispec.core.verify import Sampling
 
 SHARD = 64                  # prompts answered between two writes
-# The least that a setting may be.
-LIMITS = {"prompts": 1, "heldout": 1, "max-new-tokens": 2, "tokens": 1, "batch-tokens": 1, "max-length": 8,
-          "save-every": 1, "warmup": 0}
-MOST = 10 ** 10             # and the most
 
 
 def add_arguments(parser):
-    """The settings that say which answers to train on, and in what batches."""
+    """The settings of a drafter's training: which answers to train on, and in what batches."""
+    training.add_arguments(parser, lr=2e-3, warmup=50, save_every=200)
     add = parser.add_argument
     add("--target", default="checkpoints/target", metavar="DIR",
         help="the model to draft for (default %(default)s)")
-    add("--out", required=True, help="folder to write the drafter to")
     add("--tasks", default=",".join(tasks.FAMILIES),
         help="families of procedural prompts, in turn (default: all)")
     add("--prompt-file", metavar="FILE", help="JSON lines of prompts to use instead")
@@ -43,22 +36,12 @@ def add_arguments(parser):
     add("--tokens", type=float, default=8e6, help="training tokens in all")
     add("--batch-tokens", type=int, default=4096, help="tokens an optimiser step")
     add("--max-length", type=int, default=1536, help="longer texts are cut (default 1536)")
-    add("--warmup", type=int, default=50, help="steps of linear warm-up")
-    add("--seed", type=int, default=1337,
-        help="of the weights and the order of the data; the data do not depend on it")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--save-every", type=int, default=200, help="steps between checkpoints")
 
 
-def check_arguments(args, limits):
-    """ValueError where a setting is below the least that `limits`, or LIMITS here, allow for it; or names no
-    prompts."""
-    for name, least in {**LIMITS, **limits}.items():
-        value = getattr(args, name.replace("-", "_"))
-        if value is not None and not least <= value <= MOST:
-            raise ValueError(f"{name} {value:g} is out of range; "
-                             f"allowed is {least} or more, up to {MOST:.0e}")
-    check_device(args.device)
+def check_arguments(args, **least):
+    """ValueError where a setting is below the least that is allowed, or names no prompts."""
+    training.check_arguments(args, prompts=1, heldout=1, max_new_tokens=2, tokens=1, batch_tokens=1,
+                             max_length=8, **least)
     Sampling(args.temperature)
     # A wrong name of a file or a family fails here, before the work.
     prompts_of(args, "train", args.prompts)
@@ -79,51 +62,48 @@ def prompts_of(args, split, n):
 
 
 @torch.inference_mode()
-def collect(args, target, tokenizer):
-    """(training rows, held-out rows), each [(prompt ids, answer ids, log-probabilities of the answer's
-    tokens)]."""
+def collect(args, target, tokenizer, least=0):
+    """(training rows, held-out rows, plan). A row is (prompt ids, answer ids, log-probabilities of the
+    answer's tokens); within max-length it has more than `least` tokens of an answer. plan: see schedule."""
     folder = args.responses or os.path.join(args.out, "responses")
-    _check_folder(args, folder)
+    # Answers in the folder must be the same target's.
+    training.same_settings(folder, target=checkpoints.fingerprint(target), temperature=args.temperature,
+                           max_new_tokens=args.max_new_tokens)
     rows = _answers(args, target, tokenizer, folder, "train", args.prompts)
     heldout = _answers(args, target, tokenizer, folder, "heldout", args.heldout)
-    return rows, heldout
+
+    # Long texts are cut; something to learn must be left of them.
+    rows = [row for row in rows if _length(row, args) > len(row[0]) + least]
+    heldout = [row for row in heldout if _length(row, args) > len(row[0])]
+    for name, some in (("training", rows), ("held-out", heldout)):
+        if not some:
+            raise ValueError(f"no {name} answer is long enough within max-length {args.max_length}")
+    lengths = [_length(row, args) for row in rows]
+    plan = schedule(args.seed, lengths, args.batch_tokens, args.tokens)
+    print(f"{len(rows)} texts, {sum(lengths):,} tokens, {len(plan)} steps")
+    return rows, heldout, plan
 
 
-def _check_folder(args, folder):
-    """Answers in `folder` must be the same target's: note what they depend on next to the prompts, or
-    compare. ValueError names the difference."""
-    target = 0                                                   # a check sum of its weights
-    for file in sorted(glob.glob(os.path.join(glob.escape(args.target), "*.safetensors"))):
-        with open(file, "rb") as f:
-            target = zlib.crc32(f.read(), target)
-    made_with = {"target": target, "temperature": args.temperature, "max_new_tokens": args.max_new_tokens,
-                 "probabilities": True}
-    file = os.path.join(folder, "settings.json")
-    if os.path.exists(file):
-        other = read_json(file)
-        if not isinstance(other, dict):
-            raise ValueError(f"{file} is damaged: a JSON object is needed")
-        for key, value in made_with.items():
-            if other.get(key) != value:
-                raise ValueError(f"the answers in {folder} were made with {key} {other.get(key)}, "
-                                 f"now it is {value}; use another --responses folder")
-    os.makedirs(folder, exist_ok=True)
-    write_json(file, made_with)
+def _length(row, args):
+    """Tokens of a text, prompt and answer, after cutting."""
+    prompt, answer, _ = row
+    return min(len(prompt) + len(answer), args.max_length)
 
 
 def _answers(args, target, tokenizer, folder, split, n):
     """The target's answers to n prompts, from the shards of `folder` or made now."""
     asked = prompts_of(args, split, n)
     starts = range(0, len(asked), SHARD)
-    all_there = all(os.path.exists(_shard(folder, split, start)) for start in starts)
     out = []
-    for start in tqdm(starts, desc=f"{split} answers", unit="shard", disable=all_there):
-        file = _shard(folder, split, start)
+    for start in tqdm(starts, desc=f"{split} answers", unit="shard"):
+        file = os.path.join(folder, f"{split}-{start // SHARD:05d}.json")
         texts = asked[start:start + SHARD]
         rows = []
         if os.path.exists(file):
-            rows = _read_shard(file, target.config.vocab_size)
-            if any(row[0] != tokenizer.prompt_ids(text) for row, text in zip(rows, texts)):
+            rows = read_json(file)
+            with blame(file):
+                same = all(row[0] == tokenizer.prompt_ids(text) for row, text in zip(rows, texts))
+            if not same:
                 raise ValueError(f"the answers in {file} are to other prompts; "
                                  "use another --responses folder")
         if len(rows) < len(texts):                   # none yet, or those of a run with fewer prompts
@@ -149,25 +129,6 @@ def _generate(args, target, tokenizer, texts, first):
         logs = log_probs(target, g.prompt_ids, g.token_ids, args.temperature)
         rows.append([g.prompt_ids, g.token_ids, logs])
     return rows
-
-
-def _read_shard(file, vocab_size):
-    """The rows of a shard: [[prompt ids, answer ids, a number for each of these]]."""
-    rows = read_json(file)
-    with blame(file):
-        if not isinstance(rows, list):
-            raise ValueError("a list of rows is needed")
-        for prompt, answer, logs in rows:
-            ids = prompt + answer
-            known = all(type(i) is int and 0 <= i < vocab_size for i in ids)
-            if not known or len(answer) != len(logs) or not all(map(math.isfinite, logs)):
-                raise ValueError(f"a row is not made of token ids below {vocab_size} "
-                                 "and a number for each of the answer's")
-    return rows
-
-
-def _shard(folder, split, start):
-    return os.path.join(folder, f"{split}-{start // SHARD:05d}.json")
 
 
 def log_probs(target, prompt, answer, temperature):
@@ -212,6 +173,12 @@ def _epoch(rng, lengths, batch_tokens):
         batches.append(batch)
     rng.shuffle(batches)
     return batches
+
+
+def of_those_before(share):
+    """How often draft 1, 2, .. is right where those before it are, from how often the first 1, 2, .. are."""
+    given = share / torch.cat([torch.ones(1), share[:-1]]).clamp(min=1e-9)
+    return [round(a, 4) for a in given.tolist()]
 
 
 def batch_of(rows, length, device):

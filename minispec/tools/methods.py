@@ -16,8 +16,11 @@ from minispec.core.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, Lockstep
 from minispec.bounds import CostTable
+from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints
 
+SHIPPED = "checkpoints/target"
+FREE = ("ar", "ngram", "specgen")                # methods that need nothing but the target
 TRAINED = ("prism", "eagle", "specdiff")         # methods whose drafter is trained and lies in a folder
 DIFFUSION = {
     "cdlm": "a block-causal diffusion model, many tokens a step",
@@ -123,12 +126,28 @@ METHODS = {
 def make_engine(name, model, settings, batch_size):
     """Engine of method `name` for a loaded target. settings: a namespace with the arguments below."""
     if name in DIFFUSION:
-        return cdlm.load_decoder(name, settings, batch_size, model)
+        return _diffusion(name, model, settings, batch_size)
     if name not in METHODS:
         raise ValueError(f"unknown method '{name}'; choose from {', '.join([*METHODS, *DIFFUSION])}")
     planner = METHODS[name](model, settings)
     return Engine(model, planner, batch_size, settings.cache_tokens, admission=settings.admission,
                   host_tokens=settings.host_tokens)
+
+
+def _diffusion(name, model, settings, batch_size):
+    """The decoder of a diffusion model with the vocabulary of the target."""
+    kind, folder = cdlm.METHODS[name]
+    folder = settings.diffusion_model or folder
+    trained = checkpoints.load(folder, model.device, model.dtype)
+    ours, theirs = trained.config.vocab_size, model.config.vocab_size
+    if ours != theirs:
+        raise ValueError(f"the diffusion model has {ours} tokens in its vocabulary, the target {theirs}")
+    threshold = settings.threshold
+    if threshold is None and name == "cdlm":
+        threshold = cdlm.THRESHOLD
+    mask_id = cdlm.mask_id_of(Tokenizer.load(folder), folder)
+    return cdlm.Decoder(trained, mask_id, kind, settings.block_size, threshold, None, settings.order,
+                        batch_size)
 
 
 def _k(settings, default):
@@ -175,8 +194,8 @@ def add_arguments(parser):
     add = parser.add_argument_group("method and model").add_argument
     add("--method", default="ar", metavar="NAME",
         help="; ".join(f"{name}: {text}" for name, text in about.items()))
-    add("--model", default="checkpoints/target", metavar="DIR",
-        help="target model, a Hugging Face folder (default %(default)s)")
+    add("--model", default=SHIPPED, metavar="MODEL",
+        help="the target: a Hugging Face folder, a GGUF file, or smollm2 (default %(default)s)")
     add("--device", default="cpu", help="cpu or cuda (default cpu)")
     add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on the CPU, bfloat16 on a GPU")
 

@@ -1,5 +1,5 @@
-"""What the training scripts share around their loops: optimiser, learning rate, log, checkpoints, resuming,
-and a lock.
+"""What the training scripts share around their loops: settings, optimiser, learning rate, log, checkpoints,
+resuming, and a lock.
 
 The loop itself stands in each script:
 
@@ -8,7 +8,6 @@ The loop itself stands in each script:
         for step in run.steps():                    # only the steps that are still missing
             loss = ...
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step(learning_rate(...))
             run.log(loss=loss)
             if run.checkpoint_due(step):
@@ -31,8 +30,63 @@ import zipfile
 import torch
 from tqdm import tqdm
 
-from minispec.tools.files import blame, replaced
+from minispec.tools.files import blame, read_json, replaced, write_json
+from minispec.tools.script import check_device
 
+MOST = 10 ** 10             # the largest number that a setting may be
+
+
+# -- settings ------------------------------------------------------------------------------------------------
+
+def add_arguments(parser, lr, warmup, save_every):
+    """The settings of every training, with their defaults."""
+    add = parser.add_argument
+    add("--out", required=True, help="folder to write to")
+    add("--lr", type=float, default=lr, help="peak learning rate")
+    add("--warmup", type=int, default=warmup, help="steps of linear warm-up")
+    add("--seed", type=int, default=1337, help="of the weights and the order of the data")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--save-every", type=int, default=save_every, help="steps between checkpoints")
+
+
+def check_arguments(args, **least):
+    """ValueError where a number is below the `least` that is allowed, or the device is not there."""
+    for name, low in {"save_every": 1, "warmup": 0, **least}.items():
+        value = getattr(args, name)
+        if value is not None and not low <= value <= MOST:
+            option = name.replace("_", "-")
+            raise ValueError(f"{option} {value:g} is out of range; "
+                             f"allowed is {low} or more, up to {MOST:.0e}")
+    check_device(args.device)
+
+
+def same_settings(folder, **settings):
+    """Note in a folder of training data what they are made with. ValueError where they were begun otherwise.
+    """
+    os.makedirs(folder, exist_ok=True)
+    file = os.path.join(folder, "settings.json")
+    old = {}
+    if os.path.exists(file):
+        old = read_json(file)
+        with blame(file):
+            changed = [name for name in settings if settings[name] != old[name]]
+        for name in changed:
+            raise ValueError(f"{folder} was begun with {name} {old[name]}, not {settings[name]}; "
+                             "use another folder or the same settings")
+    write_json(file, {**old, **settings})
+
+
+def generator_of(args, step):
+    """The random numbers of one step: a resumed run draws the same ones."""
+    return torch.Generator().manual_seed(args.seed * 1000003 + step)
+
+
+def bf16(device):
+    """Forward passes inside this context multiply in bf16; the weights stay in fp32."""
+    return torch.autocast(device.split(":")[0], torch.bfloat16)
+
+
+# -- one training in a folder --------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def locked(folder):
@@ -57,12 +111,13 @@ def locked(folder):
 
 
 class Optimizer:
-    """Muon for matrices, AdamW for everything else, used like one optimiser.
+    """Muon for matrices, AdamW for everything else, used like one optimiser. Gradients are clipped to norm 1.
 
     matrix: tells by its name whether a 2D parameter is a matrix (embedding tables are not). Gains of norms
     get no weight decay. """
 
     def __init__(self, model, matrix=lambda name: True):
+        self.parameters = list(model.parameters())
         matrices, tables, vectors = [], [], []
         for name, p in model.named_parameters():
             if p.ndim < 2:
@@ -78,6 +133,7 @@ class Optimizer:
 
     def step(self, lr):
         """One update at learning rate `lr`; the gradients are cleared."""
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
@@ -112,22 +168,10 @@ def load_state(path, model, optimizer):
         model.load_state_dict(saved["model"])
         for part, state in zip(optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
-            _check_shapes(part)
-        step, seconds = saved["step"], saved["seconds"]
-        if type(step) is not int or type(seconds) not in (int, float):
-            raise ValueError("the step or the seconds are no numbers")
-        return step, seconds
+        return saved["step"], saved["seconds"]
     except Exception as e:                                     # a damaged archive may raise anything
         text = f"{path} is damaged or of another run; remove it to start over, or use another --out"
         raise ValueError(f"{text} ({type(e).__name__}: {e})"[:600]) from None
-
-
-def _check_shapes(optimizer):
-    """load_state_dict takes moments of any shape; the first step would fail much later."""
-    for p, state in optimizer.state.items():
-        for x in state.values():
-            if torch.is_tensor(x) and x.ndim and x.shape != p.shape:
-                raise ValueError("the optimiser's state has another shape than its weights")
 
 
 def _write_lines(path, lines):
