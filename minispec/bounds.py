@@ -30,7 +30,7 @@ What differs from the paper, and why:
 - Its simulator reads accept[i - 1] at position i, charges a drafter that proposes nothing, prices the winner
   of several drafters as an n-gram lookup, and averages rates (test_bounds.py plays these rules). Here `greedy`
   keeps only the second of them, and all averages are of time.
-- Costs may be a measured grid: the linear model is pessimistic where a forward is bound by memory.
+- Costs may be a measured grid. The paper's are linear, with constants fitted at one k.
 - Its batch is B copies of one request, and so is `rows` here. With linear costs, 1/rows of that time, summed
   over requests, also bounds from below what a batch of at most `rows` different requests needs.
 
@@ -40,7 +40,6 @@ asked for were accepted, so longer rounds might gain more. Every cell reports th
 All times are seconds. numpy only, no torch.
 """
 import itertools
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -300,8 +299,7 @@ def ladder(traces, cost, rows=1, k_max=None):
     "seconds", the modelled autoregressive time of all requests, each as 1/rows of a lock-step batch of
     copies: seconds / speed-up is the time of any rung, and for L5 to L9 with linear costs a lower bound for
     batches of different requests; "censored", {drafter, or "all": share of positions where all drafts that
-    were asked for were accepted}; above a few percent L5 to L7 only bound rounds of at most k_max drafts; and
-    "choices", what the optimum of L6 does.
+    were asked for were accepted}; above a few percent L5 to L7 only bound rounds of at most k_max drafts.
 
     k_max: most drafts in a round, for every rung (default: the most ever accepted in a trace). Compared are
     the drafters that both the traces and the cost table have; ValueError if there is none.
@@ -319,15 +317,10 @@ def ladder(traces, cost, rows=1, k_max=None):
     prefill = sum(float(cost.prefill(t.prompt_len, rows)) for t in traces)
     least = dict.fromkeys([*groups, "free"], prefill)
     by_k = {m: np.full(k_max, prefill) for m in names}
-    who, lengths = Counter(), Counter()
     for t in traces:
         step, charged = charges(t, cost, names, rows, k_max)
         for label, group in groups.items():
-            spent, plan = optimum(t, step, {m: charged[m] for m in group})
-            least[label] += spent
-        for r in plan:                                   # of the last group, which is all drafters
-            who[r.name or "nobody"] += 1
-            lengths[r.proposed] += 1
+            least[label] += optimum(t, step, {m: charged[m] for m in group})[0]
         least["free"] += optimum(t, step, {m: step for m in names})[0]
         for m in names:
             for k in range(1, k_max + 1):
@@ -352,7 +345,6 @@ def ladder(traces, cost, rows=1, k_max=None):
         "L6": speedup(least["all"]),
         "L7": speedup(least["free"]),
         "L9": speedup(total(one_pass)),
-        "choices": {"who": dict(who), "lengths": {str(k): lengths[k] for k in sorted(lengths)}},
     }
 
 

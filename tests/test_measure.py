@@ -17,7 +17,6 @@ from minispec.studies.tables import render
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep, Request
 from minispec.specgen import SpecGen
-from test_bounds import PUBLISHED, linear
 
 TARGET, DRAFT = toy_model(seed=0), toy_model(seed=0)
 with torch.no_grad():
@@ -71,15 +70,6 @@ def test_dense_trace_is_what_the_engine_accepts_where_it_comes_by(name, dense):
             wrong += s.committed != min(max(1, t.accept[name][s.position - 1]), s.proposed + 1)
     assert wrong > 3
     assert max(max(t.accept[name][1:]) for t in dense[1]) > 1                  # and something is accepted at all
-
-
-def test_ngram_trace_from_tokens_equals_asking_the_drafter(dense):
-    texts, some = dense
-    for (accept, censored, offered), t in zip(measure.dense_traces(NGram(3, 1), TARGET, list(texts.values()), K), some):
-        assert (accept[1:] == t.accept["ngram"][1:]).all()
-        assert (censored[1:] == t.censored.get("ngram", np.zeros(t.n_out, bool))[1:]).all()
-        room = np.minimum(K, t.n_out - np.arange(t.n_out) - 1)
-        assert (offered[1:] == np.minimum(t.offered["ngram"], room)[1:]).all()
 
 
 def test_traces_survive_their_file(dense, tmp_path):
@@ -176,11 +166,11 @@ def test_rounds_of_every_shape_are_timed(name, monkeypatch):
 
 def test_cost_table_is_one_that_the_analyzer_takes():
     drafters = {name: make() for name, make in DRAFTERS.items()}
-    table, report = measure.cost_table(TARGET, drafters, (1, 2), (16,), (0, 1, 4))
+    table, scatter = measure.cost_table(TARGET, drafters, (1, 2), (16,), (0, 1, 4))
     cost = CostTable(table)
     assert set(cost.drafters) == set(DRAFTERS) and np.shape(table["verify"]["seconds"]) == (2, 3, 1)
     assert table["verify"]["tokens"] == [1, 2, 5] and table["draft"]["draft"]["tokens"] == [1, 4]
-    assert set(report["fits"]) == {"linear"} and 0 <= report["scatter"]
+    assert 0 <= scatter and np.shape(table["prefill"]["seconds"]) == (2, len(table["prefill"]["tokens"]), 1)
     assert cost.step(16, 1) > 0 and cost.draft("prism", 32, 4, 2) > 0 and set(table["read"]) == set(DRAFTERS)
     with pytest.raises(ValueError, match="too small to time"):
         measure.cost_table(TARGET, drafters, (1,), (4096,), (0, 1, 4))
@@ -237,36 +227,6 @@ def test_reading_is_charged_once_for_each_drafter_that_a_request_asked():
     plan = bounds.autoregressive(t)[:2] + bounds.fixed(t, "draft", 2)[2:]
     assert ladder.reading([plan, bounds.autoregressive(t)], [t, t], cost) == 2.0 and ladder.reading([plan], [t], CostTable(TABLE)) == 0
     assert ladder.reading([plan], [t], CostTable({**TABLE, "read": {"draft": {"kind": "linear", "token": 1.0}}})) == 10 + plan[2].position
-
-
-# -- fits ------------------------------------------------------------
-
-def samples(rng, entry, noise=0.0):
-    b, n, c = (np.array(x, float) for x in zip(*itertools.product((1, 4, 16), (1, 2, 5, 9, 17), (50, 300, 2000))))
-    times = bounds.seconds(entry, b, n, b * c)
-    return b, n, b * c, times * np.array([1 + rng.uniform(-noise, noise) for _ in times])
-
-
-def test_fits_recover_what_made_the_times():
-    rng = random.Random(18)
-    true = linear(base=5e-3, token=2e-4, kv=4e-8)
-    fit = measure.fit_linear(*samples(rng, true))
-    assert {k: v for k, v in fit.items() if k != "kind"} == pytest.approx({k: v for k, v in true.items() if k != "kind"}, rel=1e-6)
-    spare = measure.fit_linear(*samples(rng, true), terms=("base", "token", "kv", "row"))
-    assert all(v >= 0 for k, v in spare.items() if k != "kind") and spare.get("row", 0) < 1e-12
-    steps = linear(base=1e-3, step=2e-3, kv_step=1e-8)
-    fit = measure.fit_linear(*samples(rng, steps), terms=("base", "step", "kv_step"))
-    assert fit["step"] == pytest.approx(2e-3, rel=1e-6) and fit["kv_step"] == pytest.approx(1e-8, rel=1e-6)
-    noisy = samples(rng, true, 0.05)
-    good, bad = (measure.residual(measure.fit_linear(*noisy, terms=terms), *noisy) for terms in (("base", "token", "kv"), ("base",)))
-    assert good["median"] < 0.05 and good["max"] < 0.12 and bad["median"] > 2 * good["median"]
-
-
-def test_a_fit_never_has_a_negative_coefficient():
-    b, n, kv, _ = samples(random.Random(0), linear(base=1.0))
-    falling = 2.0 - 1e-5 * kv
-    fit = measure.fit_linear(b, n, kv, falling)
-    assert fit.get("kv", 0) == 0 and fit["base"] > 0 and traces.check_costs({"verify": fit})
 
 
 # -- the ladder from files -------------------------------------------------------------------------------------------------

@@ -86,19 +86,16 @@ class History:
 
 
 class Adaptive:
-    """A drafter that asks other drafters; for the engine's Lockstep planner. drafters: a list, whose names
-    the cost table knows; those that read the target's states must all read the same. k: the most drafts a
-    round."""
+    """A drafter that asks other drafters; for the engine's Lockstep planner. drafters: a list, all of them
+    with a price in the cost table; those that read the target's states must all read the same. k: the most
+    drafts a round."""
     name = "adaptive"
 
     def __init__(self, drafters, cost, k=16):
-        unknown = [d.name for d in drafters if d.name not in cost.drafters]
-        if unknown or not drafters:
-            raise ValueError(f"no price for drafter {', '.join(unknown) or '(none given)'}; "
-                             f"the cost table has {', '.join(cost.drafters) or 'none'}")
+        if not drafters:
+            there = ", ".join(cost.drafters)
+            raise ValueError(f"no drafter is ready that the cost table has a price for: {there}")
         readers = [d.taps for d in drafters if getattr(d, "taps", None) is not None]
-        if any(taps != readers[0] for taps in readers):
-            raise ValueError(f"the drafters read different layers of the target: {readers}")
         self.taps = readers[0] if readers else None
         self.drafters = {d.name: d for d in drafters}
         self.cost = cost

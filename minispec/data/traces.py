@@ -36,7 +36,6 @@ What differs from the paper's files: theirs hold raw token ids and unclipped val
 the cost is seven constants in the code. numpy and the standard library only.
 """
 import json
-import re
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,15 +98,15 @@ def _column(values, n, kind, where):
     """A list of n values as an array; entry 0 may be anything and becomes 0 if it is not of this kind."""
     if isinstance(values, np.ndarray):
         values = values.tolist()
+    what = "true or false" if kind is bool else "an integer"
     if not isinstance(values, list) or len(values) != n:
         got = len(values) if isinstance(values, list) else _short(values)
         raise ValueError(f"{where}: expected a list of n_out = {n} values, got {got}")
-    fits = [type(v) is kind and abs(v) <= MOST for v in values]
-    if not all(fits[1:]):
-        i = fits.index(False, 1)
-        what = "true or false" if kind is bool else "an integer"
-        raise ValueError(f"{where}[{i}]: expected {what}, got {_short(values[i])}")
-    return np.array([values[0] if fits[0] else kind(0), *values[1:]], kind)
+    for i, value in enumerate(values[1:], 1):
+        if type(value) is not kind or abs(value) > MOST:
+            raise ValueError(f"{where}[{i}]: expected {what}, got {_short(value)}")
+    first = values[0] if type(values[0]) is kind else kind(0)
+    return np.array([first, *values[1:]], kind)
 
 
 def read_traces(path):
@@ -149,58 +148,15 @@ def write_traces(path, traces):
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
-def ngram_trace(prompt, output, k_max=20, max_n=4, min_n=2):
-    """The trace of a prompt-lookup drafter, from tokens alone: it depends on nothing but the text (paper,
-    section 3).
-
-    prompt, output: token ids. Proposed are the up to k_max tokens after the most recent earlier occurrence of
-    the last n tokens, for the longest n from max_n down to min_n that has one.
-    Returns arrays (len(output),): accept, censored, offered.
-    """
-    n_out = len(output)
-    accept, censored, offered = np.ones(n_out, int), np.zeros(n_out, bool), np.zeros(n_out, int)
-    tokens = list(prompt)
-    seen = {}                                    # n-gram -> where it last ended
-    done = 0
-    for i in range(n_out):
-        # Note the n-grams that ended since; not the one that ends at the last token, it would find itself.
-        for end in range(done, len(tokens)):
-            for n in range(min_n, min(max_n, end) + 1):
-                seen[tuple(tokens[end - n:end])] = end
-        done = len(tokens)
-
-        # Look the longest one up, and count how much of what followed it comes true.
-        grams = (tuple(tokens[-n:]) for n in range(min(max_n, len(tokens)), min_n - 1, -1))
-        at = next((seen[g] for g in grams if g in seen), len(tokens))
-        draft, true = tokens[at:at + k_max], output[i:]
-        hits = next((j for j, (a, b) in enumerate(zip(draft, true)) if a != b), min(len(draft), len(true)))
-        accept[i] = min(hits + 1, n_out - i)
-        censored[i] = hits == k_max < n_out - i
-        offered[i] = len(draft)
-        tokens.append(output[i])
-    return accept, censored, offered
-
-
 # -- cost tables -----------------------------------------------------------------------------------
 
 def read_costs(path):
-    """The checked cost table (a dict as described above) of a JSON file. ValueError with file, line and
-    field."""
-    text = _text(path)
-    table = _parsed(text, path)
+    """The checked cost table (a dict as described above) of a JSON file. ValueError with file and field."""
+    table = _parsed(_text(path), path)
     try:
         return check_costs(table)
     except ValueError as e:
-        raise ValueError(f"{path}:{_line_of(text, str(e).split(':')[0])}: {e}") from None
-
-
-def _line_of(text, where):
-    """Line of the field `where`, like draft.eagle.kv[2]: the last of its keys that can be found, in order."""
-    at = 0
-    for key in re.sub(r"\[\d+\]", "", where).split("."):
-        found = re.compile(rf'"{re.escape(key)}"\s*:').search(text, at)
-        at = found.start() if found else at
-    return text[:at].count("\n") + 1
+        raise ValueError(f"{path}: {e}") from None
 
 
 def check_costs(table):
@@ -238,25 +194,23 @@ def _check_time(entry, where, kinds):
             _number(entry.get(name, 0), f"{where}.{name}")
         return
     for name in GRID:
-        axis = entry[name]
-        if not axis:
-            raise ValueError(f"{where}.{name}: expected a list of numbers, got {_short(axis)}")
-        _check_nested(axis, [None], f"{where}.{name}")
-        if sorted(set(axis)) != axis:
-            raise ValueError(f"{where}.{name}: expected increasing numbers, got {_short(axis)}")
-    _check_nested(entry["seconds"], [len(entry[name]) for name in GRID], f"{where}.seconds")
+        axis = _grid(entry[name], 1, f"{where}.{name}")
+        if (np.diff(axis) <= 0).any():
+            raise ValueError(f"{where}.{name}: expected increasing numbers, got {_short(entry[name])}")
+    shape = tuple(len(entry[name]) for name in GRID)
+    if _grid(entry["seconds"], 3, f"{where}.seconds").shape != shape:
+        raise ValueError(f"{where}.seconds: expected a number for each of {shape} rows, tokens and kv")
 
 
-def _check_nested(values, shape, where):
-    """Lists of lists of numbers, as long as `shape` says; None is any length."""
-    if not shape:
-        return _number(values, where)
-    if not isinstance(values, list) or shape[0] not in (None, len(values)):
-        expected = "numbers" if shape[0] is None else f"{shape[0]} values"
-        got = len(values) if isinstance(values, list) else _short(values)
-        raise ValueError(f"{where}: expected a list of {expected}, got {got}")
-    for i, value in enumerate(values):
-        _check_nested(value, shape[1:], f"{where}[{i}]")
+def _grid(values, depth, where):
+    """Lists of numbers, `depth` deep, as an array."""
+    try:
+        array = np.array(values, float)
+    except (ValueError, TypeError, OverflowError):
+        array = np.empty(0)
+    if array.ndim != depth or not array.size or not ((0 <= array) & (array <= MOST)).all():
+        raise ValueError(f"{where}: expected numbers from 0 in lists {depth} deep, got {_short(values)}")
+    return array
 
 
 # -- what both kinds of files need -----------------------------------------------------------------

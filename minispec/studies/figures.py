@@ -131,15 +131,6 @@ def waterfall(axes, r):
     axes.set_xticklabels(steps, rotation=20, ha="right")
 
 
-def lengths(axes, r):
-    """How many drafts the optimum over all drafters takes a round, and whose, at batch 1."""
-    _, cells = _mixed(r["cells"])
-    some, who = cells[0]["choices"]["lengths"], cells[0]["choices"]["who"]
-    axes.bar([int(k) for k in some], [n / sum(some.values()) for n in some.values()])
-    shares = ", ".join(f"{m} {100 * n / sum(who.values()):.0f} %" for m, n in who.items())
-    axes.set(xlabel=f"drafts a round; who: {shares}", ylabel="share of rounds")
-
-
 # -- performance or illusion: the traces -----------------------------------------------------------
 
 def _padded(columns):
@@ -186,7 +177,6 @@ FIGURES = {
     "bounds": {
         "bounds_batch": speedup_by_batch,
         "bounds_waterfall": waterfall,
-        "bounds_lengths": lengths,
     },
     "traces": {
         "accept_map": accept_map,

@@ -7,7 +7,6 @@
     serving   SpecGen with long contexts and many requests, against our autoregressive loop
     system    the parts of SpecGen's system, one after the other
     methods   every method on every family by batch, against the same loop
-    bounds    what a round costs, what every drafter would get accepted, and from both the ladder of bounds
 
 A cell is one row of the result. Finished cells are kept, and `--minutes` ends a run between two; the same
 command goes on. A cell for which the memory is too small is noted as such, and the next one begins. With
@@ -32,7 +31,6 @@ from kernels import scores, unavailable
 from minispec.core.engine import Request
 from minispec.core.gpt import GPT, SIZES, GPTConfig
 from minispec.data import tasks
-from minispec.studies import ladder, measure
 from minispec.studies.run import rows_of, time_methods
 from minispec.studies.specgen import cumulative, serving_rows
 from minispec.studies.timing import busy
@@ -53,25 +51,21 @@ class Shapes:
     matmul: int = 8192
     groups: int = 8                     # KV heads
     head_dim: int = 128
-    kernels: tuple = ((4096, 8, 4), (4096, 64, 4), (4096, 256, 4), (16384, 8, 4), (16384, 64, 4),
-                      (65536, 8, 4), (16384, 64, 1), (16384, 64, 8))
+    kernels: tuple = ((4096, 8, 4), (4096, 256, 4), (16384, 64, 4), (65536, 8, 4), (16384, 64, 8))
     models: dict = field(default_factory=lambda: {"Qwen3-1.7B": QWEN_1B, "Qwen3-8B": QWEN_8B})
     new_tokens: int = 128
-    serving: tuple = ((8000, 32), (8000, 128), (8000, 256), (32000, 32), (32000, 64))
+    serving: tuple = ((8000, 32), (8000, 128), (32000, 32))
     system: tuple = (64, 100, 3)        # chains, their lines, repeats
     batches: tuple = (1, 4, 16, 64)
     repeats: int = 7
     pairs: int = 5                      # runs of an engine
-    problems: int = 8                   # of a family, for the bounds
     answer: int = 256                   # most tokens of an answer
-    grid: dict = field(default_factory=lambda: {"contexts": (64, 1024, 4096)})      # of the cost table
 
 
 DRY = Shapes(
     copy_bytes=1 << 16, matmul=32, groups=2, head_dim=16, kernels=((64, 2, 2), (64, 3, 1)),
     models={"tiny": {**SIZES["tiny"], "block_size": 256}}, new_tokens=32, serving=((200, 2),),
-    system=(6, 3, 1), batches=(1, 2), repeats=2, pairs=1, problems=1, answer=24,
-    grid={"contexts": (64,), "drafts": (0, 1, 2)})
+    system=(6, 3, 1), batches=(1, 2), repeats=2, pairs=1, answer=24)
 
 
 def on_gpu(device):
@@ -260,18 +254,6 @@ def speed(args, model, tokenizer, s, family, batch):
     return rows_of(timed, {"workload": family, "batch": batch, "ids": list(requests)})
 
 
-def bounds(args, model, tokenizer, s, families):
-    """The ladder on this device's prices."""
-    drafters = methods.chain_drafters(model, args, max(s.grid.get("drafts", measure.DRAFTS)))
-    table, _ = measure.cost_table(model, drafters, s.batches, **s.grid)
-    problems = {f"{f}/{i}": tasks.make(f, 800 + i, "heldout") for f in families for i in range(s.problems)}
-    engine = methods.make_engine("ar", model, args, 16)
-    generations = engine.generate(requests_of(list(problems.values()), tokenizer, model, s.answer))
-    texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(problems, generations)}
-    traces = measure.traces_of(drafters, model, texts)
-    return [{"costs": table, **ladder.analyse(traces, table, batches=s.batches)}]
-
-
 # -- cells -----------------------------------------------------------------------------------------
 
 def cells(s, families, context):
@@ -283,8 +265,7 @@ def cells(s, families, context):
     out += [("decode", (name,)) for name in s.models]
     out += [("serving", shape) for shape in s.serving if shape[0] + 2 * s.new_tokens <= context]
     out += [("system", s.system)]
-    out += [("methods", (family, batch)) for family in families for batch in s.batches]
-    return [*out, ("bounds", families)]
+    return out + [("methods", (family, batch)) for family in families for batch in s.batches]
 
 
 def rows_of_cell(section, settings, args, model, tokenizer, s, clock):
@@ -300,9 +281,7 @@ def rows_of_cell(section, settings, args, model, tokenizer, s, clock):
         return serving_rows(targets, args, tokenizer, *settings, s.pairs, s.new_tokens)
     if section == "system":
         return [cumulative(args, model, tokenizer, *settings)]
-    if section == "methods":
-        return speed(args, model, tokenizer, s, *settings)
-    return bounds(args, model, tokenizer, s, settings)
+    return speed(args, model, tokenizer, s, *settings)
 
 
 def run(args, model, tokenizer, each):

@@ -12,8 +12,7 @@ is known:
 
 What differs from the paper and why: its traces are two runs whose outputs diverge; here all drafters see one
 output, so that they can be compared and combined at every position. It times one drafter at one k and fits
-three constants; here rows, drafts and context vary and the grid itself is the table, with a fit next to it to
-see how far it is off.
+three constants; here rows, drafts and context vary and the grid itself is the table.
 
 A drafter of this kind must propose the same whatever was drafted before: n-gram, small models and modules
 that read the target's states do (to rounding). SpecGen does not, its selection depends on where the last
@@ -28,11 +27,10 @@ from tqdm import tqdm
 
 from minispec import bounds
 from minispec.core.attention import FullKeys, packed_attend
-from minispec.core.drafters import NGram
 from minispec.core.engine import Engine, Lockstep, Request
 from minispec.core.kv_cache import KVCache
 from minispec.core.verify import greedy_chain
-from minispec.data.traces import LINEAR, Trace, check_costs, ngram_trace
+from minispec.data.traces import Trace, check_costs
 
 DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
 PROMPTS = (32, 128, 512)  # prompt lengths for the prefill
@@ -153,9 +151,9 @@ def _timed(model, drafters, asked, ks, cells):
 # -- the cost table --------------------------------------------------------------------------------
 
 def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS):
-    """(cost table, report). drafters: {name: drafter}. The table is what bounds.CostTable takes: measured
-    grids of verify (forward and acceptance) and of every drafter, a linear prefill, the overhead by rows.
-    report: how well a linear fit does on the verify grid, and how much the times of a cell scatter.
+    """(cost table, scatter). drafters: {name: drafter}. The table is what bounds.CostTable takes: measured
+    grids of verify (forward and acceptance), of every drafter, of prompts, and the overhead by rows. scatter:
+    the median over all cells of the interquartile range over the median.
 
     All rounds are timed in PASSES, because a machine's speed drifts: a drafter whose only turn falls into a
     slow minute would look expensive next to the others. Half of all drafts are accepted, because what was
@@ -179,7 +177,7 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS):
         scatter.append((high - low) / max(middle, 1e-9))
         return float(middle)
 
-    def grid(tokens, seconds_of, kv=contexts):
+    def grid(tokens, seconds_of, kv=contexts, rows=rows):
         seconds = [[[seconds_of(b, c, t) for c in kv] for t in tokens] for b in rows]
         return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": seconds}
 
@@ -203,58 +201,18 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS):
         some = [cell for (name, rows_, *_), cell in times.items() if name == "verify" and rows_ == b]
         return statistics.median(s["overhead"] for s in itertools.chain.from_iterable(some))
 
+    def prefill(b, _, n):
+        return statistics.median(prefill_seconds(model, b, n))
+
+    prompts = [n for n in PROMPTS if n < model.config.block_size]
     table = {
         "verify": grid([k + 1 for k in drafts], lambda *cell: verify[cell]),
         "draft": {name: draft_grid(name) for name in drafters},
         "read": {name: read_grid(name) for name in drafters},
-        "prefill": prefill_entry(model, sorted({rows[0], rows[min(1, len(rows) - 1)]})),
+        "prefill": grid(prompts, prefill, [0], rows[:2]),
         "overhead": grid([1], overhead, [0]),
     }
-    return check_costs(table), {"fits": {"linear": verify_fit(verify)}, "scatter": float(np.median(scatter))}
-
-
-def prefill_entry(model, rows):
-    """A linear entry for reading prompts."""
-    times = []
-    for b in rows:
-        for n in PROMPTS:
-            if n < model.config.block_size:
-                times += [(b, n, s) for s in prefill_seconds(model, b, n)]
-    b, n, s = np.array(times, float).T
-    return fit_linear(b, n, 0 * n, s, ("base", "row", "token"))
-
-
-# -- fits ------------------------------------------------------------------------------------------
-
-def verify_fit(cells):
-    """A linear fit to {(rows, context, tokens a row): seconds}, and its residuals."""
-    rows, context, tokens = np.array(list(cells), float).T
-    points = rows, tokens, rows * context, np.array(list(cells.values()))
-    entry = fit_linear(*points)
-    return {"entry": entry, **residual(entry, *points)}
-
-
-def fit_linear(rows, tokens, kv, times, terms=("base", "token", "kv")):
-    """Fit a linear entry to measured times, arrays (n,): relative least squares with coefficients >= 0.
-    terms: the coefficients to use. With so few, trying all subsets is exact: the best one without a negative
-    wins."""
-    features = dict(zip(LINEAR, (np.ones(len(times)), rows, rows * tokens, tokens, kv, kv * tokens)))
-    least, best = float(len(times)), {}
-    subsets = (itertools.combinations(terms, n + 1) for n in range(len(terms)))
-    for used in itertools.chain.from_iterable(subsets):
-        x = np.stack([features[t] for t in used], 1) / times[:, None]
-        scale = np.abs(x).max(0) + 1e-300
-        c = np.linalg.lstsq(x / scale, np.ones(len(times)), rcond=None)[0] / scale
-        error = float(((x @ c - 1) ** 2).sum())
-        if (c >= 0).all() and error < least * (1 - 1e-9):
-            least, best = error, dict(zip(used, c.tolist()))
-    return {"kind": "linear", **best}
-
-
-def residual(entry, rows, tokens, kv, times):
-    """How far an entry is from measured times, arrays (n,): the median and the largest relative error."""
-    relative = np.abs(bounds.seconds(entry, rows, tokens, kv) / times - 1)
-    return {"median": float(np.median(relative)), "max": float(relative.max())}
+    return check_costs(table), float(np.median(scatter))
 
 
 # -- dense accept traces ---------------------------------------------------------------------------
@@ -309,14 +267,10 @@ def _features(model, drafter, ids):
 
 
 def traces_of(drafters, model, texts, k_max=16):
-    """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs. An n-gram trace
-    needs no model: it follows from the tokens."""
+    """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs."""
     out = {id: Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()}
     for name, drafter in tqdm(drafters.items(), desc="traces"):
-        if isinstance(drafter, NGram):
-            columns = [ngram_trace(p, o, k_max, drafter.max_n, drafter.min_n) for p, o in texts.values()]
-        else:
-            columns = dense_traces(drafter, model, list(texts.values()), k_max)
+        columns = dense_traces(drafter, model, list(texts.values()), k_max)
         for trace, (accept, censored, offered) in zip(out.values(), columns):
             trace.accept[name] = accept
             if censored.any():

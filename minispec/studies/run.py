@@ -40,7 +40,7 @@ def profile(args, model, tokenizer):
     problems that are used nowhere else. Without --quick also results/costs.json."""
     small = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else {}
     drafters = methods.chain_drafters(model, args, DEEPEST)
-    table, report = measure.cost_table(model, drafters, **small)
+    table, scatter = measure.cost_table(model, drafters, **small)
 
     n = 1 if args.quick else 2
     problems = [tasks.make(f, 600 + i, "heldout") for f in tasks.FAMILIES for i in range(n)]
@@ -57,7 +57,7 @@ def profile(args, model, tokenizer):
     }
     if not args.quick:
         write_json(results.path("costs.json"), table)
-    return {"table": table, **report}
+    return {"table": table, "scatter": scatter}
 
 
 # -- workloads -------------------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 alone.
 
 `render(name, result)` looks into TABLES at the end. The tables of docs/bounds.md, which are the largest,
-are in tables_bounds.py. Some tables are of studies that are no longer measured; what they found is still
-shown.
+are in tables_bounds.py.
 """
 import glob
 import math
@@ -20,8 +19,8 @@ SHOWN_FROM = {"speed": "run"}           # tables that are drawn from another stu
 
 
 def render(name, result):
-    """The Markdown table of a study's result."""
-    return TABLES[name](result)
+    """The Markdown table of a study's result. A study that is no longer measured left its table in the file."""
+    return TABLES[name](result) if name in TABLES else result["table"]
 
 
 # -- the target ------------------------------------------------------------------------------------
@@ -203,28 +202,6 @@ def shapes(r):
     return table(f"{names} | tau | tokens/s | speed-up over greedy ar (range) | identical to it", rows)
 
 
-def prism_steps(r):
-    conditions = ("alone", "decoding", "cold")
-    rows = []
-    for x in r["rows"]:
-        steps = row(f"{x[how]['milliseconds']:.3f} | {x[how]['ratio']:.3f}" for how in conditions)
-        rows.append(f"{x['dtype']} | {x['arm']} | {millions(x['parameters'])} | "
-                    f"{millions(x['parameters_read'])} | {steps}")
-    head = row(f"ms a draft step, {how} | ratio to 1 module" for how in conditions)
-    return table(f"dtype | drafter | parameters | read by a step | {head}", rows)
-
-
-def specdiff_budgets(r):
-    rows = []
-    for x in r["rows"]:
-        methods = x["ar"], x["specdiff"]
-        solved = row(f"{100 * m['solved'] / x['problems']:.0f} %" for m in methods)
-        seconds = row(f"{m['seconds']:.1f}" for m in methods)
-        rows.append(f"{x['budget']} | {solved} | {seconds}")
-    return table("tokens an answer may have | solved, ar | solved, specdiff | seconds, ar | "
-                 "seconds, specdiff", rows)
-
-
 # -- diffusion models ------------------------------------------------------------------------------
 
 def cdlm_accuracy(r):
@@ -299,21 +276,6 @@ def cdlm_losses(r):
                  f"solved of {r['problems']} | steps an answer | tokens an answer", rows)
 
 
-def cdlm_teachers(r):
-    steps = sorted({int(step) for arm in r["arms"].values() for step in arm["heldout"]})
-    rows = []
-    for name, arm in r["arms"].items():
-        losses = [arm["heldout"].get(str(s)) for s in steps]
-        decoded = " | "
-        if arm["decoded"]:
-            x = arm["decoded"]
-            decoded = f"{percent(x['solved'])} of {x['problems']} | {x['steps']:.1f}"
-        shown = row("" if loss is None else f"{loss:.3f}" for loss in losses)
-        rows.append(f"{name} | {shown} | {decoded}")
-    return table(f"held-out masked loss after steps | {row(steps)} | solved at the end | "
-                 "steps an answer", rows)
-
-
 # -- a GPU -----------------------------------------------------------------------------------------
 
 def gpu(r):
@@ -358,7 +320,6 @@ def gpu(r):
                        "identical to ar", rows))
 
     parts += map(stages, r.get("system", ()))
-    parts += map(ladder_table, r.get("bounds", ()))
     if r.get("out_of_memory"):
         parts.append(f"Out of memory: {'; '.join(r['out_of_memory'])}.")
     return "\n\n".join(parts)
@@ -413,14 +374,11 @@ TABLES = {
     "specdiff_objectives": arms,
     "prism_trees": shapes,
     "specdiff_chains": shapes,
-    "prism_steps": prism_steps,
-    "specdiff_budgets": specdiff_budgets,
     "cdlm_accuracy": cdlm_accuracy,
     "cdlm_curves": cdlm_curves,
     "cdlm_blocks": cdlm_blocks,
     "cdlm_speed": cdlm_speed,
     "cdlm_losses": cdlm_losses,
-    "cdlm_teachers": cdlm_teachers,
     "gpu": gpu,
     "profile": costs_table,
     "trace": trace_table,

@@ -14,7 +14,7 @@ def batch_of(x):
 # -- profile ---------------------------------------------------------------------------------------
 
 def costs_table(r):
-    """T4: the cost model. How the measured grid looks, and how well a few constants would do in its place."""
+    """T4: the cost model, some cells of the measured grid."""
     grid, overhead, drafts = r["table"]["verify"], r["table"]["overhead"], r["table"]["draft"]
     tokens, kv = grid["tokens"], grid["kv"]
     wanted = tokens.index(5) - 1 if 5 in tokens else 0                  # 4 drafts, or as many as a window has
@@ -33,15 +33,7 @@ def costs_table(r):
     drafting = row(f"{m} drafts {g['tokens'][shown[m]]}, ms" for m, g in drafts.items())
     measured = table(f"rows | context | verify 1 token, ms | {factors} | overhead, ms | {drafting}", rows)
     scatter = f"Median spread of a cell's repeats (interquartile range over median): {percent(r['scatter'])}."
-    return "\n\n".join([measured, fits_table(r["fits"]), scatter])
-
-
-def fits_table(fits):
-    rows = []
-    for kind, f in fits.items():
-        terms = ", ".join(f"{term} {1e6 * s:.3g}" for term, s in f["entry"].items() if term != "kind")
-        rows.append(f"{kind} | {terms} us | {percent(f['median'])} | {percent(f['max'])}")
-    return table("fit of the verify grid | coefficients | median error | largest error", rows)
+    return "\n\n".join([measured, scatter])
 
 
 # -- trace and run ---------------------------------------------------------------------------------
