@@ -12,9 +12,10 @@ student.
                    tokens, their ranks, and the hidden rows that they were revealed from
     student        OUT/student: the teacher's weights, trained on the trajectories with three losses
 
-Interrupt it at any time: the same command continues where the last checkpoint or shard was, with the same
-result. A stage that is finished is not done again. Models are Hugging Face folders with log.jsonl and
-command.txt next to them. """
+Learning rates peak at 1e-3 (teacher) and 2e-4 (student), unless --lr says otherwise. Interrupt it at any
+time: the same command continues where the last checkpoint or shard was, with the same result. A stage that
+is finished is not done again. Models are Hugging Face folders with log.jsonl and command.txt next to them.
+"""
 import glob
 import os
 import random
@@ -42,7 +43,7 @@ IN_ORDER = 0.6                   # of the blocks are masked from about one slot 
 
 def parse_args():
     p = Parser(__doc__)
-    training.add_arguments(p, lr=None, warmup=50, save_every=200)         # lr: teacher 1e-3, student 2e-4
+    training.add_arguments(p, lr=None, warmup=50, save_every=200)
     p.add_argument("--stage", default="all", choices=("all", *STAGES), help="default: all, in this order")
 
     both = p.add_argument_group("teacher and student")
@@ -85,27 +86,22 @@ def parse_args():
 
 # -- data ----------------------------------------------------------------------------------------------------
 
-class Examples:
-    """Training questions that fit. The n-th depends on (seed, n) alone, so that training resumes exactly."""
+def example(tokenizer, seed, n):
+    """Training problem number n: (prompt ids, answer ids (L,), filled up with ends of text). It depends on
+    (seed, n) alone, so that training resumes exactly."""
+    rng = random.Random(f"{seed}/cdlm/{n}")
+    return study.fitting(tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40))[1:]
 
-    def __init__(self, tokenizer, args):
-        self.tokenizer = tokenizer
-        self.args = args
 
-    def __call__(self, n):
-        """(prompt ids, answer ids (L,), filled up with ends of text)."""
-        rng = random.Random(f"{self.args.seed}/cdlm/{n}")
-        return study.fitting(self.tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40))[1:]
-
-    def batch(self, step, group=1):
-        """The batch of a step. Where batches are grouped, those of a group share out their examples by the
-        answers' length: the shorter the longest answer of a batch, the less there is to compute."""
-        n = self.args.batch
-        first = step - step % group
-        pairs = [self(i) for i in range(first * n, (first + group) * n)]
-        pairs.sort(key=lambda pair: pair[1].index(pair[1][-1]))
-        turn = random.Random(f"{self.args.seed}/group/{first}").sample(range(group), group)[step % group]
-        return as_batch(pairs[turn * n:(turn + 1) * n])
+def examples_of_step(tokenizer, args, step, group=1):
+    """The batch of a step. Where batches are grouped, those of a group share out their examples by the
+    answers' length: the shorter the longest answer of a batch, the less there is to compute."""
+    n = args.batch
+    first = step - step % group
+    pairs = [example(tokenizer, args.seed, i) for i in range(first * n, (first + group) * n)]
+    pairs.sort(key=lambda pair: pair[1].index(pair[1][-1]))
+    turn = random.Random(f"{args.seed}/group/{first}").sample(range(group), group)[step % group]
+    return as_batch(pairs[turn * n:(turn + 1) * n])
 
 
 def as_batch(pairs):
@@ -243,7 +239,6 @@ def train_teacher(args, folder, tokenizer, tokenizer_json, mask_id):
     if args.no_shift:
         model.config.shift = False
     eos, lr = model.config.eos_id, args.lr or 1e-3
-    examples = Examples(tokenizer, args)
     block_steps = args.steps * args.block_warmup
     kind = "teacher" if block_steps < args.steps else "student"      # only block-causal? then decode it so
     optimizer = Optimizer(model, lambda name: name.startswith("blocks."))
@@ -252,10 +247,10 @@ def train_teacher(args, folder, tokenizer, tokenizer_json, mask_id):
         generator = generator_of(args, step)
         if step < block_steps:
             states, mask = all_blocks, cdlm.two_copies
-            batch = cut_answers(examples.batch(step, group=4), eos)
+            batch = cut_answers(examples_of_step(tokenizer, args, step, group=4), eos)
         else:
             states, mask = teacher_states, cdlm.bidirectional
-            batch = examples.batch(step)
+            batch = examples_of_step(tokenizer, args, step)
         masks = draw_masks(states, batch["answer"], eos, generator, IN_ORDER)
         with bf16(args.device):
             loss = cdlm.dlm_loss(model, to(args.device, batch), *masks, mask_id, cdlm.BLOCK_SIZE, mask)
@@ -270,7 +265,6 @@ def train_teacher(args, folder, tokenizer, tokenizer_json, mask_id):
 
 def collect_trajectories(args, folder, tokenizer, tokenizer_json, mask_id):
     model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, torch.bfloat16)
-    examples = Examples(tokenizer, args)
     settings = {name: getattr(args, name) for name in ("prompts", "shard", "order", "seed", "temperatures")}
     training.same_settings(folder, **settings, gen_length=cdlm.GEN_LENGTH, block_size=cdlm.BLOCK_SIZE,
                            teacher=checkpoints.fingerprint(model))
@@ -281,7 +275,7 @@ def collect_trajectories(args, folder, tokenizer, tokenizer_json, mask_id):
         if os.path.exists(file):
             continue
         items = range(shard * args.shard, min((shard + 1) * args.shard, n))
-        pairs = [examples(i // each) for i in items]
+        pairs = [example(tokenizer, args.seed, i // each) for i in items]
         requests = []
         for i, (prompt, _) in zip(items, pairs):
             sampling = Sampling(args.temperatures[i % each], seed=args.seed * 1000003 + i)
@@ -301,7 +295,6 @@ def train_student(args, folder, tokenizer, tokenizer_json, mask_id):
     training.same_settings(trajectories, teacher=checkpoints.fingerprint(model))
     teacher_head = model.head.weight.detach().clone()
     eos, lr = model.config.eos_id, args.lr or 2e-4
-    examples = Examples(tokenizer, args)
     beyond = args.prompts * 1000             # reference answers of other problems than the trajectories'
     live = [int(shard["live"][i]) for shard, i in data.where]
     later = args.cons_target == "later_state"
@@ -321,7 +314,7 @@ def train_student(args, folder, tokenizer, tokenizer_json, mask_id):
         # 2. The masked-diffusion loss, on reference answers.
         dlm = torch.zeros((), device=args.device)
         if w_dlm:
-            batch = cut_answers(examples.batch(beyond + step, group=4), eos)
+            batch = cut_answers(examples_of_step(tokenizer, args, beyond + step, group=4), eos)
             masks = draw_masks(all_blocks, batch["answer"], eos, generator, IN_ORDER)
             batch = to(args.device, batch)
             with bf16(args.device):
@@ -344,7 +337,9 @@ def evaluate(model, tokenizer, args, step, states, mask, kind, mask_id):
     if step + 1 == args.steps:
         decoder = cdlm.Decoder(model, mask_id, kind, threshold=cdlm.THRESHOLD, order=args.order,
                                batch_size=16)
-        results["decoded"] = decoded(decoder, tokenizer, args)
+        problems = [study.fitting(tokenizer, family, 1000 + i, "heldout")[:2]
+                    for family in tasks.FAMILIES for i in range(args.check)]
+        results["decoded"] = study.answer(decoder, problems, tokenizer)[0] if problems else {}
     return results
 
 
@@ -359,13 +354,6 @@ def heldout_loss(model, tokenizer, args, states, mask, mask_id):
         loss = cdlm.dlm_loss(model, to(args.device, batch), *masks, mask_id, cdlm.BLOCK_SIZE, mask)
         out[family] = round(loss.item(), 4)
     return out
-
-
-def decoded(decoder, tokenizer, args):
-    """Held-out problems solved, in all and by family, forwards and tokens of an answer."""
-    problems = [study.fitting(tokenizer, family, 1000 + i, "heldout")[:2]
-                for family in tasks.FAMILIES for i in range(args.check)]
-    return study.answer(decoder, problems, tokenizer)[0] if problems else {}
 
 
 def main():

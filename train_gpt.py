@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
-from minispec.core.attention import dense_attend, mass_in_top
+from minispec.core.attention import dense_attend
 from minispec.core.cpu import training_attend
 from minispec.tools import training
 from minispec.tools.files import read_json, write_json
@@ -166,8 +166,7 @@ def clip_attention(model, x, positions, limit):
 
 @torch.no_grad()
 def evaluate(model, tokenizer, device):
-    """Teacher-forced loss per token of held-out chains by family, and how sharply the heads look at long
-    contexts."""
+    """Teacher-forced loss per token of held-out chains, by family."""
     out = {}
     for family in tasks.FAMILIES:
         loss, hits, n = 0.0, 0, 0
@@ -184,14 +183,6 @@ def evaluate(model, tokenizer, device):
             hits += (logits.argmax(-1) == target).sum().item()
             n += len(body)
         out[family] = {"loss": round(loss / n, 4), "top1": round(hits / n, 4)}
-
-    # The share of attention on the best 5 % of positions: sparse decoding (specgen.py) lives on it.
-    p = tasks.make("trace", 0, "heldout", size=92)
-    ids = torch.tensor([tokenizer.prompt_ids(p.prompt) + tokenizer.encode(p.think)], device=device)
-    if model.config.block_size >= 4200 and ids.shape[1] >= 4064:
-        for at in (2000, 4000):
-            mass = mass_in_top(model, ids[:, :at + 64], 0.05, rows=64)
-            out[f"top5_mass_{at}"] = [round(m, 3) for m in mass.mean(-1).tolist()]
     return out
 
 

@@ -29,8 +29,8 @@ head has.
 What differs from the paper and why: the released drafter sees its prefix bidirectionally and encodes it again
 every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The
 released code trains the paper's loss, which fits point-mass acceptance, and decodes with multi-round
-rejection; here each rule has its loss (`streak`, `streak-rs`). The drafter starts as the first layers of the target,
-whose embedding and head it uses, and not from a diffusion model of its own.
+rejection; here each rule has its loss (`streak`, `streak-rs`). The drafter starts as the first layers of the
+target, whose embedding and head it uses, and not from a diffusion model of its own.
 
 Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; `selection` <->
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens

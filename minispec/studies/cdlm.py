@@ -6,7 +6,7 @@ request took part, whatever the batch; the decoder counts it. """
 import os
 import random
 import statistics
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -24,38 +24,24 @@ STRICT = 0.999                  # at this threshold the shipped student is as go
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
 
 
-@dataclass
-class Models:
-    """Who decodes: the target, the bidirectional teacher, the students by name; the shipped one is
-    "student"."""
-    target: object
-    teacher: object
-    students: dict
-    mask_id: int
-
-    def decoder(self, name, batch, **settings):
-        """An engine or decoder: "ar", "teacher", "dual" (the teacher with stale keys) or a student's name."""
-        if name == "ar":
-            return methods.make_engine("ar", self.target, methods.settings(), batch)
-        if name in ("teacher", "dual"):
-            return cdlm.Decoder(self.teacher, self.mask_id, name, batch_size=batch, **settings)
-        return cdlm.Decoder(self.students[name], self.mask_id, "student", batch_size=batch, **settings)
-
-
 def load(args, target, tokenizer, dtype=None):
-    """The shipped models, and the students in folders under --arms; all in another dtype than the target's if
-    one is given."""
+    """{name: build}, where build(batch_size=n, **settings) makes a new engine or decoder: of the target,
+    "ar"; of the shipped teacher, also as "dual" with stale keys; of the shipped student; of the students in
+    folders under --arms, "arm NAME". All in another dtype than the target's if one is given."""
     if dtype is not None:
         target = checkpoints.load(args.model, target.device, dtype)
-
-    def same_kind(folder):
-        return checkpoints.load(folder, target.device, target.dtype)
-
-    students = {"student": same_kind(cdlm.METHODS["cdlm"][1])}
-    for arm in arms_of(args):
-        students[f"arm {arm}"] = same_kind(os.path.join(args.arms, arm))
     mask_id = cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1])
-    return Models(target, same_kind(cdlm.METHODS["dlm"][1]), students, mask_id)
+
+    def of(folder, *kinds):
+        model = checkpoints.load(folder, target.device, target.dtype)
+        return [partial(cdlm.Decoder, model, mask_id, kind) for kind in kinds]
+
+    models = {"ar": partial(methods.make_engine, "ar", target, methods.settings())}
+    models["teacher"], models["dual"] = of(cdlm.METHODS["dlm"][1], "teacher", "dual")
+    [models["student"]] = of(cdlm.METHODS["cdlm"][1], "student")
+    for arm in arms_of(args):
+        [models[f"arm {arm}"]] = of(os.path.join(args.arms, arm), "student")
+    return models
 
 
 def arms_of(args):
@@ -131,12 +117,13 @@ def cdlm_accuracy(args, model, tokenizer, each):
     """Held-out problems solved by the target, the teacher at a token a step, and the student at the default
     threshold, a stricter one and the paper's: 200 a family. The first 40 of them also as the papers decode,
     most confident slot first. each(cells, measure) -> [measure(*cell)]."""
-    models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 4 if args.quick else 200)
+    models = load(args, model, tokenizer, BF16)
+    problems = held_out(tokenizer, 4 if args.quick else 200)
     few = problems[:(2 if args.quick else 40) * len(tasks.FAMILIES)]
 
     def measure(name, settings):
         some = few if "order" in settings else problems
-        row, answers = answer(models.decoder(name, 16, **settings), some, tokenizer)
+        row, answers = answer(models[name](batch_size=16, **settings), some, tokenizer)
         return {"decoder": name, **settings, **row}, answers
 
     cells = [("ar", {}), ("teacher", {})]
@@ -153,16 +140,18 @@ def cdlm_accuracy(args, model, tokenizer, each):
 def cdlm_curves(args, model, tokenizer):
     """Accuracy against steps: the teacher cut to fewer steps a block, the teacher and its dual cache with a
     threshold, every student with a threshold."""
-    models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 10)
+    models = load(args, model, tokenizer, BF16)
+    problems = held_out(tokenizer, 2 if args.quick else 10)
     cells = [("teacher", {"steps": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)]
     cells += [(name, {"threshold": t}) for name in ("teacher", "dual") for t in THRESHOLDS]
     cells += [("student", {"threshold": t, "order": "surest"}) for t in THRESHOLDS]
-    cells += [(name, {"threshold": t}) for name in models.students for t in (*THRESHOLDS, 1.0)]
+    students = [name for name in models if name.startswith(("student", "arm"))]
+    cells += [(name, {"threshold": t}) for name in students for t in (*THRESHOLDS, 1.0)]
     if args.quick:
         cells = cells[::4]
     rows, reference = [], None
     for name, settings in tqdm(cells, desc="curves"):
-        row, answers = answer(models.decoder(name, 16, **settings), problems, tokenizer, reference)
+        row, answers = answer(models[name](batch_size=16, **settings), problems, tokenizer, reference)
         reference = reference or answers                 # the teacher's at a token a step
         rows.append({"decoder": name, "steps_a_block": settings.get("steps"),
                      "threshold": settings.get("threshold"), "order": settings.get("order"), **row})
@@ -171,10 +160,11 @@ def cdlm_curves(args, model, tokenizer):
 
 def cdlm_blocks(args, model, tokenizer):
     """The shipped student decoded in blocks of other sizes than it was trained with."""
-    models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 20)
+    models = load(args, model, tokenizer, BF16)
+    problems = held_out(tokenizer, 2 if args.quick else 20)
     sizes = []
     for block_size in (8, 16, 32, 64):
-        decoder = models.decoder("student", 16, block_size=block_size, threshold=cdlm.THRESHOLD)
+        decoder = models["student"](batch_size=16, block_size=block_size, threshold=cdlm.THRESHOLD)
         sizes.append({"block_size": block_size, **answer(decoder, problems, tokenizer)[0]})
     return {"sizes": sizes}
 
@@ -190,7 +180,8 @@ def intensity(config, n_params, rows, context, batch, width=4):
 def cdlm_speed(args, model, tokenizer):
     """Seconds per problem and tokens/s by batch, in one process, in turn, against the naive teacher of the
     same batch."""
-    models, rows = load(args, model, tokenizer), []
+    models = load(args, model, tokenizer)
+    rows = []
     student, strict = {"threshold": cdlm.THRESHOLD}, {"threshold": STRICT}
     cells = {"ar": ("ar", {}), "teacher": ("teacher", {}), "teacher, threshold": ("teacher", student),
              "teacher, dual cache": ("dual", student), "student": ("student", student),
@@ -230,7 +221,7 @@ def time_cells(models, cells, problems, batch, repeats):
         for name, (who, settings) in cells.items():
             if name == "teacher" and not 1 <= repeat <= naive_runs:
                 continue
-            decoder = models.decoder(who, batch, **settings)
+            decoder = models[who](batch_size=batch, **settings)
             generations = decoder.generate(requests_of(problems, decoder.model))
             if repeat:
                 timed[name].append((sum(decoder.seconds.values()), generations, decoder))
@@ -240,15 +231,17 @@ def time_cells(models, cells, problems, batch, repeats):
 def cdlm_losses(args, model, tokenizer):
     """Students of --arms, a folder each, trained with other losses at equal compute: solved and steps at the
     default threshold. Folders NAME-s1, NAME-s2, .. are seeds of one arm."""
-    models, problems = load(args, model, tokenizer, BF16), held_out(tokenizer, 2 if args.quick else 20)
-    names = [name for name in models.students if name != "student"]
+    models = load(args, model, tokenizer, BF16)
+    problems = held_out(tokenizer, 2 if args.quick else 20)
+    names = [name for name in models if name.startswith("arm ")]
     if not names:
         raise ValueError("this study compares students: --arms must be a folder with one folder each "
                          f"(train_cdlm.py --name), got {args.arms}")
     runs = {}
     for name in tqdm(names, desc="arms"):
         folder = name.removeprefix("arm ")
-        row, _ = answer(models.decoder(name, 16, threshold=cdlm.THRESHOLD), problems, tokenizer)
+        decoder = models[name](batch_size=16, threshold=cdlm.THRESHOLD)
+        row, _ = answer(decoder, problems, tokenizer)
         record = checkpoints.last_record(os.path.join(args.arms, folder))
         runs.setdefault(checkpoints.arm_of(folder)[0], []).append({
             "solved": row["solved"], "steps": row["steps"], "tokens": row["tokens"],
