@@ -18,18 +18,17 @@ A rung is a speed-up: the time of `autoregressive` divided by the time of the ru
     L4 greedy          the paper's oracle, NOT a bound         L9 one pass               the model's ceiling
 
 Glossary, code <-> paper: rows B, requests in a batch; prompt_len P_r; n_out N; position p_r, output tokens
-that exist when a round starts; left N - p_r, tokens that are still missing then; kv C, tokens in the cache,
-of all rows; queries Q, tokens in a forward, of all rows; proposed j, drafts of a round; accept[i] = a(i),
-accepted drafts + 1; emitted, tokens a round gains, bonus included, their mean is tau; verify T_verify; draft
-T_draft; overhead T_ovh; alpha, chance that a draft is accepted; k gamma.
+that exist when a round starts; kv C, tokens in the cache, of all rows; queries Q, tokens in a forward, of all
+rows; proposed j, drafts of a round; accept[i] = a(i), accepted drafts + 1; emitted, tokens a round gains,
+bonus included, their mean is tau; verify T_verify; draft T_draft; overhead T_ovh; k gamma.
 
 What differs from the paper, and why:
 - The paper's oracle proposes at every position what is accepted there. That is greedy: a shorter round can
   land where the next one is longer. `optimum` is a dynamic program, the true least time over all lengths (and
   drafters).
 - Its simulator reads accept[i - 1] at position i, charges a drafter that proposes nothing, prices the winner
-  of several drafters as an n-gram lookup, and averages rates (test_bounds.py plays these rules). Here `greedy`
-  keeps only the second of them, and all averages are of time.
+  of several drafters as an n-gram lookup, and averages rates (test_bounds.py plays these rules). Here
+  `greedy` keeps only the second of them, and all averages are of time.
 - Costs may be a measured grid. The paper's are linear, with constants fitted at one k.
 - Its batch is B copies of one request, and so is `rows` here. With linear costs, 1/rows of that time, summed
   over requests, also bounds from below what a batch of at most `rows` different requests needs.
@@ -385,12 +384,12 @@ def by_workload(traces):
     return out
 
 
-def cells(traces, cost, batches=BATCHES):
+def cells(traces, cost):
     """The ladder of every workload at every batch size, a dict each, for batches of copies as in the
     paper."""
     out = []
     for workload, some in by_workload(traces).items():
-        for rows in batches:
+        for rows in BATCHES:
             about = {"workload": workload, "batch": rows, "kind": "copies"}
             out.append(about | ladder(some, cost, rows))
     return out

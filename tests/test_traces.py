@@ -124,7 +124,7 @@ def test_unreadable_files_are_named(tmp_path):
         with pytest.raises(ValueError, match=f"cannot read {path}: No such file"):
             read(path)
     path.write_bytes(b"\n\xff\n")
-    with pytest.raises(ValueError, match=f"{path}:2: not UTF-8"):
+    with pytest.raises(ValueError, match=f"{path}: not UTF-8"):
         read_traces(path)
     path.write_text("\n")
     with pytest.raises(ValueError, match=f"{path}:1: no trace"):
@@ -133,7 +133,7 @@ def test_unreadable_files_are_named(tmp_path):
 
 GRID = {"kind": "grid", "rows": [1, 2], "tokens": [1], "kv": [0], "seconds": [[[1.0]], [[2.0]]]}
 BAD_COSTS = {                                # what replaces table["draft"]["b"], or the whole; message
-    "not json": ('{\n "verify": {\n', "not JSON"),
+    "not json": ('{\n "verify": {\n', "is damaged: Expecting property name enclosed in double quotes: line 3"),
     "not an object": ("[]", "expected an object"),
     "no verify": ("{}", "verify: missing"),
     "unknown": ('{\n "verify": {"kind": "linear", "base": 1},\n "verfy": 1}', "verfy: unknown field"),
@@ -163,4 +163,4 @@ def test_bad_cost_table_is_refused_with_file_and_field(name, tmp_path):
     path.write_text(entry if isinstance(entry, str) else json.dumps(table, indent=1))
     with pytest.raises(ValueError) as e:
         read_costs(path)
-    assert str(e.value).startswith(f"{path}:") and message in str(e.value) and "\n" not in str(e.value)
+    assert str(e.value).startswith(str(path)) and message in str(e.value) and "\n" not in str(e.value)

@@ -40,7 +40,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minispec.tools.files import replaced
+from minispec.tools.files import read_json, replaced
 
 LINEAR = ("base", "row", "token", "step", "kv", "kv_step")
 GRID = ("rows", "tokens", "kv")
@@ -112,11 +112,22 @@ def _column(values, n, kind, where):
 def read_traces(path):
     """List of Trace from a JSON-lines file. ValueError, in one line with file, line and field, if anything is
     wrong."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:       # -sig: with or without a byte-order mark
+            lines = file.read().split("\n")
+    except OSError as e:
+        raise ValueError(f"cannot read {path}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}: not UTF-8 text") from None
+
     traces, seen = [], {}
-    for number, line in enumerate(_text(path).split("\n"), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        row = _parsed(line, path, number)
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as e:
+            raise ValueError(f"{path}:{number}: not JSON ({e})") from None
         try:
             _object(row, "", Trace.__dataclass_fields__, ("id", "prompt_len", "n_out", "accept"))
             if row["accept"] == {}:
@@ -152,7 +163,7 @@ def write_traces(path, traces):
 
 def read_costs(path):
     """The checked cost table (a dict as described above) of a JSON file. ValueError with file and field."""
-    table = _parsed(_text(path), path)
+    table = read_json(path)
     try:
         return check_costs(table)
     except ValueError as e:
@@ -214,28 +225,6 @@ def _grid(values, depth, where):
 
 
 # -- what both kinds of files need -----------------------------------------------------------------
-
-def _text(path):
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-        return data.decode("utf-8-sig")          # some editors begin with a byte-order mark
-    except OSError as e:
-        raise ValueError(f"cannot read {path}: {e.strerror}") from None
-    except UnicodeDecodeError as e:
-        line = data[:e.start].count(b"\n") + 1
-        raise ValueError(f"{path}:{line}: not UTF-8 text") from None
-
-
-def _parsed(text, path, first_line=1):
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as e:
-        line = first_line + e.lineno - 1
-        raise ValueError(f"{path}:{line}: not JSON ({e.msg} at column {e.colno})") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits; brackets nested without end
-        raise ValueError(f"{path}:{first_line}: not JSON that can be read") from None
-
 
 def _object(value, where, known=(), needed=()):
     """known: the names allowed in it, () for any; needed: those that must be there. Returns it."""

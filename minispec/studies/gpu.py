@@ -1,7 +1,7 @@
 """What a GPU is asked, cell by cell: `python bench.py --suite gpu` (README, "On a GPU").
 
     floors    what the device can do: bytes/s of a copy in its memory, bf16 products/s
-    kernels   attention over slot lists and scores, against those bytes; next to PyTorch's SDPA
+    kernels   attention over slot lists and scores, against those bytes
     decode    our autoregressive loop on random weights of known shapes, against the time to read weights and
               cache once a token
     serving   SpecGen with long contexts and many requests, against our autoregressive loop
@@ -24,7 +24,6 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 
 from kernels import attention as packed
 from kernels import scores, unavailable
@@ -159,8 +158,7 @@ def inputs(s, requests, group, device):
 
 
 def kernel(s, clock, device, kind, context, batch, group):
-    """One launch, or for `scores` the second pass, next to PyTorch's own attention where it can do the same
-    work."""
+    """One launch, or for `scores` the second pass."""
     requests = batch_of("verify" if kind == "scores" else kind, context, batch)
     args = inputs(s, requests, group, device)
     q, k, v, slots, _, plan = args
@@ -182,21 +180,7 @@ def kernel(s, clock, device, kind, context, batch, group):
         drafts = inputs(s, [r for r in requests if r[0] == 1], group, device)
         verifies = inputs(s, [r for r in requests if r[0] > 1], group, device)
         row["two_launches"] = clock(lambda: [attend(*drafts), attend(*verifies)])["seconds"]
-    if kind in ("full", "verify"):
-        row["sdpa"] = sdpa(s, clock, device, requests, group)
     return [row]
-
-
-def sdpa(s, clock, device, requests, group):
-    """Seconds of PyTorch's attention on the same rows and contexts. Keys of each request are contiguous,
-    which is easier."""
-    n, length, _, _ = requests[0]
-    batch, dtype = len(requests), dtype_of(device)
-    q = torch.randn(batch, s.groups * group, n, s.head_dim, device=device).to(dtype)
-    k, v = torch.randn(2, batch, s.groups, length, s.head_dim, device=device).to(dtype)
-    ends = torch.arange(length - n, length, device=device)
-    mask = torch.arange(length, device=device) <= ends[:, None] if n > 1 else None
-    return clock(lambda: F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True))["seconds"]
 
 
 # -- the engine ------------------------------------------------------------------------------------

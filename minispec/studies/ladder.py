@@ -1,8 +1,8 @@
 """What an engine was observed to do, next to the rungs of bounds.py: the study `bounds` of bench.py.
 
 A *cell* is one workload at one batch size. Without observations there is one for each family of trace ids
-("arith/17" is of the workload "arith") at each of `batches`; with them, one for each that was run. Every cell
-has the rungs of bounds.ladder, and where there are observations
+("arith/17" is of the workload "arith") at each of bounds.BATCHES; with them, one for each that was run. Every
+cell has the rungs of bounds.ladder, and where there are observations
 
     L0      speed-up by the wall clock, {method: autoregressive seconds / seconds}; like all rungs it includes
             reading the prompts
@@ -29,7 +29,7 @@ from minispec import bounds
 COMBINED = "adaptive"                                  # the method that may use all drafters
 
 
-def analyse(traces, table, runs=None, batches=bounds.BATCHES):
+def analyse(traces, table, runs=None):
     """All cells, as a dict that JSON can hold. table: a checked cost table; runs: the rows of bench.py's
     study `run`."""
     cost = bounds.CostTable(table)
@@ -37,7 +37,7 @@ def analyse(traces, table, runs=None, batches=bounds.BATCHES):
     if runs:
         cells = observed_cells(traces, cost, runs)
     else:
-        cells = bounds.cells(traces, cost, batches)
+        cells = bounds.cells(traces, cost)
     return {
         "about": table.get("about", {}),
         "observed": bool(runs),

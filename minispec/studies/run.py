@@ -151,10 +151,9 @@ def run(args, model, tokenizer):
     """
     if args.workload:
         requests, problems = workload_requests(args, model, tokenizer)
-        names = ["ar", *suitable(args, model)]
     else:
         requests, problems = family_requests(tokenizer, model, 4 if args.quick else 16, args.data), {}
-        names = ["ar", *methods.ready(args), *methods.diffusion_ready(args)]
+    names = ["ar", *suitable(args, model)]
     cells = cells_of(requests, mixed=not args.workload)
     if args.quick:
         cells = [cell for cell in cells if cell[1] == 4]

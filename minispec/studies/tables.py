@@ -19,7 +19,7 @@ SHOWN_FROM = {"speed": "run"}           # tables that are drawn from another stu
 
 
 def render(name, result):
-    """The Markdown table of a study's result. A study that is no longer measured left its table in the file."""
+    """The Markdown table of a study's result. A study that is no longer measured left it in the file."""
     return TABLES[name](result) if name in TABLES else result["table"]
 
 
@@ -292,12 +292,11 @@ def gpu(r):
     rows = []
     for x in r.get("kernels", ()):
         least, most = map(micro, x["range"])
-        others = row(micro(x.get(name)) for name in ("two_launches", "sdpa"))
         rows.append(f"{x['kernel']}{', torch reference' * x['reference']} | {x['context']} | "
                     f"{x['batch']} | {x['group']} | {micro(x['seconds'])} ({least}-{most}) | "
-                    f"{percent(x['bytes'] / x['seconds'] / copied)} | {others}")
+                    f"{percent(x['bytes'] / x['seconds'] / copied)} | {micro(x.get('two_launches'))}")
     parts.append(table("kernel | context | requests | heads a KV head | us (range) | "
-                       "share of copy speed | two launches, us | SDPA, us", rows))
+                       "share of copy speed | two launches, us", rows))
 
     rows = []
     for x in r.get("decode", ()):
