@@ -361,7 +361,7 @@ def test_greedy_is_identical_to_autoregressive(name, trained):
     some = prompts(100 if FULL else 10)
     want, _ = run(Lockstep, some)
     assert max(len(set(g.token_ids)) for g in want) > 5
-    for drafter, batches in ((trained, (1, 8)), *((toy_drafter(**FORMS[form]), (3,)) for form in ("plain", "from a smaller model"))):
+    for drafter, batches in ((trained, (1, 8)), *((toy_drafter(**FORMS[form]), (3,)) for form in ("plain", "unshifted"))):
         for batch in batches:
             got, engine = run(lockstep(drafter, **SETTINGS[name]), some, batch)
             assert [g.token_ids for g in got] == [g.token_ids for g in want]
