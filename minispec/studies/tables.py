@@ -15,7 +15,7 @@ from minispec.studies.tables_bounds import costs_table, ladder_table, run_table,
 from minispec.tools import checkpoints
 from minispec.tools.files import blame, opened
 
-SHOWN_FROM = {"speed": "run"}           # tables that are drawn from another study's file
+SHOWN_FROM = {"methods": "run"}           # tables that are drawn from another study's file
 
 
 def render(name, result):
@@ -46,7 +46,7 @@ def lossless(r):
                  "row-count noise of a logit", rows)
 
 
-def speed(r):
+def methods(r):
     """One request at a time, from the study `run`: a row a method, a column a workload."""
     alone = [x for x in r["rows"] if x["batch"] == 1]
     workloads = list(dict.fromkeys(x["workload"] for x in alone))
@@ -361,7 +361,7 @@ def seconds_of(log):
 TABLES = {
     "accuracy": accuracy,
     "lossless": lossless,
-    "speed": speed,
+    "methods": methods,
     "transformers": transformers,
     "checkpoints": other_checkpoints,
     "knocks": knocks,
