@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from minispec import cdlm
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer

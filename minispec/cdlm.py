@@ -34,7 +34,7 @@ import torch.nn.functional as F
 
 from minispec.core.attention import group_rows, packed_attend, ungroup_rows
 from minispec.core.cpu import training_attend
-from minispec.core.engine import Step
+from minispec.core.requests import Step
 from minispec.core.kv_cache import KVCache
 
 GEN_LENGTH = 256

@@ -45,7 +45,7 @@ from minispec.core import gpt
 from minispec.core.attention import path_mask
 from minispec.core.cpu import store_by_columns, training_attend
 from minispec.core.drafters import Notes, pack
-from minispec.core.engine import MAX_K, draw_drafts
+from minispec.core.requests import MAX_K, draw_drafts
 from minispec.core.kv_cache import KVCache
 from minispec.tools import checkpoints
 

@@ -46,7 +46,7 @@ from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.core.cpu import store_by_columns, training_attend
 from minispec.core.drafters import Notes, pack
-from minispec.core.engine import MAX_K
+from minispec.core.requests import MAX_K
 from minispec.core.kv_cache import KVCache
 from minispec.core.verify import draw, point_mass_tree, rejection_tree, selection_tree, warp
 

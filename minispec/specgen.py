@@ -42,7 +42,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core.attention import FullKeys
-from minispec.core.engine import Segment, check_k, draw_drafts
+from minispec.core.requests import Segment, check_k, draw_drafts
 
 SELECTIONS = ("ahead", "pillar", "window")
 SCHEDULES = ("unified", "lockstep", "random")

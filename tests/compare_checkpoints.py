@@ -30,7 +30,7 @@ from minispec.tools import checkpoints  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.tools import methods  # noqa: E402
 from minispec.core.attention import dense_attend  # noqa: E402
-from minispec.core.engine import Request  # noqa: E402
+from minispec.core.requests import Request  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 
 SHAPE = dict(vocab_size=720, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -13,7 +13,8 @@ from minispec.studies import ladder
 from minispec.tools import methods
 from minispec.core.adaptive import Adaptive, Counts, richest
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.bounds import CostTable
 from minispec.core.verify import Sampling
 

@@ -6,7 +6,8 @@ import torch
 from conftest import toy_model
 
 from minispec.core import admission
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.specgen import SpecGen
 
 MODEL = toy_model()

@@ -19,7 +19,7 @@ from minispec.data import tasks, traces
 from minispec.studies import figures, gpu, ladder, measure, results, run, specgen, tables_bounds
 from minispec.tools import methods
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.tools.files import write_json
 from minispec.tools.script import run_main
 from minispec.data.tokenizer import Tokenizer

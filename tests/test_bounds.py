@@ -2,7 +2,6 @@
 one test each; the missing ones were about formulas that it no longer has)."""
 import itertools
 import json
-import math
 import os
 import random
 import subprocess
@@ -17,7 +16,8 @@ from conftest import ROOT, toy_model
 from minispec import bounds
 from minispec.bounds import CostTable, Round, autoregressive, charges, deepest, fixed, greedy, one_pass, replay, time_of
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.data.traces import Trace, read_traces, write_traces
 from minispec.studies import ladder, tables_bounds
 from minispec.core.verify import greedy_chain

@@ -19,7 +19,7 @@ from minispec.data import tasks
 from minispec.studies.cdlm import fitting
 from minispec.tools import methods
 from minispec.core.attention import dense_attend
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.data.tokenizer import Tokenizer
 from minispec.core.verify import Sampling
 

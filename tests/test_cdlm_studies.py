@@ -7,7 +7,7 @@ from conftest import toy_model
 
 import bench
 from minispec import cdlm
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.studies import cdlm as cdlm_studies

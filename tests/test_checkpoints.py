@@ -15,7 +15,7 @@ from minispec import prism, specdiff
 from minispec.core import gpt
 from minispec.data import tasks
 from minispec.tools import answers, checkpoints, methods
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.data.tokenizer import TEXT_ALONE, Tokenizer
 
 FAMILIES = list(compare.FAMILIES)

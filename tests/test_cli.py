@@ -12,7 +12,7 @@ import pytest
 from conftest import DRAFT, ROOT, TARGET, on_a_terminal, run_script, toy_model
 
 import decode as decode_script
-from minispec.core.engine import Generation
+from minispec.core.requests import Generation
 from minispec.tools import answers, checkpoints, gguf_file, methods, terminal
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer

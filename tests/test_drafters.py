@@ -2,7 +2,7 @@ import pytest
 from conftest import toy_model
 
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 
 
 def test_ngram_proposes_what_followed_last_time():

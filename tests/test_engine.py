@@ -8,7 +8,8 @@ import torch
 from conftest import chi_square, dense_logits, toy_model
 
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.specgen import SpecGen
 from minispec.studies.sparse import Compared
 from minispec.core.verify import Sampling, warp

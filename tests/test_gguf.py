@@ -13,8 +13,8 @@ gguf = pytest.importorskip("gguf")
 
 from gguf_writer import write_gguf  # noqa: E402
 
-import decode  # noqa: E402
-from minispec.core.engine import Engine, Lockstep, Request  # noqa: E402
+from minispec.core.engine import Engine, Lockstep  # noqa: E402
+from minispec.core.requests import Request  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.tools import checkpoints, gguf_file  # noqa: E402
 

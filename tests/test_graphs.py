@@ -19,7 +19,8 @@ from kernels import attention as att  # noqa: E402
 from kernels import graphs, triton  # noqa: E402
 from minispec.core.attention import FullKeys, fused_attend, fused_inputs  # noqa: E402
 from minispec.core.drafters import NGram  # noqa: E402
-from minispec.core.engine import Engine, Lockstep, Request, Segment  # noqa: E402
+from minispec.core.engine import Engine, Lockstep  # noqa: E402
+from minispec.core.requests import Request, Segment  # noqa: E402
 from minispec.core.gpt import GPTConfig  # noqa: E402
 from minispec.core.kv_cache import KVCache  # noqa: E402
 from minispec.specgen import PillarKeys, SpecGen  # noqa: E402

@@ -2,11 +2,11 @@
 import random
 
 import pytest
-import torch
-from conftest import TARGET, toy_model
+from conftest import toy_model
 
-from minispec.core import drafters, hello
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core import hello
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.tools import methods
 
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9], list(range(40))]

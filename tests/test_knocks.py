@@ -19,7 +19,7 @@ import train_gpt
 from minispec import prism, specdiff
 from minispec.studies import tables
 from minispec.tools import checkpoints, files, methods, script, training
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 
 
 # -- disks -------------------------------------------------------------------------------------------------------------

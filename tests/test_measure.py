@@ -15,7 +15,8 @@ from minispec.bounds import CostTable
 from minispec.studies import ladder, measure
 from minispec.studies.tables import render
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.specgen import SpecGen
 
 TARGET, DRAFT = toy_model(seed=0), toy_model(seed=0)

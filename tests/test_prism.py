@@ -9,7 +9,8 @@ from conftest import chi_square, dense_logits, toy_model
 
 from minispec import prism
 from minispec.core.attention import FullKeys, dense_attend, packed_attend, path_mask, tree_mask
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.prism import PrismConfig, PrismDrafter
 from minispec.core.verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp

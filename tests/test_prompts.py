@@ -11,7 +11,7 @@ import decode
 from minispec.tools import checkpoints
 from minispec.data import corpus, prompts
 from minispec.tools import answers, methods
-from minispec.core.engine import Generation
+from minispec.core.requests import Generation
 from minispec.studies import run
 from compare_checkpoints import CHATS
 from minispec.data.bpe import PATTERN

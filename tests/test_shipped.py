@@ -11,7 +11,7 @@ from minispec.data import tasks
 from minispec.studies import cdlm as cdlm_studies
 from minispec.studies.target import row_count_noise
 from minispec.tools import answers, methods
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 
 SETTINGS = methods.settings(draft_model=DRAFT, min_budget=16)
 PROBLEMS = [tasks.make(family, 2000 + i, "heldout") for family in tasks.FAMILIES for i in range(20)]

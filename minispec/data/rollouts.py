@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from minispec.data import prompts, tasks
 from minispec.core.attention import dense_attend
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.tools import checkpoints, training
 from minispec.tools.files import blame, read_json, write_json
 from minispec.core.verify import Sampling

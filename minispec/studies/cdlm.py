@@ -12,7 +12,7 @@ import torch
 from tqdm import tqdm
 
 from minispec import cdlm
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.data import tasks
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import verdict

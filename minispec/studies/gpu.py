@@ -27,7 +27,7 @@ import torch
 
 from kernels import attention as packed
 from kernels import scores, unavailable
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.core.gpt import GPT, SIZES, GPTConfig
 from minispec.data import tasks
 from minispec.studies.run import rows_of, time_methods

@@ -25,9 +25,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from minispec import bounds
 from minispec.core.attention import FullKeys, packed_attend
-from minispec.core.engine import Engine, Lockstep, Request
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.core.verify import greedy_chain
 from minispec.data.traces import Trace, check_costs

@@ -13,7 +13,7 @@ import torch
 
 from minispec import cdlm
 from minispec.bounds import by_workload
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.data import prompts, tasks, traces
 from minispec.studies import cdlm as diffusion
 from minispec.studies import ladder, measure, results

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from minispec.core.attention import dense_attend
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 

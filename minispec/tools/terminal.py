@@ -3,7 +3,7 @@ import codecs
 import itertools
 import sys
 
-from minispec.core.engine import Request
+from minispec.core.requests import Request
 from minispec.tools.script import in_colour, visible
 
 COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m", "plain": ""}

@@ -1,0 +1,153 @@
+"""What is being decoded: a request, the record of its rounds, and the rows that it feeds in one forward."""
+from dataclasses import dataclass, field
+
+import torch
+
+from minispec.core.verify import Sampling, draw, point_mass_tree, warp
+
+
+@dataclass
+class Step:
+    """One round of a request: `proposed` drafts (of a tree: its depth) by `proposer` when `position` tokens
+    had been generated, `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the
+    answer ended inside), and the request's share of the seconds spent on drafting and on the target's
+    verifying forward."""
+    position: int
+    proposed: int
+    accepted: int
+    committed: int
+    proposer: str
+    draft_seconds: float
+    verify_seconds: float
+
+
+@dataclass
+class Generation:
+    """What a request got. who[i] tells where token_ids[i] came from: "draft" (accepted), "correction" (the
+    target's token in place of a rejected draft), "bonus" (after a fully accepted chain), "plain" (nothing was
+    proposed)."""
+    prompt_ids: list
+    token_ids: list = field(default_factory=list)
+    who: list = field(default_factory=list)
+    steps: list = field(default_factory=list)
+    finish: str = ""  # "stop": end of text; "length": token limit; "cancelled"; "": not finished
+
+
+class Request:
+    """A prompt being answered. `tokens` are all committed ids, the first n_cached of which are in the cache.
+    final_length: prompt and answer together, where it is known beforehand (admission by "oracle")."""
+
+    def __init__(self, prompt_ids, max_new_tokens=256, sampling=Sampling(), stop_ids=(), final_length=None):
+        if not prompt_ids:
+            raise ValueError("an empty prompt has no last token to continue from")
+        self.tokens = list(prompt_ids)
+        self.max_new_tokens = max_new_tokens
+        self.sampling = sampling
+        self.stop_ids = set(stop_ids)
+        self.longest = len(prompt_ids) + max_new_tokens
+        self.final_length = final_length
+        self.rng = torch.Generator().manual_seed(sampling.seed)
+        self.generation = Generation(list(prompt_ids))
+        self.n_cached = 0
+        self.run = None                  # its slots of the cache
+        self.state = None                # the planner's own notes
+        self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}       # seconds of the round so far
+
+    @property
+    def remaining(self):
+        return self.max_new_tokens - len(self.generation.token_ids)
+
+    @property
+    def finished(self):
+        return bool(self.generation.finish)
+
+    @property
+    def is_read(self):
+        """Whether all tokens but the last are in the cache."""
+        return self.n_cached >= len(self.tokens) - 1
+
+    def cancel(self):
+        """Stop here; what was generated stays."""
+        self.generation.finish = self.generation.finish or "cancelled"
+
+    def coins(self, n):
+        """n uniform numbers from this request's random stream."""
+        return torch.rand(n, generator=self.rng)
+
+    def commit(self, tokens, proposed, accepted, proposer):
+        """Append a round's tokens (accepted drafts, then one more), cut at the end of text and at the length
+        limit. Returns the tokens that were kept. proposer "": no round, but the end of a prompt."""
+        g = self.generation
+        kept = tokens[:self.remaining]
+        stops = [i for i, token in enumerate(kept) if token in self.stop_ids]
+        if stops:
+            kept = kept[:stops[0] + 1]
+            g.finish = "stop"
+        elif len(kept) == self.remaining:
+            g.finish = "length"
+        if len(kept) <= accepted:        # drafts behind the end were never asked for
+            proposed = accepted = len(kept)
+        if proposer:
+            g.steps.append(Step(len(g.token_ids), proposed, accepted, len(kept), proposer,
+                                self.spent["draft"], self.spent["verify"]))
+        self.spent = dict.fromkeys(self.spent, 0.0)
+        g.who += ["draft"] * accepted
+        if len(kept) > accepted:
+            g.who.append("plain" if proposed == 0 else "bonus" if accepted == proposed else "correction")
+        g.token_ids += kept
+        self.tokens += kept
+        return kept
+
+
+MAX_K = 32
+
+
+def check_k(k, most=MAX_K):
+    """ValueError unless k is a number of draft tokens that a round may have."""
+    if not 1 <= k <= most:
+        raise ValueError(f"k {k} is out of range; allowed is 1 to {most} draft tokens a round")
+
+
+def draw_drafts(requests, logits):
+    """The next draft token of each request from its drafter's logits (n, V), by the request's own sampling
+    settings. Returns the tokens and the distributions they were drawn from: (V,) each, None for a greedy
+    argmax."""
+    tokens = logits.argmax(-1).tolist()
+    q = [None] * len(requests)
+    # Rows with the same settings are warped and drawn together.
+    alike = {}
+    for i, r in enumerate(requests):
+        if r.sampling.temperature > 0:
+            alike.setdefault(r.sampling.settings, []).append(i)
+    for rows in alike.values():
+        probs = warp(logits[rows], requests[rows[0]].sampling)
+        coins = torch.cat([requests[i].coins(1) for i in rows]).to(logits.device)
+        for i, token, row in zip(rows, draw(probs, coins).tolist(), probs):
+            tokens[i] = token
+            q[i] = row
+    return tokens, q
+
+
+@dataclass
+class Segment:
+    """The rows one request feeds in one forward: `tokens` at positions `start`.., which may see `keys`."""
+    request: Request
+    tokens: list
+    start: int
+    keys: object
+    kind: str                            # "prefill", "draft", "verify" (plain decoding verifies no drafts)
+    n_logits: int                        # logits are wanted for the last n_logits rows
+    drafts: list = field(default_factory=list)
+    q: torch.Tensor = None               # (k, V) distributions the drafts were drawn from; None: point masses
+    parents: list = None  # of a tree: the row that each draft hangs from (verify.py); None: a chain
+    rule: object = point_mass_tree       # of a tree: the rule that judges it where tokens are sampled
+    features: torch.Tensor = None  # (n, F) what the drafter asked to see of the rows, set by the forward
+
+    @property
+    def positions(self):
+        if self.parents is None:
+            return range(self.start, self.start + len(self.tokens))
+        out = [self.start]
+        for parent in self.parents:
+            out.append(out[parent] + 1)
+        return out
