@@ -2,14 +2,15 @@
 
 Import this package before torch: it settles two facts about the machine.
 
-Keep freed memory instead of handing it back to the kernel. A PyTorch step on a CPU allocates and frees the same megabytes again
-and again. By default glibc returns large blocks to the kernel at once, and the next step pays a page fault for every 4 KiB it
-touches again. Where page faults are slow (virtual machines), this can cost more than the arithmetic; three calls spare it. Only
-glibc has these knobs, so elsewhere nothing happens.
+Keep freed memory instead of handing it back to the kernel. A PyTorch step on a CPU allocates and frees the
+same megabytes again and again. By default glibc returns large blocks to the kernel at once, and the next step
+pays a page fault for every 4 KiB that it touches again. Where page faults are slow (virtual machines), this
+can cost more than the arithmetic; three calls spare it. Only glibc has these knobs, so elsewhere nothing
+happens.
 
-Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every number of rows and shape of weights, which takes time,
-and forgets all but the last 1,024. A batch in which every request verifies as many drafts as it likes has another
-number of rows each round, times some ten shapes: so remember more.
+Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every number of rows and shape of
+weights, which takes time, and forgets all but the last 1,024. A batch in which every request verifies as many
+drafts as it likes has another number of rows in each round, times some ten shapes: so remember more.
 """
 import ctypes
 import os

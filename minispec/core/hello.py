@@ -48,7 +48,7 @@ def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
         # 1. Draft. Any function may guess; a bad guess costs time and never changes the text.
         guess = draft(tokens, k)
 
-        # 2. Verify. One forward over what the cache lacks (first the prompt, later one token) and the guesses.
+        # 2. Verify: one forward over what the cache lacks (the prompt, later one token) and the guesses.
         logits = forward(model, tokens[n_cached:] + guess, n_cached, cache)
         best = logits[-len(guess) - 1:].argmax(-1).tolist()      # best[i]: what comes after guess[:i]
 
