@@ -339,11 +339,21 @@ def test_a_long_conversation_forgets_its_oldest_turns(toy, capsys):
     messages = []
     for i in range(20):
         messages += [tokenizer.asked(f"line {i}\n"), {"role": "assistant", "content": list(range(30, 60))}]
-    messages.append(tokenizer.asked("last\n"))
-    ids = terminal.fitting(messages, tokenizer, 512)
-    assert len(ids) <= 448 and "forgotten" in capsys.readouterr().out and messages[-1]["content"] == "last\n"
-    with pytest.raises(ValueError, match="a line of .* tokens; the context of this model is 512"):
-        terminal.fitting([tokenizer.asked("word " * 600)], tokenizer, 512)
+    last = tokenizer.asked("last\n")
+    ids = terminal.fitting(messages, last, tokenizer, 512)
+    assert len(ids) <= 448 and "forgotten" in capsys.readouterr().out
+    assert 0 < len(messages) < 40 and ids == tokenizer.chat_ids([*messages, last])
+
+
+def test_a_line_that_is_too_long_is_refused_and_the_chat_goes_on(toy, monkeypatch, capsys):
+    talk(monkeypatch, ["one", "word " * 600, "two"])
+    asked = []
+    chat_ids = Tokenizer.chat_ids
+    monkeypatch.setattr(Tokenizer, "chat_ids", lambda self, messages: asked.append(messages) or chat_ids(self, messages))
+    decode_script.main(["--model", str(toy), "--chat", "--max-new-tokens", "9"])
+    shown = capsys.readouterr().out
+    assert "tokens; allowed are 448 in this model's context of 512" in shown and shown.count("[9 tokens, ") == 2
+    assert [m["content"] for m in asked[-1] if m["role"] == "user"] == ["one\n", "two\n"]          # nothing was lost
 
 
 def test_chat_is_for_one_request_at_a_time(toy):

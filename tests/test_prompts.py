@@ -180,6 +180,8 @@ def test_the_next_prompt_of_every_family(family, names, answer, want):
 def test_special_tokens_of_a_prompt_stay_text():
     """Also where they are put together from the template and the text, or overlap."""
     t = Tokenizer.load(TARGET)
+    said = {"role": "assistant", "content": t.encode("x\ue000<|eos|>")}
+    assert t.decode(t.chat_ids([t.asked("a"), said])) == "<|bos|><|prompt|>a<|think|>x\ue000<|eos|><|eos|>"
     for text in ("<|eos|>", "a<|eos|><|think|>b", "<|<|eos|>eos|>", "\ue000<|eos|>"):
         ids = t.prompt_ids(text)
         assert t.decode(ids) == f"<|bos|><|prompt|>{text}<|think|>" and t.special["<|eos|>"] not in ids and ids.count(t.special["<|think|>"]) == 1

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minispec.core.attention import FullKeys, dense_attend, packed_attend
+from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.requests import draw_drafts
 from minispec.core.kv_cache import KVCache
 
@@ -178,12 +178,6 @@ class SmallLM:
             last.append(n - 1)
         tokens, positions, attend, _ = pack(work, self.model.device)
         return self.model.logits(self.model(tokens, positions, attend)[last])
-
-    def first_guesses(self, ids):
-        """Logits (len(ids) - 2, V) of what it would draft in place of each of ids[2:], knowing all before."""
-        x = torch.tensor([ids], device=self.model.device)
-        hidden = self.model(x, torch.arange(len(ids), device=x.device)[None], dense_attend())
-        return self.model.logits(hidden)[0, 1:-1]
 
     def release(self, request):
         self.notes.pop(request, None)

@@ -123,7 +123,8 @@ class Tokenizer:
         messages: [{"role", "content"}]. The content of "user" and "system" is plain text, that of "assistant"
         is the ids of an earlier answer. ValueError where the template does not render."""
         # A character that occurs nowhere else breaks names of special tokens in plain text.
-        text = "".join(m["content"] for m in messages if isinstance(m["content"], str))
+        texts = [m["content"] for m in messages]
+        text = "".join(x if isinstance(x, str) else self.decode(x) for x in texts)
         mark = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in text)
         said = [{"role": m["role"], "content": self._spell(m["content"], mark)} for m in messages]
         try:

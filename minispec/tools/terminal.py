@@ -115,8 +115,13 @@ def chat(engine, tokenizer, sampling, limit, stops=()):
             return
         if not line.strip():
             continue
-        messages.append(tokenizer.asked(line + "\n"))
-        ids = fitting(messages, tokenizer, engine.model.config.block_size)
+        asked = tokenizer.asked(line + "\n")
+        try:
+            ids = fitting(messages, asked, tokenizer, engine.model.config.block_size)
+        except ValueError as e:                          # one line is refused; the conversation goes on
+            print(e)
+            continue
+        messages.append(asked)
         room = engine.model.config.block_size - len(ids)
         request = Request(ids, min(limit, room), sampling, ends)
         printer = Printer(tokenizer, in_colour(sys.stdout), stops)
@@ -131,17 +136,18 @@ def chat(engine, tokenizer, sampling, limit, stops=()):
         messages.append({"role": "assistant", "content": request.generation.token_ids})
 
 
-def fitting(messages, tokenizer, block_size):
-    """The ids of a conversation. Its oldest turns are forgotten if they leave less than an eighth of the
-    context. ValueError where the last line alone is too long."""
-    ids = tokenizer.chat_ids(messages)
-    while len(ids) > block_size - block_size // 8 and len(messages) > 1:
+def fitting(messages, asked, tokenizer, block_size):
+    """The ids of a conversation and what is asked next. The oldest turns leave `messages` if together they
+    leave less than an eighth of the context. ValueError, and nothing leaves, if the line alone does not fit."""
+    most = block_size - block_size // 8
+    alone = len(tokenizer.chat_ids([asked]))
+    if alone > most:
+        raise ValueError(f"a line of {alone} tokens; allowed are {most} in this model's context of {block_size}")
+    ids = tokenizer.chat_ids([*messages, asked])
+    while len(ids) > most:
         del messages[:2]
         print("(the conversation is longer than the context; its oldest turn is forgotten)")
-        ids = tokenizer.chat_ids(messages)
-    if len(ids) >= block_size:
-        messages.pop()
-        raise ValueError(f"a line of {len(ids)} tokens; the context of this model is {block_size}")
+        ids = tokenizer.chat_ids([*messages, asked])
     return ids
 
 
