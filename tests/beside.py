@@ -1,84 +1,98 @@
-"""The tests on two cores: one pytest runs their files from the first on, a second one, its child, from the last on, until they
-meet. What the child reports, the parent reports."""
-import itertools
-import json
+"""The tests on two cores: this pytest runs them from the first on, a second one, its child, from the last on,
+until they meet. What the child reports, the parent reports.
+
+Before each test a process takes one byte from a pipe that holds as many bytes as there are tests."""
+import multiprocessing
 import os
+import queue
 import subprocess
 import sys
 import tempfile
+import threading
+from multiprocessing.connection import Connection
 
 import pytest
 
-CHILD = os.environ.get("MINISPEC_TESTS_BESIDE")          # in the child, the folder through which it talks with its parent
+CHILD = os.environ.get("MINISPEC_TESTS_BESIDE")          # in the child: its ends of two pipes, "3 4"
 
 
-def run_files(session, folder, files, after=lambda: None):
-    """pytest's own loop, over those of `files` [(path, items)] that this process is the first to claim."""
-    for path, items in files:
-        try:
-            os.close(os.open(os.path.join(folder, f"{path.name}.claimed"), os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            return
-        for item, following in zip(items, [*items[1:], None]):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if session.shouldfail:
-                raise session.Failed(session.shouldfail)
-            if session.shouldstop:
-                raise session.Interrupted(session.shouldstop)
-        after()
-
-
-def run_beside(session, folder, files):
-    hook, reports, output = session.config.hook, open(os.path.join(folder, "reports"), "a+"), open(os.path.join(folder, "output"), "w+")
-    reports.seek(0)
-
-    def report():
-        while True:
-            position = reports.tell()
-            line = reports.readline()
-            if not line.endswith("\n"):                  # the child is still at it
-                return reports.seek(position)
-            hook.pytest_runtest_logreport(report=hook.pytest_report_from_serializable(config=session.config, data=json.loads(line)))
-
-    child = subprocess.Popen([sys.executable, "-m", "pytest", *session.config.invocation_params.args], env={**os.environ, "MINISPEC_TESTS_BESIDE": folder},
-                             stdout=output, stderr=output)
-    try:
-        run_files(session, folder, files, report)
-        code = child.wait()
-        report()
-    finally:
-        child.kill()
-    if code not in (0, 1):                               # neither all passed nor some failed
-        output.seek(0)
-        pytest.exit(f"the tests beside these ended with {code}:\n{output.read()[-3000:]}", returncode=1)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop(session):
-    files = [(path, list(items)) for path, items in itertools.groupby(session.items, lambda item: item.path)]
-    option = session.config.option
+def pytest_sessionstart(session):
+    config = session.config
     if CHILD:
-        run_files(session, CHILD, files[::-1])
-    elif len(files) < 4 or session.testsfailed or option.collectonly or option.usepdb or (os.cpu_count() or 1) < 2:
-        return None                                      # pytest's own loop
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            run_beside(session, folder, files)
-    return True
+        config.pluginmanager.register(Child(config, *map(int, CHILD.split())))
+    elif (any(os.path.isdir(arg) for arg in config.args) and (os.cpu_count() or 1) > 1
+          and not config.option.collectonly and not config.option.usepdb):
+        config.pluginmanager.register(Parent(config))
 
 
-class Reports:
-    def __init__(self, config):
-        self.config, self.lines = config, []
+def run(session, items, tokens, after=lambda: None):
+    """pytest's own loop, over as many of `items` as there are bytes in the pipe."""
+    for item, following in zip(items, [*items[1:], None]):
+        if not os.read(tokens, 1):
+            return
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        after()
+        if session.shouldfail:
+            raise session.Failed(session.shouldfail)
+        if session.shouldstop:
+            raise session.Interrupted(session.shouldstop)
+
+
+class Child:
+    def __init__(self, config, tokens, reports):
+        self.config, self.tokens, self.reports = config, tokens, Connection(reports, readable=False)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        run(session, session.items[::-1], self.tokens)
+        return True
 
     def pytest_runtest_logreport(self, report):
-        self.lines.append(json.dumps(self.config.hook.pytest_report_to_serializable(config=self.config, report=report)) + "\n")
-        if report.when == "teardown":                    # not before: a test may have made the disk look full
-            with open(os.path.join(CHILD, "reports"), "a", encoding="utf-8") as f:
-                f.writelines(self.lines)
-            self.lines.clear()
+        self.reports.send(self.config.hook.pytest_report_to_serializable(config=self.config, report=report))
 
 
-def pytest_configure(config):
-    if CHILD:
-        config.pluginmanager.register(Reports(config))
+class Parent:
+    """Starts the child before the tests are collected, so that both collect at once."""
+
+    def __init__(self, config):
+        self.config, self.reports, self.output = config, queue.SimpleQueue(), tempfile.TemporaryFile("w+")
+        self.tokens, self.supply = os.pipe()
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        ends = self.tokens, sender.fileno()
+        self.child = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *config.invocation_params.args], pass_fds=ends,
+            stdout=self.output, stderr=self.output, env={**os.environ, "MINISPEC_TESTS_BESIDE": "%d %d" % ends})
+        sender.close()
+        # A thread reads, so that the child never waits for its parent.
+        self.listener = threading.Thread(target=self.listen, args=[receiver], daemon=True)
+        self.listener.start()
+        config.add_cleanup(self.child.kill)
+
+    def listen(self, receiver):
+        try:
+            while True:
+                self.reports.put(receiver.recv())
+        except EOFError:                                 # the child has ended
+            pass
+
+    def report(self):
+        hook = self.config.hook
+        while not self.reports.empty():
+            data = self.reports.get()
+            report = hook.pytest_report_from_serializable(config=self.config, data=data)
+            hook.pytest_runtest_logreport(report=report)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session):
+        if session.testsfailed:                          # in collection: pytest's own loop says so
+            return None
+        os.write(self.supply, b"." * len(session.items))
+        os.close(self.supply)
+        run(session, session.items, self.tokens, self.report)
+        code = self.child.wait()
+        self.listener.join()
+        self.report()
+        if code not in (0, 1):                           # neither all passed nor some failed
+            self.output.seek(0)
+            pytest.exit(f"the tests beside these ended with {code}:\n{self.output.read()[-3000:]}", returncode=1)
+        return True

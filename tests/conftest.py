@@ -10,13 +10,13 @@ from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-os.environ.setdefault("OMP_NUM_THREADS", "1")            # two processes share the cores
+os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")          # two processes share the cores
 
 import minispec  # noqa: E402  before torch: it tunes the allocator
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from beside import pytest_configure, pytest_runtestloop  # noqa: E402, F401  hooks
+from beside import pytest_sessionstart  # noqa: E402, F401  a hook
 from minispec.core import gpt  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 

@@ -8,37 +8,32 @@ import pytest
 from conftest import ROOT
 
 GOOD = "import time\ndef test_good():\n    time.sleep(0.2)\n"
-# However long the second process takes to start, the first one does not get to the last file before it.
+# However long the second process takes to start, the first one does not get to the last file before it. That one
+# is run from its end.
 BEGIN = "def test_begun():\n    open('begun', 'w').close()\n"
 WAIT = "import os, time\ndef test_waits():\n    while not os.path.exists('begun'):\n        time.sleep(0.01)\n"
+FAILS = "import os\ndef test_d(): assert 'MINISPEC_TESTS_BESIDE' not in os.environ\n"
+DIES = "import os\ndef test_d():\n    if 'MINISPEC_TESTS_BESIDE' in os.environ:\n        os._exit(9)\n"
+
+pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core runs one process")
 
 
-def run(folder, files, *args):
+def run(folder, files):
     shutil.copy(os.path.join(ROOT, "tests", "beside.py"), folder)
-    (folder / "conftest.py").write_text("from beside import pytest_configure, pytest_runtestloop\n")
+    (folder / "conftest.py").write_text("from beside import pytest_sessionstart\n")
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)
     env = {name: value for name, value in os.environ.items() if name != "MINISPEC_TESTS_BESIDE"}
-    return subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args], cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core runs one process")
 def test_failures_of_both_processes_are_reported(tmp_path):
-    p = run(tmp_path, {
-        "a": "def test_a(): assert 0\n", "b": GOOD, "c": WAIT,
-        "d": BEGIN + "def test_d(): assert 'MINISPEC_TESTS_BESIDE' not in __import__('os').environ\n"})
-    assert p.returncode == 1 and "2 failed, 3 passed" in p.stdout and "test_a.py::test_a" in p.stdout and "test_d.py::test_d" in p.stdout
+    p = run(tmp_path, {"a": "def test_a(): assert 0\n", "b": GOOD, "c": WAIT, "d": FAILS + BEGIN})
+    assert p.returncode == 1 and "2 failed, 3 passed" in p.stdout
+    assert "test_a.py::test_a" in p.stdout and "test_d.py::test_d" in p.stdout
 
 
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core runs one process")
 def test_a_second_process_that_dies_is_a_failure(tmp_path):
-    p = run(tmp_path, {"a": GOOD, "b": GOOD, "c": WAIT, "d": BEGIN + "import os\ndef test_d():\n    if 'MINISPEC_TESTS_BESIDE' in os.environ:\n        os._exit(9)\n"})
+    p = run(tmp_path, {"a": GOOD, "b": GOOD, "c": WAIT, "d": DIES + BEGIN})
     assert p.returncode == 1 and "the tests beside these ended with 9" in p.stdout + p.stderr
-
-
-@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core runs one process")
-def test_reports_outlive_a_disk_that_a_test_made_full(tmp_path):
-    full = "import resource, pytest\n@pytest.fixture\ndef full():\n    old = resource.getrlimit(resource.RLIMIT_FSIZE)\n    resource.setrlimit(resource.RLIMIT_FSIZE, (10, old[1]))\n" \
-           "    yield\n    resource.setrlimit(resource.RLIMIT_FSIZE, old)\ndef test_d(full): assert 0\n"
-    p = run(tmp_path, {"a": GOOD, "b": GOOD, "c": GOOD, "d": full})
-    assert p.returncode == 1 and "1 failed, 3 passed" in p.stdout
