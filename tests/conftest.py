@@ -1,11 +1,13 @@
 """Toy models for tests: tiny, untied and drawn with large weights, so that their greedy output wanders instead of
 repeating a token, and sampled distributions are neither flat nor peaked."""
 import contextlib
+import io
 import json
 import os
 import pty
 import subprocess
 import sys
+import threading
 from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -19,6 +21,7 @@ import torch  # noqa: E402
 from beside import pytest_sessionstart  # noqa: E402, F401  a hook
 from minispec.core import gpt  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
+from minispec.tools.script import run_main  # noqa: E402
 
 TARGET = os.path.join(ROOT, "checkpoints", "target")
 DRAFT = os.path.join(ROOT, "checkpoints", "draft")
@@ -94,6 +97,23 @@ def run_script(script, *args):
         script.main()
 
 
+def outcome(script, *args, cwd=ROOT, out=None, **env):
+    """What subprocess.run says of an imported script, but in this process, because importing torch takes seconds.
+    out: its stdout, if not kept."""
+    out, err, code = out or io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", [script.__name__ + ".py", *map(str, args)])
+        for name, value in env.items():
+            patch.setenv(name, value)
+        try:
+            run_main(script.main)
+        except SystemExit as e:
+            code = e.code
+    shown = out.getvalue() if isinstance(out, io.StringIO) else None
+    return subprocess.CompletedProcess(args, code, shown, err.getvalue())
+
+
 def train_toy(script, folder, out, *args):
     """A short training with an imported script, for the target in `folder`; returns its log. `args` have the last word."""
     run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses", "--tasks", "revise,arith", "--heldout", 4,
@@ -102,17 +122,23 @@ def train_toy(script, folder, out, *args):
         return [json.loads(line) for line in f]
 
 
-def on_a_terminal(command, **env):
-    """What the command, which must succeed, shows on a terminal: bytes."""
+def on_a_terminal(script, *args, **env):
+    """What a script, which must succeed, shows on a terminal: bytes."""
     leader, follower = pty.openpty()
-    p = subprocess.Popen(command, cwd=ROOT, stdout=follower, stderr=follower, env={**os.environ, **env})
-    shown = b""
-    os.close(follower)
-    with contextlib.suppress(OSError):                  # the way a closed terminal says that it is
-        while chunk := os.read(leader, 4096):
-            shown += chunk
-    assert p.wait(60) == 0
-    return shown
+    shown = []
+
+    def read():
+        with contextlib.suppress(OSError):              # the way a closed terminal says that it is
+            while chunk := os.read(leader, 4096):
+                shown.append(chunk)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(follower, "w") as terminal:
+        p = outcome(script, *args, out=terminal, **env)
+    reader.join()
+    assert p.returncode == 0, p.stderr
+    return b"".join(shown)
 
 
 @pytest.fixture(scope="session")
