@@ -3,13 +3,12 @@ import gc
 import glob
 import json
 import os
-import subprocess
 import sys
 import weakref
 
 import pytest
 import torch
-from conftest import ROOT, run_script, toy_model
+from conftest import outcome, run_script, toy_model
 
 import bench
 from minispec import cdlm
@@ -37,9 +36,8 @@ def files(tmp_path):
     return tmp_path
 
 
-def command(files, *more):
-    return subprocess.run([sys.executable, os.path.join(ROOT, "bench.py"), "bounds", "--quick", "--traces", files / "t.jsonl", "--cost", files / "c.json", *more],
-                          cwd=ROOT, capture_output=True, text=True, timeout=300)
+def command(files):
+    return outcome(bench, "bounds", "--quick", "--traces", files / "t.jsonl", "--cost", files / "c.json")
 
 
 def test_bounds_from_two_files_prints_the_ladder(files):
