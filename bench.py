@@ -27,6 +27,7 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.studies import figures, gpu, ladder, results
 from minispec.studies.cdlm import cdlm_blocks, cdlm_curves, cdlm_losses, cdlm_speed
 from minispec.studies.drafters import prism_arms, prism_trees, specdiff_chains, specdiff_objectives
+from minispec.studies.markdown import pick
 from minispec.studies.run import NEW, cdlm_accuracy, profile, run, trace
 from minispec.studies.specgen import acceptance, attention, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render, training_table
@@ -186,14 +187,16 @@ def gpu_suite(args):
 # -- pages -----------------------------------------------------------------------------------------
 
 def pages():
-    """The texts with tables: README.md and the lessons."""
-    lessons = sorted(glob.glob(os.path.join(results.ROOT, "docs", "*.md")))
-    return [os.path.join(results.ROOT, "README.md"), *lessons]
+    """The texts with tables: README.md, the lessons and their appendices."""
+    lessons = glob.glob(os.path.join(results.ROOT, "docs", "**", "*.md"), recursive=True)
+    return [os.path.join(results.ROOT, "README.md"), *sorted(lessons)]
 
 
 def report(page):
     """Render again what is between the markers of each table in a page: `<!-- results:NAME -->` for a
-    study, `<!-- gpu -->` and `<!-- training -->`. A table whose study was not measured stays as it is."""
+    study, `<!-- gpu -->` and `<!-- training -->`. A table whose study was not measured stays as it is.
+
+    A part of a study's table: lines in the marker choose `columns: a, b` and `rows: c; d` by how they begin."""
     with open(page, encoding="utf-8") as f:
         text = f.read()
 
@@ -204,16 +207,18 @@ def report(page):
         elif what == "training":
             new = training_table(CHECKPOINTS)
         else:
-            new = study_table(what.removeprefix("results:"))
-        return mark[0] if new is None else f"<!-- {what} -->\n{new}\n<!-- end -->"
+            new = study_table(what.removeprefix("results:"), mark[2])
+        return mark[0] if new is None else f"<!-- {what}{mark[2]} -->\n{new}\n<!-- end -->"
 
-    text = re.sub(r"<!-- (gpu|training|results:\w+) -->.*?\n<!-- end -->", table, text, flags=re.S)
+    marks = r"<!-- (gpu|training|results:\w+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
+    text = re.sub(marks, table, text, flags=re.S)
     with replaced(page) as temporary, open(temporary, "w", encoding="utf-8") as f:
         f.write(text)
 
 
-def study_table(name):
-    """The table of a study with a line that says where it is from; None if it was not measured."""
+def study_table(name, choice=""):
+    """The table of a study, or the part of it that the lines `choice` ask for, with a line that says where it
+    is from; None if it was not measured."""
     file = results.path(SHOWN_FROM.get(name, name) + ".json")
     if not os.path.exists(file):
         return None
@@ -223,7 +228,8 @@ def study_table(name):
         source = f"`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}, {minutes}."
         if "bench.py" in r["command"] and name not in (*STUDIES, *SHOWN_FROM):
             source += " This study is no longer part of bench.py."
-        return f"{render(name, r['result'])}\n\n{source}"
+        wanted = dict(line.split(": ", 1) for line in choice.split("\n")[1:])
+        return f"{pick(render(name, r['result']), **wanted)}\n\n{source}"
 
 
 def gpu_tables():

@@ -12,6 +12,28 @@ def row(cells):
     return " | ".join(map(str, cells))
 
 
+def pick(text, columns="", rows=""):
+    """Of the first table in `text`, the columns "a, b" and the rows "c; d" that begin so, in that order; all
+    where nothing is asked for. ValueError for what is not there."""
+    if not columns and not rows:
+        return text
+    head, _, *body = (line[2:-2] for line in text.split("\n\n")[0].splitlines())
+
+    def those(names, lines):
+        for name in names:
+            some = [i for i, line in enumerate(lines) if line.startswith(name)]
+            if not some:
+                raise ValueError(f"a page asks for '{name}', which is not in the table: {lines}")
+            yield some[0]
+
+    names = head.split(" | ")
+    places = list(those(columns.split(", "), names)) if columns else range(len(names))
+    chosen = [body[i] for i in those(rows.split("; "), body)] if rows else body
+    cells = [line.split(" | ") for line in (head, *chosen)]
+    first, *others = (row(line[i] for i in places) for line in cells)
+    return table(first, others)
+
+
 def whole(x):
     return "" if x is None else f"{x:.0f}"
 
