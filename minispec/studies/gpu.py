@@ -64,7 +64,7 @@ class Shapes:
 DRY = Shapes(
     copy_bytes=1 << 16, matmul=32, groups=2, head_dim=16, kernels=((64, 2, 2), (64, 3, 1)),
     models={"tiny": {**SIZES["tiny"], "block_size": 256}}, new_tokens=32, serving=((200, 2),),
-    system=(3, 1, 1), batches=(1, 2), repeats=2, pairs=1, answer=24)
+    system=(6, 2, 1), batches=(1, 2), repeats=2, pairs=1, answer=24)
 
 
 def on_gpu(device):
