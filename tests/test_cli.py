@@ -44,7 +44,7 @@ BAD = {     # what is wrong: (arguments, what the line must say)
     "no tokens": (["--max-new-tokens", 0], "max-new-tokens 0 is out of range"),
     "long prompt": (["--prompt", "word " * 600], "the context of this model is 512"),
     "many tokens": (["--prompt", "hi", "--max-new-tokens", 600], "the context of this model is 512"),
-    "no prompt file": (["--prompts", "none.jsonl"], "no prompt file none.jsonl"),
+    "no prompt file": (["--prompts", "none.jsonl"], "cannot read none.jsonl: No such file or directory"),
     "no data": (["--task", "gsm8k"], "from github.com/openai/grade-school-math"),
     "device": (["--device", "cuda"], "no CUDA device"),
     "argument": (["--speed", "fast"], "unrecognized arguments: --speed fast"),
@@ -69,7 +69,7 @@ def test_malformed_prompt_line_is_named(toy, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_text('{"prompt": "a"}\n{"prompt" "b"}\n')
     r = decode("--model", toy, "--prompts", file)
-    assert r.returncode == 2 and f"{file}:2: not a JSON line" in r.stderr and r.stderr.count("\n") == 1
+    assert r.returncode == 2 and f"{file}:2: not JSON" in r.stderr and r.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("damage", ["truncated", "mismatched"])
@@ -214,7 +214,7 @@ def test_help_groups_options_and_shows_examples():
     shown = decode("--help").stdout
     for heading in ("what to solve", "answers:", "output:", "method and model:", "self-speculation: specgen:", "diffusion models: cdlm, dlm:"):
         assert heading in shown
-    assert "python decode.py --method specgen --compare" in shown
+    assert "python decode.py --method specgen --compare" in shown and "--explain N" in shown
 
 
 def test_interrupt_keeps_the_text_and_exits_130(tmp_path):
@@ -239,6 +239,54 @@ def test_importing_the_package_keeps_more_kernels_unless_told_otherwise():
     capacity = lambda **env: subprocess.run([sys.executable, "-c", "import minispec, os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"], cwd=ROOT,
                                             capture_output=True, text=True, env={**{k: v for k, v in os.environ.items() if not k.startswith("ONEDNN")}, **env}).stdout.strip()
     assert capacity() == "8192" and capacity(ONEDNN_PRIMITIVE_CACHE_CAPACITY="5") == "5"
+
+
+# -- help of two kinds -----------------------------------------------------------------------------------
+
+def test_without_arguments_methods_and_first_commands_are_shown(capsys):
+    decode_script.main([])
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*methods.METHODS, *methods.DIFFUSION)) and shown.count("python decode.py --method") == 3
+    for line in shown.splitlines():
+        if line.startswith("    python"):
+            decode_script.parse_args(line.split("#")[0].split()[2:])
+
+
+EXPLAINED = {
+    "draft": ["--temperature", "1"],
+    "ngram": [],
+    "specgen": ["--temperature", "1"],
+    "prism": ["--tree", "8", "--temperature", "1"],
+    "specdiff": ["--k-drafts", "3", "--temperature", "1"],
+}
+
+
+@pytest.mark.parametrize("method", EXPLAINED)
+def test_explained_rounds_are_those_that_were_decoded(method, tmp_path, capsys):
+    """Verdicts follow from p, q and the coins that are shown, and their number from the steps of the answer."""
+    out = tmp_path / "o.json"
+    args = ["--model", TARGET, "--draft-model", DRAFT, "--method", method, "--task", "revise", "--max-new-tokens", "24", *EXPLAINED[method]]
+    decode_script.main([*args, "--explain", "2", "--json", str(out)])
+    explained, d = capsys.readouterr().out, json.loads(out.read_text())
+    decode_script.main([*args, "--quiet", "--json", str(out)])
+    assert json.loads(out.read_text())["token_ids"] == d["token_ids"]           # looking changes nothing
+    rounds = explained.split("\nat ")[1:]
+    assert len(rounds) == 2
+    for shown, step in zip(rounds, [s for s in d["steps"] if s["proposed"]]):
+        lines = [line for line in shown.splitlines() if line.endswith(("accepted", "rejected", "not reached"))]
+        assert sum(line.endswith("accepted") for line in lines) == step["accepted"]
+        if method == "draft":
+            for line in lines:
+                q, p, coin = map(float, line[-43:].split()[-4 - line.endswith("reached"):][:3])
+                assert line.endswith("reached") or abs(coin * q - p) < 0.002 or (coin * q < p) == line.endswith("accepted")
+        end = shown.splitlines()[len(lines) + 2]
+        assert end.endswith(("correction", "bonus")) and "the cache keeps" in shown
+
+
+def test_explain_is_for_one_request_of_a_method_that_verifies():
+    for more in (["--method", "cdlm"], ["--batch", "2"], ["--chat"], ["--explain", "-1"], ["--method", "ar"]):
+        with pytest.raises(ValueError, match="--explain N is for"):
+            decode_script.parse_args(["--model", TARGET, "--method", "ngram", "--explain", "3", *more])
 
 
 # -- the default model, and chat -----------------------------------------------------------------------------------------

@@ -99,12 +99,12 @@ def test_endless_numbers_are_no_answer(tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [
-    ('{"prompt": "a"}\n{"prompt": ', ":2: not a JSON line"), ('5', ":1: a JSON object is needed"), ('[1]', ", object 1: a JSON object is needed"), ('{"prompt": 5}', ":1: no text under"),
+    ('{"prompt": "a"}\n{"prompt": ', ":2: not JSON"), ('5', ":1: a JSON object is needed"), ('[1]', ", object 1: a JSON object is needed"), ('{"prompt": 5}', ":1: no text under"),
     ('{"x": 1}', ":1: no text under"), ("", "holds no prompts"), ("[]", "holds no prompts"), ('{"turns": ["a", 3]}', ":1: no text under"), ('{"turns": []}', ":1: no text"),
     ('{"prompt": "a", "answer": [1]}', ":1: 'answer' must be a text or a number"), ('{"prompt": "a", "answer": true}', ":1: 'answer' must be a text or a number"),
-    ('{"prompt": "a", "answer": NaN}', ":1: not JSON that can be read (NaN is no number of JSON)"), ('{"prompt": "a", "x": -Infinity}', ":1: not JSON that can be read (-Infinity"),
-    ('{"prompt": "a", "prompt": "b"}', ":1: not JSON that can be read (the key 'prompt' appears twice)"),
-    ("[" * 100000, "a.jsonl: not JSON that can be read"), ('[{"prompt": "a"}, {"prompt": "b"', "a.jsonl: not a JSON line (Expecting ',' delimiter at column"), ('{"a": ' * 100000, ":1: not JSON that can be read"),
+    ('{"prompt": "a", "answer": NaN}', ":1: not JSON (NaN is no number of JSON)"), ('{"prompt": "a", "x": -Infinity}', ":1: not JSON (-Infinity"),
+    ('{"prompt": "a", "prompt": "b"}', ":1: not JSON (the key 'prompt' appears twice)"),
+    ("[" * 100000, "a.jsonl: not JSON"), ('[{"prompt": "a"}, {"prompt": "b"', "a.jsonl: not JSON (Expecting ',' delimiter"), ('{"a": ' * 100000, ":1: not JSON"),
     ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", ":1: not JSON"),
     ('{"text": "a", "test_list": [1]}', ":1: 'test_list' must be a list of tests, at least one"), ('{"text": "a", "test_list": []}', ":1: 'test_list' must be"),
     ('{"text": "a", "test_list": "b"}', ":1: 'test_list' must be"), ('[{"text": "a"}, {"text": 3}]', ", object 2: no text under")])
@@ -136,9 +136,9 @@ def test_arrays_byte_order_marks_and_gzip_are_read(tmp_path):
 
 def test_files_that_are_no_text_are_named(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}')
-    with pytest.raises(ValueError, match="cannot read .*a.jsonl: not UTF-8 text .invalid start byte at byte 12"):
+    with pytest.raises(ValueError, match="cannot read .*a.jsonl: .*byte 0xff in position 12"):
         prompts.load_prompts(str(tmp_path / "a.jsonl"))
-    with pytest.raises(ValueError, match="no prompt file"):
+    with pytest.raises(ValueError, match="cannot read .*none.jsonl: No such file"):
         prompts.load_prompts(str(tmp_path / "none.jsonl"))
     with pytest.raises(ValueError, match="cannot read .*: Is a directory"):
         prompts.load_prompts(str(tmp_path))

@@ -93,7 +93,7 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder):
 
 BAD = {"arm": (["--arm", "ttt9"], "invalid choice"), "target": (["--target", "nowhere"], "no model folder nowhere"),
        "family": (["--tasks", "chess"], "unknown task family 'chess'"), "steps": (["--unroll", "0"], "unroll 0 is out of range; allowed is 1 or more"),
-       "file": (["--prompt-file", "none.jsonl"], "no prompt file none.jsonl"), "init": (["--init", "nowhere"], "no drafter folder nowhere")}
+       "file": (["--prompt-file", "none.jsonl"], "cannot read none.jsonl: No such file"), "init": (["--init", "nowhere"], "no drafter folder nowhere")}
 
 
 @pytest.mark.parametrize("name", BAD)

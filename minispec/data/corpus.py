@@ -21,7 +21,7 @@ import sysconfig
 import numpy as np
 
 from minispec.data import prompts, tasks
-from minispec.tools.files import blame, read_json
+from minispec.tools.files import blame
 
 HELDOUT_BOOK = "the-princess-and-the-goblin"
 EXCLUDED_TASK = "arithmetic/gsm_symbolic"      # its questions are variations of GSM8K's test set
@@ -76,13 +76,10 @@ CHAT = {        # source: (file, form of its rows)
 
 
 def _chat_documents(file, form, training):
-    if file.endswith(".jsonl"):
-        rows = [row for _, row in prompts.read_rows(file)]
-    else:
-        rows = read_json(file)
+    rows = prompts.read_rows(file)
     out = []
     with blame(file):
-        for row in rows:
+        for _, row in rows:
             if row.get("task") == EXCLUDED_TASK:
                 continue
             question, document = form(row)

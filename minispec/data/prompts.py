@@ -81,28 +81,16 @@ def _read_text(file):
     try:
         with opener(file, "rt", encoding="utf-8-sig") as f:
             return f.read()
-    except FileNotFoundError:
-        raise ValueError(f"no prompt file {file}") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as e:
-        raise ValueError(f"cannot read {file}: not a whole gzip file ({e})") from None
-    except OSError as e:
-        raise ValueError(f"cannot read {file}: {e.strerror}") from None
-    except UnicodeDecodeError as e:
-        raise ValueError(f"cannot read {file}: not UTF-8 text ({e.reason} at byte {e.start})") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {file}: {getattr(e, 'strerror', None) or e}") from None
 
 
 def _parse(text, where):
     """What a JSON text holds. NaN, Infinity and repeated keys, which Python's reader accepts, are refused."""
     try:
         return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
-    except json.JSONDecodeError as e:
-        if "\n" in text:
-            raise ValueError(f"{where}: not JSON ({e.msg} at line {e.lineno}, column {e.colno})") from None
-        raise ValueError(f"{where}: not a JSON line ({e.msg} at column {e.colno})") from None
-    except RecursionError:
-        raise ValueError(f"{where}: not JSON that can be read (too deeply nested)") from None
-    except ValueError as e:                      # from the two hooks, or a number of thousands of digits
-        raise ValueError(f"{where}: not JSON that can be read ({e})") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{where}: not JSON ({e})") from None
 
 
 def _no_constant(name):

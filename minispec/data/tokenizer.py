@@ -58,29 +58,24 @@ class Tokenizer:
         self.vocab_size = 1 + max(max(ranks.values()), max(special.values(), default=0))
         # Some vocabularies lack bytes. These get ids after the last one, which `encode` drops.
         lacking = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
-        ranks = ranks | {byte: self.vocab_size + i for i, byte in enumerate(lacking)}
+        whole = ranks | {byte: self.vocab_size + i for i, byte in enumerate(lacking)}
         self.encoding = tiktoken.Encoding(
-            "minispec", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+            "minispec", pat_str=pattern, mergeable_ranks=whole, special_tokens=special)
         self.ours = "<|answer|>" in special
         self.ends = [special[name] for name in ENDS if name in special]
         self.names = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
         self.name_of = {i: name for name, i in special.items()}
+        self.bytes_of = {i: b for b, i in ranks.items()} | {i: name.encode() for name, i in special.items()}
         self.chat_template = chat_template or (OURS if self.ours else TEXT_ALONE)
         self.thinking = True     # Qwen3: whether the next answer begins with a chain of thought
 
     @classmethod
     def load(cls, path):
         """From a model's folder, its tokenizer.json, or a GGUF file. ValueError names what is wrong."""
-        file = path
-        if gguf_file.is_gguf(path):
-            make = functools.partial(_from_gguf, cls, gguf_file.open_gguf(path))
-        else:
-            file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-            if not os.path.exists(file):
-                raise ValueError(f"no tokenizer: {file} does not exist")
-            make = functools.partial(_from_json, cls, file)
+        file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
+        read = _from_gguf if gguf_file.is_gguf(path) else _from_json
         try:
-            out = make()
+            out = cls(*read(file))
             out.file = file
             return out
         except (LookupError, TypeError, AttributeError, OverflowError) as e:
@@ -102,15 +97,7 @@ class Tokenizer:
 
     def decode_bytes(self, ids):
         """Ids to bytes; ids outside the vocabulary (a padded embedding has some) are skipped."""
-        out = []
-        for i in ids:
-            if i >= self.vocab_size:
-                continue
-            try:
-                out.append(self.encoding.decode_single_token_bytes(i))
-            except KeyError:
-                pass
-        return b"".join(out)
+        return b"".join(self.bytes_of.get(i, b"") for i in ids)
 
     def decode(self, ids):
         return self.decode_bytes(ids).decode("utf-8", "replace")
@@ -191,8 +178,8 @@ class Tokenizer:
 
 # -- formats ---------------------------------------------------------------------------------------------
 
-def _from_json(cls, file):
-    """A Hugging Face tokenizer.json, with the chat template in the files next to it."""
+def _from_json(file):
+    """The arguments of a Tokenizer, of a Hugging Face tokenizer.json and the chat template next to it."""
     data = read_json(file)
     model = data["model"]
     if model["type"] != "BPE":
@@ -206,7 +193,7 @@ def _from_json(cls, file):
     merges = ["".join(m) if isinstance(m, list) else m.replace(" ", "", 1) for m in model["merges"]]
     special = {t["content"]: t["id"] for t in data["added_tokens"]}
     ranks = _ranks(model["vocab"], merges, special)
-    return cls(ranks, special, _pattern(data["pre_tokenizer"]), form, *_template_of(os.path.dirname(file)))
+    return ranks, special, _pattern(data["pre_tokenizer"]), form, *_template_of(os.path.dirname(file))
 
 
 def _pattern(pre):
@@ -242,8 +229,9 @@ def _template_of(folder):
     return template, *(name["content"] if isinstance(name, dict) else name for name in names)
 
 
-def _from_gguf(cls, source):
-    """The vocabulary and the chat template of a GGUF file."""
+def _from_gguf(file):
+    """The arguments of a Tokenizer, of a GGUF file."""
+    source = gguf_file.open_gguf(file)
     kind, pre = source.field("tokenizer.ggml.model"), source.field("tokenizer.ggml.pre")
     if kind != "gpt2":
         raise ValueError(f"tokenizer '{kind}' is not supported; supported is gpt2, byte-level BPE")
@@ -255,7 +243,7 @@ def _from_gguf(cls, source):
     ranks = _ranks({t: i for i, t in enumerate(tokens)}, merges, special)
     names = [tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id)]
     form = "NFC" if pre == "qwen2" else None
-    return cls(ranks, special, SPLITS[pre], form, source.field("tokenizer.chat_template"), *names)
+    return ranks, special, SPLITS[pre], form, source.field("tokenizer.chat_template"), *names
 
 
 def _ranks(vocab, merges, special):

@@ -1,8 +1,8 @@
 """Models on disk.
 
-A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family (`load`, `save`) or a GGUF
-file of them (`load`, see gguf_file.py). A trained drafter is `config.json`, which names the kind of drafter, and `model.safetensors`: `load_drafter`,
-`save_drafter`.
+A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family (`load`, `save`, hf_config.py) or
+a GGUF file of them (`load`, gguf_file.py). A trained drafter is `config.json`, which names the kind of
+drafter, and `model.safetensors`: `load_drafter`, `save_drafter`.
 """
 import hashlib
 import json
@@ -16,159 +16,17 @@ import torch.nn as nn
 from safetensors.torch import save_file
 
 from minispec.core.cpu import store_by_columns
-from minispec.core.gpt import GPT, GPTConfig, Rope
+from minispec.core.gpt import GPT, Rope
 from minispec.data.tokenizer import OURS
 from minispec.tools import gguf_file
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
-
-# -- names and shapes: ours and Hugging Face's ---------------------------------------------------------------
-
-KINDS = ("llama", "qwen2", "qwen3")
-
-# What `config.json` may say of these, if anything.
-ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
-        "partial_rotary_factor": 1.0, "quantization_config": None}
-
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-
-# Beyond these a file is damaged, and believing it could ask for all memory.
-LARGEST = {"vocab_size": 1 << 22, "n_layer": 1 << 10, "n_head": 1 << 10, "n_kv_head": 1 << 10,
-           "d_model": 1 << 18, "head_dim": 1 << 12, "d_ff": 1 << 20, "block_size": 1 << 22}
-LARGEST_ROPE = 1 << 28      # elements of the table of cosines, 1 GB
-
-
-def weight_names(c):
-    """[(our parameter, the Hugging Face names of its parts, rows of each part)]. A parameter is its parts,
-    stacked."""
-    q_rows = c.n_head * c.head_dim
-    kv_rows = c.n_kv_head * c.head_dim
-    out = [("embed.weight", ["model.embed_tokens.weight"], [c.vocab_size]),
-           ("norm.weight", ["model.norm.weight"], [c.d_model])]
-    if not c.tied:
-        out.append(("head.weight", ["lm_head.weight"], [c.vocab_size]))
-    for i in range(c.n_layer):
-        ours = f"blocks.{i}."
-        theirs = f"model.layers.{i}."
-        attn = theirs + "self_attn."
-        mlp = theirs + "mlp."
-        out += [
-            (ours + "qkv.weight", [attn + f"{x}_proj.weight" for x in "qkv"], [q_rows, kv_rows, kv_rows]),
-            (ours + "out.weight", [attn + "o_proj.weight"], [c.d_model]),
-            (ours + "gate_up.weight", [mlp + "gate_proj.weight", mlp + "up_proj.weight"], [c.d_ff, c.d_ff]),
-            (ours + "down.weight", [mlp + "down_proj.weight"], [c.d_model]),
-            (ours + "norm1.weight", [theirs + "input_layernorm.weight"], [c.d_model]),
-            (ours + "norm2.weight", [theirs + "post_attention_layernorm.weight"], [c.d_model]),
-        ]
-        if c.qkv_bias:
-            biases = [attn + f"{x}_proj.bias" for x in "qkv"]
-            out.append((ours + "qkv.bias", biases, [q_rows, kv_rows, kv_rows]))
-        if c.qk_norm:
-            out.append((ours + "q_norm.weight", [attn + "q_norm.weight"], [c.head_dim]))
-            out.append((ours + "k_norm.weight", [attn + "k_norm.weight"], [c.head_dim]))
-    return out
-
-
-def to_hf_config(c, dtype="float32"):
-    """The `config.json` of the family whose shape c has: Llama, Qwen2 (QKV bias) or Qwen3 (QK-norm)."""
-    if c.qk_norm and c.qkv_bias:
-        raise ValueError("no Hugging Face family has both QK-norm and QKV bias")
-    kind = "Llama"
-    if c.qk_norm:
-        kind = "Qwen3"
-    if c.qkv_bias:
-        kind = "Qwen2"
-    out = {
-        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(), "vocab_size": c.vocab_size,
-        "hidden_size": c.d_model, "intermediate_size": c.d_ff, "num_hidden_layers": c.n_layer,
-        "num_attention_heads": c.n_head, "num_key_value_heads": c.n_kv_head, "head_dim": c.head_dim,
-        "max_position_embeddings": c.block_size, "rope_theta": c.rope_theta, "rms_norm_eps": c.norm_eps,
-        "hidden_act": "silu", "tie_word_embeddings": c.tied, "attention_bias": False, "mlp_bias": False,
-        "initializer_range": 0.02, "bos_token_id": c.bos_id, "eos_token_id": c.eos_id, "torch_dtype": dtype,
-    }
-    if c.rope_scaling and "divisors" in c.rope_scaling:
-        raise ValueError("no Hugging Face family stores the rotary divisors of a GGUF file")
-    if c.rope_scaling:
-        out["rope_scaling"] = {"rope_type": "llama3", **c.rope_scaling}
-    if not c.shift:
-        out["shift"] = False
-    return out
-
-
-def from_hf_config(d):
-    """GPTConfig of a Llama, Qwen2 or Qwen3 `config.json`. ValueError names what this model does not do."""
-    kind = d.get("model_type")
-    if kind not in KINDS:
-        raise ValueError(f"model_type '{kind}' is not supported; supported are {', '.join(KINDS)}")
-    for key, only in ONLY.items():
-        if d.get(key) not in (None, only):
-            raise ValueError(f"{key} {d[key]} is not supported")
-
-    # Positions: transformers 5 nests what 4 kept flat.
-    rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
-    theta = rope.get("rope_theta", d.get("rope_theta"))
-    scaling = rope.get("rope_type") or rope.get("type") or "default"
-    if scaling not in ("default", "llama3"):
-        raise ValueError(f"rope scaling '{scaling}' is not supported; supported is llama3")
-
-    n_head = d["num_attention_heads"]
-    eos = d.get("eos_token_id")
-    return GPTConfig(
-        vocab_size=d["vocab_size"],
-        n_layer=d["num_hidden_layers"],
-        n_head=n_head,
-        n_kv_head=d.get("num_key_value_heads") or n_head,
-        d_model=d["hidden_size"],
-        head_dim=d.get("head_dim") or d["hidden_size"] // n_head,
-        d_ff=d["intermediate_size"],
-        block_size=d["max_position_embeddings"],
-        rope_theta=10000.0 if theta is None else theta,
-        rope_scaling={key: rope[key] for key in SCALING} if scaling == "llama3" else None,
-        norm_eps=d["rms_norm_eps"],
-        qk_norm=kind == "qwen3",
-        qkv_bias=kind == "qwen2",
-        tied=bool(d.get("tie_word_embeddings")),
-        shift=bool(d.get("shift", True)),
-        bos_id=d.get("bos_token_id"),
-        eos_id=eos[0] if isinstance(eos, list) else eos)
-
-
-def checked(c):
-    """The GPTConfig c. ValueError where a file says what no model can mean."""
-    for name, most in LARGEST.items():
-        _in_range(name, getattr(c, name), 1, most, (int,))
-    _in_range("norm_eps", c.norm_eps, 1e-12, 1e-2)
-    _in_range("rope_theta", c.rope_theta, 1, 10 ** 12)
-    scaling = dict(c.rope_scaling or {})
-    divisors = scaling.pop("divisors", None)
-    for name, x in [*scaling.items(), *(("rope_freqs", x) for x in divisors or ())]:
-        _in_range(name, x, 1e-3, LARGEST["block_size"])
-    if divisors is not None and len(divisors) != c.head_dim // 2:
-        raise ValueError(f"{len(divisors)} rope_freqs do not fit heads of {c.head_dim} dimensions")
-    if scaling and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")
-    for name, x in {"bos_id": c.bos_id, "eos_id": c.eos_id}.items():
-        if x is not None and (type(x) is not int or x < 0):
-            raise ValueError(f"{name} {x} is no token id; allowed are whole numbers from 0")
-    if c.n_head % c.n_kv_head or c.head_dim % 2:
-        raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do "
-                         "not divide evenly")
-    if c.block_size * c.head_dim > LARGEST_ROPE:
-        raise ValueError(f"a context of {c.block_size} with heads of {c.head_dim} dimensions is too long; "
-                         f"allowed are {LARGEST_ROPE // c.head_dim} tokens")
-    return c
-
-
-def _in_range(name, x, least, most, types=(int, float)):
-    if type(x) not in types or not least <= x <= most:
-        raise ValueError(f"{name} {x} is out of range; allowed is {least} to {most}")
+from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
 
 
 # -- whole models --------------------------------------------------------------------------------------------
 
 def save(model, folder, tokenizer_json=None):
-    """Write `config.json`, `model.safetensors`, `generation_config.json` and, if given, the tokenizer's two
-    files."""
+    """Write `config.json`, `model.safetensors` and, if given, the tokenizer's two files."""
     c = model.config
     config = to_hf_config(c, str(model.dtype).removeprefix("torch."))
     state = model.state_dict()
@@ -177,8 +35,6 @@ def save(model, folder, tokenizer_json=None):
         for name, part in zip(theirs, state[ours].split(rows)):
             tensors[name] = part.contiguous()
     _write_folder(folder, tensors, config)
-    generation = {"bos_token_id": c.bos_id, "eos_token_id": c.eos_id}
-    write_json(os.path.join(folder, "generation_config.json"), generation)
     if tokenizer_json:
         special = {t["id"]: t["content"] for t in tokenizer_json["added_tokens"]}
         write_json(os.path.join(folder, "tokenizer.json"), tokenizer_json)
@@ -224,8 +80,7 @@ def load(path, device="cpu", dtype=None):
 
 def _stacked(source, names, shapes, device, dtype):
     """The tensors of these names, one stacked upon the other."""
-    out = None
-    row = 0
+    parts = []
     for name, shape in zip(names, shapes):
         part = source.tensor(name, dtype)
         if part.shape != shape:
@@ -233,12 +88,8 @@ def _stacked(source, names, shapes, device, dtype):
                              f"{tuple(shape)}")
         if not all(math.isfinite(x) for x in torch.aminmax(part)):
             raise ValueError(f"{source.file}: {name} holds values that are not finite numbers")
-        if out is None:
-            total = sum(n for n, *_ in shapes)
-            out = torch.empty(total, *shape[1:], dtype=dtype or part.dtype, device=device)
-        out[row:row + len(part)] = part
-        row += len(part)
-    return out
+        parts.append(part)
+    return torch.cat(parts).to(device, dtype)
 
 
 class Folder:

@@ -1,0 +1,128 @@
+"""The `config.json` and the weight names of a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family."""
+from minispec.core.gpt import GPTConfig
+
+KINDS = ("llama", "qwen2", "qwen3")
+FIELDS = {              # ours: theirs
+    "vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "n_kv_head": "num_key_value_heads", "d_model": "hidden_size", "head_dim": "head_dim",
+    "d_ff": "intermediate_size", "block_size": "max_position_embeddings", "rope_theta": "rope_theta",
+    "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings", "bos_id": "bos_token_id",
+    "eos_id": "eos_token_id",
+}
+# What `config.json` may say of these, if anything.
+ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
+        "partial_rotary_factor": 1.0, "quantization_config": None}
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+# Beyond these a file is damaged, and believing it could ask for all memory.
+LARGEST = {"vocab_size": 1 << 22, "n_layer": 1 << 10, "n_head": 1 << 10, "n_kv_head": 1 << 10,
+           "d_model": 1 << 18, "head_dim": 1 << 8, "d_ff": 1 << 20, "block_size": 1 << 20}
+
+
+def weight_names(c):
+    """[(our parameter, the Hugging Face names of its parts, rows of each part)]. A parameter is its parts,
+    stacked."""
+    q_rows = c.n_head * c.head_dim
+    kv_rows = c.n_kv_head * c.head_dim
+    layer = [                                            # ours, theirs, rows
+        ("qkv.weight", [f"self_attn.{x}_proj.weight" for x in "qkv"], [q_rows, kv_rows, kv_rows]),
+        ("out.weight", ["self_attn.o_proj.weight"], [c.d_model]),
+        ("gate_up.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], [c.d_ff, c.d_ff]),
+        ("down.weight", ["mlp.down_proj.weight"], [c.d_model]),
+        ("norm1.weight", ["input_layernorm.weight"], [c.d_model]),
+        ("norm2.weight", ["post_attention_layernorm.weight"], [c.d_model]),
+    ]
+    if c.qkv_bias:
+        layer.append(("qkv.bias", [f"self_attn.{x}_proj.bias" for x in "qkv"], [q_rows, kv_rows, kv_rows]))
+    if c.qk_norm:
+        layer += [(f"{x}_norm.weight", [f"self_attn.{x}_norm.weight"], [c.head_dim]) for x in "qk"]
+
+    out = [("embed.weight", ["model.embed_tokens.weight"], [c.vocab_size]),
+           ("norm.weight", ["model.norm.weight"], [c.d_model])]
+    if not c.tied:
+        out.append(("head.weight", ["lm_head.weight"], [c.vocab_size]))
+    for i in range(c.n_layer):
+        for ours, theirs, rows in layer:
+            out.append((f"blocks.{i}.{ours}", [f"model.layers.{i}.{name}" for name in theirs], rows))
+    return out
+
+
+def to_hf_config(c, dtype="float32"):
+    """The `config.json` of the family whose shape c has: Llama, Qwen2 (QKV bias) or Qwen3 (QK-norm)."""
+    if c.qk_norm and c.qkv_bias:
+        raise ValueError("no Hugging Face family has both QK-norm and QKV bias")
+    kind = "Llama"
+    if c.qk_norm:
+        kind = "Qwen3"
+    if c.qkv_bias:
+        kind = "Qwen2"
+    out = {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(),
+           **{theirs: getattr(c, ours) for ours, theirs in FIELDS.items()},
+           "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02,
+           "torch_dtype": dtype}
+    if c.rope_scaling and "divisors" in c.rope_scaling:
+        raise ValueError("no Hugging Face family stores the rotary divisors of a GGUF file")
+    if c.rope_scaling:
+        out["rope_scaling"] = {"rope_type": "llama3", **c.rope_scaling}
+    if not c.shift:
+        out["shift"] = False
+    return out
+
+
+def from_hf_config(d):
+    """GPTConfig of a Llama, Qwen2 or Qwen3 `config.json`. ValueError names what this model does not do."""
+    kind = d.get("model_type")
+    if kind not in KINDS:
+        raise ValueError(f"model_type '{kind}' is not supported; supported are {', '.join(KINDS)}")
+    for key, only in ONLY.items():
+        if d.get(key) not in (None, only):
+            raise ValueError(f"{key} {d[key]} is not supported")
+
+    # Positions: transformers 5 nests what 4 kept flat.
+    rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
+    scaling = rope.get("rope_type") or rope.get("type") or "default"
+    if scaling not in ("default", "llama3"):
+        raise ValueError(f"rope scaling '{scaling}' is not supported; supported is llama3")
+
+    c = {ours: d.get(theirs) for ours, theirs in FIELDS.items()}
+    c["n_kv_head"] = c["n_kv_head"] or c["n_head"]
+    c["head_dim"] = c["head_dim"] or c["d_model"] // c["n_head"]
+    c["rope_theta"] = rope.get("rope_theta", c["rope_theta"])
+    if c["rope_theta"] is None:
+        c["rope_theta"] = 10000.0
+    if scaling == "llama3":
+        c["rope_scaling"] = {key: rope[key] for key in SCALING}
+    if isinstance(c["eos_id"], list):
+        c["eos_id"] = c["eos_id"][0]
+    c["tied"] = bool(c["tied"])
+    return GPTConfig(**c, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", shift=bool(d.get("shift", True)))
+
+
+def checked(c):
+    """The GPTConfig c. ValueError where a file says what no model can mean."""
+    for name, most in LARGEST.items():
+        _in_range(name, getattr(c, name), 1, most, (int,))
+    _in_range("norm_eps", c.norm_eps, 1e-12, 1e-2)
+    _in_range("rope_theta", c.rope_theta, 1, 10 ** 12)
+    scaling = dict(c.rope_scaling or {})
+    divisors = scaling.pop("divisors", None)
+    for name, x in [*scaling.items(), *(("rope_freqs", x) for x in divisors or ())]:
+        _in_range(name, x, 1e-3, LARGEST["block_size"])
+    if divisors is not None and len(divisors) != c.head_dim // 2:
+        raise ValueError(f"{len(divisors)} rope_freqs do not fit heads of {c.head_dim} dimensions")
+    if scaling and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")
+    for name in ("bos_id", "eos_id"):
+        x = getattr(c, name)
+        if x is not None and (type(x) is not int or x < 0):
+            raise ValueError(f"{name} {x} is no token id; allowed are whole numbers from 0")
+    if c.n_head % c.n_kv_head or c.head_dim % 2:
+        raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do "
+                         "not divide evenly")
+    return c
+
+
+def _in_range(name, x, least, most, types=(int, float)):
+    if type(x) not in types or not least <= x <= most:
+        raise ValueError(f"{name} {x} is out of range; allowed is {least} to {most}")
