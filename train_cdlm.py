@@ -57,8 +57,6 @@ def parse_args():
                          help="the autoregressive model it starts from (default %(default)s)")
     teacher.add_argument("--block-warmup", type=float, default=0.5,
                          help="share of its steps with block-causal attention (default %(default)s)")
-    teacher.add_argument("--no-shift", action="store_true",
-                         help="the row of a slot predicts that slot, not the one behind it")
 
     trajectories = p.add_argument_group("trajectories")
     trajectories.add_argument("--prompts", type=int, default=4000,
@@ -236,8 +234,6 @@ def train_teacher(args, folder, tokenizer, tokenizer_json, mask_id):
     """First block-causally, all blocks of an answer in one forward, because most of what a mask must learn is
     the same when every slot sees all others. Then as the teacher is used."""
     model = checkpoints.load(args.target, args.device, torch.float32)
-    if args.no_shift:
-        model.config.shift = False
     eos, lr = model.config.eos_id, args.lr or 1e-3
     block_steps = args.steps * args.block_warmup
     kind = "teacher" if block_steps < args.steps else "student"      # only block-causal? then decode it so

@@ -21,8 +21,8 @@ is `threshold`.
 What differs from the paper:
   - If no slot is above the threshold, the first masked slot is revealed, not the most confident: see `pick`.
   - The row of a slot predicts the token behind it, as in the autoregressive model that the weights come from
-    (and in Dream). The row before a block predicts its first slot, so it is fed once more with the block.
-    With `config.shift` False a row predicts its own slot, as in LLaDA.
+    (and in Dream; in LLaDA it predicts its own slot). The row before a block predicts its first slot, so it
+    is fed once more with the block.
   - All blocks of an answer are trained in one forward: see `two_copies`.
   - The consistency target may lie inside the block: see `student_losses`.
 """
@@ -180,7 +180,6 @@ class Decoder:
         self.block_size, self.threshold, self.steps, self.order = block_size, threshold, steps, order
         self.batch_size, self.record = batch_size, record
         self.on_step = None
-        self.shift = int(model.config.shift)
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}   # prefill: all clean rows
         self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}       # one forward for a whole batch
 
@@ -238,10 +237,10 @@ class Decoder:
         if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
             return Window(a, 0, 0, everything, everything, self.cache)
         if self.kind == "dual":
-            return Window(a, a.first - self.shift, 0, a.last, everything, self.cache)
+            return Window(a, a.first - 1, 0, a.last, everything, self.cache)
         # When a block opens, the cached keys of the finished block are those of its last step, in which it
         # still had masks. Feed it again, clean, in the same forward (at first: the prompt).
-        start = min(a.n_cached, a.first - self.shift)
+        start = min(a.n_cached, a.first - 1)
         return Window(a, start, a.first - start, a.last, a.last, self.cache)
 
     def forward(self, windows):
@@ -255,7 +254,7 @@ class Decoder:
             tokens += w.answer.tokens[w.start:w.end]
             positions += range(w.start, w.end)
             segments.append((offset, len(tokens), w))
-            rows += [offset + slot - w.start - self.shift for slot in w.answer.masked()]
+            rows += [offset + slot - 1 - w.start for slot in w.answer.masked()]
         x, positions = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
         hidden = self.model(x, positions, packed_attend(segments))[torch.tensor(rows, device=device)]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
@@ -392,7 +391,7 @@ def two_copies(blocks, gen_length):
 def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal):
     """Hidden states (n, L, C) that predict the slots (n, L) behind left-padded prompts (n, width)."""
     positions, blocks = layout(lengths, prompt.shape[1], answer.shape[1], block_size)
-    first = prompt.shape[1] - model.config.shift
+    first = prompt.shape[1] - 1                                  # its row predicts the first slot
     attend = training_attend(prompt.device, mask(blocks))
     hidden = model(torch.cat([prompt, answer], 1), positions, attend)
     return hidden[:, first:first + answer.shape[1]]
@@ -400,12 +399,12 @@ def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal)
 
 def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
     """Hidden states (n, L, C) from which a block-causal model predicts the noisy slots (n, L), each block
-    behind clean ones. In a shifted model a clean row predicts a block's first slot, as in decoding."""
-    length, shift = clean.shape[1], int(model.config.shift)
+    behind clean ones. A clean row predicts a block's first slot, as in decoding."""
+    length = clean.shape[1]
     positions, blocks = layout(lengths, prompt.shape[1], length, block_size)
     positions = torch.cat([positions, positions[:, -length:]], 1)
     slot = torch.arange(length, device=clean.device)
-    row = prompt.shape[1] + slot - shift + length * (slot % block_size >= shift)
+    row = prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)
     attend = training_attend(prompt.device, two_copies(blocks, length))
     return model(torch.cat([prompt, clean, noisy], 1), positions, attend)[:, row]
 

@@ -176,7 +176,7 @@ def command_line(rng, known):
     name = rng.choices(list(SCRIPTS), (10, 4, 2, 2, 2, 2))[0]
     argv = list(SMALL[name])
     if name == "bench":
-        argv = rng.choice([["bounds", "--quick", "--traces", "traces.jsonl", "--cost", "costs.json"], ["bounds", "--quick"], ["report"], ["prism_arms", "--quick"], ["cdlm_losses", "--quick"], ["nonsense"]])
+        argv = rng.choice([["bounds", "--quick", "--traces", "traces.jsonl", "--cost", "costs.json"], ["bounds", "--quick"], ["report"], ["prism_arms", "--quick"], ["nonsense"]])
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
         option, values, n = rng.choice(known[name])
         nasty = [v for v in NASTY if option not in LONG or v not in ("1e300", "99999999999999999999")]

@@ -18,27 +18,25 @@ from test_shipped import TARGET
 
 @pytest.fixture(scope="module")
 def toys(tmp_path_factory):
-    """(settings of a quick study, random target, tokenizer): a teacher, a student and an arm, each of its own weights."""
+    """(settings of a quick study, random target, tokenizer): a teacher and a student, each of its own weights."""
     folder, tokenizer, patch = tmp_path_factory.mktemp("diffusion"), Tokenizer.load(TARGET), pytest.MonkeyPatch()
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
         text = json.load(f)
     make = lambda seed: toy_model(vocab=tokenizer.vocab_size, seed=seed, gain=1.0, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
-    for seed, name in enumerate(("teacher", "student", "plain-s1", "plain-s2")):
-        checkpoints.save(make(seed), folder / "arms" / name, text)
-        (folder / "arms" / name / "log.jsonl").write_text(json.dumps({"step": 9, "seconds": 60, "heldout": {"revise": float(seed)}}) + "\n")
-    (folder / "arms" / "trajectories").mkdir()
-    patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "arms" / "student")), "dlm": ("teacher", str(folder / "arms" / "teacher"))})
+    for seed, name in enumerate(("teacher", "student")):
+        checkpoints.save(make(seed), folder / name, text)
+    patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "student")), "dlm": ("teacher", str(folder / "teacher"))})
     patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
     patch.setattr(cdlm_studies, "tqdm", lambda items, **_: items)
     short = lambda problems, model: [Request(ids, 64, stop_ids=[model.config.eos_id]) for _, ids in problems]      # random models never end
     patch.setattr(cdlm_studies, "requests_of", short)
-    yield methods.settings(quick=True, arms=str(folder / "arms"), data=None), make(3), tokenizer
+    yield methods.settings(quick=True, data=None), make(3), tokenizer
     patch.undo()
 
 
 @pytest.fixture(scope="module")
 def measured(toys):
-    others = {name: getattr(cdlm_studies, name)(*toys) for name in ("cdlm_curves", "cdlm_blocks", "cdlm_speed", "cdlm_losses")}
+    others = {name: getattr(cdlm_studies, name)(*toys) for name in ("cdlm_curves", "cdlm_speed")}
     return {"cdlm_accuracy": bench.cdlm_accuracy(*toys), **others}
 
 
@@ -65,21 +63,9 @@ def test_figures_are_what_the_decoders_did(measured, toys):
     assert list(rows)[::-1] == ["ar", "teacher", "student"] and rows["teacher"]["problems"] == 8 and set(rows["teacher"]["by_family"]) == {"revise", "arith"}
     assert rows["teacher"]["same"] is None and 0 <= rows["student"]["same"] <= 1 and rows["teacher"]["steps"] >= rows["teacher"]["tokens"]
     assert {r["decoder"] for r in measured["cdlm_curves"]["rows"]} >= {"teacher", "dual", "student"}
-    arms = measured["cdlm_losses"]["arms"]
-    assert set(arms) == {"student", "plain"} and len(arms["student"]["seeds"]) == 1             # no teacher, and the shipped name is not taken
-    assert len(arms["plain"]["seeds"]) == 2 and arms["plain"]["heldout"] == 2.5 and arms["plain"]["solved"] == sum(arms["plain"]["seeds"]) / 2
-    assert "| plain | 2 | 9 |" in bench.render("cdlm_losses", measured["cdlm_losses"])
     speed = {(r["batch"], r["decoder"]): r for r in measured["cdlm_speed"]["rows"]}
     for batch in (1, 4):
         assert speed[batch, "teacher"]["faster_than_teacher"] == 1 and speed[batch, "student"]["fed"] < speed[batch, "teacher"]["fed"]
         assert speed[batch, "ar"]["intensity"] < speed[batch, "student"]["intensity"] < speed[batch, "teacher"]["intensity"]
         assert speed[batch, "student"]["problems"] == batch
     assert speed[4, "ar"]["intensity"] > speed[1, "ar"]["intensity"]
-
-
-def test_what_cannot_be_compared_is_one_line(toys, tmp_path):
-    args, model, tokenizer = toys
-    for arms, message in (("/nowhere", "no folder of students /nowhere"), (str(tmp_path), "train_cdlm.py --name"), (None, "got None")):
-        with pytest.raises(ValueError, match=message) as e:
-            cdlm_studies.cdlm_losses(methods.settings(**{**vars(args), "arms": arms}), model, tokenizer)
-        assert "\n" not in str(e.value)

@@ -259,11 +259,6 @@ def test_all_stages_lower_their_losses(trained):
     assert sorted(os.listdir(trained / "trajectories")) == ["00000.safetensors", "00001.safetensors", "00002.safetensors", "lock", "settings.json"]
 
 
-def test_a_model_remembers_whose_token_its_rows_predict(trained, toy, tmp_path, monkeypatch):   # 8
-    train(monkeypatch, toy, tmp_path, "--stage", "teacher", "--no-shift", "--steps", "2")
-    assert [checkpoints.load(folder / "teacher").config.shift for folder in (tmp_path, trained)] == [False, True]
-
-
 def test_settings_reach_what_they_set(toy, tmp_path, monkeypatch):
     asked = {"turns": [], "collect": [], "student_losses": [], "draw_states": []}
     for name in asked:

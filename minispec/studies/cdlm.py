@@ -1,9 +1,7 @@
-"""What bench.py measures of diffusion models: steps against accuracy, latency and throughput, block sizes,
-losses.
+"""What bench.py measures of diffusion models: steps against accuracy, latency and throughput.
 
 All decoders answer the same held-out problems, which fit the answer slots. A step is a forward in which a
 request took part, whatever the batch; the decoder counts it. """
-import os
 import random
 import statistics
 from functools import partial
@@ -26,8 +24,8 @@ THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
 
 def load(args, target, tokenizer, dtype=None):
     """{name: build}, where build(batch_size=n, **settings) makes a new engine or decoder: of the target,
-    "ar"; of the shipped teacher, also as "dual" with stale keys; of the shipped student; of the students in
-    folders under --arms, "arm NAME". All in another dtype than the target's if one is given."""
+    "ar"; of the shipped teacher, also as "dual" with stale keys; of the shipped student. All in another dtype
+    than the target's if one is given."""
     if dtype is not None:
         target = checkpoints.load(args.model, target.device, dtype)
     mask_id = cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1])
@@ -39,20 +37,7 @@ def load(args, target, tokenizer, dtype=None):
     models = {"ar": partial(methods.make_engine, "ar", target, methods.settings())}
     models["teacher"], models["dual"] = of(cdlm.METHODS["dlm"][1], "teacher", "dual")
     [models["student"]] = of(cdlm.METHODS["cdlm"][1], "student")
-    for arm in arms_of(args):
-        [models[f"arm {arm}"]] = of(os.path.join(args.arms, arm), "student")
     return models
-
-
-def arms_of(args):
-    """Names of the students under --arms: whole models, no drafters, and not the teacher that train_cdlm.py
-    keeps next to them."""
-    if not args.arms:
-        return []
-    if not os.path.isdir(args.arms):
-        raise ValueError(f"no folder of students {args.arms}")
-    arms = [arm for arm in sorted(os.listdir(args.arms)) if arm != "teacher"]
-    return [arm for arm in arms if os.path.exists(os.path.join(args.arms, arm, "tokenizer.json"))]
 
 
 # -- problems ------------------------------------------------------------------------------------------------
@@ -138,15 +123,14 @@ def cdlm_accuracy(args, model, tokenizer, each):
 
 
 def cdlm_curves(args, model, tokenizer):
-    """Accuracy against steps: the teacher cut to fewer steps a block, the teacher and its dual cache with a
-    threshold, every student with a threshold."""
+    """Accuracy against steps: the teacher cut to fewer steps a block, the teacher, its dual cache and the
+    student with a threshold."""
     models = load(args, model, tokenizer, BF16)
     problems = held_out(tokenizer, 2 if args.quick else 10)
     cells = [("teacher", {"steps": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)]
     cells += [(name, {"threshold": t}) for name in ("teacher", "dual") for t in THRESHOLDS]
     cells += [("student", {"threshold": t, "order": "surest"}) for t in THRESHOLDS]
-    students = [name for name in models if name.startswith(("student", "arm"))]
-    cells += [(name, {"threshold": t}) for name in students for t in (*THRESHOLDS, 1.0)]
+    cells += [("student", {"threshold": t}) for t in (*THRESHOLDS, 1.0)]
     if args.quick:
         cells = cells[::4]
     rows, reference = [], None
@@ -156,17 +140,6 @@ def cdlm_curves(args, model, tokenizer):
         rows.append({"decoder": name, "steps_a_block": settings.get("steps"),
                      "threshold": settings.get("threshold"), "order": settings.get("order"), **row})
     return {"rows": rows}
-
-
-def cdlm_blocks(args, model, tokenizer):
-    """The shipped student decoded in blocks of other sizes than it was trained with."""
-    models = load(args, model, tokenizer, BF16)
-    problems = held_out(tokenizer, 2 if args.quick else 20)
-    sizes = []
-    for block_size in (8, 16, 32, 64):
-        decoder = models["student"](batch_size=16, block_size=block_size, threshold=cdlm.THRESHOLD)
-        sizes.append({"block_size": block_size, **answer(decoder, problems, tokenizer)[0]})
-    return {"sizes": sizes}
 
 
 def intensity(config, n_params, rows, context, batch, width=4):
@@ -226,29 +199,3 @@ def time_cells(models, cells, problems, batch, repeats):
             if repeat:
                 timed[name].append((sum(decoder.seconds.values()), generations, decoder))
     return timed
-
-
-def cdlm_losses(args, model, tokenizer):
-    """Students of --arms, a folder each, trained with other losses at equal compute: solved and steps at the
-    default threshold. Folders NAME-s1, NAME-s2, .. are seeds of one arm."""
-    models = load(args, model, tokenizer, BF16)
-    problems = held_out(tokenizer, 2 if args.quick else 20)
-    names = [name for name in models if name.startswith("arm ")]
-    if not names:
-        raise ValueError("this study compares students: --arms must be a folder with one folder each "
-                         f"(train_cdlm.py --name), got {args.arms}")
-    runs = {}
-    for name in tqdm(names, desc="arms"):
-        folder = name.removeprefix("arm ")
-        decoder = models[name](batch_size=16, threshold=cdlm.THRESHOLD)
-        row, _ = answer(decoder, problems, tokenizer)
-        record = checkpoints.last_record(os.path.join(args.arms, folder))
-        runs.setdefault(checkpoints.arm_of(folder)[0], []).append({
-            "solved": row["solved"], "steps": row["steps"], "tokens": row["tokens"],
-            "trained": record["step"], "seconds": record["seconds"],
-            "heldout": statistics.mean(record["heldout"].values())})
-    arms = {}
-    for arm, seeds in runs.items():
-        means = {key: statistics.mean(x[key] for x in seeds) for key in seeds[0]}
-        arms[arm] = {**means, "seeds": [x["solved"] for x in seeds]}
-    return {"problems": len(problems), "arms": arms}

@@ -11,11 +11,12 @@ import statistics
 
 from minispec.data import tasks
 from minispec.studies.markdown import millions, percent, row, same, span, table, times, two, whole
-from minispec.studies.tables_bounds import costs_table, ladder_table, run_table, trace_table
+from minispec.studies.tables_bounds import costs_table, ladder_table, methods, run_table, trace_table
+from minispec.studies.tables_specgen import FROM, SPECGEN, stages
 from minispec.tools import checkpoints
 from minispec.tools.files import blame, opened
 
-SHOWN_FROM = {"methods": "run"}           # tables that are drawn from another study's file
+SHOWN_FROM = {"methods": "run", **FROM}          # tables that are drawn from another study's file
 
 
 def render(name, result):
@@ -44,27 +45,6 @@ def lossless(r):
             rows.append(f"{method} | {dtype} | {same(x)} | {x['largest_tie_gap']:.3g} | {noise}")
     return table("method | dtype | identical to autoregressive | largest top-2 gap at a difference | "
                  "row-count noise of a logit", rows)
-
-
-def methods(r):
-    """One request at a time, from the study `run`: a row a method, a column a workload."""
-    alone = [x for x in r["rows"] if x["batch"] == 1]
-    workloads = list(dict.fromkeys(x["workload"] for x in alone))
-    rows = []
-    for method in dict.fromkeys(x["method"] for x in alone):
-        some = {x["workload"]: x for x in alone if x["method"] == method}
-        mean = statistics.mean(x["speedup"] for w, x in some.items() if w in tasks.FAMILIES)
-        if method == "ar":
-            cells = [f"1, {some[w]['tokens_per_second']:.0f} tokens/s" for w in workloads]
-        else:
-            cells = [f"{times(some[w])}, tau {some[w]['tau']:.1f}" if w in some else "" for w in workloads]
-        if some[workloads[0]]["identical"] is None:
-            answers = "own answers"
-        else:
-            identical, prompts = (sum(x[key] for x in some.values()) for key in ("identical", "prompts"))
-            answers = f"{identical} of {prompts}"
-        rows.append(row([method, two(mean), *cells, answers]))
-    return table(row(["method", "mean of the families", *workloads, "identical to ar"]), rows)
 
 
 def transformers(r):
@@ -109,60 +89,6 @@ def knocks(r):
             for script, x in r["kill"]["scripts"].items()]
     return fuzzed + "\n\n" + table("killed (kill -9) at random moments and started again | kills | "
                                    "runs that reached the end, equal to an undisturbed one", rows)
-
-
-# -- SpecGen ---------------------------------------------------------------------------------------
-
-def attention(r):
-    rows = []
-    for context, x in r["mass"].items():
-        rows.append(f"{context} tokens | {row(map(two, x['layers']))} | {x['mean']:.2f}")
-    layers = row(f"layer {i}" for i in range(len(r["mass"]["4000"]["layers"])))
-    return table(f"mass in the top 5 % of keys | {layers} | mean", rows)
-
-
-def acceptance(r):
-    rows = []
-    for x in r["rows"]:
-        label = x["select"]
-        if x["recent_share"]:
-            label += f", {percent(x['recent_share'])} newest"
-        elif label == "pillar":
-            label += ", the paper's rule"
-        rows.append(f"{label} | {x['k']} | {100 * x['sparsity']:g} % | "
-                    f"{x['accepted']:.2f} ± {x['standard_error']:.2f} | "
-                    f"{percent(x['accepted'] / x['k'])} | {x['tau']:.2f} | {x['rounds']}")
-    return table("selection | k | budget s | accepted (± standard error over requests) | of k | tau | "
-                 "rounds", rows)
-
-
-def serving(r):
-    rows = []
-    for x in r["rows"]:
-        specgen = " |  |  |  | "
-        if x["method"] == "specgen":
-            specgen = (f"{x['accepted']:.2f} | {percent(x.get('attention_share'))} | "
-                       f"{x['own_speedup']:.2f} | {two(x.get('predicted'))} | {same(x, x['requests'])}")
-        rows.append(f"{x['context']} | {x['requests']} | {x['method']} | {x['dtype']} | "
-                    f"{x['tokens_per_second']:.0f} | {times(x)} | {specgen}")
-    return table("context | requests | method | dtype | tokens/s | speed-up over the best ar (range) | "
-                 "accepted of 8 | attention share | speed-up in its dtype | predicted | "
-                 "identical to ar in its dtype", rows)
-
-
-def stages(r):
-    rows = [f"{x['stage']} | {x['tokens_per_second']:.0f} | {times(x)} | {x['active_mean']:.1f} | "
-            f"{x['iterations']} | "
-            f"{x['offloaded']} | {x['recomputed']} | {same(x, r['requests'])}" for x in r["rows"]]
-    return table("stage | tokens/s | speed-up (range) | requests at once | forwards | "
-                 "tokens offloaded | recomputed | identical to ar", rows)
-
-
-def scheduler(r):
-    rows = [f"{name} | {e['mean']:.1f} | {e['deviation'] / e['mean']:.2f} | {e['most'] / e['least']:.1f}"
-            for name, e in r["evenness"].items()]
-    even = table("schedule, 40 requests | rows a forward | standard deviation / mean | most / least", rows)
-    return stages(r) + "\n\n" + even
 
 
 # -- trained drafters ------------------------------------------------------------------------------
@@ -236,21 +162,6 @@ def cdlm_curves(r):
                  f"solved of {r['rows'][0]['problems']} | same answer as the teacher at a token a step", rows)
 
 
-def cdlm_blocks(r):
-    """Block sizes at inference; and gaps inside a block, where they were measured."""
-    rows = [f"{x['block_size']} | {percent(x['solved'])} | {x['steps']:.1f} | {x['tokens']:.0f}"
-            for x in r["sizes"]]
-    sizes = table("block size in decoding (32 in training) | solved | steps an answer | "
-                  "tokens an answer", rows)
-    if "infill" not in r:
-        return sizes
-    rows = [f"{x['gap']} | {x['answers']} | {percent(x['given'])} | {percent(x['open'])}"
-            for x in r["infill"]]
-    return sizes + "\n\n" + table("open slots in the middle of a block | answers | "
-                                  "filled as in the reference, the rest of the block given | "
-                                  "nothing behind given", rows)
-
-
 def cdlm_speed(r):
     rows = []
     for x in r["rows"]:
@@ -262,18 +173,6 @@ def cdlm_speed(r):
     return table("batch | decoder | seconds a problem | times faster than the teacher (range) | "
                  "tokens/s | steps an answer | tokens an answer | rows fed a token | "
                  "operations a byte | solved", rows)
-
-
-def cdlm_losses(r):
-    """Students by loss; solved is the mean of the seeds, and the least and the most of them."""
-    rows = []
-    for name, x in r["arms"].items():
-        seeds = x["seeds"]
-        solved = f"{percent(x['solved'])} ({100 * min(seeds):.0f}-{100 * max(seeds):.0f})"
-        rows.append(f"{name} | {len(seeds)} | {x['trained']:.0f} | {x['seconds'] / 60:.1f} | "
-                    f"{x['heldout']:.3f} | {solved} | {x['steps']:.1f} | {x['tokens']:.0f}")
-    return table("student | seeds | training steps | minutes | held-out masked loss | "
-                 f"solved of {r['problems']} | steps an answer | tokens an answer", rows)
 
 
 # -- a GPU -----------------------------------------------------------------------------------------
@@ -365,22 +264,17 @@ TABLES = {
     "transformers": transformers,
     "checkpoints": other_checkpoints,
     "knocks": knocks,
-    "attention": attention,
-    "acceptance": acceptance,
-    "serving": serving,
-    "scheduler": scheduler,
     "prism_arms": arms,
     "specdiff_objectives": arms,
     "prism_trees": shapes,
     "specdiff_chains": shapes,
     "cdlm_accuracy": cdlm_accuracy,
     "cdlm_curves": cdlm_curves,
-    "cdlm_blocks": cdlm_blocks,
     "cdlm_speed": cdlm_speed,
-    "cdlm_losses": cdlm_losses,
     "gpu": gpu,
     "profile": costs_table,
     "trace": trace_table,
     "run": run_table,
     "bounds": ladder_table,
+    **SPECGEN,
 }
