@@ -29,7 +29,7 @@ from minispec.studies.cdlm import cdlm_blocks, cdlm_curves, cdlm_losses, cdlm_sp
 from minispec.studies.drafters import prism_arms, prism_trees, specdiff_chains, specdiff_objectives
 from minispec.studies.markdown import pick
 from minispec.studies.run import NEW, cdlm_accuracy, profile, run, trace
-from minispec.studies.specgen import acceptance, attention, scheduler, serving
+from minispec.studies.specgen import acceptance, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render, training_table
 from minispec.studies.tables_bounds import whole_table
 from minispec.studies.target import accuracy, lossless
@@ -53,7 +53,7 @@ def bounds(args, model, tokenizer):
 
 
 STUDIES = {study.__name__: study for study in (
-    accuracy, lossless, attention, acceptance, serving, scheduler,
+    accuracy, lossless, acceptance, serving, scheduler,
     prism_arms, prism_trees, specdiff_objectives, specdiff_chains,
     cdlm_accuracy, cdlm_curves, cdlm_blocks, cdlm_speed, cdlm_losses,
     profile, trace, run, bounds,

@@ -20,6 +20,7 @@ import torch  # noqa: E402
 
 from beside import pytest_sessionstart  # noqa: E402, F401  a hook
 from minispec.core import gpt  # noqa: E402
+from minispec.specgen import SpecGen  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.tools.script import run_main  # noqa: E402
 
@@ -160,3 +161,13 @@ def shipped():
     """(target, tokenizer) of the checkpoints that come with the repository."""
     from minispec.data.tokenizer import Tokenizer
     return checkpoints.load(TARGET), Tokenizer.load(TARGET)
+
+
+class Arbitrary(SpecGen):
+    """SpecGen that may also select at random: its output must not change."""
+    selections = (*SpecGen.selections, "random")
+
+    def _choose(self, r, keys, length, older, n):
+        if self.select == "random":
+            return torch.rand(*keys.scores.shape[:2], older, generator=r.rng).topk(n, dim=-1).indices, None
+        return super()._choose(r, keys, length, older, n)

@@ -3,7 +3,7 @@ import torch
 from conftest import dense_logits, toy_model
 
 from minispec.core import attention
-from minispec.core.attention import FullKeys, dense_attend, group_rows, mass_in_top, packed_attend, ungroup_rows
+from minispec.core.attention import FullKeys, dense_attend, group_rows, packed_attend, ungroup_rows
 from minispec.core.cpu import blocked_attend
 from minispec.core.kv_cache import KVCache
 
@@ -87,12 +87,6 @@ def test_group_rows_round_trip():
     q = torch.randn(7, 6, 4)
     assert torch.equal(ungroup_rows(group_rows(q, 2), 7), q)
     assert torch.equal(group_rows(q, 2)[1, 7 * 2 + 3], q[3, 5])    # group 1, third head of it, row 3
-
-
-def test_mass_in_top_of_uniform_attention_is_the_fraction():
-    model = toy_model(gain=0.0)
-    mass = mass_in_top(model, torch.randint(0, 64, (1, 400)), 0.05, rows=8)
-    assert (mass - 0.05).abs().max() < 0.002
 
 
 @pytest.mark.parametrize("n", [1, 5])

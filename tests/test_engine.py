@@ -5,13 +5,12 @@ import random
 
 import pytest
 import torch
-from conftest import chi_square, dense_logits, toy_model
+from conftest import Arbitrary, chi_square, dense_logits, toy_model
 
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.specgen import SpecGen
-from minispec.studies.sparse import Compared
 from minispec.core.verify import Sampling, warp
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1)
@@ -194,7 +193,7 @@ def test_a_drafter_identical_to_the_target_is_always_accepted():
 
 # -- sampling: chi-square over all outputs of three tokens, vocabulary 8 ------------------------------------------------
 
-PLANNERS["sparse"] = lambda model, other: lambda e: Compared(e, k=3, sparsity=0.1, min_budget=1, select="random")
+PLANNERS["sparse"] = lambda model, other: lambda e: Arbitrary(e, k=3, sparsity=0.1, min_budget=1, select="random")
 SMALL, SMALL_OTHER = (toy_model(vocab=8, seed=s, gain=3.0, n_layer=1, n_head=2, n_kv_head=1) for s in (3, 4))
 with torch.no_grad():                                # sharp attention that counts, so that reading one position of eight is often wrong
     for small in (SMALL, SMALL_OTHER):

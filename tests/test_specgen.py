@@ -3,7 +3,7 @@ import types
 
 import pytest
 import torch
-from conftest import dense_logits, toy_model
+from conftest import Arbitrary, dense_logits, toy_model
 
 from minispec import specgen
 from minispec.core.attention import FullKeys, dense_attend, packed_attend
@@ -11,8 +11,9 @@ from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.specgen import DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead, predicted_speedup
-from minispec.studies import sparse
-from minispec.studies.sparse import Compared, OracleKeys, measure_costs
+from minispec.studies import sparse, texts
+from minispec.studies.replay import Replay, Text, replay
+from minispec.studies.sparse import measure_costs
 
 MODEL = toy_model()
 PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -152,7 +153,7 @@ def generate(**settings):
     """(generation, engine, selections made) of one long request."""
     made = []
 
-    class Spy(Compared):
+    class Spy(Arbitrary):
         def _select(self, *args):
             made.append(super()._select(*args))
             return made[-1]
@@ -169,7 +170,7 @@ AR = Engine(MODEL, Lockstep, 1).generate([Request(PROMPT, 120)])[0]
 
 @pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("sparsity", [0.02, 0.05, 1.0])
-@pytest.mark.parametrize("select", Compared.selections)
+@pytest.mark.parametrize("select", Arbitrary.selections)
 def test_output_never_depends_on_the_selection(k, sparsity, select):
     generation, engine, made = generate(k=k, sparsity=sparsity, min_budget=2, select=select)
     assert generation.token_ids == AR.token_ids
@@ -214,22 +215,6 @@ def test_cache_after_rounds_equals_a_dense_pass():
     assert (v[:, :, base:base + n] - cache.v).abs().max() < 1e-4
 
 
-def test_oracle_keeps_what_this_query_attends_to():
-    """With a budget of everything it is dense attention; with a small one, the mean probability decides, row by row."""
-    cache, base = filled_cache(50)
-    with torch.inference_mode():
-        whole = MODEL.logits(draft_hidden(OracleKeys(cache, base, 50, 50), [9, 8], 50))
-    assert (whole - dense_logits(MODEL, PROMPT[:50] + [9, 8])[50:]).abs().max() < 1e-4
-    keys = OracleKeys(cache, base, 50, 5)
-    q, k, v = torch.randn(1, 4, 8), torch.randn(1, 2, 8), torch.randn(1, 2, 8)
-    got = keys.attend(0, q, k, v)
-    for g in range(2):
-        held, values = (torch.cat([x[0, g, base:base + 50], new[0, g][None]]) for x, new in ((cache.k, k), (cache.v, v)))
-        logits = q[0, 2 * g:2 * g + 2] @ held.T / 8 ** 0.5
-        seen = logits.softmax(-1).mean(0)[:50].topk(5).indices.tolist() + [50]
-        assert (got[0, 2 * g:2 * g + 2] - logits[:, seen].softmax(-1) @ values[seen]).abs().max() < 1e-5
-
-
 def test_ahead_passes_scores_on_and_remembers():
     scores, memory = torch.zeros(1, 1, 20), torch.zeros(1, 1, 12)
     scores[..., 3], scores[..., 18], memory[..., 5], memory[..., 11] = 1.0, 0.5, 1.0, 4.0
@@ -239,11 +224,73 @@ def test_ahead_passes_scores_on_and_remembers():
     assert got.tolist() == pytest.approx(want)
 
 
-def test_shared_selection_is_one_list_a_layer():
-    _, _, made = generate(k=8, sparsity=0.1, min_budget=4, select="shared")
-    assert all(torch.equal(m.selected[:, 0].sort(-1).values, m.selected[:, 1].sort(-1).values) for m in made)
-    _, _, made = generate(k=8, sparsity=0.1, min_budget=4, select="pillar")
-    assert not all(torch.equal(m.selected[:, 0].sort(-1).values, m.selected[:, 1].sort(-1).values) for m in made)
+# -- rounds along a given text -------------------------------------------------------------------------------------------
+
+class Greedy(Replay):
+    def _verdict(self, chance, same):
+        return int(same.cumprod(0).sum())
+
+
+@pytest.fixture(scope="module")
+def read_text():
+    """A text of the toy model's own, read up to 100 tokens and recorded 70 beyond."""
+    text = Text(MODEL, (PROMPT + AR.token_ids)[:180])
+    assert list(text.contexts([100], 10, 75)) == [100]
+    return text
+
+
+@pytest.mark.parametrize("select, k, sparsity", [("window", 4, 0.1), ("window", 8, 0.3), ("pillar", 8, 1.0), ("pillar", 3, 0.1)])
+def test_a_replay_accepts_what_decoding_accepts(read_text, select, k, sparsity):
+    """Along the model's greedy answer. Only a selection by scores may differ a little after a rejected draft, which a verification reads."""
+    r = Greedy(read_text, 100, select, k, sparsity)
+    replay(read_text, [r], 175)
+    prompt = (PROMPT + AR.token_ids)[:100]
+    engine = Engine(MODEL, lambda e: SpecGen(e, k, sparsity, 0, select=select), 1)
+    request = Request(prompt, 81)
+    engine.generate([request])
+    decoded = [s.accepted for s in request.generation.steps]
+    # The engine's prompt ends a token earlier: its first row is the replay's too.
+    n = len(r.greedy)
+    assert n > 5 and abs(sum(r.greedy) - sum(decoded[:n])) <= (0 if select == "window" or sparsity == 1 else 0.2 * sum(decoded[:n]))
+
+
+def test_a_replay_with_everything_accepts_everything(read_text):
+    r = Replay(read_text, 100, "pillar", 8, 1.0)
+    replay(read_text, [r], 175)
+    assert r.greedy == [8] * len(r.greedy) and min(r.accepted) > 8 - 1e-3
+
+
+def test_rounds_side_by_side_are_rounds_alone(read_text):
+    settings = [("pillar", 8, 0.1), ("ahead", 4, 0.05), ("oracle", 5, 0.05), ("window", 8, 0.1)]
+    together = [Replay(read_text, 100, *s) for s in settings]
+    replay(read_text, together, 175)
+    for r, s in zip(together, settings):
+        alone = Replay(read_text, 100, *s)
+        replay(read_text, [alone], 175)
+        assert alone.accepted == pytest.approx(r.accepted, abs=1e-4) and alone.greedy == r.greedy
+    assert sum(together[2].accepted) / len(together[2].accepted) * 8 / 5 > sum(together[3].accepted) / len(together[3].accepted)
+
+
+def test_replayed_chances_are_the_rejection_rules_own(read_text):
+    """sum of min(p, q) is how often sampled drafts are accepted."""
+    r = Replay(read_text, 100, "window", 1, 0.05)
+    p, q = read_text.p[100 - read_text.first], torch.rand(64, generator=torch.Generator().manual_seed(0)).softmax(0)
+    r._begin = lambda *_: None
+    r.judge(q[None])
+    drafts = torch.multinomial(q, 20000, True, generator=torch.Generator().manual_seed(1))
+    assert (p[drafts] / q[drafts]).clamp(max=1).mean().item() == pytest.approx(r.accepted[0], abs=0.02)
+
+
+def test_recorded_rows_and_mass_are_those_of_dense_attention(read_text):
+    probs = dense_probs(read_text.ids[:175].tolist())[:, :, 90:]                           # (L, H, n, T)
+    assert (read_text.rows - probs.unflatten(1, (2, -1)).mean(2)).abs().max() < 1e-5
+    top = probs[:, :, ::8].topk(175 // 20, dim=-1).values.sum(-1).mean((1, 2))
+    assert read_text.mass == pytest.approx(top.tolist(), abs=1e-5)
+
+
+def test_repeated_grams():
+    assert texts.repeated(list(range(30)), 10) == 0 and texts.repeated([1, 2] * 10, 5) == 1
+    assert texts.repeated([*range(8), 50, *range(8)], 4) == 0.25
 
 
 # -- schedule ----------------------------------------------------------------------------------------------------------

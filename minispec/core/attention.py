@@ -270,31 +270,3 @@ def keep_scores(plan, scores):
     for i, s in enumerate(plan):
         if s.keys.scores is not None:
             s.keys.scores.copy_(scores[:, i, :, :s.keys.scores.shape[-1]])
-
-
-# -- how sharply heads look ----------------------------------------------------------------------------------
-
-@torch.no_grad()
-def mass_in_top(model, tokens, fraction=0.05, rows=64):
-    """The attention mass that the last `rows` queries of tokens (1, T) put on their own `fraction` largest
-    keys.
-
-    Returns (n_layer, H), means over the rows; 1 means that this part of the keys is all a head reads. The
-    premise of sparse attention, PillarAttn included, is that this is close to 1."""
-    c = model.config
-    t = tokens.shape[1]
-    top = max(int(fraction * t), 1)
-    positions = torch.arange(t, device=tokens.device)
-    seen = positions <= positions[t - rows:, None]                             # (rows, T)
-    dense = dense_attend()
-    out = torch.zeros(c.n_layer, c.n_head)
-
-    def attend(layer, q, k, v):
-        keys = k[0].repeat_interleave(c.n_head // c.n_kv_head, dim=1)          # (T, H, D)
-        logits = torch.einsum("qhd,khd->hqk", q[0, -rows:].float(), keys.float()) / c.head_dim ** 0.5
-        probs = logits.masked_fill(~seen, float("-inf")).softmax(-1)
-        out[layer] = probs.topk(top, dim=-1).values.sum(-1).mean(-1)
-        return dense(layer, q, k, v)
-
-    model(tokens, positions[None], attend)
-    return out

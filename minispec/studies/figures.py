@@ -62,14 +62,6 @@ def schedule(axes, r):
     axes.set(xlabel="iteration", ylabel="rows in the forward", ylim=(0, None))
 
 
-def captured(axes, r):
-    """Attention mass on cached positions that the round's selection had caught, along a chain of thought."""
-    for name, points in r["captured"].items():
-        contexts_, shares, _ = zip(*points)
-        axes.plot(contexts_, shares, ".-", label=name, markersize=3, linewidth=0.8)
-    axes.set(xlabel="tokens of context", ylabel="attention mass caught by 5 %", ylim=(0, 1.02))
-
-
 # -- performance or illusion: the ladder -----------------------------------------------------------
 
 def _mixed(cells):
@@ -173,7 +165,6 @@ def accept_by_position(axes, traces):
 
 FIGURES = {
     "scheduler": {"specgen_schedule": schedule},
-    "attention": {"specgen_captured": captured},
     "bounds": {
         "bounds_batch": speedup_by_batch,
         "bounds_waterfall": waterfall,

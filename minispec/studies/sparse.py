@@ -1,83 +1,13 @@
-"""SpecGen's studies need two things that decoding does not: selections to compare PillarAttn with, and the
-terms of the cost model, timed on this machine."""
+"""The terms of SpecGen's cost model, timed on this machine."""
 import math
 import time
 
 import torch
 
-from minispec.core.attention import FullKeys, group_rows, packed_attend, ungroup_rows
+from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.kv_cache import KVCache
-from minispec.specgen import SELECTIONS, DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead
+from minispec.specgen import DraftPool, PillarKeys, budget, look_ahead
 
-
-# -- selections to compare with ------------------------------------------------------------------------------
-
-class Compared(SpecGen):
-    """SpecGen with three selections more: "shared" (one list for all heads of a layer), "random", and
-    "oracle"."""
-    selections = (*SELECTIONS, "shared", "random", "oracle")
-
-    def __init__(self, *settings, **more):
-        super().__init__(*settings, **more)
-        self.fusable = self.select != "oracle"
-
-    def _choose(self, r, keys, length, older, n):
-        if self.select == "random":
-            layers, groups = self.engine.cache.k.shape[:2]
-            noise = torch.rand(layers, groups, older, generator=r.rng)
-            return noise.to(self.engine.model.device).topk(n, dim=-1).indices, None
-        if self.select == "shared":
-            scores = keys.scores[:, :, :older].mean(1, keepdim=True).expand(-1, keys.scores.shape[1], -1)
-            return scores.topk(n, dim=-1, sorted=False).indices, None
-        return super()._choose(r, keys, length, older, n)
-
-    def _select(self, r, keys, accepted):
-        if self.select == "oracle":
-            return Round()
-        return super()._select(r, keys, accepted)
-
-    def _draft_keys(self, r, state):
-        if self.select == "oracle":
-            return OracleKeys(self.engine.cache, r.run.first, r.n_cached, self.widest(r.n_cached))
-        return super()._draft_keys(r, state)
-
-    def _forget(self, state):
-        if self.select == "oracle":
-            state.keys = None
-        super()._forget(state)
-
-
-class OracleKeys:
-    """What no method can know beforehand: the positions that the current query itself attends to most,
-    `budget` of them per layer and KV head, found by looking at all. An upper bound for selections, and as
-    slow as full attention. For one row; like a PillarKeys it leaves the cache alone."""
-    scores = pool = None
-
-    def __init__(self, cache, base, length, budget):
-        self.keys = cache.k[:, :, base:base + length]
-        self.values = cache.v[:, :, base:base + length]
-        self.length = length
-        self.budget = budget
-        self.own = [[] for _ in range(len(cache.k))]           # layer -> [(k, v) (G, 1, D) of each draft row]
-
-    def attend(self, layer, q, k, v):
-        """q (1, H, D), k and v (1, G, D) -> (1, H, D)."""
-        self.own[layer].append((k.transpose(0, 1), v.transpose(0, 1)))
-        own_keys, own_values = zip(*self.own[layer])
-        keys = torch.cat([self.keys[layer], *own_keys], dim=1)                 # (G, T, D)
-        values = torch.cat([self.values[layer], *own_values], dim=1)
-        rows = group_rows(q, k.shape[1])                                       # (G, g, D)
-        logits = (rows @ keys.transpose(1, 2)).float() * q.shape[-1] ** -0.5   # (G, g, T)
-        # The best cached positions of a group, and always the round's own rows.
-        mass = logits.softmax(-1).mean(1)[:, :self.length]
-        best = mass.topk(min(self.budget, self.length), dim=-1).indices
-        hidden = torch.ones(keys.shape[:2], dtype=torch.bool, device=q.device).scatter_(1, best, False)
-        hidden[:, self.length:] = False
-        probs = logits.masked_fill(hidden[:, None], float("-inf")).softmax(-1)
-        return ungroup_rows(probs.to(v.dtype) @ values, 1)
-
-
-# -- the terms of the cost model -----------------------------------------------------------------------------
 
 @torch.inference_mode()
 def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):

@@ -1,155 +1,145 @@
-"""What bench.py measures of SpecGen: attention mass and what a selection catches of it, accepted drafts,
-long contexts, the parts of the system. Studies as in target.py."""
+"""What bench.py measures of SpecGen: accepted drafts and attention mass on long texts, throughput, the parts
+of the system. Studies as in target.py. What is read: see texts.py."""
 import statistics
+from functools import partial
+from itertools import chain, product
 
 import torch
-from tqdm import tqdm
 
-from minispec.core.attention import mass_in_top
-from minispec.core.engine import Engine
-from minispec.data import tasks
-from minispec.specgen import SCHEDULES, SpecGen, predicted_speedup
-from minispec.studies.sparse import Compared, measure_costs
-from minispec.studies.timing import identical, iteration_seconds, race, ratio
+from minispec.core.cpu import PACKED_TYPES
+from minispec.core.kv_cache import KVCache
+from minispec.core.requests import Request
+from minispec.core.verify import Sampling
+from minispec.data import prompts, tasks
+from minispec.specgen import SCHEDULES, predicted_speedup
+from minispec.studies import results, texts
+from minispec.studies.replay import Replay, Text, read, replay
+from minispec.studies.sparse import measure_costs
+from minispec.studies.timing import identical, iteration_seconds, phases, race, ratio
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, schedule_view
 
-K = 8                   # drafts a round
-NEW = 96                # tokens of an answer where throughput is measured
-# (context, requests)
-SERVING = ((1000, 1), (8192, 1), (1000, 8), (4000, 8), (8192, 8), (1000, 16), (4000, 16))
-
-
-def warm_requests(tokenizer, model, context, new_tokens, n):
-    """n held-out `trace` problems entered in the middle: the prompt and the first part of the reference
-    chain, `context` tokens in all, are given. A long context is reached in seconds, and all methods
-    continue the same text."""
-    size = tasks.lines_for(context + 2 * new_tokens)
-    problems = [tasks.make("trace", i, "heldout", size) for i in range(n)]
-    return requests_of(problems, tokenizer, model, new_tokens, warm=context)
-
-
-# -- attention -------------------------------------------------------------------------------------
-
-class Captured(SpecGen):
-    """SpecGen that notes, at every verification, how much of the attention mass on cached positions the
-    round's selection had caught: (context, share) in engine.notes."""
-
-    def __init__(self, *settings):
-        super().__init__(*settings)
-        self.record = True
-
-    def _select(self, r, keys, accepted):
-        if r.state and r.state.selected is not None:              # none at the end of a prompt
-            cached = keys.all.stop - keys.all.start - keys.n       # when the round began
-            scores = keys.scores[:, :, :cached]
-            chosen = scores.gather(2, r.state.selected).sum(-1)
-            newest = scores[:, :, cached - r.state.recent:].sum(-1)
-            share = (chosen + newest) / scores.sum(-1)
-            self.engine.notes.append((cached, share.mean().item()))
-        return super()._select(r, keys, accepted)
-
-
-def attention(args, model, tokenizer):
-    """Attention mass each layer's heads put on their own top 5 % of keys, at 2,000 and 4,000 tokens; and
-    what SpecGen's selection of 5 % catches of it along a chain: [context, mean over the rounds of its
-    hundred, rounds]."""
-    mass = {}
-    for context in (2000, 4000):
-        requests = warm_requests(tokenizer, model, context, 64, 2 if args.quick else 8)
-        some = torch.stack([mass_in_top(model, torch.tensor([r.tokens]), 0.05) for r in requests])
-        mass[str(context)] = {
-            "layers": some.mean((0, 2)).tolist(),
-            "mean": some.mean().item(),
-        }
-    selections = ("ahead", "pillar", "window")
-    captured = {select: captured_along(select, args, model, tokenizer) for select in selections}
-    return {"mass": mass, "captured": captured}
-
-
-def captured_along(select, args, model, tokenizer):
-    """[[context, mean share of the mass caught, rounds]] by hundreds of tokens of context, for one way to
-    select."""
-    n, lines = (1, 20) if args.quick else (4, 100)
-    problems = [tasks.make("trace", i, "heldout", lines) for i in range(n)]
-    engine = Engine(model, lambda e: Captured(e, K, 0.05, 64, 0.0, select), 4)
-    engine.notes = []
-    engine.generate(requests_of(problems, tokenizer, model))
-
-    hundreds = {}
-    for context, share in engine.notes:
-        hundreds.setdefault(context // 100 * 100, []).append(share)
-    return [[context, statistics.mean(some), len(some)] for context, some in sorted(hundreds.items())]
+K, SPARSITY = 8, 0.05
+TEXTS = 4                               # of each kind
+CONTEXTS = (1000, 2000, 4000, 7000)
+BEFORE, AFTER = 17, 112                 # rows that are recorded before a context and behind it
+SELECTIONS = ("oracle", "pillar", "ahead", "window")
+# One setting varies at a time, at this context.
+VARIED_AT = 4000
+VARIED = [("pillar", k, SPARSITY) for k in (4, 16)] + [("pillar", K, s) for s in (0.01, 0.02, 0.1)]
+DISTINCT = 4                            # texts of a larger batch, because reading takes longer than decoding
+NEW = 64                                # tokens of an answer where throughput is measured
+SERVING = ((1000, 1), (4000, 1), (7000, 1), (1000, 8), (4000, 8), (7000, 8))
 
 
 # -- acceptance ------------------------------------------------------------------------------------
 
 def acceptance(args, model, tokenizer):
-    """SpecGen on long chains: accepted drafts and tau by selection, budget s, share of newest positions and
-    k, at contexts of 4,000 tokens and more. One setting varies at a time."""
-    n, new = (2, 64) if args.quick else (8, 160)
-    cells = [(select, K, 0.05, 0.0) for select in ("oracle", "ahead", "pillar", "shared", "window", "random")]
-    if not args.quick:
-        cells += [("pillar", K, 0.05, share) for share in (0.25, 0.5, 0.75)]
-        cells += [("ahead", K, 0.05, 0.25)]
-        cells += [(select, K, s, 0.0) for select in ("ahead", "pillar") for s in (0.01, 0.02, 0.1, 0.25)]
-        cells += [(select, K, s, 0.0) for select in ("window", "random") for s in (0.02, 0.1)]
-        cells += [("ahead", k, 0.05, 0.0) for k in (2, 4, 16, 20)]
-        cells += [("ahead", K, 1.0, 0.0)]
+    """What SpecGen gets accepted along long texts, by kind of text, context, selection, k and budget; and
+    where attention goes."""
+    contexts = CONTEXTS[:1] if args.quick else CONTEXTS
+    cells = list(product(range(1 if args.quick else TEXTS), texts.kinds(tokenizer)))
 
-    rows = []
-    for select, k, sparsity, recent_share in tqdm(cells, desc="acceptance"):
-        engine = Engine(model, lambda e: Compared(e, k, sparsity, 0, recent_share, select), n)
-        generations = engine.generate(warm_requests(tokenizer, model, 4000, new, n))
-        # Rounds that the schedule or the end of the answer cut short are left out.
-        rounds = [[s for s in g.steps if s.proposed == k] for g in generations]
-        means = [statistics.mean(s.accepted for s in some) for some in rounds if some]
-        error = statistics.stdev(means) / len(means) ** 0.5 if len(means) > 1 else 0.0
-        rows.append({
-            "select": select,
-            "k": k,
-            "sparsity": sparsity,
-            "recent_share": recent_share,
-            "accepted": statistics.mean(means),
-            "standard_error": error,
-            "tau": statistics.mean(s.committed for some in rounds for s in some),
-            "rounds": sum(map(len, rounds)),
-        })
-    return {"context": 4000, "requests": n, "new_tokens": new, "rows": rows}
+    def measure(number, kind):
+        return along_text(kind, number, model, tokenizer, args.data, contexts)
+
+    by_kind = {}
+    for (_, kind), text in zip(cells, results.each_kept("acceptance", args, model, {})(cells, measure)):
+        by_kind.setdefault(kind, []).append(text)
+    return {"k": K, "sparsity": SPARSITY, "kinds": by_kind}
+
+
+def along_text(kind, number, model, tokenizer, data, contexts):
+    """One text: by context how repetitive it is, the attention mass by layer, and [[select, k, sparsity, mean
+    accepted by rejection, by the greedy rule, rounds]]."""
+    ids = texts.text(kind, number, contexts[-1] + AFTER, model, tokenizer, data)
+    text = Text(model, ids)
+    out = {}
+    for context in text.contexts(contexts, BEFORE, AFTER):
+        settings = [*product(SELECTIONS, (K,), (SPARSITY,))] + VARIED * (context == VARIED_AT)
+        replays = [Replay(text, context, *setting) for setting in settings]
+        replay(text, replays, context + AFTER)
+        rows = [[*setting, statistics.mean(r.accepted), statistics.mean(r.greedy), len(r.accepted)]
+                for setting, r in zip(settings, replays)]
+        repeated = texts.repeated(ids[:context + AFTER], AFTER)
+        out[str(context)] = {"repeated": repeated, "mass": text.mass, "rows": rows}
+    return out
 
 
 # -- serving ---------------------------------------------------------------------------------------
 
 def serving(args, model, tokenizer):
-    """SpecGen where it should win: several requests with long contexts. Speed-up over the autoregressive
-    loop of the same batch (the faster dtype), and what the cost model predicts from timings of single steps
-    (for the same dtype)."""
-    half = checkpoints.load(args.model, args.device, torch.bfloat16)
-    targets = {"float32": model, "bfloat16": half}
-    rows = []
-    for context, batch in ((1000, 2),) if args.quick else SERVING:
-        pairs = 1 if args.quick else 5 if context * batch == 8 * 8192 else 2
-        rows += serving_rows(targets, args, tokenizer, context, batch, pairs)
-    return {"k": K, "sparsity": args.sparsity, "rows": rows}
+    """Several requests with long contexts: decoded tokens/s of SpecGen and of the autoregressive loop, greedy
+    and sampled, and what the cost model predicts from timings of single steps."""
+    targets = {"float32": model}
+    if torch.bfloat16 in PACKED_TYPES:                           # else it is slower than fp32 here
+        targets["bfloat16"] = checkpoints.load(args.model, args.device, torch.bfloat16)
+
+    def measure(context, batch):
+        return serving_rows(targets, args, tokenizer, context, batch, 1 if args.quick else 2)
+
+    each = results.each_kept("serving", args, model, {"new": NEW})
+    rows = each(((1000, 2),) if args.quick else SERVING, measure)
+    return {"k": K, "sparsity": args.sparsity, "rows": list(chain.from_iterable(rows))}
 
 
 def serving_rows(targets, args, tokenizer, context, batch, pairs, new=NEW):
     """The rows of one context and batch, for the targets by dtype."""
-    def build(method, target):
-        return lambda: (methods.make_engine(method, target, args, batch),
-                        warm_requests(tokenizer, target, context, new, batch))
-
-    cells = {(m, dtype): build(m, target) for m in ("ar", "specgen") for dtype, target in targets.items()}
-    runs = race(cells, pairs, f"{batch} requests at {context}")
-    baselines = [runs["ar", dtype][0] for dtype in targets]
+    kinds = texts.kinds(tokenizer)[:3]
+    model = next(iter(targets.values()))
+    ids = [texts.text(kind, i // len(kinds), context, model, tokenizer, args.data)
+           for i, kind in enumerate((kinds * batch)[:min(batch, DISTINCT)])]
+    ids = (ids * batch)[:batch]
     rows = []
-    for (method, dtype), run in runs.items():
-        row = {"context": context, "requests": batch, "pairs": pairs, "method": method, "dtype": dtype,
-               **ratio(run[0], *baselines), "identical": None}
-        if method == "specgen":
-            row.update(against_prediction(run, runs["ar", dtype], targets[dtype], args, context, batch, new))
-        rows.append(row)
+    for temperature in (0.0, 1.0):
+        cells = {}
+        for dtype, target in targets.items():
+            cells |= warm_cells(target, args, dtype, ids, temperature, new)
+        runs = race(cells, pairs, f"{batch} requests at {context}")
+        baselines = [runs["ar", dtype][0] for dtype in targets]
+        for (method, dtype), run in runs.items():
+            generations = run[2]
+            some = [texts.repeated(g.prompt_ids + g.token_ids, len(g.token_ids)) for g in generations]
+            row = {"context": context, "requests": batch, "pairs": pairs, "method": method, "dtype": dtype,
+                   "temperature": temperature, **ratio(run[0], *baselines),
+                   "repeated": statistics.mean(some), "identical": None}
+            if method == "specgen":
+                plain, target = runs["ar", dtype], targets[dtype]
+                row.update(against_prediction(run, plain, target, args, context, batch, new))
+            if temperature:                                      # the same distribution, other tokens
+                row["identical"] = None
+            rows.append(row)
     return rows
+
+
+def warm_cells(model, args, dtype, prompts, temperature, new):
+    """{(method, dtype): build} for `race`: plain decoding and SpecGen behind prompts (ids) that are read
+    once, before the first run, into a cache that all runs share."""
+    longest = len(prompts[0]) + new
+    planner = methods.make_engine("specgen", model, args, len(prompts)).planner
+    slots = longest + planner.extra_slots(Request(prompts[0], new))
+    cache = KVCache(model.config, slots * len(prompts), model.dtype, model.device, spare=1)
+    first = {}                                                   # where a prompt was read first
+    for i, ids in enumerate(prompts):
+        # Requests enter in order, so the i-th has the i-th run of slots.
+        base = i * longest
+        if tuple(ids) in first:
+            source = first[tuple(ids)]
+            for x in (cache.k, cache.v):
+                x[:, :, base:base + longest] = x[:, :, source:source + longest]
+        else:
+            first[tuple(ids)] = base
+            read(model, torch.tensor(ids, device=model.device), cache, 0, len(ids), base)
+
+    def build(method):
+        engine = methods.make_engine(method, model, args, len(prompts))
+        engine.cache = cache
+        requests = [Request(ids, new, Sampling(temperature, seed=i)) for i, ids in enumerate(prompts)]
+        for r in requests:
+            r.n_cached = len(r.tokens) - K - 1                   # the last rows are read again, and recorded
+        return engine, requests
+
+    return {(method, dtype): partial(build, method) for method in ("ar", "specgen")}
 
 
 def against_prediction(run, plain, target, args, context, batch, new):
@@ -183,34 +173,45 @@ STAGES = {              # {stage: (method, settings)}
     "+ unified schedule": ("specgen", {}),
     "+ cache manager (offload)": ("specgen", {"admission": "offload"}),
     "+ delayed verification": ("specgen", {"admission": "offload", "delayed": True}),
-    "preempt instead of offload": ("specgen", {"admission": "preempt"}),
-    "oracle lengths": ("specgen", {"admission": "oracle"}),
 }
 
 
 def scheduler(args, model, tokenizer):
-    """The parts of SpecGen's system, one after the other; and how even the forwards are with 40 requests in
+    """The parts of SpecGen's system, one after the other; and how even the forwards of 40 requests are in
     steady state."""
-    n, lines, repeats = (4, 8, 1) if args.quick else (8, 50, 2)
-    stages = cumulative(args, model, tokenizer, n, lines, repeats)
-    return {**stages, "evenness": evenness(args, model, tokenizer, 8 if args.quick else 40)}
+    n, size, repeats = (4, 8, 1) if args.quick else (8, 50 if tokenizer.ours else 160, 2)
+    stages = cumulative(args, model, tokenizer, n, size, repeats)
+    if tokenizer.ours:                                           # rows are rows, whose model it is
+        stages["evenness"] = evenness(args, model, tokenizer, 8 if args.quick else 40)
+    return stages
 
 
-def cumulative(args, model, tokenizer, n, lines, repeats):
-    """n chains of so many lines at once, in a cache of half of what all of them may need."""
-    problems = [tasks.make("trace", 700 + i, "heldout", lines) for i in range(n)]
-    demand = sum(r.longest for r in requests_of(problems, tokenizer, model))
+def cumulative(args, model, tokenizer, n, size, repeats):
+    """n chains of `size` lines at once, or answers to n questions of MT-bench of at most so many tokens, in a
+    cache of half of what all of them may need."""
+    if tokenizer.ours:
+        problems = [tasks.make("trace", 700 + i, "heldout", size) for i in range(n)]
+    else:
+        problems = prompts.load_named("spec_bench", args.data)[:n]
+    limit = None if tokenizer.ours else size
+
+    def requests():
+        return requests_of(problems, tokenizer, model, limit)
+
+    demand = sum(r.longest for r in requests())
 
     def build(method, changes):
         settings = methods.settings(**{**vars(args), "cache_tokens": demand // 2, **changes})
-        return lambda: (methods.make_engine(method, model, settings, n),
-                        requests_of(problems, tokenizer, model))
+        return methods.make_engine(method, model, settings, n), requests()
 
-    runs = race({stage: build(*cell) for stage, cell in STAGES.items()}, repeats, "scheduler", warm_up=False)
+    cells = {stage: partial(build, *cell) for stage, cell in STAGES.items()}
+    runs = race(cells, repeats, "scheduler", warm_up=False)
     plain_rates, _, plain = runs["autoregressive, reserve"]
     rows = []
     for stage, (rates, engine, generations) in runs.items():
-        rows.append({"stage": stage, **ratio(rates, plain_rates), **schedule_view(engine),
+        seconds = phases(engine)
+        host = (seconds["sample"] + seconds["overhead"]) / sum(seconds.values())
+        rows.append({"stage": stage, **ratio(rates, plain_rates), **schedule_view(engine), "host": host,
                      "identical": identical(plain, generations)})
     return {"requests": n, "cache_tokens": demand // 2, "demand": demand, "rows": rows}
 

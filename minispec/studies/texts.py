@@ -1,0 +1,95 @@
+"""Long texts for SpecGen's studies, as token ids: what people wrote, and what the model itself wrote."""
+import glob
+import json
+import os
+import random
+
+from minispec.core.requests import Request
+from minispec.core.verify import Sampling
+from minispec.core.engine import Engine, Lockstep
+from minispec.data import prompts, tasks
+
+QUESTIONS = 20          # that the model answers at once, for one text of its own answers
+OWN = 2000              # tokens at most of each answer
+NGRAM = 8
+
+
+def repeated(ids, n):
+    """Share of the last n of `ids` that end eight tokens which were there before."""
+    grams = [tuple(ids[i - NGRAM:i]) for i in range(NGRAM, len(ids) + 1)]
+    seen, again = set(grams[:-n]), 0
+    for gram in grams[-n:]:
+        again += gram in seen
+        seen.add(gram)
+    return again / n
+
+
+def kinds(tokenizer):
+    """The kinds of text that there are for a model."""
+    return ("trace",) if tokenizer.ours else ("book", "reasoning", "chat", "own answers")
+
+
+def text(kind, number, length, model, tokenizer, data):
+    """The number-th text of a kind: `length` ids, or ValueError."""
+    if kind != "trace" and not data:
+        raise ValueError("real texts are read from a data folder: give --data DIR or set MINISPEC_DATA")
+    if kind == "trace":
+        problem = tasks.make("trace", number, "heldout", tasks.lines_for(length))
+        ids = tokenizer.prompt_ids(problem.prompt) + tokenizer.encode(problem.think)
+    elif kind == "book":
+        file = sorted(glob.glob(os.path.join(data, "standardebooks", "*.txt")))[number]
+        with open(file, encoding="utf-8") as f:
+            # Not the first chapter; some five characters are a token.
+            ids = tokenizer.encode(f.read()[20_000:20_000 + 8 * length])
+    elif kind == "own answers":
+        ids = own_answers(number, length, model, tokenizer, data)
+    else:
+        turns = _reasoning(data, number) if kind == "reasoning" else _instructions(data, number)
+        ids = conversation([(asked, tokenizer.encode(said)) for asked, said in turns], tokenizer, length)
+    if len(ids) < length:
+        raise ValueError(f"text {number} of the kind {kind} has {len(ids)} tokens; {length} are needed")
+    return ids[:length]
+
+
+def conversation(turns, tokenizer, length):
+    """Ids of a chat of turns (question, ids of its answer), as many as `length` needs."""
+    messages, n = [], 0
+    for asked, said in turns:
+        messages += [tokenizer.asked(asked), {"role": "assistant", "content": said}]
+        n += len(said)
+        if n >= length:
+            break
+    return tokenizer.chat_ids(messages)
+
+
+def _reasoning(data, number):
+    """Chains of thought: monologues, or solutions by several models."""
+    if number % 2:
+        file, question, answer = "marco_o1/CoT_demo.json", "instruction", "response"
+    else:
+        file, question, answer = "reasoning_gym_traces/traces_correct.jsonl", "question", "response"
+    # One answer to each question: several models agree too well.
+    answers = {row[question]: row[answer] for _, row in prompts.read_rows(os.path.join(data, file))}
+    turns = list(answers.items())
+    random.Random(number).shuffle(turns)
+    return turns
+
+
+def _instructions(data, number):
+    rows = [row for _, row in prompts.read_rows(os.path.join(data, "instruct", "instruction-data.json"))]
+    random.Random(number).shuffle(rows)
+    return [(f"{row['instruction']}\n{row['input']}", row["output"]) for row in rows]
+
+
+def own_answers(number, length, model, tokenizer, data):
+    """A conversation whose answers the model samples itself, to questions of MT-bench."""
+    questions = [p.prompt for p in prompts.load_named("spec_bench", data)]
+    questions = questions[QUESTIONS * number:QUESTIONS * (number + 1)]
+    requests = [Request(tokenizer.prompt_ids(asked), OWN, Sampling(1.0, seed=i), tokenizer.ends)
+                for i, asked in enumerate(questions, QUESTIONS * number)]
+    for _ in Engine(model, Lockstep, QUESTIONS).stream(requests):
+        if sum(len(r.generation.token_ids) for r in requests) >= length:
+            for r in requests:
+                r.cancel()
+    answers = [r.generation.token_ids for r in requests]
+    return conversation(zip(questions, answers), tokenizer, length)
