@@ -47,6 +47,7 @@ from minispec.core.cpu import store_by_columns, training_attend
 from minispec.core.drafters import Notes, pack
 from minispec.core.requests import MAX_K, draw_drafts
 from minispec.core.kv_cache import KVCache
+from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
 
 MAX_NODES = 256             # the largest draft tree
@@ -59,6 +60,7 @@ class PrismConfig(gpt.GPTConfig):
     step_map: tuple = (0, 1)    # draft step 1, 2, .. -> module; the last entry serves all later steps
     taps: tuple = ()        # layers of the target whose inputs are the feature; none: its final hidden state
     target: str = ""        # fingerprint of the target that it is trained for
+    draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
 
     def __post_init__(self):
         # JSON has lists only.
@@ -106,6 +108,7 @@ class Prism(nn.Module):
         self.fuse = gpt.Linear(len(c.taps) * c.d_model, c.d_model) if c.taps else nn.Identity()
         self.bank = nn.ModuleList(Module(c) for _ in range(c.n_modules))
         self.rope = gpt.Rope(c)
+        self.register_buffer("vocabulary", buffer(c))
         self.apply(self._init)
 
     def forward(self, step, e, a, positions, attend):
@@ -122,11 +125,14 @@ class Prism(nn.Module):
         checkpoints.check_shapes(self.config, target.config, ("d_model", "vocab_size"))
 
 
-def for_target(target, step_map=(0, 1), n_layer=1, taps=()):
+def for_target(target, step_map=(0, 1), n_layer=1, taps=(), vocabulary=None):
     """A new drafter with blocks of the target's shape. The norm of its states starts as the target's last
-    one, so that they have the right scale for the head."""
+    one, so that they have the right scale for the head. vocabulary: the ids that it may draft; None: all."""
     shape = {**asdict(target.config), "n_layer": n_layer}
-    prism = Prism(PrismConfig(**shape, step_map=step_map, taps=taps, target=checkpoints.fingerprint(target)))
+    n = 0 if vocabulary is None else len(vocabulary)
+    prism = Prism(PrismConfig(**shape, step_map=step_map, taps=taps, target=checkpoints.fingerprint(target),
+                              draft_vocab=n))
+    prism.vocabulary = vocabulary
     with torch.no_grad():
         for module in prism.bank:
             module.norm.weight.copy_(target.norm.weight)
@@ -235,19 +241,22 @@ def unrolled_loss(prism, target, ids, learn, steps, chunk=1024):
     s = judged.nonzero()[:, 1]                                                 # (n,)
     exists = s >= torch.arange(1, steps + 1, device=ids.device)[:, None]       # (T, n)
     weight = exists / exists.sum(1, keepdim=True).clamp(min=1)
-    loss, hits = _divergence(target, goal, guess, weight, chunk)
+    words = Words(target, prism.vocabulary)
+    loss, hits = _divergence(target, words, goal, guess, weight, chunk)
     return loss, _accepted(hits, judged)
 
 
-def _divergence(target, goal, guess, weight, chunk):
+def _divergence(target, words, goal, guess, weight, chunk):
     """KL divergence of the target's states goal (n, C) to the drafter's guess (T, n, C), weighted by (T, n)
-    and summed; and whether the two argmaxes agree, bool (T, n). Logits are made `chunk` rows at a time and
-    made again in the backward pass, so memory does not grow with steps x rows x vocabulary."""
+    and summed; and whether the two argmaxes agree, bool (T, n). Both are distributions over the draft
+    vocabulary, the target's renormalised: that is what q can become. Logits are made `chunk` rows at a time
+    and made again in the backward pass, so memory does not grow with steps x rows x vocabulary."""
     def part(goal, guess, weight):
-        log_p = target.logits(goal).float().log_softmax(-1)                    # (chunk, V)
-        log_q = target.logits(guess).float().log_softmax(-1)                   # (T, chunk, V)
+        log_p = words.logits(goal).float().log_softmax(-1)                     # (chunk, N)
+        log_q = words.logits(guess).float().log_softmax(-1)                    # (T, chunk, N)
         kl = (log_p.exp() * (log_p - log_q)).sum(-1)                           # (T, chunk)
-        return (kl * weight).sum(), log_q.argmax(-1) == log_p.argmax(-1)
+        best = target.logits(goal).argmax(-1)                                  # (chunk,)
+        return (kl * weight).sum(), words.tokens(log_q.argmax(-1)) == best
 
     loss = 0.0
     hits = []
@@ -356,6 +365,7 @@ class PrismDrafter:
             raise ValueError(f"width {width} is out of range; allowed is 1 (a chain) to {MAX_K}")
         self.prism = prism.to(target.dtype)
         self.target = target
+        self.words = Words(target, prism.vocabulary)
         self.depth = depth
         self.width = width
         self.name = name
@@ -403,24 +413,25 @@ class PrismDrafter:
         """Feed every draft's rows through the step's module, in one forward; leaves the states of the open
         nodes."""
         tokens, positions, attend, states = pack(work, self.target.device)
-        out = self.prism(step, self.target.embed(tokens), states, positions, attend)
+        out = self.prism(step, self.words.embed(tokens), states, positions, attend)
         for d, some in zip(drafts, out.split([len(rows.tokens) for rows in work])):
             d.states = some[-len(d.open):]               # of step 1: the last row's alone
 
     def _grow(self, drafts):
         """Draft the children of all open nodes from their states."""
-        logits = self.target.logits(torch.cat([d.states for d in drafts]))
+        logits = self.words.logits(torch.cat([d.states for d in drafts]))
         if self.width == 1:
             # A chain: draw one child as the target would, and keep what it was drawn from.
-            tokens, qs = draw_drafts([d.request for d in drafts], logits)
+            indices, qs = draw_drafts([d.request for d in drafts], logits)
+            tokens = self.words.tokens(torch.tensor(indices, device=logits.device)).tolist()
             for d, token, q in zip(drafts, tokens, qs):
                 d.grow([[token]], [[0.0]], 1)
-                d.q.append(q)
+                d.q.append(None if q is None else self.words.whole(q))
             return
         # A tree: the most probable children, without chance.
         top = logits.float().log_softmax(-1).topk(min(self.width, logits.shape[-1]))
         opened = [len(d.open) for d in drafts]
-        tokens = top.indices.split(opened)
+        tokens = self.words.tokens(top.indices).split(opened)
         scores = top.values.clamp(max=0).split(opened)
         for d, some, logs in zip(drafts, tokens, scores):
             d.grow(some.tolist(), logs.tolist(), self.width)

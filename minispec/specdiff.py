@@ -36,7 +36,7 @@ Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; 
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
 of the vocabulary. """
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.nn as nn
@@ -48,6 +48,7 @@ from minispec.core.cpu import store_by_columns, training_attend
 from minispec.core.drafters import Notes, pack
 from minispec.core.requests import MAX_K
 from minispec.core.kv_cache import KVCache
+from minispec.core.words import Words, buffer
 from minispec.core.verify import draw, point_mass_tree, rejection_tree, selection_tree, warp
 
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
@@ -62,6 +63,7 @@ class SpecDiffConfig(gpt.GPTConfig):
     gamma: int = 8          # slots of a window in training; decoding may use another number
     taps: tuple = None      # layers of the target that it reads; (): the final state; None: none
     target: str = ""        # fingerprint of the target that it is trained for
+    draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
 
     def __post_init__(self):
         if self.taps is not None:
@@ -77,7 +79,8 @@ class Drafter(nn.Module):
     def __init__(self, config, target):
         super().__init__()
         self.config = c = config
-        self.__dict__["words"] = target                  # not registered, so neither trained nor saved
+        self.__dict__["target"] = target                 # not registered, so neither trained nor saved
+        self.register_buffer("vocabulary", buffer(c))
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
         self.mask = nn.Parameter(torch.zeros(c.d_model))
@@ -87,12 +90,16 @@ class Drafter(nn.Module):
             self.fuse = gpt.Linear(n_states * target.config.d_model, c.d_model, bias=False)
         self.rope = gpt.Rope(c)
 
+    @cached_property
+    def words(self):                                     # not before the ids are loaded
+        return Words(self.target, self.vocabulary)
+
     def forward(self, tokens, positions, attend, features=None):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
         F): for a tapped drafter, the target's of the token before, or of the last one that the target has
         seen."""
-        words = self.words.embed(tokens.clamp(min=0))
-        x = torch.where((tokens == MASK)[..., None], self.mask, words)
+        x = self.target.embed(tokens.clamp(min=0))
+        x = torch.where((tokens == MASK)[..., None], self.mask, x)
         if self.fuse is not None:
             x = x + self.fuse(features)
         cos, sin = self.rope(positions, x.dtype)
@@ -108,16 +115,19 @@ class Drafter(nn.Module):
         checkpoints.check_shapes(self.config, target.config, ("vocab_size", "d_model"))
 
 
-def for_target(target, n_layer=None, gamma=8, shift=True, taps=None):
+def for_target(target, n_layer=None, gamma=8, shift=True, taps=None, vocabulary=None):
     """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
-    the mean of all tokens."""
+    the mean of all tokens. vocabulary: the ids that it may draft; None: all."""
     most = target.config.n_layer
     n_layer = n_layer or most
     if not 1 <= n_layer <= most:
         raise ValueError(f"layers {n_layer} is out of range; the target has {most}")
+    n = 0 if vocabulary is None else len(vocabulary)
     shape = {**asdict(target.config), "n_layer": n_layer, "shift": shift}
-    config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, target=checkpoints.fingerprint(target))
-    drafter = Drafter(config, target).to(target.device)
+    config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, target=checkpoints.fingerprint(target), draft_vocab=n)
+    drafter = Drafter(config, target)
+    drafter.vocabulary = vocabulary
+    drafter.to(target.device)
     with torch.no_grad():
         drafter.norm.load_state_dict(target.norm.state_dict())
         for mine, theirs in zip(drafter.blocks, target.blocks):
@@ -178,7 +188,7 @@ def window_attend(n, seen, rows, clean):
 
 
 def window_logits(drafter, ids, starts, features=None, shown=None):
-    """Logits (B, W, gamma, V) of the windows that begin at positions `starts` (B, W), above 0, of texts ids
+    """Logits (B, W, gamma, N) of the windows that begin at positions `starts` (B, W), above 0, of texts ids
     (B, S).
 
     shown: the contents of the slots (B, W, gamma), MASK where they are open (default: all are). features (B,
@@ -241,9 +251,9 @@ def _answers(starts, gamma, ids, learn, log_p):
 
 def log_streak(log_q, valid):
     """log c_m (..., gamma), the log-probability that the first m drafts are all right, from those of each
-    one; -inf after the end of the text. log J is its logsumexp, J the sum of its exp: in fp32 log space,
-    where no product underflows."""
-    return log_q.cumsum(-1).masked_fill(~valid, float("-inf"))
+    one; -inf from the first slot on that is not valid. log J is its logsumexp, J the sum of its exp: in fp32
+    log space, where no product underflows."""
+    return log_q.cumsum(-1).masked_fill(valid.long().cumprod(-1) == 0, float("-inf"))
 
 
 def objective(name, logits, labels, valid, log_p=None, goal=None, weight=None):
@@ -268,7 +278,8 @@ def objective(name, logits, labels, valid, log_p=None, goal=None, weight=None):
     if name == "streak":
         return -log_streak(log_q, valid).exp().sum(-1).mean()
     if name == "log-streak":
-        return -log_streak(log_q, valid).logsumexp(-1).mean()
+        started = valid[..., 0]                          # elsewhere J is 0 whatever the drafter does
+        return -log_streak(log_q, valid)[started].logsumexp(-1).sum() / started.sum().clamp(min=1)
     if name == "streak-rs":
         log_accept = (log_q - log_p).clamp(max=0)
         return -log_streak(log_accept, valid).exp().sum(-1).mean()
@@ -305,8 +316,8 @@ def _mask_at_random(labels, shift, generator):
 
 
 @torch.no_grad()
-def _read_target(target, ids, starts, c, with_goal):
-    """Features (B, S, F) of the target for a drafter of config c, and its logits (B, W, gamma, V) for the
+def _read_target(target, words, ids, starts, c, with_goal):
+    """Features (B, S, F) of the target for a drafter of config c, and its logits (B, W, gamma, N) for the
     windows; None for what is not needed."""
     if c.taps is None and not with_goal:
         return None, None
@@ -314,7 +325,7 @@ def _read_target(target, ids, starts, c, with_goal):
     hidden, features = target.features(ids, positions, training_attend(ids.device), c.taps or ())
     goal = None
     if with_goal:
-        goal = target.logits(of_windows(hidden, starts - 1, c.gamma)[0])
+        goal = words.logits(of_windows(hidden, starts - 1, c.gamma)[0])
     return features if c.taps is not None else None, goal
 
 
@@ -330,12 +341,13 @@ def training_loss(drafter, target, name, ids, learn, log_p, n_windows, generator
     shown = weight = None
     if name == "mdlm":
         shown, weight = _mask_at_random(labels, c.shift, generator)
-    features, goal = _read_target(target, ids, starts, c, name in ("first", "kl"))
-    # 3. What it guesses, and how good that is.
+    features, goal = _read_target(target, drafter.words, ids, starts, c, name in ("first", "kl"))
+    # 3. What it guesses, and how good that is. A token outside the draft vocabulary cannot be learned.
     logits = window_logits(drafter, ids, starts, features, shown)
     if goal is not None:
         goal = goal / (temperature or 1.0)
-    return objective(name, logits, labels, valid, log_p, goal, weight)
+    index = drafter.words.indices(labels)
+    return objective(name, logits, index.clamp(min=0), valid & (index >= 0), log_p, goal, weight)
 
 
 @torch.no_grad()
@@ -347,10 +359,12 @@ def estimate(drafter, target, ids, learn, log_p, n_windows):
     c = drafter.config
     starts = draw_windows(learn, n_windows, torch.Generator().manual_seed(0))
     labels, valid, log_p = _answers(starts, c.gamma, ids, learn, log_p)
-    features, _ = _read_target(target, ids, starts, c, False)
+    features, _ = _read_target(target, drafter.words, ids, starts, c, False)
     all_q = window_logits(drafter, ids, starts, features).float().log_softmax(-1)
-    log_q = all_q.gather(-1, labels[..., None])[..., 0]
-    right = (all_q.argmax(-1) == labels) & valid
+    index = drafter.words.indices(labels)
+    valid &= index >= 0
+    log_q = all_q.gather(-1, index.clamp(min=0)[..., None])[..., 0]
+    right = (all_q.argmax(-1) == index) & valid
     per_window = {
         "greedy": right.long().cumprod(-1),
         "point_mass": log_streak(log_q, valid).exp(),
@@ -406,6 +420,7 @@ class SpecDiffDrafter:
         if temperature is None and k_drafts > 1:
             temperature = 1.0                            # chains that are all alike would be one chain
         self.drafter = drafter.to(target.dtype)
+        self.words = drafter.words
         self.target = target
         self.gamma = gamma
         self.width = k_drafts
@@ -442,7 +457,7 @@ class SpecDiffDrafter:
         return out
 
     def _forward(self, live):
-        """One forward for all (request, slots of its window): the logits (slots, V) of each."""
+        """One forward for all (request, slots of its window): the logits (slots, N) of each."""
         work, wanted, n = [], [], 0
         for request, slots in live:
             for rows in self._rows(request, slots):
@@ -450,7 +465,7 @@ class SpecDiffDrafter:
                 n += len(rows.tokens)
             wanted += range(n - slots, n)                # shifted, the row before the masks guesses slot 1
         hidden = self.drafter(*pack(work, self.target.device))
-        logits = self.drafter.words.logits(hidden[wanted])
+        logits = self.words.logits(hidden[wanted])
         return logits.split([slots for _, slots in live])
 
     def _rows(self, request, slots):
@@ -474,20 +489,22 @@ class SpecDiffDrafter:
         return fed
 
     def _chains(self, request, logits, limit):
-        """What the engine gets of one request: a chain, or the trie of several, drawn from the logits (n, V)
+        """What the engine gets of one request: a chain, or the trie of several, drawn from the logits (n, N)
         of the slots."""
         sampling = request.sampling
         if self.temperature is not None:
             sampling = replace(sampling, temperature=self.temperature)
         if sampling.temperature == 0:
-            return logits.argmax(-1).tolist(), None
+            return self.words.tokens(logits.argmax(-1)).tolist(), None
 
         # Draw k chains from the same marginals. Near the end of an answer, fewer fit into its cache.
         n = len(logits)
         k = min(self.width, limit // n)
-        q = warp(logits, sampling)                                                        # (n, V)
+        q = warp(logits, sampling)                                                        # (n, N)
         coins = request.coins(n * k).view(n, k).to(q.device)
-        chains = draw(q[:, None].expand(-1, k, -1), coins).T.tolist()                 # k lists of n tokens
+        drawn = draw(q[:, None].expand(-1, k, -1), coins)                                 # (n, k)
+        chains = self.words.tokens(drawn).T.tolist()                                  # k lists of n tokens
+        q = self.words.whole(q)                                                           # (n, V)
         if k == 1:
             return chains[0], q if self.rule == "rejection" else None
 

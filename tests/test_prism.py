@@ -1,5 +1,6 @@
 """The PRISM family on toy models: training equals drafting, drafting is lossless, a step reads one module, caches hold what
 they should, and folders are checked. Section numbers and statements are those of our notes on the paper."""
+import functools
 import os
 import random
 
@@ -13,6 +14,7 @@ from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.prism import PrismConfig, PrismDrafter
+from minispec.core.words import Words, most_frequent
 from minispec.core.verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
 
 MAPS = {1: (0,), 2: (0, 1), 3: (0, 1, 2)}
@@ -45,6 +47,12 @@ def lockstep(drafter, depth, width, k, target=TARGET):
 def run(planner, some, batch=4, max_new=40, temperature=0.0, stop=(), target=TARGET, **kw):
     engine = Engine(target, planner, batch, prefill_chunk=16, **kw)
     return engine.generate([Request(p, max_new, Sampling(temperature, seed=i), stop) for i, p in enumerate(some)]), engine
+
+
+@functools.cache
+def plain(n):
+    """Tokens of the autoregressive loop for prompts(n)."""
+    return [g.token_ids for g in run(Lockstep, prompts(n))[0]]
 
 
 SHAPES = {"chain": (4, 1, 4), "tree": (4, 2, 8)}         # depth, width, drafts
@@ -125,46 +133,45 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers, taps):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("modules", [1, 2, 3, "trained"])
 def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
-    some, drafter = prompts(100 if os.environ.get("MINISPEC_FULL") else 10), DRAFTERS.get(modules, trained)
-    want, _ = run(Lockstep, some)
-    assert max(len(set(g.token_ids)) for g in want) > 5
+    n, drafter = 100 if os.environ.get("MINISPEC_FULL") else 10, DRAFTERS.get(modules, trained)
+    assert max(len(set(ids)) for ids in plain(n)) > 5
     for batch in (1, 8):
-        got, engine = run(lockstep(drafter, *SHAPES[shape]), some, batch)
-        assert [g.token_ids for g in got] == [g.token_ids for g in want]
+        n = 3 if batch == 1 else n                                 # one by one takes longest
+        got, engine = run(lockstep(drafter, *SHAPES[shape]), prompts(n), batch)
+        assert [g.token_ids for g in got] == plain(n)
         assert engine.cache.runs == [] and engine.planner.drafter.notes == {}
         steps = [s for g in got for s in g.steps]
         assert sum(s.accepted for s in steps) > 0.05 * len(steps) and any(s.accepted < s.proposed for s in steps)
         assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
-    if modules == "trained" and len(some) == 10:                   # those it has learned by heart
+    if modules == "trained" and n == 10:                   # those it has learned by heart
         assert sum(s.accepted for s in steps) > 1.2 * len(steps) and max(s.accepted for s in steps) >= {"chain": 4, "tree": 2}[shape]
 
 
 def test_greedy_control_a_tree_walked_without_looking_at_the_tokens_is_caught(monkeypatch):
     import minispec.core.verify
     monkeypatch.setattr(minispec.core.verify, "greedy_tree", lambda draft, parents, best: ([1], best[1]))
-    some = prompts(6)
-    assert [g.token_ids for g in run(lockstep(DRAFTERS[2], *SHAPES["tree"]), some)[0]] != [g.token_ids for g in run(Lockstep, some)[0]]
+    assert [g.token_ids for g in run(lockstep(DRAFTERS[2], *SHAPES["tree"]), prompts(6))[0]] != plain(6)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_end_of_text_and_length_limit_inside_an_accepted_run(shape, trained):
     some = prompts(8)
-    full, _ = run(Lockstep, some)
-    for stop in {g.token_ids[i] for g in full for i in (7, 23)}:
+    full = plain(8)
+    for stop in {ids[i] for ids in full[::2] for i in (7, 23)}:
         got, _ = run(lockstep(trained, *SHAPES[shape]), some, stop=[stop])
-        for g, f in zip(got, full):
-            assert g.token_ids == (f.token_ids[:f.token_ids.index(stop) + 1] if stop in f.token_ids else f.token_ids)
+        for g, ids in zip(got, full):
+            assert g.token_ids == (ids[:ids.index(stop) + 1] if stop in ids else ids)
             assert len(g.who) == len(g.token_ids) and sum(s.accepted for s in g.steps) == g.who.count("draft")
     for limit in (1, 2, 3, 6):                                     # down to trees smaller than asked for; the context may be full
         got, _ = run(lockstep(trained, *SHAPES[shape]), some + [[1] * (512 - limit)], max_new=limit)
-        assert [g.token_ids for g in got[:8]] == [f.token_ids[:limit] for f in full] and len(got[8].token_ids) == limit
+        assert [g.token_ids for g in got[:8]] == [ids[:limit] for ids in full] and len(got[8].token_ids) == limit
 
 
 @pytest.mark.parametrize("policy", ["preempt", "offload"])
 def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, trained):
     some = prompts(8)
     got, engine = run(lockstep(trained, *SHAPES["tree"]), some, 8, cache_tokens=300, admission=policy)
-    assert [g.token_ids for g in got] == [g.token_ids for g in run(Lockstep, some)[0]]
+    assert [g.token_ids for g in got] == plain(8)
     assert engine.admission.recomputed or engine.cache.offloaded
 
 
@@ -254,19 +261,20 @@ PROMPT = [1, 5, 2, 7, 3, 3, 6, 1]
 EXACT_ROUNDS = 100_000 if os.environ.get("MINISPEC_FULL") else 4_000
 
 
+@functools.cache
 def exact(sampling):
     """Probability of every output of three tokens, (512,)."""
     next_to = lambda *tokens: warp(dense_logits(SMALL, PROMPT + list(tokens))[-1], sampling)
     return torch.stack([next_to()[a] * next_to(a)[b] * next_to(a, b) for a in range(8) for b in range(8)]).flatten()
 
 
-def sampled(shape, sampling, rounds=EXACT_ROUNDS):
+def sampled(shape, sampling, rounds=EXACT_ROUNDS, drafter=SMALL_DRAFTER):
     """Counts (512,) of the first three tokens of answers (the second and third are what a round of two draft steps is for), and
     the share of draft positions that were accepted."""
     counts, accepted, proposed, done = torch.zeros(512, dtype=torch.long), 0, 0, 0
     while done < rounds:
         requests = [Request(PROMPT, 4, Sampling(sampling.temperature, 0, sampling.top_p, done + i)) for i in range(250)]
-        for g in Engine(SMALL, lockstep(SMALL_DRAFTER, *shape, target=SMALL), 250).generate(requests):
+        for g in Engine(SMALL, lockstep(drafter, *shape, target=SMALL), 250).generate(requests):
             a, b, c = g.token_ids[:3]
             counts[a * 64 + b * 8 + c] += 1
             accepted += sum(s.accepted for s in g.steps)
@@ -291,6 +299,67 @@ def test_control_argmax_chains_judged_by_their_softmax_are_rejected(monkeypatch)
     monkeypatch.setattr(prism, "draw_drafts", lambda requests, logits: (logits.argmax(-1).tolist(), draws(requests, logits)[1]))
     counts, _ = sampled((2, 1, 2), Sampling(1.0, 0, 0.9), 4000)
     assert chi_square(counts, exact(Sampling(1.0, 0, 0.9))) < 1e-6
+
+
+# -- a draft vocabulary: the same tests where likely tokens are never drafted ------------------------------------------
+
+AT = Sampling(1.0, 0, 0.9)
+SOME = exact(AT).view(8, 8, 8).sum((0, 2)).argsort()[:5].sort().values                        # all but the three likeliest
+LACKING = toy_drafter(SMALL, gain=2.0, vocabulary=SOME)
+
+
+def cut(draft, parents, p, coins):
+    """The mistake that a draft vocabulary invites: the target's distribution cut to it as well."""
+    inside = torch.zeros(8).index_fill(0, SOME, 1.0)
+    return point_mass_tree(draft, parents, p * inside + 1e-9, coins)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 3, 3)], ids=["chain", "tree"])
+def test_a_draft_vocabulary_without_likely_tokens_loses_nothing(shape, monkeypatch):
+    counts, rate = sampled(shape, AT, 1500, LACKING)
+    assert chi_square(counts, exact(AT)) > 1e-6 and 0.03 < rate < 0.95
+    seen = counts.view(8, 8, 8).sum((0, 2))
+    assert (seen[SOME] > 0).any() and seen.sum() > 1.5 * seen[SOME].sum()                      # most tokens are of those never drafted
+    # Controls: q at the wrong tokens, and a rule that forgets the tokens outside.
+    if shape[1] == 1:
+        monkeypatch.setattr(Words, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 8 - len(SOME))))
+    else:
+        result = prism.Draft.result
+        monkeypatch.setattr(prism.Draft, "result", lambda self: (*result(self), cut))
+    assert chi_square(sampled(shape, AT, 1500, LACKING)[0], exact(AT)) < 1e-6
+
+
+def test_drafts_are_of_the_draft_vocabulary_and_its_ids_are_kept(tmp_path):
+    prism.save(LACKING, tmp_path)
+    again = prism.load(tmp_path)
+    assert torch.equal(again.vocabulary, SOME) and again.config.draft_vocab == 5
+    for shape in ((2, 1, 2), (3, 3, 9)):
+        drafts, seen = PrismDrafter(again, SMALL, *shape[:2]), set()
+        propose = drafts.propose
+        def record(requests, limits):
+            out = propose(requests, limits)
+            seen.update(token for tokens, *_ in out for token in tokens)
+            return out
+        drafts.propose = record
+        engine = Engine(SMALL, lambda e: Lockstep(e, drafts, shape[2]), 4)
+        got = engine.generate([Request(PROMPT[i:], 30) for i in range(4)])
+        want = Engine(SMALL, Lockstep, 4).generate([Request(PROMPT[i:], 30) for i in range(4)])
+        assert [g.token_ids for g in got] == [g.token_ids for g in want] and seen and seen <= set(SOME.tolist())
+    for ids in ([0, 1, 2, 3, 3], [0, 1, 2, 3, 8], [-1, 1, 2, 3, 4]):
+        again.vocabulary = torch.tensor(ids)
+        with pytest.raises(ValueError, match="names tokens from 0 to 7, each once"):
+            PrismDrafter(again, SMALL)
+    config = (tmp_path / "config.json").read_text()
+    for wrong in ("8", "-1"):
+        (tmp_path / "config.json").write_text(config.replace('"draft_vocab": 5', f'"draft_vocab": {wrong}'))
+        with pytest.raises(ValueError, match=f"draft_vocab {wrong} is out of range; the target has 8 tokens, 0 is all"):
+            prism.load(tmp_path)
+
+
+def test_the_most_frequent_tokens_of_answers():
+    assert most_frequent([[3, 3, 5], [5, 3, 7]], 2, 8).tolist() == [3, 5]
+    assert most_frequent([[3, 3, 5]], 4, 8).tolist() == [3, 5, 0, 1]                           # of those never seen, the first
+    assert most_frequent([[3]], 0, 8) is None and most_frequent([[3]], 8, 8) is None
 
 
 # -- trees -------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.specdiff import MASK, RULES, SpecDiffDrafter, merge
-from minispec.core.verify import Sampling, draw, greedy_tree, rejection_chain, rejection_tree, selection_tree, warp
+from minispec.core.words import Words
+from minispec.core.verify import Sampling, draw, greedy_tree, point_mass_tree, rejection_chain, rejection_tree, selection_tree, warp
 
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 TARGET = toy_model(vocab=12, seed=2)
@@ -414,11 +415,11 @@ def next_to(tokens, sampling):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_sampled_output_has_the_targets_distribution(name):
+def test_sampled_output_has_the_targets_distribution(name, vocabulary=None):
     """B1 and B5 through the engine: answers of up to three tokens, the second and third from one round, ended by a token of the
     vocabulary. A correct rule fails with probability 1e-6."""
     sampling, rounds = Sampling(0.9, 0, 0.95), 40_000 if FULL else 2_500
-    drafter = toy_drafter(TINY, gamma=2, taps=None if name == "rejection" else ())
+    drafter = toy_drafter(TINY, gamma=2, taps=None if name == "rejection" else (), vocabulary=vocabulary)
     want, cells = torch.zeros(216), {}
     for out in itertools.product(range(6), repeat=3):              # an answer that ends early goes to one of its cells
         cut = out[:out.index(STOP) + 1] if STOP in out else out
@@ -436,6 +437,20 @@ def test_sampled_output_has_the_targets_distribution(name):
             accepted += sum(s.accepted for s in g.steps)
             done += 1
     assert chi_square(counts, want) > 1e-6 and accepted > 0.05 * done
+
+
+@pytest.mark.parametrize("name", ["one chain", "rejection"])
+def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, monkeypatch):
+    """B1 once more. The controls put q at the wrong tokens, and cut the target's distribution as well: the same test rejects both."""
+    p = sum(next_to((first,), Sampling(0.9, 0, 0.95)) * next_to((), Sampling(0.9, 0, 0.95))[first] for first in range(6))
+    some = p.argsort()[:4].sort().values
+    test_sampled_output_has_the_targets_distribution(name, some)
+    if name == "walk":
+        inside = torch.zeros(6).index_fill(0, some, 1.0)
+        monkeypatch.setitem(RULES, "walk", lambda draft, parents, p, coins: point_mass_tree(draft, parents, p * inside + 1e-9, coins))
+    monkeypatch.setattr(Words, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(some))))
+    with pytest.raises(AssertionError, match="1e-06"):
+        test_sampled_output_has_the_targets_distribution(name, some)
 
 
 def test_control_a_drafter_that_reports_another_q_is_rejected(monkeypatch):

@@ -9,9 +9,6 @@ import torch.nn.functional as F
 
 from minispec.core.attention import dense_attend
 
-# Elements of a matrix: packing makes a second copy, and a model of billions has no room for that.
-PACK_UP_TO = 1 << 22
-
 # Elements of all matrices of a model that stays in the processor's cache between two rows.
 CACHED = 1 << 22
 
@@ -39,6 +36,7 @@ class Linear(nn.Linear):
     """
     _packed = None              # the copy
     _packed_from = None         # version and address of the weights it was made of
+    pack_up_to = 1 << 22        # elements: a copy of every matrix is too much for a model of billions
     small = False               # part of a small model, see store_by_columns
 
     def forward(self, x):
@@ -56,7 +54,7 @@ class Linear(nn.Linear):
         w = self.weight
         if w.is_cuda or w.is_inference() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return False
-        if w.dtype not in PACKED_TYPES or x.dtype != w.dtype or w.numel() > PACK_UP_TO:
+        if w.dtype not in PACKED_TYPES or x.dtype != w.dtype or w.numel() > self.pack_up_to:
             return False
         single_row = x.numel() == w.shape[1]
         return not (self.small and single_row and w.dtype == torch.float32)
@@ -67,6 +65,15 @@ class Linear(nn.Linear):
         state.pop("_packed", None)
         state.pop("_packed_from", None)
         return state
+
+
+def norm_of_a_row(x, weight, eps):
+    """F.rms_norm of a single row (.., C), in three operators.
+
+    torch makes it of eight. In decoding each takes longer to start than to compute, because the weights that
+    were read since have pushed its code out of the processor's cache."""
+    norm = torch.linalg.vector_norm(x, dtype=torch.float32).item()
+    return (x * weight).mul_((norm * norm / x.shape[-1] + eps) ** -0.5)
 
 
 def store_by_columns(model):

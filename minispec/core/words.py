@@ -1,0 +1,79 @@
+"""What a drafter uses of its target: the embedding, and the head or a few rows of it.
+
+A drafter of one layer is small, the head of a real model is not: of SmolLM2's 135M weights 28M are the
+vocabulary, a drafter's layer has 4M. So a drafter may have a *draft vocabulary* (FR-Spec 2502.14856, EAGLE-3
+2503.01840): the N tokens that the target writes most. It reads only their rows of the head, in training too.
+
+Nothing is lost by it. The drafter's distribution q is 0 for all other tokens, and no rule of verify.py asks
+for more than a q that the drafts were really drawn from. Tokens outside come from the target: as the
+correction of a rejected draft, or as the bonus.
+"""
+from collections import Counter
+
+import torch
+import torch.nn as nn
+
+from minispec.core.cpu import Linear
+
+DRAFT_VOCAB = 8000          # the default; a target with fewer tokens has no need of one
+
+
+class Words:
+    """The embedding and the head of a target, as its drafter uses them. ids (N,): the draft vocabulary; None:
+    all V tokens. An index counts along the draft vocabulary, a token along the whole one. ValueError where
+    ids do not fit the target."""
+
+    def __init__(self, target, ids=None):
+        self.embed = target.embed
+        self.head = target.head
+        self.ids = ids
+        self.vocab_size = target.config.vocab_size
+        if ids is None:
+            return
+        if ids.min() < 0 or ids.max() >= self.vocab_size or len(ids.unique()) < len(ids):
+            raise ValueError(f"a draft vocabulary names tokens from 0 to {self.vocab_size - 1}, each once")
+        # Gathered once: a view of scattered rows would be gathered at every step.
+        rows = target.head.weight.detach()[ids]
+        self.head = Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
+        self.head.weight = nn.Parameter(rows, requires_grad=False)
+        self.head.pack_up_to = rows.numel()
+
+    def logits(self, hidden):
+        """(..., C) -> (..., N)."""
+        return self.head(hidden)
+
+    def tokens(self, indices):
+        """The tokens of indices (...)."""
+        return indices if self.ids is None else self.ids[indices]
+
+    def indices(self, tokens):
+        """The indices of tokens (...); -1 for those outside."""
+        if self.ids is None:
+            return tokens
+        index = torch.full((self.vocab_size,), -1, device=self.ids.device)
+        index[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
+        return index[tokens]
+
+    def whole(self, q):
+        """A distribution over the whole vocabulary: (..., N) -> (..., V), 0 outside."""
+        if self.ids is None:
+            return q
+        return q.new_zeros(*q.shape[:-1], self.vocab_size).index_copy_(-1, self.ids, q)
+
+
+def most_frequent(answers, n, vocab_size):
+    """The n tokens (n,) that occur most in answers (lists of ids); None, which means all, where n is 0 or no
+    fewer than there are."""
+    if not 0 < n < vocab_size:
+        return None
+    counts = Counter(token for answer in answers for token in answer)
+    # Of those never seen, the first: byte-level BPE numbers its tokens from frequent to rare.
+    return torch.tensor(sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:n])
+
+
+def buffer(config):
+    """What a drafter's module holds for the ids of its draft vocabulary until its file is read."""
+    n = config.draft_vocab
+    if not 0 <= n < config.vocab_size:
+        raise ValueError(f"draft_vocab {n} is out of range; the target has {config.vocab_size} tokens, 0 is all")
+    return torch.zeros(n, dtype=torch.long) if n else None
