@@ -206,7 +206,7 @@ FILES = [   # (weight, file, script, arguments that read it)
     (5, "checkpoints/specdiff/config.json", "decode", ["--method", "specdiff", *DECODE]),
     (3, "checkpoints/specdiff/model.safetensors", "decode", ["--method", "specdiff", *DECODE]),
     (3, "checkpoints/cdlm/student/config.json", "decode", ["--method", "cdlm", "--prompt", "x", "--max-new-tokens", "32", "--quiet"]),
-    *[(2, f"results/{name}", "bench", ["report"]) for name in ("lossless.json", "serving.json", "bounds.json", "run.json", "accuracy.json", "checkpoints.json")],
+    *[(2, f"results/{name}", "bench", ["report"]) for name in ("lossless.json", "scheduler.json", "bounds.json", "run.json", "accuracy.json", "checkpoints.json")],
     (3, "results/run.json", "bench", ["bounds", "--quick"]),
     (3, "results/trace.json", "bench", ["bounds", "--quick"]),
     (3, "checkpoints/target/log.jsonl", "bench", ["report"]),

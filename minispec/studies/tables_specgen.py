@@ -103,8 +103,8 @@ def scheduler(r):
 SPECGEN = {
     "acceptance": acceptance,
     "acceptance_kinds": kinds,
-    "attention_mass": mass,
+    "attention": mass,
     "serving": serving,
     "scheduler": scheduler,
 }
-FROM = {"acceptance_kinds": "acceptance", "attention_mass": "acceptance"}
+FROM = {"acceptance_kinds": "acceptance", "attention": "acceptance"}
