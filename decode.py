@@ -1,19 +1,18 @@
 """Text in, text out, by any method; shows who proposed each token and what it was worth.
 
-    python decode.py --method specgen                                # a built-in task about a long text
-    python decode.py --method specgen --compare                      # how much faster, and is it identical?
-    python decode.py --method ngram --chat                           # talk with the model
-    python decode.py --method draft --task story --n 8 --batch 4     # eight held-out problems, four at a time
-    python decode.py --method ngram --prompt "Once upon a time"      # your own prompt
-    python decode.py --method prism --tree 15 --depth 6 --compare    # a trained drafter and a draft tree
-    python decode.py --method specgen --task trace --n 16 --batch 8 --warm-context 4000 --max-new-tokens 200
-    python decode.py --method cdlm --watch                           # a diffusion model: masks fill in
-    python decode.py --method specgen --prompts questions.jsonl --temperature 0.7 --top-p 0.9 --json out.json
-    python decode.py --method ngram --model qwen3 --prompt "Why is the sky blue?" --no-thinking
-    python decode.py --method specgen --model model.gguf --dtype bfloat16
+    ar, ngram, draft    plain decoding; drafts copied from earlier text; drafts of a small model
+    specgen             the model drafts for itself, and reads 5 % of its cache
+    prism, eagle        modules that read the model's hidden states draft, chains or trees
+    specdiff            a diffusion model drafts a window in one forward
+    adaptive            whichever of these promises most tokens/s, chosen every round
+    cdlm, dlm           no drafts: a diffusion model fills in blocks of masks
 
-The default model is SmolLM2-135M-Instruct (--model smollm2) where the package that carries it is installed,
-unless the method or the problem is made for the small model in checkpoints/target.
+    python decode.py --method ngram --chat                        # talk with the model; green: guessed right
+    python decode.py --method specdiff --task story --explain 3   # three rounds, draft by draft
+    python decode.py --method specgen --compare                   # how much faster, and is it identical?
+
+All options: python decode.py --help. The model is SmolLM2-135M-Instruct where the package that carries it is
+installed, unless the method or the problem is made for the small model in checkpoints/target.
 """
 import os
 import statistics
@@ -29,11 +28,12 @@ from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies.sparse import measure_costs
 from minispec.tools import checkpoints, gguf_file, methods
-from minispec.tools.answers import converse, requests_of, schedule_view, summary, tie_gap, verdict
+from minispec.tools.answers import converse, requests_of, schedule_view, verdict
 from minispec.tools.files import write_json
+from minispec.tools.report import compare, figures, table
 from minispec.tools.script import Parser, check_device, check_writable, in_colour, run_main, visible
-from minispec.tools.terminal import Printer, before_stop, chat, legend, stream
-from minispec.tools.watch import Watch
+from minispec.tools.terminal import Printer, chat, legend, stream
+from minispec.tools.watch import Explain, Watch
 
 BUILT_IN = ("trace", 2, 40)      # family, seed and size of the problem solved if none is given
 SHORT = ("story", 5, 5)          # the same for diffusion models, whose answers have 256 slots
@@ -86,6 +86,8 @@ def parse_args(argv=None):
     add = parser.add_argument_group("output").add_argument
     add("--compare", action="store_true",
         help="decode autoregressively too: speed-up, and whether the output is identical")
+    add("--explain", type=int, default=0, metavar="N",
+        help="show the first N rounds that have drafts: p, q, the coin, the verdict, what the cache keeps")
     add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
     add("--json", metavar="PATH", help="write the result as JSON")
     add("--quiet", action="store_true", help="no streamed text, only the table")
@@ -129,6 +131,9 @@ def check(args):
                          "not with --method cdlm or dlm, which do not chat")
     if args.watch and (not diffusion or args.batch > 1):
         raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
+    if args.explain and (diffusion or args.method == "ar" or args.batch > 1 or args.explain < 0 or args.chat):
+        raise ValueError("--explain N is for N of 1 or more, methods that verify drafts and --batch 1; the "
+                         "steps of --method cdlm or dlm are shown by --watch")
     if args.json:
         inputs = [args.prompts, args.cost, args.model]
         if args.data and args.task in prompts.PROMPT_FILES:
@@ -215,138 +220,13 @@ class Session:
                 print("answer: " + ("correct" if correct else "wrong"))
 
 
-# -- the report ------------------------------------------------------------------------------------------
-
-def describe(problem, generation, turn, tokenizer, stops):
-    """All there is to know about one answer, for JSON."""
-    return {
-        "turn": turn,
-        "prompt_token_ids": generation.prompt_ids,
-        "token_ids": generation.token_ids,
-        "text": before_stop(tokenizer.decode(generation.token_ids), stops),
-        "who": generation.who,
-        "finish": generation.finish,
-        "steps": [vars(s) for s in generation.steps],
-        "correct": verdict(problem, generation, tokenizer),
-    }
-
-
-def regime(engine, args, accepted, context):
-    """SpecGen's cost model at this run's batch and mean context, from timings made here and now."""
-    k = engine.planner.k
-    costs = measure_costs(engine.model, context, args.batch, k, args.sparsity, args.min_budget)
-    predicted = specgen.predicted_speedup(k, accepted, **costs, delayed=args.delayed)
-    return {**costs, "context": context, "predicted_speedup": predicted}
-
-
-def compare(result, each, generations, baseline, model, greedy):
-    """Put into `result` how much faster it was than the autoregressive baseline (generations, engine), and
-    into `each` answer whether it is identical."""
-    plain, engine = baseline
-    for one, a, g in zip(each, plain, generations):
-        same_prompt = a.prompt_ids == g.prompt_ids       # a later turn is asked about the answers before it
-        one["identical"] = same_prompt and a.token_ids == g.token_ids
-        one["tie_gap"] = 0.0
-        if same_prompt and greedy:
-            one["tie_gap"] = tie_gap(model, g.prompt_ids, a.token_ids, g.token_ids)
-    reference = summary(plain, engine)
-
-    def ratio(name):
-        if result[name] is None or reference[name] is None:
-            return None
-        return result[name] / reference[name]
-
-    result |= {
-        "ar_tokens_per_second": reference["tokens_per_second"],
-        "ar_decode_tokens_per_second": reference["decode_tokens_per_second"],
-        "speedup": ratio("decode_tokens_per_second"),
-        "speedup_end_to_end": ratio("tokens_per_second"),
-        "identical": all(one["identical"] for one in each),
-        "tie_gap": max(one["tie_gap"] for one in each),
-    }
-
-
-def table(result):
-    """The closing lines of a run."""
-    diffusion = "counts" in result
-    lines = _speed_lines(result)
-    if diffusion:
-        counts = result["counts"]
-        lines.append(f"{result['tau']:.2f} tokens per forward of a request; "
-                     f"{counts['forwards']} forwards were fed {counts['tokens_fed']} tokens "
-                     f"for {counts['tokens_kept']} kept")
-    else:
-        lines.append(f"tau {result['tau']:.2f} tokens per verifying forward of the target "
-                     "(bonus token included)")
-    if result["acceptance_by_position"]:
-        shares = " ".join(f"{a:.2f}" for a in result["acceptance_by_position"])
-        lines.append(f"accepted by draft position: {shares}")
-    phases = result["phase_seconds"]
-    shares = [f"{name} {100 * phases[name] / result['seconds']:.0f} %"
-              for name in ("prefill", "draft", "verify", "other")]
-    lines.append("time: " + ", ".join(shares))
-    if "speedup" in result:
-        lines += _speedup_lines(result, diffusion)
-    if "regime" in result:
-        lines += _specgen_lines(result["schedule"], result["regime"])
-
-    correct = result["correct"]
-    if correct is not None and "requests" in result:
-        lines.append(f"answer: {correct} of {len(result['requests'])} correct")
-    elif correct is not None:
-        lines.append("answer: " + ("correct" if correct else "wrong"))
-    return "\n".join(lines)
-
-
-def _rate(tokens_per_second):
-    return "-" if tokens_per_second is None else f"{tokens_per_second:.1f} tokens/s"
-
-
-def _times(speedup):
-    return "-" if speedup is None else f"{speedup:.2f}x"
-
-
-def _speed_lines(r):
-    first = "-" if r["time_to_first_token"] is None else f"{r['time_to_first_token']:.3f} s"
-    return [
-        f"{r['method']} on {r['device']}, {r['dtype']}: {r['new_tokens']} tokens in {r['seconds']:.2f} s, "
-        f"{_rate(r['tokens_per_second'])} end to end",
-        f"prefill: {r['prompt_tokens']} prompt tokens, {_rate(r['prefill_tokens_per_second'])}; "
-        f"first token after {first}; decoding: {_rate(r['decode_tokens_per_second'])}",
-    ]
-
-
-def _speedup_lines(r, diffusion):
-    lines = [f"autoregressive: {_rate(r['ar_tokens_per_second'])} end to end, "
-             f"decoding {_rate(r['ar_decode_tokens_per_second'])}; "
-             f"speed-up {_times(r['speedup'])} in decoding, {_times(r['speedup_end_to_end'])} end to end"]
-    if not diffusion and r["identical"]:
-        lines.append("output: identical to autoregressive")
-    elif not diffusion:
-        lines.append(f"output: differs from autoregressive (top-2 logit gap there: {r['tie_gap']:.2g})")
-    return lines
-
-
-def _specgen_lines(v, r):
-    advice = ""
-    if r["attention_share"] <= 1 / 3:
-        advice = (". Under a third, reading less of the cache saves too little to win: "
-                  "try longer contexts or a larger batch")
-    return [
-        f"forwards: {v['iterations']} of {v['rows_mean']:.1f} rows "
-        f"(standard deviation {v['rows_deviation']:.1f}); "
-        f"rows: {v['prefill_rows']} prefill, {v['draft_rows']} draft, {v['verify_rows']} verify; "
-        f"{v['active_mean']:.1f} requests at once, {v['stalled']} stalls",
-        f"cache: at most {v['cache_peak']} of {v['cache_slots']} slots; "
-        f"{v['offloaded']} tokens offloaded, {v['recomputed']} recomputed, {v['moved']} moved",
-        f"attention takes {100 * r['attention_share']:.0f} % of an autoregressive step here; on long answers "
-        f"the cost model predicts a speed-up of {r['predicted_speedup']:.2f}x{advice}",
-    ]
-
-
 # -- main ------------------------------------------------------------------------------------------------
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv:
+        print(__doc__)
+        return
     args = parse_args(argv)
     diffusion = args.method in methods.DIFFUSION
     if diffusion and args.max_new_tokens is None:
@@ -358,11 +238,10 @@ def main(argv=None):
         print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {model.dtype} on {args.device}, "
               f"--method {args.method}\n".replace("torch.", ""))
     engine = methods.make_engine(args.method, model, args, args.batch)
+    if in_colour(sys.stdout) and args.batch == 1 and args.method != "ar" and not (args.quiet or diffusion):
+        legend()
     if args.chat:
-        if in_colour(sys.stdout):
-            legend()
-        limit = args.max_new_tokens or CHAT
-        return chat(engine, tokenizer, sampling, limit, args.stop)
+        return chat(engine, tokenizer, sampling, args.max_new_tokens or CHAT, args.stop)
     if problems is None:
         problems = built_in(args, tokenizer)
 
@@ -372,44 +251,38 @@ def main(argv=None):
     make_requests(problems)                              # what does not fit fails before anything is shown
 
     # Decode.
-    if not args.quiet and in_colour(sys.stdout) and args.method != "ar" and not diffusion and args.batch == 1:
-        legend()
     if args.watch and not args.quiet:
         engine.on_step = Watch(tokenizer, sys.stdout)
+    explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
     session = Session(engine, tokenizer, args, make_requests, args.quiet)
     rows = converse(problems, session.answer)
 
     # Report.
+    result = figures(args, model, tokenizer, engine, rows, session.first_token)
     generations = [generation for _, generation, _ in rows]
-    each = [describe(problem, generation, turn, tokenizer, args.stop) for problem, generation, turn in rows]
-    result = {
-        "method": args.method,
-        "device": args.device,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        **summary(generations, engine),
-        "time_to_first_token": statistics.mean(session.first_token) if session.first_token else None,
-    }
     if args.method == "specgen":
-        context = statistics.mean(len(g.prompt_ids) + len(g.token_ids) for g in generations)
         result["schedule"] = schedule_view(engine)
-        result["regime"] = regime(engine, args, result["accepted_per_round"], int(context))
-    if diffusion:
-        result["counts"] = engine.counts
+        result["regime"] = regime(engine, args, result["accepted_per_round"], generations)
     if args.compare:
         ar = methods.make_engine("ar", model, args, args.batch)
         plain = converse(problems, Session(ar, tokenizer, args, make_requests, quiet=True).answer)
-        baseline = [generation for _, generation, _ in plain], ar
-        compare(result, each, generations, baseline, model, args.temperature == 0)
-    if len(each) == 1:
-        result |= each[0]
-    else:
-        known = [one["correct"] for one in each if one["correct"] is not None]
-        result |= {"correct": sum(known) if known else None, "requests": each}
+        compare(result, generations, [generation for _, generation, _ in plain], ar, model)
+    if len(rows) == 1:
+        result |= result.pop("requests")[0]
     if not args.quiet and args.batch == 1:
         print()
-    print(table(result))
+    print("\n".join([*explained, table(result)]))
     if args.json:
         write_json(args.json, result)
+
+
+def regime(engine, args, accepted, generations):
+    """SpecGen's cost model at this run's batch and mean context, from timings made here and now."""
+    context = int(statistics.mean(len(g.prompt_ids) + len(g.token_ids) for g in generations))
+    k = engine.planner.k
+    costs = measure_costs(engine.model, context, args.batch, k, args.sparsity, args.min_budget)
+    predicted = specgen.predicted_speedup(k, accepted, **costs, delayed=args.delayed)
+    return {**costs, "context": context, "predicted_speedup": predicted}
 
 
 if __name__ == "__main__":
