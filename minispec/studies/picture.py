@@ -1,0 +1,70 @@
+"""The picture of README.md: one answer by several methods, its tokens coloured by who proposed them.
+
+    python decode.py --method prism --task story --size 10 --quiet --json results/answers/prism.json
+    python -m minispec.studies.picture             # all of results/answers/ into docs/figures/answers.svg
+"""
+import glob
+import itertools
+import os
+from html import escape
+
+from minispec.data.tokenizer import Tokenizer
+from minispec.studies.results import FOLDER, ROOT
+from minispec.tools.files import read_json, replaced
+
+FIGURE = os.path.join(ROOT, "docs", "figures", "answers.svg")
+COLOURS = {"draft": "#1a7f37", "correction": "#cf222e", "bonus": "#0969da", "plain": "#24292f"}
+COLUMNS, LINES = 100, 3                  # of text that is shown of an answer
+WIDTH, LEFT, LINE = 930, 90, 18          # of the picture, of the names, and of a line, in pixels
+
+
+def picture():
+    """The SVG text. Every file is what `decode.py --json` wrote of one prompt; the slowest method comes first."""
+    answers = [read_json(file) for file in glob.glob(os.path.join(FOLDER, "answers", "*.json"))]
+    answers.sort(key=lambda a: a["decode_tokens_per_second"])
+    parts, y = [], 30
+    for a in answers:
+        parts.append(text(12, y, a["method"], "font-weight='bold'"))
+        speed = f"{a['decode_tokens_per_second']:.0f} tokens/s, tau {a['tau']:.1f}"
+        parts.append(text(WIDTH - 12, y, speed, "text-anchor='end' font-weight='bold'"))
+        y += LINE
+        for line in lines_of(a):
+            parts.append(text(LEFT, y, line))
+            y += LINE
+        y += LINE // 2
+    legend = [(who, f"{name}   ") for who, name in NAMES.items()]
+    parts.append(text(LEFT, y, legend))
+    frame = f"<rect width='{WIDTH}' height='{y + 20}' rx='6' fill='#f6f8fa'/>"
+    return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {y + 20}' "
+                      "font-family='ui-monospace, Menlo, Consolas, monospace' font-size='13'>",
+                      frame, *parts, "</svg>\n"])
+
+
+NAMES = {
+    "draft": "a draft that was right",
+    "correction": "the model's own token instead of a wrong one",
+    "bonus": "its own after a round without errors",
+}
+
+
+def lines_of(answer):
+    """The first lines of an answer, each a list of (who, text)."""
+    tokenizer = Tokenizer.load(os.path.join(ROOT, answer["model"]))
+    characters = []
+    for token, who in zip(answer["token_ids"], answer["who"]):
+        characters += [(who, c) for c in tokenizer.decode([token]).replace("\n", "/")]
+    for start in range(0, LINES * COLUMNS, COLUMNS):
+        some = characters[start:start + COLUMNS]
+        yield [(who, "".join(c for _, c in pairs)) for who, pairs in itertools.groupby(some, lambda pair: pair[0])]
+
+
+def text(x, y, content, more=""):
+    """A <text> element: of one string, or of a list of (who, text)."""
+    if isinstance(content, list):
+        content = "".join(f"<tspan fill='{COLOURS[who]}'>{escape(part)}</tspan>" for who, part in content)
+    return f"<text x='{x}' y='{y}' xml:space='preserve' {more}>{content}</text>"
+
+
+if __name__ == "__main__":
+    with replaced(FIGURE) as temporary, open(temporary, "w", encoding="utf-8") as f:
+        f.write(picture())
