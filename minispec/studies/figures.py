@@ -5,6 +5,7 @@ import os
 import numpy as np
 
 from minispec.data.traces import read_traces
+from minispec.studies.plots import PLOTS
 from minispec.tools.files import blame, read_json
 
 STYLE = {
@@ -165,6 +166,7 @@ def accept_by_position(axes, traces):
 
 FIGURES = {
     "scheduler": {"specgen_schedule": schedule},
+    **PLOTS,
     "bounds": {
         "bounds_batch": speedup_by_batch,
         "bounds_waterfall": waterfall,
