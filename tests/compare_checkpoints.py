@@ -214,7 +214,7 @@ def main():
     result["transformers_version"] = transformers.__version__
     print(bench.render("checkpoints", result))
     results.write("checkpoints", result, time.perf_counter() - begun)
-    bench.report(os.path.join(ROOT, "README.md"))
+    bench.report(os.path.join(ROOT, "docs", "own-models.md"))
 
 
 if __name__ == "__main__":

@@ -70,4 +70,4 @@ if __name__ == "__main__":
     print(bench.render("transformers", result))
     print(f"largest logit difference {result['logit_difference']:.2g}, same tokens: {result['same_tokens']}")
     results.write("transformers", result, time.perf_counter() - begun)
-    bench.report(os.path.join(ROOT, "README.md"))
+    bench.report(os.path.join(ROOT, "docs", "appendix", "speed.md"))

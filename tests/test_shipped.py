@@ -1,4 +1,4 @@
-"""What the README says of the shipped models, on held-out problems. Results with the full numbers are in results/."""
+"""What the pages say of the shipped models, on held-out problems. Results with the full numbers are in results/."""
 import os
 
 import pytest
@@ -45,7 +45,7 @@ def test_bf16_differs_at_near_ties_only(shipped):
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 def test_solves_what_it_was_trained_for(family, shipped):
-    """12 problems a family, at the middle of the trained sizes; floors well below the accuracies in the README."""
+    """12 problems a family, at the middle of the trained sizes; floors well below the accuracies in docs/training.md."""
     model, tokenizer = shipped
     problems = [tasks.make(family, 3000 + i, "heldout", sum(tasks.SIZES[family]) // 2) for i in range(12)]
     requests = answers.requests_of(problems, tokenizer, model)
@@ -74,7 +74,7 @@ def test_transformers_agrees_on_the_shipped_folder():
     assert result["logit_difference"] < 1e-4 and result["same_tokens"]
 
 
-@pytest.mark.parametrize("page", bench.pages(), ids=os.path.basename)
+@pytest.mark.parametrize("page", bench.pages(), ids=lambda page: os.path.relpath(page, ROOT))
 def test_tables_are_rendered_from_results(page, tmp_path):
     with open(page, encoding="utf-8") as f:
         text = f.read()
