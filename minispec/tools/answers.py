@@ -99,7 +99,7 @@ def verdict(problem, generation, tokenizer):
 # -- from a finished run to figures ----------------------------------------
 
 def summary(generations, engine):
-    """The figures of one run, over all its requests, as a dict (README says what each one means)."""
+    """The figures of one run, over all its requests, as a dict (docs/glossary.md has the words)."""
     steps = [s for g in generations for s in g.steps]
     rounds = max(len(steps), 1)
     tokens = sum(len(g.token_ids) for g in generations)
