@@ -156,17 +156,40 @@ def test_packed_products_are_products_and_follow_the_weights(dtype):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("small", [True, False])
-def test_lone_rows_use_the_weights_by_columns_in_small_models_alone(small, monkeypatch):
-    matrices = toy_model().blocks[0]
-    if not small:
-        monkeypatch.setattr(cpu, "CACHED", 0)
-    linear = cpu.store_by_columns(matrices).down
-    assert (linear.weight.stride(0) == 1) == small and linear.weight.shape[0] > 1
+@pytest.mark.parametrize("large", [True, False])
+def test_lone_rows_read_small_matrices_by_columns_and_large_ones_packed(large, monkeypatch):
+    if large:
+        monkeypatch.setattr(cpu, "LARGE", 0)
+    linear = cpu.store_by_columns(toy_model().blocks[0]).down
+    assert (linear.weight.stride(0) == 1) != large and linear.weight.shape[0] > 1
     one, several = torch.randn(1, linear.in_features), torch.randn(2, linear.in_features)
     packs = torch.float32 in cpu.PACKED_TYPES
-    assert linear.uses_packed(one) == (packs and not small) and linear.uses_packed(several) == packs
+    assert linear.uses_packed(one) == (packs and large) and linear.uses_packed(several) == packs
     assert torch.allclose(linear(one), torch.nn.functional.linear(one, linear.weight), atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [True, False])
+def test_bf16_rows_are_multiplied_in_fp32_where_bf16_has_no_product(bias, monkeypatch):
+    monkeypatch.setattr(cpu, "PACKED_TYPES", {torch.float32})
+    linear = cpu.Linear(48, 80, bias=bias).bfloat16()
+    x = torch.randn(cpu.CONVERT_ROWS, 48).bfloat16()
+    exact = torch.nn.functional.linear(x.float(), linear.weight.float(), linear.bias.float() if bias else None)
+    assert torch.equal(linear(x), exact.bfloat16())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-6), (torch.bfloat16, 2 ** -7)])
+def test_a_lone_row_is_normed_as_several_are(dtype, most):
+    torch.manual_seed(0)
+    norm = gpt.RMSNorm(48, 1e-5)
+    torch.nn.init.normal_(norm.weight)
+    norm, rows = norm.to(dtype), torch.randn(5, 48).to(dtype) * torch.tensor([[1e-3], [0.1], [1], [30], [0]]).to(dtype)
+    exact = torch.nn.functional.rms_norm(rows.double(), (48,), norm.weight.double(), 1e-5)
+    for row, want in zip(rows, exact):
+        for x in (row[None], row[None, None]):
+            assert norm(x).dtype == dtype and norm(x).shape == x.shape
+            assert ((norm(x).flatten() - want).abs() <= most * want.abs().clamp(min=1e-3) * 2).all()
 
 
 def test_a_model_that_has_decoded_can_be_copied_and_pickled():

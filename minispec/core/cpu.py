@@ -9,8 +9,11 @@ import torch.nn.functional as F
 
 from minispec.core.attention import dense_attend
 
-# Elements of all matrices of a model that stays in the processor's cache between two rows.
-CACHED = 1 << 22
+# Elements of a matrix from which on reading it takes much longer than starting a product.
+LARGE = 1 << 22
+
+# From so many rows on it pays to convert bf16 weights, where a processor has no bf16 products.
+CONVERT_ROWS = 12
 
 
 def _packed_types():
@@ -29,35 +32,38 @@ class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU.
 
     Several rows are multiplied with a copy of the matrix in oneDNN's own layout, as torch.compile does too,
-    because torch's own product is slow for few rows in fp32. A single row uses that copy as well: if plain
-    rounds read one copy and larger rounds the other, each would push the other's weights out of the
-    processor's cache. The exception is a single fp32 row in a small model, see `store_by_columns`.
-    Gradients never see the copy.
+    because torch's own product is slow for few rows in fp32. So is a single row, unless its matrix is stored
+    for it (`store_by_columns`). In bf16 on a processor that cannot multiply it, many rows are multiplied in
+    fp32. Gradients see none of this.
     """
     _packed = None              # the copy
     _packed_from = None         # version and address of the weights it was made of
-    pack_up_to = 1 << 22        # elements: a copy of every matrix is too much for a model of billions
-    small = False               # part of a small model, see store_by_columns
+    pack_up_to = 1 << 25        # elements: a copy of every matrix is too much for a model of billions
 
     def forward(self, x):
-        if not self.uses_packed(x):
-            return F.linear(x, self.weight, self.bias)
-        # An optimiser or a loader may have changed the weights since: then pack again.
-        state = (self.weight._version, self.weight.data_ptr())
-        if self._packed_from != state:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
-            self._packed_from = state
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-
-    def uses_packed(self, x):
-        """Whether rows x (..., in_features) are multiplied with the packed copy."""
         w = self.weight
         if w.is_cuda or w.is_inference() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return False
+            return F.linear(x, w, self.bias)
+        if self.uses_packed(x):
+            # An optimiser or a loader may have changed the weights since: then pack again.
+            state = (w._version, w.data_ptr())
+            if self._packed_from != state:
+                self._packed = torch.ops.mkldnn._reorder_linear_weight(w.detach())
+                self._packed_from = state
+            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        n_rows = x.numel() // w.shape[1]
+        slow = w.dtype == torch.bfloat16 and w.dtype not in PACKED_TYPES
+        if slow and n_rows >= CONVERT_ROWS:
+            bias = None if self.bias is None else self.bias.float()
+            return F.linear(x.float(), w.float(), bias).bfloat16()
+        return F.linear(x, w, self.bias)
+
+    def uses_packed(self, x):
+        """Whether rows x (..., in_features) are multiplied with the packed copy when decoding."""
+        w = self.weight
         if w.dtype not in PACKED_TYPES or x.dtype != w.dtype or w.numel() > self.pack_up_to:
             return False
-        single_row = x.numel() == w.shape[1]
-        return not (self.small and single_row and w.dtype == torch.float32)
+        return x.numel() > w.shape[1] or w.stride(0) > 1
 
     def __getstate__(self):
         """What copy.deepcopy and pickle take: all but the packed copy, which they cannot read."""
@@ -77,19 +83,15 @@ def norm_of_a_row(x, weight, eps):
 
 
 def store_by_columns(model):
-    """Store the fp32 matrices of a small model on a CPU column by column, and return the model.
+    """Store the fp32 matrices of a model on a CPU column by column, and return the model.
 
-    This changes nothing but speed: a single row, that is a draft step or plain decoding, is multiplied in
-    half the time. bf16, GPUs and large models prefer rows."""
-    matrices = []
-    for module in model.modules():
-        if isinstance(module, Linear) and module.weight.dtype == torch.float32 and not module.weight.is_cuda:
-            matrices.append(module)
-    if sum(m.weight.numel() for m in matrices) > CACHED:
-        return model
-    for m in matrices:
-        m.weight.data = m.weight.data.t().contiguous().t()
-        m.small = True
+    This changes nothing but speed: a single row, that is a draft step or plain decoding, is multiplied by a
+    routine that starts at once, where oneDNN needs longer than a small matrix takes. bf16, GPUs and large
+    matrices do not gain."""
+    for m in model.modules():
+        if isinstance(m, Linear) and m.weight.dtype == torch.float32 and not m.weight.is_cuda:
+            if m.weight.numel() <= LARGE:
+                m.weight.data = m.weight.data.t().contiguous().t()
     return model
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from minispec.core.cpu import Linear
+from minispec.core.cpu import Linear, norm_of_a_row
 
 
 # -- primitives ----------------------------------------------------------------------------------------------
@@ -32,6 +32,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
+        lone_row = x.numel() == x.shape[-1]
+        if lone_row and not x.is_cuda and not torch.is_grad_enabled():
+            return norm_of_a_row(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
