@@ -64,6 +64,7 @@ class Engine:
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
         self.iterations = []  # of each one: rows by kind, the pool, seconds by phase
         self.judging = 0.0                               # seconds of this iteration spent on acceptance
+        self.on_read = None                              # called with the number of prompt tokens just read
         self.group = model.config.n_head // model.config.n_kv_head
         self.fused = model.device.type == "cuda" and self.planner.fusable and can_fuse(model)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
@@ -186,6 +187,8 @@ class Engine:
             if s.kind == "prefill":
                 s.request.n_cached += len(s.tokens)
                 self.planner.observe(s, range(len(s.tokens)))
+                if self.on_read:
+                    self.on_read(len(s.tokens))
         # A plan begins with its drafting segments, of one row each.
         drafting = [s.request for s in plan if s.kind == "draft"]
         if drafting:

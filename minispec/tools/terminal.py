@@ -3,6 +3,8 @@ import codecs
 import itertools
 import sys
 
+from tqdm import tqdm
+
 from minispec.core.requests import Request
 from minispec.tools.script import in_colour, visible
 
@@ -80,13 +82,19 @@ def legend():
 
 def stream(engine, requests, tokenizer, stops=(), printer=None, bar=None):
     """Decode the requests together. Returns the seconds from the beginning to each one's first token, by the
-    engine's clock, which stops while text is shown. Waiting for a place in the batch counts."""
+    engine's clock, which stops while text is shown. Waiting for a place in the batch counts. On a terminal a
+    bar shows how far the prompts are read, if that takes two seconds."""
     def clock():
         return sum(engine.seconds.values())
 
     began = clock()
     first = {}
+    total = sum(len(r.tokens) for r in requests)
+    reading = tqdm(total=total, desc="reading", unit="token", delay=2, leave=False,
+                   disable=None if printer else True)
+    engine.on_read = reading.update
     for request, tokens in engine.stream(requests):
+        reading.close()
         if tokens:
             first.setdefault(request, clock() - began)
         if stops:
