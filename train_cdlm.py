@@ -35,7 +35,7 @@ from minispec.studies import cdlm as study
 from minispec.tools import checkpoints, training
 from minispec.tools.files import read_json, read_tensors, replaced
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Optimizer, Run, bf16, generator_of, learning_rate, locked
+from minispec.tools.training import Optimizer, Run, bf16, fast_dtype, generator_of, learning_rate, locked
 
 STAGES = ("teacher", "trajectories", "student")
 IN_ORDER = 0.6                   # of the blocks are masked from about one slot on, not at random: see `turns`
@@ -260,7 +260,7 @@ def train_teacher(args, folder, tokenizer, tokenizer_json, mask_id):
 
 
 def collect_trajectories(args, folder, tokenizer, tokenizer_json, mask_id):
-    model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, torch.bfloat16)
+    model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, fast_dtype(args.device))
     settings = {name: getattr(args, name) for name in ("prompts", "shard", "order", "seed", "temperatures")}
     training.same_settings(folder, **settings, gen_length=cdlm.GEN_LENGTH, block_size=cdlm.BLOCK_SIZE,
                            teacher=checkpoints.fingerprint(model))

@@ -220,7 +220,9 @@ def make_model(args, tokenizer, teacher):
 
 def main():
     args = parse_args()
-    teacher = checkpoints.load(args.teacher, args.device, torch.bfloat16) if args.teacher else None
+    teacher = None
+    if args.teacher:
+        teacher = checkpoints.load(args.teacher, args.device, training.fast_dtype(args.device))
     torch.manual_seed(args.seed)
     with locked(args.out):
         train(args, teacher)

@@ -30,6 +30,7 @@ import zipfile
 import torch
 from tqdm import tqdm
 
+from minispec.core.cpu import PACKED_TYPES
 from minispec.tools.files import blame, read_json, replaced, write_json
 from minispec.tools.script import check_device
 
@@ -81,9 +82,15 @@ def generator_of(args, step):
     return torch.Generator().manual_seed(args.seed * 1000003 + step)
 
 
+def fast_dtype(device):
+    """bf16, or fp32 on a processor without bf16 products, which would take several times as long."""
+    slow = device == "cpu" and torch.bfloat16 not in PACKED_TYPES
+    return torch.float32 if slow else torch.bfloat16
+
+
 def bf16(device):
-    """Forward passes inside this context multiply in bf16; the weights stay in fp32."""
-    return torch.autocast(device.split(":")[0], torch.bfloat16)
+    """Forward passes inside this context multiply in bf16, where that is fast; the weights stay in fp32."""
+    return torch.autocast(device.split(":")[0], torch.bfloat16, fast_dtype(device) == torch.bfloat16)
 
 
 # -- one training in a folder --------------------------------------------------------------------------------
