@@ -18,12 +18,12 @@ import minispec  # before torch: it tunes the allocator
 import torch
 
 from minispec import prism
-from minispec.core import gpt
+from minispec.core.words import Words, most_frequent, restrict
 from minispec.data import rollouts
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Optimizer, Run, bf16, learning_rate, locked
+from minispec.tools.training import Optimizer, Run, bf16, fast_dtype, learning_rate, locked
 
 # unroll: draft steps in the loss (None: as --unroll says). All arms but the first draft from own states too.
 ARMS = {
@@ -57,7 +57,7 @@ def parse_args():
 def drafter_of(args, target):
     """A new drafter for the arm; with --init its modules are copies of a trained one's."""
     arm = ARMS[args.arm]
-    taps = gpt.three_taps(target.config.n_layer) if args.taps == "three" else ()
+    taps = rollouts.taps_of(args.taps, target)
     model = prism.for_target(target, arm["step_map"], arm["n_layer"], taps)
     if not args.init:
         return model
@@ -71,16 +71,16 @@ def drafter_of(args, target):
 
 
 @torch.no_grad()
-def evaluate(model, target, heldout, args):
+def evaluate(model, words, heldout, args):
     """On held-out answers, five drafts a round: tau; how often draft 1, 2, .. is right if all before are."""
     total = torch.zeros(5)
     n = 0
-    for i in range(0, len(heldout), 4):
-        ids, learn, _ = rollouts.batch_of(heldout[i:i + 4], args.max_length, args.device)
+    for numbers in torch.arange(len(heldout.rows)).split(4):
+        batch = heldout.batch(numbers.tolist(), args.device)
         with bf16(args.device):
-            _, accepted = prism.unrolled_loss(model, target, ids, learn, 5)
-        total = total + accepted.cpu() * learn.sum().item()
-        n += learn.sum().item()
+            _, accepted = prism.unrolled_loss(model, words, batch, 5)
+        total += accepted.cpu() * batch.learn.sum().item()
+        n += batch.learn.sum().item()
     share = total / n
     return {
         "heldout_tau": round(1 + share.sum().item(), 4),
@@ -92,41 +92,44 @@ def evaluate(model, target, heldout, args):
 
 def main():
     args = parse_args()
-    target = checkpoints.load(args.target, args.device)
+    target = checkpoints.load(args.target, args.device, fast_dtype(args.device))
     tokenizer = Tokenizer.load(args.target)
     target.requires_grad_(False)
     torch.manual_seed(args.seed)
-    model = drafter_of(args, target)
+    model = drafter_of(args, target).float()
     with locked(args.out):
         train(args, target, tokenizer, model)
 
 
 def train(args, target, tokenizer, model):
-    # 1. The data, and which texts every step reads.
+    # 1. The data, which texts every step reads, and which tokens are drafted.
     unroll = ARMS[args.arm]["unroll"] or args.unroll
-    rows, heldout, plan = rollouts.collect(args, target, tokenizer, unroll)
+    texts, heldout, plan = rollouts.collect(args, target, tokenizer, model.config.taps, unroll)
+    restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
+    words = Words(target, model.vocabulary)
     module = sum(p.numel() for p in model.bank[0].parameters())
-    print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {module / 1e6:.2f}M read by a draft step")
+    print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {module / 1e6:.2f}M read by a draft step, "
+          f"{model.config.draft_vocab or target.config.vocab_size} tokens to draft")
 
     # 2. The loop, from the last checkpoint on.
     optimizer = Optimizer(model)
-    run = Run(args.out, model, optimizer, len(plan), args.save_every)
+    run = Run(args.out, model, optimizer, len(plan), args.save_every, args.minutes and args.minutes / 2)
     for step in run.steps():
         numbers, tokens = plan[step]
-        ids, learn, _ = rollouts.batch_of([rows[i] for i in numbers], args.max_length, args.device)
+        batch = texts.batch(numbers, args.device)
         # Every row drafts; the loss compares its guesses with the target's distributions.
         with bf16(args.device):
-            loss, accepted = prism.unrolled_loss(model, target, ids, learn, unroll)
+            loss, accepted = prism.unrolled_loss(model, words, batch, unroll)
         loss = loss / unroll
         loss.backward()
-        optimizer.step(learning_rate(step, tokens / plan[-1][1], args.lr, args.warmup))
+        progress = run.progress(tokens / plan[-1][1])
+        optimizer.step(learning_rate(step, progress, args.lr, args.warmup))
         run.log(loss=loss, tau=1 + accepted.sum())
         if run.checkpoint_due(step):
-            results = evaluate(model, target, heldout, args)
+            results = evaluate(model, words, heldout, args)
             prism.save(model, args.out)
             run.checkpoint(step, tokens=tokens, **results)
 
 
 if __name__ == "__main__":
-    run_main(main, "interrupted; the same command continues from the last checkpoint",
-             "--batch-tokens or --max-length")
+    run_main(main, "interrupted; the same command continues from the last checkpoint", "--batch-tokens")

@@ -25,12 +25,12 @@ import minispec  # before torch: it tunes the allocator
 import torch
 
 from minispec import specdiff
-from minispec.core import gpt
+from minispec.core.words import most_frequent, restrict
 from minispec.data import rollouts
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools.training import Optimizer, Run, bf16, generator_of, learning_rate, locked
+from minispec.tools.training import Optimizer, Run, bf16, fast_dtype, generator_of, learning_rate, locked
 
 
 def parse_args():
@@ -58,7 +58,7 @@ def parse_args():
 
 def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
-    taps = {"none": None, "last": (), "three": gpt.three_taps(target.config.n_layer)}[args.taps or "last"]
+    taps = rollouts.taps_of(args.taps or "last", target)
     if not args.init:
         n_layer = args.layers or min(2, target.config.n_layer)
         return specdiff.for_target(target, n_layer, args.gamma or 8, not args.no_shift, taps)
@@ -71,17 +71,17 @@ def drafter_of(args, target):
     return drafter
 
 
-def evaluate(model, target, heldout, args):
+def evaluate(model, heldout, args):
     """On held-out answers: tau by each way of accepting, and how often the greedy draft 1, 2, .. is right
     where those before it are."""
     total = {}
-    for i in range(0, len(heldout), 4):
-        ids, learn, log_p = rollouts.batch_of(heldout[i:i + 4], args.max_length, args.device)
+    for numbers in torch.arange(len(heldout.rows)).split(4):
+        batch = heldout.batch(numbers.tolist(), args.device)
         with bf16(args.device):
-            means = specdiff.estimate(model, target, ids, learn, log_p, args.windows)
+            means = specdiff.estimate(model, batch, args.windows)
         for name, mean in means.items():
-            total[name] = total.get(name, 0) + mean * len(ids)
-    share = {name: x / len(heldout) for name, x in total.items()}
+            total[name] = total.get(name, 0) + mean * len(numbers)
+    share = {name: x / len(heldout.rows) for name, x in total.items()}
     entropy = share.pop("entropy").mean().item()
     tau = {name: round(1 + x.sum().item(), 4) for name, x in share.items()}      # 1: the bonus token
     return {"heldout_tau": tau, "heldout_acceptance": rollouts.of_those_before(share["greedy"]),
@@ -90,7 +90,7 @@ def evaluate(model, target, heldout, args):
 
 def main():
     args = parse_args()
-    target = checkpoints.load(args.target, args.device).requires_grad_(False)
+    target = checkpoints.load(args.target, args.device, fast_dtype(args.device)).requires_grad_(False)
     tokenizer = Tokenizer.load(args.target)
     torch.manual_seed(args.seed)
     model = drafter_of(args, target).float()
@@ -99,34 +99,34 @@ def main():
 
 
 def train(args, target, tokenizer, model):
-    # The target's own answers, and the rows of every step.
-    rows, heldout, plan = rollouts.collect(args, target, tokenizer)
-    total = plan[-1][1]
+    # The target's own answers, the rows of every step, and which tokens are drafted.
     c = model.config
+    texts, heldout, plan = rollouts.collect(args, target, tokenizer, c.taps or ())
+    restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
     print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters of its own, "
           f"gamma {c.gamma}, {args.windows} windows a text")
 
     optimizer = Optimizer(model)
-    run = Run(args.out, model, optimizer, len(plan), args.save_every)
+    run = Run(args.out, model, optimizer, len(plan), args.save_every, args.minutes and args.minutes / 2)
     for step in run.steps():
         numbers, tokens = plan[step]
-        ids, learn, log_p = rollouts.batch_of([rows[i] for i in numbers], args.max_length, args.device)
+        batch = texts.batch(numbers, args.device)
 
         # Windows are drawn by a generator of this step, so that a resumed run draws the same ones.
         generator = generator_of(args, step)
         with bf16(args.device):
-            loss = specdiff.training_loss(model, target, args.objective, ids, learn, log_p, args.windows,
-                                          generator, args.temperature)
+            loss = specdiff.training_loss(model, args.objective, batch, args.windows, generator)
         loss.backward()
-        optimizer.step(learning_rate(step, tokens / total, args.lr, args.warmup))
+        progress = run.progress(tokens / plan[-1][1])
+        optimizer.step(learning_rate(step, progress, args.lr, args.warmup))
         run.log(loss=loss)
 
         if run.checkpoint_due(step):
-            results = evaluate(model, target, heldout, args)
+            results = evaluate(model, heldout, args)
             specdiff.save(model, args.out)
             run.checkpoint(step, tokens=tokens, **results)
 
 
 if __name__ == "__main__":
     run_main(main, "interrupted; the same command continues from the last checkpoint",
-             "--batch-tokens, --windows or --max-length")
+             "--batch-tokens or --windows")

@@ -39,11 +39,10 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from minispec.core import gpt
 from minispec.core.attention import path_mask
-from minispec.core.cpu import store_by_columns, training_attend
+from minispec.core.cpu import store_by_columns
 from minispec.core.drafters import Notes, pack
 from minispec.core.requests import MAX_K, draw_drafts
 from minispec.core.kv_cache import KVCache
@@ -125,14 +124,11 @@ class Prism(nn.Module):
         checkpoints.check_shapes(self.config, target.config, ("d_model", "vocab_size"))
 
 
-def for_target(target, step_map=(0, 1), n_layer=1, taps=(), vocabulary=None):
+def for_target(target, step_map=(0, 1), n_layer=1, taps=()):
     """A new drafter with blocks of the target's shape. The norm of its states starts as the target's last
-    one, so that they have the right scale for the head. vocabulary: the ids that it may draft; None: all."""
+    one, so that they have the right scale for the head."""
     shape = {**asdict(target.config), "n_layer": n_layer}
-    n = 0 if vocabulary is None else len(vocabulary)
-    prism = Prism(PrismConfig(**shape, step_map=step_map, taps=taps, target=checkpoints.fingerprint(target),
-                              draft_vocab=n))
-    prism.vocabulary = vocabulary
+    prism = Prism(PrismConfig(**shape, step_map=step_map, taps=taps, target=checkpoints.fingerprint(target)))
     with torch.no_grad():
         for module in prism.bank:
             module.norm.weight.copy_(target.norm.weight)
@@ -196,7 +192,7 @@ class Unrolled:
         return torch.cat(out, 3).permute(0, 3, 1, 2, 4).flatten(2, 3)          # (B, S, H, D)
 
 
-def unroll(prism, target, ids, features, steps):
+def unroll(prism, words, ids, features, steps):
     """The states (B, S, C) of draft steps 1 .. `steps` from every row of ids (B, S) with features (B, S, F),
     if the drafted tokens are those in ids. Row r of step k guesses t_{r+k+1}; the last k rows know too little
     and are to be ignored."""
@@ -206,66 +202,62 @@ def unroll(prism, target, ids, features, steps):
     states = []
     for step in range(1, steps + 1):
         # Row r reads the token drafted last, t_{r+k}, and the state that drafted it, one position further on.
-        e = target.embed(ids.roll(-step, 1))
+        e = words.embed(ids.roll(-step, 1))
         at = (positions + step - 1).clamp(max=prism.config.block_size - 1)
         a = prism(step, e, a, at, attention.attend)
         states.append(a)
     return states
 
 
-def unrolled_loss(prism, target, ids, learn, steps, chunk=1024):
-    """Training loss on ids (B, S), and how many drafts it would have had accepted.
+def unrolled_loss(prism, words, batch, steps):
+    """Training loss on a rollouts.Batch of shape (B, S), and how many drafts it would have had accepted.
 
     The loss is the KL divergence from the target's distributions to the drafter's, mean over the rows of a
-    step whose guessed token is one to learn (bool (B, S)), summed over steps.
+    step whose guessed token is one to learn, summed over steps. words: of the drafter's target.
 
     Returns (loss, accepted (steps,)): the share of rows whose first 1, 2, .. guesses all are the target's
     argmax. Their sum is the mean number of accepted drafts of a chain, if these tokens are what the target
     says.
     """
-    # 1. What the target knows of every position; it is not trained.
-    with torch.no_grad():
-        positions = torch.arange(ids.shape[1], device=ids.device)[None]
-        attend = training_attend(ids.device)
-        hidden, features = target.features(ids, positions, attend, prism.config.taps)
+    # 1. Every row drafts.
+    states = unroll(prism, words, batch.ids, batch.features, steps)
 
-    # 2. Every row drafts.
-    states = unroll(prism, target, ids, features, steps)
-
-    # 3. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}.
-    judged = F.pad(learn[:, 1:], (0, 1))  # (B, S): is t_{s+1} one to learn?
-    goal = hidden[judged]                                                      # (n, C)
+    # 2. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}.
+    judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
+    goal, best = batch.hidden[judged], batch.best[judged]                      # (n, C), (n,)
     guess = torch.stack([a.roll(k, 1)[judged] for k, a in enumerate(states, 1)])         # (T, n, C)
 
-    # 4. The mean over the rows r = s - k that exist, by step.
+    # 3. The mean over the rows r = s - k that exist, by step.
     s = judged.nonzero()[:, 1]                                                 # (n,)
-    exists = s >= torch.arange(1, steps + 1, device=ids.device)[:, None]       # (T, n)
+    exists = s >= torch.arange(1, steps + 1, device=s.device)[:, None]         # (T, n)
     weight = exists / exists.sum(1, keepdim=True).clamp(min=1)
-    words = Words(target, prism.vocabulary)
-    loss, hits = _divergence(target, words, goal, guess, weight, chunk)
-    return loss, _accepted(hits, judged)
+    loss, slope, drafts = _divergence(words, goal, guess.detach(), weight)
+
+    # 4. The slope is the loss's gradient in guess: a product with it has the same one.
+    product = (guess * slope).sum()
+    return loss + product - product.detach(), _accepted(drafts == best, judged)
 
 
-def _divergence(target, words, goal, guess, weight, chunk):
+@torch.no_grad()
+def _divergence(words, goal, guess, weight, chunk=128):
     """KL divergence of the target's states goal (n, C) to the drafter's guess (T, n, C), weighted by (T, n)
-    and summed; and whether the two argmaxes agree, bool (T, n). Both are distributions over the draft
-    vocabulary, the target's renormalised: that is what q can become. Logits are made `chunk` rows at a time
-    and made again in the backward pass, so memory does not grow with steps x rows x vocabulary."""
-    def part(goal, guess, weight):
+    and summed; its gradient in guess; and the tokens (T, n) that the drafter would draft.
+
+    Both are distributions over the draft vocabulary, the target's renormalised, because that is the most that
+    the drafter can become. The gradient is taken where the logits are at hand, `chunk` rows at a time: no
+    logits are kept for a backward pass, or made a second time in it.
+    """
+    loss, slopes, drafts = 0.0, [], []
+    for goal, guess, weight in zip(goal.split(chunk), guess.split(chunk, 1), weight.split(chunk, 1)):
         log_p = words.logits(goal).float().log_softmax(-1)                     # (chunk, N)
         log_q = words.logits(guess).float().log_softmax(-1)                    # (T, chunk, N)
-        kl = (log_p.exp() * (log_p - log_q)).sum(-1)                           # (T, chunk)
-        best = target.logits(goal).argmax(-1)                                  # (chunk,)
-        return (kl * weight).sum(), words.tokens(log_q.argmax(-1)) == best
-
-    loss = 0.0
-    hits = []
-    for i in range(0, len(goal), chunk):
-        rows = slice(i, i + chunk)
-        one, hit = checkpoint(part, goal[rows], guess[:, rows], weight[:, rows], use_reentrant=False)
-        loss = loss + one
-        hits.append(hit)
-    return loss, torch.cat(hits, 1)
+        p = log_p.exp()
+        kl = (p * log_p).sum(-1) - (p * log_q).sum(-1)                         # (T, chunk)
+        loss = loss + (kl * weight).sum()
+        drafts.append(words.tokens(log_q.argmax(-1)))
+        # The gradient of KL in the drafter's logits is q - p.
+        slopes.append(words.slope((log_q.exp_() - p) * weight[..., None]))     # (T, chunk, C)
+    return loss, torch.cat(slopes, 1), torch.cat(drafts, 1)
 
 
 def _accepted(hits, judged):

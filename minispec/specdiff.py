@@ -53,7 +53,7 @@ from minispec.core.verify import draw, point_mass_tree, rejection_tree, selectio
 
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
 MAX_NODES = 256             # drafts of a round, all chains together
-OBJECTIVES = ("mdlm", "first", "ce", "exp-ce", "kl", "streak", "log-streak", "streak-rs")
+OBJECTIVES = ("mdlm", "ce", "streak", "log-streak", "streak-rs")
 RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point_mass_tree}
 
 
@@ -115,19 +115,16 @@ class Drafter(nn.Module):
         checkpoints.check_shapes(self.config, target.config, ("vocab_size", "d_model"))
 
 
-def for_target(target, n_layer=None, gamma=8, shift=True, taps=None, vocabulary=None):
+def for_target(target, n_layer=None, gamma=8, shift=True, taps=None):
     """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
-    the mean of all tokens. vocabulary: the ids that it may draft; None: all."""
+    the mean of all tokens."""
     most = target.config.n_layer
     n_layer = n_layer or most
     if not 1 <= n_layer <= most:
         raise ValueError(f"layers {n_layer} is out of range; the target has {most}")
-    n = 0 if vocabulary is None else len(vocabulary)
     shape = {**asdict(target.config), "n_layer": n_layer, "shift": shift}
-    config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, target=checkpoints.fingerprint(target), draft_vocab=n)
-    drafter = Drafter(config, target)
-    drafter.vocabulary = vocabulary
-    drafter.to(target.device)
+    config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, target=checkpoints.fingerprint(target))
+    drafter = Drafter(config, target).to(target.device)
     with torch.no_grad():
         drafter.norm.load_state_dict(target.norm.state_dict())
         for mine, theirs in zip(drafter.blocks, target.blocks):
@@ -240,13 +237,15 @@ def of_windows(x, starts, gamma):
     return x[text, at.clamp(max=x.shape[1] - 1)], at < x.shape[1]
 
 
-def _answers(starts, gamma, ids, learn, log_p):
-    """What the target wrote in windows: labels, valid, log_p, each (B, W, gamma). Slots after its answer are
-    not valid."""
-    labels, inside = of_windows(ids, starts, gamma)
-    written, _ = of_windows(learn, starts, gamma)
-    log_p, _ = of_windows(log_p, starts, gamma)
-    return labels, inside & written, log_p
+def _answers(drafter, batch, starts):
+    """What the target wrote in windows, each (B, W, gamma): tokens; their indices; log_p; and valid, False
+    behind the end of its answer and for tokens that the drafter cannot draft."""
+    gamma = drafter.config.gamma
+    tokens, inside = of_windows(batch.ids, starts, gamma)
+    written, _ = of_windows(batch.learn, starts, gamma)
+    log_p, _ = of_windows(batch.log_p, starts, gamma)
+    index = drafter.words.indices(tokens)
+    return tokens, index.clamp(min=0), log_p, inside & written & (index >= 0)
 
 
 def log_streak(log_q, valid):
@@ -256,24 +255,21 @@ def log_streak(log_q, valid):
     return log_q.cumsum(-1).masked_fill(valid.long().cumprod(-1) == 0, float("-inf"))
 
 
-def objective(name, logits, labels, valid, log_p=None, goal=None, weight=None):
-    """The loss of windows, a scalar, from logits (..., gamma, V), labels and valid (..., gamma).
+def objective(name, logits, labels, valid, log_p=None, weight=None):
+    """The loss of windows, a scalar, from logits (..., gamma, N), labels (indices) and valid (..., gamma).
 
     The streaks see the window as a whole:
     streak       -J, the paper's: minus the expected number of drafts that point-mass acceptance takes
     log-streak   -log J, whose gradient does not vanish where J is small
     streak-rs    -J of min(1, q / p) instead of q: the same for rejection; log_p (..., gamma): the target's
 
-    All others are a mean over slots:
+    The others are a mean over slots:
     mdlm         cross-entropy of slots masked at random; weight (..., gamma): 1 / rate where masked, else 0
-    first        KL divergence from the target at slot 1 alone, as autoregressive drafters are distilled
-    ce, exp-ce   cross-entropy; weights exp(-(j - 1) / tau) with DFlash's tau of 7 at 16 slots, in proportion
-    kl           KL divergence from the target along its answer; goal: its logits (..., gamma, V)
+    ce           cross-entropy of all slots
     """
     if name not in OBJECTIVES:
         raise ValueError(f"unknown objective '{name}'; choose from {', '.join(OBJECTIVES)}")
-    all_q = logits.float().log_softmax(-1)
-    log_q = all_q.gather(-1, labels[..., None])[..., 0]           # (..., gamma): of the target's own tokens
+    log_q = logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]      # of the target's tokens
 
     if name == "streak":
         return -log_streak(log_q, valid).exp().sum(-1).mean()
@@ -283,22 +279,9 @@ def objective(name, logits, labels, valid, log_p=None, goal=None, weight=None):
     if name == "streak-rs":
         log_accept = (log_q - log_p).clamp(max=0)
         return -log_streak(log_accept, valid).exp().sum(-1).mean()
-
-    if name == "mdlm":
-        # Masked slots count 1 / rate each, so all slots of a window count 1 on average.
-        return -(log_q * valid * weight).sum() / valid.sum()
-
-    slot = torch.arange(labels.shape[-1], device=labels.device)
-    if name in ("first", "kl"):
-        log_goal = goal.float().log_softmax(-1)
-        loss = (log_goal.exp() * (log_goal - all_q)).sum(-1)
-    else:
-        loss = -log_q
-    if name == "first":
-        valid = valid * (slot == 0)
-    if name == "exp-ce":
-        valid = valid * torch.exp(-slot * 16 / (7 * len(slot)))
-    return (loss * valid).sum() / valid.sum()
+    # Masked slots count 1 / rate each, so all slots of a window count 1 on average.
+    counts = valid if weight is None else valid * weight
+    return -(log_q * counts).sum() / valid.sum()
 
 
 def _mask_at_random(labels, shift, generator):
@@ -315,56 +298,32 @@ def _mask_at_random(labels, shift, generator):
     return shown, weight.to(labels.device)
 
 
-@torch.no_grad()
-def _read_target(target, words, ids, starts, c, with_goal):
-    """Features (B, S, F) of the target for a drafter of config c, and its logits (B, W, gamma, N) for the
-    windows; None for what is not needed."""
-    if c.taps is None and not with_goal:
-        return None, None
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    hidden, features = target.features(ids, positions, training_attend(ids.device), c.taps or ())
-    goal = None
-    if with_goal:
-        goal = words.logits(of_windows(hidden, starts - 1, c.gamma)[0])
-    return features if c.taps is not None else None, goal
-
-
-def training_loss(drafter, target, name, ids, learn, log_p, n_windows, generator, temperature=1.0):
-    """The objective `name` on n_windows windows of each text of ids (B, S), of which `learn` is to be guessed
-    and has log_p under the target. temperature: that of its answers. Distillation from greedy answers, a
-    point mass, uses the target's plain softmax."""
-    c = drafter.config
+def training_loss(drafter, name, batch, n_windows, generator):
+    """The objective `name` on n_windows windows of each text of a rollouts.Batch."""
     # 1. Windows at random places of the answers.
-    starts = draw_windows(learn, n_windows, generator)
-    labels, valid, log_p = _answers(starts, c.gamma, ids, learn, log_p)
+    c = drafter.config
+    starts = draw_windows(batch.learn, n_windows, generator)
+    tokens, labels, log_p, valid = _answers(drafter, batch, starts)
     # 2. What the drafter sees: open slots, or for masked diffusion some of the answer.
     shown = weight = None
     if name == "mdlm":
-        shown, weight = _mask_at_random(labels, c.shift, generator)
-    features, goal = _read_target(target, drafter.words, ids, starts, c, name in ("first", "kl"))
-    # 3. What it guesses, and how good that is. A token outside the draft vocabulary cannot be learned.
-    logits = window_logits(drafter, ids, starts, features, shown)
-    if goal is not None:
-        goal = goal / (temperature or 1.0)
-    index = drafter.words.indices(labels)
-    return objective(name, logits, index.clamp(min=0), valid & (index >= 0), log_p, goal, weight)
+        shown, weight = _mask_at_random(tokens, c.shift, generator)
+    # 3. What it guesses, and how good that is.
+    logits = window_logits(drafter, batch.ids, starts, batch.features, shown)
+    return objective(name, logits, labels, valid, log_p, weight)
 
 
 @torch.no_grad()
-def estimate(drafter, target, ids, learn, log_p, n_windows):
-    """What windows of texts ids (B, S) would have accepted, {name: (gamma,)}: how often, on average over
+def estimate(drafter, batch, n_windows):
+    """What windows of a rollouts.Batch would have accepted, {name: (gamma,)}: how often, on average over
     windows, the first 1, 2, .. drafts are, for the argmax at temperature 0 ("greedy"), and for a chain drawn
     from q under "point_mass" and "rejection"; their sums are mean accepted drafts. "entropy": of the
     marginals, in nats."""
-    c = drafter.config
-    starts = draw_windows(learn, n_windows, torch.Generator().manual_seed(0))
-    labels, valid, log_p = _answers(starts, c.gamma, ids, learn, log_p)
-    features, _ = _read_target(target, drafter.words, ids, starts, c, False)
-    all_q = window_logits(drafter, ids, starts, features).float().log_softmax(-1)
-    index = drafter.words.indices(labels)
-    valid &= index >= 0
-    log_q = all_q.gather(-1, index.clamp(min=0)[..., None])[..., 0]
-    right = (all_q.argmax(-1) == index) & valid
+    starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
+    _, labels, log_p, valid = _answers(drafter, batch, starts)
+    all_q = window_logits(drafter, batch.ids, starts, batch.features).float().log_softmax(-1)
+    log_q = all_q.gather(-1, labels[..., None])[..., 0]
+    right = (all_q.argmax(-1) == labels) & valid
     per_window = {
         "greedy": right.long().cumprod(-1),
         "point_mass": log_streak(log_q, valid).exp(),

@@ -53,8 +53,8 @@ COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8}, 
 SMALL = {   # what keeps a valid case short
     "decode": ["--max-new-tokens", "6", "--quiet"], "bench": ["bounds", "--quick"],
     "train_gpt": ["--out", "out", "--size", "tiny", "--tokens", "4e3", "--max-length", "256", "--tokenizer", "checkpoints/target"],
-    "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--max-length", "128", "--tasks", "revise"],
-    "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--max-length", "128", "--tasks", "revise"],
+    "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--tasks", "revise"],
+    "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--tasks", "revise"],
     "train_cdlm": ["--out", "cdlm", "--steps", "2", "--batch", "2", "--prompts", "2", "--shard", "2", "--check", "0"]}
 GOOD = {    # values that options not listed here do not guess by their type
     "--task": ["trace", "arith", "search", "gsm8k"], "--tasks": ["arith", "revise,arith"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],

@@ -10,13 +10,14 @@ import torch
 from conftest import toy_model
 
 from minispec import bounds, prism
-from minispec.data import traces
+from minispec.data import rollouts, traces
 from minispec.bounds import CostTable
 from minispec.studies import ladder, measure
 from minispec.studies.tables import render
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
+from minispec.core.words import Words
 from minispec.specgen import SpecGen
 
 TARGET, DRAFT = toy_model(seed=0), toy_model(seed=0)
@@ -33,11 +34,10 @@ def heads():
     torch.manual_seed(5)
     drafter = prism.for_target(TARGET, (0, 1))
     [answer] = Engine(TARGET, Lockstep, 1).generate([Request(PROMPTS[0], 60)])
-    ids = torch.tensor([answer.prompt_ids + answer.token_ids])
-    learn = torch.ones_like(ids, dtype=torch.bool)
+    batch = rollouts.padded([([], answer.prompt_ids + answer.token_ids)], [rollouts.read(TARGET, [], answer.prompt_ids + answer.token_ids, 0)])
     opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
     for _ in range(30):
-        loss, _ = prism.unrolled_loss(drafter, TARGET, ids, learn, 3)
+        loss, _ = prism.unrolled_loss(drafter, Words(TARGET), batch, 3)
         opt.zero_grad()
         loss.backward()
         opt.step()

@@ -1,23 +1,28 @@
 """train_prism.py as a user meets it, on a toy target: every arm trains, a killed run resumes to the same weights, one drafter starts
 from another, and bad input of training and decoding is one clear line."""
+import contextlib
 import functools
+import itertools
 import json
 import os
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from conftest import TARGET as SHIPPED
-from conftest import run_script, train_toy
+from conftest import run_script, toy_model, train_toy
 from safetensors.torch import load_file
 from test_prism import toy_drafter
 
 import decode
 import train_prism
 from minispec import prism
+from minispec.core.words import most_frequent
+from minispec.data import magpie, rollouts
+from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
 from minispec.tools import checkpoints
-from minispec.data import rollouts
 
 script = functools.partial(run_script, train_prism)
 
@@ -30,7 +35,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     log = train(folder, "whole")
     assert log[-1]["loss"] < 0.8 * log[0]["loss"] and 1 <= log[0]["tau"] < log[-1]["tau"] <= 4 and len(log[-1]["heldout_acceptance"]) == 5
     made = {f: os.path.getmtime(folder / "responses" / f) for f in os.listdir(folder / "responses")}
-    assert set(made) == {"settings.json", "train-00000.json", "heldout-00000.json"}
+    assert set(made) == {"settings.json", *(f"{split}-00000{end}" for split in ("train", "heldout") for end in (".json", "-last.safetensors"))}
 
     calls, loss = [], prism.unrolled_loss
     def killed(*args):
@@ -49,7 +54,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     assert all(torch.equal(a[n], b[n]) for n in a)
     drop = lambda rows: [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
     assert drop(log) == drop(again)
-    assert made["train-00000.json"] == os.path.getmtime(folder / "responses" / "train-00000.json")                 # made once
+    assert all(made[f] == os.path.getmtime(folder / "responses" / f) for f in made if f != "settings.json")                                   # made once
     assert "train_prism.py --target" in (folder / "whole" / "command.txt").read_text()
 
 
@@ -79,21 +84,121 @@ def test_a_drafter_can_start_from_one_with_fewer_modules(folder):
 def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder):
     with mock.patch.object(sys, "argv", ["train_prism.py", "--out", "x", "--target", str(folder / "target")]):
         args = train_prism.parse_args()
-    assert rollouts.prompts_of(args, "train", 7) == rollouts.prompts_of(args, "train", 30)[:7]
-    assert not set(rollouts.prompts_of(args, "train", 30)) & set(rollouts.prompts_of(args, "heldout", 30))
+    args.tasks = "revise,arith"
+    first = lambda split, n: list(itertools.islice(rollouts.prompts_of(args, split, iter(())), n))
+    assert first("train", 7) == first("train", 30)[:7] and not set(first("train", 30)) & set(first("heldout", 30))
     train(folder, "short", "--tokens", "100", "--prompts", "10", "--responses", str(folder / "r2"))
     train(folder, "longer", "--tokens", "100", "--prompts", "14", "--responses", str(folder / "r2"))
     rows = json.loads((folder / "r2" / "train-00000.json").read_text())
     assert len(rows) == 14 and rows == json.loads((folder / "responses" / "train-00000.json").read_text())[:14]
+    states = load_file(folder / "r2" / "train-00000-last.safetensors")
+    assert len(states["best"]) == len(states["hidden"]) == sum(len(p) + len(a) for p, a, _ in rows)                 # made again for the longer shard
     with pytest.raises(ValueError, match="was begun with max_new_tokens 24, not 9; use another folder or the same settings"):
         train(folder, "short", "--max-new-tokens", "9")
     with pytest.raises(ValueError, match="are to other prompts"):
         train(folder, "short", "--tasks", "arith")
 
 
+def test_sources_of_prompts_come_in_turn(tmp_path):
+    texts = {name: [f"{name} {i}" for i in range(n)] for name, n in (("a", 40), ("b", 10), ("own", 100))}
+    for name in "ab":
+        (tmp_path / name).write_text("".join(json.dumps({"prompt": x}) + "\n" for x in texts[name]))
+    args = SimpleNamespace(prompt_file=[str(tmp_path / "a"), str(tmp_path / "b")], tasks=None)
+    got = {split: [x.strip() for x in rollouts.prompts_of(args, split, iter(texts["own"]))] for split in ("train", "heldout")}
+    assert [x.split()[0] for x in got["train"][:6]] == ["a", "b", "own"] * 2
+    assert sorted(got["train"] + got["heldout"]) == sorted(sum(texts.values(), [])) and len(got["heldout"]) > 5     # each once, in one split
+
+
+# -- a target of one's own -----------------------------------------------------------------------------------------------
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """A folder of a random Qwen3 of 300 tokens with a chat template."""
+    folder = tmp_path_factory.mktemp("own") / "qwen3"
+    letters = byte_letters()
+    vocab = {letter: i for i, letter in enumerate(letters)}
+    special = [{"id": 256 + i, "content": name} for i, name in enumerate(("<|im_start|>", "<|im_end|>"))]
+    split = {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": GPT2}}
+    pre = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}
+    target = toy_model(vocab=300, qk_norm=True, n_layer=2, gain=1.0, bos_id=256, eos_id=257)
+    checkpoints.save(target, folder, {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": special, "pre_tokenizer": pre})
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT}))
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+    return folder
+
+
+def test_one_command_for_an_own_target_and_what_it_writes(qwen3, monkeypatch, tmp_path, capsys):
+    """Prompts, answers, states and a drafter, which decodes; killed on the way, the same command goes on and ends with the same."""
+    for name, value in (("TURNS", 48), ("LONGEST", 80), ("SHARD", 4)):
+        monkeypatch.setattr(magpie if name != "SHARD" else rollouts, name, value)
+    def command(out):
+        script("--target", qwen3, "--out", out, "--draft-vocab", 100, "--max-new-tokens", 20, "--prompts", 12, "--heldout", 2, "--tokens", 2000, "--batch-tokens", 300)
+    command(tmp_path / "whole")
+    made = sorted(os.listdir(tmp_path / "whole" / "responses"))
+    assert {"own-00000.json", "train-00000.json", "train-00002-last.safetensors", "heldout-00000.json", "settings.json"} <= set(made)
+    rows = json.loads((tmp_path / "whole" / "responses" / "train-00001.json").read_text())
+    assert [t for _, _, t in rows] == [0, 1] * 2
+    drafter = prism.load(tmp_path / "whole")
+    answers = [a for i in range(3) for _, a, _ in json.loads((tmp_path / "whole" / "responses" / f"train-0000{i}.json").read_text())]
+    assert drafter.config.draft_vocab == 100 and torch.equal(drafter.vocabulary, most_frequent(answers, 100, 300))
+    decode.main(["--model", str(qwen3), "--method", "prism", "--drafter", str(tmp_path / "whole"), "--prompt", "hello", "--max-new-tokens", "30", "--compare", "--quiet"])
+    assert "output: identical to autoregressive" in capsys.readouterr().out
+
+    # Stopped at a second write of every kind, then continued.
+    for module, name in [(magpie, "write_json"), (rollouts, "write_json"), (rollouts, "save_file"), (prism, "save")]:
+        write, calls = getattr(module, name), []
+        def dies(*args, **kw):
+            calls.append(1)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return write(*args, **kw)
+        monkeypatch.setattr(module, name, dies)
+        with contextlib.suppress(KeyboardInterrupt):
+            command(tmp_path / "parts")
+        monkeypatch.setattr(module, name, write)
+    command(tmp_path / "parts")
+    assert sorted(os.listdir(tmp_path / "parts" / "responses")) == made
+    a, b = (load_file(tmp_path / out / "model.safetensors") for out in ("whole", "parts"))
+    assert all(torch.equal(a[n], b[n]) for n in a)
+
+
+def test_prompts_that_the_target_writes(qwen3, monkeypatch, tmp_path):
+    """They follow the template's opening, end by themselves, do not repeat, and are written once."""
+    monkeypatch.setattr(magpie, "TURNS", 48)
+    monkeypatch.setattr(magpie, "LONGEST", 80)
+    target, tokenizer = checkpoints.load(qwen3), Tokenizer.load(qwen3)
+    before, end = magpie.opening(tokenizer)
+    assert tokenizer.decode(before) == "<|im_start|>user\n" and end == 257
+    prompts = list(itertools.islice(magpie.written(target, tokenizer, tmp_path), 8))
+    assert len({x.casefold() for x in prompts}) == 8 and all(x.strip() == x and x for x in prompts)
+    monkeypatch.setattr(magpie, "_write", lambda *args: pytest.fail("written again"))
+    assert list(itertools.islice(magpie.written(target, tokenizer, tmp_path), 8)) == prompts
+    monkeypatch.setattr(magpie, "_write", lambda *args: ["Hi, you!", "hi you", ""])
+    more = tmp_path / "more"
+    more.mkdir()
+    with pytest.raises(ValueError, match="of 48 turns that the target wrote for a user none is a new prompt; give some with --prompt-file"):
+        list(magpie.written(target, tokenizer, more))
+    assert next(magpie.written(target, tokenizer, more)) == "Hi, you!"
+    tokenizer.chat_template = TEXT_ALONE
+    with pytest.raises(ValueError, match="has no chat template, so the model cannot write prompts; give some with --prompt-file"):
+        magpie.opening(tokenizer)
+
+
+def test_a_training_by_the_clock_ends_with_a_checkpoint(folder, monkeypatch):
+    """Half of the minutes for answers, of which one shard is always made, half for steps."""
+    log = train(folder, "clock", "--minutes", "0.0001", "--responses", str(folder / "clocked"))
+    assert len(log) == 1 and log[0]["step"] == 1 and (folder / "clock" / "command.txt").exists()
+    assert [f for f in os.listdir(folder / "clocked") if f.startswith("train")] != []
+
+
 BAD = {"arm": (["--arm", "ttt9"], "invalid choice"), "target": (["--target", "nowhere"], "no model folder nowhere"),
        "family": (["--tasks", "chess"], "unknown task family 'chess'"), "steps": (["--unroll", "0"], "unroll 0 is out of range; allowed is 1 or more"),
-       "file": (["--prompt-file", "none.jsonl"], "cannot read none.jsonl: No such file"), "init": (["--init", "nowhere"], "no drafter folder nowhere")}
+       "file": (["--prompt-file", "none.jsonl"], "cannot read none.jsonl: No such file"), "minutes": (["--minutes", "-1"], "minutes -1 is out of range"),
+       "test set": (["--prompt-file", "data/HumanEval.jsonl.gz"], "HumanEval.jsonl.gz is a test set; drafters are measured on it and never trained on it"), "init": (["--init", "nowhere"], "no drafter folder nowhere")}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -3,7 +3,6 @@ goes on from another, and bad input of training and decoding is one clear line. 
 import functools
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,13 +57,14 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
-    shape = {"mdlm": ["--taps", "none"], "kl": ["--taps", "three", "--no-shift"], "streak": ["--layers", 1]}.get(name, [])
+    shape = {"mdlm": ["--taps", "none"], "ce": ["--taps", "three", "--no-shift", "--draft-vocab", 500], "streak": ["--layers", 1]}.get(name, [])
     log = train(folder, name, "--objective", name, *shape, "--gamma", 4, "--tokens", "2000")
     assert all(math.isfinite(x) for x in (log[-1]["loss"], log[-1]["heldout_entropy"], *log[-1]["heldout_tau"].values()))
     made = specdiff.load(folder / name, checkpoints.load(folder / "target"))
-    assert made.config.taps == {"mdlm": None, "kl": (0, 1, 2)}.get(name, ()) and made.config.shift == (name != "kl")
+    assert made.config.taps == {"mdlm": None, "ce": (0, 1, 2)}.get(name, ()) and made.config.shift == (name != "ce")
+    assert made.config.draft_vocab == (500 if name == "ce" else 0)
     assert made.config.n_layer == (1 if name == "streak" else 2)
-    rule = {"mdlm": ["--rule", "walk"], "kl": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
+    rule = {"mdlm": ["--rule", "walk"], "ce": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
             "streak-rs": ["--k-drafts", 3, "--draft-temperature", 0.7]}.get(name, [])
     decode.main([str(x) for x in ("--model", folder / "target", "--method", "specdiff", "--drafter", folder / name, "--prompt", "one two", "--max-new-tokens", 20,
                                   "--compare", "--quiet", "--json", tmp_path / "o.json", *rule)])
@@ -76,17 +76,25 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
     """D1: what is stored is what was sampled, with its end of text, under the probabilities that it was sampled with."""
     train(folder, "ids", "--tokens", "100")
     target = checkpoints.load(folder / "target")
-    for prompt, answer, log_p in json.loads((folder / "responses" / "train-00000.json").read_text())[:4]:
-        want = dense_logits(target, prompt + answer)[len(prompt) - 1:-1].log_softmax(-1)
-        assert len(answer) == 24 or answer[-1] == target.config.eos_id
-        assert (torch.tensor(log_p) - want[torch.arange(len(answer)), answer]).abs().max() < 1e-3
-    assert rollouts.log_probs(target, prompt, answer, 0) == [0.0] * 24             # greedy: a point mass
-    args = SimpleNamespace(prompt_file=None, tasks="revise,arith")
-    assert not set(rollouts.prompts_of(args, "train", 30)) & set(rollouts.prompts_of(args, "heldout", 30))
+    rows = json.loads((folder / "responses" / "train-00000.json").read_text())
+    kept, first = load_file(folder / "responses" / "train-00000-last.safetensors"), 0
+    for prompt, answer, temperature in rows[:4]:
+        n, part = len(prompt), slice(first, first + len(prompt + answer))
+        first = part.stop
+        want = dense_logits(target, prompt + answer)
+        assert (len(answer) == 24 or answer[-1] == target.config.eos_id) and temperature == 1
+        assert (kept["log_p"][part][n:] - want[n - 1:-1].log_softmax(-1)[torch.arange(len(answer)), answer]).abs().max() < 1e-3
+        assert not kept["log_p"][part][:n].any() and torch.equal(kept["best"][part].long(), want.argmax(-1))
+        got = target.logits(kept["hidden"][part].float())
+        assert kept["hidden"].dtype == torch.bfloat16 and (got - want).abs().max() < 0.05 * want.abs().max()
+    assert not rollouts.read(target, prompt, answer, 0)["log_p"].any()             # greedy: a point mass
     eos = target.config.eos_id                                     # an end of text is a token like any other, and nothing follows it
-    ids, learn, log_p = rollouts.batch_of([([5, 6], [7, eos], [-1.0, -2.0]), ([5], [7, 8, 9, 4], [-1.0] * 4)], 4, "cpu")
-    assert ids.tolist() == [[5, 6, 7, eos], [5, 7, 8, 9]] and learn.tolist() == [[False, False, True, True], [False, True, True, True]]
-    assert log_p.tolist() == [[0, 0, -1, -2], [0, -1, -1, -1]]
+    rows = [([5, 6], [7, eos], 1), ([5], [7, 8, 9, 4], 1)]
+    seen = [rollouts.read(target, *row, (0, 2)) for row in rows]
+    seen[1] = {name: x[:4] for name, x in seen[1].items()}         # a text that was cut
+    batch = rollouts.padded([rows[0], rows[1]], seen)
+    assert batch.ids.tolist() == [[5, 6, 7, eos], [5, 7, 8, 9]] and batch.learn.tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert batch.log_p[0, :2].tolist() == [0, 0] and (batch.log_p[0, 2:] < 0).all() and batch.hidden.shape == (2, 4, 32) and batch.features.shape == (2, 4, 64)
 
 
 def test_a_drafter_can_go_on_from_another(folder):

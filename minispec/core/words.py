@@ -9,6 +9,7 @@ for more than a q that the drafts were really drawn from. Tokens outside come fr
 correction of a rejected draft, or as the bonus.
 """
 from collections import Counter
+from dataclasses import replace
 
 import torch
 import torch.nn as nn
@@ -54,6 +55,10 @@ class Words:
         index[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
         return index[tokens]
 
+    def slope(self, of_logits):
+        """The gradient (..., C) of what has this gradient (..., N) in the logits."""
+        return of_logits @ self.head.weight
+
     def whole(self, q):
         """A distribution over the whole vocabulary: (..., N) -> (..., V), 0 outside."""
         if self.ids is None:
@@ -69,6 +74,13 @@ def most_frequent(answers, n, vocab_size):
     counts = Counter(token for answer in answers for token in answer)
     # Of those never seen, the first: byte-level BPE numbers its tokens from frequent to rare.
     return torch.tensor(sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:n])
+
+
+def restrict(drafter, ids):
+    """Let a new drafter draft the tokens ids (N,) alone; None: all."""
+    drafter.config = replace(drafter.config, draft_vocab=0 if ids is None else len(ids))
+    drafter.vocabulary = ids
+    return drafter
 
 
 def buffer(config):

@@ -1,117 +1,270 @@
-"""What drafters are trained on: the target's own answers to training prompts, kept in shards as token ids,
-each answer with the log-probabilities that the target gave its tokens. Made once, read by every arm, seed and
-prefix; prompts of the split "heldout" are never trained on. Nothing is decoded to text and read back, and the
-end of text stays where it was chosen. """
+"""What drafters are trained on: the target's own answers to training prompts, and what it knew at every token.
+
+A folder holds three kinds of shards, each of which is there as a whole or not at all, so that an interrupted
+run goes on where it was:
+
+    own-00000.json                  prompts that the target wrote itself (magpie.py)
+    train-00000.json                answers: [prompt ids, answer ids, temperature] of each
+    train-00000-last.safetensors    of every token of these texts: the target's final hidden state, its
+                                    argmax, and the log-probability that it gave the token (`-three`: and the
+                                    inputs of three layers)
+
+They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch costs
+the drafter alone. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and read
+back, and the end of text stays where it was chosen.
+"""
+import itertools
 import os
 import random
+import time
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tqdm import tqdm
 
-from minispec.data import prompts, tasks
 from minispec.core.attention import dense_attend
 from minispec.core.engine import Engine, Lockstep
+from minispec.core.gpt import three_taps
 from minispec.core.requests import Request
-from minispec.tools import checkpoints, training
-from minispec.tools.files import blame, read_json, write_json
 from minispec.core.verify import Sampling
+from minispec.core.words import DRAFT_VOCAB
+from minispec.data import magpie, prompts, tasks
+from minispec.tools import checkpoints, training
+from minispec.tools.files import blame, read_json, replaced, write_json
 
 SHARD = 64                  # prompts answered between two writes
+LONGEST = 1536              # tokens of a training text; longer ones are cut
+LOGITS = 512                # rows whose logits are in memory at once
+TESTS = [path.lower() for path, _ in prompts.PROMPT_FILES.values()]
 
+
+# -- settings ------------------------------------------------------------------------------------------------
 
 def add_arguments(parser):
     """The settings of a drafter's training: which answers to train on, and in what batches."""
     training.add_arguments(parser, lr=2e-3, warmup=50, save_every=200)
     add = parser.add_argument
-    add("--target", default="checkpoints/target", metavar="DIR",
-        help="the model to draft for (default %(default)s)")
-    add("--tasks", default=",".join(tasks.FAMILIES),
-        help="families of procedural prompts, in turn (default: all)")
-    add("--prompt-file", metavar="FILE", help="JSON lines of prompts to use instead")
+    add("--target", default="checkpoints/target", metavar="MODEL",
+        help="the model to draft for: a folder, a GGUF file, or smollm2 (default %(default)s)")
+    add("--minutes", type=float, help="time for all: half for the answers, half for the training")
+    add("--prompt-file", metavar="FILE", nargs="+", default=[], help="JSON lines of prompts to answer as well")
+    add("--tasks", help="families of procedural prompts, in turn, in place of prompts that the target writes "
+        "(default for our own models: all)")
     add("--prompts", type=int, default=4000,
         help="number of training prompts; fewer are a prefix of more (default 4000)")
     add("--heldout", type=int, default=40, help="number of held-out prompts for the estimates (default 40)")
     add("--responses", metavar="DIR", help="folder of the target's answers (default: OUT/responses)")
-    add("--temperature", type=float, default=0.0, help="of the target's answers (default 0, greedy)")
+    add("--temperature", type=float, help="of the target's answers (default: every other one 0, 1)")
     add("--max-new-tokens", type=int, default=1024, help="limit of an answer (default 1024)")
+    add("--draft-vocab", type=int, default=DRAFT_VOCAB, metavar="N",
+        help="draft only the N tokens that the answers have most (default %(default)s; 0: all)")
     add("--tokens", type=float, default=8e6, help="training tokens in all")
-    add("--batch-tokens", type=int, default=4096, help="tokens an optimiser step")
-    add("--max-length", type=int, default=1536, help="longer texts are cut (default 1536)")
+    add("--batch-tokens", type=int, default=4096, help="tokens of an optimiser step")
 
 
 def check_arguments(args, **least):
-    """ValueError where a setting is below the least that is allowed, or names no prompts."""
+    """ValueError where a setting is below the least that is allowed, or a file is no file of prompts."""
     training.check_arguments(args, prompts=1, heldout=1, max_new_tokens=2, tokens=1, batch_tokens=1,
-                             max_length=8, **least)
-    Sampling(args.temperature)
-    # A wrong name of a file or a family fails here, before the work.
-    prompts_of(args, "train", args.prompts)
-    prompts_of(args, "heldout", args.heldout)
+                             draft_vocab=0, minutes=0, **least)
+    Sampling(args.temperature or 0)
+    # A wrong name fails here, before the work.
+    for file in args.prompt_file:
+        path = os.path.abspath(file).lower().removesuffix(".gz")
+        if any(path.endswith(name) or os.path.basename(path) == os.path.basename(name) for name in TESTS):
+            raise ValueError(f"{file} is a test set; drafters are measured on it and never trained on it")
+        prompts.load_prompts(file)
+    for family in (args.tasks or "").split(","):
+        if family:
+            tasks.make(family, 0)
 
 
-def prompts_of(args, split, n):
-    """n prompts of a split; fewer are always a prefix of more. Of several turns in a file, the first."""
-    if args.prompt_file:
-        texts = [p.prompt for p in prompts.load_prompts(args.prompt_file)]
-        texts = [text for text in texts if tasks.is_heldout(text) == (split == "heldout")]
-        if not texts:
-            raise ValueError(f"{args.prompt_file} has no prompts for the split '{split}'; "
-                             "about every eighth is held out, so give it more")
-        return texts[:n]
-    families = args.tasks.split(",")
-    return [tasks.make(families[i % len(families)], i // len(families), split).prompt for i in range(n)]
+# -- prompts -------------------------------------------------------------------------------------------------
+
+def prompts_of(args, split, own):
+    """The prompts of a split, the sources in turn: each file, then procedural tasks, or without --tasks
+    `own`, an iterator. Of several turns in a file, the first."""
+    sources = [(p.prompt for p in prompts.load_prompts(file)) for file in args.prompt_file]
+    families = args.tasks.split(",") if args.tasks else []
+    if families:
+        sources.append(tasks.make(families[i % len(families)], i // len(families), split).prompt
+                       for i in itertools.count())
+    else:
+        sources.append(own)
+    while sources:
+        for source in list(sources):
+            text = next((x for x in source if tasks.is_heldout(x) == (split == "heldout")), None)
+            if text is None:
+                sources.remove(source)
+            else:
+                yield text
+
+
+# -- answers and what the target knew ------------------------------------------------------------------------
+
+@dataclass
+class Batch:
+    """Texts padded on the right to S tokens; what the target wrote is to be learned."""
+    ids: torch.Tensor                    # (B, S)
+    learn: torch.Tensor                  # (B, S) bool
+    log_p: torch.Tensor                  # (B, S) of each token to learn, under the target
+    best: torch.Tensor                   # (B, S) what the target would say next
+    hidden: torch.Tensor                 # (B, S, C) its final hidden states
+    features: torch.Tensor               # (B, S, F) what the drafter reads of it: these, or its taps
+
+
+class Texts:
+    """The texts of one split: `rows`, (prompt ids, answer ids, temperature) each, and of each `place`, the
+    mapped file of its states, its first row in there, and how many tokens of it are used."""
+
+    def __init__(self):
+        self.rows = []
+        self.places = []
+
+    def add(self, rows, file, least):
+        """The rows of a shard, with the file of their states, that have more than `least` tokens of an answer
+        when they are cut."""
+        with blame(file):
+            states = safe_open(file, "pt")
+        first = 0
+        for prompt, answer, temperature in rows:
+            n = len(prompt) + len(answer)
+            used = min(n, LONGEST)
+            if used > len(prompt) + least:
+                self.rows.append((prompt, answer, temperature))
+                self.places.append((states, first, used))
+            first += n
+
+    def lengths(self):
+        return [used for _, _, used in self.places]
+
+    def answers(self):
+        return [answer for _, answer, _ in self.rows]
+
+    def batch(self, numbers, device):
+        """The Batch of the texts with these numbers."""
+        seen = []
+        for i in numbers:
+            states, first, used = self.places[i]
+            part = slice(first, first + used)
+            seen.append({name: states.get_slice(name)[part] for name in states.keys()})
+        return padded([self.rows[i] for i in numbers], seen, device)
+
+
+def padded(rows, seen, device="cpu"):
+    """A Batch of rows (prompt ids, answer ids, ..), with what the target saw of each (see `read`)."""
+    length = max(len(one["best"]) for one in seen)
+
+    def stack(name):
+        some = [F.pad(one[name].transpose(0, -1), (0, length - len(one[name]))).transpose(0, -1) for one in seen]
+        out = torch.stack(some).to(device)
+        return out.float() if out.is_floating_point() else out.long()
+
+    ids = torch.zeros(len(rows), length, dtype=torch.long)
+    learn = torch.zeros(len(rows), length, dtype=torch.bool)
+    for i, (prompt, answer, *_) in enumerate(rows):
+        n = len(seen[i]["best"])
+        ids[i, :n] = torch.tensor(prompt + answer)[:n]
+        learn[i, len(prompt):n] = True
+    hidden = stack("hidden")
+    features = stack("taps") if "taps" in seen[0] else hidden
+    return Batch(ids.to(device), learn.to(device), stack("log_p"), stack("best"), hidden, features)
 
 
 @torch.inference_mode()
-def collect(args, target, tokenizer, least=0):
-    """(training rows, held-out rows, plan). A row is (prompt ids, answer ids, log-probabilities of the
-    answer's tokens); within max-length it has more than `least` tokens of an answer. plan: see schedule."""
-    folder = args.responses or os.path.join(args.out, "responses")
+def read(target, prompt, answer, temperature, taps=()):
+    """What the target knew at each of the n tokens of a text: {"hidden": (n, C), "best": (n,), "log_p": (n,),
+    "taps": (n, F) if layers are named}. log_p: of each token of the answer at this temperature; of a point
+    mass, at 0, it is 0."""
+    ids = torch.tensor(prompt + answer, device=target.device)
+    positions = torch.arange(len(ids), device=target.device)
+    hidden, features = target.features(ids[None], positions[None], dense_attend(), taps)
+    best = torch.zeros_like(ids)
+    log_p = torch.zeros(len(ids), device=target.device)
+    for i in range(0, len(ids), LOGITS):
+        logits = target.logits(hidden[0, i:i + LOGITS]).float()
+        best[i:i + LOGITS] = logits.argmax(-1)
+        following = ids[i + 1:i + 1 + LOGITS]
+        if temperature:
+            given = (logits / temperature).log_softmax(-1)[:len(following)].gather(1, following[:, None])
+            log_p[i + 1:i + 1 + len(following)] = given[:, 0]
+    log_p[:len(prompt)] = 0
+    out = {"hidden": hidden[0].bfloat16(), "best": best.int(), "log_p": log_p}
+    if taps:
+        out["taps"] = features[0].bfloat16()
+    return {name: x.cpu() for name, x in out.items()}
+
+
+def collect(args, target, tokenizer, taps=(), least=0):
+    """(training Texts, held-out Texts, plan). Cut, each training text has more than `least` tokens of an
+    answer. plan: see schedule."""
+    args.responses = args.responses or os.path.join(args.out, "responses")
+    if tokenizer.ours and not args.tasks and not args.prompt_file:
+        args.tasks = ",".join(tasks.FAMILIES)
     # Answers in the folder must be the same target's.
-    training.same_settings(folder, target=checkpoints.fingerprint(target), temperature=args.temperature,
-                           max_new_tokens=args.max_new_tokens)
-    rows = _answers(args, target, tokenizer, folder, "train", args.prompts)
-    heldout = _answers(args, target, tokenizer, folder, "heldout", args.heldout)
-
-    # Long texts are cut; something to learn must be left of them.
-    rows = [row for row in rows if _length(row, args) > len(row[0]) + least]
-    heldout = [row for row in heldout if _length(row, args) > len(row[0])]
-    for name, some in (("training", rows), ("held-out", heldout)):
-        if not some:
-            raise ValueError(f"no {name} answer is long enough within max-length {args.max_length}")
-    lengths = [_length(row, args) for row in rows]
-    plan = schedule(args.seed, lengths, args.batch_tokens, args.tokens)
-    print(f"{len(rows)} texts, {sum(lengths):,} tokens, {len(plan)} steps")
-    return rows, heldout, plan
+    training.same_settings(args.responses, target=checkpoints.fingerprint(target),
+                           temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+    heldout = _texts(args, target, tokenizer, taps, "heldout", args.heldout, 0)
+    texts = _texts(args, target, tokenizer, taps, "train", args.prompts, least)
+    for name, some in (("training", texts), ("held-out", heldout)):
+        if not some.rows:
+            raise ValueError(f"there is no {name} prompt with an answer within {LONGEST} tokens")
+    plan = schedule(args.seed, texts.lengths(), args.batch_tokens, args.tokens)
+    print(f"{len(texts.rows)} texts, {sum(texts.lengths()):,} tokens, {len(plan)} steps")
+    return texts, heldout, plan
 
 
-def _length(row, args):
-    """Tokens of a text, prompt and answer, after cutting."""
-    prompt, answer, _ = row
-    return min(len(prompt) + len(answer), args.max_length)
-
-
-def _answers(args, target, tokenizer, folder, split, n):
-    """The target's answers to n prompts, from the shards of `folder` or made now."""
-    asked = prompts_of(args, split, n)
-    starts = range(0, len(asked), SHARD)
-    out = []
-    for start in tqdm(starts, desc=f"{split} answers", unit="shard"):
-        file = os.path.join(folder, f"{split}-{start // SHARD:05d}.json")
-        texts = asked[start:start + SHARD]
-        rows = []
-        if os.path.exists(file):
-            rows = read_json(file)
-            with blame(file):
-                same = all(row[0] == tokenizer.prompt_ids(text) for row, text in zip(rows, texts))
-            if not same:
-                raise ValueError(f"the answers in {file} are to other prompts; "
-                                 "use another --responses folder")
-        if len(rows) < len(texts):                   # none yet, or those of a run with fewer prompts
-            rows += _generate(args, target, tokenizer, texts[len(rows):], start + len(rows))
-            write_json(file, rows)
-        out += rows[:len(texts)]
+def _texts(args, target, tokenizer, taps, split, n, least):
+    """The target's answers to n prompts, or to as many as it can answer in half of the minutes, from the
+    shards or made now."""
+    # What an interrupted run had made is used; once its training has begun, no more is made.
+    over = float("inf")
+    if args.minutes:
+        begun = os.path.exists(os.path.join(args.out, "resume.pt"))
+        over = 0 if begun else time.time() + 30 * args.minutes
+    own = iter(()) if tokenizer.ours else magpie.written(target, tokenizer, args.responses)
+    asked = prompts_of(args, split, own)
+    out = Texts()
+    for start in tqdm(range(0, n, SHARD), desc=f"{split} answers", unit="shard"):
+        file = os.path.join(args.responses, f"{split}-{start // SHARD:05d}.json")
+        if out.rows and time.time() > over and not os.path.exists(file):
+            break
+        texts = list(itertools.islice(asked, min(SHARD, n - start)))
+        if not texts:
+            break
+        rows = _answers(args, target, tokenizer, texts, start, file)
+        states = file.replace(".json", "-three.safetensors" if taps else "-last.safetensors")
+        if _length_of(states) < sum(len(prompt) + len(answer) for prompt, answer, _ in rows):
+            seen = [read(target, *row, taps) for row in rows]
+            with replaced(states) as temporary:
+                save_file({key: torch.cat([one[key] for one in seen]) for key in seen[0]}, temporary)
+        out.add(rows[:len(texts)], states, least)
     return out
+
+
+def _length_of(file):
+    """Tokens whose states are in a file; 0 where it does not exist."""
+    if not os.path.exists(file):
+        return 0
+    with blame(file), safe_open(file, "pt") as states:
+        return states.get_slice("best").get_shape()[0]
+
+
+def _answers(args, target, tokenizer, texts, start, file):
+    """The rows of a shard, which begins with prompt number `start`: at least one for each of texts."""
+    rows = []
+    if os.path.exists(file):
+        rows = read_json(file)
+        with blame(file):
+            same = all(row[0] == tokenizer.prompt_ids(text) for row, text in zip(rows, texts))
+        if not same:
+            raise ValueError(f"the answers in {file} are to other prompts; use another --responses folder")
+    if len(rows) < len(texts):                       # none yet, or those of a run with fewer prompts
+        rows += _generate(args, target, tokenizer, texts[len(rows):], start + len(rows))
+        write_json(file, rows)
+    return rows
 
 
 def _generate(args, target, tokenizer, texts, first):
@@ -123,27 +276,15 @@ def _generate(args, target, tokenizer, texts, first):
         room = min(args.max_new_tokens, context - len(ids))
         if room < 2:
             raise ValueError(f"prompt {i + 1} has {len(ids)} tokens; the context of this target is {context}")
-        sampling = Sampling(args.temperature, seed=i)
-        requests.append(Request(ids, room, sampling, [target.config.eos_id, *tokenizer.ends]))
-    rows = []
-    for g in Engine(target, Lockstep, 16).generate(requests):
-        logs = log_probs(target, g.prompt_ids, g.token_ids, args.temperature)
-        rows.append([g.prompt_ids, g.token_ids, logs])
-    return rows
+        temperature = i % 2 if args.temperature is None else args.temperature
+        ends = [target.config.eos_id, *tokenizer.ends]
+        requests.append(Request(ids, room, Sampling(temperature, seed=i), ends))
+    generations = Engine(target, Lockstep, magpie.TOGETHER).generate(requests)
+    return [[g.prompt_ids, g.token_ids, r.sampling.temperature] for g, r in zip(generations, requests)]
 
 
-def log_probs(target, prompt, answer, temperature):
-    """log p of each token of an answer under the target at this temperature; at 0 it is a point mass, so they
-    all are 0."""
-    if temperature == 0:
-        return [0.0] * len(answer)
-    ids = torch.tensor([prompt + answer], device=target.device)
-    positions = torch.arange(ids.shape[1] - 1, device=target.device)[None]
-    hidden = target(ids[:, :-1], positions, dense_attend())
-    logits = target.logits(hidden[0, len(prompt) - 1:]).float()           # row i predicts answer token i
-    log_p = (logits / temperature).log_softmax(-1)
-    return [round(x, 5) for x in log_p.gather(1, ids[0, len(prompt):, None])[:, 0].tolist()]
 
+# -- batches -------------------------------------------------------------------------------------------------
 
 def schedule(seed, lengths, batch_tokens, tokens):
     """The rows of every step until `tokens` are used up: [(row numbers, tokens so far)]. Batches hold texts
@@ -182,17 +323,6 @@ def of_those_before(share):
     return [round(a, 4) for a in given.tolist()]
 
 
-def batch_of(rows, length, device):
-    """(ids, learn, log_p), each (B, S): texts padded on the right; what the target wrote is to be learned; 0
-    elsewhere."""
-    s = min(max(len(prompt) + len(answer) for prompt, answer, _ in rows), length)
-    ids = torch.zeros(len(rows), s, dtype=torch.long)
-    learn = torch.zeros(len(rows), s, dtype=torch.bool)
-    log_p = torch.zeros(len(rows), s)
-    for i, (prompt, answer, logs) in enumerate(rows):
-        text = torch.tensor(prompt + answer)[:s]
-        start = len(prompt)
-        ids[i, :len(text)] = text
-        learn[i, start:len(text)] = True
-        log_p[i, start:len(text)] = torch.tensor(logs)[:max(s - start, 0)]
-    return ids.to(device), learn.to(device), log_p.to(device)
+def taps_of(name, target):
+    """The layers that --taps names: none, last, three."""
+    return {"none": None, "last": (), "three": three_taps(target.config.n_layer)}[name]

@@ -48,7 +48,7 @@ def draft(model, settings):
 
 def prism_chain_or_tree(model, settings, name="prism"):
     """modules trained on the model's hidden states draft, one for each draft step"""
-    folder = _folder(name, settings)
+    folder = _trained(name, settings)
     trained = prism.load(folder, model.device, model.dtype)
     trained.check(model)
     checkpoints.check_target(trained.config, model, folder)
@@ -75,7 +75,7 @@ def eagle(model, settings):
 
 def specdiff_windows(model, settings):
     """a diffusion model drafts a window in one forward; several chains of drafts"""
-    folder = _folder("specdiff", settings)
+    folder = _trained("specdiff", settings)
     trained = specdiff.load(folder, model)
     checkpoints.check_target(trained.config, model, folder)
     drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts, settings.rule,
@@ -155,7 +155,21 @@ def _k(settings, default):
 
 
 def _folder(name, settings):
-    return settings.drafter or f"checkpoints/{name}"
+    """Where the trained drafter of a method is: --drafter, else the folder that is kept for this model."""
+    kept = "checkpoints"
+    if os.path.realpath(settings.model) != os.path.realpath(SHIPPED):
+        kept = os.path.join(kept, os.path.basename(os.path.normpath(settings.model)))
+    return settings.drafter or os.path.join(kept, name)
+
+
+def _trained(name, settings):
+    """That folder. ValueError, where none was named and none is kept, says how to train one."""
+    folder = _folder(name, settings)
+    if settings.drafter or os.path.exists(folder):
+        return folder
+    script = {"prism": "train_prism.py", "eagle": "train_prism.py --arm ttt1", "specdiff": "train_specdiff.py"}[name]
+    raise ValueError(f"there is no drafter for {settings.model} in {folder}; this trains one: "
+                     f"python {script} --target {settings.model} --out {folder} --minutes 60")
 
 
 # -- which of them can run here ----------------------------------------
@@ -215,7 +229,8 @@ def add_arguments(parser):
         help="adaptive: what a round costs, as bench.py profile measures it (default %(default)s)")
 
     add = parser.add_argument_group("trained drafters: prism, eagle, specdiff").add_argument
-    add("--drafter", metavar="DIR", help="the trained drafter (default checkpoints/NAME)")
+    add("--drafter", metavar="DIR",
+        help="the trained drafter (default checkpoints/NAME, for another model checkpoints/MODEL/NAME)")
     add("--depth", type=int, default=8, help="prism, eagle: draft steps per round (default 8)")
     add("--tree", type=int, default=0, metavar="N",
         help="prism, eagle: the N most probable drafts of a tree go to the target (default 0: a chain)")

@@ -191,8 +191,10 @@ class Run:
     the folder has a resume.pt, the weights and the optimiser's state are loaded from it at once (errors: see
     load_state)."""
 
-    def __init__(self, folder, model, optimizer, n_steps, save_every):
+    def __init__(self, folder, model, optimizer, n_steps, save_every, minutes=None):
         self.folder = folder
+        self.minutes = minutes            # of all steps; None: as many as they take
+        self.last = False                 # whether the time is over
         self.model = model
         self.optimizer = optimizer
         self.n_steps = n_steps
@@ -226,9 +228,18 @@ class Run:
         name = os.path.basename(os.path.abspath(self.folder))
         missing = range(self.first, self.n_steps)
         self.bar = tqdm(missing, initial=self.first, total=self.n_steps, unit="step", desc=name)
-        yield from self.bar
+        for step in self.bar:
+            yield step
+            if self.last:
+                break
         command = shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]])
         _write_lines(self._path("command.txt"), [command + "\n"])
+
+    def progress(self, done):
+        """How much of the run is over, 0 to 1: `done`, or the part of its minutes, if that is more."""
+        if self.minutes:
+            done = max(done, (time.time() - self.started) / (60 * self.minutes))
+        return min(done, 1)
 
     def log(self, **values):
         """Numbers or scalar tensors of this step; means over the last 50 are shown, and logged at the next
@@ -243,7 +254,8 @@ class Run:
     def checkpoint_due(self, step):
         """Whether a checkpoint follows this step: every save_every steps and after the last one. ValueError
         where the weights are no longer finite, so that the last good checkpoint is kept."""
-        due = (step + 1) % self.save_every == 0 or step + 1 == self.n_steps
+        self.last = step + 1 == self.n_steps or self.progress(0) >= 1
+        due = (step + 1) % self.save_every == 0 or self.last
         if due and not all(p.isfinite().all() for p in self.model.parameters()):
             raise ValueError(f"after {step + 1} steps the weights are not finite numbers any more; "
                              "try a smaller --lr (the last checkpoint is kept)")

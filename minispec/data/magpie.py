@@ -1,0 +1,59 @@
+"""Prompts that the target writes itself (Magpie, 2406.08464).
+
+A chat model has read the user's part of so many conversations that it can write one. It gets its chat template
+up to the place where the user speaks, and goes on at temperature 1 until it closes the turn. So any chat model
+can be asked, no data set is needed, and the prompts are about what the model knows.
+"""
+import itertools
+import os
+
+from minispec.core.engine import Engine, Lockstep
+from minispec.core.requests import Request
+from minispec.core.verify import Sampling
+from minispec.tools.files import read_json, write_json
+
+TURNS = 128                 # turns between two writes
+LONGEST = 256               # tokens; a turn that has not ended by then is no prompt
+TOGETHER = 32               # requests decoded at once
+
+
+def opening(tokenizer):
+    """(what the model reads before the user speaks, the token that ends the user's turn). ValueError where
+    there is no chat template."""
+    # Two turns that share nothing: what their ids share is the template's.
+    x, y = (tokenizer.prompt_ids(text) for text in ("x", "7"))
+    before = os.path.commonprefix([x, y])
+    behind = os.path.commonprefix([x[::-1], y[::-1]])
+    if not before or not behind:
+        raise ValueError(f"{tokenizer.file} has no chat template, so the model cannot write prompts; "
+                         "give some with --prompt-file")
+    return before, behind[-1]
+
+
+def written(target, tokenizer, folder):
+    """The target's prompts, one by one and without end: from the shards of `folder`, else written now. Turns
+    that do not end, are empty or repeat an earlier one are left out. ValueError where no turn ever ends."""
+    seen = {""}
+    for shard in itertools.count():
+        file = os.path.join(folder, f"own-{shard:05d}.json")
+        if not os.path.exists(file):
+            write_json(file, _write(target, tokenizer, range(shard * TURNS, (shard + 1) * TURNS)))
+        before = len(seen)
+        for text in read_json(file):
+            same = "".join(c for c in text.casefold() if c.isalnum())
+            if same not in seen:
+                seen.add(same)
+                yield text
+        if len(seen) == before:
+            raise ValueError(f"of {TURNS} turns that the target wrote for a user none is a new prompt; "
+                             "give some with --prompt-file")
+
+
+def _write(target, tokenizer, seeds):
+    """The turns of these seeds that end, as text."""
+    before, end = opening(tokenizer)
+    stops = [end, *tokenizer.ends]
+    room = min(LONGEST, target.config.block_size - len(before))
+    requests = [Request(before, room, Sampling(1.0, seed=seed), stops) for seed in seeds]
+    turns = [g.token_ids for g in Engine(target, Lockstep, TOGETHER).generate(requests)]
+    return [tokenizer.decode(turn[:-1]).strip() for turn in turns if turn[-1] == end]
