@@ -280,7 +280,7 @@ def test_nothing_is_masked_before_the_end_of_text_nor_opened_behind(model, kind,
     cdlm.Decoder(model, MASK, kind, B, threshold).generate(free)
     out_of_order = 0
     for request, slots in zip(free, filled(free)):
-        for eos in set(slots):
+        for eos in sorted(set(slots))[::3]:
             [r], [block] = (requests([request.state.tokens[:request.state.prompt]], stop=[eos]) for _ in range(2))
             for one, record in ((r, False), (block, True)):              # a trajectory completes its last block
                 cdlm.Decoder(model, MASK, kind, B, threshold, record=record).generate([one])

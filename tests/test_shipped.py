@@ -14,12 +14,12 @@ from minispec.tools import answers, methods
 from minispec.core.requests import Request
 
 SETTINGS = methods.settings(draft_model=DRAFT, min_budget=16)
-PROBLEMS = [tasks.make(family, 2000 + i, "heldout") for family in tasks.FAMILIES for i in range(20)]
+PROBLEMS = [tasks.make(family, 2000 + i, "heldout") for family in tasks.FAMILIES for i in range(8)]
 
 
-def generate(name, model, tokenizer, limit=64):
-    requests = [Request(tokenizer.prompt_ids(p.prompt), limit, stop_ids=[model.config.eos_id]) for p in PROBLEMS]
-    return methods.make_engine(name, model, SETTINGS, 25).generate(requests)
+def generate(name, model, tokenizer, problems=PROBLEMS, limit=64):
+    requests = [Request(tokenizer.prompt_ids(p.prompt), limit, stop_ids=[model.config.eos_id]) for p in problems]
+    return methods.make_engine(name, model, SETTINGS, 20).generate(requests)
 
 
 @pytest.fixture(scope="module")
@@ -28,29 +28,29 @@ def reference(shipped):
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft", "specgen"])
-def test_greedy_output_is_identical_on_100_heldout_prompts(name, shipped, reference):
+def test_greedy_output_is_identical_on_40_heldout_prompts(name, shipped, reference):
     generations = generate(name, *shipped)
     assert [g.token_ids for g in generations] == reference
-    assert sum(s.accepted for g in generations for s in g.steps) > 100       # and it did speculate
+    assert sum(s.accepted for g in generations for s in g.steps) > 40        # and it did speculate
 
 
 def test_bf16_differs_at_near_ties_only(shipped):
     """A first difference sits where the two best logits are closer than four times the row-count noise of this model."""
     model = checkpoints.load(TARGET, dtype=torch.bfloat16)
     noise = row_count_noise(model, shipped[1])
-    want, got = (generate(name, model, shipped[1]) for name in ("ar", "specgen"))
+    want, got = (generate(name, model, shipped[1], PROBLEMS[::8], 32) for name in ("ar", "specgen"))
     for a, b in zip(want, got):
         assert answers.tie_gap(model, a.prompt_ids, a.token_ids, b.token_ids) <= 4 * noise
 
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
 def test_solves_what_it_was_trained_for(family, shipped):
-    """12 problems a family, at the middle of the trained sizes; floors well below the accuracies in docs/training.md."""
+    """8 problems a family, a little below the middle of the trained sizes; floors well below the accuracies in docs/training.md."""
     model, tokenizer = shipped
-    problems = [tasks.make(family, 3000 + i, "heldout", sum(tasks.SIZES[family]) // 2) for i in range(12)]
+    problems = [tasks.make(family, 3000 + i, "heldout", sum(tasks.SIZES[family]) // 3) for i in range(8)]
     requests = answers.requests_of(problems, tokenizer, model)
-    generations = methods.make_engine("ar", model, SETTINGS, 12).generate(requests)
-    assert sum(answers.verdict(p, g, tokenizer) for p, g in zip(problems, generations)) >= 9
+    generations = methods.make_engine("ar", model, SETTINGS, 8).generate(requests)
+    assert sum(answers.verdict(p, g, tokenizer) for p, g in zip(problems, generations)) >= 6
 
 
 def test_diffusion_teacher_solves_problems_with_several_tokens_a_step(shipped):
@@ -70,7 +70,7 @@ def test_student_solves_problems_in_fewer_steps_than_its_teacher(shipped):
 def test_transformers_agrees_on_the_shipped_folder():
     pytest.importorskip("transformers")
     from compare_transformers import compare
-    result = compare(TARGET, new_tokens=24, repeats=1)
+    result = compare(TARGET, new_tokens=12, repeats=1, n=3)
     assert result["logit_difference"] < 1e-4 and result["same_tokens"]
 
 
