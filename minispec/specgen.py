@@ -222,19 +222,18 @@ class Round:
 class SpecGen:
     """The planner of self-speculation.
 
-    k: drafts a round; sparsity, min_budget: size of the selection; recent_share: part of the budget that goes
-    to the newest positions (the official rule, share 0, forces only the accepted + 2 newest in); select:
-    "pillar", the paper's; "ahead", the same with `look_ahead`; "window", the first and the newest positions;
-    schedule: "unified", "lockstep" (join the fullest place) or "random"; delayed: judge beside the next
-    forward. ValueError for settings out of range.
+    k: drafts a round; sparsity, min_budget: size of the selection; select: "pillar", the paper's; "ahead",
+    the same with `look_ahead`; "window", the first and the newest positions; schedule: "unified", "lockstep"
+    (join the fullest place) or "random"; delayed: judge next to the next forward. ValueError for settings out
+    of range.
     """
     name = "specgen"
     taps = None
     fusable = True
     selections = SELECTIONS
 
-    def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, recent_share=0.0, select="ahead",
-                 schedule="unified", delayed=False):
+    def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, select="ahead", schedule="unified",
+                 delayed=False):
         check_k(k)
         if not 0 < sparsity <= 1:
             raise ValueError(f"sparsity {sparsity} is out of range; allowed is above 0 up to 1 (everything)")
@@ -246,7 +245,6 @@ class SpecGen:
         self.k = k
         self.sparsity = sparsity
         self.min_budget = min_budget
-        self.recent_share = recent_share
         self.select = select
         self.schedule = schedule
         self.delayed = delayed
@@ -351,12 +349,12 @@ class SpecGen:
 
     def _select(self, r, keys, accepted):
         """The next round's positions: the accepted + 2 newest (not every row saw those, so their averages do
-        not compare), more newest ones by recent_share, then the top scores of this verification."""
+        not compare), then the top scores of this verification."""
         length = r.n_cached
         b = self.widest(length)
         if b == length:
             return Round()
-        recent = min(b, max(accepted + 2, round(self.recent_share * b)))
+        recent = min(b, accepted + 2)
         if self.select == "window":
             recent = min(b, max(accepted + 2, b - N_SINKS))
         selected, memory = self._choose(r, keys, length, length - recent, b - recent)

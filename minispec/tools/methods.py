@@ -86,8 +86,8 @@ def specdiff_windows(model, settings):
 def self_speculation(model, settings):
     """the model drafts for itself with sparse attention (PillarAttn)"""
     return partial(specgen.SpecGen, k=_k(settings, 8), sparsity=settings.sparsity,
-                   min_budget=settings.min_budget, recent_share=settings.recent_share, select=settings.select,
-                   schedule=settings.schedule, delayed=settings.delayed)
+                   min_budget=settings.min_budget, select=settings.select, schedule=settings.schedule,
+                   delayed=settings.delayed)
 
 
 def adaptive(model, settings):
@@ -247,8 +247,6 @@ def add_arguments(parser):
     add("--sparsity", type=float, default=0.05,
         help="part of the context that a draft step reads (default 0.05)")
     add("--min-budget", type=int, default=64, help="but at least this many positions (default 64)")
-    add("--recent-share", type=float, default=0.0,
-        help="at least this part of them are the newest (default 0)")
     add("--select", default="ahead",
         help=f"who chooses the rest: {', '.join(specgen.SELECTIONS)} "
              "(default %(default)s; pillar is the paper's)")
