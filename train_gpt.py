@@ -22,10 +22,10 @@ from minispec.data import corpus, tasks
 from minispec.core.attention import dense_attend
 from minispec.core.cpu import training_attend
 from minispec.tools import training
-from minispec.tools.files import read_json, write_json
+from minispec.tools.files import read_json
 from minispec.tools.script import Parser, run_main
-from minispec.data.bpe import SPECIALS, to_json, train_bpe
 from minispec.data.tokenizer import Tokenizer
+from minispec.tools.methods import SHIPPED
 from minispec.tools.training import Optimizer, Run, bf16, generator_of, learning_rate, locked
 
 # -- settings -------------------------------------------------------------------------------------
@@ -42,7 +42,6 @@ CURRICULUM = ((0.06, {256: 1.0}),
 # Tokens of an optimiser step. Larger steps are fewer steps, and a small model wants many; a GPU wants 8 times
 # as many tokens, or more.
 BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 6144: 6144, 10240: 10240}
-VOCABULARY = 2048           # of a new tokenizer: 256 bytes, the special tokens, and merges
 REAL_SHARE = 0.04           # of the documents are real text, if there is any
 LOGIT_LIMIT = 20.0          # largest attention logit, see clip_attention
 CLIP_EVERY = 20             # steps between two looks at them
@@ -58,7 +57,7 @@ def parse_args():
     add("--data", default=os.environ.get("MINISPEC_DATA"),
         help="folder with real text; without it, procedural text alone")
     add("--tokenizer",
-        help="folder of the tokenizer; default: the one in --out or --teacher, else a new one is trained")
+        help="folder of the tokenizer; default: that of --teacher, --init or --out, else the shipped one")
     add("--teacher",
         help="folder of a target to distil from: the loss is the KL divergence to its distribution")
     add("--init", help="folder of a model of the same size to start from, with a new optimiser and schedule")
@@ -79,16 +78,6 @@ def parse_args():
 
 
 # -- data -----------------------------------------------------------------------------------------
-
-def new_tokenizer(real, seed):
-    """Merges counted on a sample of the training mix; returns the `tokenizer.json` as a dict."""
-    rng = random.Random(seed)
-    texts = ["".join(corpus.procedural_document(rng, 1500)) for _ in range(3000)]
-    for documents in real.values():
-        for document in rng.sample(documents, min(len(documents), 400)):
-            texts.append("".join(part for part in document if part))
-    return to_json(train_bpe(texts, VOCABULARY - 256 - len(SPECIALS)))
-
 
 def schedule(seed, tokens, longest, start=0.0):
     """The sequence length of every step until `tokens` are used up, drawn by the curriculum from `start` on
@@ -186,15 +175,12 @@ def evaluate(model, tokenizer, device):
     return out
 
 
-def make_tokenizer(args, real):
-    """(tokenizer, its tokenizer.json): the one of a model that this one must fit, or a new one."""
-    folders = [folder for folder in (args.tokenizer, args.teacher, args.init, args.out) if folder]
-    files = [os.path.join(folder, "tokenizer.json") for folder in folders]
-    there = [file for file in files if os.path.exists(file)]
-    if not there:
-        write_json(files[-1], new_tokenizer(real, args.seed))
-        there = files[-1:]
-    return Tokenizer.load(os.path.dirname(there[0])), read_json(there[0])
+def load_tokenizer(args):
+    """(tokenizer, its tokenizer.json): the one of a model that this one must fit, else the shipped one."""
+    folders = [args.tokenizer, args.teacher, args.init, args.out, SHIPPED]
+    files = [os.path.join(folder, "tokenizer.json") for folder in folders if folder]
+    file = next((file for file in files if os.path.exists(file)), files[0])
+    return Tokenizer.load(file), read_json(file)
 
 
 def make_model(args, tokenizer, teacher):
@@ -234,7 +220,7 @@ def train(args, teacher):
     sizes = ", ".join(f"{name} {len(documents):,}" for name, documents in real.items()) or "none"
     hint = " (no --data folder given; minispec/data/corpus.py says where to get some)"
     print(f"real text: {sizes}{'' if args.data else hint}")
-    tokenizer, tokenizer_json = make_tokenizer(args, real)
+    tokenizer, tokenizer_json = load_tokenizer(args)
     stream = corpus.Stream(tokenizer, real, REAL_SHARE, args.seed)
 
     # model

@@ -1,13 +1,12 @@
-import json
 import os
 import random
 
 import pytest
 from conftest import TARGET
 
-from minispec.data.bpe import SPECIALS, to_json, train_bpe
 from minispec.data.tokenizer import Tokenizer
 
+SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|>", "<|answer|>")
 TEXTS = ["the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "naïve café 東京 👍🏽", "\tif x:\n\t\treturn  y  \n\n", "don't we'll"]
 HARD = ["", " ", "\n\n \n", "a\x00b", "\ufffd", "<|eos|><|think|>", "  leading", "trailing  ", "ＡＢＣ１２３", "٣٤٥ ²³", "e\u0301", "_snake_case__",
         "\u200b\u2028x", "'s 'S 'll", "🏳️‍🌈", "1234567890"]
@@ -50,12 +49,6 @@ def test_templates(tokenizer):
     assert tokenizer.decode_bytes([5, 999999]) == tokenizer.decode_bytes([5])
 
 
-def test_training_is_deterministic_and_counts(tokenizer):
-    merges = train_bpe(["aab aab aab ab"], 3)
-    assert merges[0] == (b"a", b"b") and merges == train_bpe(["aab aab aab ab"], 3)
-    assert (b"a", b"ab") in merges
-
-
 def test_hugging_face_reads_the_same_file(tokenizer, tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     theirs = tokenizers.Tokenizer.from_file(os.path.join(TARGET, "tokenizer.json"))
@@ -79,9 +72,3 @@ def test_bad_files_are_named(tmp_path, content, message):
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(str(tmp_path))
-
-
-def test_fresh_tokenizer_round_trips(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(to_json(train_bpe(TEXTS * 5, 40))))
-    fresh = Tokenizer.load(str(tmp_path))
-    assert all(fresh.decode(fresh.encode(s)) == s for s in strings()) and len(fresh.encode(" the")) == 1

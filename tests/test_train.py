@@ -4,11 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
 import torch
-from conftest import ROOT, TARGET, toy_model
+from conftest import ROOT, TARGET, outcome, toy_model
 from safetensors.torch import load_file
 
 import train_gpt
@@ -16,12 +17,12 @@ from minispec.data import corpus, tasks
 from minispec.core.attention import dense_attend
 from minispec.data.tokenizer import Tokenizer
 
-ARGS = ["--size", "tiny", "--tokens", "60e3", "--max-length", "256", "--warmup", "5", "--tokenizer", TARGET, "--seed", "7", "--device", "cpu"]
+ARGS = ["--size", "tiny", "--tokens", "24e3", "--max-length", "256", "--warmup", "5", "--tokenizer", TARGET, "--seed", "7", "--device", "cpu"]
 
 
-def train(out, *args, data="", **kw):
-    return subprocess.Popen([sys.executable, os.path.join(ROOT, "train_gpt.py"), "--out", str(out), *ARGS, *args], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env={**os.environ, "MINISPEC_DATA": data}, **kw)
+def train(out, *args):
+    """A training in this process, and how it ended."""
+    return outcome(train_gpt, "--out", out, *ARGS, *args, MINISPEC_DATA="")
 
 
 def test_sequences_are_seeded_and_begin_with_the_one_bos():
@@ -84,45 +85,52 @@ def test_entropy_of_uniform_attention():
     assert len(entropies) == 2 and all(abs(e - want) < 1e-4 for e in entropies)
 
 
+def log(folder):
+    with open(folder / "log.jsonl") as f:
+        return [json.loads(line) for line in f]
+
+
 def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path):
-    whole, parts = train(tmp_path / "whole", "--save-every", "10", "--sharpen", "0.01"), tmp_path / "parts"
-    out, err = whole.communicate(timeout=200)
-    assert whole.returncode == 0, err
-    p = train(parts, "--save-every", "10", "--sharpen", "0.01")
-    while not (parts / "resume.pt").exists() and p.poll() is None:
-        time.sleep(0.01)
-    p.send_signal(signal.SIGSTOP)                       # it holds still while a second one asks for its folder
-    second = train(parts, "--save-every", "10", "--sharpen", "0.01")
-    _, err = second.communicate(timeout=200)
-    assert second.returncode == 2 and err == f"train_gpt.py: {parts} is in use by another training, process {p.pid}; wait until it ends or use another --out\n"
+    whole, parts, settings = tmp_path / "whole", tmp_path / "parts", ("--save-every", "4", "--sharpen", "0.01")
+    p = subprocess.Popen([sys.executable, os.path.join(ROOT, "train_gpt.py"), "--out", parts, *ARGS, *settings],
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "MINISPEC_DATA": ""})
+
+    def hold():
+        while not (parts / "resume.pt").exists() and p.poll() is None:
+            time.sleep(0.01)
+        p.send_signal(signal.SIGSTOP)
+
+    holding = threading.Thread(target=hold)
+    holding.start()
+    done = train(whole, *settings)
+    assert done.returncode == 0, done.stderr
+    holding.join()
+    second = train(parts, *settings)                    # it asks for a folder whose owner holds still
+    assert second.returncode == 2
+    assert second.stderr == (f"train_gpt.py: {parts} is in use by another training, process {p.pid}; "
+                             "wait until it ends or use another --out\n")
     p.send_signal(signal.SIGKILL)                       # the lock file stays, and stops nobody
     p.communicate()
-    assert (parts / "lock").read_text() == f"{p.pid}\n"
-    p = train(parts, "--save-every", "10", "--sharpen", "0.01")
-    out, err = p.communicate(timeout=200)
-    assert p.returncode == 0, err
-    assert "resuming at step" in out
-    a, b = load_file(tmp_path / "whole" / "model.safetensors"), load_file(parts / "model.safetensors")
+    assert (parts / "lock").read_text() == f"{p.pid}\n" and len(log(parts)) < len(log(whole))
+    done = train(parts, *settings)
+    assert done.returncode == 0 and "resuming at step" in done.stdout, done.stderr
+    a, b = load_file(whole / "model.safetensors"), load_file(parts / "model.safetensors")
     assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
-    logs = [[json.loads(line) for line in open(d / "log.jsonl")] for d in (tmp_path / "whole", parts)]
-    assert [r["step"] for r in logs[0]] == [r["step"] for r in logs[1]]
-    assert logs[0][-1]["trace"] == logs[1][-1]["trace"] and logs[0][-1]["trace"]["loss"] < logs[0][0]["trace"]["loss"]
-    assert "train_gpt.py --out" in (parts / "command.txt").read_text()
-    # and a run that starts from this one is at once where this one ended
-    p = train(tmp_path / "more", "--init", tmp_path / "whole", "--save-every", "1", "--tokens", "4e3", "--lr", "1e-4")
-    out, err = p.communicate(timeout=200)
-    assert p.returncode == 0, err
-    with open(tmp_path / "more" / "log.jsonl") as f:
-        first = json.loads(f.readline())
-    assert abs(first["trace"]["loss"] - logs[0][-1]["trace"]["loss"]) < 0.1 < logs[0][0]["trace"]["loss"] - first["trace"]["loss"]
-    p = train(tmp_path / "other", "--init", tmp_path / "whole", "--size", "micro")
-    assert "has another shape than --size micro" in p.communicate(timeout=60)[1] and p.returncode == 2
+    assert [(r["step"], r["trace"]) for r in log(whole)] == [(r["step"], r["trace"]) for r in log(parts)]
+    first, last = (log(whole)[i]["trace"]["loss"] for i in (0, -1))
+    assert last < first and "train_gpt.py --out" in (parts / "command.txt").read_text()
+
+    # And a run that starts from this one is at once where this one ended.
+    done = train(tmp_path / "more", "--init", whole, "--save-every", "1", "--tokens", "4e3", "--lr", "1e-4")
+    assert done.returncode == 0, done.stderr
+    assert abs(log(tmp_path / "more")[0]["trace"]["loss"] - last) < 0.1 < first - last
+    done = train(tmp_path / "other", "--init", whole, "--size", "micro")
+    assert done.returncode == 2 and "has another shape than --size micro" in done.stderr
 
 
 def test_distillation_needs_its_teacher(tmp_path):
     p = train(tmp_path / "x", "--teacher", "nowhere")
-    _, err = p.communicate(timeout=60)
-    assert p.returncode == 2 and err == "train_gpt.py: no model folder nowhere\n" and not (tmp_path / "x").exists()
+    assert p.returncode == 2 and p.stderr == "train_gpt.py: no model folder nowhere\n" and not (tmp_path / "x").exists()
 
 
 def test_real_text_is_read_where_it_is(tmp_path):
