@@ -14,9 +14,8 @@ The families differ in what a drafter can exploit:
 | search | find a way through a tree of rooms, with dead ends | rooms | high entropy: any order is right |
 | revise | fill in, add to or cut a text or code, and print all of it | lines | n-gram friendly copying |
 
-A step of a chain needs one look-up, one single-digit operation or one carry, so that a model of a few million
-parameters can do it. Splits are disjoint by construction: a problem whose prompt hashes to 0 modulo 8 is held
-out, all others are for training, and `make` draws until the split fits.
+A step of a chain needs one look-up, one single-digit operation or one carry: a small model can do it. Splits
+are disjoint: a prompt that hashes to 0 modulo 8 is held out, the others are for training.
 """
 import random
 import re
@@ -129,9 +128,8 @@ def trace(rng, size):
     Whatever a step looks up comes as far behind what it knows as where it is looked up: a value right
     behind its name, a name right behind that of the line before (in the list of names, which `start` and
     `end` close), an expression one word behind its name. One induction step (find the name, read on) then
-    does it. With "lamp is 4" for lamp4, or without the line before, a 5M-parameter model did not learn it in
-    22M tokens. A name is the first operand of one line at most, or "gets car plus" could be read on in
-    several lines.
+    does it; with "lamp is 4" for lamp4 a 5M-parameter model did not learn it in 22M tokens. A name is the
+    first operand of one line at most, or "gets car plus" could be read on in several lines.
     """
     given = rng.randint(3, 8)
     names = rng.sample(NAMES, size + given)
@@ -217,12 +215,8 @@ def arith(rng, size):
     ask = rng.choice(["What is {} {} {}?",
                       "Work out {} {} {} column by column.",
                       "Please calculate {} {} {}."])
-    return ask.format(_number(x), op, _number(y)) + "\n", think, _number(result), {}
-
-
-def _number(digits):
-    """Digits, the least significant first, as they are written."""
-    return "".join(str(d) for d in reversed(digits))
+    upper, lower, answer = ("".join(map(str, reversed(digits))) for digits in (x, y, result))
+    return ask.format(upper, op, lower) + "\n", think, answer, {}
 
 
 def _digits(digits, letters):
@@ -318,8 +312,8 @@ def story(rng, size):
 # -- search: a way through rooms ----------------------------------------
 
 def search(rng, size):
-    """A tree of rooms; try the newest or the oldest open room, abandon dead ends, then walk back from the exit.
-    An open room is written before the one it lies behind: walking back takes one induction step each."""
+    """A tree of rooms; try the newest or the oldest open room, abandon dead ends, then walk back. An open room
+    is written before the one it lies behind: walking back takes one induction step each."""
     # A random tree: no room leads to more than three others.
     rooms = rng.sample(NAMES, size)
     edges = {room: [] for room in rooms}
