@@ -312,7 +312,7 @@ def story(rng, size):
 # -- search: a way through rooms ----------------------------------------
 
 def search(rng, size):
-    """A tree of rooms; try the newest or the oldest open room, abandon dead ends, then walk back. An open room
+    """A tree of rooms; try the newest or the oldest open room, abandon dead ends, walk back. An open room
     is written before the one it lies behind: walking back takes one induction step each."""
     # A random tree: no room leads to more than three others.
     rooms = rng.sample(NAMES, size)
