@@ -44,6 +44,7 @@ QUESTION = "Why is the sky blue, and why are sunsets red?"
 STORY = os.path.join(os.path.dirname(minispec.__file__), "data", "goblin.txt")
 TASK = "\n\nTell me in your own words what happens in this story, and who the old lady is."
 ANSWER = 256                     # tokens of an answer to one of these
+LONG = 10_000                    # characters of a prompt that are shown; of a longer one, its ends
 CHAT = 1024                      # the same of --chat, unless --max-new-tokens says otherwise
 
 
@@ -207,8 +208,10 @@ class Session:
         """Answer one request; show the prompt, the text while it comes and, if asked, the verdict."""
         printer = None
         if not self.quiet:
-            whole = problem.prompt.encode("utf-8", "replace").decode()      # half a character cannot be shown
-            print(visible(whole))
+            shown = problem.prompt.encode("utf-8", "replace").decode()      # half a character cannot be shown
+            if len(shown) > LONG:
+                shown = f"{shown[:500]}\n[.. {len(shown) - 700:,} characters ..]\n{shown[-200:]}"
+            print(visible(shown))
             if not self.args.watch:
                 printer = Printer(self.tokenizer, in_colour(sys.stdout), self.args.stop)
         self.first_token += stream(self.engine, [request], self.tokenizer, self.args.stop, printer)

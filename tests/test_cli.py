@@ -170,6 +170,13 @@ def test_several_problems_one_after_the_other(toy, capsys):
     assert lines.count("answer: wrong") == 3 and "answer: 0 of 3 correct" in lines
 
 
+def test_of_a_very_long_prompt_the_ends_are_shown(toy, monkeypatch, capsys):
+    monkeypatch.setattr(decode_script, "LONG", 750)
+    run_script(decode_script, "--model", toy, "--prompt", "first " + "word " * 150 + "last", "--max-new-tokens", 1)
+    shown = capsys.readouterr().out
+    assert "first word" in shown and "\n[.. 60 characters ..]\n" in shown and "word last" in shown and shown.count("word") < 150
+
+
 def test_prefill_and_decoding_are_reported_apart(toy, tmp_path, capsys):
     out = tmp_path / "o.json"
     for method, batch in (("ngram", 1), ("specgen", 2)):
@@ -191,7 +198,7 @@ def test_prefill_and_decoding_are_reported_apart(toy, tmp_path, capsys):
 def test_rates_of_the_phases_are_what_they_say():
     """100 prompt tokens in 2 s, then 9 + 19 tokens in 7 s; 50 of 150 prefilled rows were read again after preemption."""
     generations = [Generation([0] * 60, [1] * 10), Generation([0] * 40, [1] * 20)]
-    engine = SimpleNamespace(seconds={"prefill": 3.0, "draft": 2.0, "verify": 3.0, "other": 1.0, "capture": 50.0}, iterations=[{"prefill": 100}, {"prefill": 50}])
+    engine = SimpleNamespace(seconds={"prefill": 3.0, "draft": 2.0, "verify": 3.0, "other": 1.0}, iterations=[{"prefill": 100}, {"prefill": 50}])
     rates = answers.phase_rates(generations, engine)
     assert rates == {"prompt_tokens": 100, "prefill_tokens_per_second": 50.0, "decode_tokens_per_second": 4.0}
     one = answers.phase_rates([Generation([0] * 60, [1])], SimpleNamespace(seconds={"prefill": 3.0, "other": 0.1}, iterations=[{"prefill": 60}]))

@@ -1,0 +1,76 @@
+"""The answers to exercises that decode with something changed, for docs/answers.md: python tests/exercises.py
+
+Writes results/exercises.json, in two minutes.
+"""
+import os
+import sys
+from unittest import mock
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import minispec  # noqa: E402, F401  before torch: it tunes the allocator
+from minispec import cdlm, prism  # noqa: E402
+from minispec.data import tasks  # noqa: E402
+from minispec.data.tokenizer import Tokenizer  # noqa: E402
+from minispec.studies import cdlm as studies  # noqa: E402
+from minispec.studies.results import ROOT, path  # noqa: E402
+from minispec.tools import answers, checkpoints, methods  # noqa: E402
+from minispec.tools.files import write_json  # noqa: E402
+
+FAMILIES = ("arith", "story", "search", "revise")
+
+
+def modules(model, tokenizer):
+    """PRISM 2: tau and acceptance by position, where one module serves all steps."""
+    problems = [tasks.make(family, 5000 + i, "heldout") for family in FAMILIES for i in range(4)]
+    out = {}
+    maps = {"0 1 1": lambda self, step: min(step - 1, 1), "1 1 1": lambda self, step: 1, "0 0 0": lambda self, step: 0}
+    for name, module_of in maps.items():
+        with mock.patch.object(prism.PrismConfig, "module_of", module_of):
+            engine = methods.make_engine("prism", model, methods.settings(), 8)
+            generations = engine.generate(answers.requests_of(problems, tokenizer, model, 128))
+        figures = answers.summary(generations, engine)
+        out[name] = {"tau": figures["tau"], "accepted": figures["acceptance_by_position"]}
+    return out
+
+
+class Stale(cdlm.Decoder):
+    """CDLM 2: the keys of the last denoising pass are kept."""
+    def window(self, a):
+        if a.n_cached >= a.prompt:
+            a.n_cached = a.first
+        return super().window(a)
+
+
+def margin(logits, answers):
+    """CDLM 3: by how much the best token is ahead of the second."""
+    best = logits.softmax(-1).topk(2, -1).values
+    return CHOOSE(logits, answers)[0], (best[:, 0] - best[:, 1]).tolist()
+
+
+def entropy(logits, answers):
+    """CDLM 3: exp(-entropy), 1 where one token has everything."""
+    logs = logits.log_softmax(-1)
+    return CHOOSE(logits, answers)[0], (logs.exp() * logs).sum(-1).exp().tolist()
+
+
+CHOOSE = cdlm.choose
+
+
+def decoders(model, tokenizer):
+    out = {}
+    held_out = studies.held_out(tokenizer, 8)
+    for name, changed in (("as it is", {"choose": CHOOSE}), ("stale", {"Decoder": Stale}), ("margin", {"choose": margin}), ("entropy", {"choose": entropy})):
+        with mock.patch.multiple(cdlm, **changed):
+            decoder = methods.make_engine("cdlm", model, methods.settings(), 8)
+            row, _ = studies.answer(decoder, held_out, tokenizer)
+        out[name] = {key: row[key] for key in ("problems", "solved", "steps")}
+    return out
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    loaded = checkpoints.load("checkpoints/target"), Tokenizer.load("checkpoints/target")
+    found = {"modules": modules(*loaded), "decoders": decoders(*loaded)}
+    write_json(path("exercises.json"), found)
+    print(found)

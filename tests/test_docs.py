@@ -1,0 +1,257 @@
+"""The pages are true: links, commands, files, line counts, figures that are computed by hand, and where their numbers come from."""
+import argparse
+import glob
+import importlib
+import os
+import re
+import shlex
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ROOT
+
+import bench
+import decode
+from minispec.core.verify import draw, rejection_chain
+from minispec.studies import picture
+from minispec.tools import report
+from minispec.tools.files import read_json
+
+PAGES = [os.path.relpath(page, ROOT) for page in bench.pages()]
+LESSONS = ("00-start", "specgen", "prism", "specdiff", "cdlm", "bounds")
+RENDERED = re.compile(r"<!-- (?:gpu|training|results:|computed by|output of).*?\n<!-- end -->", re.S)
+
+
+def read(page):
+    with open(os.path.join(ROOT, page), encoding="utf-8") as f:
+        return f.read()
+
+
+def lines_of(file):
+    return read(file).count("\n")
+
+
+# -- form ------------------------------------------------------------------------------------------------
+
+def test_readme_fits_two_screens():
+    assert lines_of("README.md") <= 120
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "appendix" not in p])
+def test_pages_stay_small(page):
+    assert len(read(page).encode()) <= 12 * 1024
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_resolve(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", read(page)):
+        target = "".join(target)
+        if not target.startswith("http"):
+            assert os.path.exists(os.path.join(ROOT, os.path.dirname(page), target)), target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_numbers_in_tables_are_rendered(page):
+    """Or computed by a test, which knows the page."""
+    text = read(page)
+    for line in RENDERED.sub("", text).splitlines():
+        if line.lstrip().startswith("|"):
+            bare = re.sub(r"`[^`]*`|\[[^]]*\]\([^)]*\)", "", line)
+            assert not re.search(r"(?<![\w.])\d", bare), line
+    for where, name in re.findall(r"<!-- results:(\w+/)?(\w+)", text):
+        assert os.path.exists(os.path.join(ROOT, "results", where, bench.SHOWN_FROM.get(name, name) + ".json")), name
+    for test in re.findall(r"<!-- computed by (\S+) -->", text):
+        assert os.path.basename(page) in read(test)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_wording(page):
+    words = r"\b(nobody's|in vain|dear|anew|beside|tokens a second)\b"
+    assert not re.findall(words, read(page), re.I)
+
+
+# -- commands and files ----------------------------------------------------------------------------------
+
+def commands(page):
+    """What a page asks the reader to run: in code blocks, and between backticks; not in tables of results."""
+    text = RENDERED.sub("", read(page))
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.S))
+    found = [part for line in blocks.splitlines() for part in line.split("&&")]
+    found += re.findall(r"`(python [^`]+)`", text)
+    for command in found:
+        words = shlex.split(command.replace("\n", " "), comments=True)
+        if words and os.path.basename(words[0]) == "python":
+            yield words[1:]
+
+
+def refuse(parser, message):
+    raise AssertionError(message)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_parse(page, monkeypatch):
+    """By the script's own parser. Files that a command names need not be there."""
+    monkeypatch.setattr(argparse.ArgumentParser, "error", refuse)
+    for script, *args in commands(page):
+        if script == "-m":
+            assert importlib.util.find_spec(args[0]), args
+            continue
+        assert os.path.exists(os.path.join(ROOT, script)), script
+        if script == "decode.py":
+            decode.parse_args(args)
+        elif script == "bench.py":
+            bench.check(bench.parser().parse_args(args))
+        elif not script.startswith("tests/"):
+            with mock.patch("sys.argv", [script, *args]):
+                try:
+                    importlib.import_module(script.removesuffix(".py")).parse_args()
+                except ValueError as e:
+                    assert "no " in str(e), e
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_exist(page):
+    for name in re.findall(r"`([\w/]+\.(?:py|md|txt|json))`", RENDERED.sub("", read(page))):
+        if "/" in name or name.endswith(".py"):
+            assert glob.glob(os.path.join(ROOT, "**", name), recursive=True), name
+
+
+def test_line_counts():
+    """To the nearest ten of a file, within a tenth, and to the nearest hundred of all."""
+    text = read("README.md")
+    named = re.findall(r"`([\w/]+\.py)`\]?[^`\n]*?, (\d+) lines", text)
+    assert len(named) >= 6
+    for name, said in named:
+        assert abs(lines_of(name) - int(said)) <= max(10, lines_of(name) / 10), (name, lines_of(name))
+    said, = re.findall(r"([\d,]+) lines of Python", text)
+    files = [f for part in ("*.py", "minispec/**/*.py", "kernels/*.py") for f in glob.glob(part, root_dir=ROOT, recursive=True)]
+    assert abs(sum(map(lines_of, files)) - int(said.replace(",", ""))) <= 500
+
+
+# -- what is shown is what was measured ------------------------------------------------------------------
+
+def test_picture_is_drawn_from_results():
+    assert read("docs/figures/answers.svg") == picture.picture()
+
+
+def test_output_in_the_readme_is_real():
+    for name, shown in re.findall(r"<!-- output of (\S+) -->\n```text\n(.*?)```\n<!-- end -->", read("README.md"), re.S):
+        assert shown == report.table(read_json(os.path.join(ROOT, name))) + "\n"
+
+
+# -- docs/00-start.md ------------------------------------------------------------------------------------
+
+WORDS = ("the", "cat", "sat", "down")
+Q = torch.tensor([[0.1, 0.4, 0.4, 0.1], [0.1, 0.1, 0.6, 0.2], [0.5, 0.1, 0.1, 0.3]])
+P = torch.tensor([[0.1, 0.5, 0.3, 0.1], [0.05, 0.05, 0.45, 0.45], [0.15, 0.15, 0.1, 0.6], [0.05, 0.8, 0.05, 0.1]])
+DRAFT = torch.tensor([1, 2, 0])
+COINS = torch.tensor([0.91, 0.40, 0.62, 0.55])
+
+
+def two(numbers, gap="   "):
+    return gap.join(f"{x:.2f}" for x in torch.as_tensor(numbers).tolist())
+
+
+def committed(coins, draft=DRAFT, q=Q):
+    n, token = rejection_chain(draft[None], None if q is None else q[None], P[None, :len(draft) + 1], coins[None])
+    return " ".join(WORDS[t] for t in [*draft[:n].tolist(), token.item()])
+
+
+def test_the_round_by_hand():
+    page = read("docs/00-start.md")
+    # The table, and the verdicts.
+    for p, q in zip(P, Q):
+        assert f"q   {two(q)}" in page and f"p   {two(p)}" in page
+    assert f"p   {two(P[3])}" in page
+    for i, d in enumerate(DRAFT.tolist()):
+        verdict = "accepted" if COINS[i] * Q[i, d] < P[i, d] else "rejected"
+        line = f"{P[i, d]:.2f}       {Q[i, d]:.2f}     {P[i, d] / Q[i, d]:.2f}   {COINS[i]:.2f}    {verdict}"
+        assert f"    {WORDS[d]}       {line}" in page
+    assert committed(COINS) == "cat sat down" and "The round commits `cat sat down`" in page
+    bonus = COINS.clone()
+    bonus[2] = 0.2
+    assert committed(bonus) == "cat sat the cat" and "commits `cat sat the cat`" in page
+
+    # The residual, and the law.
+    p, q = P[2], Q[2]
+    rest = (p - q).clamp(min=0)
+    total = rest.sum()
+    assert f"max(p - q, 0)      {two(rest)}    {total:.2f}" in page
+    assert f"residual           {two(rest / total)}    1.00" in page
+    assert two(p - q, "").replace("-", " ").split() == two((p - q).abs(), "").split()
+    both = torch.minimum(p, q)
+    assert f"min({p[3]:.2f}, {q[3]:.2f})                  = {both[3]:.2f}" in page
+    assert f"1 - ({two(both, ' + ')})         = {1 - both.sum():.2f}" in page
+    assert f"{rest[3]:.2f} / {total:.2f}                             = {rest[3] / total:.2f}" in page
+    assert torch.allclose(both + (1 - both.sum()) * rest / total, p)
+    assert f"{both[3]:.2f} + {total:.2f} * {rest[3] / total:.2f}" in page and f"= {p[3]:.2f}\n" in page
+
+    # alpha, tau, and the speed-up.
+    alpha = torch.minimum(P[:3], Q).sum(-1)
+    tau = 1 + alpha.cumprod(0).sum()
+    assert "{:.2f}, {:.2f} and {:.2f} in the three rows".format(*alpha) in page and f"= {tau:.2f}\n" in page
+    assert f"a speed-up of {tau:.2f} / 1.30 = {tau / 1.3:.2f}" in page
+
+
+def test_point_masses_by_hand():
+    page = read("docs/00-start.md")
+    left = P[2].clone()
+    left[0] = 0
+    assert f"residual           {two(left / left.sum())}\n" in page
+    # The rule with q = None draws from this very residual.
+    coins = torch.rand(4000, 2, generator=torch.Generator().manual_seed(0))
+    n, token = rejection_chain(torch.zeros(4000, 1, dtype=torch.long), None, P[2:].expand(4000, 2, 4), coins)
+    assert abs((n > 0).float().mean() - P[2, 0]) < 0.02
+    assert torch.equal(token[n == 0], draw(left.expand(int((n == 0).sum()), 4), coins[n == 0, 1]))
+    # The mistake: p / q for a drafter that always drafts `the`.
+    assert f"with probability {P[2, 0] / Q[2, 0]:.2f}, twice as often" in page
+
+
+# -- docs/answers.md -------------------------------------------------------------------------------------
+
+def test_every_exercise_has_an_answer():
+    answers = read("docs/answers.md")
+    for lesson in LESSONS:
+        exercises = re.findall(r"^(\d+)\. \((?:easy|medium|hard)\)", read(f"docs/{lesson}.md").split("## Exercises")[1], re.M)
+        section, = re.findall(rf"^## \[{lesson}\]\(.*?\)\n(.*?)(?=^## |\Z)", answers, re.M | re.S)
+        assert exercises and re.findall(r"^\*\*(\d+)\.\*\*", section, re.M) == exercises, lesson
+
+
+def test_answers_by_hand():
+    page = read("docs/answers.md")
+    second = COINS.clone()
+    second[1] = 0.8
+    assert f"commits `{committed(second)}`" in page
+    alpha = torch.minimum(P[:3], Q).sum(-1)
+    tau = torch.cat([torch.ones(1), 1 + alpha.cumprod(0).cumsum(0)])
+    for price in (0.1, 0.02, 0.4):
+        speed = tau / (1 + price * torch.arange(4))
+        assert f"{price:.2f}: {two(speed, ', ')}" in page
+    first = (P[2] - Q[2]).clamp(min=0)
+    two_drafts = alpha[2] + (1 - alpha[2]) * torch.minimum(first / first.sum(), Q[2]).sum()
+    assert f"from {alpha[2]:.2f} to {two_drafts:.2f}" in page
+
+    # PRISM 1: the best depth at 0.8 a step.
+    depth = torch.arange(1, 33)
+    for price in (0.1, 0.02):
+        speed = (1 - 0.8 ** (depth + 1)) / 0.2 / (1 + price * depth)
+        assert f"at {price:g}: depth {speed.argmax() + 1}, speed-up {speed.max():.2f}" in page
+
+    # SpecDiff-2 1: both rules for one q.
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.6, 0.3, 0.1])
+    assert f"{torch.minimum(p, q).sum():.2f} by rejection and {(p * q).sum():.2f} by point mass" in page
+
+    # CDLM 1: the largest n with (n + 1) e < 1.
+    assert max(n for n in range(2000) if (n + 1) / 1000 < 1 - 1e-9) == 998 and "998 tokens" in page
+
+
+def test_measured_answers_are_those_of_exercises_py():
+    page, found = read("docs/answers.md"), read_json(os.path.join(ROOT, "results", "exercises.json"))
+    for name, x in found["modules"].items():
+        first, second = x["accepted"][:2]
+        assert f"    {name} ..    {x['tau']:.2f}             {first:.3f}     {second:.3f}" in page
+    plain, stale, *others = found["decoders"].values()
+    assert f"solves {100 * plain['solved']:.0f} %, and {100 * stale['solved']:.0f} % with stale keys" in page
+    assert f"{stale['steps']:.1f} an\nanswer instead of {plain['steps']:.1f}" in page
+    assert all(x["solved"] == plain["solved"] and f"{x['steps']:.1f}" in page for x in others)
