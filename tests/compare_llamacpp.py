@@ -1,16 +1,26 @@
-"""The plain loop on SmolLM2, next to llama.cpp and transformers: the same greedy tokens? how many a second?
+"""SmolLM2 in our loop next to the programs that know it: the same ids, the same tokens, how many a second?
 
-    pip install xllamacpp transformers && python tests/compare_llamacpp.py
+    pip install xllamacpp transformers tokenizers
+    python tests/compare_llamacpp.py                 # or some of: speed steps ids greedy lossless load
 
-All of them decode the same weights, dequantised once and written as bf16 and as fp32; llama.cpp also reads the 4-bit file as it
-is. One request at a time, the loops in turn, decoding alone (no prompt) is timed. Writes results/llamacpp.json.
+speed     tokens/s of our plain loop, llama.cpp and transformers in turn, one request at a time, the prompt not counted. All
+          decode the same weights, written as fp32 and as bf16; llama.cpp also reads the 4-bit file as it is.
+steps     what each step of the optimisation of a forward gained
+ids       ids of 10,000 texts are those of `tokenizers` (prompts of --data, and random strings)
+greedy    fp32: after every token of our greedy answers to Spec-Bench prompts, transformers' most likely token is our next one
+lossless  ngram and specgen with its options answer Spec-Bench prompts as ar does
+load      seconds and peak memory of loading, in a fresh process
+
+Writes results/llamacpp.json, and keeps there what other parts found.
 """
 import argparse
+import contextlib
 import os
 import statistics
 import sys
 import tempfile
 import time
+from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
@@ -18,19 +28,30 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
 import minispec  # noqa: E402, F401  before torch: it tunes the allocator
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+import compare_checkpoints  # noqa: E402
 from gguf_writer import write_gguf  # noqa: E402
+from minispec.core import cpu, gpt  # noqa: E402
+from minispec.core.attention import dense_attend  # noqa: E402
 from minispec.core.engine import Engine, Lockstep  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402
+from minispec.data import prompts  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.studies import results  # noqa: E402
-from minispec.tools import checkpoints, gguf_file  # noqa: E402
+from minispec.tools import answers, checkpoints, gguf_file, methods  # noqa: E402
 
 QUESTIONS = ("Why is the sky blue?", "Tell me a story about a fox and a mill.", "What is photosynthesis?", "Write a poem about rain.",
              "How do I bake bread?", "Explain what a computer does.", "Who was Isaac Newton?", "Describe a day at the sea.")
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+METHODS = {"ngram": {}, "specgen": {}, "specgen --delayed": {"delayed": True}, "specgen --schedule lockstep": {"schedule": "lockstep"},
+           "specgen --select pillar": {"select": "pillar"}, "specgen --select window": {"select": "window"},
+           "specgen --admission preempt": {"admission": "preempt", "cache_tokens": 2000},
+           "specgen --admission offload": {"admission": "offload", "cache_tokens": 2000}}
 
+
+# -- speed -------------------------------------------------------------------------------------------------------------------
 
 def ours(model):
     def run(ids, n):
@@ -70,48 +91,175 @@ def transformers_generate(folder, dtype):
     return run
 
 
-def compare(n_new, repeats):
-    """Rows of the table, one for each loop and precision."""
+def in_turn(loops, prompts, n_new, repeats):
+    """{loop: ([tokens/s], [output])} of one prompt after the other, all loops in turn, so that a slow minute falls on all."""
+    found = {name: ([], []) for name in loops}
+    for i in tqdm(range(-1, repeats)):                   # the first one warms up
+        for name, run in loops.items():
+            out, rate = run(prompts[i % len(prompts)], n_new)
+            if i >= 0:
+                found[name][0].append(rate)
+                found[name][1].append(out)
+    return found
+
+
+def speed(args):
     source, tokenizer = gguf_file.open_gguf("smollm2"), Tokenizer.load("smollm2")
-    prompts = [tokenizer.prompt_ids(q) for q in QUESTIONS]
+    asked = [tokenizer.prompt_ids(q) for q in QUESTIONS]
     vocabulary = source.field("tokenizer.ggml.tokens"), set(tokenizer.special.values()), source.field("tokenizer.ggml.merges")
     threads, rows = torch.get_num_threads(), []
-    with tempfile.TemporaryDirectory() as folder:
-        for dtype, kind in DTYPES.items():
+    for dtype, kind in DTYPES.items():
+        with tempfile.TemporaryDirectory() as folder:
             model = checkpoints.load("smollm2", dtype=getattr(torch, dtype))
-            checkpoints.save(model, os.path.join(folder, dtype))
-            path = write_gguf(os.path.join(folder, dtype + ".gguf"), model, *vocabulary, kind=kind)
+            checkpoints.save(model, folder)
+            path = write_gguf(os.path.join(folder, "x.gguf"), model, *vocabulary, kind=kind)
             loops = {"minispec ar": ours(model), "llama.cpp": llama_cpp(path, threads),
-                     "transformers generate": transformers_generate(os.path.join(folder, dtype), getattr(torch, dtype))}
+                     "transformers generate": transformers_generate(folder, model.dtype)}
             if kind == "BF16":
-                loops["llama.cpp, Q4_1"] = llama_cpp(source.file, threads)
-            rates, texts = {name: [] for name in loops}, {name: [] for name in loops}
-            for i in tqdm(range(repeats), desc=dtype):
-                for name, run in loops.items():          # in turn, so that a slow minute falls on all of them
-                    out, rate = run(prompts[i % len(prompts)], n_new)
-                    if not isinstance(out, str):         # llama.cpp gives text, without special tokens
-                        out = tokenizer.decode([token for token in out if token not in tokenizer.name_of])
-                    rates[name].append(rate)
-                    texts[name].append(out)
-            for name in loops:
-                same = sum(a == b for a, b in zip(texts[name], texts["minispec ar"]))
-                rows.append({"loop": name, "dtype": dtype if "Q4" not in name else "4 bits", "tokens_per_second": rates[name],
-                             "ratio": statistics.median(a / b for a, b in zip(rates["minispec ar"], rates[name])),
-                             "identical": same, "prompts": repeats})
+                loops["llama.cpp, 4 bits"] = llama_cpp(source.file, threads)
+            found = in_turn(loops, asked, args.new, args.repeats)
+        texts = {}
+        for name, (_, outputs) in found.items():         # llama.cpp gives text, without special tokens
+            texts[name] = [out if isinstance(out, str) else tokenizer.decode([t for t in out if t not in tokenizer.name_of])
+                           for out in outputs]
+        for name, (rates, _) in found.items():
+            rows.append({"loop": name, "dtype": dtype, "tokens_per_second": rates,
+                         "ratio": statistics.median(a / b for a, b in zip(found["minispec ar"][0], rates)),
+                         "identical": sum(a == b for a, b in zip(texts[name], texts["minispec ar"])), "prompts": args.repeats})
+    return {"new_tokens": args.new, "rows": rows}
+
+
+def plain_norm(self, x):
+    return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def steps(args):
+    """The loop without any of the steps, and with one after the other; the last row has them all."""
+    tokenizer, rows = Tokenizer.load("smollm2"), []
+    asked = [tokenizer.prompt_ids(q) for q in QUESTIONS]
+    without = {                                          # a step: what undoes it
+        "the head is packed": lambda: mock.patch.object(cpu.Linear, "pack_up_to", 1 << 22),
+        "a single row reads small matrices by columns": lambda: mock.patch.object(cpu.Linear, "uses_packed", packs_every_row),
+        "the norm of a row takes three operators": lambda: mock.patch.object(gpt.RMSNorm, "forward", plain_norm),
+    }
+    for dtype in DTYPES:
+        model = checkpoints.load("smollm2", dtype=getattr(torch, dtype))
+        names, loops = list(without), {}
+        for done in range(len(names) + 1):
+            loops["with: " + names[done - 1] if done else "before"] = undone([without[n] for n in names[done:]], ours(model))
+        found = in_turn(loops, asked, args.new, args.repeats)
+        rows += [{"step": name, "dtype": dtype, "tokens_per_second": rates} for name, (rates, _) in found.items()]
+    return {"new_tokens": args.new, "rows": rows}
+
+
+def packs_every_row(self, x):
+    return self.weight.dtype in cpu.PACKED_TYPES and self.weight.numel() <= self.pack_up_to
+
+
+def undone(patches, run):
+    """run while these patches are in force."""
+    def patched(ids, n):
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch())
+            return run(ids, n)
+    return patched
+
+
+# -- the same ids and tokens -------------------------------------------------------------------------------------------------
+
+def ids(args):
+    """How many of 10,000 texts get the ids that `tokenizers` gives them."""
+    from tokenizers import Tokenizer as Theirs
+    from tokenizers import models, pre_tokenizers
+    source, tokenizer = gguf_file.open_gguf("smollm2"), Tokenizer.load("smollm2")
+    vocab = {t: i for i, t in enumerate(source.field("tokenizer.ggml.tokens"))}
+    theirs = Theirs(models.BPE(vocab, [tuple(m.split(" ")) for m in source.field("tokenizer.ggml.merges")]))
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    texts = [p.prompt for name in ("spec_bench", "gsm8k", "humaneval", "aime") for p in prompts.load_named(name, args.data)]
+    real = len(texts)
+    texts += compare_checkpoints.strings(10_000 - real, list(tokenizer.special))
+    lacking = [bytes([b]) for b in range(256) if not tokenizer.encode(bytes([b]).decode("latin-1")) and b < 128]
+    same = tokens = explained = 0
+    for text in tqdm(texts):
+        want = theirs.encode(text, add_special_tokens=False).ids
+        got = tokenizer.encode(text)
+        same += got == want
+        tokens += len(want)
+        explained += got != want and any(b in text.encode() for b in lacking)
+    return {"texts": len(texts), "real": real, "same": same, "tokens": tokens, "differ_with_bytes_without_a_token": explained}
+
+
+def spec_bench(args, n, longest=400):
+    """The ids of n Spec-Bench prompts of at most `longest` tokens, evenly over its categories."""
+    tokenizer = Tokenizer.load("smollm2")
+    asked = [tokenizer.prompt_ids(p.prompt) for p in prompts.load_named("spec_bench", args.data)]
+    asked = [ids for ids in asked if len(ids) <= longest]
+    return [asked[i * len(asked) // n] for i in range(n)]
+
+
+def answered(method, model, asked, n_new, **settings):
+    engine = methods.make_engine(method, model, methods.settings(**settings), 10)
+    return [g.token_ids for g in engine.generate([Request(ids, n_new) for ids in asked])]
+
+
+def greedy(args, n=50, n_new=100):
+    import transformers
+    model, asked = checkpoints.load("smollm2"), spec_bench(args, 50)
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints.save(model, folder)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    same, gaps, difference = 0, [], 0.0
+    for prompt, answer in zip(tqdm(asked), answered("ar", model, asked, n_new)):
+        x = torch.tensor([prompt + answer[:-1]])
+        with torch.inference_mode():
+            logits = theirs(x).logits[0]
+            mine = model.logits(model(x, torch.arange(x.shape[1])[None], dense_attend()))[0]
+        difference = max(difference, (logits - mine).abs().max().item())
+        best, second = logits[len(prompt) - 1:].topk(2).values.T
+        differs = logits[len(prompt) - 1:].argmax(-1) != torch.tensor(answer)
+        same += not differs.any()
+        gaps += (best - second)[differs].tolist()
+    return {"prompts": n, "new_tokens": n_new, "same": same, "gaps": gaps, "logit_difference": difference,
+            "transformers": transformers.__version__}
+
+
+def lossless(args, n_new=48):
+    rows = []
+    for dtype, n in (("float32", 100), ("bfloat16", 20)):
+        model, asked = checkpoints.load("smollm2", dtype=getattr(torch, dtype)), spec_bench(args, n)
+        want = answered("ar", model, asked, n_new)
+        for name, settings in METHODS.items():
+            got = answered(name.split()[0], model, asked, n_new, **settings)
+            gaps = [answers.tie_gap(model, *x) for x in zip(asked, want, got)]
+            rows.append({"method": name, "dtype": dtype, "prompts": n, "identical": sum(a == b for a, b in zip(want, got)),
+                         "largest_tie_gap": max(gaps)})
+            print(rows[-1], flush=True)
     return {"new_tokens": n_new, "rows": rows}
+
+
+def load(args):
+    sizes = {"bfloat16": 2, "float32": 4}
+    n = checkpoints.load("smollm2").n_params()
+    return {dtype: {"bytes": n * size, **compare_checkpoints.peak_memory("smollm2", dtype)} for dtype, size in sizes.items()}
+
+
+PARTS = {f.__name__: f for f in (speed, steps, ids, greedy, lossless, load)}
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--new", type=int, default=128, help="tokens of an answer (default %(default)s)")
-    p.add_argument("--repeats", type=int, default=8, help="prompts (default %(default)s)")
+    p.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], help="default: all of them")
+    p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), help="folder of public prompts (docs/prompts.md)")
+    p.add_argument("--new", type=int, default=48, help="tokens of a timed answer (default %(default)s)")
+    p.add_argument("--repeats", type=int, default=5, help="timed rounds (default %(default)s)")
     args = p.parse_args()
-    started = time.perf_counter()
-    result = compare(args.new, args.repeats)
-    for r in result["rows"]:
-        print(f"{r['loop']:24} {r['dtype']:9} {statistics.median(r['tokens_per_second']):7.1f} tokens/s, "
-              f"ours is {r['ratio']:.2f} of it, {r['identical']} of {r['prompts']} with our text")
-    results.write("llamacpp", result, time.perf_counter() - started)
+    result = results.read("llamacpp") or {}
+    for part in args.parts or PARTS:
+        started = time.perf_counter()
+        result[part] = PARTS[part](args)
+        print(part, result[part])
+        results.write("llamacpp", result, time.perf_counter() - started)
 
 
 if __name__ == "__main__":
