@@ -27,7 +27,7 @@ SELECTIONS = ("oracle", "pillar", "ahead", "window")
 # One setting varies at a time, at this context.
 VARIED_AT = 4000
 VARIED = [("pillar", k, SPARSITY) for k in (4, 16)] + [("pillar", K, s) for s in (0.01, 0.02, 0.1)]
-DISTINCT = 4                            # texts of a larger batch, because reading takes longer than decoding
+DISTINCT = 2                            # texts of a larger batch, because reading takes longer than decoding
 NEW = 64                                # tokens of an answer where throughput is measured
 SERVING = ((1000, 1), (4000, 1), (7000, 1), (1000, 8), (4000, 8), (7000, 8))
 
@@ -85,7 +85,7 @@ def serving(args, model, tokenizer):
 
 def serving_rows(targets, args, tokenizer, context, batch, pairs, new=NEW):
     """The rows of one context and batch, for the targets by dtype."""
-    kinds = texts.kinds(tokenizer)[:3]
+    kinds = texts.kinds(tokenizer)[:DISTINCT]
     model = next(iter(targets.values()))
     ids = [texts.text(kind, i // len(kinds), context, model, tokenizer, args.data)
            for i, kind in enumerate((kinds * batch)[:min(batch, DISTINCT)])]

@@ -10,11 +10,12 @@ from minispec.studies.markdown import percent, row, same, span, table, times, tw
 # -- accepted drafts -------------------------------------------------------------------------------
 
 def _mean(groups, draws=2000):
-    """"mean (low-high)" of the means of groups, with a 95 % bootstrap over the members of each."""
-    groups = np.array(groups)                                    # (groups, members)
-    some = np.random.default_rng(0).integers(groups.shape[1], size=(draws, *groups.shape))
-    means = np.take_along_axis(groups[None], some, 2).mean((1, 2))
-    return f"{groups.mean():.2f} ({span(np.percentile(means, (2.5, 97.5)))})"
+    """"mean (low-high)" of groups of texts, with a 95 % bootstrap over the texts, if there are several."""
+    values = np.ravel(groups)
+    if len(values) == 1:
+        return two(values[0])
+    some = np.random.default_rng(0).integers(len(values), size=(draws, len(values)))
+    return f"{values.mean():.2f} ({span(np.percentile(values[some].mean(1), (2.5, 97.5)))})"
 
 
 def _accepted(kinds, context, setting, rule=3):

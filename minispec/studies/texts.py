@@ -26,7 +26,7 @@ def repeated(ids, n):
 
 def kinds(tokenizer):
     """The kinds of text that there are for a model."""
-    return ("trace",) if tokenizer.ours else ("book", "reasoning", "chat", "own answers")
+    return ("trace",) if tokenizer.ours else ("reasoning", "chat", "book", "own answers")
 
 
 def text(kind, number, length, model, tokenizer, data):
