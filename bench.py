@@ -4,18 +4,30 @@
     python bench.py accuracy --quick    # one study, a tenth of the work: does it run here?
     python bench.py bounds --traces T.jsonl --cost C.json      # what is possible, from files of your own
 
+    python bench.py --long              # of a real model: more problems, longer answers, larger batches
     python bench.py all --force         # all studies again, about an hour and a half on 2 CPU cores
     python bench.py --workload FILE     # the methods on your own prompts (minispec/data/prompts.py)
     python bench.py --suite gpu --device cuda                  # a GPU's figures; run again until it is done
     python bench.py report              # only render tables and figures
 
-A study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` and
+Where no study is named, the target is SmolLM2 if it is installed; else the small model in
+checkpoints/target. The results of another target than that are in a folder of their own, results/smollm2. A
+study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` and
 `cdlm_accuracy` go on cell by cell.
 """
 import glob
 import os
 import re
+import sys
 import time
+
+from minispec.studies import own_files
+from minispec.tools.script import Parser, check_device, run_main
+
+# From files alone, and so before torch is imported: it need not be there.
+if __name__ == "__main__" and own_files.asked():
+    run_main(own_files.main)
+    sys.exit()
 
 import minispec  # before torch: it tunes the allocator
 import torch
@@ -25,42 +37,37 @@ from minispec import cdlm
 from minispec.data import prompts, tasks, traces
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import figures, gpu, ladder, results
-from minispec.studies.cdlm import cdlm_blocks, cdlm_curves, cdlm_losses, cdlm_speed
+from minispec.studies.cdlm import cdlm_curves, cdlm_speed
 from minispec.studies.drafters import prism_arms, prism_trees, specdiff_chains, specdiff_objectives
 from minispec.studies.markdown import pick
-from minispec.studies.run import NEW, cdlm_accuracy, profile, run, trace
+from minispec.studies.run import LONG, MORE, SHORT, cdlm_accuracy, profile, run, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render, training_table
-from minispec.studies.tables_bounds import whole_table
 from minispec.studies.target import accuracy, lossless
-from minispec.tools import checkpoints, methods
+from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.files import blame, read_json, replaced
-from minispec.tools.script import Parser, check_device, run_main
 
 CHECKPOINTS = os.path.join(results.ROOT, "checkpoints")
 
 
 def bounds(args, model, tokenizer):
-    """The ladder of bounds, from files alone: the traces and cost table that were measured here, with what
-    `run` observed; or those given with --traces and --cost."""
-    some = traces.read_traces(args.traces or results.path("traces.jsonl"))
-    cost = traces.read_costs(args.cost)
-    observed = None if args.traces else results.read("run")
-    if observed is None:
-        return ladder.analyse(some, cost)
+    """The ladder of bounds, from the traces and the cost table that were measured here, with what `run`
+    observed. For other files see studies/own_files.py."""
+    some = traces.read_traces(results.path("traces.jsonl"))
+    observed = results.read("run") or {"rows": None}
     with blame(results.path("run.json")):
-        return ladder.analyse(some, cost, observed["rows"])
+        return ladder.analyse(some, traces.read_costs(args.cost), observed["rows"])
 
 
 STUDIES = {study.__name__: study for study in (
     accuracy, lossless, acceptance, serving, scheduler,
     prism_arms, prism_trees, specdiff_objectives, specdiff_chains,
-    cdlm_accuracy, cdlm_curves, cdlm_blocks, cdlm_speed, cdlm_losses,
+    cdlm_accuracy, cdlm_curves, cdlm_speed,
     profile, trace, run, bounds,
 )}
 WHOLE = ("profile", "trace", "run", "bounds")                       # where nothing is asked for
 # Only by name: they compare what --arms holds.
-BY_NAME = ("prism_arms", "specdiff_objectives", "cdlm_losses")
+BY_NAME = ("prism_arms", "specdiff_objectives")
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -72,16 +79,18 @@ def parser():
     p.add_argument("--quick", action="store_true",
                    help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
-    p.add_argument("--arms", metavar="DIR", help="prism_arms, specdiff_objectives, cdlm_losses, cdlm_curves: "
+    p.add_argument("--arms", metavar="DIR", help="prism_arms, specdiff_objectives: "
                    "a folder of trained models to compare, a folder each")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR",
                    help="folder of real prompt files (default $MINISPEC_DATA)")
     p.add_argument("--workload", metavar="NAME", help="run: on these prompts alone, and nothing is written: "
                    f"a family ({', '.join(tasks.FAMILIES)}), a file of the data folder "
                    f"({', '.join(prompts.PROMPT_FILES)}) or any FILE that decode.py --prompts takes")
-    p.add_argument("--max-new-tokens", type=int, help=f"--workload: most tokens of an answer (default {NEW})")
-    p.add_argument("--traces", metavar="FILE", help="bounds: accept traces of your own, with --cost "
-                   "(format: minispec/data/traces.py); then nothing is written")
+    p.add_argument("--max-new-tokens", type=int,
+                   help=f"run: most tokens of an answer (default {LONG.new}, of a real model {SHORT.new})")
+    p.add_argument("--long", action="store_true", help=MORE)
+    p.add_argument("--traces", metavar="FILE", help="bounds: of accept traces of your own; see "
+                   "bench.py bounds --traces FILE --help")
     p.add_argument("--suite", choices=("gpu",), help="gpu: kernels, decoding and every method on this GPU, "
                    "into results/DEVICE.json; goes on where it was (needs --device cuda)")
     p.add_argument("--minutes", type=float, default=9.0,
@@ -89,6 +98,7 @@ def parser():
     p.add_argument("--dry-run", action="store_true",
                    help="--suite: tiny shapes, on any device, to see that it runs; nothing is written")
     methods.add_arguments(p)
+    p.set_defaults(model=None, cost=None)
     return p
 
 
@@ -118,25 +128,38 @@ def possible(name, args):
         return False
     if name == "bounds":
         # A quick run leaves no files to compute from.
-        return os.path.exists(results.path("traces.jsonl"))
+        return not args.quick or os.path.exists(results.path("traces.jsonl"))
     if name.startswith("cdlm_"):
         return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values())
     needed = {"prism_trees": ("prism", "eagle"), "specdiff_chains": ("specdiff",)}.get(name)
     return needed is None or any(method in methods.ready(args) for method in needed)
 
 
-def is_kept(name, args, own_cost):
-    """Whether the result of a study is written to results/: not of a quick run, nor of the user's prompts,
-    traces or prices. own_cost: the cost table of this machine, the default of --cost."""
+def is_kept(name, args):
+    """Whether the result of a study is written to results/: not of a quick run, nor of the user's prompts or
+    prices."""
     if args.quick or args.workload:
         return False
-    return name != "bounds" or (args.traces is None and args.cost == own_cost)
+    return name != "bounds" or args.cost == results.path("costs.json")
+
+
+def choose_target(args):
+    """Fill in the model, the folder of its results and its cost table."""
+    if args.model is None:
+        real = not (args.studies or args.suite or args.workload) and gguf_file.packaged("smollm2")
+        args.model = "smollm2" if real else methods.SHIPPED
+    if args.model != methods.SHIPPED and not args.suite:
+        name = os.path.splitext(os.path.basename(os.path.normpath(args.model)))[0]
+        results.FOLDER = os.path.join(results.FOLDER, name)
+    args.cost = args.cost or results.path("costs.json")
 
 
 # -- studies ---------------------------------------------------------------------------------------
 
-def measure(names, args, own_cost):
+def measure(names, args):
     """Run the studies, print their tables and write their results."""
+    if any(is_kept(name, args) for name in names):
+        os.makedirs(results.FOLDER, exist_ok=True)
     model = tokenizer = None
     if set(names) - {"bounds"}:
         model = checkpoints.load(args.model, args.device)
@@ -150,9 +173,8 @@ def measure(names, args, own_cost):
             continue
         started = time.perf_counter()
         result = STUDIES[name](args, model, tokenizer)
-        if args.studies or args.quick or args.workload:          # else one table at the end
-            print(render(name, result))
-        if is_kept(name, args, own_cost):
+        print(render(name, result))
+        if is_kept(name, args):
             results.write(name, result, time.perf_counter() - started)
 
 
@@ -196,7 +218,8 @@ def report(page):
     """Render again what is between the markers of each table in a page: `<!-- results:NAME -->` for a
     study, `<!-- gpu -->` and `<!-- training -->`. A table whose study was not measured stays as it is.
 
-    A part of a study's table: lines in the marker choose `columns: a, b` and `rows: c; d` by how they begin."""
+    A part of a study's table: lines in the marker choose `columns: a, b` and `rows: c; d` by how they
+    begin."""
     with open(page, encoding="utf-8") as f:
         text = f.read()
 
@@ -210,7 +233,7 @@ def report(page):
             new = study_table(what.removeprefix("results:"), mark[2])
         return mark[0] if new is None else f"<!-- {what}{mark[2]} -->\n{new}\n<!-- end -->"
 
-    marks = r"<!-- (gpu|training|results:\w+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
+    marks = r"<!-- (gpu|training|results:[\w/]+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
     text = re.sub(marks, table, text, flags=re.S)
     with replaced(page) as temporary, open(temporary, "w", encoding="utf-8") as f:
         f.write(text)
@@ -219,7 +242,8 @@ def report(page):
 def study_table(name, choice=""):
     """The table of a study, or the part of it that the lines `choice` ask for, with a line that says where it
     is from; None if it was not measured."""
-    file = results.path(SHOWN_FROM.get(name, name) + ".json")
+    target, _, name = name.rpartition("/")
+    file = results.path(os.path.join(target, SHOWN_FROM.get(name, name) + ".json"))
     if not os.path.exists(file):
         return None
     with blame(file):
@@ -244,24 +268,27 @@ def gpu_tables():
 
 
 def main():
-    p = parser()
-    args = p.parse_args()
-    own_cost = p.get_default("cost")
+    if own_files.asked():
+        return own_files.main()
+    args = parser().parse_args()
     check(args)
+    everything = results.FOLDER
+    choose_target(args)
     if args.suite:
         return gpu_suite(args)
     check_device(args.device)
 
     names = chosen(args)
-    measure(names, args, own_cost)
+    measure(names, args)
     asked_to_render = "report" in args.studies and not args.quick
-    if not asked_to_render and not any(is_kept(name, args, own_cost) for name in names):
+    if not asked_to_render and not any(is_kept(name, args) for name in names):
         return
+    results.FOLDER = everything
     for page in pages():
         report(page)
-    figures.draw(results.FOLDER, os.path.join(results.ROOT, "docs", "figures"))
-    if not args.studies:
-        print(whole_table(results.FOLDER))
+    drawings = os.path.join(results.ROOT, "docs", "figures", "")
+    figures.draw(everything, drawings)
+    figures.draw(os.path.join(everything, "smollm2"), drawings + "smollm2_")
 
 
 if __name__ == "__main__":

@@ -4,18 +4,21 @@ Illusion?" (Liu, Yu, Park, Stoica, Cheung, arXiv 2601.11580), from two files: ac
 
 The file reads from the price of one round to the cells of a report:
 
-    CostTable    seconds of a round, by rows, tokens and context
-    plans        who drafts how much, at every round of a request: a list of `Round`
-    time_of      what a plan costs; `replay` is the same for a batch of different requests
-    optimum      the plan of least time, by dynamic programming
-    ladder       all rungs for a set of requests; `cells` for every workload and batch size of a trace file
+    CostTable        seconds of a round, by rows, tokens and context
+    rung_seconds     the time of every request on every rung, by dynamic programming from the last token
+    ladder           the rungs of a set of requests; `cells` for every workload and batch of a trace file
+    Round, replay    what a batch of different requests costs whose rounds are known
 
-A rung is a speed-up: the time of `autoregressive` divided by the time of the rung's plan.
+A rung is a speed-up: plain decoding's time divided by the time that the rung's choices take.
 
     L0 observed        wall clock (studies/ladder.py)          L5 optimum, one drafter   a bound
     L1 modelled        the recorded rounds, at these prices    L6 optimum, all drafters  each at its own price
     L2 best fixed k    one k for all requests                  L7 L6 with free drafters
     L4 greedy          the paper's oracle, NOT a bound         L9 one pass               the model's ceiling
+
+Requests are averaged in two ways (AVERAGES), and both are reported everywhere. By *total time*: plain
+decoding's seconds for all requests over the rung's. By *mean rate*, as in the paper: the mean of the
+requests' tokens/s over that of plain decoding, in which short and fast requests weigh more.
 
 Glossary, code <-> paper: rows B, requests in a batch; prompt_len P_r; n_out N; position p_r, output tokens
 that exist when a round starts; kv C, tokens in the cache, of all rows; queries Q, tokens in a forward, of all
@@ -24,11 +27,11 @@ bonus included, their mean is tau; verify T_verify; draft T_draft; overhead T_ov
 
 What differs from the paper, and why:
 - The paper's oracle proposes at every position what is accepted there. That is greedy: a shorter round can
-  land where the next one is longer. `optimum` is a dynamic program, the true least time over all lengths (and
-  drafters).
-- Its simulator reads accept[i - 1] at position i, charges a drafter that proposes nothing, prices the winner
-  of several drafters as an n-gram lookup, and averages rates (test_bounds.py plays these rules). Here
-  `greedy` keeps only the second of them, and all averages are of time.
+  land where the next one is longer. The optimum is a dynamic program, the true least time over all lengths
+  (and drafters).
+- Its simulator reads accept[i - 1] at position i, charges a drafter that proposes nothing, and prices the
+  winner of several drafters as an n-gram lookup (test_bounds.py plays these rules). Here L4 keeps only the
+  second of them.
 - Costs may be a measured grid. The paper's are linear, with constants fitted at one k.
 - Its batch is B copies of one request, and so is `rows` here. With linear costs, 1/rows of that time, summed
   over requests, also bounds from below what a batch of at most `rows` different requests needs.
@@ -46,6 +49,7 @@ import numpy as np
 from minispec.data.traces import LINEAR, check_costs, read_costs
 
 BATCHES = (1, 4, 16)
+AVERAGES = ("total time", "mean rate")
 
 
 # -- the cost model --------------------------------------------------------------------------------
@@ -127,178 +131,123 @@ def _interpolate(grid, rows, tokens, kv):
     return np.broadcast_to(out, np.broadcast_shapes(np.shape(rows), np.shape(tokens), np.shape(kv)))
 
 
-# -- plans: who drafts how much, and where ---------------------------------------------------------
+# -- the rungs -------------------------------------------------------------------------------------
 
-class Round(NamedTuple):
-    """When `position` output tokens exist, drafter `name` (None: no drafter) proposes `proposed`; `emitted`
-    are gained."""
-    position: int
-    name: str | None
-    proposed: int
-    emitted: int
+def rung_seconds(traces, cost, names, rows, k_max, bar=None):
+    """{rung: seconds of every request (R,)}, each as `rows` copies in lock-step, prefill included. The rungs
+    are "plain", ("L2", drafter, k), ("L4", group), ("L5", group), "L7", "L9"; a group is a drafter or "all".
+    bar: a tqdm that counts positions.
 
-
-def autoregressive(trace):
-    """No drafts at all: the baseline."""
-    return [Round(i, None, 0, 1) for i in range(1, trace.n_out)]
-
-
-def fixed(trace, name, k):
-    """L2: k drafts every round, or as many as the drafter has and the output has room for (one is left to the
-    bonus)."""
-    offered = trace.offered.get(name)
-    plan = []
-    i = 1
-    while i < trace.n_out:
-        room = min(k, trace.n_out - i - 1)
-        proposed = room if offered is None else min(room, int(offered[i]))
-        emitted = min(int(trace.accept[name][i]), proposed + 1)
-        plan.append(Round(i, name if room else None, proposed, emitted))
-        i += emitted
-    return plan
-
-
-def greedy(trace, names, k_max):
-    """L4: at every position the drafter with the longest accept (the first of equals) proposes exactly what
-    will be accepted, k_max tokens at most. As in the paper it is charged even where it proposes nothing. NOT
-    a bound: see the module's docstring."""
-    plan = []
-    i = 1
-    while i < trace.n_out:
-        name = max(names, key=lambda m: trace.accept[m][i])
-        emitted = min(int(trace.accept[name][i]), k_max + 1)
-        plan.append(Round(i, name, emitted - 1, emitted))
-        i += emitted
-    return plan
-
-
-def one_pass(trace):
-    """L9: the whole output known in advance and verified in one forward."""
-    return [Round(1, None, trace.n_out - 2, trace.n_out - 1)] if trace.n_out > 1 else []
-
-
-# -- what a plan costs -----------------------------------------------------------------------------
-
-def time_of(plan, trace, cost, rows=1):
-    """Seconds that a plan costs `rows` copies of the request in lock-step, prefill included (paper: T_step
-    summed over steps)."""
-    position = np.array([r.position for r in plan], int)
-    proposed = np.array([r.proposed for r in plan], int)
-    names = np.array([r.name for r in plan], object)
-    kv = rows * (trace.prompt_len + position)
-
-    # Every round is one forward of the target ..
-    total = cost.prefill(trace.prompt_len, rows) + np.sum(cost.step(kv, rows * (1 + proposed), rows))
-
-    # .. and a drafter is charged for its own rounds.
-    for name in sorted(set(names) - {None}):
-        own = names == name
-        total += np.sum(cost.draft(name, kv[own], proposed[own], rows))
-    return float(total)
-
-
-def replay(plans, traces, cost, batch):
-    """Seconds that an engine needs for different requests that share forwards: up to `batch` requests at
-    once, the next one enters when one is done, and every iteration is one round of each that is there.
-    plans[i] is the plan of traces[i]. For equal requests that all fit in, the same as `time_of` with rows =
-    batch, prefill apart."""
-    waiting = [i for i, plan in enumerate(plans) if plan]
-    active = []
-    done = [0] * len(plans)                      # rounds of each request so far
-    steps = []
-    drafts = {}
-    while waiting or active:
-        while waiting and len(active) < batch:
-            active.append(waiting.pop(0))
-        now = {i: plans[i][done[i]] for i in active}
-        kv = {i: traces[i].prompt_len + r.position for i, r in now.items()}
-
-        # One forward of the target for all ..
-        steps.append((sum(kv.values()), len(now) + sum(r.proposed for r in now.values()), len(now)))
-
-        # .. and one call of every drafter that somebody asks, as deep as the deepest of its rows.
-        for name in sorted({r.name for r in now.values()} - {None}):
-            own = [i for i in now if now[i].name == name]
-            deepest_row = max(now[i].proposed for i in own)
-            drafts.setdefault(name, []).append((sum(kv[i] for i in own), deepest_row, len(own)))
-        for i in active:
-            done[i] += 1
-        active = [i for i in active if done[i] < len(plans[i])]
-
-    # Price what was collected.
-    total = sum(float(cost.prefill(t.prompt_len)) for t in traces)
-    kv, queries, rows = np.array(steps, float).reshape(-1, 3).T
-    total += np.sum(cost.step(kv, queries, rows))
-    for name, calls in drafts.items():
-        kv, proposed, rows = np.array(calls, float).T
-        total += np.sum(cost.draft(name, kv, proposed, rows))
-    return float(total)
-
-
-# -- the least time --------------------------------------------------------------------------------
-
-def charges(trace, cost, names, rows, k_max):
-    """What every possible round costs: (step, {name: step and drafting}), arrays (N, k_max + 1) of seconds
-    by position and number of drafts."""
-    kv = rows * (trace.prompt_len + np.arange(trace.n_out)[:, None])                     # (N, 1)
-    drafts = np.arange(k_max + 1)                                                        # (K + 1,)
-    step = cost.step(kv, rows * (1 + drafts), rows) + np.zeros((trace.n_out, k_max + 1))
-    return step, {m: step + cost.draft(m, kv, drafts, rows) for m in names}
-
-
-def optimum(trace, step, charged):
-    """L5 (one drafter), L6 (several), L7 (drafters that cost no more than `step`): the plan of least time, by
-    dynamic programming from the end. step, charged: as `charges` returns them. Returns (seconds without
-    prefill, plan).
-
-    Every round may draft nothing, at no draft cost, or let any drafter propose 1 .. k_max tokens, also more
-    than will be accepted: with a measured table that can be cheaper. Exact if what is accepted does not
-    depend on where earlier rounds began.
+    All go from the last token to the first, with V[i] the time that is left when i tokens exist. A round may
+    draft nothing, at no draft cost, or let a drafter propose 1 .. k_max tokens, also more than will be
+    accepted: with a measured table that can be cheaper. Exact if what is accepted does not depend on where
+    earlier rounds began.
 
         V[i] = min( step(0) + V[i + 1],
                     min over m, j of  step(j) + draft_m(j) + V[i + min(j + 1, accept_m[i])] )
+
+    L5 and L7 take this minimum; the other rungs are given one round for every position.
     """
-    n, names = trace.n_out, list(charged)
-    drafts = np.arange(step.shape[1])
-    accept = np.stack([trace.accept[m] for m in names], 1)                               # (N, M)
+    # 1. Requests as arrays, the longest first: those that have a position i are then the first ones. Behind
+    #    the drafters comes nobody, who drafts nothing and gains one token.
+    order = sorted(range(len(traces)), key=lambda r: -traces[r].n_out)
+    traces = [traces[r] for r in order]
+    n_out = np.array([t.n_out for t in traces])
+    prompts = np.array([t.prompt_len for t in traces])
+    accept = _columns(traces, [*names, None], "accept", 1)
+    offered = _columns(traces, names, "offered", k_max)
+    drafts = np.arange(k_max + 1)
+    nobody = np.arange(len(names) + 1)[:, None] == len(names)
 
-    # 1. Where every round would land, and what it costs: (N, M, K + 1).
-    position = np.arange(n)[:, None, None]
-    landing = position + np.minimum(drafts + 1, accept[..., None])
-    times = np.stack(list(charged.values()), 1)
-    times[..., 0] = step[:, :1]                          # no drafts, nobody is asked
-    # A round of j drafts has room for j + 1 tokens, one of them the bonus.
-    times = np.where((drafts > 0) & (position + drafts + 1 > n), np.inf, times)
+    # 2. V of every rung. A round reaches k_max + 1 positions ahead, so that many are kept.
+    groups = {m: [i] for i, m in enumerate(names)} | {"all": list(range(len(names)))}
+    given = ["plain", *itertools.product(["L2"], names, range(1, k_max + 1)), *(("L4", g) for g in groups)]
+    free = [*(("L5", g) for g in groups), "L7"]
+    kept = k_max + 2
+    given_left = np.zeros((kept, len(traces), len(given)))
+    free_left = np.zeros((kept, len(traces), len(free)))
 
-    # 2. From the end, the best round at every position.
-    value = np.zeros(n + 1)                              # least time from here on
-    choice = np.zeros(n, int)
-    for i in range(n - 1, 0, -1):
-        options = (times[i] + value[landing[i]]).ravel()
-        choice[i] = options.argmin()
-        value[i] = options[choice[i]]
+    for i in range(n_out[0] - 1, 0, -1):
+        live = int((n_out > i).sum())
+        request = np.arange(live)[:, None]
+        room = n_out[:live, None] - i - 1                                # a bonus token is left out
+        gain = accept[:live, :, i]
 
-    # 3. From the first token on, follow the choices.
-    plan = []
-    i = 1
-    while i < n:
-        m, proposed = divmod(int(choice[i]), len(drafts))
-        emitted = int(landing[i, m, proposed]) - i
-        plan.append(Round(i, names[m] if proposed else None, proposed, emitted))
-        i += emitted
-    return value[1], plan
+        # 3. What every round costs (live, drafters, drafts), and where it lands.
+        kv = rows * (prompts[:live, None] + i)
+        step = cost.step(kv, rows * (1 + drafts), rows) + np.zeros((live, k_max + 1))
+        price = np.stack([*(step + cost.draft(m, kv, drafts, rows) for m in names), step], 1)
+        landing = (i + np.minimum(drafts + 1, gain[..., None])) % kept
+
+        # 4. One round is given: who proposes how much.
+        who, proposed = _given_rounds(gain, offered[:live, :, i], room, k_max, groups.values())
+        left = given_left[landing[request, who, proposed], request, np.arange(len(given))]
+        given_left[i % kept, :live] = price[request, who, proposed] + left
+
+        # 5. Any round that there is room for may be chosen.
+        possible = (drafts <= room)[:, None] & ((drafts == 0) == nobody)
+        price = np.where(possible, price, np.inf)
+        unpaid = np.where(possible, step[:, None], np.inf)
+        for column, own in enumerate([*groups.values(), None]):
+            who = [*own, -1] if own else slice(None)
+            left = free_left[landing[:, who], request[..., None], column]
+            options = (price if own else unpaid)[:, who] + left
+            free_left[i % kept, :live, column] = options.min((1, 2))
+        if bar is not None:
+            bar.update(live)
+
+    # 6. The prompts come on top. L9 verifies the whole output in one forward.
+    seconds = dict(zip(given + free, np.concatenate([given_left[1 % kept], free_left[1 % kept]], 1).T))
+    one_pass = cost.step(rows * (prompts + 1), rows * np.maximum(n_out - 1, 1), rows)
+    seconds["L9"] = np.where(n_out > 1, one_pass, 0.0)
+    prefill = [float(cost.prefill(t.prompt_len, rows)) for t in traces]
+    back = np.argsort(order)
+    return {rung: np.maximum(s + prefill, 1e-30)[back] for rung, s in seconds.items()}
 
 
-# -- the ladder ------------------------------------------------------------------------------------
+def _given_rounds(gain, offered, room, k_max, groups):
+    """The rounds of plain decoding, of every drafter with every k, and of the greedy oracle of every group:
+    (who, proposed), each (live, rungs)."""
+    live, nobody = len(gain), gain.shape[1] - 1
+    plain = np.full((live, 1), nobody), np.zeros((live, 1), int)
 
-def ladder(traces, cost, rows=1, k_max=None):
-    """The rungs L2 to L9 for a set of requests (one workload, one batch size), as a dict that JSON can hold.
+    # A fixed k, or as many as the drafter has and there is room for; for the last token nobody is asked.
+    k = np.tile(np.arange(1, k_max + 1), nobody)
+    whose = np.repeat(np.arange(nobody), k_max)
+    fixed = np.where(room > 0, whose, nobody), np.minimum(np.minimum(k, room), offered[:, whose])
 
-    Speed-ups are total autoregressive time over total time, prefill included in both. Next to them are
-    "seconds", the modelled autoregressive time of all requests, each as 1/rows of a lock-step batch of
-    copies: seconds / speed-up is the time of any rung, and for L5 to L9 with linear costs a lower bound for
-    batches of different requests; "censored", {drafter, or "all": share of positions where all drafts that
-    were asked for were accepted}; above a few percent L5 to L7 only bound rounds of at most k_max drafts.
+    # The longest accept, the first of equals. As in the paper it is charged even where it proposes nothing.
+    longest = np.stack([np.array(own)[gain[:, own].argmax(1)] for own in groups], 1)
+    greedy = longest, np.minimum(np.take_along_axis(gain, longest, 1) - 1, k_max)
+    return [np.concatenate(parts, 1) for parts in zip(plain, fixed, greedy)]
+
+
+def _columns(traces, names, what, missing):
+    """A field of all traces as an array (requests, drafters, longest output)."""
+    out = np.full((len(traces), len(names), max(t.n_out for t in traces)), missing)
+    for row, t in zip(out, traces):
+        for own, name in zip(row, names):
+            if name in getattr(t, what):
+                own[:t.n_out] = getattr(t, what)[name]
+    return out
+
+
+def speedup(by, tokens, plain, seconds):
+    """What requests gain by one of AVERAGES. tokens, plain, seconds: of each request, arrays."""
+    if by == "total time":
+        return float(plain.sum() / seconds.sum())
+    return float((tokens / seconds).mean() / (tokens / plain).mean())
+
+
+def ladder(traces, cost, rows=1, k_max=None, bar=None):
+    """The rungs L2 to L9 for a set of requests (one workload, one batch size), as a dict that JSON can hold:
+    {average: {rung: speed-up}}, and next to the averages
+
+    "seconds", plain decoding's time for all requests by the model, each as 1/rows of a lock-step batch of
+    copies: by total time, seconds / speed-up is the time of any rung, and for L5 to L9 with linear costs a
+    lower bound for batches of different requests; "censored", {drafter, or "all": share of positions where
+    all drafts that were asked for were accepted}; above a few percent L5 to L7 only bound rounds of at most
+    k_max drafts.
 
     k_max: most drafts in a round, for every rung (default: the most ever accepted in a trace). Compared are
     the drafters that both the traces and the cost table have; ValueError if there is none.
@@ -306,45 +255,28 @@ def ladder(traces, cost, rows=1, k_max=None):
     names = compared(traces, cost)
     if k_max is None:
         k_max = deepest(traces, names)
-    groups = {m: [m] for m in names} | {"all": names}
-
-    def total(plan_of):
-        return sum(time_of(plan_of(t), t, cost, rows) for t in traces)
-
-    # The optima: of each drafter, of all together, and of all at no cost. And every fixed k, whose rounds are
-    # looked up in the same tables.
-    prefill = sum(float(cost.prefill(t.prompt_len, rows)) for t in traces)
-    least = dict.fromkeys([*groups, "free"], prefill)
-    by_k = {m: np.full(k_max, prefill) for m in names}
-    for t in traces:
-        step, charged = charges(t, cost, names, rows, k_max)
-        for label, group in groups.items():
-            least[label] += optimum(t, step, {m: charged[m] for m in group})[0]
-        least["free"] += optimum(t, step, {m: step for m in names})[0]
-        for m in names:
-            for k in range(1, k_max + 1):
-                for r in fixed(t, m, k):
-                    by_k[m][k - 1] += (charged[m] if r.name else step)[r.position, r.proposed]
-
-    plain = total(autoregressive)
-
-    def speedup(seconds):
-        return float(plain / seconds) if seconds else 1.0        # no seconds at all: nothing to gain
-
-    return {
+    seconds = rung_seconds(traces, cost, names, rows, k_max, bar)
+    tokens = np.array([t.n_out for t in traces])
+    censored = {m: censored_share(traces, [m]) for m in names} | {"all": censored_share(traces, names)}
+    out = {
         "rows": rows,
         "requests": len(traces),
         "k_max": k_max,
-        "seconds": plain / rows,
-        "censored": {label: censored_share(traces, group) for label, group in groups.items()},
-        "L2": {m: {"k": int(some.argmin()) + 1, "speedup": speedup(min(some))}
-               for m, some in by_k.items()},
-        "L4": {m: speedup(total(lambda t: greedy(t, group, k_max))) for m, group in groups.items()},
-        "L5": {m: speedup(least[m]) for m in names},
-        "L6": speedup(least["all"]),
-        "L7": speedup(least["free"]),
-        "L9": speedup(total(one_pass)),
+        "seconds": float(seconds["plain"].sum() / rows),
+        "censored": censored,
     }
+    for by in AVERAGES:
+        s = {rung: speedup(by, tokens, seconds["plain"], own) for rung, own in seconds.items()}
+        best = {m: max(range(1, k_max + 1), key=lambda k: s["L2", m, k]) for m in names}
+        out[by] = {
+            "L2": {m: {"k": k, "speedup": s["L2", m, k]} for m, k in best.items()},
+            "L4": {m: s["L4", m] for m in censored},
+            "L5": {m: s["L5", m] for m in names},
+            "L6": s["L5", "all"],
+            "L7": s["L7"],
+            "L9": s["L9"],
+        }
+    return out
 
 
 def compared(traces, cost):
@@ -384,12 +316,80 @@ def by_workload(traces):
     return out
 
 
-def cells(traces, cost):
+def cells(traces, cost, batches=BATCHES, k_max=None, bar=None):
     """The ladder of every workload at every batch size, a dict each, for batches of copies as in the
     paper."""
     out = []
     for workload, some in by_workload(traces).items():
-        for rows in BATCHES:
+        for rows in batches:
             about = {"workload": workload, "batch": rows, "kind": "copies"}
-            out.append(about | ladder(some, cost, rows))
+            out.append(about | ladder(some, cost, rows, k_max, bar))
     return out
+
+
+# -- rounds that are known: what a batch of different requests costs --------------------------------
+
+class Round(NamedTuple):
+    """When `position` output tokens exist, drafter `name` (None: no drafter) proposes `proposed`; `emitted`
+    are gained."""
+    position: int
+    name: str | None
+    proposed: int
+    emitted: int
+
+
+def autoregressive(trace):
+    """No drafts at all: the baseline."""
+    return [Round(i, None, 0, 1) for i in range(1, trace.n_out)]
+
+
+def fixed(trace, name, k):
+    """k drafts every round, or as many as the drafter has and the output has room for (one is left to the
+    bonus)."""
+    offered = trace.offered.get(name)
+    plan = []
+    i = 1
+    while i < trace.n_out:
+        room = min(k, trace.n_out - i - 1)
+        proposed = room if offered is None else min(room, int(offered[i]))
+        emitted = min(int(trace.accept[name][i]), proposed + 1)
+        plan.append(Round(i, name if room else None, proposed, emitted))
+        i += emitted
+    return plan
+
+
+def replay(plans, traces, cost, batch):
+    """Seconds that an engine needs for different requests that share forwards: up to `batch` requests at
+    once, the next one enters when one is done, and every iteration is one round of each that is there.
+    plans[i] are the rounds of traces[i]."""
+    waiting = [i for i, plan in enumerate(plans) if plan]
+    active = []
+    done = [0] * len(plans)                      # rounds of each request so far
+    steps = []
+    drafts = {}
+    while waiting or active:
+        while waiting and len(active) < batch:
+            active.append(waiting.pop(0))
+        now = {i: plans[i][done[i]] for i in active}
+        kv = {i: traces[i].prompt_len + r.position for i, r in now.items()}
+
+        # One forward of the target for all ..
+        steps.append((sum(kv.values()), len(now) + sum(r.proposed for r in now.values()), len(now)))
+
+        # .. and one call of every drafter that somebody asks, as deep as the deepest of its rows.
+        for name in sorted({r.name for r in now.values()} - {None}):
+            own = [i for i in now if now[i].name == name]
+            deepest_row = max(now[i].proposed for i in own)
+            drafts.setdefault(name, []).append((sum(kv[i] for i in own), deepest_row, len(own)))
+        for i in active:
+            done[i] += 1
+        active = [i for i in active if done[i] < len(plans[i])]
+
+    # Price what was collected.
+    total = sum(float(cost.prefill(t.prompt_len)) for t in traces)
+    kv, queries, rows = np.array(steps, float).reshape(-1, 3).T
+    total += np.sum(cost.step(kv, queries, rows))
+    for name, calls in drafts.items():
+        kv, proposed, rows = np.array(calls, float).T
+        total += np.sum(cost.draft(name, kv, proposed, rows))
+    return float(total)

@@ -24,6 +24,7 @@ import struct
 import sys
 import tempfile
 import time
+import traceback
 from unittest import mock
 
 from conftest import ROOT, save_toy_target  # before torch: it tunes the allocator
@@ -105,46 +106,56 @@ def template(folder, runs=True):
     assert not runs or run(folder, "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:], "--tokens", "2e3", "--save-every", "1"])[0] == 0
 
 
-def run(folder, name, argv, show=False, drawing=False):
-    """A script in a fork of this process: (exit code, or "hang" or "killed", seconds of a processor, what it printed)."""
-    output = os.path.join(folder, ".output")
+def forked(folder, name, argv, main, output):
+    """A fork of this process that runs main() in `folder` as the script of this name; returns its process id. output: the file
+    that takes what it prints; None: it prints here."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if (pid := os.fork()) == 0:
-        code = 1
-        try:
-            os.setsid()
-            signal.alarm(WAIT)
-            resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            if not show:
-                out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-                os.dup2(out, 1), os.dup2(out, 2)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.chdir(folder)
-            os.environ.pop("MINISPEC_DATA", None)
-            if not drawing:
-                sys.modules["matplotlib"] = None
-            sys.argv = [name + ".py", *argv]
-            runpy.run_path(os.path.join(folder, name + ".py"), run_name="__main__")
-            code = 0
-        except SystemExit as e:
-            code = e.code if isinstance(e.code, int) else int(e.code is not None)
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        if output:
+            out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(out, 1), os.dup2(out, 2)
+        os.chdir(folder)
+        os.environ.pop("MINISPEC_DATA", None)
+        sys.argv = [name + ".py", *argv]
+        main()
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else int(e.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def run(folder, name, argv, show=False, drawing=False):
+    """A script in a fork of this process: (exit code, or "hang" or "killed", seconds of a processor, what it printed)."""
+    def main():
+        os.setsid()
+        signal.alarm(WAIT)
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        if not drawing:
+            sys.modules["matplotlib"] = None
+        runpy.run_path(os.path.join(folder, name + ".py"), run_name="__main__")
+
+    output = None if show else os.path.join(folder, ".output")
+    pid = forked(folder, name, argv, main, output)
     _, status, used = os.wait4(pid, 0)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(status)
     text = ""
-    if not show:
+    if output:
         with open(output, encoding="utf-8", errors="replace") as f:
             text = f.read()
         os.remove(output)
@@ -176,7 +187,7 @@ def command_line(rng, known):
     name = rng.choices(list(SCRIPTS), (10, 4, 2, 2, 2, 2))[0]
     argv = list(SMALL[name])
     if name == "bench":
-        argv = rng.choice([["bounds", "--quick", "--traces", "traces.jsonl", "--cost", "costs.json"], ["bounds", "--quick"], ["report"], ["prism_arms", "--quick"], ["nonsense"]])
+        argv = rng.choice([["bounds", "--traces", "traces.jsonl", "--cost", "costs.json"], ["bounds", "--quick"], ["report"], ["prism_arms", "--quick"], ["nonsense"]])
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
         option, values, n = rng.choice(known[name])
         nasty = [v for v in NASTY if option not in LONG or v not in ("1e300", "99999999999999999999")]
@@ -193,8 +204,8 @@ DECODE = ["--model", "checkpoints/target", "--max-new-tokens", "6", "--prompt", 
 FILES = [   # (weight, file, script, arguments that read it)
     (10, "prompts.jsonl", "decode", ["--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--batch", "4"]),
     (6, "many.jsonl", "train_prism", ["--prompt-file", "many.jsonl", *SMALL["train_prism"]]),
-    (8, "traces.jsonl", "bench", ["bounds", "--quick", "--traces", "traces.jsonl", "--cost", "costs.json"]),
-    (8, "costs.json", "bench", ["bounds", "--quick", "--traces", "traces.jsonl", "--cost", "costs.json"]),
+    (8, "traces.jsonl", "bench", ["bounds", "--traces", "traces.jsonl", "--cost", "costs.json"]),
+    (8, "costs.json", "bench", ["bounds", "--traces", "traces.jsonl", "--cost", "costs.json"]),
     (4, "costs.json", "decode", ["--method", "adaptive", "--cost", "costs.json", *DECODE]),
     (8, "checkpoints/target/config.json", "decode", DECODE),
     (6, "checkpoints/target/model.safetensors", "decode", ["--method", "specgen", *DECODE]),

@@ -8,7 +8,7 @@ and killed a random time after its start, early or late. Whatever it left must b
 results that were there stay as they were. In the end weights and logs equal those of a run that nobody disturbed.
 """
 import argparse
-import contextlib
+import dataclasses
 import functools
 import glob
 import json
@@ -19,7 +19,6 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
 
 import fuzz  # before torch: it tunes the allocator
 import torch
@@ -41,32 +40,16 @@ CASES = {
 
 def start(folder, name):
     """A fork that runs the script in `folder`; returns its process id."""
-    sys.stdout.flush()
-    if (pid := os.fork()) == 0:
-        code = 1
-        try:
-            out = os.open(os.path.join(folder, ".output"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(out, 1), os.dup2(out, 2)
-            os.chdir(folder)
-            os.environ.pop("MINISPEC_DATA", None)
-            sys.modules["matplotlib"] = None
-            sys.argv = [name + ".py", *CASES[name]]
-            if name == "bench":                              # its studies, but a few prompts, methods and short answers
-                results.ROOT, results.FOLDER, bench.CHECKPOINTS = folder, os.path.join(folder, "results"), os.path.join(folder, "checkpoints")
-                run.NEW, tasks.FAMILIES = 8, ("revise", "arith")
-                measure.cost_table = functools.partial(measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
-                methods.ready = lambda settings: ["ngram", "specgen"]
-            script.run_main(fuzz.SCRIPTS[name].main)
-            code = 0
-        except SystemExit as e:
-            code = e.code
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-            os._exit(code)
-    return pid
+    def main():
+        sys.modules["matplotlib"] = None
+        if name == "bench":                              # its studies, but a few prompts, methods and short answers
+            results.ROOT, results.FOLDER, bench.CHECKPOINTS = folder, os.path.join(folder, "results"), os.path.join(folder, "checkpoints")
+            run.LONG, tasks.FAMILIES = dataclasses.replace(run.LONG, new=8), ("revise", "arith")
+            measure.cost_table = functools.partial(measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
+            methods.ready = lambda settings: ["ngram", "specgen"]
+        script.run_main(fuzz.SCRIPTS[name].main)
+
+    return fuzz.forked(folder, name, CASES[name], main, os.path.join(folder, ".output"))
 
 
 def finished(folder, name):

@@ -3,19 +3,23 @@ import gc
 import glob
 import json
 import os
+import re
+import subprocess
 import sys
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import outcome, run_script, toy_model
+from conftest import ROOT, outcome, run_script, toy_model
 
 import bench
 from minispec import cdlm
-from minispec.bounds import CostTable
+from minispec.bounds import AVERAGES, CostTable
 from minispec.tools import checkpoints
 from minispec.data import tasks, traces
-from minispec.studies import figures, gpu, ladder, measure, results, run, specgen, tables_bounds
+from minispec.studies import figures, gpu, ladder, measure, own_files, results, run, specgen, workloads
 from minispec.tools import methods
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.requests import Request
@@ -36,8 +40,8 @@ def files(tmp_path):
     return tmp_path
 
 
-def command(files):
-    return outcome(bench, "bounds", "--quick", "--traces", files / "t.jsonl", "--cost", files / "c.json")
+def command(files, *more):
+    return outcome(own_files, "bounds", "--traces", files / "t.jsonl", "--cost", files / "c.json", *more)
 
 
 def test_bounds_from_two_files_prints_the_ladder(files):
@@ -55,11 +59,62 @@ def test_a_bad_file_is_one_line_with_file_and_line(files):
         f.write('\n{"id": "x", "prompt_len": 1, "n_out": 2, "accept": {"ngram": [0, 9], "draft": [0, 1]}}')
     r = command(files)
     assert r.returncode == 2 and r.stdout == "" and r.stderr.count("\n") == 1
-    assert r.stderr.startswith("bench.py: ") and "t.jsonl:5: accept.ngram[1]" in r.stderr
+    assert "t.jsonl:5: accept.ngram[1]" in r.stderr
 
 
 def bounds(files):
-    return bench.bounds(methods.settings(traces=str(files / "t.jsonl"), cost=str(files / "c.json")), None, None)
+    return own_files.main(["bounds", "--traces", str(files / "t.jsonl"), "--cost", str(files / "c.json")])
+
+
+def test_what_was_asked_is_said_first_and_all_of_it_is_in_the_json(files):
+    """Averages, drafters, prices, k_max, requests and the censored share; batches and k_max as asked for; figures or a line on how to get them."""
+    r = command(files, "--batches", "2,9", "--k-max", "2", "--json", files / "o.json")
+    assert r.returncode == 0, r.stderr
+    head = r.stdout.split("\n\n")[0]
+    for said in ("4 requests, 24 positions", "c.json", "ngram, draft; rounds of at most 2 drafts", "total time / mean rate", "ngram 0 %, draft 0 %"):
+        assert said in head
+    out = json.loads((files / "o.json").read_text())
+    assert {(c["batch"], c["k_max"]) for c in out["cells"]} == {(2, 2), (9, 2)} and set(AVERAGES) <= set(out["cells"][0])
+    drawn = sorted(f for f in os.listdir(files) if f.endswith(".svg"))
+    assert drawn == ["o_bounds_batch.svg", "o_bounds_waterfall.svg", "o_bounds_winners.svg"] or "pip install matplotlib" in r.stdout
+    assert "100%" in r.stderr                                                # the bar has counted all positions
+
+
+@pytest.mark.parametrize("flag, value", [("--batches", "1,0"), ("--batches", "two"), ("--k-max", "0"), ("--json", "t.jsonl")])
+def test_settings_out_of_range_are_one_line(files, flag, value):
+    r = command(files, flag, files / value if flag == "--json" else value)
+    assert r.returncode == 2 and r.stderr.count("\n") == 1 and flag[2:] in r.stderr.replace("cannot write", "json")
+
+
+def test_bounds_of_own_files_need_no_torch(files):
+    """bench.py itself, where importing torch fails; an error is one line there, too."""
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    for name, rc in (("t.jsonl", 0), ("missing", 2)):
+        r = subprocess.run([sys.executable, "-c", code, os.path.join(ROOT, "bench.py"), "bounds", "--traces", files / name, "--cost", files / "c.json"],
+                           cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert r.returncode == rc, r.stderr
+        assert "L5 / L6 optimum" in r.stdout if rc == 0 else r.stderr.startswith("bench.py: cannot read") and r.stderr.count("\n") == 1
+
+
+def test_the_recipe_of_the_lesson_makes_traces_of_an_engines_logs(tmp_path):
+    """Two logs of vLLM's acceptance branch, as docs/bounds.md assumes them; the recipe is run as it is printed there."""
+    def log(name, lengths, ids):
+        rows = [{"id": f"cmpl-{i}", "acc": {"acc_len": a, "acc_prob": [], "acc_entropy": []}, "prompt_token_ids": [1] * 30, "generated_token_ids": ids[i]}
+                for i, a in enumerate(lengths)]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+    log("n.jsonl", [[1, 21, 3, 9], [1, 1], [1, 2]], [[5, 6, 7, 8], [5, 6], [5, 6]])
+    log("e.jsonl", [[1, 2, 1, 1], [1, 2], [1, 1]], [[5, 6, 7, 8], [5, 9], [5, 6]])
+    with open(os.path.join(ROOT, "docs", "bounds.md"), encoding="utf-8") as f:
+        recipe = re.search(r"```python\n(import json.*?)```", f.read(), re.S)[1]
+    assert recipe.count("\n") <= 20
+    r = subprocess.run([sys.executable, "-c", recipe, "ngram=n.jsonl", "eagle3=e.jsonl"], cwd=tmp_path, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr
+    (tmp_path / "t.jsonl").write_text(r.stdout)
+    some = traces.read_traces(tmp_path / "t.jsonl")
+    assert [t.id for t in some] == ["cmpl-0", "cmpl-2"] and "cmpl-1" in r.stderr          # its two outputs differ
+    assert some[0].prompt_len == 30 and some[0].accept["ngram"].tolist() == [1, 3, 2, 1] and some[0].censored["ngram"].tolist() == [False, True, False, False]
+    assert own_files.main(["bounds", "--traces", str(tmp_path / "t.jsonl"), "--cost", results.path("costs_h100.json")]) is None
 
 
 BAD = {"no traces": (lambda d: os.remove(d / "t.jsonl"), "cannot read .*t.jsonl"), "no costs": (lambda d: os.remove(d / "c.json"), "cannot read .*c.json"),
@@ -77,7 +132,7 @@ def test_bad_files_are_named(what, files):
     assert "\n" not in str(e.value)
 
 
-NOT_TABLES = ("costs", "kernels")         # a cost table, and what compiled kernels take
+NOT_TABLES = ("costs", "costs_h100", "kernels")         # cost tables, and what compiled kernels take
 
 
 @pytest.mark.parametrize("name", [n for f in sorted(glob.glob(results.path("*.json"))) if (n := os.path.basename(f)[:-5]) not in NOT_TABLES])
@@ -94,9 +149,9 @@ def measured(tmp_path_factory):
     folder, patch = tmp_path_factory.mktemp("results"), pytest.MonkeyPatch()
     tokenizer = Tokenizer.load(TARGET)
     model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
-    args = methods.settings(quick=True, cost=str(folder / "costs.json"), traces=None, data=None, workload=None, max_new_tokens=None, draft_model=str(folder / "none"))
+    args = methods.settings(quick=True, cost=str(folder / "costs.json"), long=False, data=None, workload=None, max_new_tokens=None, draft_model=str(folder / "none"))
     patch.setattr(results, "FOLDER", str(folder))
-    patch.setattr(run, "NEW", 12)
+    patch.setattr(run, "LONG", replace(run.LONG, new=12, traced=4))
     patch.setattr(tasks, "FAMILIES", ("revise",))
     patch.setattr(results, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost))
@@ -106,7 +161,6 @@ def measured(tmp_path_factory):
     out = {"profile": run.profile(args, model, tokenizer)}
     write_json(args.cost, out["profile"]["table"])
     args.quick = False                                        # writes the traces
-    patch.setattr(run, "family_requests", lambda *_, full=run.family_requests: full(tokenizer, model, 4))
     out["trace"] = run.trace(args, model, tokenizer)
     out["run"] = run.run(args, model, tokenizer)
     args.quick = True
@@ -123,7 +177,7 @@ def test_the_studies_fit_together(measured):
     cells = out["bounds"]["cells"]
     assert [(c["workload"], c["batch"], c["kind"]) for c in cells] == [("revise", b, "different") for b in (1, 4, 16)] + [("revise", 16, "copies")] + [("mixed", b, "different") for b in (1, 4, 16)]
     for c in cells:
-        assert set(c["L0"]) == {"ar", "ngram", "adaptive"} and set(c["L1"]) == set(c["error"]) == {"ar", "ngram", "adaptive"}
+        assert all(set(c[by]["L0"]) == {"ar", "ngram", "adaptive"} for by in AVERAGES) and all(c["mean rate"]["L0"].values()) and set(c["L1"]) == set(c["error"]) == {"ar", "ngram", "adaptive"}
         assert all(recorded == replayed for replayed, recorded in c["rounds"].values())
     rows = out["run"]["rows"]
     assert all(r["identical"] == (r["prompts"] if r["method"] in methods.METHODS else None) for r in rows)
@@ -140,51 +194,31 @@ def test_new_tables_and_figures_come_from_files(measured, tmp_path):
         assert text.startswith("| ") and "nan" not in text
     assert "share of the gap" in bench.render("bounds", out["bounds"])
     pytest.importorskip("matplotlib")
-    figures.draw(str(folder), str(tmp_path))
+    figures.draw(str(folder), f"{tmp_path}/")
     drawn = [os.path.basename(f) for f in glob.glob(str(tmp_path / "*.svg"))]
     assert set(drawn) == {f + ".svg" for study in ("traces", "bounds") for f in figures.FIGURES[study]}
 
 
 def test_figures_of_what_is_stored(tmp_path):
     pytest.importorskip("matplotlib")
-    figures.draw(results.FOLDER, str(tmp_path))
+    figures.draw(results.FOLDER, f"{tmp_path}/")
     want = [f for study, some in figures.FIGURES.items() if os.path.exists(os.path.join(results.FOLDER, figures.source(study))) for f in some]
     assert sorted(os.listdir(tmp_path)) == sorted(f + ".svg" for f in want)
-
-
-def test_one_table_of_everything(measured):
-    folder, out = measured
-    lines = tables_bounds.whole_table(str(folder)).split("\n")
-    assert len(lines) == 2 + len(out["run"]["rows"]) and len({line.count("|") for line in lines}) == 1
-    cell = next(c for c in out["bounds"]["cells"] if c["workload"] == "mixed")
-    assert f"| {cell['L1']['adaptive']:.2f} | {cell['L6']:.2f} | " in next(line for line in lines if line.startswith("| mixed") and "| adaptive |" in line)
-
-
-def test_answers_of_diffusion_models_are_their_own_in_that_table(tmp_path):
-    """Lossless methods solve what ar solves; a diffusion model what it solved at the threshold that `run` used, which comes first."""
-    row = {"workload": "trace", "batch": 1, "kind": "different", "tokens_per_second": 1.0, "speedup": 1.0, "tau": 1.0, "acceptance": None, "identical": None, "prompts": 1}
-    diffusion = [{"decoder": "ar", "by_family": {"trace": 1.0}}, {"decoder": "teacher", "by_family": {"trace": 0.5}},
-                 {"decoder": "student", "by_family": {"trace": 0.25}}, {"decoder": "student", "by_family": {"trace": 0.0}}]
-    for name, result in {"run": {"rows": [{**row, "method": m} for m in ("ar", "ngram", "dlm", "cdlm")]}, "accuracy": {"families": {"trace": {"accuracy": 0.9}}},
-                         "cdlm_accuracy": {"rows": diffusion}}.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"result": result}))
-    lines = tables_bounds.whole_table(str(tmp_path)).split("\n")[2:]
-    assert [line.split(" | ")[-1] for line in lines] == ["90 % |", "90 % |", "50 % |", "25 % |"]
 
 
 def test_profile_says_what_was_accepted_of_drafters_that_are_asked(measured, monkeypatch):
     """The target itself is always right; what is said of it goes the way from the model to the file's format."""
     tokenizer = Tokenizer.load(TARGET)
     model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
-    monkeypatch.setattr(run, "NEW", 12)
+    monkeypatch.setattr(run, "LONG", replace(run.LONG, new=12))
     monkeypatch.setattr(methods, "chain_drafters", lambda *_: {"ngram": NGram(), "draft": SmallLM(model, model)})
     monkeypatch.setattr(measure, "cost_table", lambda *_, **__: (dict(measured[1]["profile"]["table"]), 0.0))
-    table = run.profile(methods.settings(quick=True), model, tokenizer)["table"]
+    table = run.profile(methods.settings(quick=True, long=False, data=None), model, tokenizer)["table"]
     assert table["accept"] == {"draft": 1.0} and CostTable(table).accept == {"draft": 1.0}
 
 
 def test_the_middle_run_is_reported():
-    a, b, c = (run.Timed(seconds, {}, [], None, 1.0) for seconds in (1.0, 2.0, 3.0))
+    a, b, c = (run.Timed(seconds, {}, [], None, 1.0, 1.0) for seconds in (1.0, 2.0, 3.0))
     assert run.middle([c, a, b]) is b and run.middle([b, a]) is a
 
 
@@ -219,7 +253,7 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
 
 
 def test_gap_is_left_out_where_there_is_none():
-    cell = {"seconds": 1.0, "L5": {"ngram": 1.0}, "L6": 1.0}
+    cell = {"seconds": 1.0, "total time": {"L5": {"ngram": 1.0}, "L6": 1.0}}
     rows = [{"method": m, "batch": 1, "kind": "different", "seconds": 1.0, "rounds": 6, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
     t = traces.Trace("a", 10, 2, {"ngram": [0, 1]})
     assert "gap" not in ladder.observed(rows, [t], CostTable(COSTS), cell)
@@ -338,7 +372,8 @@ def test_bounds_of_own_files_write_nothing(files, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", str(tmp_path / "results"))
     for writer in (bench.results, "write"), (bench, "report"), (bench.figures, "draw"):
         monkeypatch.setattr(*writer, lambda *_: pytest.fail("written"))
-    run_script(bench, "bounds", "--traces", files / "t.jsonl", "--cost", files / "c.json")
+    bounds(files)
+    assert sorted(os.listdir(files)) == ["c.json", "t.jsonl"]
 
 
 def test_methods_are_compared_in_one_table_of_one_request_at_a_time():
@@ -346,12 +381,75 @@ def test_methods_are_compared_in_one_table_of_one_request_at_a_time():
     def row(workload, method, speedup, batch=1, **more):
         return {"workload": workload, "batch": batch, "method": method, "tokens_per_second": 100 * speedup, "speedup": speedup, "tau": 2.0, "identical": 3, "prompts": 4, **more}
 
-    rows = [row("trace", "ar", 1.0), row("trace", "ngram", 1.2, speedup_range=[1.1, 1.3]), row("arith", "ar", 1.0), row("arith", "ngram", 1.6), row("arith", "ngram", 9.0, 4),
+    rows = [row("trace", "ar", 1.0), row("trace", "ngram", 1.2, rate_speedup=1.3), row("arith", "ar", 1.0), row("arith", "ngram", 1.6), row("arith", "ngram", 9.0, 4),
             row("gsm8k", "ar", 1.0), row("gsm8k", "ngram", 3.0), row("trace", "dlm", 0.2, identical=None)]
-    assert bench.render("methods", {"rows": rows}).split("\n")[2:] == [
-        "| ar | 1.00 | 1, 100 tokens/s | 1, 100 tokens/s | 1, 100 tokens/s | 9 of 12 |",
-        "| ngram | 1.40 | 1.20 (1.10-1.30), tau 2.0 | 1.60, tau 2.0 | 3.00, tau 2.0 | 9 of 12 |",
-        "| dlm | 0.20 | 0.20, tau 2.0 |  |  | own answers |"]
+    assert bench.render("methods", {"rows": rows}).split("\n") == [
+        "| method | mean of the families | trace | arith | gsm8k | identical to ar |", "| --- | --- | --- | --- | --- | --- |",
+        "| ar | 1.00 | 1, 100 tokens/s | 1, 100 tokens/s | 1, 100 tokens/s | 9 of 12 |", "| ngram | 1.40 | 1.20 / 1.30, tau 2.0 | 1.60, tau 2.0 | 3.00, tau 2.0 | 9 of 12 |"]
+
+
+class Slow:
+    """An engine of two at once whose requests end after 1, 2 and 5 seconds of its own clock."""
+    batch_size = 2
+
+    def __init__(self):
+        self.seconds = {"verify": 0.0, "other": 0.0}
+
+    def stream(self, requests):
+        for r, at in zip([requests[1], requests[0], requests[2]], (1.0, 2.0, 5.0)):
+            self.seconds["verify"] = at
+            r.generation.token_ids += [1] * 6
+            yield r, [1] * 6
+
+
+def test_a_requests_rate_counts_from_its_entry():
+    """The third one enters when the first one leaves, after one second; it has six tokens in four seconds."""
+    generations, rate = run.timed_answers(Slow(), [Request([1], 6) for _ in range(3)])
+    assert rate == pytest.approx((6 / 2 + 6 / 1 + 6 / 4) / 3) and len(generations) == 3
+
+
+def test_a_real_model_gets_real_prompts(tmp_path):
+    """Spec-Bench's blocks, HumanEval and rewriting tasks of a data folder; without one, what ships. Workloads in turn, no problem twice."""
+    def put(name, rows):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(rows))
+
+    put("spec_bench/question.jsonl", [{"question_id": i, "category": c, "turns": [f"{c} {i}"]} for i in range(3) for c in ("writing", "qa")])
+    put("humaneval/HumanEval.jsonl", [{"prompt": f"def f{i}():", "test": "", "entry_point": "f"} for i in range(3)])
+    put("instruct/instruction-data.json", [{"instruction": "Rewrite it in the passive.", "input": "He ate.", "output": "x"}, {"instruction": "Rewrite it.", "input": "", "output": "x"},
+                                           {"instruction": "Name a bird.", "input": "now", "output": "x"}])
+    real = SimpleNamespace(ours=False)
+    some = workloads.in_turn(workloads.problems_of(real, 2, str(tmp_path)))
+    assert list(some) == ["mt_bench/0", "qa/0", "humaneval/0", "edit/0", "mt_bench/1", "qa/1", "humaneval/1"]
+    assert some["edit/0"].prompt == "Rewrite it in the passive.\n\nHe ate.\n"
+    shipped, later = workloads.problems_of(real, 2), workloads.problems_of(real, 2, first=2)
+    assert list(shipped) == ["questions", "story", "edit"] and all(len(own) == 2 for own in shipped.values())
+    prompts_ = [p.prompt for own in (*shipped.values(), *later.values()) for p in own]
+    assert len(set(prompts_)) == 12
+
+
+def test_results_of_another_target_have_their_own_folder(monkeypatch, tmp_path):
+    """Where no study is named, a real model that is installed is the target; its tables are marked with its name on a page."""
+    def chosen(*argv, packaged=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["bench.py", *argv])
+            patch.setattr(results, "FOLDER", "results")
+            patch.setattr(bench.gguf_file, "packaged", lambda name: packaged)
+            args = bench.parser().parse_args()
+            bench.choose_target(args)
+            return args.model, results.FOLDER, args.cost
+
+    assert chosen() == ("smollm2", "results/smollm2", "results/smollm2/costs.json")
+    assert chosen("--cost", "c.json") == ("smollm2", "results/smollm2", "c.json")
+    assert chosen("run") == chosen(packaged=False) == (methods.SHIPPED, "results", "results/costs.json")
+    assert chosen("run", "--model", "models/mine.gguf")[:2] == ("models/mine.gguf", "results/mine")
+    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
+    (tmp_path / "smollm2").mkdir()
+    about = {"device": "d", "torch": "t", "date": "x", "seconds": 60, "command": "c"}
+    (tmp_path / "smollm2" / "specdiff_budgets.json").write_text(json.dumps({**about, "result": {"table": "| a |\n| --- |\n| 1 |"}}))
+    (tmp_path / "page.md").write_text("<!-- results:smollm2/specdiff_budgets -->\n<!-- end -->\n")
+    bench.report(str(tmp_path / "page.md"))
+    assert "| 1 |" in (tmp_path / "page.md").read_text()
 
 
 def test_a_table_of_a_study_that_is_gone_says_so(tmp_path, monkeypatch):

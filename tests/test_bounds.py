@@ -14,11 +14,11 @@ import torch
 from conftest import ROOT, toy_model
 
 from minispec import bounds
-from minispec.bounds import CostTable, Round, autoregressive, charges, deepest, fixed, greedy, one_pass, replay, time_of
+from minispec.bounds import AVERAGES, CostTable, Round, autoregressive, deepest, fixed, replay
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
-from minispec.data.traces import Trace, read_traces, write_traces
+from minispec.data.traces import Trace, read_costs, read_traces, write_traces
 from minispec.studies import ladder, tables_bounds
 from minispec.core.verify import greedy_chain
 
@@ -30,20 +30,113 @@ def linear(**coefficients):
     return {"kind": "linear", **coefficients}
 
 
-# Llama-3.1-8B on one H100, the constants of the paper's simulator (fitted by its authors at k = 3). Its draft price counts
-# 1 + j tokens, hence one more step in the base.
-PUBLISHED = {
-    "verify": linear(base=5.88590713e-3, token=2.10103129e-5, kv=3.92645679e-8),
-    "draft": {"ngram": {"kind": "share", "of_verify": 0.005875},
-              "eagle3": linear(base=2.13526175e-3 + 8.41429603e-7, step=8.41429603e-7, kv=2.37768493e-9)},
-    "overhead": linear(base=1.20683946e-3),
-}
+# Llama-3.1-8B on one H100, the constants of the paper's simulator.
+PUBLISHED = read_costs(os.path.join(ROOT, "results", "costs_h100.json"))
 H100 = CostTable(PUBLISHED)
+
+
+# -- the reference: one request after the other, by plans (lists of rounds) ------------------------------------------------
+
+def greedy(trace, names, k_max):
+    """L4: at every position the drafter with the longest accept (the first of equals) proposes exactly what
+    will be accepted, k_max tokens at most. As in the paper it is charged even where it proposes nothing. NOT
+    a bound: see the module's docstring."""
+    plan = []
+    i = 1
+    while i < trace.n_out:
+        name = max(names, key=lambda m: trace.accept[m][i])
+        emitted = min(int(trace.accept[name][i]), k_max + 1)
+        plan.append(Round(i, name, emitted - 1, emitted))
+        i += emitted
+    return plan
+
+
+def one_pass(trace):
+    """L9: the whole output known in advance and verified in one forward."""
+    return [Round(1, None, trace.n_out - 2, trace.n_out - 1)] if trace.n_out > 1 else []
+
+
+def time_of(plan, trace, cost, rows=1):
+    """Seconds that a plan costs `rows` copies of the request in lock-step, prefill included (paper: T_step
+    summed over steps)."""
+    position = np.array([r.position for r in plan], int)
+    proposed = np.array([r.proposed for r in plan], int)
+    names = np.array([r.name for r in plan], object)
+    kv = rows * (trace.prompt_len + position)
+
+    # Every round is one forward of the target ..
+    total = cost.prefill(trace.prompt_len, rows) + np.sum(cost.step(kv, rows * (1 + proposed), rows))
+
+    # .. and a drafter is charged for its own rounds.
+    for name in sorted(set(names) - {None}):
+        own = names == name
+        total += np.sum(cost.draft(name, kv[own], proposed[own], rows))
+    return float(total)
+
+
+def charges(trace, cost, names, rows, k_max):
+    """What every possible round costs: (step, {name: step and drafting}), arrays (N, k_max + 1) of seconds
+    by position and number of drafts."""
+    kv = rows * (trace.prompt_len + np.arange(trace.n_out)[:, None])                     # (N, 1)
+    drafts = np.arange(k_max + 1)                                                        # (K + 1,)
+    step = cost.step(kv, rows * (1 + drafts), rows) + np.zeros((trace.n_out, k_max + 1))
+    return step, {m: step + cost.draft(m, kv, drafts, rows) for m in names}
+
+
+def best_plan(trace, step, charged):
+    """L5 (one drafter), L6 (several), L7 (drafters that cost no more than `step`): the plan of least time, by
+    dynamic programming from the end. step, charged: as `charges` returns them. Returns (seconds without
+    prefill, plan).
+
+    Every round may draft nothing, at no draft cost, or let any drafter propose 1 .. k_max tokens, also more
+    than will be accepted: with a measured table that can be cheaper. Exact if what is accepted does not
+    depend on where earlier rounds began.
+
+        V[i] = min( step(0) + V[i + 1],
+                    min over m, j of  step(j) + draft_m(j) + V[i + min(j + 1, accept_m[i])] )
+    """
+    n, names = trace.n_out, list(charged)
+    drafts = np.arange(step.shape[1])
+    accept = np.stack([trace.accept[m] for m in names], 1)                               # (N, M)
+
+    # 1. Where every round would land, and what it costs: (N, M, K + 1).
+    position = np.arange(n)[:, None, None]
+    landing = position + np.minimum(drafts + 1, accept[..., None])
+    times = np.stack(list(charged.values()), 1)
+    times[..., 0] = step[:, :1]                          # no drafts, nobody is asked
+    # A round of j drafts has room for j + 1 tokens, one of them the bonus.
+    times = np.where((drafts > 0) & (position + drafts + 1 > n), np.inf, times)
+
+    # 2. From the end, the best round at every position.
+    value = np.zeros(n + 1)                              # least time from here on
+    choice = np.zeros(n, int)
+    for i in range(n - 1, 0, -1):
+        options = (times[i] + value[landing[i]]).ravel()
+        choice[i] = options.argmin()
+        value[i] = options[choice[i]]
+
+    # 3. From the first token on, follow the choices.
+    plan = []
+    i = 1
+    while i < n:
+        m, proposed = divmod(int(choice[i]), len(drafts))
+        emitted = int(landing[i, m, proposed]) - i
+        plan.append(Round(i, names[m] if proposed else None, proposed, emitted))
+        i += emitted
+    return value[1], plan
 
 
 def optimum(trace, cost, names, rows=1, k_max=None):
     """The plan of least price for one request."""
-    return bounds.optimum(trace, *charges(trace, cost, names, rows, k_max or deepest([trace], names)))[1]
+    return best_plan(trace, *charges(trace, cost, names, rows, k_max or deepest([trace], names)))[1]
+
+
+def rungs(*args, **more):
+    """The rungs by total time."""
+    return bounds.ladder(*args, **more)["total time"]
+
+
+# -- traces and prices -----------------------------------------------------------------------------------------------------
 
 
 def perfect(trace, name, k_max):
@@ -163,9 +256,9 @@ def test_s01_nothing_accepted_means_no_speedup():
     t = trace_of(a=[1] * 30, b=[1] * 30)
     table = PUBLISHED | {"draft": {"a": linear(), "b": linear()}}
     for rows in (1, 16):
-        out = bounds.ladder([t], CostTable(table), rows)
+        out = rungs([t], CostTable(table), rows)
         assert out["L4"] == {"a": even, "b": even, "all": even} and out["L5"] == {"a": even, "b": even} and out["L6"] == out["L7"] == even
-        paid = bounds.ladder([t], CostTable(table | {"draft": {"a": linear(base=1e-3), "b": linear()}}), rows)
+        paid = rungs([t], CostTable(table | {"draft": {"a": linear(base=1e-3), "b": linear()}}), rows)
         assert paid["L4"]["a"] < 0.999 and paid["L5"]["a"] == even            # control: greedy pays for drafts it does not make
 
 
@@ -176,9 +269,9 @@ def test_s02_rungs_are_ordered():
     for _ in range(24):
         some = [random_trace(rng, rng.randint(2, 25)) for _ in range(3)]
         table, rows = random_table(rng), rng.choice([1, 2, 16, 1000])
-        out = bounds.ladder(some, CostTable(table), rows, k_max=rng.choice([None, 2]))
+        out = rungs(some, CostTable(table), rows, k_max=rng.choice([None, 2]))
         slack = 1 + 1e-12
-        alone = bounds.ladder(some[:1], CostTable(table), rows)
+        alone = rungs(some[:1], CostTable(table), rows)
         for m in "ab":
             assert 1 / slack <= out["L5"][m] <= out["L6"] * slack
             assert out["L2"][m]["speedup"] <= out["L5"][m] * slack and out["L4"][m] <= out["L5"][m] * slack
@@ -195,7 +288,7 @@ def test_s02_holds_with_a_noisy_measured_table():
         grid = lambda: noisy_grid(rng, [1, 2, 3, 5, 9], [0, 40, 100])
         cost = CostTable({"verify": grid(), "draft": {"a": grid(), "b": grid()}})
         rows = rng.choice([1, 3, 16])
-        out = bounds.ladder(some, cost, rows)
+        out = rungs(some, cost, rows)
         for m in "ab":
             rising = [out["L2"][m]["speedup"], out["L5"][m], out["L6"], out["L7"]]
             assert all(a <= b + 1e-12 for a, b in zip(rising, rising[1:]))
@@ -372,6 +465,7 @@ def test_s21_results_keep_full_precision():
     t, cost = random_trace(rng, 30), CostTable(random_table(rng))
     out = bounds.ladder([t], cost, 4)
     assert json.loads(json.dumps(out)) == out
+    out = out["mean rate"]
     assert {"L2", "L4", "L5", "L6", "L7", "L9"} <= set(out)                    # L0 and L1 are of those who observed
     leaves = lambda x: [y for v in x.values() for y in leaves(v)] if isinstance(x, dict) else [x]
     speedups = [x for rung in ("L2", "L5", "L6", "L7", "L9") for x in leaves({"": out[rung]}) if isinstance(x, float)]
@@ -439,6 +533,41 @@ def test_as_published_differs_where_the_paper_errs():
     assert [r.name for r in as_published(t, ["ngram"])] == [None] * 4
 
 
+def published_file(rng, n):
+    """Requests in the simulator's own format: acc_len[0] is the prefill's token, acc_len[i] belongs to i output tokens, and may run past the end."""
+    out = []
+    for i in range(n):
+        length = rng.randint(20, 120)
+        lengths = lambda high: {"acc_len": [1, *(rng.randint(1, high) if rng.random() < 0.7 else 1 for _ in range(length - 1))]}
+        out.append({"id": str(i), "prompt_token_ids": [7] * rng.randint(50, 900), "generated_token_ids": [8] * length,
+                    "acc_eagle": lengths(6), "acc_ngram": lengths(21)})
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 32, 128])
+def test_the_published_simulators_figures_come_out_of_our_greedy_rung(rows):
+    """Its file, read one position early as it does: its speed-up is L4 by mean rate, to the last digit that it prints and beyond; by total time the
+    figure is another one. With the right position the optimum is above both, and above the greedy rung."""
+    rng = random.Random(23)
+    early, right = [], []
+    for row in published_file(rng, 12):
+        p, n, acc = len(row["prompt_token_ids"]), len(row["generated_token_ids"]), row["acc_eagle"]["acc_len"]
+        clip = lambda values: [min(a, n - i) for i, a in enumerate(values)]
+        early.append(Trace(row["id"], p, n, {"eagle3": np.array(clip([1, *acc[:-1]]))}))
+        right.append(Trace(row["id"], p, n, {"eagle3": np.array(clip(acc))}))
+    plain = [time_of(autoregressive(t), t, H100, rows) for t in early]
+    oracle = [simulator(Trace(t.id, t.prompt_len, t.n_out, {"eagle3": np.minimum([*t.accept["eagle3"][1:], 1], t.n_out - np.arange(t.n_out))}), ["eagle3"], rows)
+              for t in early]
+    mean = lambda times: np.mean([rows * t.n_out / seconds for t, seconds in zip(early, times)])
+    out = bounds.ladder(early, H100, rows)
+    assert out["mean rate"]["L4"]["eagle3"] == pytest.approx(mean(oracle) / mean(plain), rel=1e-9)
+    assert out["total time"]["L4"]["eagle3"] == pytest.approx(sum(plain) / sum(oracle), rel=1e-9)
+    assert out["total time"]["L4"]["eagle3"] != pytest.approx(out["mean rate"]["L4"]["eagle3"], rel=1e-4)
+    corrected = bounds.ladder(right, H100, rows)
+    for by in AVERAGES:
+        assert corrected[by]["L5"]["eagle3"] >= corrected[by]["L4"]["eagle3"] and corrected[by]["L5"]["eagle3"] > out[by]["L4"]["eagle3"]
+
+
 def test_a_batch_of_different_requests_stays_above_the_bound():
     """With linear costs, 1/B of the lock-step optimum, summed over requests, bounds the time of any batch of at most B
     rows: here continuous batching in which every request follows its own best or some fixed plan."""
@@ -479,32 +608,57 @@ def test_a_price_of_one_point_is_paid_every_round(grid):
     plan = fixed(t, "mtp", 2)
     assert len(plan) == 34 and plan[-1].name is None                           # the last round has no room
     assert time_of(plan, t, cost) == pytest.approx(33 * 9.06e-3 + 6.02e-3) == replay([plan], [t], cost, 1)
-    out = bounds.ladder([t], cost)
+    out = rungs([t], cost)
     want = 100 * 6.02e-3 / (33 * 9.06e-3 + 6.02e-3)                            # the last token needs no drafts
     assert [out["L2"]["mtp"]["speedup"], out["L5"]["mtp"], out["L6"]] == pytest.approx([want] * 3, rel=1e-9)
     one = CostTable({"verify": {"kind": "grid", "rows": [1], "tokens": [1], "kv": [64], "seconds": [[[1.0]]]}, **NO_PREFILL})
     assert time_of(autoregressive(t), t, one) == 100
 
 
-def test_fixed_k_is_looked_up_as_it_is_priced():
-    """L2 is read off the tables of the optimum: the same as pricing every plan, also where a lookup finds less than it is asked for."""
+def test_every_rung_is_what_its_plans_take():
+    """All requests at once give what plans give one by one, by both averages: with outputs of different lengths, lookups that find less than
+    they are asked for, and prices that are not monotone."""
     rng = random.Random(21)
-    some = [random_trace(rng, n) for n in (1, 2, 3, 17, 40)]
-    for t in some[2:]:
-        t.offered["a"] = np.array([rng.randint(accept - 1, 9) for accept in t.accept["a"]])
-    cost = CostTable(random_table(rng))
-    plain = sum(time_of(autoregressive(t), t, cost, 3) for t in some)
-    out = bounds.ladder(some, cost, 3, 7)
-    for m in "ab":
-        want = max((plain / sum(time_of(fixed(t, m, k), t, cost, 3) for t in some), -k) for k in range(1, 8))
-        assert (out["L2"][m]["speedup"], -out["L2"][m]["k"]) == pytest.approx(want, rel=1e-9)
+    for k_max, rows in ((1, 1), (3, 4), (7, 16)):
+        some = [random_trace(rng, n) for n in (17, 1, 2, 40, 3, 40)]
+        for t in some[3:]:
+            t.offered["a"] = np.array([rng.randint(accept - 1, 9) for accept in t.accept["a"]])
+        grid = lambda: noisy_grid(rng, [1, 2, 3, 5, 9], [0, 40, 100])
+        cost = CostTable({"verify": grid(), "draft": {"a": grid(), "b": grid()}})
+        free = CostTable({"verify": cost.table["verify"], "draft": {"a": linear(), "b": linear()}})
+        groups = {"a": "a", "b": "b", "all": "ab"}
+        plans = {("L2", m, k): [fixed(t, m, k) for t in some] for m in "ab" for k in range(1, k_max + 1)}
+        plans |= {("L4", g): [greedy(t, names, k_max) for t in some] for g, names in groups.items()}
+        plans |= {("L5", g): [optimum(t, cost, names, rows, k_max) for t in some] for g, names in groups.items()}
+        plans |= {"plain": [autoregressive(t) for t in some], "L9": [one_pass(t) for t in some]}
+        want = {rung: [time_of(plan, t, cost, rows) for plan, t in zip(own, some)] for rung, own in plans.items()}
+        want["L7"] = [time_of(optimum(t, free, "ab", rows, k_max), t, free, rows) for t in some]
+        got = bounds.rung_seconds(some, cost, ["a", "b"], rows, k_max)
+        assert set(got) == set(want)
+        for rung in want:
+            assert got[rung].tolist() == pytest.approx(want[rung], rel=1e-9), rung
+        out = bounds.ladder(some, cost, rows, k_max)
+        plain, best, n = (np.array(x) for x in (want["plain"], want["L5", "all"], [t.n_out for t in some]))
+        assert out["total time"]["L6"] == pytest.approx(plain.sum() / best.sum()) and out["seconds"] == pytest.approx(plain.sum() / rows)
+        assert out["mean rate"]["L6"] == pytest.approx((n / best).mean() / (n / plain).mean())
+        for by in AVERAGES:
+            for m in "ab":
+                speedups = [bounds.speedup(by, n, plain, np.array(want["L2", m, k])) for k in range(1, k_max + 1)]
+                assert out[by]["L2"][m] == {"k": 1 + int(np.argmax(speedups)), "speedup": pytest.approx(max(speedups))}
+
+
+def test_the_two_averages_differ_where_requests_do():
+    """A request that is never sped up and one that is twice as fast: by total time the long one counts, by mean rate the fast one."""
+    n, plain, seconds = np.array([100, 10]), np.array([100.0, 10.0]), np.array([100.0, 5.0])
+    assert bounds.speedup("total time", n, plain, seconds) == pytest.approx(110 / 105)
+    assert bounds.speedup("mean rate", n, plain, seconds) == pytest.approx(1.5)
 
 
 def test_the_optimum_takes_what_its_plan_takes():
     rng = random.Random(22)
     cost = CostTable(random_table(rng))
     for t in [random_trace(rng, n) for n in (1, 2, 30, 7, 30)]:
-        seconds, plan = bounds.optimum(t, *charges(t, cost, "ab", 2, 4))
+        seconds, plan = best_plan(t, *charges(t, cost, "ab", 2, 4))
         assert seconds == pytest.approx(time_of(plan, t, cost, 2) - cost.prefill(t.prompt_len, 2), rel=1e-9, abs=1e-12)
 
 
@@ -518,12 +672,13 @@ def test_censored_positions_are_counted():
 
 
 def test_a_bound_of_censored_traces_is_marked():
+    rungs = lambda x, k: {"L2": {"a": {"k": k, "speedup": x + 0.25}}, "L4": {"a": 1.0, "all": 1.0}, "L5": {"a": x + 0.5}, "L6": x + 0.75, "L7": x + 1, "L9": x + 2}
     text = lambda share: tables_bounds.ladder_table({
-        "observed": False, "model_error": None, "speedup_error": None,
-        "cells": [{"workload": "w", "batch": 1, "kind": "copies", "L2": {"a": {"k": 2, "speedup": 1.25}}, "L4": {"a": 1.0, "all": 1.0},
-                   "L5": {"a": 1.5}, "L6": 1.75, "L7": 2.0, "L9": 3.0, "censored": {"a": share, "all": share}}]})
-    assert "| w | 1 | 1.25 a, k 2 | 1.50* a | 1.75* | 2.00* | 3.00 | 6 % |" in text(0.06) and "only bounds rounds" in text(0.06)
-    assert "| w | 1 | 1.25 a, k 2 | 1.50 a | 1.75 | 2.00 | 3.00 | 5 % |" in text(0.05) and "only bounds rounds" not in text(0.05)
+        "observed": False, "model_error": None, "speedup_error": None, "left_out": [],
+        "cells": [{"workload": "w", "batch": 1, "kind": "copies", "censored": {"a": share, "all": share}, "total time": rungs(1, 2), "mean rate": rungs(3, 4)}]})
+    assert "| w | 1 | 1.25 / 3.25, k 2 / 4 a | 1.50* / 3.50* a | 1.75* / 3.75* | 2.00* / 4.00* | 3.00 / 5.00 | 6 % |" in text(0.06) and "only bounds rounds" in text(0.06)
+    assert "| w | 1 | 1.25 / 3.25, k 2 / 4 a | 1.50 / 3.50 a | 1.75 / 3.75 | 2.00 / 4.00 | 3.00 / 5.00 | 5 % |" in text(0.05) and "only bounds rounds" not in text(0.05)
+    assert "All speed-ups are total time / mean rate." in text(0.05)
 
 
 def test_what_is_left_out_is_said():
@@ -560,13 +715,13 @@ def test_ladder_names_a_missing_drafter():
     with pytest.raises(ValueError, match="drafters x are not in the cost table: ngram, eagle3"):
         bounds.ladder([trace_of(x=[1, 1])], H100)
     one_token = Trace("t", 5, 1, {"ngram": np.ones(1, int)})
-    assert bounds.ladder([one_token], H100)["L9"] == 1
+    assert rungs([one_token], H100)["L9"] == 1
 
 
 def test_no_torch():
     """The analyzer works on numbers alone: it imports where there is no torch, and nothing but numpy is loaded for it."""
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); sys.modules['torch'] = None; before = set(sys.modules); import minispec.bounds, minispec.studies.ladder; "
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); sys.modules['torch'] = None; before = set(sys.modules); import minispec.bounds, minispec.studies.own_files; "
             "print({m.split('.')[0] for m in set(sys.modules) - before} - sys.stdlib_module_names)")
     r = subprocess.run([sys.executable, "-I", "-c", code, ROOT], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert r.returncode == 0, r.stderr
-    assert eval(r.stdout) == {"minispec", "numpy"}
+    assert eval(r.stdout) == {"minispec", "numpy", "tqdm"}

@@ -12,6 +12,7 @@ from conftest import toy_model
 from minispec import bounds, prism
 from minispec.data import rollouts, traces
 from minispec.bounds import CostTable
+from test_bounds import time_of
 from minispec.studies import ladder, measure
 from minispec.studies.tables import render
 from minispec.core.drafters import NGram, SmallLM
@@ -106,7 +107,7 @@ def test_replay_is_price_for_copies_and_counts_the_engines_iterations(dense):
     cost = CostTable(TABLE | {"prefill": {"kind": "linear"}})
     for t, rows in itertools.product(dense[1][:2], (1, 3)):
         plan = bounds.fixed(t, "draft", 3)
-        assert bounds.replay([plan] * rows, [t] * rows, cost, rows) == pytest.approx(bounds.time_of(plan, t, cost, rows))
+        assert bounds.replay([plan] * rows, [t] * rows, cost, rows) == pytest.approx(time_of(plan, t, cost, rows))
     unit = CostTable({"verify": {"kind": "linear", "base": 1.0}, "draft": {"draft": {"kind": "linear"}}, "prefill": {"kind": "linear"}})
     for batch in (1, 4):
         plans = [bounds.fixed(t, "draft", K) for t in dense[1]]
@@ -238,7 +239,7 @@ def runs_of(some, methods, seconds, cell=("toy", 2, "different")):
         generations, engine = run(name if name != "ar" else None, cell[1])
         rows.append({"workload": cell[0], "batch": cell[1], "kind": cell[2], "ids": [t.id for t in some], "method": name, "k": K, "seconds": seconds[name],
                      "rounds": sum(len(g.steps) for g in generations), "plans": None, "identical": 1})
-    return rows
+    return [{**r, "speedup": rows[0]["seconds"] / r["seconds"]} for r in rows]
 
 
 def test_ladder_of_a_run_and_of_files_alone(dense):
@@ -251,13 +252,14 @@ def test_ladder_of_a_run_and_of_files_alone(dense):
     result = ladder.analyse(some, TABLE, [*rows, combined])
     [cell] = result["cells"]
     assert all(abs(e) < 1e-9 for e in cell["error"].values()) and result["model_error"]["max"] < 1e-9
-    assert cell["L0"] == pytest.approx(cell["L1"]) and all(r[0] == r[1] for r in cell["rounds"].values())
+    rungs = cell["total time"]
+    assert rungs["L0"] == pytest.approx(cell["L1"]) and all(r[0] == r[1] for r in cell["rounds"].values())
     assert all(x >= 1 - 1e-9 for x in cell["above"].values())
-    assert cell["L6"] >= max(cell["L5"].values()) - 1e-9
-    single = max(s for m, s in cell["L0"].items() if m != "adaptive")
-    assert cell["gap"] == pytest.approx((cell["L0"]["draft"] - single) / (cell["L6"] - single))
+    assert rungs["L6"] >= max(rungs["L5"].values()) - 1e-9
+    single = max(s for m, s in rungs["L0"].items() if m != "adaptive")
+    assert cell["gap"] == pytest.approx((rungs["L0"]["draft"] - single) / (rungs["L6"] - single))
     single = max(s for m, s in cell["L1"].items() if m != "adaptive")
-    assert cell["gap_modelled"] == pytest.approx((cell["L1"]["adaptive"] - single) / (cell["L6"] - single))
+    assert cell["gap_modelled"] == pytest.approx((cell["L1"]["adaptive"] - single) / (rungs["L6"] - single))
     slower = ladder.analyse(some, TABLE, runs_of(some, ["ar", *DRAFTERS], {m: 2 * s for m, s in seconds.items()}))        # since it was priced
     assert slower["model_error"]["median"] == pytest.approx(0.5) and slower["speedup_error"]["max"] < 1e-9 and "ar" not in slower["cells"][0]["speedup_error"]
     off = ladder.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": seconds["ar"], "draft": seconds["draft"] / 1.25}))

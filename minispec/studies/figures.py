@@ -4,10 +4,12 @@ import os
 
 import numpy as np
 
+from minispec.bounds import AVERAGES
 from minispec.data.traces import read_traces
 from minispec.studies.plots import PLOTS
 from minispec.tools.files import blame, read_json
 
+TOTAL = AVERAGES[0]
 STYLE = {
     "svg.hashsalt": "minispec",
     "svg.fonttype": "none",
@@ -16,8 +18,18 @@ STYLE = {
 }
 
 
-def draw(results, folder):
-    """Draw every figure whose measurements are in the folder `results`, as SVG files into `folder`."""
+def draw(results, prefix):
+    """Draw every figure whose measurements are in the folder `results`, as SVG files whose names begin with
+    `prefix`."""
+    for study, figures in FIGURES.items():
+        file = os.path.join(results, source(study))
+        if os.path.exists(file):
+            with blame(file):
+                draw_some(figures, load(file), prefix)
+
+
+def draw_some(figures, result, prefix):
+    """Draw {name: figure(axes, result)}; a line says so where there is no matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -26,32 +38,23 @@ def draw(results, folder):
     matplotlib.use("svg")
     matplotlib.rcParams.update(STYLE)
     from matplotlib import pyplot
-    os.makedirs(folder, exist_ok=True)
-    for study, figures in FIGURES.items():
-        file = os.path.join(results, source(study))
-        if not os.path.exists(file):
-            continue
-        result = load(file)
-        for name, figure in figures.items():
-            canvas, axes = pyplot.subplots(figsize=(7, 3))
-            with blame(file):
-                figure(axes, result)
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(frameon=False)
-            canvas.savefig(os.path.join(folder, name + ".svg"), bbox_inches="tight", metadata={"Date": None})
-            pyplot.close(canvas)
+    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+    for name, figure in figures.items():
+        canvas, axes = pyplot.subplots(figsize=(7, 3))
+        figure(axes, result)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False)
+        canvas.savefig(f"{prefix}{name}.svg", bbox_inches="tight", metadata={"Date": None})
+        pyplot.close(canvas)
 
 
 def source(study):
-    """The file in results/ that the figures of a study are drawn from."""
+    """The file in a folder of results that the figures of a study are drawn from."""
     return "traces.jsonl" if study == "traces" else study + ".json"
 
 
 def load(file):
-    if file.endswith(".jsonl"):
-        return read_traces(file)
-    with blame(file):
-        return read_json(file)["result"]
+    return read_traces(file) if file.endswith(".jsonl") else read_json(file)["result"]
 
 
 # -- SpecGen ---------------------------------------------------------------------------------------
@@ -79,7 +82,7 @@ def _top(some):
 
 def _best_single(c):
     """The highest observed speed-up of a single drafter."""
-    return _top({m: s for m, s in c.get("L0", {}).items() if m in c["L5"]})
+    return _top({m: x for m, x in c.get("L0", {}).items() if m in c["L5"]})
 
 
 def _best_fixed(c):
@@ -87,17 +90,18 @@ def _best_fixed(c):
 
 
 def speedup_by_batch(axes, r):
-    """Observed, best fixed k, greedy and the two optima against the batch size."""
+    """Observed, best fixed k, greedy and the two optima against the batch size, by total time."""
     which, cells = _mixed(r["cells"])
     batch = [c["batch"] for c in cells]
-    greedy = [{m: s for m, s in c["L4"].items() if m != "all"} for c in cells]
+    rungs = [c[TOTAL] for c in cells]
+    greedy = [{m: s for m, s in c["L4"].items() if m != "all"} for c in rungs]
     lines = {
-        "L6 all drafters": ("k-", [c["L6"] for c in cells]),
-        "L5 best single": ("b-", [_top(c["L5"]) for c in cells]),
+        "L6 all drafters": ("k-", [c["L6"] for c in rungs]),
+        "L5 best single": ("b-", [_top(c["L5"]) for c in rungs]),
         "L4 greedy, best single": ("b:", [_top(some) for some in greedy]),
-        "L2 best fixed k": ("g--", [_best_fixed(c) for c in cells]),
-        "observed, best single": ("go", [_best_single(c) for c in cells]),
-        "observed, adaptive": ("r*", [c.get("L0", {}).get("adaptive", np.nan) for c in cells]),
+        "L2 best fixed k": ("g--", [_best_fixed(c) for c in rungs]),
+        "observed, best single": ("go", [_best_single(c) for c in rungs]),
+        "observed, adaptive": ("r*", [c.get("L0", {}).get("adaptive", np.nan) for c in rungs]),
     }
     for label, (style, values) in lines.items():
         axes.plot(batch, values, style, label=label, linewidth=1.2)
@@ -105,9 +109,9 @@ def speedup_by_batch(axes, r):
 
 
 def waterfall(axes, r):
-    """From what is observed to what is possible, at batch 1."""
+    """From what is observed to what is possible, in the smallest batch, by total time."""
     _, cells = _mixed(r["cells"])
-    c = cells[0]
+    c = cells[0][TOTAL]
     steps = {"L0 best single": _best_single(c)} if "L0" in c else {}
     steps["L2 fixed k"] = _best_fixed(c)
     steps["L5 one drafter"] = _top(c["L5"])
@@ -126,42 +130,29 @@ def waterfall(axes, r):
 
 # -- performance or illusion: the traces -----------------------------------------------------------
 
-def _padded(columns):
-    """Columns by position as an array (requests, positions), NaN behind the end of an output; entry 0 is not
-    used."""
-    out = np.full((len(columns), max(map(len, columns)) - 1), np.nan)
-    for row, column in zip(out, columns):
-        row[:len(column) - 1] = column[1:]
-    return out
+WINDOW = 10
 
 
-def accept_map(axes, traces):
-    """Accept length by request and position, of the first drafter."""
-    name = next(iter(traces[0].accept))
-    values = _padded([t.accept[name] for t in traces])
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="viridis")
-    axes.figure.colorbar(image, label=f"tokens a round of {name} gains")
-    axes.set(xlabel="position in the output", ylabel="request")
-
-
-def accept_difference(axes, traces):
-    """The first drafter's accept length minus the last one's."""
-    names = list(traces[0].accept)
-    first, last = names[0], names[-1]
-    values = _padded([t.accept[first] - t.accept[last] for t in traces])
-    image = axes.imshow(values, aspect="auto", interpolation="nearest", cmap="RdBu", vmin=-8, vmax=8)
-    axes.figure.colorbar(image, label=f"{first} minus {last}")
-    axes.set(xlabel="position in the output", ylabel="request")
-
-
-def accept_by_position(axes, traces):
-    """Mean accept length along the output, with the band of half of the requests."""
+def winners(axes, traces):
+    """Along the output, the share of positions at which a drafter's round would gain more than any other
+    one's; the band is twice the standard error over requests."""
+    starts = range(1, max(t.n_out for t in traces) - WINDOW + 1, WINDOW)
     for m in traces[0].accept:
-        values = _padded([t.accept[m] for t in traces])
-        x = np.arange(1, values.shape[1] + 1)
-        axes.plot(x, np.nanmean(values, 0), label=m, linewidth=1.2)
-        axes.fill_between(x, *np.nanpercentile(values, (25, 75), axis=0), alpha=0.2)
-    axes.set(xlabel="position in the output", ylabel="tokens a round gains")
+        share, error = [], []
+        for start in starts:
+            long_enough = [t for t in traces if t.n_out >= start + WINDOW]
+            wins = [np.mean(_lead(t, m)[start:start + WINDOW] > 0) for t in long_enough]
+            share.append(np.mean(wins))
+            error.append(2 * np.std(wins) / len(wins) ** 0.5)
+        axes.plot(starts, share, label=m, linewidth=1.2)
+        axes.fill_between(starts, np.subtract(share, error), np.add(share, error), alpha=0.2)
+    axes.set(xlabel="position in the output", ylabel="share of positions where it gains most")
+
+
+def _lead(trace, m):
+    """How many tokens more than the next best drafter this one gains, by position (alone, than none)."""
+    others = [trace.accept[other] for other in trace.accept if other != m]
+    return trace.accept[m] - np.max([*others, np.ones(trace.n_out, int)], axis=0)
 
 
 FIGURES = {
@@ -171,9 +162,5 @@ FIGURES = {
         "bounds_batch": speedup_by_batch,
         "bounds_waterfall": waterfall,
     },
-    "traces": {
-        "accept_map": accept_map,
-        "accept_difference": accept_difference,
-        "accept_position": accept_by_position,
-    },
+    "traces": {"bounds_winners": winners},
 }

@@ -4,8 +4,8 @@ A *cell* is one workload at one batch size. Without observations there is one fo
 ("arith/17" is of the workload "arith") at each of bounds.BATCHES; with them, one for each that was run. Every
 cell has the rungs of bounds.ladder, and where there are observations
 
-    L0      speed-up by the wall clock, {method: autoregressive seconds / seconds}; like all rungs it includes
-            reading the prompts
+    L0      speed-up by the wall clock, {method: speed-up}; like all rungs by both averages of bounds.py, and
+            with reading the prompts. All else here is of the total time
     L1      the same with both times modelled: the recorded rounds, replayed through the cost table, and what
             drafters had to read
     error   modelled seconds / observed seconds - 1, of every method, autoregressive included. What the
@@ -29,15 +29,15 @@ from minispec import bounds
 COMBINED = "adaptive"                                  # the method that may use all drafters
 
 
-def analyse(traces, table, runs=None):
+def analyse(traces, table, runs=None, **settings):
     """All cells, as a dict that JSON can hold. table: a checked cost table; runs: the rows of bench.py's
-    study `run`."""
+    study `run`; settings: of bounds.cells, where there are no runs."""
     cost = bounds.CostTable(table)
     names = bounds.compared(traces, cost)
     if runs:
         cells = observed_cells(traces, cost, runs)
     else:
-        cells = bounds.cells(traces, cost)
+        cells = bounds.cells(traces, cost, **settings)
     return {
         "about": table.get("about", {}),
         "observed": bool(runs),
@@ -69,15 +69,17 @@ def observed_cells(traces, cost, runs):
             raise ValueError(f"the run has a request '{missing[0]}' that has no trace; measure both again")
         some = [by_id[i] for i in plain["ids"]]
         about = {key: plain[key] for key in ("workload", "batch", "kind")}
-        rungs = bounds.ladder(some, cost, plain["batch"])
+        cell = about | bounds.ladder(some, cost, plain["batch"])
         rows = [r for r in runs if about.items() <= r.items()]
-        cells.append({**about, **rungs, **observed(rows, some, cost, rungs)})
+        cell |= observed(rows, some, cost, cell)
+        for by, field in zip(bounds.AVERAGES, ("speedup", "rate_speedup")):
+            cell[by]["L0"] = {r["method"]: r.get(field) for r in rows}
+        cells.append(cell)
     return cells
 
 
-def observed(rows, traces, cost, rungs):
-    """L0, L1, error, above and gap of one cell (see the module). rows: what was run, one row for each
-    method."""
+def observed(rows, traces, cost, cell):
+    """L1, error, above and gap of one cell (see the module). rows: what was run, one row for each method."""
     copies = rows[0]["batch"] if rows[0]["kind"] == "copies" else 1
     clock = {r["method"]: r["seconds"] for r in rows}
 
@@ -91,22 +93,23 @@ def observed(rows, traces, cost, rungs):
             rounds[r["method"]] = [sum(map(len, plans)) * copies, r["rounds"]]
 
     # The least time that each method may take.
-    ar = rungs["seconds"] * copies
+    ar, rungs = cell["seconds"] * copies, cell["total time"]
     least = {"ar": ar, COMBINED: ar / rungs["L6"]}
     least.update({m: ar / s for m, s in rungs["L5"].items()})
 
+    by_clock = {m: clock["ar"] / s for m, s in clock.items()}
+    by_model = {m: modelled["ar"] / s for m, s in modelled.items()}
     out = {
-        "L0": {m: clock["ar"] / s for m, s in clock.items()},
-        "L1": {m: modelled["ar"] / s for m, s in modelled.items()},
+        "L1": by_model,
         "error": {m: s / clock[m] - 1 for m, s in modelled.items()},
+        "speedup_error": {m: s / by_clock[m] - 1 for m, s in by_model.items() if m != "ar"},
         "rounds": rounds,
         "above": {m: s / least[m] for m, s in clock.items() if m in least},
     }
-    out["speedup_error"] = {m: s / out["L0"][m] - 1 for m, s in out["L1"].items() if m != "ar"}
-    for rung, name in (("L0", "gap"), ("L1", "gap_modelled")):
-        single = max((s for m, s in out[rung].items() if m in ("ar", *rungs["L5"])), default=1.0)
-        if COMBINED in out[rung] and rungs["L6"] > single:
-            out[name] = (out[rung][COMBINED] - single) / (rungs["L6"] - single)
+    for gained, name in ((by_clock, "gap"), (by_model, "gap_modelled")):
+        single = max((s for m, s in gained.items() if m in ("ar", *rungs["L5"])), default=1.0)
+        if COMBINED in gained and rungs["L6"] > single:
+            out[name] = (gained[COMBINED] - single) / (rungs["L6"] - single)
     return out
 
 

@@ -150,12 +150,13 @@ def _timed(model, drafters, asked, ks, cells):
 
 # -- the cost table --------------------------------------------------------------------------------
 
-def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS):
+def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, prompts=PROMPTS,
+               passes=PASSES):
     """(cost table, scatter). drafters: {name: drafter}. The table is what bounds.CostTable takes: measured
     grids of verify (forward and acceptance), of every drafter, of prompts, and the overhead by rows. scatter:
     the median over all cells of the interquartile range over the median.
 
-    All rounds are timed in PASSES, because a machine's speed drifts: a drafter whose only turn falls into a
+    All rounds are timed in several passes, because a machine's speed drifts: a drafter whose only turn falls into a
     slow minute would look expensive next to the others. Half of all drafts are accepted, because what was
     accepted is what a drafter reads first; plans that waste less cost a little more than their price. The
     price of a drafter is what a round with it takes longer than one whose drafts come from nowhere: its own
@@ -168,7 +169,7 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS):
     if not contexts:
         raise ValueError(f"a context of {model.config.block_size} is too small to time rounds of up to "
                          f"{max(drafts)} drafts in it")
-    cells = [(b, c) for _ in range(PASSES) for b in rows for c in contexts]
+    cells = [(b, c) for _ in range(passes) for b in rows for c in contexts]
     times, read = _timed(model, drafters, asked, ks, tqdm(cells, desc="rounds"))
     scatter = []
 
@@ -202,9 +203,9 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS):
         return statistics.median(s["overhead"] for s in itertools.chain.from_iterable(some))
 
     def prefill(b, _, n):
-        return statistics.median(prefill_seconds(model, b, n))
+        return statistics.median(prefill_seconds(model, b, n, passes))
 
-    prompts = [n for n in PROMPTS if n < model.config.block_size]
+    prompts = [n for n in prompts if n < model.config.block_size]
     table = {
         "verify": grid([k + 1 for k in drafts], lambda *cell: verify[cell]),
         "draft": {name: draft_grid(name) for name in drafters},

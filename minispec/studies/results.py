@@ -39,7 +39,6 @@ def device_name():
 def write(name, result, seconds, device=None):
     """Write NAME.json with what is needed to repeat it, and remove NAME.part. device: what was measured, if
     not this CPU."""
-    os.makedirs(FOLDER, exist_ok=True)
     write_json(path(name + ".json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "device": device or device_name(),

@@ -7,49 +7,72 @@
 `bounds` (ladder.py) computes what is possible from the first two, and holds it against the third. Studies
 as in target.py.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from minispec import cdlm
 from minispec.bounds import by_workload
 from minispec.core.requests import Request
-from minispec.data import prompts, tasks, traces
+from minispec.data import traces
 from minispec.studies import cdlm as diffusion
-from minispec.studies import ladder, measure, results
+from minispec.studies import ladder, measure, results, workloads
 from minispec.studies.timing import identical, phases
 from minispec.tools import checkpoints, methods
-from minispec.tools.answers import converse, requests_of, summary, verdict
+from minispec.tools.answers import requests_of, summary, verdict
 from minispec.tools.files import write_json
 
-DEEPEST = 16            # most drafts a round in cost tables and traces
-NEW = 160               # most tokens of an answer
-FIRST = 800             # seed of the first held-out problem used here
-REPEATS = 3             # runs in turn where one request at a time, or a mix, is timed; the middle one counts
 
-# Batches of a family: (requests at once, kind, how many of its problems). "copies" are clones of one
-# request, as in 2601.11580.
-BATCHES = ((1, "different", 4), (4, "different", 8), (16, "different", 16), (16, "copies", 1))
-MIXED = ((1, 12), (4, 12), (16, 24))
+# -- how much is measured --------------------------------------------------------------------------
+
+@dataclass
+class Size:
+    """new: most tokens of an answer. traced: problems of each workload. batches: (requests at once, kind,
+    how many problems) of a workload; "copies" are clones of one request, as in 2601.11580. mixed: (requests
+    at once, how many problems) of all workloads together. deepest: drafts in traces. costs: the grid of the
+    cost table. repeats: runs in turn where one request at a time, or a mix, is timed; the middle one
+    counts."""
+    new: int
+    traced: int
+    batches: tuple
+    mixed: tuple
+    deepest: int
+    costs: dict = field(default_factory=dict)
+    repeats: int = 1
+
+
+LONG = Size(160, 16, ((1, "different", 4), (4, "different", 8), (16, "different", 16), (16, "copies", 1)),
+            ((1, 12), (4, 12), (16, 24)), 16, repeats=3)
+# Of a real model ten minutes on two slow cores are two short answers of each workload. No round of the engine
+# has more than 32 drafts, so nothing is censored that could be decoded.
+GRID = {"rows": (1, 4), "contexts": (64, 1024), "drafts": (0, 1, 4, 16, 32), "prompts": (32, 256), "passes": 1}
+SHORT = Size(32, 2, ((1, "different", 2),), ((4, 8),), 32, GRID)
+MORE = "--long adds batch 16, copies, 16 problems of each workload, answers of 160 tokens and repeats"
+
+
+def size(args, tokenizer):
+    """The small model is fast enough for the long study."""
+    return LONG if tokenizer.ours or args.long else SHORT
 
 
 # -- profile ---------------------------------------------------------------------------------------
 
 def profile(args, model, tokenizer):
     """What a round costs on this machine, by rows, drafts and context; and how often drafters are right, on
-    problems that are used nowhere else. Without --quick also results/costs.json."""
-    small = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else {}
-    drafters = methods.chain_drafters(model, args, DEEPEST)
-    table, scatter = measure.cost_table(model, drafters, **small)
+    problems that are used nowhere else. Without --quick also costs.json."""
+    how = size(args, tokenizer)
+    grid = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else how.costs
+    drafters = methods.chain_drafters(model, args, how.deepest)
+    table, scatter = measure.cost_table(model, drafters, **grid)
 
-    n = 1 if args.quick else 2
-    problems = [tasks.make(f, 600 + i, "heldout") for f in tasks.FAMILIES for i in range(n)]
-    engine = methods.make_engine("ar", model, args, 16)
-    answers = engine.generate(requests_of(problems, tokenizer, model, NEW))
-    texts = [(g.prompt_ids, g.token_ids) for g in answers]
     # Prompt lookup is left out, because it says itself what it expects.
-    table["accept"] = {name: measure.acceptance(d, model, texts)
-                       for name, d in drafters.items() if name != "ngram"}
+    asked = {name: d for name, d in drafters.items() if name != "ngram"}
+    if asked:
+        problems = workloads.problems_of(tokenizer, 1 if args.quick else 2, args.data, first=how.traced)
+        some = requests_of(sum(problems.values(), []), tokenizer, model, how.new)
+        answers = methods.make_engine("ar", model, args, 16).generate(some)
+        texts = [(g.prompt_ids, g.token_ids) for g in answers]
+        table["accept"] = {name: measure.acceptance(d, model, texts) for name, d in asked.items()}
     table["about"] = {
         "device": results.device_name(),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -60,60 +83,18 @@ def profile(args, model, tokenizer):
     return {"table": table, "scatter": scatter}
 
 
-# -- workloads -------------------------------------------------------------------------------------
+# -- cells -----------------------------------------------------------------------------------------
 
-def family_requests(tokenizer, model, n, data=None):
-    """{"family/i": request}: the held-out problems on which outputs are frozen, traced and timed, the i-th
-    of each family in turn. With a folder of real prompts also questions of GSM8K."""
-    problems = {f: [tasks.make(f, FIRST + i, "heldout") for i in range(n)] for f in tasks.FAMILIES}
-    if data:
-        problems["gsm8k"] = prompts.load_named("gsm8k", data)[:n]
-    requests = {f: requests_of(some, tokenizer, model, NEW) for f, some in problems.items()}
-    return {f"{f}/{i}": requests[f][i] for i in range(n) for f in requests}
-
-
-def workload_requests(args, model, tokenizer):
-    """({"block/i": request}, {"block/i": problem}) of --workload: a family, a file of prompts known by
-    name, or any other file; its blocks in turn. A second turn, "block/i/2", is asked after the target's own
-    greedy answer, which every method gives."""
-    n = 4 if args.quick else 16
-    name = args.workload
-    if name in tasks.FAMILIES:
-        problems = [tasks.make(name, FIRST + i, "heldout") for i in range(n)]
-    elif name in prompts.PROMPT_FILES:
-        problems = prompts.load_named(name, args.data)
-    else:
-        problems = prompts.load_prompts(name)
-
-    def requests(some):
-        return requests_of(some, tokenizer, model, args.max_new_tokens or NEW)
-
-    def answer(some):
-        return methods.make_engine("ar", model, args, 1).generate(requests(some))
-
-    blocks = {}
-    for p in problems:
-        blocks.setdefault(p.family, []).append(p)
-    asked = {}
-    for i in range(n):
-        for block, some in blocks.items():
-            if i < len(some):
-                turns = converse([some[i]], answer) if some[i].turns else [(some[i], None, 1)]
-                for problem, _, turn in turns:
-                    asked[f"{block}/{i}/{turn}" if turn > 1 else f"{block}/{i}"] = problem
-    return dict(zip(asked, requests(list(asked.values())))), asked
-
-
-def cells_of(requests, mixed):
+def cells_of(requests, how, mixed):
     """[(workload, batch, kind, ids)] of requests {"workload/i": ..}; mixed: also all workloads together."""
     ids = list(requests)
-    workloads = dict.fromkeys(i.split("/")[0] for i in ids)
+    names = dict.fromkeys(i.split("/")[0] for i in ids)
     cells = []
-    for w in workloads:
+    for w in names:
         own = [i for i in ids if i.startswith(w + "/")]
-        cells += [(w, batch, kind, own[:n]) for batch, kind, n in BATCHES]
-    if mixed or len(workloads) > 1:
-        cells += [("mixed", batch, "different", ids[:n]) for batch, n in MIXED]
+        cells += [(w, batch, kind, own[:n]) for batch, kind, n in how.batches]
+    if mixed or len(names) > 1:
+        cells += [("mixed", batch, "different", ids[:n]) for batch, n in how.mixed]
     return cells
 
 
@@ -121,17 +102,18 @@ def cells_of(requests, mixed):
 
 def trace(args, model, tokenizer):
     """What every drafter would get accepted at every position of one frozen greedy output. Without --quick
-    also results/traces.jsonl."""
-    requests = family_requests(tokenizer, model, 2 if args.quick else 16, args.data)
+    also traces.jsonl."""
+    how = size(args, tokenizer)
+    requests = workloads.requests(args, model, tokenizer, 2 if args.quick else how.traced, how.new)
     generations = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
     texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(requests, generations)}
-    drafters = methods.chain_drafters(model, args, DEEPEST)
-    some = measure.traces_of(drafters, model, texts, DEEPEST)
+    drafters = methods.chain_drafters(model, args, how.deepest)
+    some = measure.traces_of(drafters, model, texts, how.deepest)
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
     accepted = {w: ladder.statistics(t, list(drafters), 8) for w, t in by_workload(some).items()}
     return {
-        "k_max": DEEPEST,
+        "k_max": how.deepest,
         "k": 8,
         "requests": len(texts),
         "accept": accepted,
@@ -141,26 +123,30 @@ def trace(args, model, tokenizer):
 # -- run -------------------------------------------------------------------------------------------
 
 def run(args, model, tokenizer):
-    """Every method on every family and on all mixed, by batch, next to the autoregressive loop of the same
+    """Every method on every workload and on all mixed, by batch, next to the autoregressive loop of the same
     batch and dtype.
 
-    In a cell all methods run in turn; one request at a time and the mixed workload REPEATS times, of which
-    the middle one counts. Copies are for methods that have a trace. The diffusion models, which give
-    answers of their own and so are compared by tokens/s, run once; `dlm`, a whole forward a token, gets one
-    request of each family.
+    In a cell all methods run in turn, the plain loop first: a machine's speed changes from minute to minute,
+    ratios do not. Copies are for methods that have a trace. The diffusion models, which give answers of
+    their own and so are compared by tokens/s, run once; `dlm`, a whole forward a token, gets one request of
+    each workload.
     """
+    how = size(args, tokenizer)
+    new = args.max_new_tokens or how.new
     if args.workload:
-        requests, problems = workload_requests(args, model, tokenizer)
+        requests, problems = workloads.own_requests(args, model, tokenizer, new)
     else:
-        requests, problems = family_requests(tokenizer, model, 4 if args.quick else 16, args.data), {}
+        requests = workloads.requests(args, model, tokenizer, 4 if args.quick else how.traced, new)
+        problems = {}
     names = ["ar", *suitable(args, model)]
-    cells = cells_of(requests, mixed=not args.workload)
+    cells = cells_of(requests, how, mixed=not args.workload)
     if args.quick:
         cells = [cell for cell in cells if cell[1] == 4]
 
     def measured(workload, batch, kind, ids):
-        repeats = REPEATS if (workload == "mixed" or batch == 1) and not args.quick else 1
-        timed = time_methods(names, args, model, requests, (workload, batch, kind, ids), repeats)
+        many = (workload == "mixed" or batch == 1) and not args.quick
+        cell = workload, batch, kind, ids
+        timed = time_methods(names, args, model, requests, cell, how.repeats if many else 1)
         rows = rows_of(timed, {"workload": workload, "batch": batch, "kind": kind, "ids": ids})
         if problems:
             for row in rows:
@@ -169,26 +155,29 @@ def run(args, model, tokenizer):
         return rows
 
     same = {
-        "new_tokens": args.max_new_tokens or NEW,
+        "new_tokens": new,
         "methods": names,
         "prices": traces.read_costs(args.cost) if "adaptive" in names else None,       # it plans with them
     }
     each = results.each_kept("run", args, model, same)
     rows = [row for rows in each(cells, measured) for row in rows]
-    return {"new_tokens": same["new_tokens"], "rows": rows}
+    if how is SHORT:
+        print(MORE)
+    return {"new_tokens": new, "rows": rows}
 
 
 def suitable(args, model):
-    """Of the methods that are ready, those for this target. A drafter of another one is left out with a
-    line that says so."""
-    out = []
+    """Of the methods that are ready, those for this target; a line names the others."""
+    fitting, others = [], []
     for name in methods.ready(args) + methods.diffusion_ready(args):
         try:
             methods.make_engine(name, model, args, 1)
-            out.append(name)
-        except ValueError as e:
-            print(f"{name} is left out: {e}")
-    return out
+            fitting.append(name)
+        except ValueError:
+            others.append(name)
+    if others:
+        print(f"left out, because they were trained for another target: {', '.join(others)}")
+    return fitting
 
 
 @dataclass
@@ -199,6 +188,7 @@ class Timed:
     generations: list
     k: int                  # drafts a round; None where nobody drafts
     tau: float
+    rate: float             # mean of the requests' tokens/s
 
 
 def time_methods(names, args, model, requests, cell, repeats, warm_up=False):
@@ -215,14 +205,29 @@ def time_methods(names, args, model, requests, cell, repeats, warm_up=False):
                 continue
             asked = [requests[i] for i in (ids[:1] if name == "dlm" else ids)]
             engine = methods.make_engine(name, model, args, batch)
-            generations = engine.generate([again(r) for r in asked for _ in range(copies)])
+            generations, rate = timed_answers(engine, [again(r) for r in asked for _ in range(copies)])
             if repeat >= 0:
                 spent = phases(engine)
                 drafts = not diffusion and name != "ar"
                 run = Timed(sum(spent.values()), spent, generations, engine.planner.k if drafts else None,
-                            summary(generations, engine)["tau"])
+                            summary(generations, engine)["tau"], rate)
                 timed.setdefault(name, []).append(run)
     return timed
+
+
+def timed_answers(engine, requests):
+    """(generations, mean of the requests' tokens/s) by the engine's clock. A request's time is that from its
+    entry into the batch, which is when another one leaves it, to its end."""
+    def clock():
+        return sum(engine.seconds.values())
+
+    entered = [clock()] * engine.batch_size
+    left = {}
+    for request, _ in engine.stream(requests):
+        left[request] = clock()
+    entered += sorted(left.values())
+    rates = [len(r.generation.token_ids) / (left[r] - t) for r, t in zip(requests, entered)]
+    return [r.generation for r in requests], sum(rates) / len(rates)
 
 
 def again(request):
@@ -254,6 +259,7 @@ def rows_of(timed, about):
             "tokens": tokens,
             "tokens_per_second": tokens / run.seconds,
             "speedup": plain_price * tokens / run.seconds,
+            "rate_speedup": run.rate / plain.rate,
             "tau": run.tau,
             "acceptance": None,
             "rounds": len(steps),

@@ -1,9 +1,11 @@
 """The tables of docs/bounds.md: what rounds cost, what was accepted, what was observed, and the ladder of
 bounds."""
-from minispec.studies import results
+from minispec.bounds import AVERAGES
+from minispec.data import tasks
 from minispec.studies.markdown import percent, row, same, table, two
 
 PHASES = ("prefill", "draft", "verify", "sample", "overhead")
+BOTH = " / ".join(AVERAGES)
 FEW = 0.05                       # the censored share of positions above which a bound is marked
 
 
@@ -62,27 +64,55 @@ def run_table(r):
         total = sum(x["phases"].values())
         shares = row(f"{100 * x['phases'][phase] / total:.0f}" for phase in PHASES)
         line = (f"{x['workload']} | {batch_of(x)} | {x['method']} | {x['tokens_per_second']:.0f} | "
-                f"{x['speedup']:.2f} | {x['tau']:.2f} | {percent(x['acceptance'])} | {shares} | {same(x)}")
+                f"{gained(x)} | {x['tau']:.2f} | {percent(x['acceptance'])} | {shares} | {same(x)}")
         if "solved" in x:
             right, known = x["solved"]
             line += f" | {right} of {known}" if known else " | "
         rows.append(line)
-    head = "workload | batch | method | tokens/s | speed-up | tau | accepted"
+    head = f"workload | batch | method | tokens/s | speed-up, {BOTH} | tau | accepted"
     solved = " | solved" * ("solved" in r["rows"][0])
     return table(f"{head} | {row(f'{phase} %' for phase in PHASES)} | identical to ar{solved}", rows)
+
+
+def gained(x):
+    """The observed speed-up of a row of `run`."""
+    return both(x["speedup"], x.get("rate_speedup"))
+
+
+def both(total, rate, mark=""):
+    """A speed-up by the two averages; one figure where rates of single requests are not known."""
+    return " / ".join(two(x) + mark for x in (total, rate) if x is not None)
+
+
+def methods(r):
+    """One request at a time, from the study `run`: a row a method whose answers are the target's, a column a
+    workload."""
+    alone = [x for x in r["rows"] if x["batch"] == 1 and x["identical"] is not None]
+    workloads = list(dict.fromkeys(x["workload"] for x in alone))
+    families = [w for w in workloads if w in tasks.FAMILIES] or workloads
+    rows = []
+    for method in dict.fromkeys(x["method"] for x in alone):
+        some = {x["workload"]: x for x in alone if x["method"] == method}
+        mean = sum(some[w]["speedup"] for w in families) / len(families)
+        if method == "ar":
+            cells = [f"1, {some[w]['tokens_per_second']:.0f} tokens/s" for w in workloads]
+        else:
+            cells = [f"{gained(some[w])}, tau {some[w]['tau']:.1f}" for w in workloads]
+        identical, prompts = (sum(x[key] for x in some.values()) for key in ("identical", "prompts"))
+        rows.append(row([method, two(mean), *cells, f"{identical} of {prompts}"]))
+    return table(row(["method", "mean of the families", *workloads, "identical to ar"]), rows)
 
 
 # -- bounds ----------------------------------------------------------------------------------------
 
 def ladder_table(r):
-    """All that studies/ladder.py found. r: what `analyse` returns; cells that were stored before there was a
-    censored share have empty places for it."""
-    parts = [brief_table(r), rungs_table(r)]
-    if any(censored(c, m) for c in r["cells"] for m in [*c["L5"], "all"]):
+    """All that studies/ladder.py found. r: what `analyse` returns."""
+    parts = [brief_table(r), f"All speed-ups are {BOTH}.", rungs_table(r)]
+    if any(censored(c, m) for c in r["cells"] for m in c["censored"]):
         parts.append(
             f"*: at more than {percent(FEW)} of the positions all drafts of the trace were accepted, so "
             "longer rounds might gain more; the figure only bounds rounds of at most as many drafts.")
-    if r.get("left_out"):
+    if r["left_out"]:
         parts.append(f"Left out, because the cost table has no price for it: {', '.join(r['left_out'])}.")
     errors = []
     for what, e in (("seconds", r["model_error"]), ("speed-ups", r["speedup_error"])):
@@ -94,23 +124,30 @@ def ladder_table(r):
     return "\n\n".join(parts)
 
 
-def highest(some):
-    """(name, value) of the largest value in {name: value}."""
-    return max(some.items(), key=lambda x: x[1]) if some else ("", None)
-
-
-def share(c, m):
-    """The censored share of drafter m, or of "all"."""
-    return c.get("censored", {}).get(m)
-
-
 def censored(c, m):
-    return (share(c, m) or 0) > FEW
+    return c["censored"][m] > FEW
 
 
-def bound(c, m, speedup):
-    """A rung that is a bound, marked where the traces are too short to say so."""
-    return two(speedup) + "*" * censored(c, m)
+def rung(c, name, m=None):
+    """A rung of a cell by both averages, marked where it is a bound that the traces are too short for."""
+    values = [c[by].get(name) for by in AVERAGES]
+    if m is not None:
+        values = [some and some.get(m) for some in values]
+    marked = name in ("L5", "L6", "L7") and censored(c, m or "all")
+    return both(*values, "*" * marked)
+
+
+def best(c, name, among=None):
+    """The drafter with the highest speed-up by total time on a rung, or the best of `among`."""
+    some = {m: s for m, s in c[AVERAGES[0]][name].items() if among is None or m in among}
+    return max(some, key=some.get) if some else None
+
+
+def fixed(c, m):
+    """The best fixed k of a drafter by each average."""
+    cells = [c[by]["L2"][m] for by in AVERAGES]
+    ks = " / ".join(dict.fromkeys(str(x["k"]) for x in cells))
+    return f"{both(*(x['speedup'] for x in cells))}, k {ks}"
 
 
 def brief_table(r):
@@ -118,15 +155,16 @@ def brief_table(r):
     seen = r["observed"]
     rows = []
     for c in r["cells"]:
+        drafters = c[AVERAGES[0]]["L5"]
         line = [c["workload"], batch_of(c)]
         if seen:
-            who, single = highest({m: s for m, s in c["L0"].items() if m in c["L5"]})
-            line += [f"{two(single)} {who}", two(c["L0"].get("adaptive"))]
+            who = best(c, "L0", drafters)
+            line += [f"{rung(c, 'L0', who)} {who}" if who else "", rung(c, "L0", "adaptive")]
             line += [percent(c.get("gap")), percent(c.get("gap_modelled"))]
-        fixed_by, fixed = highest({f"{m}, k {x['k']}": x["speedup"] for m, x in c["L2"].items()})
-        best, most = highest(c["L5"])
-        line += [f"{two(fixed)} {fixed_by}", f"{bound(c, best, most)} {best}"]
-        line += [bound(c, "all", c["L6"]), bound(c, "all", c["L7"]), two(c["L9"]), percent(share(c, "all"))]
+        who = max(drafters, key=lambda m: c[AVERAGES[0]]["L2"][m]["speedup"])
+        most = best(c, "L5")
+        line += [f"{fixed(c, who)} {who}", f"{rung(c, 'L5', most)} {most}"]
+        line += [rung(c, "L6"), rung(c, "L7"), rung(c, "L9"), percent(c["censored"]["all"])]
         rows.append(row(line))
     head = ["workload", "batch"]
     if seen:
@@ -142,50 +180,19 @@ def rungs_table(r):
     seen = r["observed"]
     rows = []
     for c in r["cells"]:
-        for m in [*c["L5"], "all"]:
+        for m in c["censored"]:
             line = [c["workload"], batch_of(c), m]
             if seen:
-                line += [two(c[rung].get("adaptive" if m == "all" else m)) for rung in ("L0", "L1", "above")]
+                who = "adaptive" if m == "all" else m
+                line += [rung(c, "L0", who), two(c["L1"].get(who)), two(c["above"].get(who))]
             if m == "all":
-                line += ["", two(c["L4"].get(m)), bound(c, m, c["L6"]), bound(c, m, c["L7"]), two(c["L9"])]
+                line += ["", rung(c, "L4", m), rung(c, "L6"), rung(c, "L7"), rung(c, "L9")]
             else:
-                fixed = c["L2"][m]
-                best = f"{two(fixed['speedup'])}, k {fixed['k']}"
-                line += [best, two(c["L4"][m]), bound(c, m, c["L5"][m]), "", ""]
-            rows.append(row([*line, percent(share(c, m))]))
+                line += [fixed(c, m), rung(c, "L4", m), rung(c, "L5", m), "", ""]
+            rows.append(row([*line, percent(c["censored"][m])]))
     head = ["workload", "batch", "drafter"]
     if seen:
         head += ["L0 observed", "L1 modelled", "time over the bound's"]
     head += ["L2 best fixed k", "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters",
              "L9 one pass", "censored"]
     return table(row(head), rows)
-
-
-# -- all together ----------------------------------------------------------------------------------
-
-def whole_table(folder=None):
-    """What `bench.py` prints at the end: every method on every workload, as observed, as modelled, and what
-    is possible; from the files that run, bounds, accuracy and cdlm_accuracy left in results/."""
-    studies = ("run", "bounds", "accuracy", "cdlm_accuracy")
-    run, bounds, accuracy, diffusion = (results.read(name, folder) or {} for name in studies)
-    cells = {(c["workload"], c["batch"], c["kind"]): c for c in bounds.get("cells", ())}
-    # Lossless methods solve what the target solves. Diffusion models solve what they solved at the default
-    # threshold, which comes first.
-    lossless = {family: x["accuracy"] for family, x in accuracy.get("families", {}).items()}
-    own = {}
-    for x in diffusion.get("rows", ()):
-        own.setdefault(x["decoder"], x["by_family"])
-    solved_by = {"cdlm": own.get("student", {}), "dlm": own.get("teacher", {})}
-
-    rows = []
-    for x in run["rows"]:
-        method = x["method"]
-        c = cells.get((x["workload"], x["batch"], x["kind"]), {})
-        modelled = c.get("L1", {}).get(method)
-        bound = c.get("L6") if method == "adaptive" else c.get("L5", {}).get(method)
-        solved = solved_by.get(method, lossless).get(x["workload"])
-        rows.append(f"{x['workload']} | {batch_of(x)} | {method} | {x['tokens_per_second']:.0f} | "
-                    f"{x['speedup']:.2f} | {x['tau']:.2f} | {percent(x['acceptance'])} | "
-                    f"{two(modelled)} | {two(bound)} | {same(x)} | {percent(solved)}")
-    return table("workload | batch | method | tokens/s | speed-up | tau | accepted | "
-                 "speed-up, modelled | bound | identical to ar | solved", rows)

@@ -194,7 +194,12 @@ def chain_drafters(model, settings, k):
         # adaptive asks this function; a folder given with --drafter belongs to the first trained method.
         if name == "adaptive" or settings.drafter and name in TRAINED[1:]:
             continue
-        planner = make_engine(name, model, chains, 1).planner
+        try:
+            planner = make_engine(name, model, chains, 1).planner
+        except ValueError:
+            if settings.drafter:
+                raise
+            continue                                     # trained for another target
         if isinstance(planner, Lockstep):
             found[name] = planner.drafter
     return found

@@ -53,7 +53,7 @@ def check_writable(path, inputs=()):
 
 
 def check_device(name):
-    """ValueError unless `name` is the CPU or a CUDA device of this machine."""
+    """Work on this device. ValueError unless it is the CPU or a CUDA device of this machine."""
     import torch
     if name == "cpu":
         return
@@ -64,15 +64,17 @@ def check_device(name):
     index = int(name.partition(":")[2] or 0)
     if index >= torch.cuda.device_count():
         raise ValueError(f"no device {name} on this machine; it has {torch.cuda.device_count()}")
+    torch.cuda.set_device(index)                         # kernels and streams go to the current device
 
 
 # -- exits ----------------------------------------
 
 def fault(error, smaller):
     """What a user is told of an error that is no bug: of bad input, files and memory. None for all others."""
-    import torch
     text = " ".join(str(error).split())                  # one line, whatever it quotes
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
+    torch = sys.modules.get("torch")                     # bench.py bounds does without it
+    memory = (MemoryError, torch.OutOfMemoryError) if torch else MemoryError
+    if isinstance(error, memory) or "can't allocate memory" in text:
         return f"out of memory; try a smaller {smaller}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.strerror}: {error.filename}"

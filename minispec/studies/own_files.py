@@ -1,0 +1,72 @@
+"""`bench.py bounds --traces T --cost C`: what would have been possible, from traces and prices of your own.
+numpy alone, no torch. docs/bounds.md has a converter for the logs of an engine."""
+import os
+import sys
+
+from tqdm import tqdm
+
+from minispec.bounds import AVERAGES, BATCHES, censored_share
+from minispec.data.traces import read_costs, read_traces
+from minispec.studies import figures, ladder
+from minispec.studies.tables_bounds import ladder_table, percent
+from minispec.tools.files import write_json
+from minispec.tools.script import Parser, check_writable
+
+
+def asked():
+    """Whether bench.py is called for this."""
+    return any(word.startswith("--traces") for word in sys.argv)
+
+
+def sizes(text):
+    """Batch sizes "1,8,64" as a list. ValueError if one is no size."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= 10**6 for word in words):
+        raise ValueError(f"batches '{text}': expected sizes from 1 to 1000000, like 1,8,64")
+    return [int(word) for word in words]
+
+
+def parse_args(argv=None):
+    p = Parser(__doc__)
+    p.add_argument("study", choices=("bounds",))
+    p.add_argument("--traces", required=True, metavar="FILE",
+                   help="accept traces, a request a line (minispec/data/traces.py)")
+    p.add_argument("--cost", default="results/costs.json", metavar="FILE",
+                   help="prices of a round (the same file; default %(default)s; those of the paper are "
+                   "results/costs_h100.json)")
+    p.add_argument("--batches", default=",".join(map(str, BATCHES)), help="batch sizes (default %(default)s)")
+    p.add_argument("--k-max", type=int, metavar="K",
+                   help="most drafts in a round (default: the most that a trace has accepted)")
+    p.add_argument("--json", metavar="OUT", help="write all figures as JSON, and next to it drawings")
+    args = p.parse_args(argv)
+    args.batches = sizes(args.batches)
+    if args.k_max is not None and not 1 <= args.k_max <= 1000:
+        raise ValueError(f"k-max {args.k_max} is out of range; allowed is 1 to 1000")
+    if args.json:
+        check_writable(args.json, [args.traces, args.cost])
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    some, table = read_traces(args.traces), read_costs(args.cost)
+    positions = sum(t.n_out - 1 for t in some)
+    with tqdm(total=positions * len(args.batches), unit=" positions", desc="bounds") as bar:
+        result = ladder.analyse(some, table, batches=args.batches, k_max=args.k_max, bar=bar)
+
+    cells = result["cells"]
+    drafters = list(cells[0][AVERAGES[0]]["L5"])
+    longest = sorted({c["k_max"] for c in cells})
+    shares = ", ".join(f"{m} {percent(censored_share(some, [m]))}" for m in drafters)
+    about = " ".join(f"{name}: {value};" for name, value in table.get("about", {}).items())
+    print(f"traces    {args.traces}: {len(some):,} requests, {positions:,} positions")
+    print(f"prices    {args.cost} {about}")
+    print(f"drafters  {', '.join(drafters)}; rounds of at most {' or '.join(map(str, longest))} drafts")
+    print(f"averages  {' / '.join(AVERAGES)}; prompts are part of all times")
+    print(f"censored  {shares} of the positions (all drafts that were asked for were accepted)\n")
+    print(ladder_table(result))
+    if args.json:
+        write_json(args.json, result)
+        prefix = os.path.splitext(args.json)[0] + "_"
+        figures.draw_some(figures.FIGURES["bounds"], result, prefix)
+        figures.draw_some(figures.FIGURES["traces"], some, prefix)

@@ -1,0 +1,63 @@
+"""Why two timings of one loop may differ several times over: the plain loop with one thread and with two, alone and next to a process that
+keeps one core busy.
+
+    python tests/busy_core.py           # writes results/baseline.json
+
+Greedy decoding of two problems with the shipped target, one after the other, fp32 unless it says bf16; the median and the range of REPEATS
+runs, all settings in turn. On a machine with other guests "alone" is what it says only if they sleep.
+"""
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import minispec  # noqa: E402, F401
+import torch  # noqa: E402
+
+from minispec.data import tasks  # noqa: E402
+from minispec.data.tokenizer import Tokenizer  # noqa: E402
+from minispec.studies import results  # noqa: E402
+from minispec.studies.markdown import table  # noqa: E402
+from minispec.studies.timing import busy  # noqa: E402
+from minispec.tools import checkpoints, methods  # noqa: E402
+from minispec.tools.answers import requests_of  # noqa: E402
+
+REPEATS = 2
+SETTINGS = {"2 threads": (2, False, "float32"), "2 threads, bf16": (2, False, "bfloat16"), "1 thread": (1, False, "float32"),
+            "2 threads, one core busy": (2, True, "float32"), "1 thread, one core busy": (1, True, "float32")}
+BUSY = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\nwhile True: pass"
+
+
+def main():
+    os.chdir(results.ROOT)
+    started = time.perf_counter()
+    tokenizer = Tokenizer.load(methods.SHIPPED)
+    problems = [tasks.make("trace", 800 + i, "heldout") for i in range(2)]
+    rates = {}
+    for _ in range(REPEATS):
+        for name, (threads, other, dtype) in SETTINGS.items():
+            model = checkpoints.load(methods.SHIPPED, "cpu", getattr(torch, dtype))
+            torch.set_num_threads(threads)
+            process = subprocess.Popen([sys.executable, "-c", BUSY]) if other else None
+            try:
+                engine = methods.make_engine("ar", model, methods.settings(), 1)
+                tokens = sum(len(g.token_ids) for g in engine.generate(requests_of(problems, tokenizer, model, 100)))
+            finally:
+                if process:
+                    process.kill()
+                    process.wait()
+            rates.setdefault(name, []).append((tokens / sum(engine.seconds.values()), tokens / busy(engine)))
+    torch.set_num_threads(2)
+    rows = []
+    for name, some in rates.items():
+        whole, decoding = zip(*some)
+        rows.append(f"{name} | {statistics.median(whole):.0f} ({min(whole):.0f}-{max(whole):.0f}) | {statistics.median(decoding):.0f}")
+    result = {"rates": rates, "table": table("plain loop | tokens/s, median (range) | without reading prompts", rows)}
+    print(result["table"])
+    results.write("baseline", result, time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    main()
