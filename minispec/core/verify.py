@@ -153,32 +153,37 @@ def point_mass_tree(draft, parents, p, coins):
     coins (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token
     that follows. Returns (accepted rows, next token).
     """
-    # One copy to the host, because every branch below looks at a number.
-    p = p.double().cpu()
+    # Every branch looks at a number. These few come to the host together; p stays on its device.
+    given = p[list(parents), draft].double()             # of each draft, in the row that it hangs from
+    mass = p.sum(-1, dtype=torch.double)                 # of each row
+    numbers = torch.cat([given, mass]).tolist()
+    given, mass = numbers[:len(draft)], numbers[len(draft):]
     coin = coins.tolist()
     path = [0]
-    left = p[0]                                          # what is not struck out of p
+    left, struck = mass[0], []                           # of the row where the path ends
     # Siblings come in order, after their parent.
-    for row, (token, parent) in enumerate(zip(draft, parents), 1):
+    for row, parent in enumerate(parents, 1):
         if parent != path[-1]:
             continue
-        if coin[row - 1] * left.sum().item() < left[token].item():
+        chance = given[row - 1]
+        if coin[row - 1] * left < chance:
             path.append(row)
-            left = p[row]
+            left, struck = mass[row], []
         else:
-            left = left.index_fill(0, torch.tensor([token]), 0.0)
+            left = max(left - chance, 0.0)
+            struck.append(draft[row - 1])
+    rest = p[path[-1]].clone()
+    rest[struck] = 0.0
     # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
     # right draw.
-    if not left.sum() > 0:
-        left = p[path[-1]]
-    return path[1:], draw(left, coins[-1].cpu()).item()
+    rest = torch.where(rest.sum() > 0, rest, p[path[-1]])
+    return path[1:], draw(rest, coins[-1]).item()
 
 
 def selection_tree(draft, parents, p, coins):
     """SpecDiff-2's self-selection (section 4, Eq. 7): of all paths take the one with the largest sum, over
     its rows, of the probability that the target would accept that far, and judge it as a point mass.
     Arguments and result as for point_mass_tree."""
-    p = p.cpu()
     # reach: the probability to be accepted up to a row; score: its sum along the path.
     given = p[parents, draft].tolist()
     reach, score = [1.0], [0.0]
@@ -205,27 +210,30 @@ def rejection_tree(chains, q, draft, parents, p, coins):
     with probability min(1, p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no
     mass left, so one coin a row is enough.)
     """
-    p, q = p.double().cpu(), q.double().cpu()
+    # Each draft's own numbers come to the host together; p and q stay on their device.
+    depth = {row: j for chain in chains for j, row in enumerate(chain)}
+    of_q = q[[depth[row] for row in range(1, len(p))], draft]
+    given, of_q = torch.stack([p[parents, draft], of_q]).tolist()
     coin = coins.tolist()
     path = []
     live = chains                                        # those that agree with the accepted path
-    left = p[0]
+    left = p[0].double()
     for j in range(len(q)):
-        for chain in live:
+        for i, chain in enumerate(live):
             row = chain[j]
-            token = draft[row - 1]
-            if coin[row - 1] * q[j, token].item() < left[token].item():
+            # After a rejection it is no longer p that judges, but what is left of it.
+            chance = left[draft[row - 1]].item() if i else given[row - 1]
+            if coin[row - 1] * of_q[row - 1] < chance:
                 path.append(row)
                 live = [c for c in live if c[j] == row]
-                left = p[row]
+                left = p[row].double()
                 break
             rest = (left - q[j]).clamp(min=0)
-            if not rest.sum() > 0:                       # rejected by rounding alone: see rejection_chain
-                return path, draw(left, coins[-1].cpu()).item()
-            left = rest / rest.sum()
+            # No rest: rejected by rounding alone, see rejection_chain.
+            left = torch.where(rest.sum() > 0, rest / rest.sum(), left)
         else:
             break
-    return path, draw(left, coins[-1].cpu()).item()
+    return path, draw(left, coins[-1]).item()
 
 
 # -- a batch of requests -------------------------------------------------------------------------------------
