@@ -8,11 +8,24 @@ and the next tokens overwrite the rest; of a draft tree, `keep` moves the accept
 paid when a run must grow where no room is left beside it: then it moves. (The papers' systems use page size 1
 and a slot table instead, which never moves and always gathers; a GPU hides the gather, a CPU does not.)
 """
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
 MOST = 1 << 40              # slots; a larger number does not even fit into the error of an allocator
+
+
+@contextmanager
+def beside(stream):
+    """What this thread asks of a GPU in the block goes to another stream (None: to the current one), behind
+    what the current one was asked before."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
 
 
 @dataclass(eq=False)
@@ -56,6 +69,7 @@ class KVCache:
         self.charged = 0
         self.on_host = 0
         self.moved = self.offloaded = self.restored = 0  # tokens copied so far
+        self.side = torch.cuda.Stream(self.k.device) if host_slots and self.k.is_cuda else None
 
     @property
     def free(self):
@@ -141,10 +155,21 @@ class KVCache:
             raise ValueError(f"the host pool of {self.host_slots} tokens is full: "
                              "give it more, or the cache more slots, or decode fewer requests together")
         tail = slice(run.end - n, run.end)
-        run.host.append(tuple(x[:, :, tail].cpu().clone() for x in (self.k, self.v)))
+        run.host.append(tuple(self._to_host(x[:, :, tail].clone()) for x in (self.k, self.v)))
         self.resize(run, run.size - n)
         self.on_host += n
         self.offloaded += n
+
+    def _to_host(self, x):
+        """x (a copy of its own, so that the slots are free at once) in host memory. From a GPU it leaves on a
+        stream of its own, to pinned memory, while the next forward runs."""
+        if self.side is None:
+            return x
+        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        with beside(self.side):
+            host.copy_(x, non_blocking=True)
+        x.record_stream(self.side)
+        return host
 
     def restore(self, run):
         """Bring the chunk that left last back behind what the run holds. False when there is no room."""
@@ -153,8 +178,10 @@ class KVCache:
         old = run.size
         if not self.resize(run, old + n):
             return False
+        if self.side:                                    # it may still be on its way out
+            torch.cuda.current_stream().wait_stream(self.side)
         for x, chunk in ((self.k, k), (self.v, v)):
-            x[:, :, run.first + old:run.end] = chunk
+            x[:, :, run.first + old:run.end].copy_(chunk, non_blocking=True)
         run.host.pop()
         self.on_host -= n
         self.restored += n
