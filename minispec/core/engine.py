@@ -31,17 +31,20 @@ from minispec.core import verify
 from minispec.core.admission import Admission
 from minispec.core.attention import (FullKeys, can_fuse, fused_attend, fused_inputs, keep_scores,
                                      packed_attend, tree_mask)
-from minispec.core.kv_cache import KVCache
+from minispec.core.kv_cache import KVCache, beside
 from minispec.core.requests import MAX_K, Segment, check_k
 from minispec.core.verify import point_mass_tree
+
+PROMPT_ROWS = 2048  # of all prompts in one forward: enough to fill any device, and a bound of its memory
 
 
 class Engine:
     """Serves requests with continuous batching. planner(engine) makes the planner; see Lockstep.
 
     batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size of the longest
-    request seen at `stream`). prefill_chunk: prompt tokens a request feeds in one iteration. admission: see
-    admission.py; host_tokens: size of the host pool for "offload" (default: as many as the pool has).
+    request seen at `stream`). prefill_chunk: prompt tokens that a request feeds in one iteration at most; all
+    together feed PROMPT_ROWS. admission: see admission.py; host_tokens: size of the host pool for "offload"
+    (default: as many as the pool has).
     """
 
     def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512,
@@ -62,13 +65,19 @@ class Engine:
         self.unjudged = []                               # segments that were verified and not judged yet,
         self.unjudged_logits = None                      # and their rows of logits
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
+        self.warm_up = 0.0  # seconds of compiling kernels and capturing graphs, in no other account
         self.iterations = []  # of each one: rows by kind, the pool, seconds by phase
         self.judging = 0.0                               # seconds of this iteration spent on acceptance
         self.on_read = None                              # called with the number of prompt tokens just read
         self.group = model.config.n_head // model.config.n_kv_head
         self.fused = model.device.type == "cuda" and self.planner.fusable and can_fuse(model)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
-        self.thread = ThreadPoolExecutor(1) if self.planner.delayed else None
+        self.thread = self.side = None
+        if self.planner.delayed:
+            self.thread = ThreadPoolExecutor(1)
+            if model.device.type == "cuda":
+                self.thread.submit(torch.cuda.set_device, model.device)        # a thread starts on device 0
+                self.side = torch.cuda.Stream(model.device)
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -96,19 +105,24 @@ class Engine:
     def _iterate(self, started):
         """One iteration. Returns [(request, newly committed tokens)]."""
         counted = dict(self.seconds)
+        warm_up = self.warm_up
         self.judging = 0.0
         committed = self.admission.step()
         plan = self._plan()
         self._record(plan)
         if self.planner.delayed:
-            # The host judges what the last iteration verified, while this forward runs.
-            running = self.thread.submit(self.forward, plan)
-            committed += self.settle()
+            # The host judges what the last iteration verified, while this forward runs. On the same stream
+            # of a GPU it would have to wait for that forward.
+            with beside(self.side):
+                running = self.thread.submit(self.forward, plan)
+                committed += self.settle()
+            if self.side:
+                self.side.synchronize()
             self._take_in(plan, running.result())
         else:
             self._take_in(plan, self.forward(plan))
             committed += self.settle()
-        self._clock(started, counted)
+        self._clock(started + self.warm_up - warm_up, counted)
         return committed
 
     def generate(self, requests):
@@ -122,16 +136,26 @@ class Engine:
         held = {s.request for s in self.unjudged}
         going = [r for r in self.active if r not in held]
         plan = self.planner.plan([r for r in going if r.is_read])
-        return plan + [self._prefill(r) for r in going if not r.is_read]
+        # The oldest read first; for whom no room is left, waits.
+        room = PROMPT_ROWS
+        for r in going:
+            if not r.is_read and (chunk := self._prefill(r, room)):
+                plan.append(chunk)
+                room -= len(chunk.tokens)
+        return plan
 
-    def _prefill(self, request):
-        """The next chunk of a prompt; the chunk that ends it yields the first token. A planner that wants the
-        last rows' attention scores gets them as a chunk of their own."""
+    def _prefill(self, request, room):
+        """The next chunk of a prompt, of `room` rows at most, or None; the one that ends it yields the first
+        token. A planner that wants the last rows' attention scores gets them as a chunk of their own."""
         start = request.n_cached
         end = len(request.tokens)
         last_rows = end - self.planner.record_prompt
         recorded = start >= last_rows
         stop = min(start + self.prefill_chunk, end if recorded else last_rows)
+        if stop - start > room:
+            stop = start if recorded else start + room   # the recorded rows stay together
+        if stop == start:
+            return None
         keys = FullKeys(self.cache, request.run.first, start, stop - start, record=recorded)
         return Segment(request, request.tokens[start:stop], start, keys, "prefill", int(stop == end))
 
@@ -158,7 +182,7 @@ class Engine:
             inputs = fused_inputs(self.cache, plan, tokens, positions, self.group)
             (hidden, *features), scores, capturing = self.graphs(inputs)
             keep_scores(plan, scores)
-            self.seconds["capture"] = self.seconds.get("capture", 0.0) + capturing
+            self.warm_up += capturing
             started += capturing
         else:
             hidden, *features = self._pass(tokens, positions, packed_attend(segments))
@@ -167,7 +191,7 @@ class Engine:
                 s.features = features[0][first:end]
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
         if logits.is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
         # A mixed forward is charged by rows.
         spent = time.perf_counter() - started
         for s in plan:
@@ -252,7 +276,8 @@ class Engine:
         rows = {"prefill": 0, "draft": 0, "verify": 0}
         for s in plan:
             rows[s.kind] += len(s.tokens)
-        self.iterations.append({**rows, "active": len(self.active), "stalled": len(self.active) - len(plan),
+        stalled = sum(not s.request.finished for s in self.unjudged)
+        self.iterations.append({**rows, "active": len(self.active), "stalled": stalled,
                                 "paused": len(self.admission.paused),
                                 "used": self.cache.used + self.cache.charged})
 
