@@ -54,11 +54,7 @@ METHODS = {"ngram": {}, "specgen": {}, "specgen --delayed": {"delayed": True}, "
 # -- speed -------------------------------------------------------------------------------------------------------------------
 
 def ours(model):
-    def run(ids, n):
-        engine = Engine(model, Lockstep, 1)
-        generation = engine.generate([Request(ids, n)])[0]
-        return generation.token_ids, (n - 1) / (engine.seconds["verify"] + engine.seconds["other"])
-    return run
+    return lambda ids, n: Engine(model, Lockstep, 1).generate([Request(ids, n)])[0].token_ids
 
 
 def llama_cpp(path, threads):
@@ -70,9 +66,8 @@ def llama_cpp(path, threads):
     server = xllamacpp.Server(params)
 
     def run(ids, n):
-        out = server.handle_completions({"prompt": ids, "n_predict": n, "temperature": 0, "ignore_eos": True,
-                                         "cache_prompt": False})
-        return out["choices"][0]["text"], out["timings"]["predicted_per_second"]
+        return server.handle_completions({"prompt": ids, "n_predict": n, "temperature": 0, "ignore_eos": True,
+                                          "cache_prompt": False})["choices"][0]["text"]
     return run
 
 
@@ -82,23 +77,23 @@ def transformers_generate(folder, dtype):
 
     @torch.inference_mode()
     def run(ids, n):
-        seconds = []
-        for tokens in (1, n):                            # the prompt alone, then all
-            started = time.perf_counter()
-            out = model.generate(torch.tensor([ids]), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, eos_token_id=None)
-            seconds.append(time.perf_counter() - started)
-        return out[0, len(ids):].tolist(), (n - 1) / (seconds[1] - seconds[0])
+        return model.generate(torch.tensor([ids]), max_new_tokens=n, min_new_tokens=n, do_sample=False, eos_token_id=None)[0, len(ids):].tolist()
     return run
 
 
-def in_turn(loops, prompts, n_new, repeats):
+def in_turn(loops, prompts, args):
     """{loop: ([tokens/s], [output])} of one prompt after the other, all loops in turn, so that a slow minute falls on all."""
+    clock = time.process_time if args.cpu_time else time.perf_counter
     found = {name: ([], []) for name in loops}
-    for i in tqdm(range(-1, repeats)):                   # the first one warms up
+    for i in tqdm(range(-1, args.repeats)):              # the first one warms up
         for name, run in loops.items():
-            out, rate = run(prompts[i % len(prompts)], n_new)
+            moments = [clock()]
+            for n in (1, args.new):                      # the prompt alone, then all
+                out = run(prompts[i % len(prompts)], n)
+                moments.append(clock())
+            start, between, end = moments
             if i >= 0:
-                found[name][0].append(rate)
+                found[name][0].append((args.new - 1) / (end - between - (between - start)))
                 found[name][1].append(out)
     return found
 
@@ -117,7 +112,7 @@ def speed(args):
                      "transformers generate": transformers_generate(folder, model.dtype)}
             if kind == "BF16":
                 loops["llama.cpp, 4 bits"] = llama_cpp(source.file, threads)
-            found = in_turn(loops, asked, args.new, args.repeats)
+            found = in_turn(loops, asked, args)
         texts = {}
         for name, (_, outputs) in found.items():         # llama.cpp gives text, without special tokens
             texts[name] = [out if isinstance(out, str) else tokenizer.decode([t for t in out if t not in tokenizer.name_of])
@@ -126,7 +121,7 @@ def speed(args):
             rows.append({"loop": name, "dtype": dtype, "tokens_per_second": rates,
                          "ratio": statistics.median(a / b for a, b in zip(found["minispec ar"][0], rates)),
                          "identical": sum(a == b for a, b in zip(texts[name], texts["minispec ar"])), "prompts": args.repeats})
-    return {"new_tokens": args.new, "rows": rows}
+    return {"new_tokens": args.new, "threads": threads, "cpu_time": args.cpu_time, "rows": rows}
 
 
 def plain_norm(self, x):
@@ -147,9 +142,9 @@ def steps(args):
         names, loops = list(without), {}
         for done in range(len(names) + 1):
             loops["with: " + names[done - 1] if done else "before"] = undone([without[n] for n in names[done:]], ours(model))
-        found = in_turn(loops, asked, args.new, args.repeats)
+        found = in_turn(loops, asked, args)
         rows += [{"step": name, "dtype": dtype, "tokens_per_second": rates} for name, (rates, _) in found.items()]
-    return {"new_tokens": args.new, "rows": rows}
+    return {"new_tokens": args.new, "threads": torch.get_num_threads(), "cpu_time": args.cpu_time, "rows": rows}
 
 
 def packs_every_row(self, x):
@@ -226,7 +221,7 @@ def greedy(args, n=50, n_new=100):
 
 def lossless(args, n_new=48):
     rows = []
-    for dtype, n in (("float32", 100), ("bfloat16", 20)):
+    for dtype, n in (("float32", args.prompts), ("bfloat16", args.prompts // 5)):
         model, asked = checkpoints.load("smollm2", dtype=getattr(torch, dtype)), spec_bench(args, n)
         want = answered("ar", model, asked, n_new)
         for name, settings in METHODS.items():
@@ -252,6 +247,8 @@ def main():
     p.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], help="default: all of them")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), help="folder of public prompts (docs/prompts.md)")
     p.add_argument("--new", type=int, default=48, help="tokens of a timed answer (default %(default)s)")
+    p.add_argument("--cpu-time", action="store_true", help="count the process's own seconds, for a busy machine and one thread")
+    p.add_argument("--prompts", type=int, default=100, help="lossless: Spec-Bench prompts (default %(default)s; in bf16 a fifth)")
     p.add_argument("--repeats", type=int, default=5, help="timed rounds (default %(default)s)")
     args = p.parse_args()
     result = results.read("llamacpp") or {}

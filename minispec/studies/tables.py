@@ -47,13 +47,49 @@ def lossless(r):
                  "row-count noise of a logit", rows)
 
 
-def transformers(r):
-    def spread(rates):
-        return f"{statistics.median(rates):.0f} ({span((min(rates), max(rates)), 0)})"
+def spread(rates, digits=0):
+    return f"{statistics.median(rates):.{digits}f} ({span((min(rates), max(rates)), digits)})"
 
+
+def transformers(r):
     return table("loop | tokens/s, median (range) | ratio to transformers", [
         f"transformers generate | {spread(r['transformers'])} | 1.00",
         f"minispec ar | {spread(r['minispec'])} | {r['ratio']:.2f}"])
+
+
+def llamacpp(r):
+    """The parts of tests/compare_llamacpp.py that were measured, a table each."""
+    def tokens(part):
+        seconds = "s of processor time" if part["cpu_time"] else "s"
+        return f"tokens/{seconds}, {part['threads']} threads, median (range)"
+
+    parts = []
+    if "speed" in r:
+        rows = [f"{x['loop']} | {x['dtype']} | {spread(x['tokens_per_second'], 1)} | {x['ratio']:.2f} | "
+                f"{same(x)}" for x in r["speed"]["rows"]]
+        parts.append(table(f"loop | dtype | {tokens(r['speed'])} | ours, times as fast | same text", rows))
+    if "steps" in r:
+        rows = [f"{x['step']} | {x['dtype']} | {spread(x['tokens_per_second'], 1)}"
+                for x in r["steps"]["rows"]]
+        parts.append(table(f"one step after the other | dtype | {tokens(r['steps'])}", rows))
+
+    rows = []
+    if "ids" in r:
+        rows.append(f"texts with the ids of `tokenizers` | {r['ids']['same']:,} of {r['ids']['texts']:,}")
+    if "greedy" in r:
+        x = r["greedy"]
+        what = f"answers of {x['new_tokens']} tokens that are transformers' most likely, float32"
+        rows.append(f"{what} | {x['same']} of {x['prompts']}")
+    for x in r.get("lossless", {}).get("rows", ()):
+        tie = ""
+        if x["identical"] < x["prompts"]:
+            tie = f", largest top-2 gap at a difference {x['largest_tie_gap']:.2g}"
+        rows.append(f"answers of {x['method']} that are ar's, {x['dtype']} | {same(x)}{tie}")
+    for dtype, x in r.get("load", {}).items():
+        memory = (x["peak"] - x["before"]) / x["bytes"]
+        rows.append(f"loading as {dtype} | {x['seconds']:.1f} s, at most {memory:.2f} times the weights")
+    parts.append(table("check | result", rows))
+    return "\n\n".join(parts)
 
 
 def other_checkpoints(r):
@@ -262,6 +298,7 @@ TABLES = {
     "lossless": lossless,
     "methods": methods,
     "transformers": transformers,
+    "llamacpp": llamacpp,
     "checkpoints": other_checkpoints,
     "knocks": knocks,
     "prism_arms": arms,
