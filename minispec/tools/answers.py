@@ -119,6 +119,7 @@ def summary(generations, engine):
         "accepted_per_round": sum(s.accepted for s in steps) / rounds,
         "acceptance_by_position": by_position,
         "phase_seconds": dict(engine.seconds),
+        "warm_up_seconds": getattr(engine, "warm_up", 0.0),
     }
 
 
@@ -136,8 +137,7 @@ def phase_rates(generations, engine):
     if fed:
         prefill = engine.seconds["prefill"] * prompt / fed
         decoded -= sum(bool(g.token_ids) for g in generations)
-    # Capturing CUDA graphs happens once, however long the answers are.
-    decode = sum(engine.seconds.values()) - prefill - engine.seconds.get("capture", 0.0)
+    decode = sum(engine.seconds.values()) - prefill
     return {
         "prompt_tokens": prompt,
         "prefill_tokens_per_second": prompt / prefill if prefill else None,

@@ -86,6 +86,9 @@ def table(r):
     shares = [f"{name} {100 * r['phase_seconds'][name] / r['seconds']:.0f} %"
               for name in ("prefill", "draft", "verify", "other")]
     lines.append("time: " + ", ".join(shares))
+    if r["warm_up_seconds"]:
+        lines.append(f"warm-up, in none of these figures: {r['warm_up_seconds']:.1f} s to compile kernels and "
+                     "capture CUDA graphs")
 
     # What --compare adds.
     if "speedup" in r:
