@@ -86,7 +86,7 @@ def table(r):
     shares = [f"{name} {100 * r['phase_seconds'][name] / r['seconds']:.0f} %"
               for name in ("prefill", "draft", "verify", "other")]
     lines.append("time: " + ", ".join(shares))
-    if r["warm_up_seconds"]:
+    if r.get("warm_up_seconds"):                         # of a GPU
         lines.append(f"warm-up, in none of these figures: {r['warm_up_seconds']:.1f} s to compile kernels and "
                      "capture CUDA graphs")
 
