@@ -12,8 +12,11 @@ from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.specgen import DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead, predicted_speedup
 from minispec.studies import sparse, texts
+from minispec.studies import specgen as studies
 from minispec.studies.replay import Replay, Text, replay
 from minispec.studies.sparse import measure_costs
+from minispec.studies.tables import render
+from minispec.tools import methods
 
 MODEL = toy_model()
 PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -296,6 +299,32 @@ def test_recorded_rows_and_mass_are_those_of_dense_attention(read_text):
 def test_repeated_grams():
     assert texts.repeated(list(range(30)), 10) == 0 and texts.repeated([1, 2] * 10, 5) == 1
     assert texts.repeated([*range(8), 50, *range(8)], 4) == 0.25
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """(settings, tokenizer) of studies on texts of the toy model."""
+    monkeypatch.setattr(texts, "text", lambda kind, number, length, *_: (PROMPT + AR.token_ids)[number:number + length])
+    for name, value in dict(CONTEXTS=(60,), BEFORE=10, AFTER=60).items():
+        monkeypatch.setattr(studies, name, value)
+    return methods.settings(quick=True, workload=None, data=None), types.SimpleNamespace(ours=True)
+
+
+def test_the_study_of_acceptance_runs_and_is_shown(tiny):
+    out = studies.acceptance(tiny[0], MODEL, tiny[1])
+    text, = out["kinds"]["trace"]
+    assert [row[0] for row in text["60"]["rows"]] == list(studies.SELECTIONS) and all(0 <= row[3] <= 8 for row in text["60"]["rows"])
+    assert "| pillar, 8, 5 % | " in render("acceptance", out) and "trace, 60 tokens" in render("acceptance_kinds", out) + render("attention", out)
+
+
+def test_the_study_of_serving_continues_prompts_that_were_read_once(tiny):
+    rows = studies.serving_rows({"float32": MODEL}, *tiny, 60, 3, 1, 30)
+    assert [(r["method"], r["temperature"]) for r in rows] == [("ar", 0.0), ("specgen", 0.0), ("ar", 1.0), ("specgen", 1.0)]
+    assert rows[1]["identical"] == 3 and rows[3]["identical"] is None and rows[1]["predicted"] > 0
+    assert "| 3 of 3 |" in render("serving", {"rows": rows})
+    want = Engine(MODEL, Lockstep, 1).generate([Request(PROMPT[:60], 30)])[0].token_ids
+    engine, requests = studies.warm_cells(MODEL, tiny[0], "float32", [PROMPT[:60]], 0.0, 30)["ar", "float32"]()
+    assert engine.generate(requests)[0].token_ids == want and engine.iterations[0]["prefill"] == 9
 
 
 # -- schedule ----------------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def serving(r):
                        f"{x['own_speedup']:.2f} | {two(x.get('predicted'))} | {same(x, x['requests'])}")
         where = f"{x['requests']} x {x['context']}, {x['temperature']:g}"
         rows.append(f"{where} | {x['method']} | {x['dtype']} | {x['tokens_per_second']:.1f} | {times(x)} | "
-                    f"{percent(x['repeated'])} | {specgen}")
+                    f"{percent(x.get('repeated'))} | {specgen}")
     return table("requests x context, temperature | method | dtype | tokens/s | "
                  "speed-up over the best ar (range) | repeated 8-grams | accepted of 8 | attention share | "
                  "speed-up in its dtype | predicted | identical to ar in its dtype", rows)
