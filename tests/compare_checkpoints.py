@@ -187,7 +187,7 @@ def write_large(folder):
 
 MEASURE = """
 import minispec, re, sys, time, torch
-from minispec.core import gpt
+from minispec.tools import checkpoints
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 before, started = peak(), time.perf_counter()
 model = checkpoints.load(sys.argv[1], dtype=getattr(torch, sys.argv[2]))

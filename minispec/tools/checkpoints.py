@@ -100,8 +100,6 @@ class Folder:
         self.file = os.path.join(path, "config.json")
         if not os.path.isdir(path):
             raise ValueError(f"no model folder {path}")
-        if not os.path.exists(self.file):
-            raise ValueError(f"{path} holds no config.json")
         data = read_json(self.file)
         try:
             self.config = from_hf_config(data)
@@ -168,10 +166,6 @@ def load_drafter(folder, kind, make):
     config_file = os.path.join(folder, "config.json")
     if not os.path.isdir(folder):
         raise ValueError(f"no drafter folder {folder}")
-    for needed in (config_file, file):
-        if not os.path.exists(needed):
-            raise ValueError(f"{folder} holds no {os.path.basename(needed)}")
-
     config = read_json(config_file)
     try:
         if config.pop("model_type", None) != kind:

@@ -2,8 +2,8 @@
 import contextlib
 import json
 import os
-import stat
-import tempfile
+import shutil
+import uuid
 
 
 # -- writing ----------------------------------------
@@ -17,28 +17,17 @@ def written_to(path):
     return real
 
 
-def _mode(path):
-    """The mode that a plain open(path, "w") leaves: that of an existing file, else what the umask allows."""
-    if os.path.exists(path):
-        return stat.S_IMODE(os.stat(path).st_mode)
-    umask = os.umask(0o077)                              # it cannot be read without being set
-    os.umask(umask)
-    return 0o666 & ~umask
-
-
 @contextlib.contextmanager
 def replaced(path):
     """Yields the name of a temporary file next to `path`. It becomes `path` if all went well and is removed
     if not: a reader sees the old file or the new one. Every writer has a temporary file of its own; of two,
     the last one wins. ValueError if it cannot be written, for example because the disk is full."""
     path = written_to(path)
-    temporary = None
+    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
     try:
-        folder, name = os.path.split(path)
-        handle, temporary = tempfile.mkstemp(".tmp", name + ".", folder)
-        os.close(handle)
-        os.chmod(temporary, _mode(path))
         yield temporary
+        if os.path.exists(path):
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except Exception as e:
         from safetensors import SafetensorError          # here, because bounds.py works without it
@@ -51,7 +40,7 @@ def replaced(path):
             cause = cause.__context__
         raise ValueError(f"cannot write {path}: {cause.strerror if cause else e}") from None
     finally:
-        with contextlib.suppress(OSError, TypeError):    # it is `path` by now, or was never made
+        with contextlib.suppress(OSError):               # it is `path` by now, or was never made
             os.remove(temporary)
 
 
