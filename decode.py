@@ -267,6 +267,8 @@ def main(argv=None):
         result["schedule"] = schedule_view(engine)
         result["regime"] = regime(engine, args, result["accepted_per_round"], generations)
     if args.compare:
+        if not args.quiet:
+            print("\nonce more, by the plain loop ..", flush=True)
         ar = methods.make_engine("ar", model, args, args.batch)
         plain = converse(problems, Session(ar, tokenizer, args, make_requests, quiet=True).answer)
         compare(result, generations, [generation for _, generation, _ in plain], ar, model)
