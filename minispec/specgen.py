@@ -31,7 +31,7 @@ so gathering it once is cheaper on a CPU than gathering it at every step, and th
 computed under sparse attention at all (the paper overwrites them at verification). All k + 1 rows count in
 the scores; the released kernel drops rows beyond its first tile. By default scores are handed on to the
 positions behind and remembered (`look_ahead`); select="pillar" is the paper's rule. Selections are positions,
-not slots, so a request may move or leave the device. On a GPU (`fused_attend`) it is meant to be as in the
+not slots, so a request may move or leave the device. On a GPU (kernels/fused.py) it is meant to be as in the
 paper, with CUDA graphs (kernels/graphs.py); it has not run on one yet.
 """
 import math
@@ -224,7 +224,8 @@ class SpecGen:
 
     k: drafts a round; sparsity, min_budget: size of the selection; select: "pillar", the paper's; "ahead",
     the same with `look_ahead`; "window", the first and the newest positions; schedule: "unified", "lockstep"
-    (join the fullest place) or "random"; delayed: judge next to the next forward. ValueError for settings out
+    (join the fullest place) or "random"; delayed: judge next to the next forward. A round then has an iteration
+    more, so this pays only where the host takes over 1 / (k + 2) of one: on a GPU. ValueError for settings out
     of range.
     """
     name = "specgen"
