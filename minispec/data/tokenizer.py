@@ -2,8 +2,8 @@
 GGUF are the formats.
 
 `Tokenizer.load` reads a model's vocabulary and its chat template, the Jinja text that says what the model
-reads before it answers. The vocabulary of our own models, 256 bytes, 1,785 merges counted on training text and 7
-special tokens, comes with checkpoints/target.
+reads before it answers. The vocabulary of our own models (256 bytes, 1,785 merges counted on training text,
+7 special tokens) comes with checkpoints/target.
 
 Special tokens ("<|im_end|>", ..) come only from the chat template and from the model's own answers, never
 from what a user writes: a prompt that contains the string "<|im_end|>" is encoded as plain characters.

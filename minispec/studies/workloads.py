@@ -94,7 +94,7 @@ def own_requests(args, model, tokenizer, new):
         blocks.setdefault(p.family, []).append(p)
     asked = {}
     for where, problem in in_turn({block: some[:n] for block, some in blocks.items()}).items():
-        turns = converse([problem], answer)[0] if problem.turns else [(problem, None, 1)]
+        turns = converse([problem], answer) if problem.turns else [(problem, None, 1)]
         for problem, _, turn in turns:
             asked[f"{where}/{turn}" if turn > 1 else where] = problem
     return dict(zip(asked, requests_of(list(asked.values()), tokenizer, model, new))), asked
