@@ -27,8 +27,8 @@ def unavailable(x):
     if triton is None:
         return "triton is not installed (pip install triton)"
     if x.device.type == "cpu" and not INTERPRETED:
-        return ("the tensors are on the CPU (TRITON_INTERPRET=1, set before triton is imported, would interpret "
-                "the kernels)")
+        return ("the tensors are on the CPU (TRITON_INTERPRET=1, set before triton is imported, "
+                "would interpret the kernels)")
     return ""
 
 
@@ -46,8 +46,8 @@ def check(q, *pools):
         raise RuntimeError(f"the Triton kernels cannot run: {reason}; the *_reference functions can")
     d = q.shape[-1]
     if not supported(d, q.dtype):
-        raise ValueError(f"head size {d} is not supported by the kernels; allowed are powers of two from 16 to 256, "
-                         "in fp32 to 128")
+        raise ValueError(f"head size {d} is not supported by the kernels; "
+                         "allowed are powers of two from 16 to 256, in fp32 to 128")
     for x in (q, *pools):
         same_pool = x is q or x.stride() == pools[0].stride()
         if x.dtype != q.dtype or x.stride()[1:] != (d, 1) or not same_pool:

@@ -1,32 +1,38 @@
 """Packed-batch attention over slot lists: draft, verification and prefill rows of all requests in one launch.
 
-SpecGen / SparseSpec (arXiv 2512.01278), the fused draft and verification kernel. A batch mixes requests in different phases:
-drafting ones feed one row each, which sees a short list of positions; verifying ones k + 1 rows, which see everything before
-them; others a chunk of their prompt. All three are one case here. The n rows of a request are its newest n positions, and they
-read a *list* of entries that ends with those positions themselves:
+SpecGen / SparseSpec (arXiv 2512.01278), the fused draft and verification kernel. A batch mixes requests in
+different phases: drafting ones feed one row each, which sees a short list of positions; verifying ones k + 1
+rows, which see everything before them; others a chunk of their prompt. All three are one case here. The n
+rows of a request are its newest n positions, and they read a *list* of entries that ends with those positions
+themselves:
 
     entry e = 0 .. c - 1        position selected[request, KV head, e]            c critical positions
-    entry e = c ..              position tail + e - c, up to length - 1           recent ones, then the n rows' own
+    entry e = c ..              position tail + e - c, up to length - 1           recent ones, the n rows' own
 
-A row sees the entries whose position is not beyond its own. Full attention is c = 0 and tail = 0: there is no request type.
-Selections are positions in the text, not places in the pool; `slots` translates in the kernel, so that a request can move
-(be offloaded, restored elsewhere) with its selection unchanged. Page size 1: any slot, any order.
+Full attention is c = 0 and tail = 0: there is no request type. A row sees the entries whose position is not
+beyond its own. The rows of a draft tree see their paths instead: of each row 64 bits say which of the newest
+64 positions it sees, and it sees all before them. Selections are positions in the text, not places in the
+pool; `slots` translates in the kernel, so that a request can move (be offloaded, restored elsewhere) with its
+selection unchanged. Page size 1: any slot, any order.
 
-Shapes, for one layer: q (N, H, D) packed rows; k, v (G, n_slots, D); g = H / G query heads share a KV head; B requests.
-A tile is up to 16 or 64 *packed rows* (row, head of the group) of one request and KV head, so that a draft row's g heads, or
-a verification's (k + 1) * g, share every key that is read. As in the paper, one launch holds both tile shapes, the small one
-reading more keys at a time (16 x 128 and 64 x 64 there). Long lists are split into chunks of a *fixed* number of entries, a
-program each, and a second small kernel merges their results by the log-sum-exp. Because the chunk is fixed, a request's
-result is the same, bit for bit, whoever its neighbours are; the paper balances chunks over the batch instead.
+Shapes, for one layer: q (N, H, D) packed rows; k, v (G, n_slots, D); g = H / G query heads share a KV head; B
+requests. A tile is up to 16 or 64 *packed rows* (row, head of the group) of one request and KV head, so that
+a draft row's g heads, or a verification's (k + 1) * g, share every key that is read. As in the paper, one
+launch holds both tile shapes, the small one reading more keys at a time (16 x 128 and 64 x 64 there). Long
+lists are split into chunks of a *fixed* number of entries, a program each, and a second small kernel merges
+their results by the log-sum-exp. Because the chunk is fixed, a request's result is the same, bit for bit,
+whoever its neighbours are; the paper balances chunks over the batch instead.
 
 Bytes moved, with E entries read by all tiles together and e bytes a number:
     G * E * (2 * D * e + 4)         keys, values, slot indices; a selected entry costs 4 more
     N * H * D * 2 * e               queries in, outputs out
-    G * P * (D + 1) * 4 * 2         results of split tiles, P packed rows in all parts, written and read again (mostly in L2)
-Roofline time = bytes / bandwidth as long as the flops a byte of keys and values, the tile's rows (64) in bf16, are under the
-device's balance (H100: 989 Tflop/s / 3.35 TB/s = 295). Example, Qwen3-8B (G 8, g 4, D 128, bf16), one layer, 128 requests at
-8,192 tokens, k = 8, s = 0.05: 14 verify, 114 draft, E = 14 * 8,192 + 114 * 414 = 162k entries: 668 MB, and 67 MB for 16 parts
-of the verifying tiles: 0.22 ms at 3.35 TB/s. With all 128 decoding in full: 4.3 GB, 1.3 ms.
+    G * P * (D + 1) * 4 * 2         results of split tiles, P packed rows in all parts, written and read again
+                                    (mostly in L2)
+Roofline time = bytes / bandwidth as long as the flops a byte of keys and values, the tile's rows (64) in
+bf16, are under the device's balance (H100: 989 Tflop/s / 3.35 TB/s = 295). Example, Qwen3-8B (G 8, g 4, D
+128, bf16), one layer, 128 requests at 8,192 tokens, k = 8, s = 0.05: 14 verify, 114 draft, E = 14 * 8,192 +
+114 * 414 = 162k entries: 668 MB, and 67 MB for 16 parts of the verifying tiles: 0.22 ms at 3.35 TB/s. With
+all 128 decoding in full: 4.3 GB, 1.3 ms.
 """
 from dataclasses import dataclass, replace
 
@@ -37,73 +43,101 @@ from . import check, jit, tl
 
 SMALL, LARGE = 16, 64                   # packed rows of a tile; 16 is the least that tl.dot takes
 CHUNK = 512                             # entries one program reads; a constant, see above
+SEEN = 64                               # newest positions of which a tree's row says what it sees
 LOG2E = 1.4426950408889634              # kernels count in powers of two, which is what the hardware does
 
 
 def settings(dtype, d):
-    """What the kernel is compiled with. N_: entries read in one step. STAGES_: steps in flight; a key needs three, since its
-    position, its slot and itself are loads that wait for one another. The choice keeps every group and head size free of
-    spills (tests/compile_report.py); it was made without a GPU, not tuned on one. PRECISION concerns fp32 alone, which is there to
-    prove identity, not for speed, and must not lose 13 bits to TF32; bf16 and fp16 products are exact anyway."""
+    """What the kernel is compiled with. N_: entries read in one step. STAGES_: steps in flight; a key needs
+    three, since its position, its slot and itself are loads that wait for one another.
+
+    The choice keeps every head size free of spills (tests/compile_report.py); it was made without a GPU, not
+    tuned on one. PRECISION concerns fp32 alone, which is there to prove identity, not for speed, and must not
+    lose 13 bits to TF32; bf16 and fp16 products are exact anyway."""
     if dtype == torch.float32:
-        return dict(N_SMALL=16 if d <= 64 else 64, N_LARGE=16, STAGES_SMALL=2, STAGES_LARGE=2, PRECISION="ieee", num_warps=16)
-    return dict(N_SMALL=min(8192 // d, 128), N_LARGE=min(4096 // d, 64), STAGES_SMALL=5, STAGES_LARGE=3, PRECISION="tf32",
-                num_warps=4 if d <= 128 else 8)
+        return dict(N_SMALL=16 if d <= 64 else 64, N_LARGE=16, STAGES_SMALL=2, STAGES_LARGE=2,
+                    PRECISION="ieee", num_warps=16)
+    return dict(N_SMALL=min(8192 // d, 128), N_LARGE=min(4096 // d, 64), STAGES_SMALL=5, STAGES_LARGE=3,
+                PRECISION="tf32", num_warps=4 if d <= 128 else 8)
 
 
 @jit
-def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_request, p_item, p_out, p_lse, p_part, p_part_lse,
-                scale, chunk, s_q, s_kv, s_slot, s_request, s_group, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
-                N: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr):
+def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part,
+                p_part_lse, scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group,
+                D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+                PRECISION: tl.constexpr):
     """M packed rows of one request and KV head over one chunk of their list."""
-    i_g, n_groups = tl.program_id(1), tl.num_programs(1)
-    request, first_packed = tl.load(p_item), tl.load(p_item + 1)
+    i_g = tl.program_id(1)
+    n_groups = tl.num_programs(1)
+    # The work item. Offsets of all that is large have 64 bits: pools and tables may exceed 2^31 numbers.
+    request = tl.load(p_item)
+    first_packed = tl.load(p_item + 1)
     first_entry = tl.load(p_item + 2)
-    part = tl.load(p_item + 3).to(tl.int64)                                # offsets of all that is large, in 64 bits
-    p_request += request * 5
+    part = tl.load(p_item + 3).to(tl.int64)
+    # Its request.
+    p_request += request * 6
     first_row = tl.load(p_request).to(tl.int64)
-    n_rows, length = tl.load(p_request + 1), tl.load(p_request + 2)
-    n_selected, tail = tl.load(p_request + 3), tl.load(p_request + 4)
-    p_slot += request.to(tl.int64) * s_slot                                # pools and tables may exceed 2^31 numbers
+    n_rows = tl.load(p_request + 1)
+    length = tl.load(p_request + 2)
+    n_selected = tl.load(p_request + 3)
+    tail = tl.load(p_request + 4)
+    causal = tl.load(p_request + 5)
+    p_slot += request.to(tl.int64) * s_slot
     p_selected += request.to(tl.int64) * s_request + i_g * s_group
     p_k += i_g.to(tl.int64) * s_kv
     p_v += i_g.to(tl.int64) * s_kv
 
+    # The tile's queries, and what each may see: positions up to its own, or those that its bits name.
     o_m = tl.arange(0, M)
-    row, head = (first_packed + o_m) // GROUP, i_g * GROUP + (first_packed + o_m) % GROUP
-    valid = row < n_rows
     o_d = tl.arange(0, D)
-    b_q = tl.load(p_q + (first_row + row)[:, None] * s_q + head[:, None] * D + o_d[None, :], mask=valid[:, None], other=0.0)
-    position = length - n_rows + row                                       # (M,) what each row may see up to
-    # Entries beyond the tile's last row are nobody's: a prefill tile stops at its diagonal.
-    last_row = tl.minimum((first_packed + M - 1) // GROUP, n_rows - 1)
-    end = tl.minimum(first_entry + chunk, n_selected + length - tail - (n_rows - 1 - last_row))
+    row = (first_packed + o_m) // group
+    head = i_g * group + (first_packed + o_m) % group
+    valid = row < n_rows
+    o_q = (first_row + row)[:, None] * s_q + head[:, None] * D + o_d[None, :]
+    b_q = tl.load(p_q + o_q, mask=valid[:, None], other=0.0)               # (M, D)
+    b_sees = tl.load(p_sees + first_row + row, mask=valid, other=-1)       # (M,)
+    position = length - 1 - causal * (n_rows - 1 - row)
+    # Nobody reads entries beyond the tile's last row: a prefill tile stops at its diagonal.
+    last_row = tl.minimum((first_packed + M - 1) // group, n_rows - 1)
+    end = n_selected + length - tail - causal * (n_rows - 1 - last_row)
+    end = tl.minimum(first_entry + chunk, end)
 
     b_max = tl.full((M,), float("-inf"), tl.float32)
     b_sum = tl.zeros((M,), tl.float32)
     b_acc = tl.zeros((M, D), tl.float32)
     for i in tl.range(first_entry, end, N, num_stages=STAGES):
+        # Entry -> position -> slot -> key and value.
         o_n = i + tl.arange(0, N)
-        alive, listed = o_n < end, o_n < n_selected
+        alive = o_n < end
+        listed = o_n < n_selected
         b_pos = tl.where(listed, tl.load(p_selected + o_n, mask=listed, other=0), tail + o_n - n_selected)
         b_slot = tl.load(p_slot + b_pos, mask=alive, other=0).to(tl.int64)
-        b_k = tl.load(p_k + b_slot[:, None] * D + o_d[None, :], mask=alive[:, None], other=0.0)            # (N, D)
-        b_v = tl.load(p_v + b_slot[:, None] * D + o_d[None, :], mask=alive[:, None], other=0.0)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale                                # (M, N)
-        b_s = tl.where(alive[None, :] & (b_pos[None, :] <= position[:, None]), b_s, float("-inf"))
+        o_kv = b_slot[:, None] * D + o_d[None, :]
+        b_k = tl.load(p_k + o_kv, mask=alive[:, None], other=0.0)          # (N, D)
+        b_v = tl.load(p_v + o_kv, mask=alive[:, None], other=0.0)
+        # Logits of what a row sees. Bit j stands for position length - 1 - j; any bit will do before those.
+        back = tl.maximum(length - 1 - b_pos, 0).to(tl.int64)
+        b_bit = tl.where(back < 64, tl.full((N,), 1, tl.int64) << tl.minimum(back, 63), -1)
+        seen = (b_pos[None, :] <= position[:, None]) & ((b_sees[:, None] & b_bit[None, :]) != 0)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale                     # (M, N)
+        b_s = tl.where(alive[None, :] & seen, b_s, float("-inf"))
+        # One softmax over all steps: what was summed before shrinks when a larger logit appears.
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
-        b_ref = tl.where(b_new == float("-inf"), 0.0, b_new)               # a row that has seen nothing yet: no inf - inf
+        b_ref = tl.where(b_new == float("-inf"), 0.0, b_new)  # a row that has seen nothing yet: no inf - inf
         b_p = tl.exp2(b_s - b_ref[:, None])
         b_shrink = tl.exp2(b_max - b_ref)
         b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision=PRECISION)
         b_max = b_new
 
-    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
-    b_lse = b_max + tl.log2(tl.where(b_sum == 0.0, 1.0, b_sum))            # -inf for a row that sees none of this chunk
-    if part < 0:                                                           # the only chunk: this is the result
-        o_out = (first_row + row) * (n_groups * GROUP) + head
-        tl.store(p_out + o_out[:, None] * D + o_d[None, :], b_out.to(p_out.dtype.element_ty), mask=valid[:, None])
+    b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
+    b_out = b_acc / b_sum[:, None]
+    b_lse = b_max + tl.log2(b_sum)                # -inf for a row that sees nothing of this chunk
+    if part < 0:
+        # The only chunk: this is the result.
+        o_out = (first_row + row) * (n_groups * group) + head
+        b_out = b_out.to(p_out.dtype.element_ty)
+        tl.store(p_out + o_out[:, None] * D + o_d[None, :], b_out, mask=valid[:, None])
         tl.store(p_lse + o_out, b_lse / 1.4426950408889634, mask=valid)
     else:
         o_part = (part + o_m) * n_groups + i_g
@@ -112,36 +146,46 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_request, p_item, p_out, p_l
 
 
 @jit
-def packed_attention(p_q, p_k, p_v, p_slot, p_selected, p_request, p_item, p_out, p_lse, p_part, p_part_lse,
-                     scale, chunk, s_q, s_kv, s_slot, s_request, s_group, GROUP: tl.constexpr, D: tl.constexpr,
-                     SMALL: tl.constexpr, LARGE: tl.constexpr, N_SMALL: tl.constexpr, N_LARGE: tl.constexpr,
+def packed_attention(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part,
+                     p_part_lse, scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group,
+                     D: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
+                     N_SMALL: tl.constexpr, N_LARGE: tl.constexpr,
                      STAGES_SMALL: tl.constexpr, STAGES_LARGE: tl.constexpr, PRECISION: tl.constexpr):
-    """Grid (work items, G). An item is (request, first packed row, first entry, row of the partial results or -1). scale
-    includes log2(e)."""
+    """Grid (work items, G). An item is (request, first packed row, first entry, row of the partial results or
+    -1). scale includes log2(e)."""
     p_item += tl.program_id(0) * 4
     request = tl.load(p_item)
-    if request < 0:                                                        # padding, see Plan.padded
+    if request < 0:                               # padding, see Plan.padded
         return
-    if tl.load(p_request + request * 5 + 1) * GROUP <= SMALL:
-        attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_request, p_item, p_out, p_lse, p_part, p_part_lse, scale, chunk, s_q, s_kv,
-                    s_slot, s_request, s_group, GROUP, D, SMALL, N_SMALL, STAGES_SMALL, PRECISION)
+    if tl.load(p_request + request * 6 + 1) * group <= SMALL:
+        attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part,
+                    p_part_lse, scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group,
+                    D, SMALL, N_SMALL, STAGES_SMALL, PRECISION)
     else:
-        attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_request, p_item, p_out, p_lse, p_part, p_part_lse, scale, chunk, s_q, s_kv,
-                    s_slot, s_request, s_group, GROUP, D, LARGE, N_LARGE, STAGES_LARGE, PRECISION)
+        attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part,
+                    p_part_lse, scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group,
+                    D, LARGE, N_LARGE, STAGES_LARGE, PRECISION)
 
 
 @jit
-def merge_parts(p_part, p_part_lse, p_request, p_merge, p_out, p_lse, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr):
-    """Grid (split tiles, G, LARGE / M). Out of a tile's parts, each a mean under its own softmax, the mean under all of it:
-    sum of 2^(lse_j - lse) * part_j. A record is (request, first packed row, packed rows, first part row, parts)."""
-    i_tile, i_g, n_groups = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    p_merge += i_tile * 5
-    request, first_packed, n_packed = tl.load(p_merge), tl.load(p_merge + 1), tl.load(p_merge + 2)
+def merge_parts(p_part, p_part_lse, p_request, p_merge, p_out, p_lse, group,
+                D: tl.constexpr, M: tl.constexpr):
+    """Grid (split tiles, G, LARGE / M). Out of a tile's parts, each a mean under its own softmax, the mean
+    under all of it: sum of 2^(lse_j - lse) * part_j. A record is (request, first packed row, packed rows,
+    first part row, parts)."""
+    i_g = tl.program_id(1)
+    n_groups = tl.num_programs(1)
+    p_merge += tl.program_id(0) * 5
+    request = tl.load(p_merge)
+    first_packed = tl.load(p_merge + 1)
+    n_packed = tl.load(p_merge + 2)
     part = tl.load(p_merge + 3).to(tl.int64)
     n_parts = tl.load(p_merge + 4)
-    o_m, o_d = tl.program_id(2) * M + tl.arange(0, M), tl.arange(0, D)
+    o_m = tl.program_id(2) * M + tl.arange(0, M)
+    o_d = tl.arange(0, D)
     if request < 0 or tl.program_id(2) * M >= n_packed:
         return
+
     valid = o_m < n_packed
     b_max = tl.full((M,), float("-inf"), tl.float32)
     b_sum = tl.zeros((M,), tl.float32)
@@ -149,29 +193,35 @@ def merge_parts(p_part, p_part_lse, p_request, p_merge, p_out, p_lse, GROUP: tl.
     for i in range(n_parts):
         o_part = (part + i * n_packed + o_m) * n_groups + i_g
         b_lse = tl.load(p_part_lse + o_part, mask=valid, other=0.0)
-        b_new = tl.maximum(b_max, b_lse)                                   # every row sees its first entry: never -inf here
-        b_shrink, b_weight = tl.exp2(b_max - b_new), tl.exp2(b_lse - b_new)
         b_part = tl.load(p_part + o_part[:, None] * D + o_d[None, :], mask=valid[:, None], other=0.0)
+        b_new = tl.maximum(b_max, b_lse)          # every row sees its first entry: never -inf here
+        b_shrink = tl.exp2(b_max - b_new)
+        b_weight = tl.exp2(b_lse - b_new)
         b_acc = b_acc * b_shrink[:, None] + b_part * b_weight[:, None]
         b_sum = b_sum * b_shrink + b_weight
         b_max = b_new
+
     o_packed = first_packed + o_m
-    row = tl.load(p_request + request * 5).to(tl.int64) + o_packed // GROUP
-    o_out = row * (n_groups * GROUP) + i_g * GROUP + o_packed % GROUP
+    row = tl.load(p_request + request * 6).to(tl.int64) + o_packed // group
+    o_out = row * (n_groups * group) + i_g * group + o_packed % group
     b_out = (b_acc / b_sum[:, None]).to(p_out.dtype.element_ty)
     tl.store(p_out + o_out[:, None] * D + o_d[None, :], b_out, mask=valid[:, None])
     tl.store(p_lse + o_out, (b_max + tl.log2(b_sum)) / 1.4426950408889634, mask=valid)
 
 
-# -- the host's part ---------------------------------------------------------------------------------------------------
+# -- the host's part -----------------------------------------------------------------------------------------
 
 @dataclass
 class Plan:
-    """What an iteration's launches, one a layer, have in common. Int32 tensors, to be copied to the device once.
-    requests: (B, 5) first row in q, rows, length with the rows' own, selected positions, first position of the tail;
-    items: (n, 4) and merges: (m, 5), see the kernels; n_part_rows: rows of partial results; chunk: entries of an item;
-    max_length, max_selected: the least that slots and selected must hold."""
+    """What an iteration's launches, one a layer, have in common. Int32 tensors, to be copied to the device
+    once.
+
+    requests (B, 6): first row in q, rows, length with the rows' own, selected positions, first position of
+    the tail, 1 if the rows are causal. sees (N,) int64: bit j says whether a row sees position length - 1 -
+    j. items (n, 4) and merges (m, 5): see the kernels. n_part_rows: rows of partial results. chunk: entries
+    of an item. max_length, max_selected: the least that slots and selected must hold."""
     requests: torch.Tensor
+    sees: torch.Tensor
     items: torch.Tensor
     merges: torch.Tensor
     n_part_rows: int
@@ -180,93 +230,129 @@ class Plan:
     max_selected: int
 
     def to(self, device):
-        move = {name: getattr(self, name).to(device, non_blocking=True) for name in ("requests", "items", "merges")}
-        return replace(self, **move)
+        names = "requests", "sees", "items", "merges"
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
     def padded(self, n_items, n_merges, n_part_rows):
-        """The same with room for more, so that launches have one size and one CUDA graph serves every mix of phases."""
-        if len(self.items) > n_items or len(self.merges) > n_merges or self.n_part_rows > n_part_rows:
-            raise ValueError(f"a plan of {len(self.items)} items, {len(self.merges)} merges and {self.n_part_rows} partial rows "
-                             f"does not fit {n_items}, {n_merges} and {n_part_rows}")
-        pad = [F.pad(x, (0, 0, 0, n - len(x)), value=-1) for x, n in ((self.items, n_items), (self.merges, n_merges))]
-        return replace(self, items=pad[0], merges=pad[1], n_part_rows=n_part_rows)
+        """The same with room for more, so that launches have one size and one CUDA graph serves every mix of
+        phases."""
+        has = len(self.items), len(self.merges), self.n_part_rows
+        if any(n > room for n, room in zip(has, (n_items, n_merges, n_part_rows))):
+            raise ValueError("a plan of {} items, {} merges and {} partial rows ".format(*has)
+                             + f"does not fit {n_items}, {n_merges} and {n_part_rows}")
+        items = F.pad(self.items, (0, 0, 0, n_items - has[0]), value=-1)
+        merges = F.pad(self.merges, (0, 0, 0, n_merges - has[1]), value=-1)
+        return replace(self, items=items, merges=merges, n_part_rows=n_part_rows)
 
 
-def make_plan(requests, group, chunk=CHUNK):
-    """Cut the lists of a packed batch into work items. requests: [(rows, length, n_selected, tail)], one for each row of the
-    slot table; rows may be 0 (a request that waits). length counts the rows' own positions; selected ones lie before tail."""
+def make_plan(requests, group, chunk=CHUNK, trees=None):
+    """Cut the lists of a packed batch into work items.
+
+    requests: [(rows, length, n_selected, tail)], one for each row of the slot table; rows may be 0 (a request
+    that waits). length counts the rows' own positions; selected ones lie before tail. trees: {request: bool
+    (rows, m)}, which of the last m <= SEEN positions each row sees; without it they are causal."""
+    trees = trees or {}
     table = torch.tensor(requests, dtype=torch.int64).view(-1, 4)
     rows, length, n_selected, tail = table.unbind(1)
-    bad = (rows < 0) | (n_selected < 0) | (tail < 0) | ((rows > 0) & (tail > length - rows)) | (n_selected > tail)
+    bad = (rows < 0) | (n_selected < 0) | (tail < 0) | (n_selected > tail)
+    bad |= (rows > 0) & (tail > length - rows)
     if bad.any():
         i = bad.nonzero()[0].item()
-        raise ValueError(f"request {i}: (rows, length, n_selected, tail) = {tuple(requests[i])}; it must hold that "
-                         "n_selected <= tail <= length - rows")
+        raise ValueError(f"request {i}: (rows, length, n_selected, tail) = {tuple(requests[i])}; "
+                         "it must hold that n_selected <= tail <= length - rows")
+
+    # Trees: the newest position is the lowest bit.
     first_row = rows.cumsum(0) - rows
+    causal = torch.ones_like(rows)
+    sees = torch.full((int(rows.sum()),), -1)
+    for i, mask in trees.items():
+        causal[i] = 0
+        bits = F.pad(mask.long(), (SEEN - mask.shape[1], 0), value=1) << torch.arange(SEEN - 1, -1, -1)
+        sees[first_row[i]:first_row[i] + len(mask)] = bits.sum(1)
+
+    # Tiles: up to `height` packed rows of a request.
     packed = rows * group
     height = torch.where(packed <= SMALL, SMALL, LARGE)
-    request, i_tile = _expand((packed + height - 1) // height)                                 # one entry per tile
+    request, i_tile = _expand((packed + height - 1) // height)
     first = i_tile * height[request]
-    n = torch.minimum(height[request], packed[request] - first)                                # its packed rows
-    behind = rows[request] - 1 - (first + n - 1) // group                                      # rows after its last one
-    entries = (n_selected + length - tail)[request] - behind
+    n = torch.minimum(height[request], packed[request] - first)            # its packed rows
+    behind = rows[request] - 1 - (first + n - 1) // group                  # rows after its last one
+    entries = (n_selected + length - tail)[request] - behind * causal[request]
     parts = (entries + chunk - 1) // chunk
     part_rows = torch.where(parts > 1, parts * n, 0)
     first_part = part_rows.cumsum(0) - part_rows
-    tile, i_part = _expand(parts)                                                              # one entry per item
+
+    # Items: a chunk of a tile's list each. Tiles of several chunks are merged.
+    tile, i_part = _expand(parts)
     part = torch.where(parts[tile] > 1, first_part[tile] + i_part * n[tile], -1)
     items = torch.stack([request[tile], first[tile], i_part * chunk, part], 1)
     merges = torch.stack([request, first, n, first_part, parts], 1)[parts > 1]
-    requests = torch.stack([first_row, *table.unbind(1)], 1)
+    requests = torch.stack([first_row, rows, length, n_selected, tail, causal], 1)
     most = [int(x[rows > 0].max()) if len(request) else 0 for x in (length, n_selected)]
-    return Plan(requests.int(), items.int(), merges.int(), int(part_rows.sum()), chunk, *most)
+    return Plan(requests.int(), sees, items.int(), merges.int(), int(part_rows.sum()), chunk, *most)
 
 
 def _expand(counts):
-    """counts (n,) -> for each of counts.sum() members the index of its owner and its rank there: [2, 1] -> 0 0 1, 0 1 0."""
+    """counts (n,) -> for each of counts.sum() members the index of its owner and its rank there:
+    [2, 1] -> 0 0 1, 0 1 0."""
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
 def attention(q, k, v, slots, selected, plan, scale=None, return_lse=False):
-    """q (N, H, D), k and v (G, n_slots, D) of one layer, slots (B, T) int32: the slot of every position, selected (B, G, C)
-    int32 positions or None, all on the plan's device. Returns (N, H, D), and with return_lse also the natural logarithm
-    (N, H), in fp32, of every row's sum of exp(scale * q . k). Keys and values of the rows are already in the pool."""
+    """Every row's attention over what the plan lets it see.
+
+    q (N, H, D), k and v (G, n_slots, D) of one layer, slots (B, T) int32: the slot of every position,
+    selected (B, G, C) int32 positions or None, all on the plan's device. Returns (N, H, D), and with
+    return_lse also the natural logarithm (N, H), in fp32, of every row's sum of exp(scale * q . k). Keys and
+    values of the rows are already in the pool."""
     check(q, k, v)
-    (n, h, d), groups = q.shape, k.shape[0]
+    n, h, d = q.shape
+    groups = k.shape[0]
+    if selected is None:
+        selected = slots[:, None, :0]             # any pointer will do when none is read
+    too_small = slots.shape[1] < plan.max_length or selected.shape[2] < plan.max_selected
+    if too_small or (slots.stride(1), selected.stride(2)) != (1, 1):
+        raise ValueError(f"slots {tuple(slots.shape)} and selected {tuple(selected.shape)} must be "
+                         f"contiguous lists and hold {plan.max_length} and {plan.max_selected}")
     out = torch.empty(n, h, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(n, h, dtype=torch.float32, device=q.device)
-    selected = slots[:, None, :0] if selected is None else selected                # any pointer will do when none is read
-    if slots.shape[1] < plan.max_length or selected.shape[2] < plan.max_selected or (slots.stride(1), selected.stride(2)) != (1, 1):
-        raise ValueError(f"slots {tuple(slots.shape)} and selected {tuple(selected.shape)} must be contiguous lists and hold "
-                         f"{plan.max_length} and {plan.max_selected}")
     part = torch.empty(plan.n_part_rows, groups, d, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(plan.n_part_rows, groups, dtype=torch.float32, device=q.device)
     strides = q.stride(0), k.stride(0), slots.stride(0), selected.stride(0), selected.stride(1)
     scale = (d ** -0.5 if scale is None else scale) * LOG2E
-    shape = dict(GROUP=h // groups, D=d)
     if len(plan.items):
         packed_attention[(len(plan.items), groups)](
-            q, k, v, slots, selected, plan.requests, plan.items, out, lse, part, part_lse, scale, plan.chunk, *strides,
-            SMALL=SMALL, LARGE=LARGE, **shape, **settings(q.dtype, d))
+            q, k, v, slots, selected, plan.sees, plan.requests, plan.items, out, lse, part, part_lse,
+            scale, plan.chunk, h // groups, *strides, D=d, SMALL=SMALL, LARGE=LARGE, **settings(q.dtype, d))
     if len(plan.merges):
-        merge_parts[(len(plan.merges), groups, LARGE // SMALL)](part, part_lse, plan.requests, plan.merges, out, lse, M=SMALL, **shape)
+        merge_parts[(len(plan.merges), groups, LARGE // SMALL)](
+            part, part_lse, plan.requests, plan.merges, out, lse, h // groups, D=d, M=SMALL)
     return (out, lse) if return_lse else out
 
 
 def attention_reference(q, k, v, slots, selected, plan, scale=None, return_lse=False):
     """The same by definition: one row, one head, one list at a time, in fp32."""
     (_, h, d), groups = q.shape, k.shape[0]
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device)
-    for b, (first_row, n_rows, length, n_selected, tail) in enumerate(plan.requests.tolist()):
+    scale = d ** -0.5 if scale is None else scale
+    out = torch.zeros_like(q)
+    lse = torch.zeros(q.shape[:2], device=q.device)
+    for b in set(plan.items[:, 0].tolist()) - {-1}:
+        first_row, n_rows, length, n_selected, tail, causal = plan.requests[b].tolist()
         for i in range(n_rows):
-            newest = length - n_rows + i                                           # the row's own position
+            row = first_row + i
+            newest = length - n_rows + i if causal else length - 1
+            bits = plan.sees[row].item()
+            own = []
+            for p in range(tail, newest + 1):
+                back = length - 1 - p
+                if back >= SEEN or bits >> back & 1:
+                    own.append(p)
             for head in range(h):
                 group = head // (h // groups)
                 positions = selected[b, group, :n_selected].tolist() if n_selected else []
-                positions += range(tail, newest + 1)
-                index = slots[b, positions].long()
-                logits = k[group, index].float() @ q[first_row + i, head].float() * (d ** -0.5 if scale is None else scale)
-                out[first_row + i, head] = (logits.softmax(0) @ v[group, index].float()).to(q.dtype)
-                lse[first_row + i, head] = logits.logsumexp(0)
+                index = slots[b, positions + own].long()
+                logits = k[group, index].float() @ q[row, head].float() * scale
+                out[row, head] = (logits.softmax(0) @ v[group, index].float()).to(q.dtype)
+                lse[row, head] = logits.logsumexp(0)
     return (out, lse) if return_lse else out

@@ -38,63 +38,79 @@ def settings(dtype, d):
 
 
 @jit
-def pillar_scores(p_q, p_k, p_lse, p_slot, p_request, p_which, p_scores, scale, s_q, s_kv, s_slot, s_request, s_group,
-                  GROUP: tl.constexpr, D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr):
+def pillar_scores(p_q, p_k, p_lse, p_slot, p_request, p_which, p_scores, scale, group,
+                  s_q, s_kv, s_slot, s_request, s_group,
+                  D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (scored requests, G, blocks of N positions). Positions are the rows of the product here, so that
     a position's sum stays within a few threads and the packed rows need no padding to a large tile."""
-    request, i_g, n_groups = tl.load(p_which + tl.program_id(0)), tl.program_id(1), tl.num_programs(1)
-    if request < 0:                                                        # padding
+    request = tl.load(p_which + tl.program_id(0))
+    i_g = tl.program_id(1)
+    n_groups = tl.num_programs(1)
+    if request < 0:                               # padding
         return
-    p_request += request * 5
+    p_request += request * 6
     first_row = tl.load(p_request).to(tl.int64)
-    n_rows, length = tl.load(p_request + 1), tl.load(p_request + 2)
+    n_rows = tl.load(p_request + 1)
+    length = tl.load(p_request + 2)
     if tl.program_id(2) * N >= length:
         return
-    o_n, o_d = tl.program_id(2) * N + tl.arange(0, N), tl.arange(0, D)
+    # The block's keys, read once.
+    o_n = tl.program_id(2) * N + tl.arange(0, N)
+    o_d = tl.arange(0, D)
     alive = o_n < length
     b_slot = tl.load(p_slot + request.to(tl.int64) * s_slot + o_n, mask=alive, other=0).to(tl.int64)
-    b_k = tl.load(p_k + i_g.to(tl.int64) * s_kv + b_slot[:, None] * D + o_d[None, :], mask=alive[:, None], other=0.0)   # (N, D)
+    o_k = i_g.to(tl.int64) * s_kv + b_slot[:, None] * D + o_d[None, :]
+    b_k = tl.load(p_k + o_k, mask=alive[:, None], other=0.0)               # (N, D)
+    # All rows and heads of the group pass by; their probabilities are summed.
     b_sum = tl.zeros((N,), tl.float32)
-    for i in range(0, n_rows * GROUP, M):
+    for i in range(0, n_rows * group, M):
         o_m = i + tl.arange(0, M)
-        row, head = o_m // GROUP, i_g * GROUP + o_m % GROUP
+        row = o_m // group
+        head = i_g * group + o_m % group
         valid = row < n_rows
-        b_q = tl.load(p_q + (first_row + row)[:, None] * s_q + head[:, None] * D + o_d[None, :], mask=valid[:, None], other=0.0)
-        b_lse = tl.load(p_lse + (first_row + row) * (n_groups * GROUP) + head, mask=valid, other=0.0) * 1.4426950408889634
-        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale                              # (N, M)
+        o_q = (first_row + row)[:, None] * s_q + head[:, None] * D + o_d[None, :]
+        b_q = tl.load(p_q + o_q, mask=valid[:, None], other=0.0)           # (M, D)
+        o_lse = (first_row + row) * (n_groups * group) + head
+        b_lse = tl.load(p_lse + o_lse, mask=valid, other=0.0) * 1.4426950408889634
+        b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale                     # (N, M)
         seen = valid[None, :] & (o_n[:, None] <= (length - n_rows + row)[None, :])
         b_sum += tl.sum(tl.where(seen, tl.exp2(b_s - b_lse[None, :]), 0.0), 1)
     p_scores += request.to(tl.int64) * s_request + i_g * s_group
-    tl.store(p_scores + o_n, b_sum / (n_rows * GROUP), mask=alive)
+    tl.store(p_scores + o_n, b_sum / (n_rows * group), mask=alive)
 
 
 def scores(q, k, lse, slots, plan, which, out, scale=None):
     """Fill out (B, G, T) fp32 for the requests `which` (n,) int32 (-1: none) from the lse (N, H) of their
     attention. Positions from a request's length on are left as they are. Returns out."""
     check(q, k)
-    (_, h, d), groups, s = q.shape, k.shape[0], settings(q.dtype, q.shape[-1])
+    _, h, d = q.shape
+    groups = k.shape[0]
+    constants = settings(q.dtype, d)
     if min(slots.shape[1], out.shape[2]) < plan.max_length:
-        raise ValueError(f"slots {tuple(slots.shape)} and scores {tuple(out.shape)} must hold {plan.max_length} positions")
+        raise ValueError(f"slots {tuple(slots.shape)} and scores {tuple(out.shape)} must hold "
+                         f"{plan.max_length} positions")
     if len(which):
-        pillar_scores[(len(which), groups, -(-out.shape[2] // s["N"]))](
-            q, k, lse, slots, plan.requests, which, out, (d ** -0.5 if scale is None else scale) * LOG2E,
-            q.stride(0), k.stride(0), slots.stride(0), out.stride(0), out.stride(1), GROUP=h // groups, D=d, **s)
+        scale = (d ** -0.5 if scale is None else scale) * LOG2E
+        strides = q.stride(0), k.stride(0), slots.stride(0), out.stride(0), out.stride(1)
+        pillar_scores[(len(which), groups, -(-out.shape[2] // constants["N"]))](
+            q, k, lse, slots, plan.requests, which, out, scale, h // groups, *strides, D=d, **constants)
     return out
 
 
 def scores_reference(q, k, lse, slots, plan, which, out, scale=None):
     """The same by definition, without the lse: one dense softmax a request and query head, in fp32."""
     (_, h, d), groups = q.shape, k.shape[0]
+    scale = d ** -0.5 if scale is None else scale
     for b in [b for b in which.tolist() if b >= 0]:
-        first_row, n_rows, length, _, _ = plan.requests[b].tolist()
+        first_row, n_rows, length = plan.requests[b, :3].tolist()
+        rows = q[first_row:first_row + n_rows].float()
         index = slots[b, :length].long()
         positions = torch.arange(length, device=q.device)
-        mask = positions > positions[length - n_rows:, None]                                             # (n, length)
+        unseen = positions > positions[length - n_rows:, None]                                  # (n, length)
         for group in range(groups):
             total = torch.zeros(length, device=q.device)
             for head in range(group * h // groups, (group + 1) * h // groups):
-                logits = q[first_row:first_row + n_rows, head].float() @ k[group, index].float().T
-                logits = (logits * (d ** -0.5 if scale is None else scale)).masked_fill(mask, float("-inf"))
-                total += logits.softmax(-1).sum(0)
+                logits = rows[:, head] @ k[group, index].float().T * scale
+                total += logits.masked_fill(unseen, float("-inf")).softmax(-1).sum(0)
             out[b, group, :length] = total / (n_rows * h // groups)
     return out

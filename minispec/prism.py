@@ -34,18 +34,17 @@ warm-up by regression. A row counts in the loss if the token it guesses is one t
 paper: module <-> processing module; `step_map` <-> f_map; `fuse` <-> fusion layer (MHI); `Unrolled` <->
 training-time test.
 """
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.attention import path_mask
+from minispec.core.attention import TREE, can_fuse, path_mask
 from minispec.core.cpu import store_by_columns
-from minispec.core.drafters import Notes, pack
+from minispec.core.drafters import Chained, pack
 from minispec.core.requests import MAX_K, draw_drafts
-from minispec.core.kv_cache import KVCache
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
 
@@ -331,7 +330,7 @@ class Draft:
 
     def result(self):
         """(tokens, q) of a chain, (tokens, None, parents) of a tree, for the engine; see drafters.py."""
-        if self.q:
+        if self.q:                                       # a chain
             return self.tokens, None if self.q[0] is None else torch.stack(self.q)
         kept = self.best(range(len(self.tokens)), self.limit)
         # The target's row 0 is the last committed token, the kept nodes follow.
@@ -340,7 +339,7 @@ class Draft:
         return [self.tokens[node] for node in kept], None, parents
 
 
-class PrismDrafter:
+class PrismDrafter(Chained):
     """Drafts for the engine's Lockstep planner: Lockstep(engine, PrismDrafter(prism, target, depth, width),
     k).
 
@@ -355,31 +354,42 @@ class PrismDrafter:
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
         if not 1 <= width <= MAX_K:
             raise ValueError(f"width {width} is out of range; allowed is 1 (a chain) to {MAX_K}")
+        super().__init__(prism.config, target)
         self.prism = prism.to(target.dtype)
-        self.target = target
         self.words = Words(target, prism.vocabulary)
         self.depth = depth
         self.width = width
+        self.alike = width > 1
         self.name = name
         self.taps = prism.config.taps
         self.max_k = MAX_K if width == 1 else MAX_NODES
-        self.notes = {}                                  # request -> Notes
+
+    def prepare(self, batch, longest):
+        c = self.config
+        if self.width == 1:
+            super().prepare(batch, longest, c.d_model)
+        elif can_fuse(self.target) and self.width * self.depth <= TREE and self.width <= self.words.size:
+            self.make_graphs(self._tree, batch, longest, self.width * self.depth, c.d_model)
+            self.later = self.later_plan(batch, self.width)
+
+    def step(self, number, tokens, states, x):
+        """A step on the kernels; see Chained."""
+        from kernels.fused import decode
+        module = self.prism.bank[self.config.module_of(number)]
+        h = module.join(torch.cat([self.words.embed(tokens), states], -1))
+        return decode(module.blocks, module.norm, self.prism.rope, h, x, self.pool)[0]
 
     def observe(self, request, features):
-        if request not in self.notes:
-            slots = request.longest + self.width * self.depth
-            cache = KVCache(self.prism.config, slots, self.target.dtype, self.target.device)
-            self.notes[request] = Notes(cache)
-        self.notes[request].features.append(features)
-
-    def release(self, request):
-        self.notes.pop(request, None)
+        self.note(request, self.width * self.depth).features.append(features)
 
     def propose(self, requests, limits):
         # A prompt of one token has no row yet that the target knows.
         drafts = {r: Draft(r, self.notes[r], limit, self.depth)
                   for r, limit in zip(requests, limits) if limit > 0 and r.n_cached}
         live = list(drafts.values())
+        if self.in_graph(list(drafts), [d.notes for d in live]):
+            self._in_graph(live)
+            live = []
         step = 1
         while live:
             if step == 1:
@@ -391,6 +401,67 @@ class PrismDrafter:
             live = [d for d in live if d.depth > step]
             step += 1
         return [drafts[r].result() if r in drafts else ([], None) for r in requests]
+
+    def _in_graph(self, live):
+        """All steps of all drafts as one CUDA graph."""
+        work = [self._encode(d) for d in live]
+        if self.width == 1:
+            chains = self.chains([d.request for d in live], work, [d.depth for d in live])
+            for d, (tokens, q) in zip(live, chains):
+                d.tokens = tokens
+                d.q = [None] if q is None else list(q)
+            return
+        self.steps = max(self.steps, *(d.depth for d in live))
+        nodes, = self.run_graph(work, self.table(work), (self.steps,))
+        for d, (tokens, parents, scores) in zip(live, nodes.tolist()):
+            # This draft's steps may be fewer.
+            n = self.width + (d.depth - 1) * self.width ** 2
+            d.tokens = [int(token) for token in tokens[:n]]
+            d.parents = [int(parent) for parent in parents[:n]]
+            d.scores = scores[:n]
+
+    def _tree(self, x):
+        """What `_forward` and `_grow` do, on the device: token, parent and score (B, 3, n) of all n nodes."""
+        from kernels.graphs import slots_of
+        steps, = x.how
+        last, first, ends = x.more["table"]
+        width = self.width
+        batch = len(first)
+        slots = slots_of(first, self.size)
+        requests = self.later.requests.clone()
+        ranks = torch.arange(width, device=first.device)
+        states = self.step(1, x.tokens, x.features, x)[last][:, None]          # (B, open nodes, C)
+        sees = torch.full_like(first, -1)[:, None]                             # (B, open nodes): see Plan
+        so_far = torch.zeros_like(sees, dtype=torch.double)                    # scores of the open nodes
+        nodes = torch.full_like(sees, -1)                                      # and their numbers
+        out, n = [], 0
+        for number in range(1, steps + 1):
+            # The most probable children of all open nodes.
+            top = self.words.logits(states).float().log_softmax(-1).topk(width)
+            tokens = self.words.tokens(top.indices).flatten(1)                 # (B, open nodes * width)
+            scores = (so_far[..., None] + top.values.clamp(max=0)).flatten(1)
+            parents = nodes[..., None].expand(-1, -1, width).flatten(1)
+            out.append(torch.stack([tokens.double(), parents.double(), scores], 1))
+            if number == steps:
+                break
+            # The best of them are opened, in order of creation.
+            best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
+            parent = best // width
+            states = states.gather(1, parent[..., None].expand(-1, -1, states.shape[-1]))
+            sees = (sees.gather(1, parent) << width) | (1 << (width - 1 - ranks))
+            so_far = scores.gather(1, best)
+            nodes = best + n
+            n += tokens.shape[1]
+            # They are the newest rows of the request.
+            at = ends + (number - 1) * width
+            requests[:, 2] = at + width
+            positions = (ends + number - 1).clamp(max=self.config.block_size - 1)
+            plan = replace(self.later, requests=requests, sees=sees.flatten())
+            row = replace(x, tokens=tokens.gather(1, best).flatten(), plan=plan, slots=slots,
+                          positions=positions[:, None].expand(-1, width).flatten(),
+                          new=((first + at)[:, None] + ranks).flatten())
+            states = self.step(number + 1, row.tokens, states.flatten(0, 1), row).unflatten(0, (batch, width))
+        return [torch.cat(out, 2)]
 
     def _encode(self, d):
         """Step 1: rows for the tokens accepted since the last round, from the target's features. Row r reads

@@ -45,9 +45,9 @@ import torch.nn.functional as F
 from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.core.cpu import store_by_columns, training_attend
-from minispec.core.drafters import Notes, pack
+from minispec.core.attention import can_fuse
+from minispec.core.drafters import Cached, pack
 from minispec.core.requests import MAX_K
-from minispec.core.kv_cache import KVCache
 from minispec.core.words import Words, buffer
 from minispec.core.verify import draw, point_mass_tree, rejection_tree, selection_tree, warp
 
@@ -98,14 +98,16 @@ class Drafter(nn.Module):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
         F): for a tapped drafter, the target's of the token before, or of the last one that the target has
         seen."""
-        x = self.target.embed(tokens.clamp(min=0))
-        x = torch.where((tokens == MASK)[..., None], self.mask, x)
-        if self.fuse is not None:
-            x = x + self.fuse(features)
+        x = self.embed(tokens, features)
         cos, sin = self.rope(positions, x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin, attend)
         return self.norm(x)
+
+    def embed(self, tokens, features):
+        x = self.target.embed(tokens.clamp(min=0))
+        x = torch.where((tokens == MASK)[..., None], self.mask, x)
+        return x if self.fuse is None else x + self.fuse(features)
 
     def n_params(self):
         return sum(p.numel() for p in self.parameters())
@@ -354,7 +356,7 @@ def merge(chains):
     return tokens, parents, rows
 
 
-class SpecDiffDrafter:
+class SpecDiffDrafter(Cached):
     """Drafts for the engine's Lockstep planner: Lockstep(engine, SpecDiffDrafter(..), gamma * k_drafts).
 
     gamma drafts per chain, k_drafts chains per round. Chains are drawn independently at temperature
@@ -378,32 +380,40 @@ class SpecDiffDrafter:
                              "allowed is 0 (the argmax) to 100")
         if temperature is None and k_drafts > 1:
             temperature = 1.0                            # chains that are all alike would be one chain
+        super().__init__(drafter.config, target)
         self.drafter = drafter.to(target.dtype)
         self.words = drafter.words
-        self.target = target
         self.gamma = gamma
         self.width = k_drafts
         self.rule = rule
         self.temperature = temperature
         self.max_k = MAX_K if k_drafts == 1 else MAX_NODES
         self.taps = drafter.config.taps
-        self.notes = {}                                  # request -> Notes
+
+    def prepare(self, batch, longest):
+        """On a GPU a forward of all windows is one CUDA graph."""
+        if can_fuse(self.target):
+            width = 0 if self.taps is None else self.drafter.fuse.in_features
+            # A request is there twice: its new tokens, and its window.
+            self.make_graphs(self._windows, batch, longest, self.gamma, width, segments=2)
+
+    def _windows(self, x):
+        from kernels.fused import decode
+        drafter = self.drafter
+        h = drafter.embed(x.tokens, x.features)
+        return decode(drafter.blocks, drafter.norm, drafter.rope, h, x, self.pool)
 
     def _note(self, request):
-        if request not in self.notes:
-            like = {"dtype": self.target.dtype, "device": self.target.device}
-            notes = Notes(KVCache(self.drafter.config, request.longest + self.gamma, **like))
-            if self.taps is not None:                    # before the first token the target has no state
-                notes.features.append(torch.zeros(1, self.drafter.fuse.in_features, **like))
-            self.notes[request] = notes
-        return self.notes[request]
+        new = request not in self.notes
+        notes = self.note(request, self.gamma)
+        if new and self.taps is not None:                # before the first token the target has no state
+            width = self.drafter.fuse.in_features
+            notes.features.append(notes.cache.k.new_zeros(1, width))
+        return notes
 
     def observe(self, request, features):
         """The target's features (n, F) of its next n cached positions; called for tapped drafters alone."""
         self._note(request).features.append(features)
-
-    def release(self, request):
-        self.notes.pop(request, None)
 
     def propose(self, requests, limits):
         """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""
@@ -423,7 +433,10 @@ class SpecDiffDrafter:
                 work.append(rows)
                 n += len(rows.tokens)
             wanted += range(n - slots, n)                # shifted, the row before the masks guesses slot 1
-        hidden = self.drafter(*pack(work, self.target.device))
+        if self.graphs and all(rows.keys.cache is self.pool for rows in work):
+            hidden, = self.run_graph(work)
+        else:
+            hidden = self.drafter(*pack(work, self.target.device))
         logits = self.words.logits(hidden[wanted])
         return logits.split([slots for _, slots in live])
 

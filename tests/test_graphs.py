@@ -16,11 +16,14 @@ from conftest import interpreted, tell, toy_model  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kernels import attention as att  # noqa: E402
+from fakecuda import DEVICE  # noqa: E402
 from kernels import graphs, triton  # noqa: E402
-from minispec.core.attention import FullKeys, fused_attend, fused_inputs  # noqa: E402
+from kernels.fused import decode  # noqa: E402
+from minispec.core.attention import FullKeys  # noqa: E402
 from minispec.core.drafters import NGram  # noqa: E402
 from minispec.core.engine import Engine, Lockstep  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
+from test_gpu import PLANNERS, gpu, models  # noqa: E402, F401
 from minispec.core.gpt import GPTConfig  # noqa: E402
 from minispec.core.kv_cache import KVCache  # noqa: E402
 from minispec.specgen import PillarKeys, SpecGen  # noqa: E402
@@ -29,7 +32,7 @@ from minispec.specgen import PillarKeys, SpecGen  # noqa: E402
 def check_engine():
     """The whole engine on the kernels and their graphs: every method's greedy output is the one it has on torch operators, and SpecGen's
     scores and selections are the same, so it accepts as many drafts."""
-    model = toy_model(head_dim=16)
+    model = toy_model(head_dim=16, n_layer=1)
     prompts = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (30, 3, 17)]
     for planner in (Lockstep, lambda e: Lockstep(e, NGram(3, 1), 3), lambda e: SpecGen(e, 3, 0.2, 6), lambda e: SpecGen(e, 3, 0.2, 6, delayed=True)):
         runs = []
@@ -71,12 +74,15 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(graphs, "capture", lambda *a, real=graphs.capture: captures.append(a) or real(*a)))
         stack.enter_context(mock.patch.object(graphs, "CHUNK", 32))
-        stack.enter_context(mock.patch.object(att.make_plan, "__defaults__", (32,)))
-        run = graphs.Graphs(lambda x: [model(x.tokens, x.positions, fused_attend(cache, x))], cache, 4, 60, 20, 2)
+        stack.enter_context(mock.patch.object(att.make_plan, "__defaults__", (32, None)))
+        def forward(x):
+            return decode(model.blocks, model.norm, model.rope, model.embed(x.tokens), x, cache)
+
+        run = graphs.Graphs(forward, cache, 4, 60, 20, 2)
         for i, shapes in enumerate(steps):
             plan = plan_of(cache, runs, shapes)
             tokens, positions = (torch.tensor([x for s in plan for x in getattr(s, name)]) for name in ("tokens", "positions"))
-            x, before = fused_inputs(cache, plan, tokens, positions, 2), [pool.clone() for pool in pools]
+            x, before = run.inputs(plan, tokens, positions), [pool.clone() for pool in pools]
             x.scores = torch.empty(1, 4, 2, 60)
             (want,), after = run.function(x), [pool.clone() for pool in pools]
             for pool, old in zip(pools, before):
@@ -194,7 +200,7 @@ def test_a_forward_larger_than_the_largest_graph_is_eager_and_others_share_their
         (out,), _, seconds = run(inputs(n))
         assert out.tolist() == list(range(1, n + 1)) and (seconds > 0) == (len(run.graphs) > captures)
         held = out
-    assert list(run.graphs) == [4, 1, largest, 2, 576]
+    assert [rows for rows, _ in run.graphs] == [4, 1, largest, 2, 576]
     other = inputs(514)
     other.tokens = other.tokens + 7
     run(other)
@@ -211,8 +217,52 @@ def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
             made.append(engine.graphs)
         assert made[-4] is made[-3] is made[-2] is not made[-1] and made[-1].longest == 60     # a longer one
         engine._prepare([Request([1] * 40, 20)] * 2)
-        assert engine.graphs is not made[-1] and engine.graphs.n_slots == engine.cache.n_slots == engine.cache.k.shape[2] - 1      # a larger cache
+        assert engine.graphs is not made[-1] and engine.graphs.n_positions == engine.cache.n_slots == engine.cache.k.shape[2] - 1      # a larger cache
     assert made[0].static.which.shape == (0,) and made[-1].static.selected.shape == (2, 2, 2, 6) and made[-1].static.scores.shape == (2, 2, 2, 60)
+
+
+def per_iteration(gpu, planner, m):
+    """Of the iterations of one request that capture nothing, at most: (launches outside graphs, kernels in graphs, waits)."""
+    seen, engine = [], Engine(m.target, planner(m), 1)
+    for _ in engine.stream([Request(list(range(1, 9)), 24)]):
+        seen.append((engine.warm_up, len(engine.iterations), *(gpu.counts[what] for what in ("launches", "in_graph", "waits"))))
+    spent = [[y - x for x, y in zip(*pair)] for pair in zip(seen, seen[1:])]
+    return [max(of) for of in zip(*([n / iterations for n in of] for captured, iterations, *of in spent if not captured))]
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_launches_and_waits_of_an_iteration_stay_few(name, gpu):
+    """A launch takes the host several microseconds, as long as a small model's whole product."""
+    launches, _, waits = per_iteration(gpu, PLANNERS[name], models(DEVICE))
+    assert launches <= 60 and waits <= 3, (launches, waits)
+
+
+def test_a_layer_is_few_kernels(gpu):
+    of = [per_iteration(gpu, PLANNERS["ar"], SimpleNamespace(target=toy_model(head_dim=16, n_layer=n).to(DEVICE)))[1] for n in (1, 3)]
+    assert (of[1] - of[0]) / 2 <= 11, of                                   # the parts of a long list are merged by one more
+
+
+@pytest.mark.parametrize("name", ["draft", "prism", "prism tree", "specdiff", "specdiff K=3"])
+def test_a_round_in_a_graph_drafts_what_single_steps_do(name, request):
+    """For greedy requests that end at different times; test_gpu.py has sampled ones."""
+    def answer(m):
+        engine, proposed = Engine(m.target, PLANNERS[name](m), 2), []
+        drafter = engine.planner.drafter
+
+        def propose(requests, limits, real=drafter.propose):
+            out = real(requests, limits)
+            proposed.append([(tokens, *rest[:1]) for tokens, _, *rest in out])
+            return out
+
+        drafter.propose = propose
+        engine.generate([Request([3, 1, 4, 1, 5], 6), Request([9, 2], 9)])
+        return proposed, drafter.graphs
+
+    want, graph = answer(models())
+    assert graph is None
+    request.getfixturevalue("gpu")
+    got, graph = answer(models(DEVICE))
+    assert got == want and graph.graphs
 
 
 if __name__ == "__main__":

@@ -231,6 +231,16 @@ class Adaptive:
             if getattr(drafter, "taps", None) is not None:
                 drafter.observe(request, features)
 
+    @property
+    def seconds(self):
+        """Spent on captures of graphs, by all drafters."""
+        return sum(getattr(drafter, "seconds", 0.0) for drafter in self.drafters.values())
+
+    def prepare(self, batch, longest):
+        for drafter in self.drafters.values():
+            if hasattr(drafter, "prepare"):
+                drafter.prepare(batch, longest)
+
     def release(self, request):
         self.history.pop(request, None)
         self.chosen.pop(request, None)

@@ -6,8 +6,7 @@ Training:  `dense_attend(mask)` sees whole sequences (cpu.py has the same, faste
            and lets the rows' queries read what they may. Here that is FullKeys: all cached positions,
            causal among the new rows, or along the paths of a draft tree. specgen.py adds PillarKeys, a
            short list of positions per layer and head.
-On a GPU:  `fused_attend(cache, fused_inputs(..))` does what packed_attend does, all segments in one kernel
-a layer.
+On a GPU:  kernels/fused.py does what packed_attend does, all segments in one kernel a layer.
 
 Shapes, for one layer: N packed rows, n of them from one request; H query heads, G key/value heads, g = H /
 G query heads share a key head; D numbers a head; T positions that a request has cached, its new rows
@@ -75,6 +74,7 @@ class FullKeys:
 
     def __init__(self, cache, base, start, n, record=False, tail=None):
         self.cache = cache
+        self.base = base
         self.start = start
         self.n = n
         self.new = slice(base + start, base + start + n)     # slots of the rows themselves
@@ -203,66 +203,13 @@ def tree_mask(parents):
 
 # -- the same on a GPU: kernels/ -----------------------------------------------------------------------------
 
+TREE = 64                # rows of the largest tree that the kernels take (kernels/attention.py)
+
+
 def can_fuse(model):
     """Whether the Triton kernels run for this model. Where they do not, decoding uses torch's operators."""
     from kernels import supported, unavailable           # here, because importing triton takes a second
     return not unavailable(model.embed.weight) and supported(model.config.head_dim, model.dtype)
-
-
-def fused_inputs(cache, plan, tokens, positions, group):
-    """All that the kernels read of an engine's plan, a list of Segments: kernels.graphs.Inputs; group = H /
-    G."""
-    from kernels import graphs
-    from kernels.attention import make_plan
-    layers, groups, _, _ = cache.k.shape
-    device = cache.k.device
-
-    # Where each row's keys and values go, and where each position of a request lies.
-    new = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) + s.request.run.first for s in plan])
-    first = torch.tensor([s.request.run.first for s in plan], device=device)
-    longest = max(s.start + len(s.tokens) for s in plan)
-    slots = (first[:, None] + torch.arange(longest, device=device)).clamp(max=cache.n_slots - 1).int()
-
-    # Drafting rows read the positions that were selected and a tail of recent ones, all others a tail from
-    # position 0 on.
-    lists = [s.keys.selected for s in plan]
-    widest = max([chosen.shape[-1] for chosen in lists if chosen is not None], default=0)
-    selected = torch.zeros(len(plan), layers, groups, widest, dtype=torch.int32, device=device)
-    shapes = []                                          # (rows, length, selected positions, tail)
-    for i, (s, chosen) in enumerate(zip(plan, lists)):
-        n_selected = tail = 0
-        if chosen is not None:
-            n_selected = chosen.shape[-1]
-            tail = s.keys.length - s.keys.recent
-            selected[i, :, :, :n_selected] = chosen
-        shapes.append((len(s.tokens), s.start + len(s.tokens), n_selected, tail))
-
-    scored = [i for i, s in enumerate(plan) if s.keys.scores is not None]
-    which = torch.tensor(scored, dtype=torch.int32, device=device)
-    plan = make_plan(shapes, group).to(device)
-    return graphs.Inputs(tokens, positions, new.to(device), slots, selected, which, plan)
-
-
-def fused_attend(cache, x):
-    """packed_attend for x = fused_inputs(..), in one launch a layer (kernels/attention.py).
-
-    Draft rows write their keys and values into the cache here, where verification overwrites them, and read
-    the selected positions in place. Nothing in here may wait for the device or depend on anything but
-    tensors' contents, because it is captured in a CUDA graph (kernels/graphs.py)."""
-    from kernels import attention as kernel
-    from kernels import scores as score_kernel
-
-    def attend(layer, q, k, v):
-        keys, values = cache.layers[layer]
-        keys[:, x.new] = k.transpose(0, 1)
-        values[:, x.new] = v.transpose(0, 1)
-        selected = x.selected[:, layer]
-        if not len(x.which):
-            return kernel.attention(q, keys, values, x.slots, selected, x.plan)
-        out, lse = kernel.attention(q, keys, values, x.slots, selected, x.plan, return_lse=True)
-        score_kernel.scores(q, keys, lse, x.slots, x.plan, x.which, x.scores[layer])
-        return out
-    return attend
 
 
 def keep_scores(plan, scores):

@@ -8,6 +8,10 @@
                                   if that is not point_mass_tree.
     release(request)              the request is finished; forget it
 
+A drafter that can draft in a CUDA graph also has
+
+    prepare(batch, longest)       make the graphs, for so many requests of so many tokens (see Cached)
+
 A drafter that reads the target's hidden states also has
 
     taps                          which ones: layers, or () for the final hidden state (GPT.features)
@@ -20,13 +24,15 @@ and one that asks other drafters (adaptive.py)
 A drafter sees what was accepted by reading `request.tokens`. Committed tokens never change, so it compares
 them with what it drafted before and knows which of its own keys and values are still right.
 """
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from minispec.core.attention import FullKeys, packed_attend
-from minispec.core.requests import draw_drafts
-from minispec.core.kv_cache import KVCache
+from minispec.core.attention import FullKeys, can_fuse, packed_attend
+from minispec.core.requests import MAX_K, draw_drafts
+from minispec.core.kv_cache import KVCache, Run
+from minispec.core.verify import Sampling, draw, warp
+from minispec.core.words import Words
 
 
 # -- what drafters with a cache share ------------------------------------------------------------------------
@@ -40,12 +46,18 @@ class Rows:
     keys: FullKeys
     features: torch.Tensor = None
 
+    @property
+    def start(self):
+        """Rows of the request that were cached before these."""
+        return self.keys.start
+
 
 @dataclass
 class Notes:
-    """What a drafter keeps of one request. Its cache is its own, apart from the target's; row i holds
+    """What a drafter keeps of one request. Its cache is apart from the target's; row i of its run there holds
     committed token i."""
     cache: KVCache
+    run: Run
     cached: int = 0                                      # rows of the cache that hold committed tokens
     features: list = field(default_factory=list)         # the target's, (n, F) each, of rows still to be fed
     drafts: list = field(default_factory=list)           # tokens fed behind the committed rows
@@ -56,7 +68,7 @@ class Notes:
         for a window of masks; its own path, for a tree."""
         n = len(tokens)
         positions = range(start, start + n) if positions is None else positions
-        return Rows(tokens, positions, FullKeys(self.cache, 0, start, n, tail=tail), features)
+        return Rows(tokens, positions, FullKeys(self.cache, self.run.first, start, n, tail=tail), features)
 
 
 def pack(work, device):
@@ -74,6 +86,144 @@ def pack(work, device):
     tokens = torch.tensor(tokens, device=device)
     positions = torch.tensor(positions, device=device)
     return tokens, positions, packed_attend(segments), features
+
+
+class Cached:
+    """What drafters with a cache share: notes of every request, and on a GPU the graph of a round."""
+    pool = None                 # on a GPU, once `prepare` was called: one cache for all requests,
+    size = 0                    # the slots of each,
+    graphs = None               # and kernels.graphs.Graphs
+    seconds = 0.0               # that captures took
+
+    def __init__(self, config, target):
+        self.config = config                             # of the cache
+        self.target = target
+        self.notes = {}                                  # request -> Notes
+
+    def note(self, request, room=0):
+        """The notes of a request, which may need `room` slots more than its tokens."""
+        if request not in self.notes:
+            cache = self.pool
+            run = cache.open(self.size) if cache else None
+            if run is None:                              # on a CPU, or while requests are paused
+                slots = request.longest + room
+                cache = KVCache(self.config, slots, self.target.dtype, self.target.device)
+                run = cache.open(slots)
+            self.notes[request] = Notes(cache, run)
+        return self.notes[request]
+
+    def release(self, request):
+        if notes := self.notes.pop(request, None):
+            notes.cache.close(notes.run)
+
+    def make_graphs(self, function, batch, longest, room, width=0, segments=1):
+        """Graphs of function(Inputs) for requests of so many tokens, and `room` slots more each, which have
+        so many segments in a forward. width: F of the features (N, F) that it reads."""
+        from kernels.graphs import Graphs
+        c = self.config
+        device = self.target.device
+        self.size = longest + room
+        self.pool = KVCache(c, batch * self.size, self.target.dtype, device, spare=1)
+        more = {"table": torch.zeros(3, batch, dtype=torch.long, device=device),
+                "coins": torch.zeros(batch, room, device=device)}
+        group = c.n_head // c.n_kv_head
+        self.graphs = Graphs(function, self.pool, segments * batch, self.size, 0, group, width, more,
+                             segments * self.pool.n_slots)
+
+    def run_graph(self, work, more=None, how=()):
+        """What a graph's function returns for `work`, a list of Rows."""
+        tokens, positions, _, features = pack(work, self.target.device)
+        x = self.graphs.inputs(work, tokens, positions)
+        x.features = features
+        x.more = more or {}
+        x.how = how
+        out, _, seconds = self.graphs(x)
+        self.seconds += seconds
+        return out
+
+
+class Chained(Cached):
+    """A drafter of chains, of which a whole round can be one CUDA graph. Its first step reads what was
+    committed since the last round, every further one feeds the token that the one before it drew, on the
+    device. Without a GPU, and where requests of a batch draw in different ways, it takes its steps one by one
+    instead.
+
+    The drafter has `words` (Words), and step(number, tokens (N,), states (N, C) or None, x) -> states (N, C),
+    one step on the kernels, of rows x (kernels/graphs.py)."""
+    steps = 0                                            # of the longest round so far
+    alike = False                                        # whether it drafts without chance
+
+    def prepare(self, batch, longest, width=0):
+        if can_fuse(self.target):
+            self.make_graphs(self._round, batch, longest, MAX_K, width)
+            self.later = self.later_plan(batch, 1)
+
+    def later_plan(self, batch, rows):
+        """The plan of a later step, which feeds so many rows of every request."""
+        from kernels.attention import make_plan
+        trees = dict.fromkeys(range(batch), torch.ones(rows, rows, dtype=torch.bool)) if rows > 1 else None
+        plan = make_plan([(rows, self.size, 0, 0)] * batch, self.graphs.group, trees=trees)
+        return plan.to(self.target.device)
+
+    def in_graph(self, requests, notes):
+        """Whether these requests can draft in one graph: they have places in the pool, and draw alike."""
+        if not (self.graphs and requests and all(some.cache is self.pool for some in notes)):
+            return False
+        return self.alike or len({r.sampling.settings for r in requests}) == 1
+
+    def chains(self, requests, work, limits):
+        """[(tokens, q)] of requests that feed `work` (a list of Rows) first, limits[i] > 0 drafts each."""
+        # One number of steps for all rounds saves captures; what is drafted too much is cut off.
+        self.steps = max(self.steps, *limits)
+        more = self.table(work)
+        coins = torch.zeros(more["table"].shape[1], MAX_K)
+        for i, (r, limit) in enumerate(zip(requests, limits)):
+            if r.sampling.temperature > 0:
+                coins[i, :limit] = r.coins(limit)
+        more["coins"] = coins.to(self.target.device)
+        drafts, *q = self.run_graph(work, more, (self.steps, requests[0].sampling.settings))
+        drafts = drafts.tolist()
+        return [(drafts[i][:limit], q[0][i, :limit] if q else None) for i, limit in enumerate(limits)]
+
+    def table(self, work):
+        """Of every request its last row in `work`, its first slot, and how many slots it will have filled."""
+        table = []
+        last = -1
+        for rows in work:
+            last += len(rows.tokens)
+            table.append((last, rows.keys.base, rows.start + len(rows.tokens)))
+        # Places without a request repeat the first one, to the same result.
+        table += table[:1] * (len(self.later.requests) - len(table))
+        return {"table": torch.tensor(table).T.to(self.target.device)}
+
+    def _round(self, x):
+        """All steps: the drafts (B, steps), and, where they are sampled, the distributions (B, steps, V)."""
+        from kernels.graphs import slots_of
+        steps, settings = x.how
+        last, first, ends = x.more["table"]
+        states = self.step(1, x.tokens, x.features, x)[last]
+        slots = slots_of(first, self.size)
+        requests = self.later.requests.clone()
+        tokens, qs = [], []
+        for number in range(1, steps + 1):
+            logits = self.words.logits(states)
+            index = logits.argmax(-1)
+            if settings[0] > 0:
+                qs.append(warp(logits, Sampling(*settings)))
+                index = draw(qs[-1], x.more["coins"][:, number - 1])
+            tokens.append(self.words.tokens(index))
+            if number == steps:
+                break
+            # The drawn token is the request's next row.
+            at = ends + number - 1
+            requests[:, 2] = at + 1
+            row = replace(x, tokens=tokens[-1], positions=at.clamp(max=self.config.block_size - 1),
+                          new=first + at, slots=slots, plan=replace(self.later, requests=requests))
+            states = self.step(number + 1, tokens[-1], states, row)
+        out = [torch.stack(tokens, 1)]
+        if qs:
+            out.append(self.words.whole(torch.stack(qs, 1)))
+        return out
 
 
 # -- drafters ------------------------------------------------------------------------------------------------
@@ -118,7 +268,7 @@ class NGram:
         self.index.pop(request, None)
 
 
-class SmallLM:
+class SmallLM(Chained):
     """A small model of the same vocabulary drafts autoregressively (Leviathan et al. 2211.17192), with the
     request's own sampling settings. All requests of the batch draft together; each has a cache of its own
     here."""
@@ -128,10 +278,21 @@ class SmallLM:
         if model.config.vocab_size != target.config.vocab_size:
             raise ValueError(f"the draft model has {model.config.vocab_size} tokens in its vocabulary, "
                              f"the target {target.config.vocab_size}")
+        super().__init__(model.config, model)
         self.model = model
-        self.notes = {}                   # request -> Notes
+        self.words = Words(model)
+
+    def step(self, number, tokens, states, x):
+        """A step on the kernels; see Chained."""
+        from kernels.fused import decode
+        model = self.model
+        return decode(model.blocks, model.norm, model.rope, model.embed(tokens), x, self.pool)[0]
 
     def propose(self, requests, limits):
+        live = [i for i, limit in enumerate(limits) if limit > 0]
+        some = [requests[i] for i in live]
+        if self.in_graph(some, [self.note(r) for r in some]):
+            return self._in_graph(requests, limits, live)
         # 1. Each request first feeds what was committed since its last round.
         feeds = [self._unread(r) for r in requests]
         drafts = [[] for _ in requests]
@@ -151,12 +312,22 @@ class SmallLM:
                 self.notes[r].drafts = some[:-1]
         return [(some, _stack(q)) for some, q in zip(drafts, qs)]
 
+    def _in_graph(self, requests, limits, live):
+        """The same for requests `live` in one graph."""
+        some = [requests[i] for i in live]
+        unread = [self._unread(r) for r in some]
+        work = [self.notes[r].rows(self.notes[r].cached, tokens) for r, tokens in zip(some, unread)]
+        out = [([], None)] * len(requests)
+        for i, (drafts, q) in zip(live, self.chains(some, work, [limits[i] for i in live])):
+            notes = self.notes[requests[i]]
+            notes.cached = len(requests[i].tokens)
+            notes.drafts = drafts[:-1]
+            out[i] = drafts, q
+        return out
+
     def _unread(self, request):
         """The committed tokens that are not cached here, at least the last one: its logits are needed."""
-        if request not in self.notes:
-            cache = KVCache(self.model.config, request.longest, self.model.dtype, self.model.device)
-            self.notes[request] = Notes(cache)
-        notes = self.notes[request]
+        notes = self.note(request)
         # Drafts that were accepted are cached already.
         for token, draft in zip(request.tokens[notes.cached:], notes.drafts):
             if token != draft:
@@ -178,9 +349,6 @@ class SmallLM:
             last.append(n - 1)
         tokens, positions, attend, _ = pack(work, self.model.device)
         return self.model.logits(self.model(tokens, positions, attend)[last])
-
-    def release(self, request):
-        self.notes.pop(request, None)
 
 
 def _stack(q):

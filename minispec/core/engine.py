@@ -29,8 +29,7 @@ import torch
 
 from minispec.core import verify
 from minispec.core.admission import Admission
-from minispec.core.attention import (FullKeys, can_fuse, fused_attend, fused_inputs, keep_scores,
-                                     packed_attend, tree_mask)
+from minispec.core.attention import TREE, FullKeys, can_fuse, keep_scores, packed_attend, tree_mask
 from minispec.core.kv_cache import KVCache, beside
 from minispec.core.requests import MAX_K, Segment, check_k
 from minispec.core.verify import point_mass_tree
@@ -179,8 +178,7 @@ class Engine:
         positions = torch.tensor(positions, device=self.model.device)
         # The model, on torch operators or on the kernels.
         if self.fused:
-            inputs = fused_inputs(self.cache, plan, tokens, positions, self.group)
-            (hidden, *features), scores, capturing = self.graphs(inputs)
+            (hidden, *features), scores, capturing = self.graphs.run(plan, tokens, positions)
             keep_scores(plan, scores)
             self.warm_up += capturing
             started += capturing
@@ -314,13 +312,19 @@ class Engine:
                                  f"exceed the context of {config.block_size}")
 
     def _make_graphs(self, longest):
+        from kernels.fused import decode
         from kernels.graphs import Graphs
 
         def function(x):
-            return self._pass(x.tokens, x.positions, fused_attend(self.cache, x))
+            model = self.model
+            h = model.embed(x.tokens)
+            return decode(model.blocks, model.norm, model.rope, h, x, self.cache, self.planner.taps)
 
         widest = self.planner.widest(longest)
         self.graphs = Graphs(function, self.cache, self.batch_size, longest, widest, self.group)
+        drafter = getattr(self.planner, "drafter", None)
+        if hasattr(drafter, "prepare"):
+            drafter.prepare(self.batch_size, longest)
 
     def retire(self):
         """Let go of what is finished."""
@@ -358,7 +362,7 @@ class Lockstep:
         self.drafter = drafter
         self.k = k
         self.rows = k + 1                                # the most rows that a verification writes
-        self.fusable = getattr(drafter, "width", 1) == 1  # the kernels serve chains, not trees
+        self.fusable = getattr(drafter, "width", 1) == 1 or self.rows <= TREE     # what the kernels serve
         # what the drafter asks to see of the target; None: nothing
         self.taps = getattr(drafter, "taps", None)
         self.chosen = getattr(drafter, "chosen", {})  # request -> who proposed, where the drafter asks others
@@ -376,9 +380,12 @@ class Lockstep:
         if not (self.drafter and ready):
             return [self._verify(r, [], None) for r in ready]
         started = time.perf_counter()
+        captured = getattr(self.drafter, "seconds", 0.0)
         # A round commits at least one token besides its drafts, so the last one needs no draft.
         drafts = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
-        spent = time.perf_counter() - started
+        captured = getattr(self.drafter, "seconds", 0.0) - captured
+        self.engine.warm_up += captured
+        spent = time.perf_counter() - started - captured
         for r in ready:
             self.engine.charge(r, "draft", spent / len(ready))
         return [self._verify(r, *draft) for r, draft in zip(ready, drafts)]

@@ -29,6 +29,7 @@ class Words:
         self.head = target.head
         self.ids = ids
         self.vocab_size = target.config.vocab_size
+        self.size = self.vocab_size if ids is None else len(ids)
         if ids is None:
             return
         if ids.min() < 0 or ids.max() >= self.vocab_size or len(ids.unique()) < len(ids):
