@@ -224,9 +224,9 @@ class SpecGen:
 
     k: drafts a round; sparsity, min_budget: size of the selection; select: "pillar", the paper's; "ahead",
     the same with `look_ahead`; "window", the first and the newest positions; schedule: "unified", "lockstep"
-    (join the fullest place) or "random"; delayed: judge next to the next forward. A round then has an iteration
-    more, so this pays only where the host takes over 1 / (k + 2) of one: on a GPU. ValueError for settings out
-    of range.
+    (join the fullest place) or "random"; delayed: judge next to the next forward. A round then has an
+    iteration more, so this pays only where the host takes over 1 / (k + 2) of one: on a GPU. ValueError for
+    settings out of range.
     """
     name = "specgen"
     taps = None
