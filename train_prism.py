@@ -1,5 +1,7 @@
 """Train a drafter of the PRISM / EAGLE family for any target. One page, nanoGPT style.
 
+    # for a model of your own: prompts, answers and the drafter, in an hour
+    python train_prism.py --target qwen3 --out checkpoints/qwen3/prism --minutes 60
     # for the shipped target
     python train_prism.py --out checkpoints/prism --arm prism2
     # the same data, one module
@@ -8,16 +10,16 @@
     python train_prism.py --out /tmp/two --arm prism2 --init /tmp/one
     python train_prism.py --out /tmp/more --arm ttt1 --init /tmp/one
 
-The target answers the prompts itself (greedily, unless --temperature says otherwise). The answers are kept in
-shards, from which other arms, seeds and prefixes (--prompts 1000, 2000, ..) can be trained. Its hidden states
-are computed when they are needed. Interrupt it at any time: the same command continues. Writes config.json,
-model.safetensors, log.jsonl, command.txt, and resume.pt with the optimisers' state. tau, on the way, is an
-estimate of the tokens that a round of chain drafting would commit.
+The target writes prompts and answers them itself, and what it knew at every token is kept (rollouts.py).
+Other arms, seeds and prefixes (--prompts 1000, 2000, ..) can be trained from the same folder of --responses.
+Interrupt it at any time: the same command continues. Writes config.json, model.safetensors, log.jsonl,
+command.txt, and resume.pt with the optimisers' state. tau, on the way, is an estimate of the tokens that a
+round of chain drafting would commit.
 """
 import minispec  # before torch: it tunes the allocator
 import torch
 
-from minispec import prism
+from minispec import prism, prism_training
 from minispec.core.words import Words, most_frequent, restrict
 from minispec.data import rollouts
 from minispec.data.tokenizer import Tokenizer
@@ -78,7 +80,7 @@ def evaluate(model, words, heldout, args):
     for numbers in torch.arange(len(heldout.rows)).split(4):
         batch = heldout.batch(numbers.tolist(), args.device)
         with bf16(args.device):
-            _, accepted = prism.unrolled_loss(model, words, batch, 5)
+            _, accepted = prism_training.unrolled_loss(model, words, batch, 5)
         total += accepted.cpu() * batch.learn.sum().item()
         n += batch.learn.sum().item()
     share = total / n
@@ -119,7 +121,7 @@ def train(args, target, tokenizer, model):
         batch = texts.batch(numbers, args.device)
         # Every row drafts; the loss compares its guesses with the target's distributions.
         with bf16(args.device):
-            loss, accepted = prism.unrolled_loss(model, words, batch, unroll)
+            loss, accepted = prism_training.unrolled_loss(model, words, batch, unroll)
         loss = loss / unroll
         loss.backward()
         progress = run.progress(tokens / plan[-1][1])

@@ -13,8 +13,8 @@ the same cost.
     # answers sampled, for rejection sampling
     python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1
 
-The target answers the prompts itself (greedily, unless --temperature says otherwise); the answers are kept in
-shards, from which all objectives and seeds are trained. Streak objectives barely move a drafter that is never
+The target writes prompts and answers them itself (rollouts.py), and all objectives and seeds are trained on
+the same answers. Streak objectives barely move a drafter that is never
 right: let them go on from another one (--init). Interrupt it at any time: the same command continues. Writes
 config.json, model.safetensors, log.jsonl, command.txt, and resume.pt with the optimisers' state. heldout_tau
 estimates the tokens a round would commit, bonus included: greedy, the argmax at temperature 0; point_mass and
@@ -24,7 +24,7 @@ from dataclasses import replace
 import minispec  # before torch: it tunes the allocator
 import torch
 
-from minispec import specdiff
+from minispec import specdiff, specdiff_training
 from minispec.core.words import most_frequent, restrict
 from minispec.data import rollouts
 from minispec.tools import checkpoints
@@ -36,8 +36,8 @@ from minispec.tools.training import Optimizer, Run, bf16, fast_dtype, generator_
 def parse_args():
     p = Parser(__doc__)
     rollouts.add_arguments(p)
-    p.add_argument("--objective", default="ce", choices=specdiff.OBJECTIVES,
-                   help="what to train for, see specdiff.objective (default %(default)s)")
+    p.add_argument("--objective", default="ce", choices=specdiff_training.OBJECTIVES,
+                   help="what to train for, see specdiff_training.objective (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
                    help="start from this drafter; its shape is kept, but windows may be longer (--gamma), "
                         "and it may begin to read the target (--taps)")
@@ -78,7 +78,7 @@ def evaluate(model, heldout, args):
     for numbers in torch.arange(len(heldout.rows)).split(4):
         batch = heldout.batch(numbers.tolist(), args.device)
         with bf16(args.device):
-            means = specdiff.estimate(model, batch, args.windows)
+            means = specdiff_training.estimate(model, batch, args.windows)
         for name, mean in means.items():
             total[name] = total.get(name, 0) + mean * len(numbers)
     share = {name: x / len(heldout.rows) for name, x in total.items()}
@@ -115,7 +115,7 @@ def train(args, target, tokenizer, model):
         # Windows are drawn by a generator of this step, so that a resumed run draws the same ones.
         generator = generator_of(args, step)
         with bf16(args.device):
-            loss = specdiff.training_loss(model, args.objective, batch, args.windows, generator)
+            loss = specdiff_training.training_loss(model, args.objective, batch, args.windows, generator)
         loss.backward()
         progress = run.progress(tokens / plan[-1][1])
         optimizer.step(learning_rate(step, progress, args.lr, args.warmup))

@@ -18,11 +18,11 @@ from test_prism import toy_drafter
 
 import decode
 import train_prism
-from minispec import prism
+from minispec import prism, prism_training
 from minispec.core.words import most_frequent
 from minispec.data import magpie, rollouts
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
-from minispec.tools import checkpoints
+from minispec.tools import checkpoints, methods
 
 script = functools.partial(run_script, train_prism)
 
@@ -37,13 +37,13 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     made = {f: os.path.getmtime(folder / "responses" / f) for f in os.listdir(folder / "responses")}
     assert set(made) == {"settings.json", *(f"{split}-00000{end}" for split in ("train", "heldout") for end in (".json", "-last.safetensors"))}
 
-    calls, loss = [], prism.unrolled_loss
+    calls, loss = [], prism_training.unrolled_loss
     def killed(*args):
         calls.append(1)
         if len(calls) == 17:                                       # some steps behind the first checkpoint
             raise KeyboardInterrupt
         return loss(*args)
-    monkeypatch.setattr(prism, "unrolled_loss", killed)
+    monkeypatch.setattr(prism_training, "unrolled_loss", killed)
     with pytest.raises(KeyboardInterrupt):
         train(folder, "parts")
     monkeypatch.undo()
@@ -219,3 +219,14 @@ def test_bad_input_of_decoding_is_one_line(args, message, folder, capsys):
     with pytest.raises(ValueError) as e:
         decode.main(["--model", str(folder / "target"), "--method", "prism", "--drafter", str(folder / "random"), "--prompt", "x", *args])
     assert message in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_model_without_a_drafter_says_how_to_train_one(folder):
+    """Drafters of a model are kept in checkpoints/MODEL; those of the shipped one in checkpoints itself."""
+    for method, command in (("prism", "train_prism.py"), ("eagle", "train_prism.py --arm ttt1"), ("specdiff", "train_specdiff.py")):
+        kept = os.path.join("checkpoints", "target", method)
+        with pytest.raises(ValueError) as e:
+            decode.main(["--model", str(folder / "target"), "--method", method, "--prompt", "x"])
+        assert str(e.value) == f"there is no drafter for {folder / 'target'} in {kept}; this trains one: python {command} --target {folder / 'target'} --out {kept} --minutes 60"
+    assert {"prism", "eagle", "specdiff"} <= set(methods.ready(methods.settings(model=SHIPPED)))
+    assert not {"prism", "eagle", "specdiff"} & set(methods.ready(methods.settings(model=str(folder / "target"))))

@@ -80,7 +80,7 @@ def most_frequent(answers, n, vocab_size):
 def restrict(drafter, ids):
     """Let a new drafter draft the tokens ids (N,) alone; None: all."""
     drafter.config = replace(drafter.config, draft_vocab=0 if ids is None else len(ids))
-    drafter.vocabulary = ids
+    drafter.vocabulary = None if ids is None else ids.to(drafter.rope.cos.device)
     return drafter
 
 
@@ -88,5 +88,6 @@ def buffer(config):
     """What a drafter's module holds for the ids of its draft vocabulary until its file is read."""
     n = config.draft_vocab
     if not 0 <= n < config.vocab_size:
-        raise ValueError(f"draft_vocab {n} is out of range; the target has {config.vocab_size} tokens, 0 is all")
+        raise ValueError(f"draft_vocab {n} is out of range; the target has {config.vocab_size} tokens, "
+                         "0 is all")
     return torch.zeros(n, dtype=torch.long) if n else None

@@ -1,4 +1,4 @@
-"""What drafters are trained on: the target's own answers to training prompts, and what it knew at every token.
+"""What drafters are trained on: the target's own answers, and what it knew at every token.
 
 A folder holds three kinds of shards, each of which is there as a whole or not at all, so that an interrupted
 run goes on where it was:
@@ -6,8 +6,8 @@ run goes on where it was:
     own-00000.json                  prompts that the target wrote itself (magpie.py)
     train-00000.json                answers: [prompt ids, answer ids, temperature] of each
     train-00000-last.safetensors    of every token of these texts: the target's final hidden state, its
-                                    argmax, and the log-probability that it gave the token (`-three`: and the
-                                    inputs of three layers)
+                                    argmax, and the log-probability that it gave the token (`-three`: and
+                                    the inputs of three layers)
 
 They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch costs
 the drafter alone. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and read
@@ -20,9 +20,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from minispec.core.attention import dense_attend
@@ -50,7 +50,8 @@ def add_arguments(parser):
     add("--target", default="checkpoints/target", metavar="MODEL",
         help="the model to draft for: a folder, a GGUF file, or smollm2 (default %(default)s)")
     add("--minutes", type=float, help="time for all: half for the answers, half for the training")
-    add("--prompt-file", metavar="FILE", nargs="+", default=[], help="JSON lines of prompts to answer as well")
+    add("--prompt-file", metavar="FILE", nargs="+", default=[],
+        help="JSON lines of prompts to answer as well")
     add("--tasks", help="families of procedural prompts, in turn, in place of prompts that the target writes "
         "(default for our own models: all)")
     add("--prompts", type=int, default=4000,
@@ -155,22 +156,20 @@ class Texts:
 
 def padded(rows, seen, device="cpu"):
     """A Batch of rows (prompt ids, answer ids, ..), with what the target saw of each (see `read`)."""
-    length = max(len(one["best"]) for one in seen)
-
     def stack(name):
-        some = [F.pad(one[name].transpose(0, -1), (0, length - len(one[name]))).transpose(0, -1) for one in seen]
-        out = torch.stack(some).to(device)
+        out = pad_sequence([one[name] for one in seen], batch_first=True).to(device)
         return out.float() if out.is_floating_point() else out.long()
 
-    ids = torch.zeros(len(rows), length, dtype=torch.long)
-    learn = torch.zeros(len(rows), length, dtype=torch.bool)
+    best = stack("best")
+    ids = torch.zeros(best.shape, dtype=torch.long)
+    learn = torch.zeros(best.shape, dtype=torch.bool)
     for i, (prompt, answer, *_) in enumerate(rows):
         n = len(seen[i]["best"])
         ids[i, :n] = torch.tensor(prompt + answer)[:n]
         learn[i, len(prompt):n] = True
     hidden = stack("hidden")
     features = stack("taps") if "taps" in seen[0] else hidden
-    return Batch(ids.to(device), learn.to(device), stack("log_p"), stack("best"), hidden, features)
+    return Batch(ids.to(device), learn.to(device), stack("log_p"), best, hidden, features)
 
 
 @torch.inference_mode()

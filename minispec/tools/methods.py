@@ -167,9 +167,10 @@ def _trained(name, settings):
     folder = _folder(name, settings)
     if settings.drafter or os.path.exists(folder):
         return folder
-    script = {"prism": "train_prism.py", "eagle": "train_prism.py --arm ttt1", "specdiff": "train_specdiff.py"}[name]
-    raise ValueError(f"there is no drafter for {settings.model} in {folder}; this trains one: "
-                     f"python {script} --target {settings.model} --out {folder} --minutes 60")
+    script = "train_specdiff.py" if name == "specdiff" else "train_prism.py"
+    arm = " --arm ttt1" if name == "eagle" else ""
+    raise ValueError(f"there is no drafter for {settings.model} in {folder}; this trains one: python "
+                     f"{script}{arm} --target {settings.model} --out {folder} --minutes 60")
 
 
 # -- which of them can run here ----------------------------------------
