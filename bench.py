@@ -36,7 +36,7 @@ from tqdm import tqdm
 from minispec import cdlm
 from minispec.data import prompts, tasks, traces
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies import figures, gpu, ladder, results
+from minispec.studies import figures, gpu, ladder, picture, results
 from minispec.studies.cdlm import cdlm_curves, cdlm_speed
 from minispec.studies.drafters import prism_arms, prism_trees, specdiff_chains, specdiff_objectives
 from minispec.studies.markdown import pick
@@ -289,6 +289,7 @@ def main():
     drawings = os.path.join(results.ROOT, "docs", "figures", "")
     figures.draw(everything, drawings)
     figures.draw(os.path.join(everything, "smollm2"), drawings + "smollm2_")
+    picture.draw()
 
 
 if __name__ == "__main__":

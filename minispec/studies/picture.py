@@ -1,4 +1,6 @@
-"""The picture of README.md: one answer by several methods, its tokens coloured by who proposed them.
+"""The picture of README.md: one answer by several methods, its tokens coloured by who proposed them. Each
+answer is what decode.py wrote; tokens/s are those of the study `run` on problems of this kind, where all
+methods take turns.
 
     python decode.py --method prism --task story --size 10 --quiet --json results/answers/prism.json
     python -m minispec.studies.picture             # all of results/answers/ into docs/figures/answers.svg
@@ -9,23 +11,30 @@ import os
 from html import escape
 
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies.results import FOLDER, ROOT
+from minispec.studies import results
 from minispec.tools.files import read_json, replaced
 
-FIGURE = os.path.join(ROOT, "docs", "figures", "answers.svg")
+WORKLOAD = "story"
+FIGURE = os.path.join(results.ROOT, "docs", "figures", "answers.svg")
 COLOURS = {"draft": "#1a7f37", "correction": "#cf222e", "bonus": "#0969da", "plain": "#24292f"}
 COLUMNS, LINES = 100, 3                  # of text that is shown of an answer
 WIDTH, LEFT, LINE = 930, 90, 18          # of the picture, of the names, and of a line, in pixels
 
 
+def answers_files():
+    return glob.glob(os.path.join(results.FOLDER, "answers", "*.json"))
+
+
 def picture():
-    """The SVG text. Every file is what `decode.py --json` wrote of one prompt; the slowest method comes first."""
-    answers = [read_json(file) for file in glob.glob(os.path.join(FOLDER, "answers", "*.json"))]
-    answers.sort(key=lambda a: a["decode_tokens_per_second"])
+    """The SVG text: the slowest method comes first."""
+    answers = [read_json(file) for file in answers_files()]
+    rates = {x["method"]: x["tokens_per_second"] for x in results.read("run")["rows"]
+             if x["workload"] == WORKLOAD and x["batch"] == 1}
+    answers.sort(key=lambda a: rates[a["method"]])
     parts, y = [], 30
     for a in answers:
         parts.append(text(12, y, a["method"], "font-weight='bold'"))
-        speed = f"{a['decode_tokens_per_second']:.0f} tokens/s, tau {a['tau']:.1f}"
+        speed = f"{len(a['steps'])} rounds, tau {a['tau']:.1f}, {rates[a['method']]:.0f} tokens/s"
         parts.append(text(WIDTH - 12, y, speed, "text-anchor='end' font-weight='bold'"))
         y += LINE
         for line in lines_of(a):
@@ -41,15 +50,15 @@ def picture():
 
 
 NAMES = {
-    "draft": "a draft that was right",
-    "correction": "the model's own token instead of a wrong one",
-    "bonus": "its own after a round without errors",
+    "draft": "a guess that was right",
+    "correction": "the model's own in place of a wrong one",
+    "bonus": "its own after right guesses alone",
 }
 
 
 def lines_of(answer):
     """The first lines of an answer, each a list of (who, text)."""
-    tokenizer = Tokenizer.load(os.path.join(ROOT, answer["model"]))
+    tokenizer = Tokenizer.load(os.path.join(results.ROOT, answer["model"]))
     characters = []
     for token, who in zip(answer["token_ids"], answer["who"]):
         characters += [(who, c) for c in tokenizer.decode([token]).replace("\n", "/")]
@@ -65,6 +74,13 @@ def text(x, y, content, more=""):
     return f"<text x='{x}' y='{y}' xml:space='preserve' {more}>{content}</text>"
 
 
-if __name__ == "__main__":
+def draw():
+    """Write the picture, if its answers are there."""
+    if not answers_files():
+        return
     with replaced(FIGURE) as temporary, open(temporary, "w", encoding="utf-8") as f:
         f.write(picture())
+
+
+if __name__ == "__main__":
+    draw()
