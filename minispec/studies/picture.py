@@ -64,7 +64,8 @@ def lines_of(answer):
         characters += [(who, c) for c in tokenizer.decode([token]).replace("\n", "/")]
     for start in range(0, LINES * COLUMNS, COLUMNS):
         some = characters[start:start + COLUMNS]
-        yield [(who, "".join(c for _, c in pairs)) for who, pairs in itertools.groupby(some, lambda pair: pair[0])]
+        groups = itertools.groupby(some, lambda pair: pair[0])
+        yield [(who, "".join(c for _, c in pairs)) for who, pairs in groups]
 
 
 def text(x, y, content, more=""):
