@@ -23,7 +23,7 @@ With M = 1 this is the EAGLE family: trained for one step like EAGLE and EAGLE-2
 like HASS (2408.15766) and EAGLE-3 (2503.01840, which reads three layers of the target). With `n_layer` 2 a
 step passes through a stack of two layers, the obvious way to grow, and reads both.
 
-Training, in prism_training.py, unrolls these steps from every row of a text at once.
+Training, in train_prism.py, unrolls these steps from every row of a text at once.
 
 What differs from the papers and why: modules are plain Llama blocks with a norm before the attention and one
 at the end, so that an own state looks like the target's final one and training needs no warm-up by

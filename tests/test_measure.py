@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import toy_model
 
-from minispec import bounds, prism, prism_training
+import train_prism
+from minispec import bounds, prism
 from minispec.data import rollouts, traces
 from minispec.bounds import CostTable
 from test_bounds import time_of
@@ -38,7 +39,7 @@ def heads():
     batch = rollouts.padded([([], answer.prompt_ids + answer.token_ids)], [rollouts.read(TARGET, [], answer.prompt_ids + answer.token_ids, 0)])
     opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
     for _ in range(30):
-        loss, _ = prism_training.unrolled_loss(drafter, Words(TARGET), batch, 3)
+        loss, _ = train_prism.unrolled_loss(drafter, Words(TARGET), batch, 3)
         opt.zero_grad()
         loss.backward()
         opt.step()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import chi_square, dense_logits, toy_model
 
-from minispec import prism, prism_training
+import train_prism
+from minispec import prism
 from minispec.core.attention import FullKeys, dense_attend, packed_attend, path_mask, tree_mask
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
@@ -66,7 +67,7 @@ def trained():
     batch = texts(10)
     opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
     for _ in range(40):
-        loss, accepted = prism_training.unrolled_loss(drafter, Words(TARGET), batch, 3)
+        loss, accepted = train_prism.unrolled_loss(drafter, Words(TARGET), batch, 3)
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -97,7 +98,7 @@ def recomputed_states(drafter, target, ids, features, steps):
     inputs, states, a = [], [], drafter.fuse(features)
     for step in range(1, steps + 1):
         inputs.append((target.embed(ids.roll(-step, 1)), a, torch.arange(ids.shape[1])[None] + step - 1))
-        attention = prism_training.Unrolled()
+        attention = train_prism.Unrolled()
         for one in inputs:
             a = drafter(step, *one, attention.attend)
         states.append(a)
@@ -111,7 +112,7 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers, taps):
     ids = prompts(60)[-1][:1] + [int(t) for t in torch.randint(0, 12, (600,), generator=torch.Generator().manual_seed(1))][:330]
     x = torch.tensor([ids])
     _, features = TARGET.features(x, torch.arange(len(ids))[None], dense_attend(), taps)
-    states = prism_training.unroll(drafter, TARGET, x, features, steps)
+    states = train_prism.unroll(drafter, TARGET, x, features, steps)
     again = recomputed_states(drafter, TARGET, x, features, steps)
     wrong = 0.0
     for row in (0, 1, 7, 40, 255, 256, 300):                       # blocks of queries end at 256
@@ -131,15 +132,15 @@ def test_the_loss_is_a_divergence_and_its_slope_the_gradient(vocabulary, monkeyp
     drafter, batch, steps = restrict(toy_drafter(TARGET, taps=(0, 2)), vocabulary), texts(3, (0, 2)), 3
     batch.best = torch.randint(0, 12, batch.ids.shape, generator=torch.Generator().manual_seed(0))      # or no draft would be right
     words = Words(TARGET, vocabulary)
-    divergence = prism_training._divergence
-    monkeypatch.setattr(prism_training, "_divergence", lambda *args: divergence(*args, chunk=7))
-    loss, accepted = prism_training.unrolled_loss(drafter, words, batch, steps)
+    divergence = train_prism._divergence
+    monkeypatch.setattr(train_prism, "_divergence", lambda *args: divergence(*args, chunk=7))
+    loss, accepted = train_prism.unrolled_loss(drafter, words, batch, steps)
     loss.backward()
     got = [p.grad.clone() for p in drafter.parameters()]
     drafter.zero_grad()
     want, hits = 0, torch.zeros(steps, *batch.ids.shape)
     ids = torch.arange(12) if vocabulary is None else vocabulary
-    for k, a in enumerate(prism_training.unroll(drafter, words, batch.ids, batch.features, steps), 1):
+    for k, a in enumerate(train_prism.unroll(drafter, words, batch.ids, batch.features, steps), 1):
         log_q, rows = TARGET.logits(a)[..., ids].log_softmax(-1), []
         for b, r in itertools.product(*map(range, batch.ids.shape)):
             if r + k + 1 < batch.ids.shape[1] and batch.learn[b, r + k + 1]:

@@ -11,7 +11,8 @@ import pytest
 import torch
 from conftest import ROOT, chi_square, dense_logits, toy_model
 
-from minispec import specdiff, specdiff_training
+import train_specdiff
+from minispec import specdiff
 from minispec.data import rollouts
 from minispec.core.attention import FullKeys, dense_attend
 from minispec.core.engine import Engine, Lockstep
@@ -70,7 +71,7 @@ def texts(some):
 def fit(drafter, name, batch, steps, lr=0.01, windows=32):
     opt = torch.optim.Adam(drafter.parameters(), lr=lr)
     for step in range(steps):
-        loss = specdiff_training.training_loss(drafter, name, batch, windows, torch.Generator().manual_seed(step))
+        loss = train_specdiff.training_loss(drafter, name, batch, windows, torch.Generator().manual_seed(step))
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -82,7 +83,7 @@ def trained():
     """A drafter that has learned some answers of the target by heart: long windows of it are accepted."""
     drafter, batch = toy_drafter(taps=(), n_layer=2), texts(prompts(10))
     fit(drafter, "ce", batch, 60)
-    assert specdiff_training.estimate(drafter, batch, 32)["greedy"].sum() > 2
+    assert train_specdiff.estimate(drafter, batch, 32)["greedy"].sum() > 2
     return drafter.eval()
 
 
@@ -118,7 +119,7 @@ def test_packed_windows_equal_one_window_at_a_time(form):
     shown = torch.tensor([[MASK, 3, MASK, 1]]).repeat(2, 5, 1).view(2, 5, 4)
     features = None if drafter.config.taps is None else TARGET.features(ids, torch.arange(300)[None], dense_attend(), drafter.config.taps)[1]
     for slots in (None, shown):
-        got = specdiff_training.window_logits(drafter, ids, starts, features, slots)
+        got = train_specdiff.window_logits(drafter, ids, starts, features, slots)
         for b, w in itertools.product(range(2), range(5)):
             want = obvious_logits(drafter, some[b], int(starts[b, w]), None if slots is None else shown[b, w].tolist())
             assert (got[b, w] - want).abs().max() < 1e-4
@@ -218,7 +219,7 @@ def test_the_shift_is_right(form):
 def test_a_drafter_starts_as_the_target():
     drafter = specdiff.for_target(TARGET, gamma=4)
     ids = prompts(6)[-1]
-    got = specdiff_training.window_logits(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))[0, 0, 0]
+    got = train_specdiff.window_logits(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))[0, 0, 0]
     assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4                # q_1 = p_1
     assert drafter.n_params() == sum(p.numel() for n, p in TARGET.named_parameters() if n not in ("embed.weight", "head.weight")) + 32
 
@@ -496,7 +497,7 @@ def loss_of(name, p, q):
     """The mean of an objective over the target's answers, (V^gamma weights)."""
     of_p, _ = enumerated(p, q)
     logits = q.double().log().expand(len(SEQUENCES), -1, -1)
-    one = lambda i: specdiff_training.objective(name, logits[i:i + 1].float(), SEQUENCES[i:i + 1], torch.ones(1, GAMMA).bool(), of_p[i:i + 1].log())
+    one = lambda i: train_specdiff.objective(name, logits[i:i + 1].float(), SEQUENCES[i:i + 1], torch.ones(1, GAMMA).bool(), of_p[i:i + 1].log())
     return sum(of_p[i].prod() * one(i) for i in range(len(SEQUENCES)))
 
 
@@ -560,18 +561,18 @@ def test_gradients_and_numerics_of_the_streak():
     """C4: dJ / d log q_j = sum over m >= j of c_m; log space equals products; nothing overflows or vanishes into nan."""
     q = torch.rand(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.double)
     log_q, all_valid = q.log().requires_grad_(), torch.ones(5, 6).bool()
-    j = specdiff_training.log_streak(log_q, all_valid).exp().sum(-1)
+    j = train_specdiff.log_streak(log_q, all_valid).exp().sum(-1)
     assert torch.allclose(j, q.cumprod(-1).sum(-1), atol=1e-12)
     j.sum().backward()
     assert torch.allclose(log_q.grad, q.cumprod(-1).flip(-1).cumsum(-1).flip(-1), atol=1e-12)
     log_q.grad = None
-    (-specdiff_training.log_streak(log_q, all_valid).logsumexp(-1)).sum().backward()
+    (-train_specdiff.log_streak(log_q, all_valid).logsumexp(-1)).sum().backward()
     c = q.cumprod(-1)
     assert torch.allclose(log_q.grad, -c.flip(-1).cumsum(-1).flip(-1) / c.sum(-1, keepdim=True), atol=1e-12)
     labels, valid = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[True, True, True, False]])
     for name in ("streak", "log-streak", "streak-rs"):
         logits = torch.tensor([[[-27.6, 0.0], [0.0, -27.6], [-200.0, 0.0], [0.0, 0.0]]]).requires_grad_()      # q of 1e-12 and less
-        loss = specdiff_training.objective(name, logits, labels, valid, torch.zeros(1, 4))
+        loss = train_specdiff.objective(name, logits, labels, valid, torch.zeros(1, 4))
         loss.backward()
         assert loss.isfinite() and logits.grad.isfinite().all() and (logits.grad[0, 3] == 0).all()     # nothing behind the end counts
         assert abs(loss.item() + (math.log(1e-12) if name == "log-streak" else 1e-12)) < (0.1 if name == "log-streak" else 1e-13)
@@ -581,7 +582,7 @@ def test_objectives_by_hand():
     """One window of three slots, the last one behind the end of the text, over two tokens."""
     q = torch.tensor([[0.5, 0.5], [0.2, 0.8], [0.1, 0.9]])
     logits, labels, valid = q.log()[None], torch.tensor([[0, 1, 1]]), torch.tensor([[True, True, False]])
-    loss = lambda name, **extra: specdiff_training.objective(name, logits, labels, valid, **extra).item()
+    loss = lambda name, **extra: train_specdiff.objective(name, logits, labels, valid, **extra).item()
     for name, want, extra in (
             ("ce", -(math.log(0.5) + math.log(0.8)) / 2, {}),
             ("mdlm", -3 * math.log(0.8) / 2, dict(weight=torch.tensor([[0.0, 3.0, 3.0]]))),
@@ -593,8 +594,8 @@ def test_objectives_by_hand():
     # A token that cannot be drafted ends a streak; a window that begins with one teaches nothing, and breaks nothing.
     logits.requires_grad_()
     for valid, want in (([True, False, True], -0.5), ([False, True, True], 0.0)):
-        assert abs(specdiff_training.objective("streak", logits, labels, torch.tensor([valid])).item() - want) < 1e-6
-    loss = specdiff_training.objective("log-streak", logits, labels, torch.tensor([[False, True, True]]))
+        assert abs(train_specdiff.objective("streak", logits, labels, torch.tensor([valid])).item() - want) < 1e-6
+    loss = train_specdiff.objective("log-streak", logits, labels, torch.tensor([[False, True, True]]))
     loss.backward()
     assert loss == 0 and not logits.grad.any()
 
@@ -606,7 +607,7 @@ def fitted(name, p, steps=250):
     opt = torch.optim.Adam([logits], lr=0.1)
     for _ in range(steps):
         log_q = logits.log_softmax(-1)[torch.arange(GAMMA), SEQUENCES]
-        j = specdiff_training.log_streak(log_q if name == "streak" else (log_q - of_p.log()).clamp(max=0), torch.ones_like(log_q).bool()).exp().sum(1)
+        j = train_specdiff.log_streak(log_q if name == "streak" else (log_q - of_p.log()).clamp(max=0), torch.ones_like(log_q).bool()).exp().sum(1)
         loss = -(chance * (log_q.sum(1) if name == "ce" else j)).sum()
         opt.zero_grad()
         loss.backward()
@@ -662,9 +663,9 @@ def test_more_chains_help_most_where_chains_differ():
 def test_windows_are_spread_over_what_the_target_wrote():
     learn = torch.zeros(2, 40).bool()
     learn[0, 10:30], learn[1, 5:8] = True, True
-    starts = specdiff_training.draw_windows(learn, 20, torch.Generator().manual_seed(0))
+    starts = train_specdiff.draw_windows(learn, 20, torch.Generator().manual_seed(0))
     assert sorted(starts[0].tolist()) == list(range(10, 30)) and set(starts[1].tolist()) == {5, 6, 7}
-    tokens, inside = specdiff_training.of_windows(torch.arange(40)[None].repeat(2, 1), torch.tensor([[38], [3]]), 4)
+    tokens, inside = train_specdiff.of_windows(torch.arange(40)[None].repeat(2, 1), torch.tensor([[38], [3]]), 4)
     assert tokens[:, 0].tolist() == [[38, 39, 39, 39], [3, 4, 5, 6]] and inside[:, 0].tolist() == [[True, True, False, False], [True] * 4]
 
 

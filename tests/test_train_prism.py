@@ -18,7 +18,7 @@ from test_prism import toy_drafter
 
 import decode
 import train_prism
-from minispec import prism, prism_training
+from minispec import prism
 from minispec.core.words import most_frequent
 from minispec.data import magpie, rollouts
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
@@ -37,13 +37,13 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     made = {f: os.path.getmtime(folder / "responses" / f) for f in os.listdir(folder / "responses")}
     assert set(made) == {"settings.json", *(f"{split}-00000{end}" for split in ("train", "heldout") for end in (".json", "-last.safetensors"))}
 
-    calls, loss = [], prism_training.unrolled_loss
+    calls, loss = [], train_prism.unrolled_loss
     def killed(*args):
         calls.append(1)
         if len(calls) == 17:                                       # some steps behind the first checkpoint
             raise KeyboardInterrupt
         return loss(*args)
-    monkeypatch.setattr(prism_training, "unrolled_loss", killed)
+    monkeypatch.setattr(train_prism, "unrolled_loss", killed)
     with pytest.raises(KeyboardInterrupt):
         train(folder, "parts")
     monkeypatch.undo()

@@ -13,11 +13,11 @@ from test_specdiff import toy_drafter
 
 import decode
 import train_specdiff
-from minispec import specdiff, specdiff_training
+from train_specdiff import OBJECTIVES
+from minispec import specdiff
 from minispec.tools import checkpoints
 from minispec.data import rollouts
 from minispec.core.attention import dense_attend
-from minispec.specdiff_training import OBJECTIVES
 
 
 script = functools.partial(run_script, train_specdiff)
@@ -34,13 +34,13 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     assert log[-1]["loss"] < 0.9 * log[0]["loss"] and len(log[-1]["heldout_acceptance"]) == 4
     assert 1 <= log[0]["heldout_tau"]["greedy"] < log[-1]["heldout_tau"]["greedy"] <= 5
 
-    calls, loss = [], specdiff_training.training_loss
+    calls, loss = [], train_specdiff.training_loss
     def killed(*args):
         calls.append(1)
         if len(calls) == 17:                                       # some steps behind the first checkpoint
             raise KeyboardInterrupt
         return loss(*args)
-    monkeypatch.setattr(specdiff_training, "training_loss", killed)
+    monkeypatch.setattr(train_specdiff, "training_loss", killed)
     with pytest.raises(KeyboardInterrupt):
         train(folder, "parts", "--gamma", 4, temperature="0", responses="greedy")
     monkeypatch.undo()
@@ -118,7 +118,7 @@ def test_a_drafter_can_begin_to_read_the_target(folder):
     assert same.config.taps == more.config.taps == (0, 1, 2) and not same.fuse.weight.any() and more.fuse.weight.any()
     ids, starts = torch.arange(40)[None] % 30, torch.tensor([[9, 20]])
     seen = target.features(ids, torch.arange(40)[None], dense_attend(), (0, 1, 2))[1]
-    logits = [specdiff_training.window_logits(d, ids, starts, f) for d, f in ((blind, None), (same, seen), (more, seen), (more, 0 * seen))]
+    logits = [train_specdiff.window_logits(d, ids, starts, f) for d, f in ((blind, None), (same, seen), (more, seen), (more, 0 * seen))]
     assert torch.equal(logits[0], logits[1]) and not torch.allclose(logits[2], logits[3], atol=1e-4)
     with pytest.raises(ValueError, match="reads \\(0, 1, 2\\) of the target; only one that reads nothing can begin to"):
         train(folder, "twice", "--init", folder / "same", "--taps", "last")
