@@ -136,8 +136,8 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
     if part < 0:
         # The only chunk: this is the result.
         o_out = (first_row + row) * (n_groups * group) + head
-        b_out = b_out.to(p_out.dtype.element_ty)
-        tl.store(p_out + o_out[:, None] * D + o_d[None, :], b_out, mask=valid[:, None])
+        tl.store(p_out + o_out[:, None] * D + o_d[None, :], b_out.to(p_out.dtype.element_ty),
+                 mask=valid[:, None])
         tl.store(p_lse + o_out, b_lse / 1.4426950408889634, mask=valid)
     else:
         o_part = (part + o_m) * n_groups + i_g
