@@ -16,16 +16,16 @@ from conftest import interpreted, tell, toy_model  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from kernels import attention as att  # noqa: E402
-from fakecuda import DEVICE  # noqa: E402
-from kernels import graphs, triton  # noqa: E402
+from kernels import fused, graphs, triton  # noqa: E402
 from kernels.fused import decode  # noqa: E402
+from minispec import prism, specdiff  # noqa: E402
 from minispec.core.attention import FullKeys  # noqa: E402
-from minispec.core.drafters import NGram  # noqa: E402
+from minispec.core.drafters import NGram, SmallLM  # noqa: E402
 from minispec.core.engine import Engine, Lockstep  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
-from test_gpu import PLANNERS, gpu, models  # noqa: E402, F401
 from minispec.core.gpt import GPTConfig  # noqa: E402
 from minispec.core.kv_cache import KVCache  # noqa: E402
+from minispec.core.verify import Sampling  # noqa: E402
 from minispec.specgen import PillarKeys, SpecGen  # noqa: E402
 
 
@@ -221,48 +221,87 @@ def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
     assert made[0].static.which.shape == (0,) and made[-1].static.selected.shape == (2, 2, 2, 6) and made[-1].static.scores.shape == (2, 2, 2, 60)
 
 
-def per_iteration(gpu, planner, m):
-    """Of the iterations of one request that capture nothing, at most: (launches outside graphs, kernels in graphs, waits)."""
-    seen, engine = [], Engine(m.target, planner(m), 1)
-    for _ in engine.stream([Request(list(range(1, 9)), 24)]):
-        seen.append((engine.warm_up, len(engine.iterations), *(gpu.counts[what] for what in ("launches", "in_graph", "waits"))))
-    spent = [[y - x for x, y in zip(*pair)] for pair in zip(seen, seen[1:])]
-    return [max(of) for of in zip(*([n / iterations for n in of] for captured, iterations, *of in spent if not captured))]
+class Counting(TorchDispatchMode):
+    """Counts operators that a GPU would launch: all but views and allocations, and a kernel's reference as one."""
+    FREE = ("view", "_unsafe_view", "_reshape_alias", "slice", "select", "expand", "unsqueeze", "squeeze", "transpose", "t.", "permute",
+            "split", "unbind", "detach", "alias", "as_strided", "empty", "new_empty")
+    launches, muted = 0, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not (self.muted or str(func).removeprefix("aten.").startswith(self.FREE)):
+            self.launches += 1
+        return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", PLANNERS)
-def test_launches_and_waits_of_an_iteration_stay_few(name, gpu):
-    """A launch takes the host several microseconds, as long as a small model's whole product."""
-    launches, _, waits = per_iteration(gpu, PLANNERS[name], models(DEVICE))
-    assert launches <= 60 and waits <= 3, (launches, waits)
+@pytest.fixture
+def counting(monkeypatch):
+    """The kernels' references take their places, so that a GPU's path runs here, too."""
+    mode = Counting()
+
+    def one_launch(reference):
+        def call(*args, **kw):
+            mode.launches += 1
+            mode.muted = True
+            out = reference(*args, **kw)
+            mode.muted = False
+            return out
+        return call
+
+    monkeypatch.setattr("kernels.unavailable", lambda x: "")
+    monkeypatch.setattr(fused, "attention", one_launch(att.attention_reference))
+    for name in ("add_rms_norm", "rope_and_store", "silu_mul"):
+        monkeypatch.setattr(fused, name, one_launch(getattr(fused, name + "_reference")))
+    return mode
 
 
-def test_a_layer_is_few_kernels(gpu):
-    of = [per_iteration(gpu, PLANNERS["ar"], SimpleNamespace(target=toy_model(head_dim=16, n_layer=n).to(DEVICE)))[1] for n in (1, 3)]
-    assert (of[1] - of[0]) / 2 <= 11, of                                   # the parts of a long list are merged by one more
+def test_a_layer_is_few_kernels(counting):
+    """On a GPU a launch takes the host several microseconds, as long as a small model's whole product."""
+    def launches(n_layer):
+        engine = Engine(toy_model(head_dim=16, n_layer=n_layer), Lockstep, 1)
+        engine.fused = True
+        engine.generate([Request([3, 1, 4], 4)])
+        graph, _ = engine.graphs.graphs[1, ()]
+        counting.launches = 0
+        with counting, torch.inference_mode():
+            graph.function()
+        return counting.launches
+
+    assert launches(1) > 5 and (launches(3) - launches(1)) / 2 <= 11       # the parts of a long list are merged by one more
 
 
-@pytest.mark.parametrize("name", ["draft", "prism", "prism tree", "specdiff", "specdiff K=3"])
-def test_a_round_in_a_graph_drafts_what_single_steps_do(name, request):
-    """For greedy requests that end at different times; test_gpu.py has sampled ones."""
-    def answer(m):
-        engine, proposed = Engine(m.target, PLANNERS[name](m), 2), []
-        drafter = engine.planner.drafter
+TARGET, SMALL = (toy_model(vocab=32, head_dim=16, seed=seed) for seed in (0, 1))
+PRISM, SPECDIFF = prism.for_target(TARGET, (0, 1)).eval(), specdiff.for_target(TARGET, gamma=3).eval()
+DRAFTERS = {
+    "draft": (lambda: SmallLM(SMALL, TARGET), 3),
+    "prism": (lambda: prism.PrismDrafter(PRISM, TARGET, 4), 4),
+    "prism tree": (lambda: prism.PrismDrafter(PRISM, TARGET, 3, 3), 7),
+    "specdiff": (lambda: specdiff.SpecDiffDrafter(SPECDIFF, TARGET), 3),
+    "specdiff K=3": (lambda: specdiff.SpecDiffDrafter(SPECDIFF, TARGET, k_drafts=3), 9),
+}
 
-        def propose(requests, limits, real=drafter.propose):
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, counting):
+    """For requests that end at different times."""
+    make, k = DRAFTERS[name]
+    runs = []
+    for on_kernels in (False, True):
+        drafter, proposed = make(), []
+
+        def propose(requests, limits, real=drafter.propose, proposed=proposed):
             out = real(requests, limits)
             proposed.append([(tokens, *rest[:1]) for tokens, _, *rest in out])
             return out
 
         drafter.propose = propose
-        engine.generate([Request([3, 1, 4, 1, 5], 6), Request([9, 2], 9)])
-        return proposed, drafter.graphs
-
-    want, graph = answer(models())
-    assert graph is None
-    request.getfixturevalue("gpu")
-    got, graph = answer(models(DEVICE))
-    assert got == want and graph.graphs
+        engine = Engine(TARGET, lambda e, drafter=drafter: Lockstep(e, drafter, k), 2)
+        engine.fused = on_kernels
+        answers = engine.generate([Request([3, 1, 4, 1, 5], 6, Sampling(temperature, seed=1)),
+                                   Request([9, 2], 9, Sampling(temperature, seed=2))])
+        runs.append((proposed, [g.token_ids for g in answers]))
+        assert (drafter.graphs is not None and len(drafter.graphs.graphs) > 0) == on_kernels
+    assert runs[0] == runs[1]
 
 
 if __name__ == "__main__":
