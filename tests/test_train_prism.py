@@ -35,7 +35,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     log = train(folder, "whole")
     assert log[-1]["loss"] < 0.8 * log[0]["loss"] and 1 <= log[0]["tau"] < log[-1]["tau"] <= 4 and len(log[-1]["heldout_acceptance"]) == 5
     made = {f: os.path.getmtime(folder / "responses" / f) for f in os.listdir(folder / "responses")}
-    assert set(made) == {"settings.json", *(f"{split}-00000{end}" for split in ("train", "heldout") for end in (".json", "-last.safetensors"))}
+    assert {f for f in made if "three" not in f} == {"settings.json", *(f"{split}-00000{end}" for split in ("train", "heldout") for end in (".json", "-last.safetensors"))}
 
     calls, loss = [], train_prism.unrolled_loss
     def killed(*args):
@@ -87,6 +87,7 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder):
     args.tasks = "revise,arith"
     first = lambda split, n: list(itertools.islice(rollouts.prompts_of(args, split, iter(())), n))
     assert first("train", 7) == first("train", 30)[:7] and not set(first("train", 30)) & set(first("heldout", 30))
+    train(folder, "all", "--tokens", "100")
     train(folder, "short", "--tokens", "100", "--prompts", "10", "--responses", str(folder / "r2"))
     train(folder, "longer", "--tokens", "100", "--prompts", "14", "--responses", str(folder / "r2"))
     rows = json.loads((folder / "r2" / "train-00000.json").read_text())
