@@ -95,7 +95,9 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
     valid = row < n_rows
     o_q = (first_row + row)[:, None] * s_q + head[:, None] * D + o_d[None, :]
     b_q = tl.load(p_q + o_q, mask=valid[:, None], other=0.0)               # (M, D)
-    b_sees = tl.load(p_sees + first_row + row, mask=valid, other=-1)       # (M,)
+    b_sees = tl.load(p_sees + first_row + row, mask=valid, other=-1)       # (M,), two words of 32 bits
+    b_low = b_sees.to(tl.int32)
+    b_high = (b_sees >> 32).to(tl.int32)
     position = length - 1 - causal * (n_rows - 1 - row)
     # Nobody reads entries beyond the tile's last row: a prefill tile stops at its diagonal.
     last_row = tl.minimum((first_packed + M - 1) // group, n_rows - 1)
@@ -115,10 +117,11 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
         o_kv = b_slot[:, None] * D + o_d[None, :]
         b_k = tl.load(p_k + o_kv, mask=alive[:, None], other=0.0)          # (N, D)
         b_v = tl.load(p_v + o_kv, mask=alive[:, None], other=0.0)
-        # Logits of what a row sees. Bit j stands for position length - 1 - j; any bit will do before those.
-        back = tl.maximum(length - 1 - b_pos, 0).to(tl.int64)
-        b_bit = tl.where(back < 64, tl.full((N,), 1, tl.int64) << tl.minimum(back, 63), -1)
-        seen = (b_pos[None, :] <= position[:, None]) & ((b_sees[:, None] & b_bit[None, :]) != 0)
+        # Logits of what a row sees. Bit j stands for position length - 1 - j; all see what lies before those.
+        back = tl.maximum(length - 1 - b_pos, 0)
+        b_word = tl.where(back[None, :] < 32, b_low[:, None], b_high[:, None])                  # (M, N)
+        b_bit = (b_word >> (back & 31)[None, :]) & 1
+        seen = (b_pos[None, :] <= position[:, None]) & ((b_bit | (back >= 64)[None, :]) != 0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale                     # (M, N)
         b_s = tl.where(alive[None, :] & seen, b_s, float("-inf"))
         # One softmax over all steps: what was summed before shrinks when a larger logit appears.
