@@ -17,9 +17,10 @@ Siblings differ. Every tree rule returns the accepted path as a list of rows, an
     greedy      walk from the root to the child that is the target's argmax, as long as there is one
     point mass  try the children of a row in order: accept child c with probability p(c), else strike c out
                 of p, renormalise and try the next; with none left draw from what remains of p (SpecInfer
-                2305.09781 with one-token distributions). The order may depend on the drafter, never on the target's
-                coins. This is the same as drawing one token from p and looking whether a child has it, so it
-                serves as the walk of the target on a trie of drafted chains as well (SpecDiff-2's walk).
+                2305.09781 with one-token distributions). The order may depend on the drafter, never on the
+                target's coins. This is the same as drawing one token from p and looking whether a child has
+                it, so it serves as the walk of the target on a trie of drafted chains as well (SpecDiff-2's
+                walk).
     selection   keep the one path of the tree that the target likes best, then point mass on it
                 (SpecDiff-2 2511.00606)
     rejection   of K chains that were drawn from the same q independently (multi-round, SpecInfer)

@@ -9,9 +9,9 @@ run goes on where it was:
                                     argmax, and the log-probability that it gave the token (`-three`: and
                                     the inputs of three layers)
 
-They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch costs
-the drafter alone. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and read
-back, and the end of text stays where it was chosen.
+They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch
+costs the drafter alone. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and
+read back, and the end of text stays where it was chosen.
 """
 import itertools
 import os

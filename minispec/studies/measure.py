@@ -156,9 +156,9 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
     grids of verify (forward and acceptance), of every drafter, of prompts, and the overhead by rows. scatter:
     the median over all cells of the interquartile range over the median.
 
-    All rounds are timed in several passes, because a machine's speed drifts: a drafter whose only turn falls into a
-    slow minute would look expensive next to the others. Half of all drafts are accepted, because what was
-    accepted is what a drafter reads first; plans that waste less cost a little more than their price. The
+    All rounds are timed in several passes, because a machine's speed drifts: a drafter whose only turn falls
+    into a slow minute would look expensive next to the others. Half of all drafts are accepted, because what
+    was accepted is what a drafter reads first; plans that waste less cost a little more than their price. The
     price of a drafter is what a round with it takes longer than one whose drafts come from nowhere: its own
     seconds, and what the target's forward loses because the drafter's weights have pushed out some of its
     own. A drafter of windows is timed up to the whole window (`gamma`), because it has no more drafts to

@@ -43,8 +43,8 @@ class Size:
 
 LONG = Size(160, 16, ((1, "different", 4), (4, "different", 8), (16, "different", 16), (16, "copies", 1)),
             ((1, 12), (4, 12), (16, 24)), 16, repeats=3)
-# Ten minutes of a real model on two slow cores are a short answer of each workload, and a mix. No round of the
-# engine has more than 32 drafts, so nothing is censored that could be decoded.
+# Ten minutes of a real model on two slow cores are a short answer of each workload, and a mix. No round of
+# the engine has more than 32 drafts, so nothing is censored that could be decoded.
 GRID = {"rows": (1, 4), "contexts": (64, 1024), "drafts": (0, 1, 4, 16), "prompts": (32, 256), "passes": 2}
 SHORT = Size(32, 2, ((1, "different", 1),), ((4, 8),), 32, GRID)
 MORE = "--long adds batch 16, copies, 16 problems of each workload, answers of 160 tokens and repeats"

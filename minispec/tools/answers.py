@@ -80,7 +80,8 @@ def converse(problems, answer):
 
 def following_turn(problem, prompt, generation):
     """The problem of the next turn: `prompt` continues the conversation after the answer so far."""
-    said = [{"role": "user", "content": problem.prompt}, {"role": "assistant", "content": generation.token_ids}]
+    said = [{"role": "user", "content": problem.prompt},
+            {"role": "assistant", "content": generation.token_ids}]
     return replace(problem, prompt=prompt.rstrip("\n") + "\n", think="", answer="", turns=problem.turns[1:],
                    before=[*problem.before, *said])
 

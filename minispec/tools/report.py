@@ -87,8 +87,8 @@ def table(r):
               for name in ("prefill", "draft", "verify", "other")]
     lines.append("time: " + ", ".join(shares))
     if r.get("warm_up_seconds"):                         # of a GPU
-        lines.append(f"warm-up, in none of these figures: {r['warm_up_seconds']:.1f} s to compile kernels and "
-                     "capture CUDA graphs")
+        lines.append(f"warm-up, in none of these figures: {r['warm_up_seconds']:.1f} s "
+                     "to compile kernels and capture CUDA graphs")
 
     # What --compare adds.
     if "speedup" in r:

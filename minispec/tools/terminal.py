@@ -146,11 +146,13 @@ def chat(engine, tokenizer, sampling, limit, stops=()):
 
 def fitting(messages, asked, tokenizer, block_size):
     """The ids of a conversation and what is asked next. The oldest turns leave `messages` if together they
-    leave less than an eighth of the context. ValueError, and nothing leaves, if the line alone does not fit."""
+    leave less than an eighth of the context. ValueError, and nothing leaves, if the line alone does not fit.
+    """
     most = block_size - block_size // 8
     alone = len(tokenizer.chat_ids([asked]))
     if alone > most:
-        raise ValueError(f"a line of {alone} tokens; allowed are {most} in this model's context of {block_size}")
+        raise ValueError(f"a line of {alone} tokens; "
+                         f"allowed are {most} in this model's context of {block_size}")
     ids = tokenizer.chat_ids([*messages, asked])
     while len(ids) > most:
         del messages[:2]
