@@ -250,8 +250,7 @@ class NGram:
         """The position of the first token to copy; None where nothing matches."""
         tokens = request.tokens
         # 1. Index what was committed since the last call. The n-grams that end at the very last token must
-        #    wait: they
-        #    would find themselves.
+        #    wait, because they would find themselves.
         done, seen = self.index.get(request, (0, {}))
         for end in range(done, len(tokens)):
             for n in range(self.min_n, min(self.max_n, end) + 1):
@@ -270,8 +269,8 @@ class NGram:
 
 class SmallLM(Chained):
     """A small model of the same vocabulary drafts autoregressively (Leviathan et al. 2211.17192), with the
-    request's own sampling settings. All requests of the batch draft together; each has a cache of its own
-    here."""
+    request's own sampling settings. All requests of the batch draft together. Its cache is apart from
+    the target's."""
     name = "draft"
 
     def __init__(self, model, target):

@@ -38,7 +38,6 @@ class Words:
         rows = target.head.weight.detach()[ids]
         self.head = Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
         self.head.weight = nn.Parameter(rows, requires_grad=False)
-        self.head.pack_up_to = rows.numel()
 
     def logits(self, hidden):
         """(..., C) -> (..., N)."""

@@ -282,7 +282,6 @@ def _generate(args, target, tokenizer, texts, first):
     return [[g.prompt_ids, g.token_ids, r.sampling.temperature] for g, r in zip(generations, requests)]
 
 
-
 # -- batches -------------------------------------------------------------------------------------------------
 
 def schedule(seed, lengths, batch_tokens, tokens):

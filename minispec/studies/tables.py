@@ -9,7 +9,6 @@ import math
 import os
 import statistics
 
-from minispec.data import tasks
 from minispec.studies.markdown import millions, percent, row, same, span, table, times, two, whole
 from minispec.studies.tables_bounds import costs_table, ladder_table, methods, run_table, trace_table
 from minispec.studies.tables_specgen import FROM, SPECGEN, stages
