@@ -14,7 +14,7 @@ from minispec.tools.files import read_json, write_json
 
 TURNS = 128                 # turns between two writes
 LONGEST = 256               # tokens; a turn that has not ended by then is no prompt
-TOGETHER = 32               # requests decoded at once
+TOGETHER = 64               # requests decoded at once
 
 
 def opening(tokenizer):

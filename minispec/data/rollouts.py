@@ -35,7 +35,7 @@ from minispec.data import magpie, prompts, tasks
 from minispec.tools import checkpoints, training
 from minispec.tools.files import blame, read_json, replaced, write_json
 
-SHARD = 64                  # prompts answered between two writes
+SHARD = 128                 # prompts answered between two writes
 LONGEST = 1536              # tokens of a training text; longer ones are cut
 LOGITS = 512                # rows whose logits are in memory at once
 TESTS = [path.lower() for path, _ in prompts.PROMPT_FILES.values()]
