@@ -76,20 +76,19 @@ def check_mixed(g, d, dtype=torch.float32, tolerance=1e-5):
     close(got[1, :, :128].sum(-1), torch.ones(KV_HEADS), 1e-5)
 
 
-def check_batch_of_one(g=4, d=64):
-    """A request gets the same, bit for bit, alone and in the mixture, split or not."""
+def check_batch_of_one(g=2, d=64):
+    """A request gets the same, bit for bit, alone and in the mixture; of these the second and the third are split."""
     batch = Batch(g, d)
-    for chunk in (48, 512):
-        out = att.attention(*batch.args(), att.make_plan(MIXED, g, chunk))
-        for i in (0, 1, 7):
-            first = sum(r[0] for r in MIXED[:i])
-            rows = slice(first, first + MIXED[i][0])
-            alone = att.attention(batch.q[rows], batch.k, batch.v, batch.slots[i:i + 1], batch.selected[i:i + 1],
-                                  att.make_plan(MIXED[i:i + 1], g, chunk))
-            assert torch.equal(alone, out[rows])
+    out = att.attention(*batch.args(), att.make_plan(MIXED, g, chunk=48))
+    for i in (0, 1, 7):
+        first = sum(r[0] for r in MIXED[:i])
+        rows = slice(first, first + MIXED[i][0])
+        alone = att.attention(batch.q[rows], batch.k, batch.v, batch.slots[i:i + 1], batch.selected[i:i + 1],
+                              att.make_plan(MIXED[i:i + 1], g, chunk=48))
+        assert torch.equal(alone, out[rows])
 
 
-def check_moved(g=2, d=64):
+def check_moved(g=1, d=64):
     """Selections are positions: moving every request to other slots changes nothing."""
     batch, plan = Batch(g, d), att.make_plan(MIXED, g)
     place = torch.randperm(batch.k.shape[1])                               # old slot -> new slot
@@ -108,7 +107,7 @@ def check_full_list(g=4, d=64):
     close(att.attention(q, batch.k, batch.v, slots, every, att.make_plan([(1, 100, 99, 99)], g)), full, 1e-5)
 
 
-def check_padded(g=5, d=64):
+def check_padded(g=1, d=64):
     """A plan with room for more, as a captured graph has, gives the same; a plan of nothing gives nothing."""
     batch, plan = Batch(g, d), att.make_plan(MIXED, g, chunk=48)
     padded = plan.padded(len(plan.items) + 3, len(plan.merges) + 2, plan.n_part_rows + 50)
@@ -126,7 +125,7 @@ def check_too_small(g=4, d=64):
             att.attention(*batch.args(**changes), plan)
 
 
-def check_trees(g=4, d=64):
+def check_trees(g=2, d=64):
     """Rows of trees see their own paths, and all before the last 64 positions; a window of masks sees itself whole."""
     batch = Batch(g, d)
     n, width = MIXED[1][0], 20
@@ -134,9 +133,8 @@ def check_trees(g=4, d=64):
     path[:, -n:] |= torch.eye(n, dtype=torch.bool)
     deep = torch.eye(17, 64).bool() | (torch.arange(64) < 40)
     trees = {1: path, 2: deep, 6: torch.ones(21, 21, dtype=torch.bool)}
-    for chunk in (48, 512):
-        plan = att.make_plan(MIXED, g, chunk, trees)
-        close(att.attention(*batch.args(), plan), att.attention_reference(*batch.args(), plan), 1e-5)
+    plan = att.make_plan(MIXED, g, 48, trees)
+    close(att.attention(*batch.args(), plan), att.attention_reference(*batch.args(), plan), 1e-5)
     chain = att.make_plan(MIXED, g, trees={1: torch.ones(n, n, dtype=torch.bool).tril()})
     assert torch.equal(att.attention(*batch.args(), chain), att.attention(*batch.args(), att.make_plan(MIXED, g)))
 
@@ -162,7 +160,7 @@ def check_fused(qk_norm, n, width, d_ff, d):
     assert pools[1].abs().sum(-1).gt(0).sum() == n * c.n_kv_head, "other slots are left alone"
 
 
-def check_large_offsets(g=2, d=64):
+def check_large_offsets(g=1, d=64):
     """Results of parts that begin 2^31 numbers into their buffer are written and read there. (72 requests that each read 512 tokens
     of a prompt of 8,192 need so much.) The buffer is address space, of which a few pages are touched; half of it lies before its
     first number, where an offset of 32 bits would lead."""
@@ -186,8 +184,8 @@ def check_large_offsets(g=2, d=64):
     assert torch.equal(got, want) and parts[0][skipped:].abs().sum() > 0, "parts are elsewhere"
 
 
-# The interpreter is slow, so every group size meets one head size; all pairs are compiled (results/kernels.json).
-CHECKS = {f"mixed g={g} D={d}": lambda g=g, d=d: check_mixed(g, d) for g, d in ((1, 64), (2, 128), (4, 64), (5, 64), (8, 128))}
+# The interpreter is slow, so few group sizes meet one head size each; all pairs are compiled (results/kernels.json).
+CHECKS = {f"mixed g={g} D={d}": lambda g=g, d=d: check_mixed(g, d) for g, d in ((1, 64), (5, 64), (8, 128))}
 CHECKS |= {"fp16 g=4 D=128": lambda: check_mixed(4, 128, torch.float16, 4e-3)}
 CHECKS |= {"batch of one": check_batch_of_one, "moved": check_moved, "full list": check_full_list, "padded": check_padded,
            "too small": check_too_small, "large offsets": check_large_offsets, "trees": check_trees}
