@@ -24,6 +24,7 @@ import minispec  # noqa: E402  before torch
 import torch  # noqa: E402
 
 import bench  # noqa: E402
+import shown  # noqa: E402
 from minispec.core import gpt  # noqa: E402
 from minispec.studies import results  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
@@ -212,7 +213,8 @@ def main():
         result["memory"] = {d: {"parameters": parameters, "bytes": n * parameters, **peak_memory(folder, d)} for d, n in (("bfloat16", 2), ("float32", 4))}
     import transformers
     result["transformers_version"] = transformers.__version__
-    print(bench.render("checkpoints", result))
+    result["table"] = shown.checkpoints(result)
+    print(result["table"])
     results.write("checkpoints", result, time.perf_counter() - begun)
     bench.report(os.path.join(ROOT, "docs", "own-models.md"))
 

@@ -32,6 +32,7 @@ import torch.nn.functional as F  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import compare_checkpoints  # noqa: E402
+import shown  # noqa: E402
 from gguf_writer import write_gguf  # noqa: E402
 from minispec.core import cpu, gpt  # noqa: E402
 from minispec.core.attention import dense_attend  # noqa: E402
@@ -256,6 +257,7 @@ def main():
         started = time.perf_counter()
         result[part] = PARTS[part](args)
         print(part, result[part])
+        result["table"] = shown.llamacpp(result)
         results.write("llamacpp", result, time.perf_counter() - started)
 
 

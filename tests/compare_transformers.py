@@ -18,6 +18,7 @@ import minispec  # noqa: E402  before torch
 import torch  # noqa: E402
 
 import bench  # noqa: E402
+import shown  # noqa: E402
 from minispec.studies import results  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.data import tasks  # noqa: E402
@@ -67,7 +68,8 @@ if __name__ == "__main__":
     args = p.parse_args()
     begun = time.perf_counter()
     result = compare(args.model, repeats=args.repeats)
-    print(bench.render("transformers", result))
+    result["table"] = shown.transformers(result)
+    print(result["table"])
     print(f"largest logit difference {result['logit_difference']:.2g}, same tokens: {result['same_tokens']}")
     results.write("transformers", result, time.perf_counter() - begun)
     bench.report(os.path.join(ROOT, "docs", "appendix", "speed.md"))

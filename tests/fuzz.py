@@ -32,6 +32,7 @@ import torch
 
 import bench
 import decode
+import shown
 import train_cdlm
 import train_gpt
 import train_prism
@@ -418,8 +419,12 @@ def note(part, result, seconds):
     """Put one part of results/knocks.json there, beside the others: "lines", "files", "kill"."""
     file = os.path.join(ROOT, "results", "knocks.json")
     parts = {**(files.read_json(file)["result"] if os.path.exists(file) else {}), part: {**result, "seconds": round(seconds, 1)}}
+    parts.pop("table", None)
+    total = round(sum(p["seconds"] for p in parts.values()), 1)
+    if {"lines", "files", "kill"} <= set(parts):
+        parts["table"] = shown.knocks(parts)
     files.write_json(file, {"command": "python tests/fuzz.py && python tests/kill.py", "device": results.device_name(), "python": platform.python_version(),
-                            "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": round(sum(p["seconds"] for p in parts.values()), 1), "result": parts})
+                            "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": total, "result": parts})
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from conftest import ROOT, TARGET, run_script, toy_model
 from safetensors.torch import load_file, save_file
 
 import decode
+import shown
 import train_gpt
 from minispec import prism, specdiff
-from minispec.studies import tables
 from minispec.tools import checkpoints, files, methods, script, training
 from minispec.core.requests import Request
 
@@ -294,6 +294,6 @@ def test_what_was_measured_is_shown():
     if not os.path.exists(file):
         pytest.skip("no results/knocks.json")
     result = files.read_json(file)["result"]
-    assert tables.render("knocks", result).count("\n|") == 5 + len(result["kill"]["scripts"])
+    assert shown.knocks(result).count("\n|") == 5 + len(result["kill"]["scripts"])
     for x in (result["lines"], result["files"]):
         assert sum(x["exits"].values()) == x["cases"]
