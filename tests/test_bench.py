@@ -196,13 +196,13 @@ def test_new_tables_and_figures_come_from_files(measured, tmp_path):
     pytest.importorskip("matplotlib")
     figures.draw(str(folder), f"{tmp_path}/")
     drawn = [os.path.basename(f) for f in glob.glob(str(tmp_path / "*.svg"))]
-    assert set(drawn) == {f + ".svg" for study in ("traces", "bounds") for f in figures.FIGURES[study]}
+    assert set(drawn) == {f + ".svg" for file in ("traces.jsonl", "bounds.json") for f in figures.FIGURES[file]}
 
 
 def test_figures_of_what_is_stored(tmp_path):
     pytest.importorskip("matplotlib")
     figures.draw(results.FOLDER, f"{tmp_path}/")
-    want = [f for study, some in figures.FIGURES.items() if os.path.exists(os.path.join(results.FOLDER, figures.source(study))) for f in some]
+    want = [f for file, some in figures.FIGURES.items() if os.path.exists(results.path(file)) for f in some]
     assert sorted(os.listdir(tmp_path)) == sorted(f + ".svg" for f in want)
 
 

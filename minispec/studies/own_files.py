@@ -68,5 +68,5 @@ def main(argv=None):
     if args.json:
         write_json(args.json, result)
         prefix = os.path.splitext(args.json)[0] + "_"
-        figures.draw_some(figures.FIGURES["bounds"], result, prefix)
-        figures.draw_some(figures.FIGURES["traces"], some, prefix)
+        figures.draw_some(figures.FIGURES["bounds.json"], result, prefix)
+        figures.draw_some(figures.FIGURES["traces.jsonl"], some, prefix)
