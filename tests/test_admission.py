@@ -24,7 +24,7 @@ def prompts(n, seed=0, longest=60):
 @functools.cache
 def reference(n, seed=0):
     """What the autoregressive loop answers to prompts(n, seed)."""
-    requests = [Request(p, 60) for p in prompts(n, seed)]
+    requests = [Request(p, 40) for p in prompts(n, seed)]
     return [g.token_ids for g in Engine(MODEL, Lockstep, 8).generate(requests)]
 
 
@@ -37,7 +37,7 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_half_of_the_demand_is_enough(policy, planner):
     some = prompts(10)
-    requests = [Request(p, 60, final_length=len(p) + 60) for p in some]
+    requests = [Request(p, 40, final_length=len(p) + 40) for p in some]
     extra = PLANNERS[planner](Engine(MODEL, Lockstep)).extra_slots(requests[0])
     peak = sum(sorted(r.longest + extra for r in requests)[-6:])
     engine = Engine(MODEL, PLANNERS[planner], 6, cache_tokens=peak // 2, prefill_chunk=16, admission=policy)
@@ -53,15 +53,15 @@ def test_half_of_the_demand_is_enough(policy, planner):
         assert fed <= sum(map(len, some))                                      # no prompt token is computed twice
 
 
-@pytest.mark.parametrize("k, sparsity", [(1, 0.02), (1, 1.0), (4, 0.05), (8, 0.02), (8, 1.0)])
+@pytest.mark.parametrize("k, sparsity", [(1, 0.02), (4, 0.05), (8, 1.0)])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("policy", ["reserve", "offload"])
 def test_identical_to_autoregressive_in_every_combination(k, sparsity, delayed, policy):
     """One request alone, and six together in a pool of half their demand, with drafts from next to nothing (min_budget 2)."""
     some, planner = prompts(6, seed=3), lambda e: SpecGen(e, k, sparsity, 2, delayed=delayed)
     want = reference(6, 3)
-    alone = Engine(MODEL, planner, 1, prefill_chunk=16, admission=policy).generate([Request(some[0], 60)])
-    requests = [Request(p, 60) for p in some]
+    alone = Engine(MODEL, planner, 1, prefill_chunk=16, admission=policy).generate([Request(some[0], 40)])
+    requests = [Request(p, 40) for p in some]
     demand = sum(r.longest + planner(Engine(MODEL, Lockstep)).extra_slots(r) for r in requests)
     engine = Engine(MODEL, planner, 6, cache_tokens=demand // 2, prefill_chunk=16, admission=policy)
     together = engine.generate(requests)
@@ -107,12 +107,12 @@ def test_unknown_policy_is_named():
 FUZZ_MODEL = toy_model(n_layer=1, n_head=2, n_kv_head=1)
 
 
-RUNS = 250 if os.environ.get("MINISPEC_FULL") else 50
+RUNS = 500 if os.environ.get("MINISPEC_FULL") else 50
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_fuzz(part):
-    """200 runs in all (MINISPEC_FULL=1: 1,000): arrivals, lengths, pools, settings and cancellations at random. No slot is leaked,
+    """100 runs in all (MINISPEC_FULL=1: 1,000): arrivals, lengths, pools, settings and cancellations at random. No slot is leaked,
     shared or freed twice, and every request that was not cancelled gets the tokens it gets alone."""
     alone = {}
     for seed in range(part * RUNS, (part + 1) * RUNS):

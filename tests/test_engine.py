@@ -30,7 +30,7 @@ def prompts(n=8, vocab=64, seed=0):
     return [[rng.randrange(vocab) for _ in range(rng.choice([1, 2, 9, 16, 17, 40, 100]))] for _ in range(n)]
 
 
-def run(name, prompt_list, batch=4, max_new=50, temperature=0.0, stop=(), model=TARGET, other=OTHER, seeds=None, **kw):
+def run(name, prompt_list, batch=4, max_new=30, temperature=0.0, stop=(), model=TARGET, other=OTHER, seeds=None, **kw):
     engine = Engine(model, PLANNERS[name](model, other), batch, prefill_chunk=16, **kw)
     seeds = seeds or range(len(prompt_list))
     requests = [Request(p, max_new, Sampling(temperature, seed=s), stop) for p, s in zip(prompt_list, seeds)]
@@ -38,7 +38,7 @@ def run(name, prompt_list, batch=4, max_new=50, temperature=0.0, stop=(), model=
 
 
 @functools.cache
-def plain(n, max_new=50):
+def plain(n, max_new=30):
     """Tokens of the autoregressive loop for prompts(n)."""
     return [g.token_ids for g in run("ar", prompts(n), max_new=max_new)[0]]
 
@@ -54,16 +54,14 @@ def reference(prompt, n):
 def test_autoregressive_equals_dense_forwards():
     some = prompts()
     generations, engine = run("ar", some)
-    assert [g.token_ids for g in generations] == [reference(p, 50) for p in some]
+    assert [g.token_ids for g in generations] == [reference(p, 30) for p in some]
     assert max(len(set(g.token_ids)) for g in generations) > 5    # the toy wanders, so equality means something
     assert engine.cache.runs == []
 
 
 @pytest.mark.parametrize("name", ["ngram", "draft", "specgen"])
-@pytest.mark.parametrize("batch", [1, 3, 8])
-def test_greedy_is_identical_to_autoregressive(name, batch):
-    some = prompts(8)
-    got, engine = run(name, some, batch)
+def test_greedy_is_identical_to_autoregressive(name):
+    got, engine = run(name, prompts(8), batch=3)
     assert [g.token_ids for g in got] == plain(8)
     assert engine.cache.runs == [] and not engine.active
 
@@ -79,6 +77,8 @@ def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
 def test_a_request_gets_the_same_alone_and_among_seven_others(name, temperature):
     some = prompts(8)
     together, _ = run(name, some, 8, temperature=temperature)
+    if temperature == 0:
+        assert [g.token_ids for g in together] == plain(8)
     for i in (0, 3, 7):
         alone, _ = run(name, [some[i]], 1, temperature=temperature, seeds=[i])
         assert alone[0].token_ids == together[i].token_ids
@@ -142,7 +142,7 @@ def test_a_cancelled_request_stops_at_once_and_the_others_go_on(name):
     some = prompts(4)
     want = plain(4)
     engine = Engine(TARGET, PLANNERS[name](TARGET, OTHER), 4)
-    requests, n = [Request(p, 50) for p in some], None
+    requests, n = [Request(p, 30) for p in some], None
     for request, _ in engine.stream(requests):
         if n is None and len(requests[1].generation.token_ids) > 5:
             requests[1].cancel()
@@ -155,7 +155,7 @@ def test_a_cancelled_request_stops_at_once_and_the_others_go_on(name):
 @pytest.mark.parametrize("name, way", [*((name, "break") for name in METHODS), *(("delayed", way) for way in ("break", "close", "exception"))])
 def test_leaving_a_stream_in_the_middle_leaves_a_clean_engine(name, way):
     """The next request is longer, so it needs a larger cache; and a request that was left goes on where it was."""
-    first, second = [Request(p, 40) for p in prompts(3)], Request(prompts(4)[3], 200)
+    first, second = [Request(p, 20) for p in prompts(3)], Request(prompts(4)[3], 60)
     engine = Engine(TARGET, PLANNERS[name](TARGET, OTHER), 2)
     stream = engine.stream(first)
     try:
@@ -168,8 +168,8 @@ def test_leaving_a_stream_in_the_middle_leaves_a_clean_engine(name, way):
         pass
     stream.close()
     assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == 0 and not engine.active and not engine.waiting
-    assert engine.generate([second])[0].token_ids == plain(4, 200)[3]
-    assert [g.token_ids for g in engine.generate(first)] == plain(3, 40)
+    assert engine.generate([second])[0].token_ids == plain(4, 60)[3]
+    assert [g.token_ids for g in engine.generate(first)] == plain(3, 20)
 
 
 def test_one_stream_at_a_time():
@@ -203,7 +203,7 @@ with torch.no_grad():                                # sharp attention that coun
         small.blocks[0].qkv.weight.mul_(3)
         small.blocks[0].out.weight.mul_(3)
 FULL = bool(os.environ.get("MINISPEC_FULL"))
-ROUNDS = 100_000 if FULL else 10_000
+ROUNDS = 100_000 if FULL else 4_000
 PROMPT = [1, 5, 2, 7, 3, 3, 6, 1]
 
 
