@@ -31,7 +31,6 @@ if __name__ == "__main__" and own_files.asked():
 
 import minispec  # before torch: it tunes the allocator
 import torch
-from tqdm import tqdm
 
 from minispec import cdlm
 from minispec.data import prompts, tasks, traces
@@ -180,30 +179,23 @@ def measure(names, args):
 
 def gpu_suite(args):
     """--suite gpu: results/DEVICE.json, cell by cell."""
-    on_gpu = args.device.startswith("cuda")
+    on_gpu = args.device != "cpu"
     if not args.dry_run and not (on_gpu and torch.cuda.is_available()):
         raise ValueError("--suite gpu needs --device cuda and a GPU; "
                          "--dry-run runs it on tiny shapes anywhere")
     check_device(args.device)
     model = checkpoints.load(args.model, args.device, torch.bfloat16 if on_gpu else None)
-    tokenizer = Tokenizer.load(args.model)
-    device = torch.cuda.get_device_name() if on_gpu else "dry-run"
-    name = re.sub(r"[^a-z0-9]+", "-", device.lower())
+    device = name = None
+    if not args.dry_run:
+        device = torch.cuda.get_device_name()
+        name = re.sub(r"[^a-z0-9]+", "-", device.lower())
     started = time.perf_counter()
-    until = time.monotonic() + 60 * args.minutes
-
-    def each(about, cells, measure):
-        cells = tqdm(cells, desc="gpu")
-        if args.dry_run:
-            return [measure(*cell) for cell in cells]
-        return results.resumable(name, about, cells, measure, until)
-
-    result = gpu.run(args, model, tokenizer, each)
-    if result is None:                                           # the time was up
+    result = gpu.run(args, model, Tokenizer.load(args.model), name)
+    if result is None:                                            # the time was up
         return
     print(render("gpu", result))
-    if not args.dry_run:
-        results.write(name, {"suite": "gpu", **result}, time.perf_counter() - started, device)
+    if name:
+        results.write(name, result, time.perf_counter() - started, device)
 
 
 # -- pages -----------------------------------------------------------------------------------------

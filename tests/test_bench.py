@@ -292,7 +292,7 @@ def test_lists_of_the_gpu_suite_are_what_they_are_called():
     for kind, entries in (("full", 2 * 4096), ("draft", 2 * (204 + 16)), ("verify", 2 * 4096), ("mixed", 4096 + 220)):
         requests = gpu.batch_of(kind, 4096, 2)
         assert gpu.list_bytes(requests, 8, 128, 2) == 8 * entries * (2 * 128 * 2 + 4)
-        q, k, v, slots, selected, plan = gpu.inputs(gpu.DRY, gpu.batch_of(kind, 64, 2), 2, "cpu")
+        q, k, v, slots, selected, plan = gpu.inputs(gpu.DRY, gpu.batch_of(kind, 64, 2), 2, "cpu", torch.float32)
         assert len(q) == plan.requests[:, 1].sum() and sorted(slots.flatten().tolist()) == list(range(128))
         if selected is not None:
             assert selected.max() < 48 and (selected.diff() > 0).all()
@@ -307,9 +307,8 @@ def test_a_suite_stops_when_its_time_is_up_and_goes_on(tmp_path, monkeypatch):
     assert results.resumable("s", {}, [(1,), (2,), (3,)], measure, until=90) == [[1], [2], [3]] and seen == [1, 2, 3]
 
 
-def everything(about, cells, measure):
-    """Every cell, with time enough."""
-    return [measure(*cell) for cell in cells]
+def toy_suite():
+    return methods.settings(dry_run=True, minutes=9.0)
 
 
 def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
@@ -329,14 +328,14 @@ def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
         gc.disable()                                     # what is gone now was collected between the cells
         return [{"gone": left[0]() is None}]
 
-    monkeypatch.setattr(gpu, "cells", lambda *_: [("decode", ("Qwen3-8B",)), ("floors", ())])
-    monkeypatch.setattr(gpu, "decode", too_large)
-    monkeypatch.setattr(gpu, "floors", next_one)
+    monkeypatch.setattr(gpu.Suite, "cells", lambda *_: [("decode", ("Qwen3-8B",)), ("floors", ())])
+    monkeypatch.setattr(gpu.Suite, "decode", too_large)
+    monkeypatch.setattr(gpu.Suite, "floors", next_one)
     try:
-        out = gpu.run(methods.settings(dry_run=True), toy_model(), None, everything)
+        out = gpu.run(toy_suite(), toy_model(), None, None)
     finally:
         gc.enable()
-    assert out == {"floors": [{"gone": True}], "out_of_memory": ["decode Qwen3-8B"]}
+    assert out == {"suite": "gpu", "floors": [{"gone": True}], "out_of_memory": ["decode Qwen3-8B"]}
 
 
 def test_cells_without_memory_are_named_under_the_tables():
@@ -348,9 +347,10 @@ def test_cells_without_memory_are_named_under_the_tables():
 def test_large_models_are_built_in_the_dtype_that_they_are_measured_in(monkeypatch):
     """In fp32 first, an 8B model takes 33 GB."""
     seen, build = [], gpu.GPT
-    monkeypatch.setattr(gpu, "dtype_of", lambda device: torch.bfloat16, raising=False)
     monkeypatch.setattr(gpu, "GPT", lambda config: seen.append(torch.get_default_dtype()) or build(config))
-    row, = gpu.decode(gpu.DRY, "cpu", "tiny")
+    suite = gpu.Suite(toy_suite(), None, None)
+    suite.dtype = torch.bfloat16
+    row, = suite.decode("tiny")
     assert seen == [torch.bfloat16] and torch.get_default_dtype() == torch.float32 and row["tokens_per_second"] > 0
 
 

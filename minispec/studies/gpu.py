@@ -13,12 +13,12 @@ command goes on. A cell for which the memory is too small is noted as such, and 
 `--dry-run` all of it runs anywhere in a minute, on tiny shapes and, without a GPU, on the kernels' torch
 references: it shows that the script works, and none of its figures means anything.
 
-How it is timed: warm-up first, then the median of at least five repeats by device events, with the spread.
-Inputs are random, never zeros. Between repeats a buffer larger than the cache is overwritten, so that keys
-come from memory as they do in decoding.
+Kernels are timed by triton.testing.do_bench: after a warm-up, by device events, the cache emptied before every
+repeat, so that keys come from memory as they do in decoding. Inputs are random, never zeros.
 """
 import contextlib
 import gc
+import itertools
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ from kernels import scores, unavailable
 from minispec.core.requests import Request
 from minispec.core.gpt import GPT, SIZES, GPTConfig
 from minispec.data import tasks
+from minispec.studies import results
 from minispec.studies.run import rows_of, time_methods
 from minispec.studies.specgen import cumulative, serving_rows
 from minispec.studies.timing import busy
@@ -56,70 +57,33 @@ class Shapes:
     serving: tuple = ((8000, 32), (8000, 128), (32000, 32))
     system: tuple = (64, 100, 3)        # chains, their lines, repeats
     batches: tuple = (1, 4, 16, 64)
-    repeats: int = 7
     pairs: int = 5                      # runs of an engine
     answer: int = 256                   # most tokens of an answer
+    families: tuple = tasks.FAMILIES
 
 
 DRY = Shapes(
     copy_bytes=1 << 16, matmul=32, groups=2, head_dim=16, kernels=((64, 2, 2), (64, 3, 1)),
     models={"tiny": {**SIZES["tiny"], "block_size": 256}}, new_tokens=32, serving=((200, 2),),
-    system=(6, 2, 1), batches=(1, 2), repeats=2, pairs=1, answer=24)
-
-
-def on_gpu(device):
-    return str(device).startswith("cuda")
-
-
-def dtype_of(device):
-    return torch.bfloat16 if on_gpu(device) else torch.float32
+    system=(6, 2, 1), batches=(1, 2), pairs=1, answer=24,
+    families=tasks.FAMILIES[:1])
 
 
 # -- timing ----------------------------------------------------------------------------------------
 
-class Clock:
-    """Seconds of a function, {"seconds": median, "range": [least, most]}: by device events on a GPU, else
-    by the wall clock."""
-
-    def __init__(self, device, repeats):
-        self.cuda = on_gpu(device)
-        self.repeats = repeats
-        self.flush = torch.empty(1 << 28 if self.cuda else 1, dtype=torch.uint8, device=device)
-
-    def __call__(self, function, warm_up=3):
-        for _ in range(warm_up):
-            function()
-        times = [self.once(function) for _ in range(self.repeats)]
-        return {"seconds": statistics.median(times), "range": [min(times), max(times)]}
-
-    def once(self, function):
-        self.flush.fill_(1)
-        if not self.cuda:
-            started = time.perf_counter()
-            function()
-            return time.perf_counter() - started
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+def timed(function, device):
+    """{"seconds": median, "range": [least, most]} of a function; of one run where there is no GPU."""
+    if device == "cpu":
+        started = time.perf_counter()
         function()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        seconds = [time.perf_counter() - started] * 3
+    else:
+        from triton.testing import do_bench
+        seconds = [ms / 1e3 for ms in do_bench(function, quantiles=(0.5, 0, 1))]
+    return {"seconds": seconds[0], "range": seconds[1:]}
 
 
-# -- floors and kernels ----------------------------------------------------------------------------
-
-def floors(s, clock, device):
-    """A copy reads and writes every byte."""
-    x = torch.randint(1, 255, (s.copy_bytes // 2,), dtype=torch.uint8, device=device)
-    y = torch.empty_like(x)
-    a, b = torch.randn(2, s.matmul, s.matmul, device=device).bfloat16()
-    copy = clock(lambda: y.copy_(x))
-    product = clock(lambda: a @ b)
-    return [
-        {"what": "copy", **copy, "bytes_per_second": 2 * x.numel() / copy["seconds"]},
-        {"what": "bf16 product", **product, "flops": 2 * s.matmul ** 3 / product["seconds"]},
-    ]
-
+# -- attention over lists -------------------------------------------------------------------------
 
 def batch_of(kind, context, batch):
     """[(rows, length, selected, tail)] as make_plan takes them. In steady state one request in k + 1
@@ -138,14 +102,13 @@ def list_bytes(requests, groups, head_dim, width):
     return groups * entries * (2 * head_dim * width + 4)
 
 
-def inputs(s, requests, group, device):
+def inputs(s, requests, group, device, dtype):
     """(q, k, v, slots, selected, plan): random numbers, slots in random order, selections in order of
     position."""
     batch = len(requests)
     rows = sum(r[0] for r in requests)
     longest = max(r[1] for r in requests)
     most = max(r[2] for r in requests)
-    dtype = dtype_of(device)
     q = torch.randn(rows, s.groups * group, s.head_dim, device=device).to(dtype)
     k, v = torch.randn(2, s.groups, batch * longest, s.head_dim, device=device).to(dtype)
     slots = torch.randperm(batch * longest, device=device).view(batch, longest).int()
@@ -157,33 +120,118 @@ def inputs(s, requests, group, device):
     return q, k, v, slots, selected, packed.make_plan(requests, group).to(device)
 
 
-def kernel(s, clock, device, kind, context, batch, group):
-    """One launch, or for `scores` the second pass."""
-    requests = batch_of("verify" if kind == "scores" else kind, context, batch)
-    args = inputs(s, requests, group, device)
-    q, k, v, slots, _, plan = args
-    here = not unavailable(q)
-    attend = packed.attention if here else packed.attention_reference
-    width = q.element_size()
-    row = {"kernel": kind, "context": context, "batch": batch, "group": group, "reference": not here}
-    if kind == "scores":
-        _, lse = attend(*args, return_lse=True)
-        which = torch.arange(batch, dtype=torch.int32, device=device)
-        out = torch.empty(batch, s.groups, context, device=device)
-        score = scores.scores if here else scores.scores_reference
-        row["bytes"] = batch * s.groups * context * (s.head_dim * width + 8)
-        row.update(clock(lambda: score(q, k, lse, slots, plan, which, out)))
-    else:
-        row["bytes"] = list_bytes(requests, s.groups, s.head_dim, width)
-        row.update(clock(lambda: attend(*args)))
-    if kind == "mixed":
-        drafts = inputs(s, [r for r in requests if r[0] == 1], group, device)
-        verifies = inputs(s, [r for r in requests if r[0] > 1], group, device)
-        row["two_launches"] = clock(lambda: [attend(*drafts), attend(*verifies)])["seconds"]
-    return [row]
+# -- the cells -------------------------------------------------------------------------------------
 
+class Suite:
+    """What is measured of a target on a device: the rows of a section's cell are those of the method of its
+    name."""
 
-# -- the engine ------------------------------------------------------------------------------------
+    def __init__(self, args, model, tokenizer):
+        self.args = args
+        self.model = model
+        self.tokenizer = tokenizer
+        self.shapes = DRY if args.dry_run else Shapes()
+        self.device = args.device
+        self.dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+
+    def cells(self):
+        """[(section, settings)]; what depends on nothing comes first. Contexts longer than the target's are
+        left out."""
+        s = self.shapes
+        longest = self.model.config.block_size - 2 * s.new_tokens
+        kinds = ("full", "draft", "verify", "mixed", "scores")
+        return [
+            ("floors", ()),
+            *(("kernels", (kind, *shape)) for shape in s.kernels for kind in kinds),
+            *(("decode", (name,)) for name in s.models),
+            *(("serving", shape) for shape in s.serving if shape[0] <= longest),
+            ("system", s.system),
+            *(("methods", cell) for cell in itertools.product(s.families, s.batches)),
+        ]
+
+    def floors(self):
+        """A copy reads and writes every byte."""
+        s = self.shapes
+        x = torch.randint(1, 255, (s.copy_bytes // 2,), dtype=torch.uint8, device=self.device)
+        y = torch.empty_like(x)
+        a, b = torch.randn(2, s.matmul, s.matmul, device=self.device).bfloat16()
+        copy = timed(lambda: y.copy_(x), self.device)
+        product = timed(lambda: a @ b, self.device)
+        return [
+            {"what": "copy", **copy, "bytes_per_second": 2 * x.numel() / copy["seconds"]},
+            {"what": "bf16 product", **product, "flops": 2 * s.matmul ** 3 / product["seconds"]},
+        ]
+
+    def kernels(self, kind, context, batch, group):
+        """One launch, or for `scores` the second pass."""
+        s = self.shapes
+
+        def inputs_of(some):
+            return inputs(s, some, group, self.device, self.dtype)
+
+        requests = batch_of("verify" if kind == "scores" else kind, context, batch)
+        args = inputs_of(requests)
+        q, k, v, slots, _, plan = args
+        here = not unavailable(q)
+        attend = packed.attention if here else packed.attention_reference
+        width = self.dtype.itemsize
+        row = {"kernel": kind, "context": context, "batch": batch, "group": group, "reference": not here}
+        if kind == "scores":
+            _, lse = attend(*args, return_lse=True)
+            which = torch.arange(batch, dtype=torch.int32, device=self.device)
+            out = torch.empty(batch, s.groups, context, device=self.device)
+            score = scores.scores if here else scores.scores_reference
+            row["bytes"] = batch * s.groups * context * (s.head_dim * width + 8)
+            row.update(timed(lambda: score(q, k, lse, slots, plan, which, out), self.device))
+        else:
+            row["bytes"] = list_bytes(requests, s.groups, s.head_dim, width)
+            row.update(timed(lambda: attend(*args), self.device))
+        if kind == "mixed":
+            drafts = inputs_of([r for r in requests if r[0] == 1])
+            verifies = inputs_of([r for r in requests if r[0] > 1])
+            two = timed(lambda: [attend(*drafts), attend(*verifies)], self.device)
+            row["two_launches"] = two["seconds"]
+        return [row]
+
+    def decode(self, name):
+        """Tokens/s at batch 1, and the bytes that a token cannot do without: weights and cache, read once."""
+        new, config = self.shapes.new_tokens, GPTConfig(**self.shapes.models[name])
+        with built_in(self.dtype, self.device):
+            model = GPT(config).eval()
+        prompt = [(7 * i) % config.vocab_size for i in range(32)]
+        rates = []
+        for _ in range(3):
+            engine = methods.make_engine("ar", model, methods.settings(), 1)
+            engine.generate([Request(prompt, new)])
+            rates.append((new - 1) / busy(engine))
+
+        weights = sum(p.numel() for n, p in model.named_parameters() if config.tied or n != "embed.weight")
+        kv = (len(prompt) + new / 2) * 2 * config.n_layer * config.n_kv_head * config.head_dim
+        return [{
+            "model": name,
+            "tokens_per_second": statistics.median(rates),
+            "range": [min(rates), max(rates)],
+            "bytes": (weights + kv) * self.dtype.itemsize,
+        }]
+
+    def serving(self, context, batch):
+        s, targets = self.shapes, {str(self.dtype).removeprefix("torch."): self.model}
+        return serving_rows(targets, self.args, self.tokenizer, context, batch, s.pairs, s.new_tokens)
+
+    def system(self, *settings):
+        return [cumulative(self.args, self.model, self.tokenizer, *settings)]
+
+    def methods(self, family, batch):
+        """Every method on one family; a repeat before those that count compiles and captures."""
+        n = max(batch, 1 if self.args.dry_run else 3)
+        problems = [tasks.make(family, 500 + i, "heldout") for i in range(n)]
+        asked = requests_of(problems, self.tokenizer, self.model, self.shapes.answer)
+        requests = {f"{family}/{i}": r for i, r in enumerate(asked)}
+        names = ["ar", *methods.ready(self.args)]
+        cell = family, batch, "different", list(requests)
+        runs = time_methods(names, self.args, self.model, requests, cell, self.shapes.pairs, warm_up=True)
+        return rows_of(runs, {"workload": family, "batch": batch, "ids": list(requests)})
+
 
 @contextlib.contextmanager
 def built_in(dtype, device):
@@ -198,86 +246,12 @@ def built_in(dtype, device):
         torch.set_default_dtype(before)
 
 
-def free_memory():
-    """Give back what cells have left. An engine and its planner hold each other, so `del` alone frees
-    nothing."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def decode(s, device, name):
-    """Tokens/s at batch 1, and the bytes that a token cannot do without: weights and cache, read once."""
-    config, dtype = GPTConfig(**s.models[name]), dtype_of(device)
-    with built_in(dtype, device):
-        model = GPT(config).eval()
-    prompt = [(7 * i) % config.vocab_size for i in range(32)]
-    rates = []
-    for _ in range(3):
-        engine = methods.make_engine("ar", model, methods.settings(), 1)
-        engine.generate([Request(prompt, s.new_tokens)])
-        rates.append((s.new_tokens - 1) / busy(engine))
-
-    weights = sum(p.numel() for n, p in model.named_parameters() if config.tied or n != "embed.weight")
-    kv = (len(prompt) + s.new_tokens / 2) * 2 * config.n_layer * config.n_kv_head * config.head_dim
-    return [{
-        "model": name,
-        "tokens_per_second": statistics.median(rates),
-        "range": [min(rates), max(rates)],
-        "bytes": (weights + kv) * dtype.itemsize,
-    }]
-
-
-def speed(args, model, tokenizer, s, family, batch):
-    """Every method on one family; a repeat before those that count compiles and captures."""
-    n = max(batch, 1 if args.dry_run else 3)
-    problems = [tasks.make(family, 500 + i, "heldout") for i in range(n)]
-    requests = {f"{family}/{i}": r for i, r in enumerate(requests_of(problems, tokenizer, model, s.answer))}
-    cell = family, batch, "different", list(requests)
-    timed = time_methods(["ar", *methods.ready(args)], args, model, requests, cell, s.pairs, warm_up=True)
-    return rows_of(timed, {"workload": family, "batch": batch, "ids": list(requests)})
-
-
-# -- cells -----------------------------------------------------------------------------------------
-
-def cells(s, families, context):
-    """[(section, settings)]; what depends on nothing comes first. context: the target's; longer ones are
-    left out."""
-    out = [("floors", ())]
-    kinds = ("full", "draft", "verify", "mixed", "scores")
-    out += [("kernels", (kind, *shape)) for shape in s.kernels for kind in kinds]
-    out += [("decode", (name,)) for name in s.models]
-    out += [("serving", shape) for shape in s.serving if shape[0] + 2 * s.new_tokens <= context]
-    out += [("system", s.system)]
-    return out + [("methods", (family, batch)) for family in families for batch in s.batches]
-
-
-def rows_of_cell(section, settings, args, model, tokenizer, s, clock):
-    """The rows of one cell."""
-    if section == "floors":
-        return floors(s, clock, args.device)
-    if section == "kernels":
-        return kernel(s, clock, args.device, *settings)
-    if section == "decode":
-        return decode(s, args.device, *settings)
-    if section == "serving":
-        targets = {str(model.dtype).removeprefix("torch."): model}
-        return serving_rows(targets, args, tokenizer, *settings, s.pairs, s.new_tokens)
-    if section == "system":
-        return [cumulative(args, model, tokenizer, *settings)]
-    return speed(args, model, tokenizer, s, *settings)
-
-
-def run(args, model, tokenizer, each):
-    """All cells, as rows by section, and under "out_of_memory" the cells that did not fit. None where the
-    time was up before the last one. each(about, cells, measure) -> what measure(*cell) gives, of as many
-    cells as there was time for."""
-    s = DRY if args.dry_run else Shapes()
-    clock = Clock(args.device, s.repeats)
-    families = tasks.FAMILIES[:1] if args.dry_run else tasks.FAMILIES
-    todo = cells(s, families, model.config.block_size)
+def run(args, model, tokenizer, name):
+    """All cells, as rows by section, and under "out_of_memory" the cells that did not fit; finished cells are
+    kept under a name. None where the time was up before the last one."""
+    suite = Suite(args, model, tokenizer)
+    todo = suite.cells()
     about = {
-        "dry_run": args.dry_run,
         "torch": torch.__version__,
         "target": checkpoints.fingerprint(model),
         "cells": [[section, list(settings)] for section, settings in todo],
@@ -286,15 +260,18 @@ def run(args, model, tokenizer, each):
     def measured(section, settings):
         rows = None
         with contextlib.suppress(torch.OutOfMemoryError):
-            rows = rows_of_cell(section, settings, args, model, tokenizer, s, clock)
-        free_memory()
+            rows = getattr(suite, section)(*settings)
+        # An engine and its planner hold each other, so what a cell has left does not go by itself.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         return rows
 
-    done = each(about, todo, measured)
+    done = results.resumable(name, about, todo, measured, time.monotonic() + 60 * args.minutes)
     if len(done) < len(todo):
         print(f"{len(done)} of {len(todo)} cells are measured; the same command goes on")
         return None
-    out = {"out_of_memory": []}
+    out = {"suite": "gpu", "out_of_memory": []}
     for (section, settings), rows in zip(todo, done):
         if rows is None:
             out["out_of_memory"].append(" ".join(map(str, (section, *settings))))

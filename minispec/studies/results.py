@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 import time
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -63,41 +64,33 @@ def read(name, folder=None):
 
 def resumable(name, about, cells, measure, until=None):
     """[measure(*cell) for every cell]. Each is kept in NAME.part when it is done, and taken from there if
-    an interrupted run with the same settings (`about`) has left it. No cell begins after `until`, by
-    time.monotonic."""
-    part, done = path(name + ".part"), []
-    if os.path.exists(part):
+    an interrupted run with the same settings (`about`) has left it; nothing is kept where the name is None. No
+    cell begins after `until`, by time.monotonic."""
+    part, done = path(f"{name}.part"), []
+    if name and os.path.exists(part):
         saved = read_json(part)
         with blame(part):
             if saved["about"] == about:
                 done = list(saved["cells"])
 
-    out = []
-    for i, cell in enumerate(cells):
-        if i >= len(done):
-            if until is not None and time.monotonic() > until:
-                break
-            done.append(measure(*cell))
+    for cell in tqdm(cells[len(done):], desc=name):
+        if until is not None and time.monotonic() > until:
+            break
+        done.append(measure(*cell))
+        if name:
             write_json(part, {"about": about, "cells": done})
-        out.append(done[i])
-    return out
+    return done
 
 
 def each_kept(name, args, model, more):
     """each(cells, measure) -> [measure(*cell)] for a long study that goes on where it was interrupted, if
     its settings, the target, the machine and `more` are the same. Runs that write no result keep no cells
     either."""
+    settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")}
     about = {
         **more,
-        "settings": {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")},
+        "settings": settings,
         "target": checkpoints.fingerprint(model),
         "machine": [processor(), torch.get_num_threads(), torch.__version__],
     }
-
-    def each(cells, measure):
-        cells = tqdm(cells, desc=name)
-        if args.quick or args.workload:
-            return [measure(*cell) for cell in cells]
-        return resumable(name, about, cells, measure)
-
-    return each
+    return partial(resumable, None if args.quick or args.workload else name, about)
