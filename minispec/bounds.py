@@ -45,8 +45,9 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
-from minispec.data.traces import LINEAR, check_costs, read_costs
+from minispec.data.traces import LINEAR, check_costs
 
 BATCHES = (1, 4, 16)
 AVERAGES = ("total time", "mean rate")
@@ -62,11 +63,6 @@ class CostTable:
         self.table = check_costs(table)
         self.drafters = tuple(table.get("draft", {}))
         self.accept = table.get("accept", {})
-
-    @classmethod
-    def load(cls, path):
-        """From a JSON file; see `read_costs` for its errors."""
-        return cls(read_costs(path))
 
     def verify(self, kv, queries, rows=1):
         """T_verify: one target forward of `queries` tokens over `kv` cached ones."""
@@ -133,10 +129,9 @@ def _interpolate(grid, rows, tokens, kv):
 
 # -- the rungs -------------------------------------------------------------------------------------
 
-def rung_seconds(traces, cost, names, rows, k_max, bar=None):
+def rung_seconds(traces, cost, names, rows, k_max):
     """{rung: seconds of every request (R,)}, each as `rows` copies in lock-step, prefill included. The rungs
     are "plain", ("L2", drafter, k), ("L4", group), ("L5", group), "L7", "L9"; a group is a drafter or "all".
-    bar: a tqdm that counts positions.
 
     All go from the last token to the first, with V[i] the time that is left when i tokens exist. A round may
     draft nothing, at no draft cost, or let a drafter propose 1 .. k_max tokens, also more than will be
@@ -167,7 +162,7 @@ def rung_seconds(traces, cost, names, rows, k_max, bar=None):
     given_left = np.zeros((kept, len(traces), len(given)))
     free_left = np.zeros((kept, len(traces), len(free)))
 
-    for i in range(n_out[0] - 1, 0, -1):
+    for i in tqdm(range(n_out[0] - 1, 0, -1), desc=f"{len(traces)} requests", delay=1, leave=False):
         live = int((n_out > i).sum())
         request = np.arange(live)[:, None]
         room = n_out[:live, None] - i - 1                                # a bonus token is left out
@@ -193,8 +188,6 @@ def rung_seconds(traces, cost, names, rows, k_max, bar=None):
             left = free_left[landing[:, who], request[..., None], column]
             options = (price if own else unpaid)[:, who] + left
             free_left[i % kept, :live, column] = options.min((1, 2))
-        if bar is not None:
-            bar.update(live)
 
     # 6. The prompts come on top. L9 verifies the whole output in one forward.
     seconds = dict(zip(given + free, np.concatenate([given_left[1 % kept], free_left[1 % kept]], 1).T))
@@ -239,7 +232,7 @@ def speedup(by, tokens, plain, seconds):
     return float((tokens / seconds).mean() / (tokens / plain).mean())
 
 
-def ladder(traces, cost, rows=1, k_max=None, bar=None):
+def ladder(traces, cost, rows=1, k_max=None):
     """The rungs L2 to L9 for a set of requests (one workload, one batch size), as a dict that JSON can hold:
     {average: {rung: speed-up}}, and next to the averages
 
@@ -255,12 +248,10 @@ def ladder(traces, cost, rows=1, k_max=None, bar=None):
     names = compared(traces, cost)
     if k_max is None:
         k_max = deepest(traces, names)
-    seconds = rung_seconds(traces, cost, names, rows, k_max, bar)
+    seconds = rung_seconds(traces, cost, names, rows, k_max)
     tokens = np.array([t.n_out for t in traces])
     censored = {m: censored_share(traces, [m]) for m in names} | {"all": censored_share(traces, names)}
     out = {
-        "rows": rows,
-        "requests": len(traces),
         "k_max": k_max,
         "seconds": float(seconds["plain"].sum() / rows),
         "censored": censored,
@@ -316,14 +307,14 @@ def by_workload(traces):
     return out
 
 
-def cells(traces, cost, batches=BATCHES, k_max=None, bar=None):
+def cells(traces, cost, batches=BATCHES, k_max=None):
     """The ladder of every workload at every batch size, a dict each, for batches of copies as in the
     paper."""
     out = []
     for workload, some in by_workload(traces).items():
         for rows in batches:
             about = {"workload": workload, "batch": rows, "kind": "copies"}
-            out.append(about | ladder(some, cost, rows, k_max, bar))
+            out.append(about | ladder(some, cost, rows, k_max))
     return out
 
 
@@ -338,14 +329,9 @@ class Round(NamedTuple):
     emitted: int
 
 
-def autoregressive(trace):
-    """No drafts at all: the baseline."""
-    return [Round(i, None, 0, 1) for i in range(1, trace.n_out)]
-
-
 def fixed(trace, name, k):
     """k drafts every round, or as many as the drafter has and the output has room for (one is left to the
-    bonus)."""
+    bonus). With k = 0 this is plain decoding."""
     offered = trace.offered.get(name)
     plan = []
     i = 1
@@ -362,34 +348,26 @@ def replay(plans, traces, cost, batch):
     """Seconds that an engine needs for different requests that share forwards: up to `batch` requests at
     once, the next one enters when one is done, and every iteration is one round of each that is there.
     plans[i] are the rounds of traces[i]."""
-    waiting = [i for i, plan in enumerate(plans) if plan]
+    waiting = [(t.prompt_len, list(plan)) for plan, t in zip(plans, traces) if plan]
     active = []
-    done = [0] * len(plans)                      # rounds of each request so far
-    steps = []
-    drafts = {}
+    calls = {}                                   # {drafter, None for the target: [(kv, tokens, rows)]}
     while waiting or active:
-        while waiting and len(active) < batch:
-            active.append(waiting.pop(0))
-        now = {i: plans[i][done[i]] for i in active}
-        kv = {i: traces[i].prompt_len + r.position for i, r in now.items()}
+        room = batch - len(active)
+        active, waiting = active + waiting[:room], waiting[room:]
+        now = [(prompt_len, plan.pop(0)) for prompt_len, plan in active]
 
-        # One forward of the target for all ..
-        steps.append((sum(kv.values()), len(now) + sum(r.proposed for r in now.values()), len(now)))
-
-        # .. and one call of every drafter that somebody asks, as deep as the deepest of its rows.
-        for name in sorted({r.name for r in now.values()} - {None}):
-            own = [i for i in now if now[i].name == name]
-            deepest_row = max(now[i].proposed for i in own)
-            drafts.setdefault(name, []).append((sum(kv[i] for i in own), deepest_row, len(own)))
-        for i in active:
-            done[i] += 1
-        active = [i for i in active if done[i] < len(plans[i])]
+        # One forward of the target for all, and one call of every drafter that somebody asks, as deep as the
+        # deepest of its rows.
+        for name in {None} | {r.name for _, r in now}:
+            own = [(prompt_len + r.position, r.proposed) for prompt_len, r in now if name in (None, r.name)]
+            kv, proposed = zip(*own)
+            tokens = max(proposed) if name else len(own) + sum(proposed)
+            calls.setdefault(name, []).append((sum(kv), tokens, len(own)))
+        active = [request for request in active if request[1]]
 
     # Price what was collected.
     total = sum(float(cost.prefill(t.prompt_len)) for t in traces)
-    kv, queries, rows = np.array(steps, float).reshape(-1, 3).T
-    total += np.sum(cost.step(kv, queries, rows))
-    for name, calls in drafts.items():
-        kv, proposed, rows = np.array(calls, float).T
-        total += np.sum(cost.draft(name, kv, proposed, rows))
+    for name, own in calls.items():
+        kv, tokens, rows = np.array(own, float).T
+        total += np.sum(cost.draft(name, kv, tokens, rows) if name else cost.step(kv, tokens, rows))
     return float(total)

@@ -77,7 +77,6 @@ def test_what_was_asked_is_said_first_and_all_of_it_is_in_the_json(files):
     assert {(c["batch"], c["k_max"]) for c in out["cells"]} == {(2, 2), (9, 2)} and set(AVERAGES) <= set(out["cells"][0])
     drawn = sorted(f for f in os.listdir(files) if f.endswith(".svg"))
     assert drawn == ["o_bounds_batch.svg", "o_bounds_waterfall.svg", "o_bounds_winners.svg"] or "pip install matplotlib" in r.stdout
-    assert "100%" in r.stderr                                                # the bar has counted all positions
 
 
 @pytest.mark.parametrize("flag, value", [("--batches", "1,0"), ("--batches", "two"), ("--k-max", "0"), ("--json", "t.jsonl")])
@@ -178,7 +177,6 @@ def test_the_studies_fit_together(measured):
     assert [(c["workload"], c["batch"], c["kind"]) for c in cells] == [("revise", b, "different") for b in (1, 4, 16)] + [("revise", 16, "copies")] + [("mixed", b, "different") for b in (1, 4, 16)]
     for c in cells:
         assert all(set(c[by]["L0"]) == {"ar", "ngram", "adaptive"} for by in AVERAGES) and all(c["mean rate"]["L0"].values()) and set(c["L1"]) == set(c["error"]) == {"ar", "ngram", "adaptive"}
-        assert all(recorded == replayed for replayed, recorded in c["rounds"].values())
     rows = out["run"]["rows"]
     assert all(r["identical"] == (r["prompts"] if r["method"] in methods.METHODS else None) for r in rows)
     assert [(r["workload"], r["batch"], r["prompts"]) for r in rows if r["method"] == "dlm"] == [("revise", 1, 1)] and sum(r["method"] == "cdlm" for r in rows) == 6

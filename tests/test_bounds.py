@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, toy_model
 
 from minispec import bounds
-from minispec.bounds import AVERAGES, CostTable, Round, autoregressive, deepest, fixed, replay
+from minispec.bounds import AVERAGES, CostTable, Round, deepest, fixed, replay
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
@@ -49,6 +49,11 @@ def greedy(trace, names, k_max):
         plan.append(Round(i, name, emitted - 1, emitted))
         i += emitted
     return plan
+
+
+def autoregressive(trace):
+    """No drafts at all: the baseline."""
+    return [Round(i, None, 0, 1) for i in range(1, trace.n_out)]
 
 
 def one_pass(trace):
@@ -425,7 +430,7 @@ def test_s17_closed_form_equals_explicit_loop(tmp_path):
         t, table = random_trace(rng, n, high=9), random_table(rng)
         write_traces(tmp_path / "t.jsonl", [t])
         (tmp_path / "c.json").write_text(json.dumps(table))
-        t, cost = read_traces(tmp_path / "t.jsonl")[0], CostTable.load(tmp_path / "c.json")
+        t, cost = read_traces(tmp_path / "t.jsonl")[0], CostTable(read_costs(tmp_path / "c.json"))
         for plan in (autoregressive(t), fixed(t, "a", 3), greedy(t, "ab", 99), optimum(t, cost, "ab", rows), one_pass(t)):
             assert time_of(plan, t, cost, rows) == pytest.approx(loop_seconds(plan, t.prompt_len, table, rows), rel=1e-9)
         c0, cq, ckv = (table["verify"][name] for name in ("base", "token", "kv"))

@@ -84,32 +84,28 @@ def observed(rows, traces, cost, cell):
     clock = {r["method"]: r["seconds"] for r in rows}
 
     # Replay what was recorded through the cost table.
-    modelled, rounds = {}, {}
+    modelled = {}
     for r in rows:
         plans = plans_of(r, traces)
         if plans is not None:
             replayed = bounds.replay(plans * copies, traces * copies, cost, r["batch"])
             modelled[r["method"]] = replayed + copies * reading(plans, traces, cost)
-            rounds[r["method"]] = [sum(map(len, plans)) * copies, r["rounds"]]
-
-    # The least time that each method may take.
-    ar, rungs = cell["seconds"] * copies, cell["total time"]
-    least = {"ar": ar, COMBINED: ar / rungs["L6"]}
-    least.update({m: ar / s for m, s in rungs["L5"].items()})
 
     by_clock = {m: clock["ar"] / s for m, s in clock.items()}
     by_model = {m: modelled["ar"] / s for m, s in modelled.items()}
+    alone, together = (cell["total time"][rung] for rung in ("L5", "L6"))
+    optimum = {**alone, COMBINED: together, "ar": 1.0}
+    plain = cell["seconds"] * copies
     out = {
         "L1": by_model,
         "error": {m: s / clock[m] - 1 for m, s in modelled.items()},
         "speedup_error": {m: s / by_clock[m] - 1 for m, s in by_model.items() if m != "ar"},
-        "rounds": rounds,
-        "above": {m: s / least[m] for m, s in clock.items() if m in least},
+        "above": {m: s * optimum[m] / plain for m, s in clock.items() if m in optimum},
     }
     for gained, name in ((by_clock, "gap"), (by_model, "gap_modelled")):
-        single = max((s for m, s in gained.items() if m in ("ar", *rungs["L5"])), default=1.0)
-        if COMBINED in gained and rungs["L6"] > single:
-            out[name] = (gained[COMBINED] - single) / (rungs["L6"] - single)
+        single = max((s for m, s in gained.items() if m in ("ar", *alone)), default=1.0)
+        if COMBINED in gained and together > single:
+            out[name] = (gained[COMBINED] - single) / (together - single)
     return out
 
 
@@ -126,12 +122,13 @@ def reading(plans, traces, cost):
 def plans_of(run, traces):
     """The plans that a row of bench.py's `run` followed. A drafter that always proposes k needs no record:
     they follow from the traces (test_measure.py says so). None for a method that has neither."""
-    if run["method"] == "ar":
-        return [bounds.autoregressive(t) for t in traces]
+    name = run["method"]
     if run["plans"] is not None:
         return [unpack(run["plans"][t.id]) for t in traces]
-    if run["method"] in traces[0].accept:
-        return [bounds.fixed(t, run["method"], run["k"]) for t in traces]
+    if name == "ar":
+        return [bounds.fixed(t, list(t.accept)[0], 0) for t in traces]
+    if name in traces[0].accept:
+        return [bounds.fixed(t, name, run["k"]) for t in traces]
     return None
 
 

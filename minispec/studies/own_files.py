@@ -3,8 +3,6 @@ numpy alone, no torch. docs/bounds.md has a converter for the logs of an engine.
 import os
 import sys
 
-from tqdm import tqdm
-
 from minispec.bounds import AVERAGES, BATCHES, censored_share
 from minispec.data.traces import read_costs, read_traces
 from minispec.studies import figures, ladder
@@ -51,9 +49,7 @@ def main(argv=None):
     args = parse_args(argv)
     some, table = read_traces(args.traces), read_costs(args.cost)
     positions = sum(t.n_out - 1 for t in some)
-    with tqdm(total=positions * len(args.batches), unit=" positions", desc="bounds") as bar:
-        result = ladder.analyse(some, table, batches=args.batches, k_max=args.k_max, bar=bar)
-
+    result = ladder.analyse(some, table, batches=args.batches, k_max=args.k_max)
     cells = result["cells"]
     drafters = list(cells[0][AVERAGES[0]]["L5"])
     longest = sorted({c["k_max"] for c in cells})

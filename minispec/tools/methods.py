@@ -17,6 +17,7 @@ from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, Lockstep
 from minispec.bounds import CostTable
 from minispec.data.tokenizer import Tokenizer
+from minispec.data.traces import read_costs
 from minispec.tools import checkpoints
 
 SHIPPED = "checkpoints/target"
@@ -94,7 +95,7 @@ def adaptive(model, settings):
     """the drafter that promises most tokens/s, chosen every round"""
     if not os.path.exists(settings.cost):
         raise ValueError(f"no cost table {settings.cost}; `python bench.py profile` measures one")
-    cost = CostTable.load(settings.cost)
+    cost = CostTable(read_costs(settings.cost))
     k = _k(settings, 16)
     candidates, taps = [], None
     for name, drafter in chain_drafters(model, settings, k).items():
