@@ -20,7 +20,6 @@ from minispec.data import tasks  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.studies import results  # noqa: E402
 from minispec.studies.markdown import table  # noqa: E402
-from minispec.studies.timing import busy  # noqa: E402
 from minispec.tools import checkpoints, methods  # noqa: E402
 from minispec.tools.answers import requests_of  # noqa: E402
 
@@ -48,7 +47,7 @@ def main():
                 if process:
                     process.kill()
                     process.wait()
-            rates.setdefault(name, []).append((tokens / sum(engine.seconds.values()), tokens / busy(engine)))
+            rates.setdefault(name, []).append((tokens / sum(engine.seconds.values()), tokens / (sum(engine.seconds.values()) - engine.seconds["prefill"])))
     torch.set_num_threads(2)
     rows = []
     for name, some in rates.items():

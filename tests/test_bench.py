@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, outcome, run_script, toy_model
+from conftest import ROOT, outcome, run_script, save_toy_target, toy_model
 
 import bench
 from minispec import cdlm
 from minispec.bounds import AVERAGES, CostTable
 from minispec.tools import checkpoints
 from minispec.data import tasks, traces
-from minispec.studies import figures, gpu, ladder, measure, own_files, results, run, specgen, workloads
+from minispec.studies import figures, gpu, ladder, measure, own_files, results, run, specgen, timing, workloads
 from minispec.tools import methods
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.requests import Request
@@ -216,7 +216,7 @@ def test_profile_says_what_was_accepted_of_drafters_that_are_asked(measured, mon
 
 
 def test_the_middle_run_is_reported():
-    a, b, c = (run.Timed(seconds, {}, [], None, 1.0, 1.0) for seconds in (1.0, 2.0, 3.0))
+    a, b, c = (timing.Run([], {"verify": seconds}, 1.0, 1.0, None) for seconds in (1.0, 2.0, 3.0))
     assert run.middle([c, a, b]) is b and run.middle([b, a]) is a
 
 
@@ -271,9 +271,12 @@ def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_pa
         assert rest == "\nbetween\n<!-- results:cdlm_speed -->\n<!-- end -->\nafter\n"
 
 
-def test_gpu_suite_runs_dry_anywhere(toy, monkeypatch, tmp_path, capsys):
+def test_gpu_suite_runs_dry_anywhere(monkeypatch, tmp_path, tmp_path_factory, capsys):
+    toy = save_toy_target(tmp_path_factory.mktemp("toy"), gain=1.0, block_size=320)
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     monkeypatch.setattr(methods, "ready", lambda settings: ["ngram"])
+    monkeypatch.setattr(gpu, "DRY", replace(gpu.DRY, system=(2, 1, 1)))
+    monkeypatch.setattr(gpu, "free_memory", lambda: None)                     # the heap of all tests is large
     run_script(bench, "--suite", "gpu", "--dry-run", "--model", toy)
     tables = capsys.readouterr().out.strip().split("\n\n")
     assert len(tables) == 6 and all(len({line.count("|") for line in t.split("\n")}) == 1 and "nan" not in t for t in tables)
@@ -356,12 +359,13 @@ def test_nothing_is_predicted_where_the_prices_are_not_of_what_runs(monkeypatch)
     """measure_costs times single steps without the graphs that decoding runs in."""
     model = toy_model(block_size=512)
     engine = methods.make_engine("specgen", model, methods.settings(), 2)
-    generations = engine.generate([Request([1, 2, 3], 40), Request([4, 5], 40)])
-    run_, args = ([100.0], engine, generations), methods.settings()
-    assert specgen.against_prediction(run_, run_, model, args, 16, 2, 40)["predicted"] > 0
+    args = methods.settings()
+    runs = timing.race({"specgen": lambda: (engine, [Request([1, 2, 3], 40), Request([4, 5], 40)])}, 1, "", False, specgen.seen)["specgen"]
+    assert specgen.against_prediction(runs, runs, model, args, 16, 2, 40)["predicted"] > 0
     engine.graphs = object()
+    runs[0].seen = specgen.seen(engine)
     monkeypatch.setattr(specgen, "measure_costs", None)
-    out = specgen.against_prediction(run_, run_, model, args, 16, 2, 40)
+    out = specgen.against_prediction(runs, runs, model, args, 16, 2, 40)
     assert "predicted" not in out and out["own_speedup"] == 1 and out["identical"] == 2
 
 
@@ -402,7 +406,7 @@ class Slow:
 
 def test_a_requests_rate_counts_from_its_entry():
     """The third one enters when the first one leaves, after one second; it has six tokens in four seconds."""
-    generations, rate = run.timed_answers(Slow(), [Request([1], 6) for _ in range(3)])
+    generations, rate = timing.answer(Slow(), [Request([1], 6) for _ in range(3)])
     assert rate == pytest.approx((6 / 2 + 6 / 1 + 6 / 4) / 3) and len(generations) == 3
 
 

@@ -15,7 +15,7 @@ from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 from minispec.studies.timing import identical, race, ratio
 from minispec.tools import checkpoints, methods
-from minispec.tools.answers import requests_of, summary
+from minispec.tools.answers import requests_of
 
 FIRST = 2000            # seed of the first held-out problem used here
 NEW = 192               # most tokens of an answer
@@ -192,14 +192,14 @@ def shapes(args, model, tokenizer, cells, columns):
 
     builders = {"ar": build("ar", {}), **{key: build(*cell) for key, cell in cells.items()}}
     runs = race(builders, 1 if args.quick else 2, "shapes")
-    plain_rates, _, plain = runs.pop("ar")
+    plain = runs.pop("ar")
     rows = []
-    for key, (rates, engine, generations) in runs.items():
+    for key, timed in runs.items():
         sampled = cells[key][1].get("temperature")
         rows.append({
             **dict(zip(columns, key)),
-            **ratio(rates, plain_rates),
-            "tau": summary(generations, engine)["tau"],
-            "identical": None if sampled else identical(plain, generations),
+            **ratio(timed, plain),
+            "tau": timed[-1].tau,
+            "identical": None if sampled else identical(plain[-1], timed[-1]),
         })
     return {"prompts": len(problems), "rows": rows}

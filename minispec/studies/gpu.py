@@ -33,7 +33,6 @@ from minispec.data import tasks
 from minispec.studies import results
 from minispec.studies.run import rows_of, time_methods
 from minispec.studies.specgen import cumulative, serving_rows
-from minispec.studies.timing import busy
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of
 
@@ -203,7 +202,7 @@ class Suite:
         for _ in range(3):
             engine = methods.make_engine("ar", model, methods.settings(), 1)
             engine.generate([Request(prompt, new)])
-            rates.append((new - 1) / busy(engine))
+            rates.append((new - 1) / (sum(engine.seconds.values()) - engine.seconds["prefill"]))
 
         weights = sum(p.numel() for n, p in model.named_parameters() if config.tied or n != "embed.weight")
         kv = (len(prompt) + new / 2) * 2 * config.n_layer * config.n_kv_head * config.head_dim
@@ -246,6 +245,14 @@ def built_in(dtype, device):
         torch.set_default_dtype(before)
 
 
+def free_memory():
+    """Give back what cells have left. An engine and its planner hold each other, so `del` alone frees
+    nothing."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def run(args, model, tokenizer, name):
     """All cells, as rows by section, and under "out_of_memory" the cells that did not fit; finished cells are
     kept under a name. None where the time was up before the last one."""
@@ -261,10 +268,7 @@ def run(args, model, tokenizer, name):
         rows = None
         with contextlib.suppress(torch.OutOfMemoryError):
             rows = getattr(suite, section)(*settings)
-        # An engine and its planner hold each other, so what a cell has left does not go by itself.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
         return rows
 
     done = results.resumable(name, about, todo, measured, time.monotonic() + 60 * args.minutes)

@@ -8,18 +8,20 @@
 as in target.py.
 """
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from minispec import cdlm
 from minispec.bounds import by_workload
+from minispec.core.engine import Engine
 from minispec.core.requests import Request
 from minispec.data import traces
 from minispec.studies import cdlm as diffusion
 from minispec.studies import ladder, measure, results, workloads
-from minispec.studies.timing import identical, phases
+from minispec.studies.timing import identical, race
 from minispec.tools import checkpoints, methods
-from minispec.tools.answers import requests_of, summary, verdict
+from minispec.tools.answers import requests_of, verdict
 from minispec.tools.files import write_json
 
 
@@ -127,9 +129,8 @@ def run(args, model, tokenizer):
     batch and dtype.
 
     In a cell all methods run in turn, the plain loop first: a machine's speed changes from minute to minute,
-    ratios do not. Copies are for methods that have a trace. The diffusion models, which give answers of
-    their own and so are compared by tokens/s, run once; `dlm`, a whole forward a token, gets one request of
-    each workload.
+    ratios do not. Copies are for methods that have a trace. The diffusion models give answers of their own
+    and so are compared by tokens/s; `dlm`, a whole forward a token, gets one request of each workload.
     """
     how = size(args, tokenizer)
     new = args.max_new_tokens or how.new
@@ -180,59 +181,29 @@ def suitable(args, model):
     return fitting
 
 
-@dataclass
-class Timed:
-    """One run of a method: what is left of an engine when its cache and its graphs are gone."""
-    seconds: float          # prompts included; capturing a GPU's graphs, once for every shape, is not
-    phases: dict
-    generations: list
-    k: int                  # drafts a round; None where nobody drafts
-    tau: float
-    rate: float             # mean of the requests' tokens/s
+def drafts_of(engine):
+    """Drafts a round; None for a decoder that has no rounds."""
+    return engine.planner.k if isinstance(engine, Engine) else None
 
 
 def time_methods(names, args, model, requests, cell, repeats, warm_up=False):
-    """{method: [Timed of every repeat]} of one cell (workload, batch, kind, ids), methods in turn."""
+    """{method: [Run of every repeat]} of one cell (workload, batch, kind, ids), methods in turn."""
     workload, batch, kind, ids = cell
     copies = batch if kind == "copies" else 1
-    timed = {}
-    for repeat in range(-warm_up, repeats):
-        for name in names:
-            diffusion = name in methods.DIFFUSION
-            if diffusion and repeat > 0 or kind == "copies" and (diffusion or name == "specgen"):
-                continue
-            if name == "dlm" and (batch > 1 or workload == "mixed"):
-                continue
-            asked = [requests[i] for i in (ids[:1] if name == "dlm" else ids)]
-            engine = methods.make_engine(name, model, args, batch)
-            generations, rate = timed_answers(engine, [again(r) for r in asked for _ in range(copies)])
-            if repeat >= 0:
-                spent = phases(engine)
-                drafts = not diffusion and name != "ar"
-                run = Timed(sum(spent.values()), spent, generations, engine.planner.k if drafts else None,
-                            summary(generations, engine)["tau"], rate)
-                timed.setdefault(name, []).append(run)
-    return timed
 
+    def build(name, ids):
+        engine = methods.make_engine(name, model, args, batch)
+        asked = [requests[i] for i in ids for _ in range(copies)]
+        return engine, [Request(r.tokens, r.max_new_tokens, stop_ids=r.stop_ids) for r in asked]
 
-def timed_answers(engine, requests):
-    """(generations, mean of the requests' tokens/s) by the engine's clock. A request's time is that from its
-    entry into the batch, which is when another one leaves it, to its end."""
-    def clock():
-        return sum(engine.seconds.values())
-
-    entered = [clock()] * engine.batch_size
-    left = {}
-    for request, _ in engine.stream(requests):
-        left[request] = clock()
-    entered += sorted(left.values())
-    rates = [len(r.generation.token_ids) / (left[r] - t) for r, t in zip(requests, entered)]
-    return [r.generation for r in requests], sum(rates) / len(rates)
-
-
-def again(request):
-    """The same request, not decoded yet."""
-    return Request(request.tokens, request.max_new_tokens, stop_ids=request.stop_ids)
+    cells = {}
+    for name in names:
+        if kind == "copies" and (name in methods.DIFFUSION or name == "specgen"):
+            continue
+        if name == "dlm" and (batch > 1 or workload == "mixed"):
+            continue
+        cells[name] = partial(build, name, ids[:1] if name == "dlm" else ids)
+    return race(cells, repeats, f"{workload}, batch {batch}", warm_up, drafts_of)
 
 
 def middle(runs):
@@ -244,28 +215,26 @@ def rows_of(timed, about):
     """The rows of a cell, one for each method. about: what they have in common, with the "ids" that were
     asked."""
     plain = middle(timed["ar"])
-    plain_price = plain.seconds / tokens_of(plain.generations)
     rows = []
     for name, runs in timed.items():
         run = middle(runs)
-        tokens = tokens_of(run.generations)
         steps = [s for g in run.generations for s in g.steps]
         lossless = name in methods.METHODS
         row = {
             **about,
             "method": name,
-            "k": run.k,
+            "k": run.seen,
             "seconds": run.seconds,
-            "tokens": tokens,
-            "tokens_per_second": tokens / run.seconds,
-            "speedup": plain_price * tokens / run.seconds,
-            "rate_speedup": run.rate / plain.rate,
+            "tokens": run.tokens,
+            "tokens_per_second": run.tokens / run.seconds,
+            "speedup": run.tokens / run.seconds * plain.seconds / plain.tokens,
+            "rate_speedup": run.request_rate / plain.request_rate,
             "tau": run.tau,
             "acceptance": None,
             "rounds": len(steps),
             "phases": run.phases,
             "plans": None,
-            "identical": identical(plain.generations, run.generations) if lossless else None,
+            "identical": identical(plain, run) if lossless else None,
             "prompts": len(run.generations),
         }
         if len(runs) > 1:
@@ -277,10 +246,6 @@ def rows_of(timed, about):
             row["plans"] = {i: ladder.pack(g.steps) for i, g in zip(about["ids"], run.generations)}
         rows.append(row)
     return rows
-
-
-def tokens_of(generations):
-    return sum(len(g.token_ids) for g in generations)
 
 
 def solved(problems, generations, tokenizer):

@@ -2,7 +2,7 @@
 of the system. Studies as in target.py. What is read: see texts.py."""
 import statistics
 from functools import partial
-from itertools import chain, product
+from itertools import product
 
 import torch
 
@@ -15,7 +15,7 @@ from minispec.specgen import SCHEDULES, predicted_speedup
 from minispec.studies import results, texts
 from minispec.studies.replay import Replay, Text, read, replay
 from minispec.studies.sparse import measure_costs
-from minispec.studies.timing import identical, iteration_seconds, phases, race, ratio
+from minispec.studies.timing import identical, race, ratio
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, schedule_view
 
@@ -80,36 +80,43 @@ def serving(args, model, tokenizer):
 
     each = results.each_kept("serving", args, model, {"new": NEW})
     rows = each(((1000, 2),) if args.quick else SERVING, measure)
-    return {"k": K, "sparsity": args.sparsity, "rows": list(chain.from_iterable(rows))}
+    return {"k": K, "sparsity": args.sparsity, "rows": sum(rows, [])}
 
 
 def serving_rows(targets, args, tokenizer, context, batch, pairs, new=NEW):
     """The rows of one context and batch, for the targets by dtype."""
-    kinds = texts.kinds(tokenizer)[:DISTINCT]
     model = next(iter(targets.values()))
-    ids = [texts.text(kind, i // len(kinds), context, model, tokenizer, args.data)
-           for i, kind in enumerate((kinds * batch)[:min(batch, DISTINCT)])]
+    kinds = texts.kinds(tokenizer)
+    ids = [texts.text(kinds[i % len(kinds)], i // len(kinds), context, model, tokenizer, args.data)
+           for i in range(min(batch, DISTINCT))]
     ids = (ids * batch)[:batch]
     rows = []
     for temperature in (0.0, 1.0):
         cells = {}
         for dtype, target in targets.items():
             cells |= warm_cells(target, args, dtype, ids, temperature, new)
-        runs = race(cells, pairs, f"{batch} requests at {context}")
-        baselines = [runs["ar", dtype][0] for dtype in targets]
-        for (method, dtype), run in runs.items():
-            generations = run[2]
-            some = [texts.repeated(g.prompt_ids + g.token_ids, len(g.token_ids)) for g in generations]
+        runs = race(cells, pairs, f"{batch} requests at {context}", see=seen)
+        baselines = [runs["ar", dtype] for dtype in targets]
+        for (method, dtype), timed in runs.items():
+            some = [texts.repeated(g.prompt_ids + g.token_ids, new) for g in timed[-1].generations]
             row = {"context": context, "requests": batch, "pairs": pairs, "method": method, "dtype": dtype,
-                   "temperature": temperature, **ratio(run[0], *baselines),
+                   "temperature": temperature, **ratio(timed, *baselines),
                    "repeated": statistics.mean(some), "identical": None}
             if method == "specgen":
-                plain, target = runs["ar", dtype], targets[dtype]
-                row.update(against_prediction(run, plain, target, args, context, batch, new))
+                row |= against_prediction(timed, runs["ar", dtype], targets[dtype], args, context, batch, new)
             if temperature:                                      # the same distribution, other tokens
                 row["identical"] = None
             rows.append(row)
     return rows
+
+
+def seen(engine):
+    """Whether graphs run, and medians over the iterations without prompts: seconds of one, and what of it is
+    neither drafting nor verifying."""
+    spent = [i["seconds"] for i in engine.iterations if not i["prefill"]]
+    whole = statistics.median(sum(s.values()) for s in spent)
+    host = statistics.median(s["sample"] + s["overhead"] for s in spent)
+    return bool(engine.graphs), whole, host
 
 
 def warm_cells(model, args, dtype, prompts, temperature, new):
@@ -142,23 +149,22 @@ def warm_cells(model, args, dtype, prompts, temperature, new):
     return {(method, dtype): partial(build, method) for method in ("ar", "specgen")}
 
 
-def against_prediction(run, plain, target, args, context, batch, new):
+def against_prediction(timed, plain, target, args, context, batch, new):
     """What SpecGen did next to plain decoding in the same dtype, and what the cost model says that it
     should do. The model's terms are timed step by step and without CUDA graphs, so where graphs run there
     is no prediction."""
-    rates, engine, generations = run
-    plain_rates, plain_engine, plain_generations = plain
-    accepted = statistics.mean(s.accepted for g in generations for s in g.steps if s.proposed == K)
+    last, graphs, _, host = timed[-1], *timed[-1].seen
+    _, step, plain_host = plain[-1].seen
+    rate, plain_rate = (statistics.median(run.decoding_rate for run in runs) for runs in (timed, plain))
+    accepted = statistics.mean(s.accepted for g in last.generations for s in g.steps if s.proposed == K)
     out = {
         "accepted": accepted,
-        "own_speedup": statistics.median(rates) / statistics.median(plain_rates),
-        "identical": identical(plain_generations, generations),
+        "own_speedup": rate / plain_rate,
+        "identical": identical(plain[-1], last),
     }
-    if engine.graphs:
+    if graphs:
         return out
     costs = measure_costs(target, context, batch, K, args.sparsity, args.min_budget)
-    step, plain_host = iteration_seconds(plain_engine)
-    _, host = iteration_seconds(engine)
     costs["host_cost"] = max(host - plain_host, 0.0) / step
     rounds = new / (accepted + 1)
     out["predicted"] = predicted_speedup(K, accepted, **costs, rounds=rounds, batch=batch)
@@ -205,14 +211,14 @@ def cumulative(args, model, tokenizer, n, size, repeats):
         return methods.make_engine(method, model, settings, n), requests()
 
     cells = {stage: partial(build, *cell) for stage, cell in STAGES.items()}
-    runs = race(cells, repeats, "scheduler", warm_up=False)
-    plain_rates, _, plain = runs["autoregressive, reserve"]
+    runs = race(cells, repeats, "scheduler", warm_up=False, see=schedule_view)
+    plain = runs["autoregressive, reserve"]
     rows = []
-    for stage, (rates, engine, generations) in runs.items():
-        seconds = phases(engine)
-        host = (seconds["sample"] + seconds["overhead"]) / sum(seconds.values())
-        rows.append({"stage": stage, **ratio(rates, plain_rates), **schedule_view(engine), "host": host,
-                     "identical": identical(plain, generations)})
+    for stage, timed in runs.items():
+        last = timed[-1]
+        host = (last.phases["sample"] + last.phases["overhead"]) / last.seconds
+        rows.append({"stage": stage, **ratio(timed, plain), **last.seen, "host": host,
+                     "identical": identical(plain[-1], last)})
     return {"requests": n, "cache_tokens": demand // 2, "demand": demand, "rows": rows}
 
 

@@ -1,13 +1,63 @@
 """How the studies time engines: in turn, in one process, after a warm-up, so that a slow minute of the
 machine slows all."""
 import statistics
+from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from minispec.tools.answers import summary
 
-def busy(engine):
-    """Seconds of decoding: everything but reading the prompts, which all methods do alike."""
-    return engine.seconds["draft"] + engine.seconds["verify"] + engine.seconds["other"]
+
+@dataclass
+class Run:
+    """One timed run: what is left of an engine when its cache and its graphs are gone."""
+    generations: list
+    phases: dict            # seconds, prompts included; capturing a GPU's graphs, once for every shape, is not
+    tau: float
+    request_rate: float     # mean of the requests' tokens/s
+    seen: object            # what the study wants to know of the engine
+
+    @property
+    def tokens(self):
+        return sum(len(g.token_ids) for g in self.generations)
+
+    @property
+    def seconds(self):
+        return sum(self.phases.values())
+
+    @property
+    def decoding_rate(self):
+        """Tokens/s without reading the prompts, which all methods do alike."""
+        return self.tokens / (self.seconds - self.phases["prefill"])
+
+
+def race(cells, repeats, desc, warm_up=True, see=None):
+    """Run cells {name: function that returns (engine, fresh requests)} in turn, `repeats` times after one
+    warm-up. Returns {name: [Run of every repeat]}; see: what to keep of an engine."""
+    runs = {name: [] for name in cells}
+    for repeat in tqdm(range(-warm_up, repeats), desc=desc, leave=False):
+        for name, build in cells.items():
+            engine, requests = build()
+            generations, rate = answer(engine, requests)
+            if repeat >= 0:
+                tau = summary(generations, engine)["tau"]
+                runs[name].append(Run(generations, phases(engine), tau, rate, see and see(engine)))
+    return runs
+
+
+def answer(engine, requests):
+    """(generations, mean of the requests' tokens/s) by the engine's clock. A request's time is that from its
+    entry into the batch, which is when another one leaves it, to its end."""
+    def clock():
+        return sum(engine.seconds.values())
+
+    entered = [clock()] * engine.batch_size
+    left = {}
+    for request, _ in engine.stream(requests):
+        left[request] = clock()
+    entered += sorted(left.values())
+    rates = [len(r.generation.token_ids) / (left[r] - t) for r, t in zip(requests, entered)]
+    return [r.generation for r in requests], statistics.mean(rates)
 
 
 def phases(engine):
@@ -19,33 +69,10 @@ def phases(engine):
     return {"sample": 0.0, "overhead": engine.seconds["other"], **seconds}
 
 
-def iteration_seconds(engine):
-    """Medians over the iterations without prompts: seconds of one, and what of it is neither drafting nor
-    verifying."""
-    spent = [i["seconds"] for i in engine.iterations if not i["prefill"]]
-    whole = statistics.median(sum(s.values()) for s in spent)
-    host = statistics.median(s["sample"] + s["overhead"] for s in spent)
-    return whole, host
-
-
-def race(cells, repeats, desc, warm_up=True):
-    """Run cells {name: function that returns (engine, fresh requests)} in turn, `repeats` times after one
-    warm-up. Returns {name: ([decoded tokens/s of every repeat], last engine, last generations)}."""
-    rates, last = {name: [] for name in cells}, {}
-    for repeat in tqdm(range(repeats + warm_up), desc=desc):
-        for name, build in cells.items():
-            engine, requests = build()
-            generations = engine.generate(requests)
-            if repeat >= warm_up:
-                tokens = sum(len(g.token_ids) for g in generations)
-                rates[name].append(tokens / busy(engine))
-            last[name] = engine, generations
-    return {name: (rates[name], *last[name]) for name in cells}
-
-
-def ratio(rates, *baselines):
-    """Median and range of the ratios, repeat by repeat, to the fastest of the baselines."""
-    ratios = [rate / max(plain) for rate, plain in zip(rates, zip(*baselines))]
+def ratio(runs, *baselines):
+    """Median and range of the ratios of decoding rates, repeat by repeat, to the fastest of the baselines."""
+    rates = [run.decoding_rate for run in runs]
+    ratios = [rate / max(run.decoding_rate for run in plain) for rate, plain in zip(rates, zip(*baselines))]
     return {
         "tokens_per_second": statistics.median(rates),
         "speedup": statistics.median(ratios),
@@ -54,5 +81,5 @@ def ratio(rates, *baselines):
 
 
 def identical(a, b):
-    """How many of two lists of generations have the same tokens."""
-    return sum(x.token_ids == y.token_ids for x, y in zip(a, b))
+    """How many answers of two runs have the same tokens."""
+    return sum(x.token_ids == y.token_ids for x, y in zip(a.generations, b.generations))
