@@ -53,7 +53,7 @@ TRACES = [{"id": f"{w}/{i}", "prompt_len": 40, "n_out": 7, "accept": {"ngram": [
 COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8}, "overhead": {"kind": "linear", "base": 1e-3},
          "draft": {"ngram": {"kind": "share", "of_verify": 0.006}, "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
 SMALL = {   # what keeps a valid case short
-    "decode": ["--max-new-tokens", "6", "--quiet"], "bench": ["bounds", "--quick"],
+    "decode": ["--model", "checkpoints/target", "--max-new-tokens", "6", "--quiet"], "bench": ["bounds", "--quick"],
     "train_gpt": ["--out", "out", "--size", "tiny", "--tokens", "4e3", "--max-length", "256", "--tokenizer", "checkpoints/target"],
     "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--tasks", "revise"],
     "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--tasks", "revise"],
@@ -203,7 +203,7 @@ def command_line(rng, known):
 
 DECODE = ["--model", "checkpoints/target", "--max-new-tokens", "6", "--prompt", "one two", "--quiet"]
 FILES = [   # (weight, file, script, arguments that read it)
-    (10, "prompts.jsonl", "decode", ["--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--batch", "4"]),
+    (10, "prompts.jsonl", "decode", ["--model", "checkpoints/target", "--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--batch", "4"]),
     (6, "many.jsonl", "train_prism", ["--prompt-file", "many.jsonl", *SMALL["train_prism"]]),
     (8, "traces.jsonl", "bench", ["bounds", "--traces", "traces.jsonl", "--cost", "costs.json"]),
     (8, "costs.json", "bench", ["bounds", "--traces", "traces.jsonl", "--cost", "costs.json"]),
@@ -211,8 +211,8 @@ FILES = [   # (weight, file, script, arguments that read it)
     (8, "checkpoints/target/config.json", "decode", DECODE),
     (6, "checkpoints/target/model.safetensors", "decode", ["--method", "specgen", *DECODE]),
     (8, "checkpoints/target/tokenizer.json", "decode", ["--method", "ngram", *DECODE]),
-    (4, "sharded/model.safetensors.index.json", "decode", ["--model", "sharded", *DECODE]),
-    (4, "sharded/all.safetensors", "decode", ["--model", "sharded", *DECODE]),
+    (4, "sharded/model.safetensors.index.json", "decode", [*DECODE, "--model", "sharded"]),
+    (4, "sharded/all.safetensors", "decode", [*DECODE, "--model", "sharded"]),
     (5, "checkpoints/prism/config.json", "decode", ["--method", "prism", *DECODE]),
     (3, "checkpoints/prism/model.safetensors", "decode", ["--method", "prism", *DECODE]),
     (5, "checkpoints/specdiff/config.json", "decode", ["--method", "specdiff", *DECODE]),
@@ -225,7 +225,7 @@ FILES = [   # (weight, file, script, arguments that read it)
     (8, "runs/first/resume.pt", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
     (4, "runs/first/log.jsonl", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
     (4, "data/gsm8k/train.jsonl", "train_gpt", ["--data", "data", *SMALL["train_gpt"]]),
-    (4, "data/gsm8k/test.jsonl", "decode", ["--data", "data", "--task", "gsm8k", "--n", "3", "--max-new-tokens", "4"]),
+    (4, "data/gsm8k/test.jsonl", "decode", ["--model", "checkpoints/target", "--data", "data", "--task", "gsm8k", "--n", "3", "--max-new-tokens", "4"]),
     (4, "runs/prism/resume.pt", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
     (6, "runs/prism/responses/train-00000.json", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
     (4, "runs/specdiff/responses/settings.json", "train_specdiff", ["--out", "runs/specdiff", *SMALL["train_specdiff"][2:]]),

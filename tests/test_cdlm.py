@@ -213,7 +213,7 @@ def naive(model, prompt, length, block, steps, order="surest"):
 
 
 @pytest.mark.parametrize("order", cdlm.ORDERS)
-@pytest.mark.parametrize("steps", [24, 15, 6, 3])
+@pytest.mark.parametrize("steps", [24, 15, 3])
 def test_teacher_is_the_loop_of_the_notes(model, steps, order):                    # 7
     reqs = requests(length=24)
     cdlm.Decoder(model, MASK, "teacher", B, steps=steps // 3, order=order, batch_size=3).generate(reqs)
@@ -245,9 +245,8 @@ def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
 @pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"steps": 3}])
 def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):    # 9
     single = [cdlm.Decoder(model, MASK, kind, B, **settings).generate([r])[0] for r in requests(stop=[45])]
-    for size in (2, 4):
-        batch = cdlm.Decoder(model, MASK, kind, B, batch_size=size, **settings).generate(requests(stop=[45]))
-        assert [(g.token_ids, g.finish, len(g.steps)) for g in batch] == [(g.token_ids, g.finish, len(g.steps)) for g in single]
+    batch = cdlm.Decoder(model, MASK, kind, B, batch_size=3, **settings).generate(requests(stop=[45]))
+    assert [(g.token_ids, g.finish, len(g.steps)) for g in batch] == [(g.token_ids, g.finish, len(g.steps)) for g in single]
 
 
 def test_sampling_is_seeded_and_independent_of_the_batch(model):
@@ -276,7 +275,7 @@ def test_progress_and_ties():                                                   
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("threshold", [None, 0.3, 0.0])
 def test_nothing_is_masked_before_the_end_of_text_nor_opened_behind(model, kind, threshold):   # 19
-    free = requests()
+    free = requests(PROMPTS[:2])
     cdlm.Decoder(model, MASK, kind, B, threshold).generate(free)
     out_of_order = 0
     for request, slots in zip(free, filled(free)):

@@ -152,7 +152,7 @@ def test_control_characters_reach_no_terminal(toy, capsys):
 
 def test_a_closed_pipe_ends_silently(toy):
     """As in `| head -1`: the reader takes the first line and goes."""
-    command = [*COMMAND, "--model", str(toy), "--prompt", "first\nsecond", "--max-new-tokens", "450"]
+    command = [*COMMAND, "--model", str(toy), "--prompt", "first\nsecond", "--max-new-tokens", "200"]
     p = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert p.stdout.readline().startswith(f"{toy}: 0.".encode())           # the first line names the model
     p.stdout.close()
@@ -238,7 +238,7 @@ def test_interrupt_keeps_the_text_and_exits_130(tmp_path):
 
 
 def test_main_job_solves_its_problem():
-    p = decode("--model", TARGET, "--method", "specgen", "--task", "trace", "--size", 12)
+    p = decode("--model", TARGET, "--method", "specgen", "--task", "trace", "--size", 5)
     assert p.returncode == 0 and "answer: correct" in p.stdout, (p.stdout[-500:], p.stderr)
 
 

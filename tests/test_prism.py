@@ -46,7 +46,7 @@ def lockstep(drafter, depth, width, k, target=TARGET):
     return lambda e: Lockstep(e, PrismDrafter(drafter, target, depth, width), k)
 
 
-def run(planner, some, batch=4, max_new=40, temperature=0.0, stop=(), target=TARGET, **kw):
+def run(planner, some, batch=4, max_new=30, temperature=0.0, stop=(), target=TARGET, **kw):
     engine = Engine(target, planner, batch, prefill_chunk=16, **kw)
     return engine.generate([Request(p, max_new, Sampling(temperature, seed=i), stop) for i, p in enumerate(some)]), engine
 
@@ -159,18 +159,18 @@ def test_the_loss_is_a_divergence_and_its_slope_the_gradient(vocabulary, monkeyp
 # -- losslessness ------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("modules", [1, 2, 3, "trained"])
+@pytest.mark.parametrize("modules", [1, 3, "trained"])
 def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
     some, drafter = prompts(100 if os.environ.get("MINISPEC_FULL") else 10), DRAFTERS.get(modules, trained)
     want, _ = run(Lockstep, some)
     assert max(len(set(g.token_ids)) for g in want) > 5
-    for batch in (1, 8):
-        got, engine = run(lockstep(drafter, *SHAPES[shape]), some, batch)
-        assert [g.token_ids for g in got] == [g.token_ids for g in want]
+    for batch, n in ((1, 2), (8, len(some))):                      # one by one takes longest
+        got, engine = run(lockstep(drafter, *SHAPES[shape]), some[:n], batch)
+        assert [g.token_ids for g in got] == [g.token_ids for g in want[:n]]
         assert engine.cache.runs == [] and engine.planner.drafter.notes == {}
         steps = [s for g in got for s in g.steps]
-        assert sum(s.accepted for s in steps) > 0.05 * len(steps) and any(s.accepted < s.proposed for s in steps)
         assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
+    assert sum(s.accepted for s in steps) > 0.05 * len(steps) and any(s.accepted < s.proposed for s in steps)
     if modules == "trained" and len(some) == 10:                   # those it has learned by heart
         assert sum(s.accepted for s in steps) > 1.2 * len(steps) and max(s.accepted for s in steps) >= {"chain": 4, "tree": 2}[shape]
 
@@ -209,7 +209,7 @@ def test_a_request_gets_the_same_alone_and_among_others(trained):
         together, _ = run(lockstep(trained, *SHAPES[shape]), prompts(6), 6, temperature=1.0)
         for i in (0, 5):
             engine = Engine(TARGET, lockstep(trained, *SHAPES[shape]), 1, prefill_chunk=16)
-            assert engine.generate([Request(prompts(6)[i], 40, Sampling(1.0, seed=i))])[0].token_ids == together[i].token_ids
+            assert engine.generate([Request(prompts(6)[i], 30, Sampling(1.0, seed=i))])[0].token_ids == together[i].token_ids
 
 
 # -- sampling: chi-square over all outputs of two tokens (rules) or three (the loop) ------------------------------------
@@ -287,7 +287,7 @@ def test_tree_rules_on_a_chain_are_the_chain_rules():
 SMALL = toy_model(vocab=8, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
 SMALL_DRAFTER = toy_drafter(SMALL, gain=2.0)
 PROMPT = [1, 5, 2, 7, 3, 3, 6, 1]
-EXACT_ROUNDS = 100_000 if os.environ.get("MINISPEC_FULL") else 2_000
+EXACT_ROUNDS = 100_000 if os.environ.get("MINISPEC_FULL") else 1_000
 
 
 def exact(sampling):
@@ -317,7 +317,7 @@ GRID = [Sampling(t, 0, top_p) for t in (1.0, 0.7) for top_p in (0.9, 1.0)]
 @pytest.mark.parametrize("sampling", GRID if os.environ.get("MINISPEC_FULL") else GRID[:1], ids=lambda s: f"T{s.temperature}-p{s.top_p}")
 @pytest.mark.parametrize("shape", [(2, 1, 2), (2, 3, 3)], ids=["chain", "tree"])
 def test_sampled_output_has_the_targets_distribution(shape, sampling):
-    """A correct rule fails with probability 1e-6. MINISPEC_FULL=1 runs all settings, with 50 times as many answers."""
+    """A correct rule fails with probability 1e-6. MINISPEC_FULL=1 runs all settings, with 100 times as many answers."""
     counts, rate = sampled(shape, sampling)
     assert chi_square(counts, exact(sampling)) > 1e-6 and 0.05 < rate < 0.95
 
@@ -325,7 +325,7 @@ def test_sampled_output_has_the_targets_distribution(shape, sampling):
 def test_control_argmax_chains_judged_by_their_softmax_are_rejected(monkeypatch):
     draws = prism.draw_drafts
     monkeypatch.setattr(prism, "draw_drafts", lambda requests, logits: (logits.argmax(-1).tolist(), draws(requests, logits)[1]))
-    counts, _ = sampled((2, 1, 2), Sampling(1.0, 0, 0.9), 2000)
+    counts, _ = sampled((2, 1, 2), Sampling(1.0, 0, 0.9), 1000)
     assert chi_square(counts, exact(Sampling(1.0, 0, 0.9))) < 1e-6
 
 
@@ -344,7 +344,7 @@ def cut(draft, parents, p, coins):
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (2, 3, 3)], ids=["chain", "tree"])
 def test_a_draft_vocabulary_without_likely_tokens_loses_nothing(shape, monkeypatch):
-    counts, rate = sampled(shape, AT, 1500, LACKING)
+    counts, rate = sampled(shape, AT, 1000, LACKING)
     assert chi_square(counts, exact(AT)) > 1e-6 and 0.03 < rate < 0.95
     seen = counts.view(8, 8, 8).sum((0, 2))
     assert (seen[SOME] > 0).any() and seen.sum() > 1.5 * seen[SOME].sum()                      # most tokens are of those never drafted
@@ -354,7 +354,7 @@ def test_a_draft_vocabulary_without_likely_tokens_loses_nothing(shape, monkeypat
     else:
         result = prism.Draft.result
         monkeypatch.setattr(prism.Draft, "result", lambda self: (*result(self), cut))
-    assert chi_square(sampled(shape, AT, 1500, LACKING)[0], exact(AT)) < 1e-6
+    assert chi_square(sampled(shape, AT, 1000, LACKING)[0], exact(AT)) < 1e-6
 
 
 def test_drafts_are_of_the_draft_vocabulary_and_its_ids_are_kept(tmp_path):
@@ -537,7 +537,7 @@ def test_equal_modules_are_one_module():
     two = toy_drafter(TARGET, (0, 1))
     prism.copy_modules(two, DRAFTERS[1])
     for shape in SHAPES.values():
-        a, b = (run(lockstep(d, *shape), prompts(6), temperature=t)[0] for d, t in ((two, 1.0), (DRAFTERS[1], 1.0)))
+        a, b = (run(lockstep(d, *shape), prompts(3), temperature=t)[0] for d, t in ((two, 1.0), (DRAFTERS[1], 1.0)))
         assert [(g.token_ids, g.who) for g in a] == [(g.token_ids, g.who) for g in b]
 
 

@@ -51,7 +51,7 @@ def lockstep(drafter, target=TARGET, **settings):
     return planner
 
 
-def run(planner, some, batch=4, max_new=40, sampling=Sampling(), stop=(), target=TARGET, **kw):
+def run(planner, some, batch=4, max_new=30, sampling=Sampling(), stop=(), target=TARGET, **kw):
     engine = Engine(target, planner, batch, prefill_chunk=16, **kw)
     return engine.generate([Request(p, max_new, Sampling(sampling.temperature, sampling.top_k, sampling.top_p, i), stop) for i, p in enumerate(some)]), engine
 
@@ -286,7 +286,7 @@ def chi_square_of(judge, k, sampling, rounds=ROUNDS):
     return chi_square(counts, (p[V][:, None] * p[:V]).flatten()), accepted / rounds
 
 
-@pytest.mark.parametrize("k, temperature", [(1, 1.0), (2, 0.7), (4, 1.0), (8, 0.7)])
+@pytest.mark.parametrize("k, temperature", [(2, 0.7), (4, 1.0)])
 @pytest.mark.parametrize("rule", RULES)
 def test_rules_are_lossless(rule, k, temperature):
     """B1. A correct rule fails with probability 1e-6."""
@@ -369,14 +369,14 @@ def test_greedy_is_identical_to_autoregressive(name, trained):
     many = 100 if FULL else 10
     assert max(len(set(ids)) for ids in plain(many)) > 5
     # One by one takes longest, so it is done for a few prompts.
-    for drafter, batches in ((trained, ((1, 3), (8, many))), *((toy_drafter(**FORMS[form]), ((3, 6),)) for form in ("plain", "unshifted"))):
+    for drafter, batches in ((trained, ((1, 2), (8, many))), *((toy_drafter(**FORMS[form]), ((3, 6),)) for form in ("plain", "unshifted"))):
         for batch, n in batches:
             got, engine = run(lockstep(drafter, **SETTINGS[name]), prompts(n), batch)
             assert [g.token_ids for g in got] == plain(n)
             assert engine.cache.runs == [] and engine.planner.drafter.notes == {}
             steps = [s for g in got for s in g.steps]
             assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
-            if drafter is trained:
+            if n == many:
                 assert sum(s.accepted for s in steps) > len(steps) and any(s.accepted < s.proposed for s in steps)
 
 
@@ -398,7 +398,7 @@ def test_end_of_text_and_length_limit_inside_an_accepted_run(name, trained):
 @pytest.mark.parametrize("policy", ["preempt", "offload"])
 def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, trained):
     some = prompts(8)
-    got, engine = run(lockstep(trained, k_drafts=3), some, 8, cache_tokens=300, admission=policy)
+    got, engine = run(lockstep(trained, k_drafts=3), some, 8, cache_tokens=250, admission=policy)
     assert [g.token_ids for g in got] == plain(8)
     assert engine.admission.recomputed or engine.cache.offloaded
 
@@ -408,7 +408,7 @@ def test_a_request_gets_the_same_alone_and_among_others(trained):
         together, _ = run(lockstep(trained, **settings), prompts(6), 6, sampling=Sampling(1.0))
         for i in (0, 5):
             engine = Engine(TARGET, lockstep(trained, **settings), 1, prefill_chunk=16)
-            assert engine.generate([Request(prompts(6)[i], 40, Sampling(1.0, seed=i))])[0].token_ids == together[i].token_ids
+            assert engine.generate([Request(prompts(6)[i], 30, Sampling(1.0, seed=i))])[0].token_ids == together[i].token_ids
 
 
 TINY = toy_model(vocab=6, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
@@ -424,7 +424,7 @@ def next_to(tokens, sampling):
 def test_sampled_output_has_the_targets_distribution(name, vocabulary=None):
     """B1 and B5 through the engine: answers of up to three tokens, the second and third from one round, ended by a token of the
     vocabulary. A correct rule fails with probability 1e-6."""
-    sampling, rounds = Sampling(0.9, 0, 0.95), 40_000 if FULL else 2_000
+    sampling, rounds = Sampling(0.9, 0, 0.95), 40_000 if FULL else 1_000
     drafter = toy_drafter(TINY, gamma=2, taps=None if name == "rejection" else ())
     restrict(drafter, vocabulary)
     want, cells = torch.zeros(216), {}
