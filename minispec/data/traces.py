@@ -62,20 +62,13 @@ class Trace:
     offered: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        if not isinstance(self.id, str):
-            raise ValueError(f"id: expected a string, got {_short(self.id)}")
+        _expect(isinstance(self.id, str), "id", "a string", self.id)
         for name, least in (("prompt_len", 0), ("n_out", 1)):
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= MOST:
-                raise ValueError(f"{name}: expected an integer from {least} to {MOST}, got {_short(value)}")
-        for name in ("accept", "censored", "offered"):
-            columns = getattr(self, name)
-            if not isinstance(columns, dict):
-                raise ValueError(f"{name}: expected an object, got {_short(columns)}")
-            unknown = [m for m in columns if m not in self.accept]
-            if unknown:
-                raise ValueError(f"{name}.{unknown[0]}: unknown field; known are {', '.join(self.accept)}")
-            kind = bool if name == "censored" else int
+            possible = type(value) is int and least <= value <= MOST
+            _expect(possible, name, f"an integer from {least} to {MOST}", value)
+        for name, kind in (("accept", int), ("censored", bool), ("offered", int)):
+            columns = _object(getattr(self, name), name, self.accept)
             setattr(self, name, {m: _column(c, self.n_out, kind, f"{name}.{m}") for m, c in columns.items()})
 
         # A round gains at least one token, at most what is missing, and no more than was offered and one.
@@ -96,16 +89,15 @@ def _wrong(mask):
 
 def _column(values, n, kind, where):
     """A list of n values as an array; entry 0 may be anything and becomes 0 if it is not of this kind."""
-    if isinstance(values, np.ndarray):
-        values = values.tolist()
+    values = values.tolist() if isinstance(values, np.ndarray) else values
+    a_list = f"a list of n_out = {n} values"
+    _expect(isinstance(values, list), where, a_list, values)
+    _expect(len(values) == n, where, a_list, len(values))
     what = "true or false" if kind is bool else "an integer"
-    if not isinstance(values, list) or len(values) != n:
-        got = len(values) if isinstance(values, list) else _short(values)
-        raise ValueError(f"{where}: expected a list of n_out = {n} values, got {got}")
-    for i, value in enumerate(values[1:], 1):
-        if type(value) is not kind or abs(value) > MOST:
-            raise ValueError(f"{where}[{i}]: expected {what}, got {_short(value)}")
-    first = values[0] if type(values[0]) is kind else kind(0)
+    for i, value in enumerate(values):
+        if i and (type(value) is not kind or abs(value) > MOST):
+            _expect(False, f"{where}[{i}]", what, value)
+    first = values[0] if type(values[0]) is kind else 0
     return np.array([first, *values[1:]], kind)
 
 
@@ -178,37 +170,31 @@ def check_costs(table):
     for name in ("verify", "prefill", "overhead"):
         if name in table:
             _check_time(table[name], name, ("linear", "grid"))
-    for name, entry in _object(table.get("draft", {}), "draft").items():
-        _check_time(entry, f"draft.{name}", ("linear", "grid", "share"))
-    for name, entry in _object(table.get("read", {}), "read").items():
-        _check_time(entry, f"read.{name}", ("linear", "grid"))
+    for part, kinds in (("draft", ("linear", "grid", "share")), ("read", ("linear", "grid"))):
+        for name, entry in _object(table.get(part, {}), part).items():
+            _check_time(entry, f"{part}.{name}", kinds)
     for name, chance in _object(table.get("accept", {}), "accept").items():
-        _number(chance, f"accept.{name}", 1)
+        _number(chance, f"accept.{name}", "1")
     verify = table["verify"]
-    if verify["kind"] == "grid":
-        paid = np.ravel(verify["seconds"])
-    else:
-        paid = [sum(verify.get(name, 0) for name in LINEAR)]
-    if min(paid) <= 0:
+    paid = verify["seconds"] if verify["kind"] == "grid" else sum(verify.get(name, 0) for name in LINEAR)
+    if np.min(paid) <= 0:
         raise ValueError("verify: a forward that takes no time at all has no speed-up")
     return table
 
 
 def _check_time(entry, where, kinds):
-    if not isinstance(entry, dict) or entry.get("kind") not in kinds:
-        got = _short(entry.get("kind")) if isinstance(entry, dict) else _short(entry)
-        raise ValueError(f"{where}: expected an object whose kind is {' or '.join(kinds)}, got {got}")
-    known = FIELDS[entry["kind"]]
-    _object(entry, where, ("kind", *known), () if entry["kind"] == "linear" else known)
-    if entry["kind"] != "grid":
+    kind = entry.get("kind") if isinstance(entry, dict) else entry
+    _expect(isinstance(entry, dict) and kind in kinds, where, f"an object whose kind is {' or '.join(kinds)}", kind)
+    known = FIELDS[kind]
+    _object(entry, where, ("kind", *known), () if kind == "linear" else known)
+    if kind != "grid":
         for name in known:
             _number(entry.get(name, 0), f"{where}.{name}")
         return
-    for name in GRID:
-        axis = _grid(entry[name], 1, f"{where}.{name}")
-        if (np.diff(axis) <= 0).any():
-            raise ValueError(f"{where}.{name}: expected increasing numbers, got {_short(entry[name])}")
-    shape = tuple(len(entry[name]) for name in GRID)
+    axes = [_grid(entry[name], 1, f"{where}.{name}") for name in GRID]
+    for name, axis in zip(GRID, axes):
+        _expect((np.diff(axis) > 0).all(), f"{where}.{name}", "increasing numbers", entry[name])
+    shape = tuple(map(len, axes))
     if _grid(entry["seconds"], 3, f"{where}.seconds").shape != shape:
         raise ValueError(f"{where}.seconds: expected a number for each of {shape} rows, tokens and kv")
 
@@ -219,8 +205,8 @@ def _grid(values, depth, where):
         array = np.array(values, float)
     except (ValueError, TypeError, OverflowError):
         array = np.empty(0)
-    if array.ndim != depth or not array.size or not ((0 <= array) & (array <= MOST)).all():
-        raise ValueError(f"{where}: expected numbers from 0 in lists {depth} deep, got {_short(values)}")
+    possible = array.ndim == depth and array.size and ((0 <= array) & (array <= MOST)).all()
+    _expect(possible, where, f"numbers from 0 in lists {depth} deep", values)
     return array
 
 
@@ -228,8 +214,7 @@ def _grid(values, depth, where):
 
 def _object(value, where, known=(), needed=()):
     """known: the names allowed in it, () for any; needed: those that must be there. Returns it."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{where or 'the whole'}: expected an object, got {_short(value)}")
+    _expect(isinstance(value, dict), where or "the whole", "an object", value)
     prefix = where + "." if where else ""
     for name in value:
         if known and name not in known:
@@ -240,12 +225,15 @@ def _object(value, where, known=(), needed=()):
     return value
 
 
-def _number(value, where, most=10**9):
-    if type(value) not in (int, float) or not 0 <= value <= most:         # also refuses NaN and infinity
-        limit = "1e9" if most > 1 else most
-        raise ValueError(f"{where}: expected a number from 0 to {limit}, got {_short(value)}")
+def _number(value, where, most="1e9"):
+    # The comparison also refuses NaN and infinity.
+    possible = type(value) in (int, float) and 0 <= value <= float(most)
+    _expect(possible, where, f"a number from 0 to {most}", value)
 
 
-def _short(value):
-    shown = f"'{value}'" if isinstance(value, str) else json.dumps(value, default=repr)
-    return shown if len(shown) <= 40 else shown[:37] + "..."
+def _expect(condition, where, what, got):
+    """ValueError that names the field where the condition does not hold."""
+    if not condition:
+        shown = f"'{got}'" if isinstance(got, str) else json.dumps(got, default=repr)
+        shown = shown if len(shown) <= 40 else shown[:37] + "..."
+        raise ValueError(f"{where}: expected {what}, got {shown}")

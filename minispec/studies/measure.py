@@ -2,8 +2,8 @@
 every position.
 
 Nothing here is a copy of the decoding loop. Costs are the engine's own clock (`Engine.iterations`) on rounds
-of a chosen shape; accept lengths come from the drafters themselves, asked at every position of an output that
-is known:
+of a chosen shape; accept lengths come from the drafters themselves, which the engine asks at every position of
+an output that is known:
 
     cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for bounds.CostTable
     dense_traces   for one drafter, [(prompt, output)] -> accept[i], offered[i], censored[i]   (the paper's
@@ -20,15 +20,14 @@ round ended; it has no trace.
 """
 import itertools
 import statistics
+from collections import defaultdict
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
-from minispec.core.kv_cache import KVCache
 from minispec.core.verify import greedy_chain
 from minispec.data.traces import Trace, check_costs
 
@@ -218,53 +217,52 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
 
 # -- dense accept traces ---------------------------------------------------------------------------
 
-@torch.inference_mode()
+class Forced(Engine):
+    """Answers with known texts, whatever the target says. answers: {request: token ids}."""
+    answers = None
+
+    def judge(self, segments, logits):
+        return [([], self.answers[s.request][len(s.request.generation.token_ids)]) for s in segments]
+
+
+class Onlooker:
+    """A drafter whose drafts are noted, {request: {output tokens so far: drafts}}, and not made."""
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+        self.drafts = defaultdict(dict)
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)
+
+    def propose(self, requests, limits):
+        proposals = self.drafter.propose(requests, limits)
+        for r, (drafts, *_) in zip(requests, proposals):
+            self.drafts[r][len(r.generation.token_ids)] = drafts
+        return [([], None) for _ in requests]
+
+
 def dense_traces(drafter, model, texts, k_max):
-    """What `drafter` would get accepted by greedy verification at every position of texts [(prompt, output)],
-    all texts together. Returns [(accept, censored, offered)] of arrays (len(output),), as traces.Trace holds
-    them.
+    """What `drafter` would get accepted by greedy verification at every position of texts [(prompt, output)].
+    Returns [(accept, censored, offered)] of arrays (len(output),), as traces.Trace holds them.
 
     At position i the drafter knows the prompt and i output tokens, and is asked for k_max drafts, or as many
-    as an engine would still ask for; then the text goes on by one token, whatever was proposed.
+    as there is room for; then the text goes on by one token, whatever was proposed.
     """
     requests = [Request(prompt, len(output)) for prompt, output in texts]
-    features = [_features(model, drafter, prompt + output) for prompt, output in texts]
-    out = [(np.ones(len(o), int), np.zeros(len(o), bool), np.zeros(len(o), int)) for _, o in texts]
-    for i in range(1, max(len(output) for _, output in texts)):
-        live = [j for j, (_, output) in enumerate(texts) if i < len(output)]
-
-        # Go on by one token, and show the drafter what the target's forward would have shown it.
-        for j in live:
-            r, token = requests[j], texts[j][1][i - 1]
-            r.tokens.append(token)
-            r.generation.token_ids.append(token)
-            seen, r.n_cached = r.n_cached, len(r.tokens) - 1
-            if features[j] is not None:
-                drafter.observe(r, features[j][seen:r.n_cached])
-
-        # Ask, and judge by the engine's rule.
-        limits = [min(k_max, len(texts[j][1]) - i - 1) for j in live]
-        proposals = drafter.propose([requests[j] for j in live], limits)
-        for j, (draft, *_) in zip(live, proposals):
-            hits, _ = greedy_chain(draft, texts[j][1][i:i + len(draft) + 1])
-            accept, censored, offered = out[j]
+    asked = Onlooker(drafter)
+    engine = Forced(model, lambda e: Lockstep(e, asked, k_max), 16)
+    engine.answers = dict(zip(requests, (output for _, output in texts)))
+    engine.generate(requests)
+    out = []
+    for r, output in engine.answers.items():
+        accept, offered = np.ones(len(output), int), np.zeros(len(output), int)
+        for i, drafts in asked.drafts[r].items():
+            hits, _ = greedy_chain(drafts, output[i:i + len(drafts) + 1])        # the engine's rule
             accept[i] = hits + 1
-            censored[i] = hits == k_max
-            offered[i] = len(draft)
-    for r in requests:
-        drafter.release(r)
+            offered[i] = len(drafts)
+        out.append((accept, accept > k_max, offered))
     return out
-
-
-def _features(model, drafter, ids):
-    """What the drafter asks to see of the target along `ids`, (T, F); None if it asks for nothing."""
-    taps = getattr(drafter, "taps", None)
-    if taps is None:
-        return None
-    keys = FullKeys(KVCache(model.config, len(ids), model.dtype, model.device), 0, 0, len(ids))
-    x = torch.tensor(ids, device=model.device)
-    attend = packed_attend([(0, len(ids), keys)])
-    return model.features(x, torch.arange(len(ids), device=model.device), attend, taps)[1]
 
 
 def traces_of(drafters, model, texts, k_max=16):
