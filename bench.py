@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import time
+from pathlib import Path
 
 from minispec.studies import own_files
 from minispec.tools.script import Parser, check_device, run_main
@@ -216,14 +217,14 @@ def report(page):
         text = f.read()
 
     def table(mark):
-        what = mark[1]
+        what, choice = mark[1], mark[2]
         if what == "gpu":
             new = gpu_tables()
         elif what == "training":
             new = training_table(CHECKPOINTS)
         else:
-            new = study_table(what.removeprefix("results:"), mark[2])
-        return mark[0] if new is None else f"<!-- {what}{mark[2]} -->\n{new}\n<!-- end -->"
+            new = study_table(what.removeprefix("results:"), choice)
+        return mark[0] if new is None else f"<!-- {what}{choice} -->\n{new}\n<!-- end -->"
 
     marks = r"<!-- (gpu|training|results:[\w/]+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
     text = re.sub(marks, table, text, flags=re.S)
@@ -232,17 +233,19 @@ def report(page):
 
 
 def study_table(name, choice=""):
-    """The table of a study, or the part of it that the lines `choice` ask for, with a line that says where it
-    is from; None if it was not measured."""
+    """The table of a study, or the part of it that the lines `choice` ask for; None if it was not measured."""
     target, _, name = name.rpartition("/")
     file = results.path(os.path.join(target, SHOWN_FROM.get(name, name) + ".json"))
-    if not os.path.exists(file):
-        return None
+    return shown(file, name, choice) if os.path.exists(file) else None
+
+
+def shown(file, name, choice=""):
+    """The table of a file of results, with a line that says where it is from."""
     with blame(file):
         r = read_json(file)
         minutes = f"{r['seconds'] / 60:.0f} minutes"
         source = f"`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}, {minutes}."
-        if "bench.py" in r["command"] and name not in (*STUDIES, *SHOWN_FROM):
+        if "bench.py" in r["command"] and name not in (*STUDIES, *SHOWN_FROM, "gpu"):
             source += " This study is no longer part of bench.py."
         wanted = dict(line.split(": ", 1) for line in choice.split("\n")[1:])
         return f"{pick(render(name, r['result']), **wanted)}\n\n{source}"
@@ -250,13 +253,9 @@ def study_table(name, choice=""):
 
 def gpu_tables():
     """What `--suite gpu` found, a part for each device."""
-    out = []
-    for file in sorted(glob.glob(results.path("*.json"))):
-        r = read_json(file)
-        if isinstance(r, dict) and isinstance(r.get("result"), dict) and r["result"].get("suite") == "gpu":
-            source = f"`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}."
-            out.append(f"{render('gpu', r['result'])}\n\n{source}")
-    return "\n\n".join(out) or "No GPU has been measured yet."
+    files = sorted(Path(results.FOLDER).glob("*.json"))
+    found = [shown(file, "gpu") for file in files if '"suite": "gpu"' in file.read_text(encoding="utf-8")]
+    return "\n\n".join(found) or "No GPU has been measured yet."
 
 
 def main():

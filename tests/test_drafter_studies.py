@@ -20,11 +20,12 @@ def test_intervals_hold_the_true_value_as_often_as_they_say():
     for _ in range(300):
         rounds = rng.integers(20, 40, 60).astype(float)
         committed = rng.binomial(5, 0.5, 60) / 5 * rounds + rounds             # a true tau of 1.5
-        low, high = drafters.interval(committed, rounds, draws=300)
+        low, high = drafters.interval(np.stack([committed, rounds], 1), draws=300)
         hits += low <= 1.5 <= high
     assert 270 <= hits <= 297                                                  # 95 % of 300, and not everything
-    assert drafters.interval(committed, rounds, (committed, rounds)) == [1.0, 1.0]
-    low, high = drafters.interval(1.02 * committed, rounds, (committed, rounds))
+    prompts, more = np.stack([committed, rounds], 1), np.stack([1.02 * committed, rounds], 1)
+    assert drafters.interval(prompts, prompts) == [1.0, 1.0]
+    low, high = drafters.interval(more, prompts)
     assert low == pytest.approx(1.02) == high                                  # paired: what all prompts share is certain
 
 

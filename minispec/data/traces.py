@@ -184,7 +184,8 @@ def check_costs(table):
 
 def _check_time(entry, where, kinds):
     kind = entry.get("kind") if isinstance(entry, dict) else entry
-    _expect(isinstance(entry, dict) and kind in kinds, where, f"an object whose kind is {' or '.join(kinds)}", kind)
+    known = isinstance(entry, dict) and kind in kinds
+    _expect(known, where, f"an object whose kind is {' or '.join(kinds)}", kind)
     known = FIELDS[kind]
     _object(entry, where, ("kind", *known), () if kind == "linear" else known)
     if kind != "grid":

@@ -24,43 +24,35 @@ REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others ar
 
 # -- accepted lengths ------------------------------------------------------------------------------
 
-def interval(committed, rounds, other=None, draws=2000):
-    """(low, high), 95 % of bootstrap resamples of the prompts, of tau = sum of committed (n,) / sum of
-    rounds (n,); or, given another drafter's (committed, rounds) on the same prompts, of the ratio of both
-    taus."""
-    some = np.random.default_rng(0).integers(len(rounds), size=(draws, len(rounds)))
-    values = committed[some].sum(1) / rounds[some].sum(1)
+def tau(prompts):
+    """Committed tokens a round, of prompts (.., n, 2): how much was committed in how many rounds."""
+    total = prompts.sum(-2)
+    return total[..., 0] / total[..., 1]
+
+
+def interval(prompts, other=None, draws=2000):
+    """(low, high), 95 % of bootstrap resamples of the prompts, of tau; or, given another drafter's on the
+    same prompts, of the ratio of both taus."""
+    some = np.random.default_rng(0).integers(len(prompts), size=(draws, len(prompts)))
+    values = tau(prompts[some])
     if other is not None:
-        other_committed, other_rounds = other
-        values = values / (other_committed[some].sum(1) / other_rounds[some].sum(1))
+        values = values / tau(other[some])
     return [float(x) for x in np.percentile(values, (2.5, 97.5))]
 
 
-def accepted_lengths(engine, problems, tokenizer, temperature=0.0):
-    """Decode the problems with chains. Returns {"tau", "by_family", "by_depth", "prompts": [[committed,
-    rounds]]}. by_depth: how often draft 1, 2, .. is accepted where those before it are."""
+def accepted_lengths(engine, problems, tokenizer, temperature):
+    """Decode the problems with chains: (prompts (n, 2) as `tau` takes them, how often draft 1, 2, .. is
+    accepted where those before it are)."""
     requests = requests_of(problems, tokenizer, engine.model, NEW, Sampling(temperature))
     answers = [g.steps for g in engine.generate(requests)]
-    committed = np.array([sum(s.committed for s in steps) for steps in answers], float)
-    rounds = np.array([len(steps) for steps in answers], float)
+    prompts = np.array([[sum(s.committed for s in steps), len(steps)] for steps in answers], float)
 
-    families = np.array([p.family for p in problems])
-    by_family = {}
-    for f in dict.fromkeys(families.tolist()):
-        by_family[f] = float(committed[families == f].sum() / rounds[families == f].sum())
-
-    steps = [s for some in answers for s in some]
+    steps = sum(answers, [])
     by_depth = []
     for depth in range(1, max(s.proposed for s in steps) + 1):
-        tried = sum(s.accepted >= depth - 1 and s.proposed >= depth for s in steps)
-        reached = sum(s.accepted >= depth and s.proposed >= depth for s in steps)
-        by_depth.append(reached / max(tried, 1))
-    return {
-        "tau": float(committed.sum() / rounds.sum()),
-        "by_family": by_family,
-        "by_depth": by_depth,
-        "prompts": np.stack([committed, rounds], 1).tolist(),
-    }
+        tried = [s for s in steps if s.accepted >= depth - 1 and s.proposed >= depth]
+        by_depth.append(sum(s.accepted >= depth for s in tried) / max(len(tried), 1))
+    return prompts, by_depth
 
 
 # -- arms ------------------------------------------------------------------------------------------
@@ -89,59 +81,51 @@ def compare(kind, args, model, tokenizer, temperatures):
     if args.data:
         problems += prompts.load_named("gsm8k", args.data)[:n]
 
-    # {(arm, training prompts): one record for each seed}
+    # {(arm, training prompts): [(what it is, accepted lengths by temperature) of each seed]}
     trained = {}
     folders = [os.path.join(args.arms, arm) for arm in sorted(os.listdir(args.arms))]
     for folder in tqdm([f for f in folders if checkpoints.kind_of(f) == kind], desc=kind):
-        record = measure_arm(kind, folder, args, model, tokenizer, problems, temperatures)
-        trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append(record)
+        settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
+        engine = methods.make_engine(kind, model, settings, 16)
+        drafter = engine.planner.drafter
+        module = drafter.prism if kind == "prism" else drafter.drafter
+        about = {"parameters": module.n_params(), "log": checkpoints.last_record(folder)}
+        lengths = [accepted_lengths(engine, problems, tokenizer, t) for t in temperatures]
+        trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append((about, lengths))
     if not trained:
         raise ValueError(f"{args.arms} holds no drafter made by train_{kind}.py")
 
     names = [name for name, _ in trained]
     reference = REFERENCE[kind] if REFERENCE[kind] in names else names[0]
+    families = np.array([p.family for p in problems])
     out = {}
     for (name, n_prompts), seeds in sorted(trained.items(), key=lambda x: (-x[0][1], x[0][0])):
-        label = f"{name}, {n_prompts} prompts" if n_prompts else name
-        out[label] = {**seeds[0], "seeds": len(seeds)}
-        for t in temperatures:
-            at = f"at_{t:g}"
-            others = [x[at] for x in trained.get((reference, n_prompts), [])]
-            out[label][at] = join_seeds([x[at] for x in seeds], others)
+        record = {**seeds[0][0], "seeds": len(seeds)}
+        others = trained.get((reference, n_prompts), [])
+        for i, t in enumerate(temperatures):
+            own, its = ([lengths[i] for _, lengths in some] for some in (seeds, others))
+            record[f"at_{t:g}"] = join_seeds(own, its, families)
+        out[f"{name}, {n_prompts} prompts" if n_prompts else name] = record
     return {"prompts": len(problems), "reference": reference, "arms": out}
 
 
-def measure_arm(kind, folder, args, model, tokenizer, problems, temperatures):
-    """One trained drafter: its size, what its log says, and accepted lengths by temperature."""
-    settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
-    engine = methods.make_engine(kind, model, settings, 16)
-    if kind == "prism":
-        module = engine.planner.drafter.prism
-    else:
-        module = engine.planner.drafter.drafter
-    record = {"parameters": module.n_params(), "log": checkpoints.last_record(folder)}
-    for t in temperatures:
-        record[f"at_{t:g}"] = accepted_lengths(engine, problems, tokenizer, t)
-    return record
-
-
-def join_seeds(seeds, others):
+def join_seeds(seeds, others, families):
     """One record of the accepted lengths of all seeds of an arm; others: those of the reference arm, [] if
     there is none."""
-    committed, rounds = sum(np.array(x["prompts"]) for x in seeds).T
-    tau = committed.sum() / rounds.sum()
-    by_depth = zip(*(x["by_depth"] for x in seeds))                      # as far as all of them go
+    each = [prompts for prompts, _ in seeds]
+    prompts = sum(each)
+    by_depth = zip(*(shares for _, shares in seeds))                     # as far as all of them go
     out = {
-        "tau": tau,
-        "interval": interval(committed, rounds),
-        "seeds": [x["tau"] for x in seeds],
-        "by_family": {f: statistics.mean(x["by_family"][f] for x in seeds) for f in seeds[0]["by_family"]},
+        "tau": tau(prompts),
+        "interval": interval(prompts),
+        "seeds": [tau(x) for x in each],
+        "by_family": {f: statistics.mean(tau(x[families == f]) for x in each) for f in dict.fromkeys(families)},
         "by_depth": [statistics.mean(some) for some in by_depth],
     }
     if others:
-        other_committed, other_rounds = sum(np.array(x["prompts"]) for x in others).T
-        out["ratio"] = tau / (other_committed.sum() / other_rounds.sum())
-        out["ratio_interval"] = interval(committed, rounds, (other_committed, other_rounds))
+        other = sum(prompts for prompts, _ in others)
+        out["ratio"] = tau(prompts) / tau(other)
+        out["ratio_interval"] = interval(prompts, other)
     return out
 
 
