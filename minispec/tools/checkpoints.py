@@ -14,9 +14,10 @@ from dataclasses import asdict, fields
 import torch
 import torch.nn as nn
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
 
 from minispec.core.cpu import store_by_columns
-from minispec.core.gpt import GPT, Rope
+from minispec.core.gpt import GPT
 from minispec.data.tokenizer import OURS
 from minispec.tools import gguf_file
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
@@ -59,7 +60,7 @@ def load(path, device="cpu", dtype=None):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{source.file} lacks {missing[0]}{more}")
 
-    with torch.device("meta"):                                   # shapes without memory
+    with _Shapes():
         model = GPT(config)
     # Weights are read one by one, so memory never holds much more than the model.
     for ours, theirs, rows in weight_names(config):
@@ -71,11 +72,21 @@ def load(path, device="cpu", dtype=None):
         # The embedding comes first: it says in which dtype all others are stored.
         if module is model.embed:
             dtype = model.dtype
-            # Its temporary tables are large: here they find room in what later weights will take.
-            model.rope = Rope(config).to(device=device, dtype=dtype)
+            model.rope.to(device=device, dtype=dtype)
     if config.tied:
         model.head.weight = model.embed.weight
     return store_by_columns(model.eval())
+
+
+class _Shapes(TorchFunctionMode):
+    """Inside, weights have shapes but neither memory nor numbers, because a file has them. (With all of it on
+    the "meta" device, torch would import 900 modules, which takes seconds.)"""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.empty:
+            return func(*args, **{**(kwargs or {}), "device": "meta"})
+        if func.__name__ != "normal_":
+            return func(*args, **(kwargs or {}))
 
 
 def _stacked(source, names, shapes, device, dtype):
