@@ -311,7 +311,7 @@ def tiny(monkeypatch):
 
 def test_the_study_of_acceptance_runs_and_is_shown(tiny):
     out = studies.acceptance(tiny[0], MODEL, tiny[1])
-    text, = out["kinds"]["trace"]
+    text = out["kinds"]["trace"]
     assert [row[0] for row in text["60"]["rows"]] == list(studies.SELECTIONS) and all(0 <= row[3] <= 8 for row in text["60"]["rows"])
     assert "| pillar, 8, 5 % | " in render("acceptance", out) and "trace, 60 tokens" in render("acceptance_kinds", out) + render("attention", out)
 

@@ -110,20 +110,22 @@ class Replay:
     def attend(self, layer, q, k, v):
         """q (n, H, D), k and v (n, G, D) of a round's draft rows -> (n, H, D)."""
         n, groups, d = k.shape
-        keys, values = (x[:, :self.n_cached] for x in self.text.cache.layers[layer])        # (G, T, D)
+        seen = self.n_cached
+        cached = self.text.cache.layers[layer]
+        keys, values = (torch.cat([x[:, :seen], new.transpose(0, 1)], 1) for x, new in zip(cached, (k, v)))
         rows = group_rows(q, groups) * d ** -0.5                               # (G, g * n, D)
-        own = (rows @ k.permute(1, 2, 0)).unflatten(1, (-1, n))                # (G, g, n, n)
-        own.masked_fill_(torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
-        logits = (rows @ keys.transpose(1, 2)).unflatten(1, (-1, n))           # (G, g, n, T)
-        hidden = self.hidden[layer][:, None, None]
+        logits = (rows @ keys.transpose(1, 2)).unflatten(1, (-1, n))           # (G, g, n, T + n)
+        later = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
+        logits[..., seen:].masked_fill_(later, float("-inf"))
+
+        # Of the cached positions, those that were selected.
+        hidden = self.hidden[layer][:, None, None]                             # (G, 1, 1, T)
         if self.oracle:
-            mass = torch.cat([logits, own], -1).softmax(-1)[..., :self.n_cached].mean(1)    # (G, n, T)
-            best = mass.topk(self.planner.widest(self.n_cached), dim=-1, sorted=False).indices
+            mass = logits.softmax(-1)[..., :seen].mean(1)                      # (G, n, T)
+            best = mass.topk(self.planner.widest(seen), dim=-1, sorted=False).indices
             hidden = torch.ones_like(mass, dtype=torch.bool).scatter_(2, best, False)[:, None]
-        logits.masked_fill_(hidden, float("-inf"))
-        probs = torch.cat([logits, own], -1).softmax(-1).flatten(1, 2)
-        out = probs[..., :self.n_cached] @ values + probs[..., self.n_cached:] @ v.transpose(0, 1)
-        return ungroup_rows(out, n)
+        logits[..., :seen].masked_fill_(hidden, float("-inf"))
+        return ungroup_rows(logits.softmax(-1).flatten(1, 2) @ values, n)
 
     def judge(self, q):
         """Count what the round accepts, q (k, V) its drafts' distributions, and begin the next one."""

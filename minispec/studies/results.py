@@ -53,9 +53,9 @@ def write(name, result, seconds, device=None):
         os.remove(path(name + ".part"))
 
 
-def read(name, folder=None):
-    """The result in NAME.json of a folder (default: results/), or None where the study was not measured."""
-    file = os.path.join(folder or FOLDER, name + ".json")
+def read(name):
+    """The result in NAME.json, or None where the study was not measured."""
+    file = path(name + ".json")
     if not os.path.exists(file):
         return None
     with blame(file):

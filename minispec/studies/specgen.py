@@ -20,7 +20,6 @@ from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, schedule_view
 
 K, SPARSITY = 8, 0.05
-TEXTS = 1                               # of each kind: reading 7,000 tokens takes a core two minutes
 CONTEXTS = (1000, 2000, 4000, 7000)
 BEFORE, AFTER = 17, 112                 # rows that are recorded before a context and behind it
 SELECTIONS = ("oracle", "pillar", "ahead", "window")
@@ -38,32 +37,26 @@ def acceptance(args, model, tokenizer):
     """What SpecGen gets accepted along long texts, by kind of text, context, selection, k and budget; and
     where attention goes."""
     contexts = CONTEXTS[:1] if args.quick else CONTEXTS
-    cells = list(product(range(1 if args.quick else TEXTS), texts.kinds(tokenizer)))
+    kinds = texts.kinds(tokenizer)
 
-    def measure(number, kind):
-        return along_text(kind, number, model, tokenizer, args.data, contexts)
+    def along(kind):
+        """By context how repetitive the text is, the attention mass by layer, and [[select, k, sparsity, mean
+        accepted by rejection, by the greedy rule, rounds]]."""
+        ids = texts.text(kind, 0, contexts[-1] + AFTER, model, tokenizer, args.data)
+        text = Text(model, ids)
+        out = {}
+        for context in text.contexts(contexts, BEFORE, AFTER):
+            settings = [*product(SELECTIONS, (K,), (SPARSITY,))] + VARIED * (context == VARIED_AT)
+            replays = [Replay(text, context, *setting) for setting in settings]
+            replay(text, replays, context + AFTER)
+            rows = [[*setting, statistics.mean(r.accepted), statistics.mean(r.greedy), len(r.accepted)]
+                    for setting, r in zip(settings, replays)]
+            repeated = texts.repeated(ids[:context + AFTER], AFTER)
+            out[str(context)] = {"repeated": repeated, "mass": text.mass, "rows": rows}
+        return out
 
-    by_kind = {}
-    for (_, kind), text in zip(cells, results.each_kept("acceptance", args, model, {})(cells, measure)):
-        by_kind.setdefault(kind, []).append(text)
-    return {"k": K, "sparsity": SPARSITY, "kinds": by_kind}
-
-
-def along_text(kind, number, model, tokenizer, data, contexts):
-    """One text: by context how repetitive it is, the attention mass by layer, and [[select, k, sparsity, mean
-    accepted by rejection, by the greedy rule, rounds]]."""
-    ids = texts.text(kind, number, contexts[-1] + AFTER, model, tokenizer, data)
-    text = Text(model, ids)
-    out = {}
-    for context in text.contexts(contexts, BEFORE, AFTER):
-        settings = [*product(SELECTIONS, (K,), (SPARSITY,))] + VARIED * (context == VARIED_AT)
-        replays = [Replay(text, context, *setting) for setting in settings]
-        replay(text, replays, context + AFTER)
-        rows = [[*setting, statistics.mean(r.accepted), statistics.mean(r.greedy), len(r.accepted)]
-                for setting, r in zip(settings, replays)]
-        repeated = texts.repeated(ids[:context + AFTER], AFTER)
-        out[str(context)] = {"repeated": repeated, "mass": text.mass, "rows": rows}
-    return out
+    found = results.each_kept("acceptance", args, model, {})([(kind,) for kind in kinds], along)
+    return {"k": K, "sparsity": SPARSITY, "kinds": dict(zip(kinds, found))}
 
 
 # -- serving ---------------------------------------------------------------------------------------
@@ -126,17 +119,14 @@ def warm_cells(model, args, dtype, prompts, temperature, new):
     planner = methods.make_engine("specgen", model, args, len(prompts)).planner
     slots = longest + planner.extra_slots(Request(prompts[0], new))
     cache = KVCache(model.config, slots * len(prompts), model.dtype, model.device, spare=1)
-    first = {}                                                   # where a prompt was read first
-    for i, ids in enumerate(prompts):
-        # Requests enter in order, so the i-th has the i-th run of slots.
-        base = i * longest
-        if tuple(ids) in first:
-            source = first[tuple(ids)]
-            for x in (cache.k, cache.v):
-                x[:, :, base:base + longest] = x[:, :, source:source + longest]
-        else:
-            first[tuple(ids)] = base
-            read(model, torch.tensor(ids, device=model.device), cache, 0, len(ids), base)
+    # Requests enter in order, so the i-th has the i-th run of slots. There are DISTINCT prompts, again and
+    # again.
+    for i, ids in enumerate(prompts[:DISTINCT]):
+        read(model, torch.tensor(ids, device=model.device), cache, 0, len(ids), i * longest)
+    once = DISTINCT * longest
+    for base in range(once, len(prompts) * longest, longest):
+        for x in (cache.k, cache.v):
+            x[:, :, base:base + longest] = x[:, :, base - once:base - once + longest]
 
     def build(method):
         engine = methods.make_engine(method, model, args, len(prompts))

@@ -1,5 +1,4 @@
 """The tables of docs/specgen.md and of its appendix."""
-import statistics
 from itertools import product
 
 import numpy as np
@@ -9,60 +8,59 @@ from minispec.studies.markdown import percent, row, same, span, table, times, tw
 
 # -- accepted drafts -------------------------------------------------------------------------------
 
-def _mean(groups, draws=2000):
-    """"mean (low-high)" of groups of texts, with a 95 % bootstrap over the texts, if there are several."""
-    values = np.ravel(groups)
+def _mean(values, draws=2000):
+    """"mean (low-high)" of texts, with a 95 % bootstrap over the texts, if there are several."""
     if len(values) == 1:
         return two(values[0])
+    values = np.array(values)
     some = np.random.default_rng(0).integers(len(values), size=(draws, len(values)))
     return f"{values.mean():.2f} ({span(np.percentile(values[some].mean(1), (2.5, 97.5)))})"
 
 
-def _accepted(kinds, context, setting, rule=3):
-    """By kind, by text, what was accepted with a setting [select, k, sparsity]; rule: 3 rejection, 4
-    greedy."""
-    return [[next(x[rule] for x in text[context]["rows"] if x[:3] == setting) for text in some]
-            for some in kinds.values()]
+def _accepted(at, *setting, rule=3):
+    """What was accepted at a context of a text with a setting; rule: 3 rejection, 4 greedy. None where the
+    setting was not tried."""
+    return next((x[rule] for x in at["rows"] if x[:3] == list(setting)), None)
 
 
-def _first(r):
-    """{context: what was measured} of one text."""
-    return next(iter(r["kinds"].values()))[0]
+def _by_context(r):
+    """[(name, what was measured there)] of every context and kind of text."""
+    contexts = next(iter(r["kinds"].values()))
+    return [(f"{kind}, {context} tokens", text[context])
+            for context, (kind, text) in product(contexts, r["kinds"].items())]
 
 
 def acceptance(r):
     """Selections and settings by context, means of the kinds of text."""
-    first = _first(r)
+    first, *_ = kinds = list(r["kinds"].values())
     settings = max(([x[:3] for x in at["rows"]] for at in first.values()), key=len)
     rows = []
-    for setting in settings:
-        select, k, sparsity = setting
-        cells = [_mean(_accepted(r["kinds"], context, setting))
-                 if setting in [x[:3] for x in at["rows"]] else "" for context, at in first.items()]
+    for select, k, sparsity in settings:
+        cells = []
+        for context in first:
+            found = [_accepted(text[context], select, k, sparsity) for text in kinds]
+            cells.append("" if None in found else _mean(found))
         rows.append(f"{select}, {k}, {100 * sparsity:g} % | {row(cells)}")
     return table(f"selection, k, budget s | {row(f'{context} tokens' for context in first)}", rows)
 
 
 def kinds(r):
     """What the kinds of text differ in, at the usual setting."""
+    shown = (("pillar", 3), ("pillar", 4), ("ahead", 3), ("window", 3), ("oracle", 3))
     rows = []
-    for context, (kind, some) in product(_first(r), r["kinds"].items()):
-        shown = (("pillar", 3), ("pillar", 4), ("ahead", 3), ("window", 3), ("oracle", 3))
-        cells = [_mean(_accepted({kind: some}, context, [select, r["k"], r["sparsity"]], rule))
-                 for select, rule in shown]
-        repeated = statistics.mean(text[context]["repeated"] for text in some)
-        rows.append(f"{kind}, {context} tokens | {percent(repeated)} | {row(cells)}")
+    for name, at in _by_context(r):
+        cells = row(two(_accepted(at, select, r["k"], r["sparsity"], rule=rule)) for select, rule in shown)
+        rows.append(f"{name} | {percent(at['repeated'])} | {cells}")
     return table("text | repeated 8-grams | pillar | pillar, greedy | ahead | window | oracle", rows)
 
 
 def mass(r):
     """Attention mass in each head's own top 5 % of keys, by layers."""
     rows = []
-    for context, (kind, some) in product(_first(r), r["kinds"].items()):
-        layers = np.mean([text[context]["mass"] for text in some], axis=0)
+    for name, at in _by_context(r):
+        layers = np.array(at["mass"])
         thirds = [part.mean() for part in np.array_split(layers[1:], 3)]
-        cells = row(two(x) for x in (layers[0], *thirds, layers.mean()))
-        rows.append(f"{kind}, {context} tokens | {cells}")
+        rows.append(f"{name} | {row(two(x) for x in (layers[0], *thirds, layers.mean()))}")
     return table("mass in the top 5 % of keys | first layer | first third of the others | second third | "
                  "last third | mean of all", rows)
 

@@ -30,24 +30,25 @@ def kinds(tokenizer):
 
 
 def text(kind, number, length, model, tokenizer, data):
-    """The number-th text of a kind: `length` ids, or ValueError."""
+    """A text of a kind: `length` ids, or ValueError. There are many of the kind "trace", by number."""
     if kind != "trace" and not data:
         raise ValueError("real texts are read from a data folder: give --data DIR or set MINISPEC_DATA")
     if kind == "trace":
         problem = tasks.make("trace", number, "heldout", tasks.lines_for(length))
         ids = tokenizer.prompt_ids(problem.prompt) + tokenizer.encode(problem.think)
     elif kind == "book":
-        file = sorted(glob.glob(os.path.join(data, "standardebooks", "*.txt")))[number]
+        file = min(glob.glob(os.path.join(data, "standardebooks", "*.txt")))
         with open(file, encoding="utf-8") as f:
             # Not the first chapter; some five characters are a token.
             ids = tokenizer.encode(f.read()[20_000:20_000 + 8 * length])
     elif kind == "own answers":
-        ids = own_answers(number, length, model, tokenizer, data)
+        ids = own_answers(length, model, tokenizer, data)
     else:
-        turns = _reasoning(data, number) if kind == "reasoning" else _instructions(data, number)
+        turns = _reasoning(data) if kind == "reasoning" else _instructions(data)
+        random.Random(0).shuffle(turns)
         ids = conversation([(asked, tokenizer.encode(said)) for asked, said in turns], tokenizer, length)
     if len(ids) < length:
-        raise ValueError(f"text {number} of the kind {kind} has {len(ids)} tokens; {length} are needed")
+        raise ValueError(f"the text of the kind {kind} has {len(ids)} tokens; {length} are needed")
     return ids[:length]
 
 
@@ -62,31 +63,23 @@ def conversation(turns, tokenizer, length):
     return tokenizer.chat_ids(messages)
 
 
-def _reasoning(data, number):
-    """Chains of thought: monologues, or solutions by several models."""
-    if number % 2:
-        file, question, answer = "marco_o1/CoT_demo.json", "instruction", "response"
-    else:
-        file, question, answer = "reasoning_gym_traces/traces_correct.jsonl", "question", "response"
+def _reasoning(data):
+    """Chains of thought: solutions by several models."""
+    file = os.path.join(data, "reasoning_gym_traces", "traces_correct.jsonl")
     # One answer to each question: several models agree too well.
-    answers = {row[question]: row[answer] for _, row in prompts.read_rows(os.path.join(data, file))}
-    turns = list(answers.items())
-    random.Random(number).shuffle(turns)
-    return turns
+    return list({row["question"]: row["response"] for _, row in prompts.read_rows(file)}.items())
 
 
-def _instructions(data, number):
-    rows = [row for _, row in prompts.read_rows(os.path.join(data, "instruct", "instruction-data.json"))]
-    random.Random(number).shuffle(rows)
-    return [(f"{row['instruction']}\n{row['input']}", row["output"]) for row in rows]
+def _instructions(data):
+    rows = prompts.read_rows(os.path.join(data, "instruct", "instruction-data.json"))
+    return [(f"{row['instruction']}\n{row['input']}", row["output"]) for _, row in rows]
 
 
-def own_answers(number, length, model, tokenizer, data):
+def own_answers(length, model, tokenizer, data):
     """A conversation whose answers the model samples itself, to questions of MT-bench."""
-    questions = [p.prompt for p in prompts.load_named("spec_bench", data)]
-    questions = questions[QUESTIONS * number:QUESTIONS * (number + 1)]
+    questions = [p.prompt for p in prompts.load_named("spec_bench", data)[:QUESTIONS]]
     requests = [Request(tokenizer.prompt_ids(asked), OWN, Sampling(1.0, seed=i), tokenizer.ends)
-                for i, asked in enumerate(questions, QUESTIONS * number)]
+                for i, asked in enumerate(questions)]
     for _ in Engine(model, Lockstep, QUESTIONS).stream(requests):
         if sum(len(r.generation.token_ids) for r in requests) >= length:
             for r in requests:
