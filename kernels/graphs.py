@@ -7,15 +7,16 @@ graph replays all of them at once, but it is frozen: addresses, shapes, grids an
 passed. Requests change phase from forward to forward, so all that changes must lie in memory, in places that
 stay. The kernels read a request's rows, length and list from device tables, in which draft rows,
 verifications and prompts differ in numbers only, and leave at once where a table says -1. So a forward is its
-`Inputs`; `Graphs` copies them into static ones, padded to the next of SIZES, and there is one graph a size:
+`Inputs`. `Graphs` pads its tables to the next of SIZES and sends all of them in one copy, and there is one
+graph a size:
 
     rows        pad rows repeat token 0 at position 0. No work item names them, so their attention is whatever
                 memory holds, and nobody reads it. Their keys and values go to a spare slot of the cache,
                 which no request owns.
     work        items, merges and the list of scored requests end in -1, up to what so many rows can ever need
                 (`room`).
-    lists       slots, selections and requests keep what an earlier, larger forward left: nothing reads beyond
-                the counts.
+    requests    have a place in the tables each. One that drafts from a list keeps its place, so that its list
+                is copied once a round. Places without a request have no rows.
 
 Outside the graph stay the target's logits, which only some rows want, and everything of the planner's. One
 set of buffers is enough, since the host waits for a forward before it prepares the next (the paper alternates
@@ -29,7 +30,8 @@ in Triton's interpreter. What the padded grids and the copies cost beside what t
 measured.
 """
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -39,34 +41,44 @@ from .attention import CHUNK, LARGE, Plan, make_plan
 SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 641, 64))
 
 
-BY_ROW = "tokens", "positions", "new", "which", "features"
-
-
 @dataclass
 class Inputs:
     """Everything in which two forwards differ, on the device: N rows of B requests, T positions at most, up
     to W of them selected.
 
-    tokens, positions, new (N,): new, the slots for the rows' keys and values. slots (B, T), selected (B, L,
-    G, W), plan: see attention.py. which (R,): the requests whose scores are wanted. The forward fills them
-    in, in `scores` (L, B, G, T) of Graphs. features (N, F): what else a drafter reads of each row; more: and
-    of each request, {name: tensor}. how: what is no tensor; a graph serves one value of it."""
+    tokens, positions, new (N,): new, the slots for the rows' keys and values. first (B,): the first slot of
+    each request; slots (B, T) follow from it. selected (B, L, G, W), plan: see attention.py. which (R,): the
+    requests whose scores are wanted. The forward fills them in, in `scores` (L, B, G, T). features (N, F):
+    what else a drafter reads of each row; more: and of each request, {name: tensor}. how: what is no tensor;
+    a graph serves one value of it."""
     tokens: torch.Tensor
     positions: torch.Tensor
     new: torch.Tensor
+    first: torch.Tensor
     slots: torch.Tensor
     selected: torch.Tensor
     which: torch.Tensor
     plan: Plan
-    scores: torch.Tensor = None
-    features: torch.Tensor = None
-    more: dict = field(default_factory=dict)
+    scores: torch.Tensor
+    features: torch.Tensor
+    more: dict
     how: tuple = ()
 
 
 def slots_of(first, length):
     """The slots (B, length) of requests whose first slots are `first` (B,)."""
-    return first.int()[:, None] + torch.arange(length, dtype=torch.int32, device=first.device)
+    return first[:, None] + torch.arange(length, dtype=torch.int32, device=first.device)
+
+
+def tables(buffer, shapes):
+    """{name: tensor}, one behind the other in a buffer of int32; shapes: {name: (shape, dtype)}."""
+    out = {}
+    at = 0
+    for name, (shape, dtype) in shapes.items():
+        n = prod(shape) * dtype.itemsize // 4
+        out[name] = buffer[at:at + n].view(dtype).view(shape)
+        at += -(-n // 4) * 4                             # to the next 16 bytes
+    return out
 
 
 class Recorded:
@@ -104,8 +116,8 @@ class Graphs:
 
     cache: a KVCache with a spare slot, for pad rows; batch requests at most, of `longest` positions at most;
     widest: how many positions a planner selects at most (0: it selects none, and wants no scores); group =
-    H / G; features: F of Inputs.features; more: static tensors for Inputs.more; positions: the most that all
-    requests together have (default: as many as the cache has slots)."""
+    H / G; features: F of Inputs.features; more: zeros of the shapes of Inputs.more; positions: the most that
+    all requests together have (default: as many as the cache has slots)."""
 
     def __init__(self, function, cache, batch, longest, widest, group, features=0, more=None, positions=None):
         layers, groups, _, _ = cache.k.shape
@@ -115,25 +127,17 @@ class Graphs:
         self.batch = batch
         self.longest = longest
         self.group = group
-        # Of work items: see Plan.padded.
-        self.padding = {"tokens": 0, "positions": 0, "new": cache.n_slots, "which": -1}
-
-        def empty(*shape, dtype=torch.int32):
-            return torch.zeros(shape, dtype=dtype, device=cache.k.device)
-
-        rows = SIZES[-1]
-        items, merges, part_rows = self.room(rows)
-        scored = batch if widest else 0
-        tokens, positions, new, sees = empty(4, rows, dtype=torch.int64)
-        plan = Plan(empty(batch, 6), sees, empty(items, 4), empty(merges, 5), part_rows, CHUNK, longest,
-                    widest)
-        selected = empty(batch, layers, groups, widest)
-        scores = empty(layers, scored, groups, longest, dtype=torch.float32)
-        of_rows = empty(rows, features, dtype=cache.k.dtype)
-        self.static = Inputs(tokens, positions, new, empty(batch, longest), selected, empty(scored), plan,
-                             scores, of_rows, more or {})
+        self.n_features = features
+        self.more = more or {}
+        self.padding = {"new": cache.n_slots, "which": -1}           # 0 elsewhere; of work items: see Plan.padded
+        self.n_scored = batch if widest else 0
+        self.selected = torch.zeros(batch, layers, groups, widest, dtype=torch.int32, device=cache.k.device)
+        self.scores = torch.zeros(layers, self.n_scored, groups, longest, device=cache.k.device)
+        self.lists = [None] * batch                      # place -> the keys whose list lies there
+        self.statics = {}                                # padded rows -> see `static`
         self.pool = torch.cuda.graph_pool_handle() if cache.k.is_cuda else None
         self.graphs = {}                                 # (padded rows, how) -> (graph, what it fills)
+        self.compiled = False
 
     def room(self, rows):
         """The most work items, merges and partial rows that so many rows need: a request has one tile, and
@@ -147,79 +151,126 @@ class Graphs:
             return items, 0, 0
         return items, requests + more, min(items * LARGE, rows * self.group * parts)
 
-    def view(self, rows, how):
-        """The static inputs as a forward of so many rows has them."""
-        x = self.static
-        items, merges, part_rows = self.room(rows)
-        plan = replace(x.plan, items=x.plan.items[:items], merges=x.plan.merges[:merges],
-                       n_part_rows=part_rows)
-        cut = {name: getattr(x, name)[:rows] for name in BY_ROW}
-        return replace(x, **cut, plan=plan, how=how)
+    def shapes(self, rows):
+        """{name: (shape, dtype)} of all tables of a forward of so many rows; first those of 64 bits."""
+        items, merges, _ = self.room(rows)
+        of_rows = dict.fromkeys(("tokens", "positions", "new", "sees"), ((rows,), torch.int64))
+        more = {name: (table.shape, table.dtype) for name, table in self.more.items()}
+        of_work = {"first": (self.batch,), "requests": (self.batch, 6), "items": (items, 4),
+                   "merges": (merges, 5), "which": (self.n_scored,)}
+        return {**of_rows, **more, **{name: (shape, torch.int32) for name, shape in of_work.items()}}
 
-    def fill(self, static, x):
-        """Copy x into the static inputs, each tensor into the corner that it takes up."""
-        room = len(static.plan.items), len(static.plan.merges), static.plan.n_part_rows
-        plan = x.plan.padded(*room)                      # complains if room is wrong
-        names = *BY_ROW, "slots", "selected"
-        pairs = [(name, getattr(static, name), getattr(x, name)) for name in names]
-        names = "requests", "sees", "items", "merges"
-        pairs += [(name, getattr(static.plan, name), getattr(plan, name)) for name in names]
-        pairs += [(name, static.more[name], x.more[name]) for name in x.more]
-        for name, held, new in pairs:
-            if not held.numel():
+    def static(self, rows):
+        """What all forwards of so many rows have in common: the host's buffer and its tables, the device's
+        buffer, and the Inputs that lie there."""
+        if rows in self.statics:
+            return self.statics[rows]
+        shapes = self.shapes(rows)
+        n = sum(prod(shape) * dtype.itemsize // 4 + 3 for shape, dtype in shapes.values())
+        host = torch.zeros(n, dtype=torch.int32, pin_memory=self.cache.k.is_cuda)
+        buffer = torch.zeros(n, dtype=torch.int32, device=self.cache.k.device)
+        t = tables(buffer, shapes)
+        plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], self.room(rows)[2], CHUNK, self.longest,
+                    self.selected.shape[-1])
+        features = self.cache.k.new_zeros(rows, self.n_features)
+        x = Inputs(t["tokens"], t["positions"], t["new"], t["first"], None, self.selected, t["which"], plan,
+                   self.scores, features, {name: t[name] for name in self.more})
+        static = host, tables(host, shapes), buffer, x
+        if rows in SIZES:
+            self.statics[rows] = static
+        return static
+
+    def places(self, segments):
+        """A place for every segment. The list of one that drafts is copied when it has no place yet."""
+        drafting = [s.keys for s in segments if s.keys.selected is not None]
+        free = [i for i, keys in enumerate(self.lists) if keys not in drafting]
+        out = []
+        for s in segments:
+            if s.keys in self.lists:
+                out.append(self.lists.index(s.keys))
                 continue
-            if name in self.padding:
-                held[len(new):] = self.padding[name]
-            held[tuple(map(slice, new.shape))] = new
+            out.append(free.pop(0))
+            if s.keys.selected is not None:
+                self.lists[out[-1]] = s.keys
+                self.selected[out[-1], :, :, :s.keys.selected.shape[-1]] = s.keys.selected
+        return out
 
-    def inputs(self, segments, tokens, positions):
-        """The Inputs of a packed batch: rows of requests, each with `tokens`, `start` and `keys`
-        (requests.Segment or drafters.Rows)."""
-        layers, groups, _, _ = self.cache.k.shape
-        device = tokens.device
-        # Where each row's keys and values go, and where each position of a request lies.
+    def fill(self, rows, segments, places, features=None, more=None):
+        """The Inputs of a packed batch, padded to so many rows; arguments as of __call__."""
         ends = [s.start + len(s.tokens) for s in segments]
-        new = torch.cat([torch.arange(s.start, end) + s.keys.base for s, end in zip(segments, ends)])
-        first = torch.tensor([s.keys.base for s in segments], device=device)
-        slots = slots_of(first, max(ends)).clamp(max=self.cache.n_slots - 1)
-
-        # Drafting rows read the positions that were selected and a tail of recent ones, all others a tail
-        # from position 0 on.
-        lists = [s.keys.selected for s in segments]
-        widest = max([chosen.shape[-1] for chosen in lists if chosen is not None], default=0)
-        selected = torch.zeros(len(segments), layers, groups, widest, dtype=torch.int32, device=device)
         shapes = []                                      # (rows, length, selected positions, tail)
-        for i, (s, chosen) in enumerate(zip(segments, lists)):
-            n_selected = tail = 0
-            if chosen is not None:
-                n_selected = chosen.shape[-1]
-                tail = s.keys.length - s.keys.recent
-                selected[i, :, :, :n_selected] = chosen
-            shapes.append((len(s.tokens), ends[i], n_selected, tail))
+        for s, end in zip(segments, ends):
+            # Drafting rows read the positions that were selected and a tail of recent ones, all others a
+            # tail from position 0 on.
+            chosen = s.keys.selected
+            n_selected = 0 if chosen is None else chosen.shape[-1]
+            tail = 0 if chosen is None else s.keys.length - s.keys.recent
+            shapes.append((len(s.tokens), end, n_selected, tail))
         trees = {i: s.keys.tail for i, s in enumerate(segments) if getattr(s.keys, "tail", None) is not None}
-        plan = make_plan(shapes, self.group, trees=trees).to(device)
+        items, merges, part_rows = self.room(rows)
+        plan = make_plan(shapes, self.group, trees=trees).padded(items, merges, part_rows)
 
-        scored = [i for i, s in enumerate(segments) if s.keys.scores is not None]
-        which = torch.tensor(scored, dtype=torch.int32, device=device)
-        return Inputs(tokens, positions, new.to(device), slots, selected, which, plan)
+        # Requests and their first slots go to their places, work items name these. Slots of places without a
+        # request repeat the first one's.
+        place = torch.tensor([*places, -1], dtype=torch.int32)         # of padding: -1 again
+        requests = torch.zeros(self.batch, 6, dtype=torch.int32)
+        requests[places] = plan.requests
+        first = torch.full((self.batch,), segments[0].keys.base)
+        first[places] = torch.tensor([s.keys.base for s in segments])
+        for work in (plan.items, plan.merges):
+            work[:, 0] = place[work[:, 0]]
+        scored = [i for i, s in zip(places, segments) if s.keys.scores is not None]
+        given = {
+            "tokens": torch.tensor([token for s in segments for token in s.tokens]),
+            "positions": torch.tensor([position for s in segments for position in s.positions]),
+            "new": torch.cat([torch.arange(s.start, end) + s.keys.base for s, end in zip(segments, ends)]),
+            "sees": plan.sees,
+            "first": first,
+            "requests": requests,
+            "items": plan.items,
+            "merges": plan.merges,
+            "which": torch.tensor(scored, dtype=torch.int32),
+            **(more or {}),
+        }
+        # All of it in one copy.
+        host, filled, buffer, x = self.static(rows)
+        for name, new in given.items():
+            filled[name].fill_(self.padding.get(name, 0))
+            filled[name][tuple(map(slice, new.shape))] = new
+        buffer.copy_(host, non_blocking=True)
+        if features is not None:
+            x.features[:len(features)] = features
+        return x
 
-    def run(self, segments, tokens, positions):
-        return self(self.inputs(segments, tokens, positions))
+    def __call__(self, segments, features=None, more=None, how=()):
+        """(what function returns for the rows of these segments, seconds spent on compilation and capture).
 
-    def __call__(self, x):
-        """(what function(x) returns, the scores, seconds spent on a capture). The scores stay until the next
-        call."""
-        n = len(x.tokens)
+        segments: rows of requests, each with `tokens`, `positions`, `start` and `keys` (requests.Segment or
+        drafters.Rows); the keys that record scores get them. features, more, how: see Inputs; more lies on
+        the host."""
+        n = sum(len(s.tokens) for s in segments)
         started = time.perf_counter()
-        rows = next((size for size in SIZES if size >= n), None)
-        if rows is None:
-            return self.function(replace(x, scores=self.static.scores)), self.static.scores, 0.0
-        static = self.view(rows, x.how)
-        self.fill(static, x)
+        rows = next((size for size in SIZES if size >= n), n)
+        places = self.places(segments)
+        x = self.fill(rows, segments, places, features, more)
         spent = 0.0
-        if (rows, x.how) not in self.graphs:
-            self.graphs[rows, x.how] = capture(lambda: self.function(static), self.pool)
+
+        def function():
+            return self.function(replace(x, slots=slots_of(x.first, self.longest), how=how))
+
+        if (rows, how) not in self.graphs and (rows in SIZES or not self.compiled):
+            if rows in SIZES:
+                self.graphs[rows, how] = capture(function, self.pool)
+            else:
+                function()                               # compiles kernels
+            self.compiled = True
             spent = time.perf_counter() - started
-        graph, out = self.graphs[rows, x.how]
-        graph.replay()
-        return [y[:n].clone() for y in out], static.scores, spent
+        if rows in SIZES:
+            graph, out = self.graphs[rows, how]
+            graph.replay()
+        else:
+            out = function()
+        for s, place in zip(segments, places):
+            if s.keys.scores is not None:
+                s.keys.scores.copy_(self.scores[:, place, :, :s.keys.scores.shape[-1]])
+        return [y[:n].clone() for y in out], spent

@@ -34,12 +34,12 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.attention import TREE, can_fuse, path_mask
 from minispec.core.cpu import store_by_columns
-from minispec.core.drafters import Chained, pack
-from minispec.core.requests import MAX_K, draw_drafts
+from minispec.core.drafters import Chained, going_on
+from minispec.core.requests import MAX_K
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
 
@@ -139,70 +139,21 @@ def copy_modules(prism, source):
 
 # -- drafting: chains and trees ------------------------------------------------------------------------------
 
-class Draft:
-    """What is drafted for one request in one round: nodes in order of creation, each with the node it hangs
-    from (-1: the last committed token) and the log-probability of its path. A chain is the tree of width
-    1."""
+def best_nodes(scores, n):
+    """The n nodes of largest score, in order of creation. A child's score is at most its parent's, and where
+    they tie the parent is older. So the best n of all nodes always include the parents of all of them."""
+    by_score = sorted(range(len(scores)), key=lambda node: (-scores[node], node))
+    return sorted(by_score[:n])
 
-    def __init__(self, request, notes, limit, depth):
-        self.request = request
-        self.notes = notes
-        self.limit = limit                               # the most nodes that may go to the target
-        self.depth = min(depth, limit)
-        self.tokens = []
-        self.parents = []
-        self.scores = []                                 # log-probability of the path from the root to a node
-        self.q = []  # of a chain: the distributions its tokens were drawn from
-        self.open = [-1]                                 # nodes whose children are drafted now ..
-        self.states = None                               # .. and their states (n, C)
-        self.leaves = []                                 # nodes to open next
-        self.paths = {-1: []}  # opened node -> rows of its path behind the accepted ones
-        self.rows = 0                                    # such rows in all
 
-    def grow(self, tokens, scores, width):
-        """Children for every open node (lists, best first); the best `width` of them will be opened next."""
-        first = len(self.tokens)
-        for node, some, logs in zip(self.open, tokens, scores):
-            so_far = self.scores[node] if node >= 0 else 0.0
-            for token, log in zip(some, logs):
-                self.tokens.append(token)
-                self.parents.append(node)
-                self.scores.append(so_far + log)
-        self.leaves = self.best(range(first, len(self.tokens)), width)
-
-    def best(self, nodes, n):
-        """The n of largest score, in order of creation. A child's score is at most its parent's, and where
-        they tie the parent is older. So the best n of all nodes always include the parents of all of them."""
-        by_score = sorted(nodes, key=lambda node: (-self.scores[node], node))
-        return sorted(by_score[:n])
-
-    def open_leaves(self):
-        """Make the leaves the open nodes, and return the rows (Notes.rows) that do it: the token of each, and
-        the state of the node it hangs from. A row sees all accepted rows and its own path."""
-        nodes = self.leaves
-        states = self.states[[self.open.index(self.parents[node]) for node in nodes]]
-        for node in nodes:
-            self.paths[node] = [*self.paths[self.parents[node]], self.rows]
-            self.rows += 1
-        # All leaves are equally deep. A single one is a chain so far, in which causal rows see the same.
-        depth = len(self.paths[nodes[0]])
-        positions = [self.notes.cached - 1 + depth] * len(nodes)
-        tail = None
-        if self.rows > depth:
-            tail = path_mask([self.paths[node] for node in nodes], self.rows)
-        start = self.notes.cached + self.rows - len(nodes)
-        self.open = nodes
-        return self.notes.rows(start, [self.tokens[node] for node in nodes], states, positions, tail)
-
-    def result(self):
-        """(tokens, q) of a chain, (tokens, None, parents) of a tree, for the engine; see drafters.py."""
-        if self.q:                                       # a chain
-            return self.tokens, None if self.q[0] is None else torch.stack(self.q)
-        kept = self.best(range(len(self.tokens)), self.limit)
-        # The target's row 0 is the last committed token, the kept nodes follow.
-        row = {node: i for i, node in enumerate([-1, *kept])}
-        parents = [row[self.parents[node]] for node in kept]
-        return [self.tokens[node] for node in kept], None, parents
+def prune(tokens, parents, scores, n):
+    """The best n nodes of a tree as (tokens, None, parents) for the engine; see drafters.py. Nodes are in
+    order of creation, each with the one it hangs from (-1: the last committed token) and the log-probability
+    of its path."""
+    kept = best_nodes(scores, n)
+    # The target's row 0 is the last committed token, the kept nodes follow.
+    row = {node: i for i, node in enumerate([-1, *kept])}
+    return [int(tokens[node]) for node in kept], None, [row[parents[node]] for node in kept]
 
 
 class PrismDrafter(Chained):
@@ -220,150 +171,85 @@ class PrismDrafter(Chained):
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
         if not 1 <= width <= MAX_K:
             raise ValueError(f"width {width} is out of range; allowed is 1 (a chain) to {MAX_K}")
-        super().__init__(prism.config, target)
+        super().__init__(prism.config, target, prism.rope, width * depth)
         self.prism = prism.to(target.dtype)
         self.words = Words(target, prism.vocabulary)
         self.depth = depth
-        self.width = width
-        self.alike = width > 1
+        self.width = min(width, self.words.size)
         self.name = name
         self.taps = prism.config.taps
         self.max_k = MAX_K if width == 1 else MAX_NODES
 
     def prepare(self, batch, longest):
-        c = self.config
-        if self.width == 1:
-            super().prepare(batch, longest, c.d_model)
-        elif can_fuse(self.target) and self.width * self.depth <= TREE and self.width <= self.words.size:
-            self.make_graphs(self._tree, batch, longest, self.width * self.depth, c.d_model)
-            self.later = self.later_plan(batch, self.width)
-
-    def step(self, number, tokens, states, x):
-        """A step on the kernels; see Chained."""
-        from kernels.fused import decode
-        module = self.prism.bank[self.config.module_of(number)]
-        h = module.join(torch.cat([self.words.embed(tokens), states], -1))
-        return decode(module.blocks, module.norm, self.prism.rope, h, x, self.pool)[0]
+        super().prepare(batch, longest, max(len(self.taps), 1) * self.config.d_model)
 
     def observe(self, request, features):
-        self.note(request, self.width * self.depth).features.append(features)
+        self.note(request).features.append(features)
 
-    def propose(self, requests, limits):
-        # A prompt of one token has no row yet that the target knows.
-        drafts = {r: Draft(r, self.notes[r], limit, self.depth)
-                  for r, limit in zip(requests, limits) if limit > 0 and r.n_cached}
-        live = list(drafts.values())
-        if self.in_graph(list(drafts), [d.notes for d in live]):
-            self._in_graph(live)
-            live = []
-        step = 1
-        while live:
-            if step == 1:
-                work = [self._encode(d) for d in live]
-            else:
-                work = [d.open_leaves() for d in live]
-            self._forward(step, live, work)
-            self._grow(live)
-            live = [d for d in live if d.depth > step]
-            step += 1
-        return [drafts[r].result() if r in drafts else ([], None) for r in requests]
+    def first_rows(self, request):
+        """Rows for the tokens accepted since the last round, from the target's features. Row r reads
+        t_{r+1}."""
+        if not request.n_cached:                         # a prompt of one token: the target knows no row yet
+            return None
+        notes = self.notes[request]
+        tokens = request.tokens[notes.cached + 1:request.n_cached + 1]
+        rows = notes.rows(tokens, notes.take_features())
+        notes.cached = request.n_cached
+        return rows
 
-    def _in_graph(self, live):
-        """All steps of all drafts as one CUDA graph."""
-        work = [self._encode(d) for d in live]
+    def step(self, number, x, states):
+        """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
+        if number == 1:
+            states = self.prism.fuse(states)
+        module = self.prism.bank[self.config.module_of(number)]
+        h = module.join(torch.cat([self.words.embed(x.tokens), states], -1))
+        return self.body(module, h, x)
+
+    # -- trees -----------------------------------------------------------------------------------------------
+
+    def draws_like(self, request):
+        return super().draws_like(request) if self.width == 1 else (0,)        # without chance
+
+    def result(self, drafts, q, limit):
         if self.width == 1:
-            chains = self.chains([d.request for d in live], work, [d.depth for d in live])
-            for d, (tokens, q) in zip(live, chains):
-                d.tokens = tokens
-                d.q = [None] if q is None else list(q)
-            return
-        self.steps = max(self.steps, *(d.depth for d in live))
-        nodes, = self.run_graph(work, self.table(work), (self.steps,))
-        for d, (tokens, parents, scores) in zip(live, nodes.tolist()):
-            # This draft's steps may be fewer.
-            n = self.width + (d.depth - 1) * self.width ** 2
-            d.tokens = [int(token) for token in tokens[:n]]
-            d.parents = [int(parent) for parent in parents[:n]]
-            d.scores = scores[:n]
+            return super().result(drafts, q, limit)
+        # This draft's steps may be fewer.
+        n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
+        return prune(*(some[:n] for some in drafts), limit)
 
-    def _tree(self, x):
-        """What `_forward` and `_grow` do, on the device: token, parent and score (B, 3, n) of all n nodes."""
-        from kernels.graphs import slots_of
-        steps, = x.how
-        last, first, ends = x.more["table"]
+    def round(self, x):
+        """All steps: of trees token, parent and score (B, 3, n) of all n nodes."""
+        if self.width == 1:
+            return super().round(x)
+        n_steps, _ = x.how
         width = self.width
-        batch = len(first)
-        slots = slots_of(first, self.size)
-        requests = self.later.requests.clone()
-        ranks = torch.arange(width, device=first.device)
-        states = self.step(1, x.tokens, x.features, x)[last][:, None]          # (B, open nodes, C)
-        sees = torch.full_like(first, -1)[:, None]                             # (B, open nodes): see Plan
-        so_far = torch.zeros_like(sees, dtype=torch.double)                    # scores of the open nodes
-        nodes = torch.full_like(sees, -1)                                      # and their numbers
-        out, n = [], 0
-        for number in range(1, steps + 1):
+        states = self.step(1, x, x.features)[x.more["table"][0] - 1][:, None]  # (B, open nodes, C)
+        sees = states.new_empty(len(states), 1, 0, dtype=torch.bool)           # (B, open nodes, rows so far)
+        so_far = torch.zeros(states.shape[:2], dtype=torch.double, device=states.device)     # their scores,
+        nodes = torch.full_like(so_far, -1, dtype=torch.long)                                # their numbers
+        itself = torch.eye(width, dtype=torch.bool, device=states.device)
+        out, n_nodes = [], 0
+        for number, n in enumerate(going_on(n_steps), 1):
+            if number > 1:
+                # The best children are opened, in order of creation. Each sees its parent's path and itself.
+                best = scores[:n].sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
+                parent = best // width
+                path = sees[:n].gather(1, parent[..., None].expand(-1, -1, sees.shape[2]))
+                sees = torch.cat([path, itself.expand(n, -1, -1)], 2)
+                x = self.next_rows(x, number, tokens[:n].gather(1, best), sees)
+                states = states[:n].gather(1, parent[..., None].expand(-1, -1, states.shape[2]))
+                states = self.step(number, x, states.flatten(0, 1)).unflatten(0, (n, width))
+                so_far = scores[:n].gather(1, best)
+                nodes = best + n_nodes - tokens.shape[1]
             # The most probable children of all open nodes.
             top = self.words.logits(states).float().log_softmax(-1).topk(width)
             tokens = self.words.tokens(top.indices).flatten(1)                 # (B, open nodes * width)
             scores = (so_far[..., None] + top.values.clamp(max=0)).flatten(1)
             parents = nodes[..., None].expand(-1, -1, width).flatten(1)
-            out.append(torch.stack([tokens.double(), parents.double(), scores], 1))
-            if number == steps:
-                break
-            # The best of them are opened, in order of creation.
-            best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
-            parent = best // width
-            states = states.gather(1, parent[..., None].expand(-1, -1, states.shape[-1]))
-            sees = (sees.gather(1, parent) << width) | (1 << (width - 1 - ranks))
-            so_far = scores.gather(1, best)
-            nodes = best + n
-            n += tokens.shape[1]
-            # They are the newest rows of the request.
-            at = ends + (number - 1) * width
-            requests[:, 2] = at + width
-            positions = (ends + number - 1).clamp(max=self.config.block_size - 1)
-            plan = replace(self.later, requests=requests, sees=sees.flatten())
-            row = replace(x, tokens=tokens.gather(1, best).flatten(), plan=plan, slots=slots,
-                          positions=positions[:, None].expand(-1, width).flatten(),
-                          new=((first + at)[:, None] + ranks).flatten())
-            states = self.step(number + 1, row.tokens, states.flatten(0, 1), row).unflatten(0, (batch, width))
+            n_nodes += tokens.shape[1]
+            created = torch.stack([tokens.double(), parents.double(), scores], 1)
+            out.append(F.pad(created, (0, 0, 0, 0, 0, len(n_steps) - n)))
         return [torch.cat(out, 2)]
-
-    def _encode(self, d):
-        """Step 1: rows for the tokens accepted since the last round, from the target's features. Row r reads
-        t_{r+1}."""
-        notes, start, end = d.notes, d.notes.cached, d.request.n_cached
-        features = self.prism.fuse(torch.cat(notes.features))
-        notes.cached = end
-        notes.features = []
-        return notes.rows(start, d.request.tokens[start + 1:end + 1], features)
-
-    def _forward(self, step, drafts, work):
-        """Feed every draft's rows through the step's module, in one forward; leaves the states of the open
-        nodes."""
-        tokens, positions, attend, states = pack(work, self.target.device)
-        out = self.prism(step, self.words.embed(tokens), states, positions, attend)
-        for d, some in zip(drafts, out.split([len(rows.tokens) for rows in work])):
-            d.states = some[-len(d.open):]               # of step 1: the last row's alone
-
-    def _grow(self, drafts):
-        """Draft the children of all open nodes from their states."""
-        logits = self.words.logits(torch.cat([d.states for d in drafts]))
-        if self.width == 1:
-            # A chain: draw one child as the target would, and keep what it was drawn from.
-            indices, qs = draw_drafts([d.request for d in drafts], logits)
-            tokens = self.words.tokens(torch.tensor(indices, device=logits.device)).tolist()
-            for d, token, q in zip(drafts, tokens, qs):
-                d.grow([[token]], [[0.0]], 1)
-                d.q.append(None if q is None else self.words.whole(q))
-            return
-        # A tree: the most probable children, without chance.
-        top = logits.float().log_softmax(-1).topk(min(self.width, logits.shape[-1]))
-        opened = [len(d.open) for d in drafts]
-        tokens = self.words.tokens(top.indices).split(opened)
-        scores = top.values.clamp(max=0).split(opened)
-        for d, some, logs in zip(drafts, tokens, scores):
-            d.grow(some.tolist(), logs.tolist(), self.width)
 
 
 # -- folders -------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.core.cpu import store_by_columns
 from minispec.core.attention import can_fuse
-from minispec.core.drafters import Cached, pack
+from minispec.core.drafters import Cached
 from minispec.core.requests import MAX_K
 from minispec.core.words import Words, buffer
 from minispec.core.verify import draw, point_mass_tree, rejection_tree, selection_tree, warp
@@ -194,7 +194,7 @@ class SpecDiffDrafter(Cached):
                              "allowed is 0 (the argmax) to 100")
         if temperature is None and k_drafts > 1:
             temperature = 1.0                            # chains that are all alike would be one chain
-        super().__init__(drafter.config, target)
+        super().__init__(drafter.config, target, drafter.rope, gamma)
         self.drafter = drafter.to(target.dtype)
         self.words = drafter.words
         self.gamma = gamma
@@ -205,21 +205,18 @@ class SpecDiffDrafter(Cached):
         self.taps = drafter.config.taps
 
     def prepare(self, batch, longest):
-        """On a GPU a forward of all windows is one CUDA graph."""
         if can_fuse(self.target):
             width = 0 if self.taps is None else self.drafter.fuse.in_features
             # A request is there twice: its new tokens, and its window.
-            self.make_graphs(self._windows, batch, longest, self.gamma, width, segments=2)
+            self.make_graphs(batch, longest, width, segments=2)
 
-    def _windows(self, x):
-        from kernels.fused import decode
-        drafter = self.drafter
-        h = drafter.embed(x.tokens, x.features)
-        return decode(drafter.blocks, drafter.norm, drafter.rope, h, x, self.pool)
+    def round(self, x):
+        """One forward of all windows: hidden states (N, C)."""
+        return [self.body(self.drafter, self.drafter.embed(x.tokens, x.features), x)]
 
-    def _note(self, request):
+    def note(self, request):
         new = request not in self.notes
-        notes = self.note(request, self.gamma)
+        notes = super().note(request)
         if new and self.taps is not None:                # before the first token the target has no state
             width = self.drafter.fuse.in_features
             notes.features.append(notes.cache.k.new_zeros(1, width))
@@ -227,7 +224,7 @@ class SpecDiffDrafter(Cached):
 
     def observe(self, request, features):
         """The target's features (n, F) of its next n cached positions; called for tapped drafters alone."""
-        self._note(request).features.append(features)
+        self.note(request).features.append(features)
 
     def propose(self, requests, limits):
         """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""
@@ -247,31 +244,23 @@ class SpecDiffDrafter(Cached):
                 work.append(rows)
                 n += len(rows.tokens)
             wanted += range(n - slots, n)                # shifted, the row before the masks guesses slot 1
-        if self.graphs and all(rows.keys.cache is self.pool for rows in work):
-            hidden, = self.run_graph(work)
-        else:
-            hidden = self.drafter(*pack(work, self.target.device))
+        hidden, = self.run_round(work)
         logits = self.words.logits(hidden[wanted])
         return logits.split([slots for _, slots in live])
 
     def _rows(self, request, slots):
         """What a request feeds: first its new committed tokens, causal; then the window's masks, which see
         each other."""
-        notes = self._note(request)
-        new = request.tokens[notes.cached:]
+        notes = self.note(request)
         masks = [MASK] * (slots - self.drafter.config.shift)
-        end = len(request.tokens)
-        of_new = of_masks = None
-        if self.taps is not None:
-            # Each new token reads the state of the token before it, each mask the newest state there is.
-            of_new = torch.cat(notes.features)[-len(new):]
-            of_masks = of_new[-1:].expand(len(masks), -1)
-            notes.features = []
-        fed = [notes.rows(notes.cached, new, of_new)]
+        # Each new token reads the state of the token before it, each mask the newest state there is.
+        of_new = notes.take_features()
+        of_masks = [some[-1:].expand(len(masks), -1) for some in of_new[-1:]]
+        fed = [notes.rows(request.tokens[notes.cached:], of_new)]
+        notes.cached = len(request.tokens)               # the next round overwrites the masks' keys
         if masks:
             sees_all = torch.ones(len(masks), len(masks), dtype=torch.bool)
-            fed.append(notes.rows(end, masks, of_masks, tail=sees_all))
-        notes.cached = end                               # the next round overwrites the masks' keys
+            fed.append(notes.rows(masks, of_masks, tail=sees_all))
         return fed
 
     def _chains(self, request, logits, limit):

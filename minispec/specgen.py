@@ -303,12 +303,10 @@ class SpecGen:
 
     def _draft(self, r, state):
         if state.keys is None:
-            state.keys = self._draft_keys(r, state)
+            state.keys = PillarKeys(self.pool, 0, r.n_cached, state.selected, state.recent)
+        state.keys.base = r.run.first                      # it moves while others come and go
         token = state.drafts[-1] if state.drafts else r.tokens[-1]
         return Segment(r, [token], r.n_cached + len(state.drafts), state.keys, "draft", 1)
-
-    def _draft_keys(self, r, state):
-        return PillarKeys(self.pool, r.run.first, r.n_cached, state.selected, state.recent)
 
     def _verify(self, r, state):
         self._forget(state)

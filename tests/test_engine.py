@@ -249,9 +249,7 @@ def test_sampled_output_has_the_targets_distribution(name, sampling):
 
 def test_control_drafts_by_argmax_judged_by_softmax_are_rejected(monkeypatch):
     """The classical mistake: the drafter takes its argmax, the rule divides by its softmax."""
-    import minispec.core.drafters
-    draws = minispec.core.drafters.draw_drafts
-    monkeypatch.setattr(minispec.core.drafters, "draw_drafts", lambda requests, logits: (logits.argmax(-1).tolist(), draws(requests, logits)[1]))
+    monkeypatch.setattr("minispec.core.drafters.draw", lambda q, coin: q.argmax(-1))
     counts, _ = sampled("draft", Sampling(1.0), 5_000)
     assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
 

@@ -323,8 +323,7 @@ def test_sampled_output_has_the_targets_distribution(shape, sampling):
 
 
 def test_control_argmax_chains_judged_by_their_softmax_are_rejected(monkeypatch):
-    draws = prism.draw_drafts
-    monkeypatch.setattr(prism, "draw_drafts", lambda requests, logits: (logits.argmax(-1).tolist(), draws(requests, logits)[1]))
+    monkeypatch.setattr("minispec.core.drafters.draw", lambda q, coin: q.argmax(-1))
     counts, _ = sampled((2, 1, 2), Sampling(1.0, 0, 0.9), 1000)
     assert chi_square(counts, exact(Sampling(1.0, 0, 0.9))) < 1e-6
 
@@ -352,8 +351,8 @@ def test_a_draft_vocabulary_without_likely_tokens_loses_nothing(shape, monkeypat
     if shape[1] == 1:
         monkeypatch.setattr(Words, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 8 - len(SOME))))
     else:
-        result = prism.Draft.result
-        monkeypatch.setattr(prism.Draft, "result", lambda self: (*result(self), cut))
+        prune = prism.prune
+        monkeypatch.setattr(prism, "prune", lambda *tree: (*prune(*tree), cut))
     assert chi_square(sampled(shape, AT, 1000, LACKING)[0], exact(AT)) < 1e-6
 
 
@@ -434,18 +433,20 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
     rng = random.Random(2)
     for _ in range(200):
         width, depth, n = rng.randint(2, 5), rng.randint(1, 5), rng.randint(1, 30)
-        d = prism.Draft(None, None, n, depth)
-        for _ in range(d.depth):
-            logs = [sorted(((rng.choice([0.0, 0.0, -1.0]) if ties else -rng.expovariate(1)) for _ in range(width)), reverse=True) for _ in d.open]
-            d.grow([list(range(width)) for _ in d.open], logs, width)
-            d.open = d.leaves
-        tokens, q, parents = d.result()
-        assert q is None and len(tokens) == len(parents) == min(n, len(d.tokens))
+        nodes, opened = [], [(-1, 0.0)]                                        # token, parent and score of a node
+        for _ in range(depth):
+            first = len(nodes)
+            for node, score in opened:
+                logs = sorted(((rng.choice([0.0, 0.0, -1.0]) if ties else -rng.expovariate(1)) for _ in range(width)), reverse=True)
+                nodes += [(token, node, score + log) for token, log in enumerate(logs)]
+            opened = [(i, nodes[i][2]) for i in sorted(sorted(range(first, len(nodes)), key=lambda i: (-nodes[i][2], i))[:width])]
+        tokens, q, parents = prism.prune(*zip(*nodes), n)
+        assert q is None and len(tokens) == len(parents) == min(n, len(nodes))
         assert all(0 <= parent <= i for i, parent in enumerate(parents))       # parents are kept, and come first
         assert len({(p, t) for p, t in zip(parents, tokens)}) == len(tokens)   # siblings differ
-        by_score = sorted(d.scores, reverse=True)
-        kept = sorted(d.best(range(len(d.tokens)), d.limit), key=lambda i: -d.scores[i])
-        assert [d.scores[i] for i in kept] == by_score[:len(kept)]             # and they are the best
+        scores = [score for _, _, score in nodes]
+        kept = sorted(prism.best_nodes(scores, n), key=lambda i: -scores[i])
+        assert [scores[i] for i in kept] == sorted(scores, reverse=True)[:n]   # and they are the best
 
 
 # -- caches ------------------------------------------------------------------------------------------------------------

@@ -136,13 +136,13 @@ def test_cached_drafting_equals_a_forward_without_cache(form):
         drafts = SpecDiffDrafter(drafter, TARGET)
         propose = drafts.propose
         def record(requests, limits):
-            before = {r: (drafts._note(r).cached, list(drafts._note(r).features)) for r in requests}
+            before = {r: (drafts.note(r).cached, list(drafts.note(r).features)) for r in requests}
             out = propose(requests, limits)
             for r, (tokens, q) in zip(requests, out):
                 if len(tokens) == 4:
                     seen.append((list(r.tokens), tokens, q))
                     if r is requests[0]:                           # once more, alone, with other coins
-                        note = drafts._note(r)
+                        note = drafts.note(r)
                         after, (note.cached, note.features) = note.cached, before[r]
                         again = propose([r], [4])[0]
                         assert torch.allclose(again[1], q, atol=1e-5) and note.cached == after

@@ -210,10 +210,3 @@ def can_fuse(model):
     """Whether the Triton kernels run for this model. Where they do not, decoding uses torch's operators."""
     from kernels import supported, unavailable           # here, because importing triton takes a second
     return not unavailable(model.embed.weight) and supported(model.config.head_dim, model.dtype)
-
-
-def keep_scores(plan, scores):
-    """Give the segments that record their scores, out of (L, B, G, T)."""
-    for i, s in enumerate(plan):
-        if s.keys.scores is not None:
-            s.keys.scores.copy_(scores[:, i, :, :s.keys.scores.shape[-1]])

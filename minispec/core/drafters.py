@@ -25,11 +25,13 @@ A drafter sees what was accepted by reading `request.tokens`. Committed tokens n
 them with what it drafted before and knows which of its own keys and values are still right.
 """
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from minispec.core.attention import FullKeys, can_fuse, packed_attend
-from minispec.core.requests import MAX_K, draw_drafts
+from minispec.core.attention import TREE, FullKeys, can_fuse
+from minispec.core.requests import MAX_K, Batch, pack
 from minispec.core.kv_cache import KVCache, Run
 from minispec.core.verify import Sampling, draw, warp
 from minispec.core.words import Words
@@ -39,17 +41,26 @@ from minispec.core.words import Words
 
 @dataclass
 class Rows:
-    """Rows that one request feeds in one forward of a drafter: `tokens` (n) at `positions` (n), which see
-    what `keys` lets them see. features (n, F): what else the drafter reads of each row, or None."""
+    """Rows that one request feeds in one forward of a drafter: `tokens` (n) at positions start, start + 1,
+    .., which see what `keys` lets them see. features: what else the drafter reads of each row, tensors of
+    (n, F) together, or None."""
     tokens: list
-    positions: list
     keys: FullKeys
-    features: torch.Tensor = None
+    features: list = None
 
     @property
     def start(self):
-        """Rows of the request that were cached before these."""
         return self.keys.start
+
+    @property
+    def positions(self):
+        return range(self.start, self.start + len(self.tokens))
+
+
+def features_of(work):
+    """The features (N, F) of a list of Rows, or None."""
+    parts = [part for rows in work for part in rows.features or ()]
+    return torch.cat(parts) if parts else None
 
 
 @dataclass
@@ -62,51 +73,42 @@ class Notes:
     features: list = field(default_factory=list)         # the target's, (n, F) each, of rows still to be fed
     drafts: list = field(default_factory=list)           # tokens fed behind the committed rows
 
-    def rows(self, start, tokens, features=None, positions=None, tail=None):
-        """Rows for cache slots start, start + 1, .. Their positions are the slots unless said otherwise. They
-        are causal, unless tail (n, m) says which of the last m slots each row sees (FullKeys): all of them,
-        for a window of masks; its own path, for a tree."""
-        n = len(tokens)
-        positions = range(start, start + n) if positions is None else positions
-        return Rows(tokens, positions, FullKeys(self.cache, self.run.first, start, n, tail=tail), features)
+    def rows(self, tokens, features=None, tail=None):
+        """Rows behind those that are cached. They are causal, unless tail (n, m) says which of the last m
+        slots each row sees (FullKeys)."""
+        keys = FullKeys(self.cache, self.run.first, self.cached, len(tokens), tail=tail)
+        return Rows(tokens, keys, features)
 
-
-def pack(work, device):
-    """Rows of several requests, a list of Rows, as the inputs of one forward: tokens (N,), positions (N,), an
-    attend by which every row sees the keys of its own request, and features (N, F) or None."""
-    tokens, positions, segments = [], [], []
-    for rows in work:
-        first = len(tokens)
-        tokens += rows.tokens
-        positions += rows.positions
-        segments.append((first, len(tokens), rows.keys))
-    features = None
-    if work[0].features is not None:
-        features = torch.cat([rows.features for rows in work])
-    tokens = torch.tensor(tokens, device=device)
-    positions = torch.tensor(positions, device=device)
-    return tokens, positions, packed_attend(segments), features
+    def take_features(self):
+        features = self.features
+        self.features = []
+        return features
 
 
 class Cached:
-    """What drafters with a cache share: notes of every request, and on a GPU the graph of a round."""
+    """What drafters with a cache share: notes of every request, and a forward or a whole round, `round`, which
+    torch's operators take step by step and a GPU as one graph.
+
+    config: of the cache; rope: of its rows; room: slots that a request may need more than its tokens."""
     pool = None                 # on a GPU, once `prepare` was called: one cache for all requests,
     size = 0                    # the slots of each,
     graphs = None               # and kernels.graphs.Graphs
     seconds = 0.0               # that captures took
 
-    def __init__(self, config, target):
-        self.config = config                             # of the cache
+    def __init__(self, config, target, rope, room):
+        self.config = config
         self.target = target
+        self.rope = rope
+        self.room = room
         self.notes = {}                                  # request -> Notes
 
-    def note(self, request, room=0):
-        """The notes of a request, which may need `room` slots more than its tokens."""
+    def note(self, request):
+        """The notes of a request."""
         if request not in self.notes:
             cache = self.pool
             run = cache.open(self.size) if cache else None
             if run is None:                              # on a CPU, or while requests are paused
-                slots = request.longest + room
+                slots = request.longest + self.room
                 cache = KVCache(self.config, slots, self.target.dtype, self.target.device)
                 run = cache.open(slots)
             self.notes[request] = Notes(cache, run)
@@ -116,114 +118,158 @@ class Cached:
         if notes := self.notes.pop(request, None):
             notes.cache.close(notes.run)
 
-    def make_graphs(self, function, batch, longest, room, width=0, segments=1):
-        """Graphs of function(Inputs) for requests of so many tokens, and `room` slots more each, which have
-        so many segments in a forward. width: F of the features (N, F) that it reads."""
+    def make_graphs(self, batch, longest, width=0, segments=1, more=None):
+        """Graphs of rounds for requests of so many tokens, which have so many segments in a forward. width: F
+        of the features (N, F) that it reads. more: see Graphs."""
         from kernels.graphs import Graphs
         c = self.config
-        device = self.target.device
-        self.size = longest + room
-        self.pool = KVCache(c, batch * self.size, self.target.dtype, device, spare=1)
-        more = {"table": torch.zeros(3, batch, dtype=torch.long, device=device),
-                "coins": torch.zeros(batch, room, device=device)}
+        self.size = longest + self.room
+        self.pool = KVCache(c, batch * self.size, self.target.dtype, self.target.device, spare=1)
         group = c.n_head // c.n_kv_head
-        self.graphs = Graphs(function, self.pool, segments * batch, self.size, 0, group, width, more,
+        self.graphs = Graphs(self.round, self.pool, segments * batch, self.size, 0, group, width, more,
                              segments * self.pool.n_slots)
 
-    def run_graph(self, work, more=None, how=()):
-        """What a graph's function returns for `work`, a list of Rows."""
-        tokens, positions, _, features = pack(work, self.target.device)
-        x = self.graphs.inputs(work, tokens, positions)
-        x.features = features
-        x.more = more or {}
-        x.how = how
-        out, _, seconds = self.graphs(x)
+    def in_pool(self, work):
+        return self.graphs is not None and all(rows.keys.cache is self.pool for rows in work)
+
+    def run_round(self, work, more=None, how=()):
+        """What `round` returns for `work`, a list of Rows."""
+        features = features_of(work)
+        if not self.in_pool(work):
+            return self.round(pack(work, self.target.device, features, more, how))
+        out, seconds = self.graphs(work, features, more, how)
         self.seconds += seconds
         return out
 
+    def body(self, module, h, x):
+        """What the blocks and the norm of a module make of rows h (N, C) of a batch x."""
+        if not isinstance(x, Batch):
+            from kernels.fused import decode
+            return decode(module.blocks, module.norm, self.rope, h, x, self.pool)[0]
+        cos, sin = self.rope(x.positions, h.dtype)
+        for block in module.blocks:
+            h = block(h, cos, sin, x.attend)
+        return module.norm(h)
+
 
 class Chained(Cached):
-    """A drafter of chains, of which a whole round can be one CUDA graph. Its first step reads what was
-    committed since the last round, every further one feeds the token that the one before it drew, on the
-    device. Without a GPU, and where requests of a batch draw in different ways, it takes its steps one by one
-    instead.
+    """A drafter whose first step reads what was committed since the last round, while every further one feeds
+    what the one before it drew, on the device. So a whole round can be one CUDA graph.
 
-    The drafter has `words` (Words), and step(number, tokens (N,), states (N, C) or None, x) -> states (N, C),
-    one step on the kernels, of rows x (kernels/graphs.py)."""
-    steps = 0                                            # of the longest round so far
-    alike = False                                        # whether it drafts without chance
+    The drafter has `words` (Words); first_rows(request) -> Rows, or None if it cannot draft yet; and
+    step(number, x, states (N, C) or None) -> states (N, C), one step of rows x."""
+    width = 1                                            # rows of a request in every step but the first
+    depth = MAX_K                                        # the most steps
+    steps = 0                                            # of the longest round on a GPU so far
 
-    def prepare(self, batch, longest, width=0):
-        if can_fuse(self.target):
-            self.make_graphs(self._round, batch, longest, MAX_K, width)
-            self.later = self.later_plan(batch, 1)
-
-    def later_plan(self, batch, rows):
-        """The plan of a later step, which feeds so many rows of every request."""
+    def prepare(self, batch, longest, features=0):
         from kernels.attention import make_plan
-        trees = dict.fromkeys(range(batch), torch.ones(rows, rows, dtype=torch.bool)) if rows > 1 else None
-        plan = make_plan([(rows, self.size, 0, 0)] * batch, self.graphs.group, trees=trees)
-        return plan.to(self.target.device)
+        if not can_fuse(self.target) or (self.width > 1 and self.room > TREE):
+            return
+        device = self.target.device
+        more = {"table": torch.zeros(2, batch, dtype=torch.long), "coins": torch.zeros(batch, self.depth)}
+        self.make_graphs(batch, longest, features, more=more)
+        # The plan of a later step.
+        trees = dict.fromkeys(range(batch), torch.ones(self.width, self.width)) if self.width > 1 else None
+        plan = make_plan([(self.width, self.size, 0, 0)] * batch, self.graphs.group, trees=trees)
+        self.later = plan.to(device)
 
-    def in_graph(self, requests, notes):
-        """Whether these requests can draft in one graph: they have places in the pool, and draw alike."""
-        if not (self.graphs and requests and all(some.cache is self.pool for some in notes)):
-            return False
-        return self.alike or len({r.sampling.settings for r in requests}) == 1
+    def propose(self, requests, limits):
+        out = [([], None)] * len(requests)
+        # 1. Who can draft, in groups that draw alike. Deepest first: those who go on are always the first.
+        work, groups = {}, {}
+        for i in sorted(range(len(requests)), key=lambda i: -limits[i]):
+            rows = self.first_rows(requests[i]) if limits[i] > 0 else None
+            if rows:
+                work[i] = rows
+                groups.setdefault(self.draws_like(requests[i]), []).append(i)
+        # 2. A round of each group.
+        for settings, group in groups.items():
+            depths = [min(self.depth, limits[i]) for i in group]
+            drafts, *q = self.draft([requests[i] for i in group], [work[i] for i in group], depths, settings)
+            for row, (i, some) in enumerate(zip(group, drafts.tolist())):
+                out[i] = self.result(some, q[0][row] if q else None, limits[i])
+        return out
 
-    def chains(self, requests, work, limits):
-        """[(tokens, q)] of requests that feed `work` (a list of Rows) first, limits[i] > 0 drafts each."""
-        # One number of steps for all rounds saves captures; what is drafted too much is cut off.
-        self.steps = max(self.steps, *limits)
-        more = self.table(work)
-        coins = torch.zeros(more["table"].shape[1], MAX_K)
-        for i, (r, limit) in enumerate(zip(requests, limits)):
-            if r.sampling.temperature > 0:
-                coins[i, :limit] = r.coins(limit)
-        more["coins"] = coins.to(self.target.device)
-        drafts, *q = self.run_graph(work, more, (self.steps, requests[0].sampling.settings))
-        drafts = drafts.tolist()
-        return [(drafts[i][:limit], q[0][i, :limit] if q else None) for i, limit in enumerate(limits)]
+    def draws_like(self, request):
+        return request.sampling.settings
 
-    def table(self, work):
-        """Of every request its last row in `work`, its first slot, and how many slots it will have filled."""
-        table = []
-        last = -1
-        for rows in work:
-            last += len(rows.tokens)
-            table.append((last, rows.keys.base, rows.start + len(rows.tokens)))
-        # Places without a request repeat the first one, to the same result.
-        table += table[:1] * (len(self.later.requests) - len(table))
-        return {"table": torch.tensor(table).T.to(self.target.device)}
+    def result(self, drafts, q, limit):
+        """What the engine gets of a round's drafts."""
+        limit = min(limit, self.depth)
+        return drafts[:limit], None if q is None else q[:limit]
 
-    def _round(self, x):
-        """All steps: the drafts (B, steps), and, where they are sampled, the distributions (B, steps, V)."""
-        from kernels.graphs import slots_of
-        steps, settings = x.how
-        last, first, ends = x.more["table"]
-        states = self.step(1, x.tokens, x.features, x)[last]
-        slots = slots_of(first, self.size)
-        requests = self.later.requests.clone()
+    def draft(self, requests, work, depths, settings):
+        """A round of requests that feed `work` first and take depths[i] steps, the deepest first."""
+        # 1. Of every request its last row, and how many slots it will have filled.
+        ends = [rows.start + len(rows.tokens) for rows in work]
+        table = list(zip(accumulate(len(rows.tokens) for rows in work), ends))
+        n_steps = list(depths)
+        if self.in_pool(work):
+            # In a graph all take as many steps as the longest round had, which saves captures. Places without
+            # a request repeat the first one, to the same result.
+            self.steps = max(self.steps, depths[0])
+            n_steps = [self.steps] * len(self.later.requests)
+            table += table[:1] * (len(n_steps) - len(table))
+        more = {"table": torch.tensor(table).T}
+        # 2. What it draws with.
+        if settings[0] > 0:
+            more["coins"] = torch.zeros(len(n_steps), n_steps[0])
+            for i, (r, depth) in enumerate(zip(requests, depths)):
+                more["coins"][i, :depth] = r.coins(depth)
+        return self.run_round(work, more, (tuple(n_steps), settings))
+
+    def round(self, x):
+        """All steps of chains: the drafts (B, steps), and, where they are sampled, the distributions (B,
+        steps, V)."""
+        n_steps, settings = x.how
+        states = self.step(1, x, x.features)[x.more["table"][0] - 1]
         tokens, qs = [], []
-        for number in range(1, steps + 1):
+        for number, n in enumerate(going_on(n_steps), 1):
+            if number > 1:
+                # The drawn token is the request's next row.
+                x = self.next_rows(x, number, tokens[-1][:n, None])
+                states = self.step(number, x, states[:n])
             logits = self.words.logits(states)
             index = logits.argmax(-1)
             if settings[0] > 0:
                 qs.append(warp(logits, Sampling(*settings)))
-                index = draw(qs[-1], x.more["coins"][:, number - 1])
+                index = draw(qs[-1], x.more["coins"][:n, number - 1])
             tokens.append(self.words.tokens(index))
-            if number == steps:
-                break
-            # The drawn token is the request's next row.
-            at = ends + number - 1
-            requests[:, 2] = at + 1
-            row = replace(x, tokens=tokens[-1], positions=at.clamp(max=self.config.block_size - 1),
-                          new=first + at, slots=slots, plan=replace(self.later, requests=requests))
-            states = self.step(number + 1, tokens[-1], states, row)
-        out = [torch.stack(tokens, 1)]
+        out = [pad_sequence(tokens)]
         if qs:
-            out.append(self.words.whole(torch.stack(qs, 1)))
+            out.append(self.words.whole(pad_sequence(qs)))
         return out
+
+    def next_rows(self, x, number, tokens, sees=None):
+        """The batch of a later step out of the one before: tokens (n, w) of the first n requests are their
+        newest rows, all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
+        n, w = tokens.shape
+        ends = x.more["table"][1, :n] + number - 2       # the new rows' position, which may be their slot
+        positions = ends.clamp(max=self.config.block_size - 1)[:, None].expand(-1, w).flatten()
+        x = replace(x, tokens=tokens.flatten(), positions=positions, features=None)
+        if isinstance(x, Batch):
+            masks = [None] * n if sees is None else sees
+            spans = []
+            for i, (mask, (_, _, before)) in enumerate(zip(masks, x.segments)):
+                keys = FullKeys(before.cache, before.base, before.start + before.n, w, tail=mask)
+                spans.append((i * w, (i + 1) * w, keys))
+            x.segments = spans
+            return x
+        # On the kernels: slots, lengths and who sees whom, all on the device.
+        new = ends[:, None] + (number - 2) * (w - 1) + torch.arange(w, device=ends.device)
+        requests = self.later.requests.clone()
+        requests[:, 2] = new[:, -1] + 1
+        plan = replace(self.later, requests=requests)
+        if sees is not None:
+            back = torch.arange(sees.shape[-1] - 1, -1, -1, device=ends.device)
+            plan.sees = ~((~sees).long() << back).sum(-1).flatten()
+        return replace(x, new=(x.first[:, None] + new).flatten(), plan=plan)
+
+
+def going_on(n_steps):
+    """[how many requests take step 1, 2, ..], of requests that take n_steps each, the most first."""
+    return [sum(n >= number for n in n_steps) for number in range(1, n_steps[0] + 1)]
 
 
 # -- drafters ------------------------------------------------------------------------------------------------
@@ -277,54 +323,22 @@ class SmallLM(Chained):
         if model.config.vocab_size != target.config.vocab_size:
             raise ValueError(f"the draft model has {model.config.vocab_size} tokens in its vocabulary, "
                              f"the target {target.config.vocab_size}")
-        super().__init__(model.config, model)
-        self.model = model
+        super().__init__(model.config, model, model.rope, MAX_K)
         self.words = Words(model)
 
-    def step(self, number, tokens, states, x):
-        """A step on the kernels; see Chained."""
-        from kernels.fused import decode
-        model = self.model
-        return decode(model.blocks, model.norm, model.rope, model.embed(tokens), x, self.pool)[0]
+    def step(self, number, x, states):
+        """One step; see Chained."""
+        return self.body(self.target, self.words.embed(x.tokens), x)
 
     def propose(self, requests, limits):
-        live = [i for i, limit in enumerate(limits) if limit > 0]
-        some = [requests[i] for i in live]
-        if self.in_graph(some, [self.note(r) for r in some]):
-            return self._in_graph(requests, limits, live)
-        # 1. Each request first feeds what was committed since its last round.
-        feeds = [self._unread(r) for r in requests]
-        drafts = [[] for _ in requests]
-        qs = [[] for _ in requests]
-        # 2. Then one draft token a step, of all requests that may draft more.
-        for step in range(max(limits)):
-            live = [i for i, limit in enumerate(limits) if limit > step]
-            logits = self._forward([requests[i] for i in live], [feeds[i] for i in live])
-            for i, token, q in zip(live, *draw_drafts([requests[i] for i in live], logits)):
-                drafts[i].append(token)
-                qs[i].append(q)
-                feeds[i] = [token]
-        # 3. Note which drafts are cached now. The last one was never fed.
-        for r, some in zip(requests, drafts):
-            if some:
-                self.notes[r].cached = len(r.tokens)
-                self.notes[r].drafts = some[:-1]
-        return [(some, _stack(q)) for some, q in zip(drafts, qs)]
-
-    def _in_graph(self, requests, limits, live):
-        """The same for requests `live` in one graph."""
-        some = [requests[i] for i in live]
-        unread = [self._unread(r) for r in some]
-        work = [self.notes[r].rows(self.notes[r].cached, tokens) for r, tokens in zip(some, unread)]
-        out = [([], None)] * len(requests)
-        for i, (drafts, q) in zip(live, self.chains(some, work, [limits[i] for i in live])):
-            notes = self.notes[requests[i]]
-            notes.cached = len(requests[i].tokens)
-            notes.drafts = drafts[:-1]
-            out[i] = drafts, q
+        out = super().propose(requests, limits)
+        # Note which drafts are cached now. The last one was never fed.
+        for r, (drafts, _) in zip(requests, out):
+            if drafts:
+                self.notes[r].drafts = drafts[:-1]
         return out
 
-    def _unread(self, request):
+    def first_rows(self, request):
         """The committed tokens that are not cached here, at least the last one: its logits are needed."""
         notes = self.note(request)
         # Drafts that were accepted are cached already.
@@ -334,22 +348,6 @@ class SmallLM(Chained):
             notes.cached += 1
         notes.drafts = []
         notes.cached = min(notes.cached, len(request.tokens) - 1)
-        return request.tokens[notes.cached:]
-
-    def _forward(self, requests, feeds):
-        """Feed each request its tokens; returns the logits (len(requests), V) after the last token of
-        each."""
-        work, last, n = [], [], 0
-        for request, tokens in zip(requests, feeds):
-            notes = self.notes[request]
-            work.append(notes.rows(notes.cached, tokens))
-            notes.cached += len(tokens)
-            n += len(tokens)
-            last.append(n - 1)
-        tokens, positions, attend, _ = pack(work, self.model.device)
-        return self.model.logits(self.model(tokens, positions, attend)[last])
-
-
-def _stack(q):
-    """The distributions (k, V) of a chain; None where it was an argmax, or is empty."""
-    return torch.stack(q) if q and q[0] is not None else None
+        rows = notes.rows(request.tokens[notes.cached:])
+        notes.cached = len(request.tokens)
+        return rows

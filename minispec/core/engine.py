@@ -29,9 +29,9 @@ import torch
 
 from minispec.core import verify
 from minispec.core.admission import Admission
-from minispec.core.attention import TREE, FullKeys, can_fuse, keep_scores, packed_attend, tree_mask
+from minispec.core.attention import TREE, FullKeys, can_fuse, tree_mask
 from minispec.core.kv_cache import KVCache, beside
-from minispec.core.requests import MAX_K, Segment, check_k
+from minispec.core.requests import MAX_K, Segment, check_k, pack
 from minispec.core.verify import point_mass_tree
 
 PROMPT_ROWS = 2048  # of all prompts in one forward: enough to fill any device, and a bound of its memory
@@ -165,28 +165,21 @@ class Engine:
         if not plan:
             return None
         started = time.perf_counter()
-        # Pack: the rows of all segments, one after the other.
-        tokens, positions, segments, wanted = [], [], [], []
-        for s in plan:
-            first = len(tokens)
-            tokens += s.tokens
-            positions += s.positions
-            segments.append((first, len(tokens), s.keys))
-            wanted += range(len(tokens) - s.n_logits, len(tokens))
-        n = len(tokens)
-        tokens = torch.tensor(tokens, device=self.model.device)
-        positions = torch.tensor(positions, device=self.model.device)
-        # The model, on torch operators or on the kernels.
+        # The model, on the kernels or on torch operators.
         if self.fused:
-            (hidden, *features), scores, capturing = self.graphs.run(plan, tokens, positions)
-            keep_scores(plan, scores)
+            (hidden, *features), capturing = self.graphs(plan)
             self.warm_up += capturing
             started += capturing
         else:
-            hidden, *features = self._pass(tokens, positions, packed_attend(segments))
-        if features:
-            for s, (first, end, _) in zip(plan, segments):
-                s.features = features[0][first:end]
+            hidden, *features = self._pass(pack(plan, self.model.device))
+        # The rows of all segments lie one after the other.
+        n = 0
+        wanted = []
+        for s in plan:
+            if features:
+                s.features = features[0][n:n + len(s.tokens)]
+            n += len(s.tokens)
+            wanted += range(n - s.n_logits, n)
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
         if logits.is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -196,11 +189,11 @@ class Engine:
             self.charge(s.request, s.kind, spent * len(s.tokens) / n)
         return logits
 
-    def _pass(self, tokens, positions, attend):
-        """The final hidden states (n, C), and, if the planner asks, the features (n, F)."""
+    def _pass(self, x):
+        """The final hidden states (n, C) of a batch, and, if the planner asks, the features (n, F)."""
         if self.planner.taps is None:
-            return [self.model(tokens, positions, attend)]
-        return list(self.model.features(tokens, positions, attend, self.planner.taps))
+            return [self.model(x.tokens, x.positions, x.attend)]
+        return self.model.features(x.tokens, x.positions, x.attend, self.planner.taps)
 
     def _take_in(self, plan, logits):
         """Sort what a forward gave: prompts are cached, drafts go to the planner, the rest waits for its

@@ -1,8 +1,11 @@
 """What is being decoded: a request, the record of its rounds, and the rows that it feeds in one forward."""
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 
+from minispec.core.attention import packed_attend
 from minispec.core.verify import Sampling, draw, point_mass_tree, warp
 
 
@@ -151,3 +154,31 @@ class Segment:
         for parent in self.parents:
             out.append(out[parent] + 1)
         return out
+
+
+@dataclass
+class Batch:
+    """Rows of several requests packed for torch's operators, as kernels.graphs.Inputs are for the kernels:
+    tokens (N,), positions (N,), and of each request (first row, last row + 1, keys). A drafter may read more:
+    features (N, F) of each row, tensors of each request, and what is no tensor."""
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    segments: list
+    features: torch.Tensor = None
+    more: dict = None
+    how: tuple = ()
+
+    @cached_property
+    def attend(self):
+        """Every row sees the keys of its own request."""
+        return packed_attend(self.segments)
+
+
+def pack(segments, device, features=None, more=None, how=()):
+    """The rows of a list of Segments (or of drafters.Rows), one behind the other, as a Batch."""
+    tokens = torch.tensor([token for s in segments for token in s.tokens], device=device)
+    positions = torch.tensor([position for s in segments for position in s.positions], device=device)
+    ends = list(accumulate(len(s.tokens) for s in segments))
+    spans = list(zip([0, *ends], ends, [s.keys for s in segments]))
+    more = {name: table.to(device) for name, table in (more or {}).items()}
+    return Batch(tokens, positions, spans, features, more, how)
