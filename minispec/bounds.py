@@ -47,10 +47,11 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from minispec.data.traces import LINEAR, check_costs
+from minispec.data.traces import GRID, LINEAR, check_costs
 
 BATCHES = (1, 4, 16)
 AVERAGES = ("total time", "mean rate")
+FREE = {"kind": "linear"}
 
 
 # -- the cost model --------------------------------------------------------------------------------
@@ -60,8 +61,8 @@ class CostTable:
     `drafts` is per row. ValueError if the table is not valid."""
 
     def __init__(self, table):
-        self.table = check_costs(table)
-        self.drafters = tuple(table.get("draft", {}))
+        self.table = {"draft": {}, "read": {}, "overhead": FREE, **check_costs(table)}
+        self.drafters = tuple(self.table["draft"])
         self.accept = table.get("accept", {})
 
     def verify(self, kv, queries, rows=1):
@@ -70,7 +71,7 @@ class CostTable:
 
     def overhead(self, rows=1):
         """T_ovh: all that a round needs besides the two models, sampling included."""
-        return seconds(self.table["overhead"], rows, 1, 0) if "overhead" in self.table else 0.0
+        return seconds(self.table["overhead"], rows, 1, 0)
 
     def step(self, kv, queries, rows=1):
         """Verification and overhead: what every round pays."""
@@ -86,8 +87,7 @@ class CostTable:
     def read(self, name, tokens, rows=1):
         """What drafter `name` takes to read `tokens` tokens of each row that it has not seen; 0 if not in the
         table."""
-        entry = self.table.get("read", {}).get(name)
-        return seconds(entry, rows, tokens, 0) if entry else 0.0
+        return seconds(self.table["read"].get(name, FREE), rows, tokens, 0)
 
     def prefill(self, prompt_len, rows=1):
         """The forward over the prompts, which gives the first token; a step of so many tokens if not in the
@@ -110,21 +110,19 @@ def _interpolate(grid, rows, tokens, kv):
     """Linear in each of the three axes; below the first point as at it, beyond the last one along the last
     segment."""
     values = np.array(grid["seconds"], float)
+    least = values.min()
+    # What was measured at one value only is constant: the next point is infinitely far away.
+    values = np.pad(values, [(0, int(n == 1)) for n in values.shape], mode="edge")
     corners = []
-    for axis, x in zip((grid["rows"], grid["tokens"], grid["kv"]), (rows, tokens, kv)):
-        if len(axis) == 1:
-            corners.append([(0, 1.0)])           # measured at one value only: constant
-            continue
-        axis = np.array(axis, float)
+    for name, x in zip(GRID, (rows, tokens, kv)):
+        axis = np.array(grid[name], float)
+        axis = np.append(axis, np.inf) if len(axis) == 1 else axis
         x = np.maximum(x, axis[0])
         i = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
         weight = (x - axis[i]) / (axis[i + 1] - axis[i])
         corners.append([(i, 1 - weight), (i + 1, weight)])
     out = sum(values[i, j, l] * (u * v * w) for (i, u), (j, v), (l, w) in itertools.product(*corners))
-    out = np.maximum(out, values.min())  # noise must not lead an extrapolation below what was ever measured
-
-    # Constant in some axis or not, it is a price for each of the points that were asked for.
-    return np.broadcast_to(out, np.broadcast_shapes(np.shape(rows), np.shape(tokens), np.shape(kv)))
+    return np.maximum(out, least)        # noise must not lead an extrapolation below what was ever measured
 
 
 # -- the rungs -------------------------------------------------------------------------------------
