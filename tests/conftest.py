@@ -118,7 +118,7 @@ def outcome(script, *args, cwd=ROOT, out=None, **env):
 def train_toy(script, folder, out, *args):
     """A short training with an imported script, for the target in `folder`; returns its log. `args` have the last word."""
     run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses", "--tasks", "revise,arith", "--heldout", 4,
-               "--max-new-tokens", 24, "--tokens", "30e3", "--batch-tokens", 1200, "--warmup", 5, "--save-every", 10, "--device", "cpu", "--lr", "4e-3", *args)
+               "--max-new-tokens", 24, "--tokens", "20e3", "--batch-tokens", 1200, "--warmup", 3, "--save-every", 6, "--device", "cpu", "--lr", "4e-3", *args)
     with open(folder / out / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 

@@ -17,7 +17,7 @@ from minispec.data import corpus, tasks
 from minispec.core.attention import dense_attend
 from minispec.data.tokenizer import Tokenizer
 
-ARGS = ["--size", "tiny", "--tokens", "24e3", "--max-length", "256", "--warmup", "5", "--tokenizer", TARGET, "--seed", "7", "--device", "cpu"]
+ARGS = ["--size", "tiny", "--tokens", "16e3", "--max-length", "256", "--warmup", "5", "--tokenizer", TARGET, "--seed", "7", "--device", "cpu"]
 
 
 def train(out, *args):
@@ -91,7 +91,7 @@ def log(folder):
 
 
 def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path):
-    whole, parts, settings = tmp_path / "whole", tmp_path / "parts", ("--save-every", "4", "--sharpen", "0.01")
+    whole, parts, settings = tmp_path / "whole", tmp_path / "parts", ("--save-every", "3", "--sharpen", "0.01")
     p = subprocess.Popen([sys.executable, os.path.join(ROOT, "train_gpt.py"), "--out", parts, *ARGS, *settings],
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "MINISPEC_DATA": ""})
 
