@@ -66,8 +66,6 @@ STUDIES = {study.__name__: study for study in (
     profile, trace, run, bounds,
 )}
 WHOLE = ("profile", "trace", "run", "bounds")                       # where nothing is asked for
-# Only by name: they compare what --arms holds.
-BY_NAME = ("prism_arms", "specdiff_objectives")
 
 
 # -- arguments -------------------------------------------------------------------------------------
@@ -124,15 +122,19 @@ def chosen(args):
 
 def possible(name, args):
     """Whether what a study needs is there, where it was not asked for by name."""
-    if name in BY_NAME:
-        return False
-    if name == "bounds":
+    ready = methods.ready(args)
+    needs = {
         # A quick run leaves no files to compute from.
-        return not args.quick or os.path.exists(results.path("traces.jsonl"))
+        "bounds": not args.quick or os.path.exists(results.path("traces.jsonl")),
+        "prism_trees": "prism" in ready or "eagle" in ready,
+        "specdiff_chains": "specdiff" in ready,
+        # These compare what --arms holds.
+        "prism_arms": False,
+        "specdiff_objectives": False,
+    }
     if name.startswith("cdlm_"):
         return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values())
-    needed = {"prism_trees": ("prism", "eagle"), "specdiff_chains": ("specdiff",)}.get(name)
-    return needed is None or any(method in methods.ready(args) for method in needed)
+    return needs.get(name, True)
 
 
 def is_kept(name, args):

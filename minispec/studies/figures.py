@@ -62,7 +62,7 @@ def line(axes, rows, x, y, style, label, **more):
 def schedule(axes, r):
     """Rows of each forward under the lock-step and the unified schedule."""
     for name in ("lockstep", "unified"):
-        axes.plot(r["evenness"][name]["rows"][:60], "-", label=name)
+        axes.plot(r["evenness"][name][:60], "-", label=name)
     axes.set(xlabel="iteration", ylabel="rows in the forward", ylim=(0, None))
 
 

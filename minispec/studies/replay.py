@@ -46,10 +46,10 @@ class Recorded(FullKeys):
 def read(model, ids, cache, start, end, base=0):
     """Fill a cache with positions start .. end - 1 of ids (T,), of a request whose first slot is `base`."""
     for first in range(start, end, CHUNK):
-        _feed(model, ids, FullKeys(cache, base, first, min(CHUNK, end - first)))
+        feed(model, ids, FullKeys(cache, base, first, min(CHUNK, end - first)))
 
 
-def _feed(model, ids, keys):
+def feed(model, ids, keys):
     """Hidden states of the rows of a FullKeys."""
     positions = torch.arange(keys.start, keys.start + keys.n, device=ids.device)
     return model(ids[positions], positions, packed_attend([(0, keys.n, keys)]))
@@ -72,7 +72,7 @@ class Text:
         for context in contexts:
             read(self.model, self.ids, self.cache, start, context - before)
             keys = Recorded(self.cache, context - before, before + after)
-            self.p = self.model.logits(_feed(self.model, self.ids, keys)).softmax(-1)
+            self.p = self.model.logits(feed(self.model, self.ids, keys)).softmax(-1)
             self.first, self.rows, self.mass = keys.start, torch.stack(keys.rows), keys.mass
             start = context + after
             yield context

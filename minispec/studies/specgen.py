@@ -221,12 +221,5 @@ def evenness(args, model, tokenizer, batch):
         engine = methods.make_engine("specgen", model, settings, batch)
         engine.generate(requests_of(problems, tokenizer, model, 120))
         full = [i for i in engine.iterations if i["active"] == batch and not i["prefill"]]
-        rows = [i["draft"] + i["verify"] for i in full][9:-9]         # without the first and the last round
-        even[schedule] = {
-            "rows": rows,
-            "mean": statistics.mean(rows),
-            "deviation": statistics.pstdev(rows),
-            "most": max(rows),
-            "least": min(rows),
-        }
+        even[schedule] = [i["draft"] + i["verify"] for i in full][9:-9]    # without the first and the last round
     return even

@@ -9,9 +9,10 @@ import statistics
 import torch
 from tqdm import tqdm
 
-from minispec.core.attention import FullKeys, packed_attend
+from minispec.core.attention import FullKeys
 from minispec.core.kv_cache import KVCache
 from minispec.data import tasks
+from minispec.studies.replay import feed
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap, verdict
 
@@ -74,12 +75,11 @@ def lossless(args, model, tokenizer):
 def row_count_noise(model, tokenizer):
     """Largest difference of a logit between feeding a held-out chain one row at a time and nine rows at a
     time."""
-    n = NOISE_TOKENS
     largest = 0.0
     for seed in range(4):
         p = tasks.make("trace", seed, "heldout", 12)
-        ids = (tokenizer.prompt_ids(p.prompt) + tokenizer.encode(p.think))[:n]
-        one, nine = (_logits_by_rows(model, ids, rows) for rows in (1, 9))
+        ids = tokenizer.prompt_ids(p.prompt) + tokenizer.encode(p.think)
+        one, nine = (_logits_by_rows(model, torch.tensor(ids[:NOISE_TOKENS]), rows) for rows in (1, 9))
         largest = max(largest, (one - nine).abs().max().item())
     return largest
 
@@ -87,10 +87,6 @@ def row_count_noise(model, tokenizer):
 def _logits_by_rows(model, ids, rows):
     """Logits (T, V) of a sequence that is fed `rows` tokens a forward."""
     cache = KVCache(model.config, len(ids), model.dtype)
-    logits = []
-    for start in range(0, len(ids), rows):
-        tokens = torch.tensor(ids[start:start + rows])
-        positions = torch.arange(start, start + rows)
-        attend = packed_attend([(0, rows, FullKeys(cache, 0, start, rows))])
-        logits.append(model.logits(model(tokens, positions, attend)).float())
-    return torch.cat(logits)
+    starts = range(0, len(ids), rows)
+    keys = (FullKeys(cache, 0, start, min(rows, len(ids) - start)) for start in starts)
+    return torch.cat([model.logits(feed(model, ids, some)).float() for some in keys])
