@@ -147,7 +147,7 @@ def measured(tmp_path_factory):
     """The four studies on a toy target with one family of problems and short answers, as `bench.py` would store them."""
     folder, patch = tmp_path_factory.mktemp("results"), pytest.MonkeyPatch()
     tokenizer = Tokenizer.load(TARGET)
-    model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
+    model = toy_model(vocab=tokenizer.vocab_size, n_layer=1, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
     args = methods.settings(quick=True, cost=str(folder / "costs.json"), long=False, data=None, workload=None, max_new_tokens=None, draft_model=str(folder / "none"))
     patch.setattr(results, "FOLDER", str(folder))
     patch.setattr(run, "LONG", replace(run.LONG, new=12, traced=4))

@@ -65,10 +65,10 @@ def test_every_arm_trains_and_decodes(arm, folder, capsys, tmp_path):
     assert made.config.n_modules == {"prism2": 2, "prism3": 3}.get(arm, 1) and made.config.n_layer == (2 if arm == "stack2" else 1)
     method = "prism" if arm.startswith("prism") else "eagle"
     for shape in ([], ["--tree", "12", "--width", "3"]):
-        decode.main(["--model", str(folder / "target"), "--method", method, "--drafter", str(folder / arm), "--prompt", "one two", "--max-new-tokens", "30",
+        decode.main(["--model", str(folder / "target"), "--method", method, "--drafter", str(folder / arm), "--prompt", "one two", "--max-new-tokens", "16",
                      "--compare", "--quiet", "--json", str(tmp_path / "o.json"), *shape])
         d = json.loads((tmp_path / "o.json").read_text())
-        assert d["identical"] and d["new_tokens"] == 30 and "output: identical to autoregressive" in capsys.readouterr().out
+        assert d["identical"] and d["new_tokens"] == 16 and "output: identical to autoregressive" in capsys.readouterr().out
 
 
 def test_a_drafter_can_start_from_one_with_fewer_modules(folder):
