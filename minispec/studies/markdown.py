@@ -34,10 +34,6 @@ def pick(text, columns="", rows=""):
     return table(first, others)
 
 
-def whole(x):
-    return "" if x is None else f"{x:.0f}"
-
-
 def two(x):
     return "" if x is None else f"{x:.2f}"
 

@@ -130,20 +130,18 @@ def _timed(model, drafters, asked, ks, cells):
     """Rounds of every (rows, context) of cells, which may come again: {("verify" or name, rows, context,
     drafts): [{phase: seconds}]}, of a drafter with the numbers of drafts `asked` of it; and what it took
     drafters to read, {(name, rows, context): [seconds]}."""
-    times, read = {}, {}
-
-    def note(name, b, c, timed):
-        for k, some in timed.items():
-            times.setdefault((name, b, c, k), []).extend(some)
-
+    times, read = defaultdict(list), defaultdict(list)
     for b, c in cells:
-        note("verify", b, c, round_seconds(model, Rote(), b, c, ks))
         # One token is timed in rounds without any drafts, one after the other, because that is what decoding
         # without a drafter is: weights stay in the caches, and it is faster than between larger rounds.
-        note("verify", b, c, round_seconds(model, Rote(), b, c, (0,), 4))
+        rounds = {"verify": {**round_seconds(model, Rote(), b, c, ks),
+                             **round_seconds(model, Rote(), b, c, (0,), 4)}}
         for name, drafter in drafters.items():
-            note(name, b, c, round_seconds(model, drafter, b, c, asked[name]))
-            read.setdefault((name, b, c), []).append(read_seconds(model, drafter, b, c))
+            rounds[name] = round_seconds(model, drafter, b, c, asked[name])
+            read[name, b, c].append(read_seconds(model, drafter, b, c))
+        for name, timed in rounds.items():
+            for k, some in timed.items():
+                times[name, b, c, k] += some
     return times, read
 
 
@@ -170,35 +168,32 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
                          f"{max(drafts)} drafts in it")
     cells = [(b, c) for _ in range(passes) for b in rows for c in contexts]
     times, read = _timed(model, drafters, asked, ks, tqdm(cells, desc="rounds"))
-    scatter = []
 
-    def typical(cell, *phases):
-        low, middle, high = np.percentile([sum(s[p] for p in phases) for s in times[cell]], (25, 50, 75))
-        scatter.append((high - low) / max(middle, 1e-9))
-        return float(middle)
+    # What rounds take, but for the overhead.
+    price, scatter = {}, []
+    for cell, some in times.items():
+        phases = ("verify", "sample") if cell[0] == "verify" else ("draft", "verify", "sample")
+        spent = [sum(s[phase] for phase in phases) for s in some]
+        low, price[cell], high = np.percentile(spent, (25, 50, 75)).tolist()
+        scatter.append((high - low) / max(price[cell], 1e-9))
 
     def grid(tokens, seconds_of, kv=contexts, rows=rows):
         seconds = [[[seconds_of(b, c, t) for c in kv] for t in tokens] for b in rows]
         return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": seconds}
 
-    # What a forward of the target takes, and by how much a round with a drafter takes longer.
-    verify = {}
-    for b, c, k in itertools.product(rows, contexts, (0, *ks)):
-        verify[b, c, k + 1] = typical(("verify", b, c, k), "verify", "sample")
-
+    # By how much a round with a drafter takes longer.
     def draft_grid(name):
-        def price(b, c, k):
-            tokens = [k + 1 for k in ks]
-            verified = float(np.interp(k + 1, tokens, [verify[b, c, t] for t in tokens]))
+        def longer(b, c, k):
+            verified = np.interp(k, drafts, [price["verify", b, c, j] for j in drafts])
             own = statistics.median(s["draft"] for s in times[name, b, c, k])
-            return max(typical((name, b, c, k), "draft", "verify", "sample") - verified, own)
-        return grid(asked[name], price)
+            return max(price[name, b, c, k] - float(verified), own)
+        return grid(asked[name], longer)
 
     def read_grid(name):
         return grid(contexts, lambda b, _, c: statistics.median(read[name, b, c]), [0])
 
     def overhead(b, *_):
-        some = [cell for (name, rows_, *_), cell in times.items() if name == "verify" and rows_ == b]
+        some = [times["verify", b, c, k] for c in contexts for k in drafts]
         return statistics.median(s["overhead"] for s in itertools.chain.from_iterable(some))
 
     def prefill(b, _, n):
@@ -206,7 +201,7 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
 
     prompts = [n for n in prompts if n < model.config.block_size]
     table = {
-        "verify": grid([k + 1 for k in drafts], lambda *cell: verify[cell]),
+        "verify": grid([k + 1 for k in drafts], lambda b, c, n: price["verify", b, c, n - 1]),
         "draft": {name: draft_grid(name) for name in drafters},
         "read": {name: read_grid(name) for name in drafters},
         "prefill": grid(prompts, prefill, [0], rows[:2]),

@@ -8,7 +8,7 @@ import glob
 import math
 import os
 
-from minispec.studies.markdown import millions, percent, row, same, span, table, times, two, whole
+from minispec.studies.markdown import millions, percent, row, same, span, table, times, two
 from minispec.studies.tables_bounds import costs_table, ladder_table, methods, run_table, trace_table
 from minispec.studies.tables_specgen import FROM, SPECGEN, stages
 from minispec.tools import checkpoints
@@ -56,7 +56,7 @@ def arms(r):
     for name, x in r["arms"].items():
         log = x["log"]
         cells = [name, x["seeds"], millions(x["parameters"])]
-        cells += [millions(log["tokens"], 1), whole(log["seconds"] / 60)]
+        cells += [millions(log["tokens"], 1), f"{log['seconds'] / 60:.0f}"]
         for a in (x[key] for key in settings):
             cells += [f"{a['tau']:.2f} ({span(a['interval'])})", span((min(a["seeds"]), max(a["seeds"])))]
             cells += [f"{a['ratio']:.3f} ({span(a['ratio_interval'], 3)})" if "ratio" in a else ""]
