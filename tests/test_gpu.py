@@ -1,4 +1,6 @@
 """What a GPU needs of the engine and its scripts, seen on a CPU."""
+import contextlib
+import threading
 from functools import partial
 
 import pytest
@@ -7,7 +9,10 @@ from conftest import toy_model
 
 from minispec.core import engine as engine_module
 from minispec.core.engine import Engine, Lockstep
+from minispec.core.gpt import GPT
+from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
+from minispec.core.verify import Sampling, point_mass_tree, selection_tree, warp
 from minispec.specgen import SpecGen
 from minispec.tools.script import check_device
 
@@ -45,3 +50,94 @@ def test_the_device_of_a_script_is_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     check_device("cuda:1")
     assert chosen == [1]
+
+
+def test_the_thread_of_delayed_verification_uses_the_models_device(monkeypatch):
+    chosen, device = [], torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.get_ident())))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
+    monkeypatch.setattr(GPT, "device", device)
+    engine = Engine(TARGET, PLANNERS["specgen delayed"])
+    worker = engine.thread.submit(threading.get_ident).result()
+    assert chosen == [(device, worker)] and worker != threading.get_ident() and engine.side == device
+
+
+class Stream:
+    """Writes down what is asked of it."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def wait_stream(self, other):
+        self.log.append("waits")
+
+    def synchronize(self):
+        self.log.append("is done")
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What happens on a stream of its own: "waits" for the current one, "begin", .., "end"."""
+    log = []
+
+    @contextlib.contextmanager
+    def stream(side):
+        log.append("begin")
+        yield
+        log.append("end")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream([]))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    return log
+
+
+def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
+    """Behind the forward that made the logits, next to the one that runs now, and before their tokens are used."""
+    engine = Engine(TARGET, PLANNERS["specgen delayed"], 8)
+    engine.side = Stream(log)
+    for name in ("settle", "_take_in"):
+        real = getattr(engine, name)
+        monkeypatch.setattr(engine, name, lambda *args, name=name, real=real: (log.append(name), real(*args))[1])
+    got = [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])]
+    assert got == answers(Lockstep)[0]
+    assert log == ["waits", "begin", "settle", "end", "is done", "_take_in"] * len(engine.iterations)
+
+
+def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log, monkeypatch):
+    pinned, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kw: (pinned.append(pin_memory), empty(*args, **kw))[1])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append("kept for it"))
+    cache = KVCache(TARGET.config, 40, host_slots=40)
+    cache.side = Stream(log)
+    cache.k.normal_()
+    run = cache.open(30)
+    before = cache.k[:, :, :30].clone()
+    cache.offload(run, 10)
+    assert pinned == [True] * 2 and log == ["waits", "begin", "end", "kept for it"] * 2
+    cache.k[:, :, 20:] = 0                                                 # the slots are free at once
+    assert cache.restore(run) and torch.equal(cache.k[:, :, :30], before)
+
+
+def test_the_targets_distributions_stay_on_its_device(monkeypatch):
+    """Judging a tree asks for a few numbers of each row, never for a row of the vocabulary."""
+    asked, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (asked.append(x.numel()), tolist(x))[1])
+    p = warp(torch.randn(7, 5000), Sampling(1.0))
+    for rule in (point_mass_tree, selection_tree):
+        for seed in range(5):
+            rule([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 2, 3], p, torch.rand(7, generator=torch.Generator().manual_seed(seed)))
+    assert len(asked) > 5 and max(asked) <= 2 * 7
+
+
+def test_a_draft_row_follows_its_request_to_another_place():
+    """On a GPU draft rows are written to the cache itself, so a move in the middle of a round must not leave them behind."""
+    engine = Engine(TARGET, PLANNERS["specgen"], 2)
+    request = Request(PROMPTS[0], 10)
+    stream = engine.stream([request])
+    while request.state is None or len(request.state.drafts) < 1:
+        next(stream) if request.state is None else engine._iterate(0.0)
+    request.run.first += 7
+    segment, = engine.planner.plan([request])
+    assert segment.kind == "draft" and segment.keys.base == request.run.first
+    request.run.first -= 7
+    stream.close()

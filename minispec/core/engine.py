@@ -68,7 +68,6 @@ class Engine:
         self.iterations = []  # of each one: rows by kind, the pool, seconds by phase
         self.judging = 0.0                               # seconds of this iteration spent on acceptance
         self.on_read = None                              # called with the number of prompt tokens just read
-        self.group = model.config.n_head // model.config.n_kv_head
         self.fused = model.device.type == "cuda" and self.planner.fusable and can_fuse(model)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
         self.thread = self.side = None
@@ -171,7 +170,9 @@ class Engine:
             self.warm_up += capturing
             started += capturing
         else:
-            hidden, *features = self._pass(pack(plan, self.model.device))
+            x = pack(plan, self.model.device)
+            taps = self.planner.taps
+            hidden, *features = self.model.features(x.tokens, x.positions, x.attend, taps or ())
         # The rows of all segments lie one after the other.
         n = 0
         wanted = []
@@ -188,12 +189,6 @@ class Engine:
         for s in plan:
             self.charge(s.request, s.kind, spent * len(s.tokens) / n)
         return logits
-
-    def _pass(self, x):
-        """The final hidden states (n, C) of a batch, and, if the planner asks, the features (n, F)."""
-        if self.planner.taps is None:
-            return [self.model(x.tokens, x.positions, x.attend)]
-        return self.model.features(x.tokens, x.positions, x.attend, self.planner.taps)
 
     def _take_in(self, plan, logits):
         """Sort what a forward gave: prompts are cached, drafts go to the planner, the rest waits for its
@@ -313,8 +308,8 @@ class Engine:
             h = model.embed(x.tokens)
             return decode(model.blocks, model.norm, model.rope, h, x, self.cache, self.planner.taps)
 
-        widest = self.planner.widest(longest)
-        self.graphs = Graphs(function, self.cache, self.batch_size, longest, widest, self.group)
+        group = self.model.config.n_head // self.model.config.n_kv_head
+        self.graphs = Graphs(function, self.cache, self.batch_size, longest, self.planner.widest(longest), group)
         drafter = getattr(self.planner, "drafter", None)
         if hasattr(drafter, "prepare"):
             drafter.prepare(self.batch_size, longest)

@@ -68,7 +68,7 @@ class KVCache:
         self.used = 0
         self.charged = 0
         self.on_host = 0
-        self.moved = self.offloaded = self.restored = 0  # tokens copied so far
+        self.moved = self.offloaded = 0                  # tokens copied so far
         self.side = torch.cuda.Stream(self.k.device) if host_slots and self.k.is_cuda else None
 
     @property
@@ -184,5 +184,4 @@ class KVCache:
             x[:, :, run.first + old:run.end].copy_(chunk, non_blocking=True)
         run.host.pop()
         self.on_host -= n
-        self.restored += n
         return True

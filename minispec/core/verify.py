@@ -94,11 +94,10 @@ def draw(weights, coin):
     [0, 1)."""
     # fp64: with a large V, fp32 sums lose the tail
     total = weights.double().cumsum(-1)
-    target = coin.double() * total[..., -1]
-    token = torch.searchsorted(total, target[..., None], right=True)[..., 0]
-    # Rounding may land behind the last token with weight; the last one with weight is then meant.
-    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
-    return torch.minimum(token, last)
+    end = total[..., -1]
+    # Rounding must not land behind the last token that has weight.
+    target = torch.minimum(coin.double() * end, end.nextafter(torch.zeros_like(end)))
+    return torch.searchsorted(total, target[..., None], right=True)[..., 0]
 
 
 def greedy_chain(draft, best):
