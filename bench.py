@@ -235,7 +235,8 @@ def report(page):
 
 
 def study_table(name, choice=""):
-    """The table of a study, or the part of it that the lines `choice` ask for; None if it was not measured."""
+    """The table of a study, or the part of it that the lines `choice` ask for; None if it was not
+    measured."""
     target, _, name = name.rpartition("/")
     file = results.path(os.path.join(target, SHOWN_FROM.get(name, name) + ".json"))
     return shown(file, name, choice) if os.path.exists(file) else None

@@ -119,7 +119,8 @@ def join_seeds(seeds, others, families):
         "tau": tau(prompts),
         "interval": interval(prompts),
         "seeds": [tau(x) for x in each],
-        "by_family": {f: statistics.mean(tau(x[families == f]) for x in each) for f in dict.fromkeys(families)},
+        "by_family": {f: statistics.mean(tau(x[families == f]) for x in each)
+                      for f in dict.fromkeys(families)},
         "by_depth": [statistics.mean(some) for some in by_depth],
     }
     if others:

@@ -10,7 +10,7 @@ from minispec.data.traces import read_traces
 from minispec.tools.files import blame, read_json
 
 TOTAL = AVERAGES[0]
-WINDOW = 10                             # positions that are averaged where drafters are compared along an output
+WINDOW = 10                             # positions of an output that are averaged
 STYLE = {
     "svg.hashsalt": "minispec",
     "svg.fonttype": "none",

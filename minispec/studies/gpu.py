@@ -13,8 +13,8 @@ command goes on. A cell for which the memory is too small is noted as such, and 
 `--dry-run` all of it runs anywhere in a minute, on tiny shapes and, without a GPU, on the kernels' torch
 references: it shows that the script works, and none of its figures means anything.
 
-Kernels are timed by triton.testing.do_bench: after a warm-up, by device events, the cache emptied before every
-repeat, so that keys come from memory as they do in decoding. Inputs are random, never zeros.
+Kernels are timed by triton.testing.do_bench: after a warm-up, by device events, the cache emptied before
+every repeat, so that keys come from memory as they do in decoding. Inputs are random, never zeros.
 """
 import contextlib
 import gc

@@ -2,8 +2,8 @@
 every position.
 
 Nothing here is a copy of the decoding loop. Costs are the engine's own clock (`Engine.iterations`) on rounds
-of a chosen shape; accept lengths come from the drafters themselves, which the engine asks at every position of
-an output that is known:
+of a chosen shape; accept lengths come from the drafters themselves, which the engine asks at every position
+of an output that is known:
 
     cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for bounds.CostTable
     dense_traces   for one drafter, [(prompt, output)] -> accept[i], offered[i], censored[i]   (the paper's

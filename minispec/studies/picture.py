@@ -21,13 +21,11 @@ COLUMNS, LINES = 100, 3                  # of text that is shown of an answer
 WIDTH, LEFT, LINE = 930, 90, 18          # of the picture, of the names, and of a line, in pixels
 
 
-def answers_files():
-    return glob.glob(os.path.join(results.FOLDER, "answers", "*.json"))
-
-
 def picture():
-    """The SVG text: the slowest method comes first."""
-    answers = [read_json(file) for file in answers_files()]
+    """The SVG text: the slowest method comes first. None if there are no answers."""
+    answers = [read_json(file) for file in glob.glob(results.path("answers/*.json"))]
+    if not answers:
+        return None
     rates = {x["method"]: x["tokens_per_second"] for x in results.read("run")["rows"]
              if x["workload"] == WORKLOAD and x["batch"] == 1}
     answers.sort(key=lambda a: rates[a["method"]])
@@ -77,10 +75,9 @@ def text(x, y, content, more=""):
 
 def draw():
     """Write the picture, if its answers are there."""
-    if not answers_files():
-        return
-    with replaced(FIGURE) as temporary, open(temporary, "w", encoding="utf-8") as f:
-        f.write(picture())
+    if drawn := picture():
+        with replaced(FIGURE) as temporary, open(temporary, "w", encoding="utf-8") as f:
+            f.write(drawn)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,8 @@ def read(name):
 
 def resumable(name, about, cells, measure, until=None):
     """[measure(*cell) for every cell]. Each is kept in NAME.part when it is done, and taken from there if
-    an interrupted run with the same settings (`about`) has left it; nothing is kept where the name is None. No
-    cell begins after `until`, by time.monotonic."""
+    an interrupted run with the same settings (`about`) has left it; nothing is kept where the name is None.
+    No cell begins after `until`, by time.monotonic."""
     part, done = path(f"{name}.part"), []
     if name and os.path.exists(part):
         saved = read_json(part)

@@ -221,5 +221,6 @@ def evenness(args, model, tokenizer, batch):
         engine = methods.make_engine("specgen", model, settings, batch)
         engine.generate(requests_of(problems, tokenizer, model, 120))
         full = [i for i in engine.iterations if i["active"] == batch and not i["prefill"]]
-        even[schedule] = [i["draft"] + i["verify"] for i in full][9:-9]    # without the first and the last round
+        # Without the first and the last round.
+        even[schedule] = [i["draft"] + i["verify"] for i in full][9:-9]
     return even

@@ -12,7 +12,7 @@ from minispec.tools.answers import summary
 class Run:
     """One timed run: what is left of an engine when its cache and its graphs are gone."""
     generations: list
-    phases: dict            # seconds, prompts included; capturing a GPU's graphs, once for every shape, is not
+    phases: dict            # seconds, prompts included; capturing a GPU's graphs, once a shape, is not
     tau: float
     request_rate: float     # mean of the requests' tokens/s
     seen: object            # what the study wants to know of the engine
