@@ -2,11 +2,11 @@
 Illusion?" (Liu, Yu, Park, Stoica, Cheung, arXiv 2601.11580), from two files: accept traces and a cost table
 (minispec/data/traces.py).
 
-The file reads from the price of one round to the cells of a report:
+The file reads from the price of one round to the rungs of many requests:
 
     CostTable        seconds of a round, by rows, tokens and context
     rung_seconds     the time of every request on every rung, by dynamic programming from the last token
-    ladder           the rungs of a set of requests; `cells` for every workload and batch of a trace file
+    ladder           the rungs of a set of requests
     Round, replay    what a batch of different requests costs whose rounds are known
 
 A rung is a speed-up: plain decoding's time divided by the time that the rung's choices take.
@@ -293,8 +293,6 @@ def censored_share(traces, names):
     return hit / max(1, sum(t.n_out - 1 for t in traces))
 
 
-# -- from files to cells ---------------------------------------------------------------------------
-
 def by_workload(traces):
     """{workload: traces}, by what is in front of "/" in the id; ids without one are all of the workload
     "requests"."""
@@ -302,17 +300,6 @@ def by_workload(traces):
     for t in traces:
         workload = t.id.split("/")[0] if "/" in t.id else "requests"
         out.setdefault(workload, []).append(t)
-    return out
-
-
-def cells(traces, cost, batches=BATCHES, k_max=None):
-    """The ladder of every workload at every batch size, a dict each, for batches of copies as in the
-    paper."""
-    out = []
-    for workload, some in by_workload(traces).items():
-        for rows in batches:
-            about = {"workload": workload, "batch": rows, "kind": "copies"}
-            out.append(about | ladder(some, cost, rows, k_max))
     return out
 
 

@@ -29,15 +29,19 @@ from minispec import bounds
 COMBINED = "adaptive"                                  # the method that may use all drafters
 
 
-def analyse(traces, table, runs=None, **settings):
+def analyse(traces, table, runs=None, batches=bounds.BATCHES, k_max=None):
     """All cells, as a dict that JSON can hold. table: a checked cost table; runs: the rows of bench.py's
-    study `run`; settings: of bounds.cells, where there are no runs."""
+    study `run`. Where there are none, the cells are batches of copies, as in the paper."""
     cost = bounds.CostTable(table)
     names = bounds.compared(traces, cost)
     if runs:
         cells = observed_cells(traces, cost, runs)
     else:
-        cells = bounds.cells(traces, cost, **settings)
+        cells = []
+        for workload, some in bounds.by_workload(traces).items():
+            for rows in batches:
+                about = {"workload": workload, "batch": rows, "kind": "copies"}
+                cells.append(about | bounds.ladder(some, cost, rows, k_max))
     return {
         "about": table.get("about", {}),
         "observed": bool(runs),
