@@ -24,7 +24,7 @@ What differs from the paper:
     (and in Dream; in LLaDA it predicts its own slot). The row before a block predicts its first slot, so it
     is fed once more with the block.
   - All blocks of an answer are trained in one forward: see `two_copies`.
-  - The consistency target may lie inside the block: see `student_losses`.
+  - The consistency target may lie inside the block: see `student_losses` in train_cdlm.py.
 """
 import time
 from dataclasses import dataclass
@@ -326,30 +326,6 @@ def mask_id_of(tokenizer, where):
     return tokenizer.special["<|mask|>"]
 
 
-# -- trajectories: what the teacher did (2.1) ----------------------------------------------------------------
-
-def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, order=ORDER):
-    """The teacher's trajectories, one token a step: tokens and rank (n, L), live (n,) slots that were
-    decoded, and hidden (n, L, C) in 16 bit, the row from which each token was revealed, as it enters the
-    head. Behind the block that ends the text, every token is an end of text, its rank is its place, and its
-    hidden row is 0."""
-    teacher = Decoder(model, mask_id, "teacher", block_size, None, None, order, batch_size, record=True)
-    teacher.generate(requests)
-    # Start from what lies behind the text, then write over it what was decoded.
-    n, length = len(requests), requests[0].max_new_tokens
-    tokens = torch.full((n, length), model.config.eos_id)
-    rank = torch.arange(length).repeat(n, 1)
-    live = torch.zeros(n, dtype=torch.long)
-    hidden = torch.zeros(n, length, model.config.d_model, dtype=torch.float16)
-    for row, request in enumerate(requests):
-        a = request.state
-        m = live[row] = a.n_revealed
-        tokens[row, :m] = torch.tensor(a.tokens[a.prompt:a.prompt + m])
-        rank[row, :m] = torch.tensor(a.rank[:m])
-        hidden[row, :m] = torch.stack([a.hidden[i] for i in range(m)])
-    return {"tokens": tokens, "rank": rank, "live": live, "hidden": hidden}
-
-
 # -- masks of whole sequences, for training ------------------------------------------------------------------
 # A batch is padded on the left: answers lie in the last L columns, whatever the lengths of the prompts are.
 
@@ -407,127 +383,3 @@ def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
     row = prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)
     attend = training_attend(prompt.device, two_copies(blocks, length))
     return model(torch.cat([prompt, clean, noisy], 1), positions, attend)[:, row]
-
-
-# -- losses (2.3) --------------------------------------------------------------------------------------------
-
-def per_slot(of_block, gen_length, block_size):
-    """What is known of blocks (n, L / B), for each of their slots (n, L)."""
-    return of_block.repeat_interleave(block_size, 1)[:, :gen_length]
-
-
-def dlm_loss(model, batch, masked, rate, counted, mask_id, block_size, mask):
-    """The masked-diffusion loss, where the slots `masked` (n, L) of the answers are masks. rate (n, L): with
-    what probability each slot became one. The loss is the mean over rows of the summed cross-entropies of
-    masked slots, each divided by its rate and by the number of `counted` slots (n, L). With all counted and
-    one rate t a row, that is 1 / (t L) times the sum: an upper bound on the answer's negative log-likelihood
-    per slot."""
-    answer = batch["answer"]
-    rate, counted, masked = (x.to(answer.device) for x in (rate, counted, masked))
-    # Each block behind clean ones, or the whole answer with its masks.
-    noisy = answer.masked_fill(masked, mask_id)
-    where = masked & counted
-    if mask is two_copies:
-        hidden = blocks_hidden(model, batch["prompt"], batch["length"], answer, noisy, block_size)
-    else:
-        hidden = answer_hidden(model, batch["prompt"], batch["length"], noisy, block_size, mask)
-    # A slot that is masked with probability t counts 1 / t, so that every slot weighs the same in the mean.
-    loss = F.cross_entropy(mask_free(model.logits(hidden[where]), mask_id), answer[where], reduction="none")
-    return (loss / (rate * counted.sum(-1, keepdim=True))[where]).sum() / len(answer)
-
-
-def draw_states(live, gen_length, block_size, generator, later=False):
-    """A step k (n, L / B) in the life of each block of trajectories of `live` (n,) decoded slots, uniform
-    over it, and the step k* > k whose state is the consistency target: the end of the block, as in the paper,
-    or with `later` any step up to there. Blocks behind the one that ends the text were never opened: they are
-    at their end."""
-    first = torch.arange(0, gen_length, block_size).expand(len(live), -1)
-    end = (first + block_size).clamp(max=gen_length)
-    k = first + (torch.rand(first.shape, generator=generator) * (end - first)).long()
-    k_star = end
-    if later:
-        k_star = k + 1 + (torch.rand(first.shape, generator=generator) * (end - k - 1)).long()
-    # Blocks that were never opened have nothing to teach.
-    opened = first < live[:, None]
-    return torch.where(opened, k, end), torch.where(opened, k_star, end)
-
-
-def divergence(target, logits):
-    """KL(target || model) (...) of two sets of logits (..., V): it makes the model cover all of the target's
-    mass."""
-    p, q = target.log_softmax(-1), logits.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
-
-
-def state_mean(values, where, block_size, n_states):
-    """The mean over states of the mean over their slots. values: of the slots `where` (n, L), `block_size` to
-    a state."""
-    length = where.shape[1]
-    count = F.pad(where, (0, -length % block_size)).unflatten(1, (-1, block_size)).sum(-1).clamp(min=1)
-    return (values / per_slot(count, length, block_size)[where]).sum() / n_states
-
-
-def student_losses(model, teacher_head, batch, k, k_star, mask_id, block_size, weights, later, generator):
-    """The student's two losses on trajectories, {"distill", "cons"}. With y the state k of a block, y* its
-    state k*, k and k* (n, L / B), and q the student:
-
-        distill  mean over U, the slots that are masked in y, of KL(p_teacher || q(y))
-        cons     mean over S, the slots that are masked in y*, of KL(stop(q(y*)) || q(y))
-
-    p_teacher is rebuilt from the hidden row with which the teacher revealed the token, by the teacher's own
-    head (V, C). It knew more than y says, and that is the lesson. All blocks of an answer are trained at
-    once. `later`: y* lies inside the block. Else y* is the end of the block, as the paper prints it, and S
-    has only slots of later blocks: `later_blocks_loss`. weights of (distill, cons): a loss of weight 0 is not
-    computed. """
-    tokens, rank = batch["tokens"], batch["rank"]
-    w_distill, w_cons = weights
-    n_states = -(-batch["live"] // block_size).sum()
-    zero = torch.zeros((), device=tokens.device)
-    losses = {"distill": zero, "cons": zero}
-
-    def masked_at(step):
-        return rank >= per_slot(step.to(rank.device), tokens.shape[1], block_size)
-
-    def rows(masked):
-        noisy = tokens.masked_fill(masked, mask_id)
-        return blocks_hidden(model, batch["prompt"], batch["length"], tokens, noisy, block_size)
-
-    def logits(hidden):
-        return mask_free(model.logits(hidden), mask_id)
-
-    u = masked_at(k)
-    if w_distill or (w_cons and later):
-        hidden = rows(u)
-    if w_distill:
-        # What the teacher thought of each slot when it revealed it.
-        with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
-            goal = mask_free(batch["hidden"][u].to(teacher_head.dtype) @ teacher_head.T, mask_id)
-        losses["distill"] = state_mean(divergence(goal, logits(hidden[u])), u, block_size, n_states)
-    if w_cons and later:
-        # What the student itself will think a few steps later.
-        s = masked_at(k_star)
-        with torch.no_grad():
-            goal = logits(rows(s)[s])
-        losses["cons"] = state_mean(divergence(goal, logits(hidden[s])), s, block_size, n_states)
-    elif w_cons:
-        losses["cons"] = later_blocks_loss(model, batch, mask_id, block_size, k, k_star, generator)
-    return losses
-
-
-def later_blocks_loss(model, batch, mask_id, block_size, k, k_star, generator):
-    """The consistency loss as printed: while one block of each answer is half done, at its k, predict for all
-    slots behind it what you will predict once it is done, at its k*."""
-    tokens, rank, live = batch["tokens"], batch["rank"], batch["live"]
-    # One block of each answer, its two states, and the slots that are masked in both.
-    block = (torch.rand(len(tokens), 1, generator=generator) * -(-live.cpu() // block_size)[:, None]).long()
-    k, k_star = (x.gather(1, block)[:, 0].to(rank.device) for x in (k, k_star))
-    s = (rank >= k_star[:, None]) & (torch.arange(rank.shape[1], device=rank.device) < live[:, None])
-
-    def logits(step):
-        y = tokens.masked_fill(rank >= step[:, None], mask_id)
-        hidden = answer_hidden(model, batch["prompt"], batch["length"], y, block_size)
-        return mask_free(model.logits(hidden[s]), mask_id)
-
-    with torch.no_grad():
-        goal = logits(k_star)
-    return state_mean(divergence(goal, logits(k)), s, s.shape[1], len(tokens))

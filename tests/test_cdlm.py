@@ -15,7 +15,7 @@ import train_cdlm
 from minispec import cdlm
 from minispec.core import gpt
 from minispec.tools import checkpoints
-from minispec.data import tasks
+from minispec.data import masks, tasks
 from minispec.studies.cdlm import fitting
 from minispec.tools import methods
 from minispec.core.attention import dense_attend
@@ -348,7 +348,7 @@ def test_what_a_decoder_does_not_take(model):
 @pytest.fixture(scope="module")
 def trajectories(model):
     """(those of PROMPTS, as a training batch)."""
-    data = cdlm.collect(model, MASK, requests(), B, batch_size=2, order="surest")
+    data = train_cdlm.collect(model, MASK, requests(), B, batch_size=2, order="surest")
     prompt, length = pad_prompts(PROMPTS)
     return {**data, "prompt": prompt, "length": length, "answer": data["tokens"]}
 
@@ -366,7 +366,7 @@ def test_a_trajectory_reveals_a_token_a_step_block_by_block(trajectories):      
 
 
 def test_a_trajectory_in_the_order_of_the_text(model):
-    data = cdlm.collect(model, MASK, requests(), B, batch_size=2, order="first")
+    data = train_cdlm.collect(model, MASK, requests(), B, batch_size=2, order="first")
     assert torch.equal(data["rank"], torch.arange(L).expand(4, -1)) and (data["hidden"].abs().sum(-1) > 0).all()
 
 
@@ -390,11 +390,11 @@ def test_blocks_behind_the_end_of_text_are_not_lived_through(model):            
     at = filled(free)[0].index(eos)
     live = (at // B + 1) * B
     old, model.config.eos_id = model.config.eos_id, eos
-    data = cdlm.collect(model, MASK, reqs, B)
+    data = train_cdlm.collect(model, MASK, reqs, B)
     model.config.eos_id = old
     assert data["live"].tolist() == [live] and data["tokens"][0, :live].tolist() == filled(free)[0][:live] and (data["tokens"][0, live:] == eos).all()
     assert (data["rank"].sort(-1).values == torch.arange(L)).all() and (data["hidden"][0, :live].abs().sum(-1) > 0).all() and (data["hidden"][0, live:] == 0).all()
-    k, k_star = cdlm.draw_states(data["live"].repeat(200), L, B, torch.Generator().manual_seed(0))
+    k, k_star = train_cdlm.draw_states(data["live"].repeat(200), L, B, torch.Generator().manual_seed(0))
     opened = torch.arange(0, L, B) < live
     assert (k[:, opened] < k_star[:, opened]).all() and torch.equal(k[:, ~opened], k_star[:, ~opened])     # nothing to learn behind the text
 

@@ -15,7 +15,7 @@ import train_cdlm
 from minispec import cdlm
 from minispec.core import gpt
 from minispec.tools import checkpoints
-from minispec.data import tasks
+from minispec.data import masks, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools.training import Optimizer
 
@@ -27,16 +27,16 @@ ENDS = [8, 16, 24, 28]           # of the blocks of L slots
 
 def test_sets_of_slots(trajectories):                                              # 13
     rank, ends, g = trajectories["rank"], torch.tensor(ENDS), torch.Generator().manual_seed(1)
-    masked = lambda k: rank >= cdlm.per_slot(k, L, B)
+    masked = lambda k: rank >= masks.per_slot(k, L, B)
     for _ in range(20):
-        k, k_star = cdlm.draw_states(trajectories["live"], L, B, g)
+        k, k_star = train_cdlm.draw_states(trajectories["live"], L, B, g)
         assert (k < ends).all() and (k >= ends - torch.tensor([8, 8, 8, 4])).all() and (k_star == ends).all()
         u = masked(k)
         assert torch.equal(u.sum(-1), (ends - k).sum(-1)) and not masked(k_star).any()
-        k, later = cdlm.draw_states(trajectories["live"], L, B, g, later=True)
+        k, later = train_cdlm.draw_states(trajectories["live"], L, B, g, later=True)
         u, s = masked(k), masked(later)
         assert ((later > k) & (later <= ends)).all() and torch.equal(s.sum(-1), (ends - later).sum(-1)) and not (s & ~u).any()
-    drawn = torch.cat([cdlm.draw_states(trajectories["live"], L, B, g)[0] for _ in range(100)])
+    drawn = torch.cat([train_cdlm.draw_states(trajectories["live"], L, B, g)[0] for _ in range(100)])
     assert (drawn.unique() == torch.arange(L)).all()
 
 
@@ -46,14 +46,14 @@ def losses_at(model, batch, k, weights=(1.0, 0.5), later=False):
     ends = torch.tensor(ENDS)
     k = torch.minimum(torch.arange(0, L, B) + k, ends - 1).expand(n, -1)
     k_star = torch.minimum(k + 1, ends) if later else ends.expand(n, -1)
-    return cdlm.student_losses(model, model.head.weight.detach(), batch, k, k_star, MASK, B, weights, later, g)
+    return train_cdlm.student_losses(model, model.head.weight.detach(), batch, k, k_star, MASK, B, weights, later, g)
 
 
 def test_last_block_has_no_consistency_loss(model, trajectories):                  # 13
     short = {name: x[:, :B] if x.ndim > 1 and name != "prompt" else x for name, x in trajectories.items()}
     short["live"] = torch.full((4,), B)                  # answers of one block
     k, k_star, g = torch.full((4, 1), 2), torch.full((4, 1), B), torch.Generator().manual_seed(0)
-    losses = cdlm.student_losses(model, model.head.weight.detach(), short, k, k_star, MASK, B, (1.0, 0.5), False, g)
+    losses = train_cdlm.student_losses(model, model.head.weight.detach(), short, k, k_star, MASK, B, (1.0, 0.5), False, g)
     assert losses["cons"] == 0 and all(x.isfinite() for x in losses.values())
     losses["cons"].backward()                            # trained alone, such a batch teaches nothing, and does no harm
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -64,7 +64,7 @@ def test_last_block_has_no_consistency_loss(model, trajectories):               
 def test_nothing_behind_the_text_is_in_the_consistency_loss(model, trajectories):   # 13
     """Rows whose text ends with the first block have no later block to be consistent in, although the batch has more slots."""
     k, ends = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), torch.tensor([ENDS]).expand(4, -1)
-    loss = lambda live: cdlm.later_blocks_loss(model, {**trajectories, "live": torch.tensor(live)}, MASK, B, k, ends, torch.Generator().manual_seed(0))
+    loss = lambda live: train_cdlm.later_blocks_loss(model, {**trajectories, "live": torch.tensor(live)}, MASK, B, k, ends, torch.Generator().manual_seed(0))
     assert loss([B] * 4) == 0 < loss([L] * 4)
 
 
@@ -76,17 +76,17 @@ def test_later_blocks_loss_by_hand(model, trajectories):                        
         one = {"tokens": tokens[row:row + 1], "rank": rank[row:row + 1]}
         logp = lambda step: dense(model, prompt, at(one, torch.tensor([step]))[0].tolist()).log_softmax(-1)[ENDS[b]:]
         if b < 3:
-            want += cdlm.divergence(logp(ENDS[b]), logp(int(k[row, b]))).mean().item() / 4
-    got = cdlm.later_blocks_loss(model, trajectories, MASK, B, k, torch.tensor([ENDS]).expand(4, -1), torch.Generator().manual_seed(0))
+            want += train_cdlm.divergence(logp(ENDS[b]), logp(int(k[row, b]))).mean().item() / 4
+    got = train_cdlm.later_blocks_loss(model, trajectories, MASK, B, k, torch.tensor([ENDS]).expand(4, -1), torch.Generator().manual_seed(0))
     assert want > 0 and abs(got.item() / want - 1) < 1e-3
 
 
 def test_divergence():                                                             # 14, 17
     a, b = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
     p, q = a.softmax(-1), b.softmax(-1)
-    assert torch.allclose(cdlm.divergence(a, b), (p * (p / q).log()).sum(-1), atol=1e-5)
+    assert torch.allclose(train_cdlm.divergence(a, b), (p * (p / q).log()).sum(-1), atol=1e-5)
     masked = cdlm.mask_free(a, 3)
-    assert (cdlm.divergence(a, a).abs() < 1e-6).all() and cdlm.divergence(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
+    assert (train_cdlm.divergence(a, a).abs() < 1e-6).all() and train_cdlm.divergence(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
 
 
 def test_a_model_has_nothing_to_learn_from_its_own_last_step(model):               # 14
@@ -130,8 +130,8 @@ def rates_of(rates):
 
 
 def dlm_loss(model, batch, rate, counted, g, mask):
-    masked = train_cdlm.turns(rate.shape, B, g) < rate
-    return cdlm.dlm_loss(model, batch, masked, rate, counted, MASK, B, mask).item()
+    masked = masks.turns(rate.shape, B, g) < rate
+    return train_cdlm.dlm_loss(model, batch, masked, rate, counted, MASK, B, mask).item()
 
 
 def test_dlm_loss_by_hand(model, trajectories):                                    # 15
@@ -151,8 +151,8 @@ def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories):                    
     flat, g = toy_model(gain=0.0), torch.Generator().manual_seed(0)
     big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
     mean = lambda states, mask: sum(dlm_loss(flat, big, *states(), g, mask) for _ in range(30)) / 30
-    for states, mask in ((lambda: rates_of(train_cdlm.mask_rates(64, g)), cdlm.block_causal), (lambda: train_cdlm.all_blocks(big["answer"], 45, B, g), cdlm.two_copies),
-                         (lambda: train_cdlm.teacher_states(big["answer"], 45, B, g), cdlm.bidirectional)):
+    for states, mask in ((lambda: rates_of(masks.mask_rates(64, g)), cdlm.block_causal), (lambda: masks.all_blocks(big["answer"], 45, B, g), cdlm.two_copies),
+                         (lambda: masks.teacher_states(big["answer"], 45, B, g), cdlm.bidirectional)):
         assert abs(mean(states, mask) / math.log(63) - 1) < 0.04                   # 63: the mask itself is never predicted
 
 
@@ -162,10 +162,10 @@ def test_states_of_training():
     for row, n in enumerate((17, 3, 27, 8)):             # then an end of text, in the block behind if the text fills its own
         answer[row, :n] = 7
     g = torch.Generator().manual_seed(0)
-    assert train_cdlm.text_blocks(answer, 45, B).tolist() == [3, 1, 4, 2] and train_cdlm.text_blocks(torch.full((1, L), 7), 45, B).tolist() == [4]
+    assert masks.text_blocks(answer, 45, B).tolist() == [3, 1, 4, 2] and masks.text_blocks(torch.full((1, L), 7), 45, B).tolist() == [4]
     seen = [set() for _ in range(4)]
     for _ in range(60):
-        rate, counted = train_cdlm.open_block(answer, 45, B, g)
+        rate, counted = masks.open_block(answer, 45, B, g)
         for row in range(4):
             slots = counted[row].nonzero()[:, 0].tolist()
             block = slots[0] // B
@@ -173,16 +173,16 @@ def test_states_of_training():
             assert slots == list(range(block * B, min(block * B + B, L))) and len(rate[row, slots].unique()) == 1 and 1 / B <= rate[row, slots[0]] <= 1
             assert (rate[row, :slots[0]] == 0).all() and (rate[row, slots[-1] + 1:] == 1).all()
     assert seen == [{0, 1, 2}, {0}, {0, 1, 2, 3}, {0, 1}]
-    rate, counted = train_cdlm.all_blocks(answer, 45, B, g)
+    rate, counted = masks.all_blocks(answer, 45, B, g)
     assert counted.sum(-1).tolist() == [24, 8, 28, 16] and all(len(rate[row, e - 4:e].unique()) == 1 for row in range(4) for e in ENDS)
-    rate, counted = train_cdlm.teacher_states(answer, 45, B, g)
+    rate, counted = masks.teacher_states(answer, 45, B, g)
     assert counted.sum(-1)[1::2].tolist() == [L, L] and (rate[1::2] == rate[1::2, :1]).all() and (counted.sum(-1)[::2] <= B).all()
 
 
 def test_turns_follow_the_text_as_far_as_they_are_told():
     g, length, block = torch.Generator().manual_seed(0), 60, 32                    # the last block is shorter
-    plain = train_cdlm.turns((2000, length), block, g)
-    some, ordered = train_cdlm.turns((2000, length), block, g, 0.5), train_cdlm.turns((2000, length), block, g, 1.0)
+    plain = masks.turns((2000, length), block, g)
+    some, ordered = masks.turns((2000, length), block, g, 0.5), masks.turns((2000, length), block, g, 1.0)
     for rate in (0.1, 0.5, 0.9):                         # about so many masks either way
         assert abs((plain < rate).float().mean() - rate) < 0.01 and abs((ordered[:, :block] < rate).float().mean() - rate) < 0.07
     first, last = (ordered < 0.5)[:, [0, block]].float().mean(), (ordered < 0.5)[:, [block - 1]].float().mean()
@@ -191,12 +191,12 @@ def test_turns_follow_the_text_as_far_as_they_are_told():
     assert abs(half - (0.25 + first / 2)) < 0.02         # half of the blocks, whichever they are
     in_line = lambda turn: (turn[:, :block].diff() < 0).all(1).float().mean()
     assert in_line(plain) == 0 and 0.05 < in_line(ordered) < 0.3 and abs(in_line(some) - in_line(ordered) / 2) < 0.04
-    a, b = (train_cdlm.turns((4, L), B, torch.Generator().manual_seed(3), x) for x in (0.0, 1.0))
+    a, b = (masks.turns((4, L), B, torch.Generator().manual_seed(3), x) for x in (0.0, 1.0))
     assert torch.equal(a, torch.rand(4, L, generator=torch.Generator().manual_seed(3))) and not torch.equal(a, b)
 
 
 def test_mask_rates_cover_the_interval_evenly():
-    rates = train_cdlm.mask_rates(100, torch.Generator().manual_seed(0))
+    rates = masks.mask_rates(100, torch.Generator().manual_seed(0))
     assert ((rates >= 1e-3) & (rates <= 1)).all() and (rates.sort().values.diff() < 0.011).all()
 
 
@@ -209,14 +209,14 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     with torch.no_grad():
         teacher.embed.weight[MASK] *= 0.01
         teacher.head.weight *= 60                        # so sure of its tokens that the student can become surer than 0.9
-    data = cdlm.collect(teacher, MASK, requests(prompts, length), B, batch_size=8, order="surest")
+    data = train_cdlm.collect(teacher, MASK, requests(prompts, length), B, batch_size=8, order="surest")
     prompt, lengths = pad_prompts(prompts)
     batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
     optimizer = Optimizer(student)
     for step in range(steps):
-        k, k_star = cdlm.draw_states(batch["live"], length, B, g)
-        cdlm.student_losses(student, teacher.head.weight.detach(), batch, k, k_star, MASK, B, (1.0, 0.0), False, g)["distill"].backward()
+        k, k_star = train_cdlm.draw_states(batch["live"], length, B, g)
+        train_cdlm.student_losses(student, teacher.head.weight.detach(), batch, k, k_star, MASK, B, (1.0, 0.0), False, g)["distill"].backward()
         optimizer.step(1e-2 * min(1, 2 * (1 - step / steps)))
     got = cdlm.Decoder(student, MASK, block_size=B, threshold=0.9, batch_size=8).generate(requests(prompts, length))
     same = sum(a == b for g, row in zip(got, data["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / data["tokens"].numel()
@@ -266,7 +266,7 @@ def test_all_stages_lower_their_losses(trained):
 def test_settings_reach_what_they_set(toy, tmp_path, monkeypatch):
     asked = {"turns": [], "collect": [], "student_losses": [], "draw_states": []}
     for name in asked:
-        owner = train_cdlm if name == "turns" else cdlm
+        owner = masks if name == "turns" else train_cdlm
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, name=name, real=real: asked[name].append(a) or real(*a))
     train(monkeypatch, toy, tmp_path, "--steps", "2", "--prompts", "1", "--order", "surest", "--weights", "1", "0.5", "1", "--cons-target", "later_state")
@@ -295,11 +295,11 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
             train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
         monkeypatch.setattr(owner, name, real)
 
-    kill_after(2 * (4 + 2) + 1, cdlm, "dlm_loss")         # in the teacher's step 10: 2 held-out losses a checkpoint
-    kill_after(2, cdlm, "collect")                       # before the third shard
+    kill_after(2 * (4 + 2) + 1, train_cdlm, "dlm_loss")       # in the teacher's step 10: 2 held-out losses a checkpoint
+    kill_after(2, train_cdlm, "collect")                     # before the third shard
     assert len(list((tmp_path / "trajectories").glob("*.safetensors"))) == 2
     (tmp_path / "trajectories" / "00002.safetensors.tmp").write_bytes(b"half")
-    kill_after(6, cdlm, "student_losses")
+    kill_after(6, train_cdlm, "student_losses")
     assert len(log(tmp_path / "student")) == 1
     train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
     for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):

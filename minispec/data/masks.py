@@ -1,0 +1,72 @@
+"""Which slots of an answer are masked while a diffusion model learns to fill it in (train_cdlm.py).
+
+n answers of L slots, in blocks of `block_size`. Random numbers are drawn on the CPU, so that they are the
+same on every device.
+"""
+import torch
+
+
+def per_slot(of_block, gen_length, block_size):
+    """What is known of blocks (n, L / B), for each of their slots (n, L)."""
+    return of_block.repeat_interleave(block_size, 1)[:, :gen_length]
+
+
+def mask_rates(n, generator, low=1e-3):
+    """n mask rates in [low, 1], spread evenly over it from one random offset, so that batches differ
+    little."""
+    u = (torch.rand((), generator=generator) + torch.arange(n) / n) % 1
+    return (1 - low) * u[torch.randperm(n, generator=generator)] + low
+
+
+def text_blocks(answer, eos_id, block_size):
+    """How many blocks (n,) of answers (n, L), filled up with ends of text, hold text: up to the one with the
+    first end."""
+    return (answer != eos_id).sum(-1).clamp(max=answer.shape[1] - 1) // block_size + 1
+
+
+def all_blocks(answer, eos_id, block_size, generator):
+    """For `two_copies`: mask rates (n, L), one for each block, and the slots (n, L) to predict: those of
+    blocks with text, because decoding never opens the others."""
+    n, length = answer.shape
+    n_blocks = -(-length // block_size)
+    rate = mask_rates(n * n_blocks, generator, 1 / block_size).view(n, n_blocks)
+    counted = torch.arange(n_blocks) < text_blocks(answer, eos_id, block_size)[:, None]
+    return per_slot(rate, length, block_size), per_slot(counted, length, block_size)
+
+
+def open_block(answer, eos_id, block_size, generator):
+    """The states that block-wise decoding meets, as mask rates (n, L): one block of the text is masked at a
+    rate, the blocks before it are finished, those behind it all masks. Also the slots (n, L) to predict:
+    those of that block."""
+    n, length = answer.shape
+    block = (torch.rand(n, generator=generator) * text_blocks(answer, eos_id, block_size)).long()[:, None]
+    rate = mask_rates(n, generator, 1 / block_size)[:, None]
+    of_slot = torch.arange(length) // block_size
+    return torch.where(of_slot == block, rate, (of_slot > block).float()), of_slot == block
+
+
+def teacher_states(answer, eos_id, block_size, generator):
+    """For every second row the states of `open_block`. For the others one rate for all slots, with the ends
+    of text that fill up an answer: with them the model says how long its answer is."""
+    rate, counted = open_block(answer, eos_id, block_size, generator)
+    rate[1::2] = mask_rates(len(answer) // 2, generator)[:, None]
+    counted[1::2] = True
+    return rate, counted
+
+
+def turns(shape, block_size, generator, in_order=0.0):
+    """When, from 1 down to 0, each slot (n, L) is revealed: masked are the slots whose turn is below their
+    rate. Turns are random numbers, but in a share `in_order` of the blocks they follow the text from left to
+    right, more or less. So does decoding: a slot mostly waits for the slots before it. Random masks hardly
+    ever show a block like that."""
+    n, length = shape
+    turn = torch.rand(shape, generator=generator)
+    if not in_order:
+        return turn
+    blocks = (n, -(-length // block_size))
+    loose = per_slot(torch.rand(blocks, generator=generator), length, block_size)
+    ordered = per_slot(torch.rand(blocks, generator=generator), length, block_size)
+    overtake = 0.75 * block_size * loose ** 2                    # so many slots may overtake each other
+    place = torch.arange(length) % block_size
+    left_to_right = 1 - (place + (1 + overtake) * turn) / (block_size + overtake)
+    return torch.where(ordered < in_order, left_to_right, turn)
