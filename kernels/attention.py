@@ -303,13 +303,13 @@ def _expand(counts):
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
-def attention(q, k, v, slots, selected, plan, scale=None, return_lse=False):
+def attention(q, k, v, slots, selected, plan, return_lse=False):
     """Every row's attention over what the plan lets it see.
 
     q (N, H, D), k and v (G, n_slots, D) of one layer, slots (B, T) int32: the slot of every position,
     selected (B, G, C) int32 positions or None, all on the plan's device. Returns (N, H, D), and with
-    return_lse also the natural logarithm (N, H), in fp32, of every row's sum of exp(scale * q . k). Keys and
-    values of the rows are already in the pool."""
+    return_lse also the natural logarithm (N, H), in fp32, of every row's sum of exp(q . k / sqrt(D)). Keys
+    and values of the rows are already in the pool."""
     check(q, k, v)
     n, h, d = q.shape
     groups = k.shape[0]
@@ -324,7 +324,7 @@ def attention(q, k, v, slots, selected, plan, scale=None, return_lse=False):
     part = torch.empty(plan.n_part_rows, groups, d, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(plan.n_part_rows, groups, dtype=torch.float32, device=q.device)
     strides = q.stride(0), k.stride(0), slots.stride(0), selected.stride(0), selected.stride(1)
-    scale = (d ** -0.5 if scale is None else scale) * LOG2E
+    scale = d ** -0.5 * LOG2E
     if len(plan.items):
         packed_attention[(len(plan.items), groups)](
             q, k, v, slots, selected, plan.sees, plan.requests, plan.items, out, lse, part, part_lse,
@@ -335,10 +335,9 @@ def attention(q, k, v, slots, selected, plan, scale=None, return_lse=False):
     return (out, lse) if return_lse else out
 
 
-def attention_reference(q, k, v, slots, selected, plan, scale=None, return_lse=False):
+def attention_reference(q, k, v, slots, selected, plan, return_lse=False):
     """The same by definition: one row, one head, one list at a time, in fp32."""
     (_, h, d), groups = q.shape, k.shape[0]
-    scale = d ** -0.5 if scale is None else scale
     out = torch.zeros_like(q)
     lse = torch.zeros(q.shape[:2], device=q.device)
     for b in set(plan.items[:, 0].tolist()) - {-1}:
@@ -356,7 +355,7 @@ def attention_reference(q, k, v, slots, selected, plan, scale=None, return_lse=F
                 group = head // (h // groups)
                 positions = selected[b, group, :n_selected].tolist() if n_selected else []
                 index = slots[b, positions + own].long()
-                logits = k[group, index].float() @ q[row, head].float() * scale
+                logits = k[group, index].float() @ q[row, head].float() * d ** -0.5
                 out[row, head] = (logits.softmax(0) @ v[group, index].float()).to(q.dtype)
                 lse[row, head] = logits.logsumexp(0)
     return (out, lse) if return_lse else out

@@ -129,7 +129,7 @@ class Graphs:
         self.group = group
         self.n_features = features
         self.more = more or {}
-        self.padding = {"new": cache.n_slots, "which": -1}           # 0 elsewhere; of work items: see Plan.padded
+        self.padding = {"new": cache.n_slots, "which": -1}         # others: 0; of work see Plan.padded
         self.n_scored = batch if widest else 0
         self.selected = torch.zeros(batch, layers, groups, widest, dtype=torch.int32, device=cache.k.device)
         self.scores = torch.zeros(layers, self.n_scored, groups, longest, device=cache.k.device)
@@ -170,7 +170,8 @@ class Graphs:
         host = torch.zeros(n, dtype=torch.int32, pin_memory=self.cache.k.is_cuda)
         buffer = torch.zeros(n, dtype=torch.int32, device=self.cache.k.device)
         t = tables(buffer, shapes)
-        plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], self.room(rows)[2], CHUNK, self.longest,
+        *_, part_rows = self.room(rows)
+        plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], part_rows, CHUNK, self.longest,
                     self.selected.shape[-1])
         features = self.cache.k.new_zeros(rows, self.n_features)
         x = Inputs(t["tokens"], t["positions"], t["new"], t["first"], None, self.selected, t["which"], plan,

@@ -88,7 +88,7 @@ class DraftPool:
         self.k = self.v = cache.k.new_empty(layers, 0, groups, 0, d)
 
     def give_back(self, keys):
-        if keys.row is not None:
+        if keys is not None and keys.row is not None:
             self.taken[keys.row] = None
             keys.row = None
 
@@ -200,11 +200,11 @@ class Round:
     that it has; None for the first round of a request, which gets its place when it starts.
     """
 
-    def __init__(self, selected=None, recent=0, memory=None, place=None):
+    def __init__(self, selected=None, recent=0, memory=None):
         self.selected = selected
         self.recent = recent
         self.memory = memory
-        self.place = place
+        self.place = None
         self.phase = Phase.START
         self.k = None                                      # drafts of this round, set at its start
         self.drafts = []
@@ -294,9 +294,8 @@ class SpecGen:
         loads = [0] * (self.k + 1)
         for other in ready:
             state = other.state
-            if state is None or state.place is None:
-                continue
-            loads[self.k if state.phase is Phase.VERIFY else state.place + len(state.drafts)] += 1
+            if state is not None and state.place is not None:
+                loads[self.k if state.phase is Phase.VERIFY else state.place + len(state.drafts)] += 1
         if self.schedule == "random":
             return self.rng.randrange(self.k + 1)
         return loads.index(max(loads) if self.schedule == "lockstep" else min(loads))
@@ -309,17 +308,11 @@ class SpecGen:
         return Segment(r, [token], r.n_cached + len(state.drafts), state.keys, "draft", 1)
 
     def _verify(self, r, state):
-        self._forget(state)
+        self.pool.give_back(state.keys)                    # the drafts' list is not needed any more
         rows = [r.tokens[-1], *state.drafts]
         keys = FullKeys(self.engine.cache, r.run.first, r.n_cached, len(rows), record=self.record)
         q = torch.stack(state.q) if state.q else None
         return Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts, q)
-
-    def _forget(self, state):
-        """The draft's list is not needed any more."""
-        if state.keys is not None:
-            self.pool.give_back(state.keys)
-        state.keys = None
 
     # -- settle: drafts, then verdicts and selections --------------------------------------------------------
 
@@ -340,11 +333,9 @@ class SpecGen:
     def judged(self, segment, accepted):
         """So many drafts were accepted: choose what the next round drafts with."""
         r = segment.request
-        if segment.kind == "verify":
-            r.state = self._select(r, segment.keys, accepted)
-            r.state.place = 0
-        else:                                              # the end of a prompt, of which all rows are good
-            r.state = self._select(r, segment.keys, len(segment.tokens) - 1)
+        prompt = segment.kind == "prefill"                 # its end, of which all rows are good
+        r.state = self._select(r, segment.keys, len(segment.tokens) - 1 if prompt else accepted)
+        r.state.place = None if prompt else 0
 
     def _select(self, r, keys, accepted):
         """The next round's positions: the accepted + 2 newest (not every row saw those, so their averages do
@@ -365,11 +356,10 @@ class SpecGen:
             layers, groups = self.engine.cache.k.shape[:2]
             return torch.arange(n, device=self.engine.model.device).expand(layers, groups, n), None
         scores = keys.scores[:, :, :length]
-        memory = None
         if self.select == "ahead":
             scores = look_ahead(scores, r.state.memory if r.state else None)
-            memory = scores
-        return scores[:, :, :older].topk(n, dim=-1, sorted=False).indices, memory
+        # Only "ahead" looks at what is remembered.
+        return scores[:, :, :older].topk(n, dim=-1, sorted=False).indices, scores
 
     # -- the rest of what the engine asks of a planner -------------------------------------------------------
 
@@ -381,7 +371,7 @@ class SpecGen:
 
     def release(self, r):
         if r.state:
-            self._forget(r.state)
+            self.pool.give_back(r.state.keys)
         r.state = None
 
 

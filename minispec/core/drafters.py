@@ -86,8 +86,8 @@ class Notes:
 
 
 class Cached:
-    """What drafters with a cache share: notes of every request, and a forward or a whole round, `round`, which
-    torch's operators take step by step and a GPU as one graph.
+    """What drafters with a cache share: notes of every request, and one function `round` of a batch, which is
+    a forward or a whole round of them. Torch's operators run it as it is, a GPU replays it as one graph.
 
     config: of the cache; rope: of its rows; room: slots that a request may need more than its tokens."""
     pool = None                 # on a GPU, once `prepare` was called: one cache for all requests,

@@ -98,7 +98,8 @@ class Engine:
                     break
                 yield from self._iterate(started)
         finally:
-            self._abandon()
+            self.retire(everything=True)
+            self.unjudged = []
 
     def _iterate(self, started):
         """One iteration. Returns [(request, newly committed tokens)]."""
@@ -303,36 +304,27 @@ class Engine:
         from kernels.fused import decode
         from kernels.graphs import Graphs
 
+        model = self.model
+
         def function(x):
-            model = self.model
             h = model.embed(x.tokens)
             return decode(model.blocks, model.norm, model.rope, h, x, self.cache, self.planner.taps)
 
-        group = self.model.config.n_head // self.model.config.n_kv_head
-        self.graphs = Graphs(function, self.cache, self.batch_size, longest, self.planner.widest(longest), group)
+        group = model.config.n_head // model.config.n_kv_head
+        widest = self.planner.widest(longest)
+        self.graphs = Graphs(function, self.cache, self.batch_size, longest, widest, group)
         drafter = getattr(self.planner, "drafter", None)
         if hasattr(drafter, "prepare"):
             drafter.prepare(self.batch_size, longest)
 
-    def retire(self):
-        """Let go of what is finished."""
+    def retire(self, everything=False):
+        """Let go of what is finished, or, where the stream is over, of everything."""
         for r in [*self.active, *self.admission.paused]:
-            if r.finished:
-                self._leave(r)
-        self.waiting = [r for r in self.waiting if not r.finished]
-
-    def _abandon(self):
-        """Let go of everything: the stream is over."""
-        for r in [*self.active, *self.admission.paused]:
-            self._leave(r)
-        self.waiting.clear()
-        self.unjudged.clear()
-
-    def _leave(self, request):
-        self.admission.leave(request)
-        if request in self.active:
-            self.active.remove(request)
-        request.n_cached = 0
+            if everything or r.finished:
+                self.admission.leave(r)
+                r.n_cached = 0
+        self.active[:] = [r for r in self.active if r.run]
+        self.waiting = [r for r in self.waiting if not (everything or r.finished)]
 
 
 class Lockstep:
