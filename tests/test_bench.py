@@ -275,7 +275,7 @@ def test_gpu_suite_runs_dry_anywhere(monkeypatch, tmp_path, tmp_path_factory, ca
     toy = save_toy_target(tmp_path_factory.mktemp("toy"), gain=1.0, block_size=320)
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     monkeypatch.setattr(methods, "ready", lambda settings: ["ngram"])
-    monkeypatch.setattr(gpu, "DRY", replace(gpu.DRY, system=(3, 1, 1)))
+    monkeypatch.setattr(gpu, "DRY", replace(gpu.DRY, system=(7, 1, 1)))
     monkeypatch.setattr(gpu, "free_memory", lambda: None)                     # the heap of all tests is large
     run_script(bench, "--suite", "gpu", "--dry-run", "--model", toy)
     tables = capsys.readouterr().out.strip().split("\n\n")
