@@ -28,6 +28,11 @@ TARGET = os.path.join(ROOT, "checkpoints", "target")
 DRAFT = os.path.join(ROOT, "checkpoints", "draft")
 
 
+def pytest_collection_modifyitems(items):
+    """The long setups come first, where the two processes (beside.py) do not meet: else both might make them."""
+    items.sort(key=lambda item: item.path.name not in ("test_graphs.py", "test_kernels.py"))
+
+
 def toy_model(vocab=64, seed=0, gain=4.0, **changes):
     torch.manual_seed(seed)
     shape = {**gpt.SIZES["tiny"], "vocab_size": vocab, "block_size": 512, "tied": False, **changes}
