@@ -212,7 +212,7 @@ def divergence(target, logits):
     """KL(target || model) (...) of two sets of logits (..., V): it makes the model cover all of the target's
     mass."""
     p, q = target.log_softmax(-1), logits.log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
+    return F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
 
 
 def state_mean(values, where, block_size, n_states):
@@ -384,7 +384,7 @@ def train_student(args, folder, tokenizer, tokenizer_json, mask_id):
         k, k_star = draw_states(batch["live"].cpu(), length, cdlm.BLOCK_SIZE, generator, later)
         with bf16(args.device):
             losses = student_losses(model, teacher_head, batch, k, k_star, mask_id, cdlm.BLOCK_SIZE,
-                                         (w_distill, w_cons), later, generator)
+                                    (w_distill, w_cons), later, generator)
         # 2. The masked-diffusion loss, on reference answers.
         dlm = torch.zeros((), device=args.device)
         if w_dlm:

@@ -137,7 +137,9 @@ def test_real_text_is_read_where_it_is(tmp_path):
     (tmp_path / "gsm8k").mkdir()
     rows = [{"question": f"What is {i}?", "answer": f"It is <<{i}={i}>>{i}\n#### {i}"} for i in range(40)]
     (tmp_path / "gsm8k" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    train_, held = corpus.real_documents(str(tmp_path)), corpus.real_documents(str(tmp_path), "heldout")
-    assert len(train_["gsm8k"]) + len(held["gsm8k"]) == 40 and not set(train_["gsm8k"]) & set(held["gsm8k"])
+    train_ = corpus.real_documents(str(tmp_path))
+    held = [row["question"] for row in rows if tasks.is_heldout(row["question"])]
+    read = [prompt.strip() for prompt, _, _ in train_["gsm8k"]]
+    assert held and sorted(read + held) == sorted(row["question"] for row in rows)
     assert train_["gsm8k"][0][1].startswith("It is ") and "<<" not in train_["gsm8k"][0][1]
     assert "code" in train_ and "books" not in corpus.real_documents(None)

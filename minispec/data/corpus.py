@@ -27,23 +27,23 @@ HELDOUT_BOOK = "the-princess-and-the-goblin"
 EXCLUDED_TASK = "arithmetic/gsm_symbolic"      # its questions are variations of GSM8K's test set
 
 
-def real_documents(folder, split="train"):
-    """{source: [(prompt, think, answer)]} of the real text under `folder`; sources that are not there are
-    left out. Books and code are plain text: prompt None. Standard-library code comes with every Python."""
-    training = split == "train"
+def real_documents(folder):
+    """{source: [(prompt, think, answer)]} of the real text under `folder` that is not held out; sources that
+    are not there are left out. Books and code are plain text: prompt None. Standard-library code comes with
+    every Python."""
     out = {}
     if folder and os.path.isdir(folder):
         for name, (path, form) in CHAT.items():
             file = os.path.join(folder, path)
             if os.path.isdir(os.path.dirname(file)):
-                out[name] = _chat_documents(file, form, training)
+                out[name] = _chat_documents(file, form)
         out["books"] = []
         for path in sorted(glob.glob(os.path.join(folder, "standardebooks", "*.txt"))):
-            if (HELDOUT_BOOK not in path) == training:
+            if HELDOUT_BOOK not in path:
                 out["books"] += _plain_documents(path, 4000)
     out["code"] = []
     for path in sorted(glob.glob(os.path.join(sysconfig.get_paths()["stdlib"], "*.py"))):
-        if tasks.is_heldout(os.path.basename(path)) != training:
+        if not tasks.is_heldout(os.path.basename(path)):
             out["code"] += _plain_documents(path, 2500)
     return {name: documents for name, documents in out.items() if documents}
 
@@ -75,7 +75,7 @@ CHAT = {        # source: (file, form of its rows)
 }
 
 
-def _chat_documents(file, form, training):
+def _chat_documents(file, form):
     rows = prompts.read_rows(file)
     out = []
     with blame(file):
@@ -83,7 +83,7 @@ def _chat_documents(file, form, training):
             if row.get("task") == EXCLUDED_TASK:
                 continue
             question, document = form(row)
-            if tasks.is_heldout(question) != training:
+            if not tasks.is_heldout(question):
                 out.append(document)
     return out
 

@@ -61,8 +61,6 @@ def turns(shape, block_size, generator, in_order=0.0):
     ever show a block like that."""
     n, length = shape
     turn = torch.rand(shape, generator=generator)
-    if not in_order:
-        return turn
     blocks = (n, -(-length // block_size))
     loose = per_slot(torch.rand(blocks, generator=generator), length, block_size)
     ordered = per_slot(torch.rand(blocks, generator=generator), length, block_size)

@@ -1,7 +1,6 @@
 """decode.py --watch: a diffusion model's answer while it fills in. --explain: the first rounds, draft by
 draft."""
 import shutil
-import time
 
 import torch
 
@@ -15,10 +14,9 @@ class Watch:
     """Called by the decoder after every step. On a terminal the answer is redrawn in place, new tokens in
     green, masked slots as dots. Elsewhere every step is a line with its open block."""
 
-    def __init__(self, tokenizer, out, pause=0.0):
+    def __init__(self, tokenizer, out):
         self.tokenizer = tokenizer
         self.out = out
-        self.pause = pause
         self.drawn = 0                   # lines on the terminal
         special = tokenizer.special
         self.names = {special.get("<|answer|>"): "\n=> ", special.get("<|eos|>"): "<end>"}
@@ -33,7 +31,6 @@ class Watch:
     def __call__(self, a, revealed):
         if self.out.isatty():
             self.draw(a, revealed)
-            time.sleep(self.pause)
             return
         block = "".join(self.spell(a, i) for i in range(a.first, a.last)).replace("\n", "|")
         step = len(a.request.generation.steps) + 1
