@@ -55,21 +55,35 @@ NAMES = {
 
 
 def lines_of(answer):
-    """The first lines of an answer, each a list of (who, text)."""
+    """The first lines of an answer, each a list of (who, text). They break before tokens that begin a word."""
     tokenizer = Tokenizer.load(os.path.join(results.ROOT, answer["model"]))
-    characters = []
+    words = []
     for token, who in zip(answer["token_ids"], answer["who"]):
-        characters += [(who, c) for c in tokenizer.decode([token]).replace("\n", "/")]
-    for start in range(0, LINES * COLUMNS, COLUMNS):
-        some = characters[start:start + COLUMNS]
-        groups = itertools.groupby(some, lambda pair: pair[0])
-        yield [(who, "".join(c for _, c in pairs)) for who, pairs in groups]
+        piece = tokenizer.decode([token]).replace("\n", "/")
+        if not words or piece[:1] in (" ", "/"):
+            words.append([])
+        words[-1].append((who, piece))
+
+    lines, room = [], 0
+    for word in words:
+        length = sum(len(piece) for _, piece in word)
+        if length > room:
+            lines.append([])
+            room = COLUMNS
+            word = [(who, piece.lstrip(" ")) for who, piece in word]
+        lines[-1] += word
+        room -= length
+    return lines[:LINES]
 
 
 def text(x, y, content, more=""):
     """A <text> element: of one string, or of a list of (who, text)."""
     if isinstance(content, list):
-        content = "".join(f"<tspan fill='{COLOURS[who]}'>{escape(part)}</tspan>" for who, part in content)
+        spans = []
+        for who, pieces in itertools.groupby(content, lambda pair: pair[0]):
+            part = escape("".join(piece for _, piece in pieces))
+            spans.append(f"<tspan fill='{COLOURS[who]}'>{part}</tspan>")
+        content = "".join(spans)
     return f"<text x='{x}' y='{y}' xml:space='preserve' {more}>{content}</text>"
 
 
