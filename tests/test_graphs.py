@@ -280,9 +280,9 @@ METHODS = {"ar": lambda e: Lockstep(e), "ngram": lambda e: Lockstep(e, NGram(3, 
 METHODS |= {name: lambda e, make=make, k=k: Lockstep(e, make(), k) for name, (make, k) in DRAFTERS.items()}
 
 
-@pytest.mark.parametrize("name, temperature", [*((name, 0.0) for name in METHODS), ("specgen", 0.8), ("prism tree", 0.8), ("specdiff", 0.8)])
+@pytest.mark.parametrize("name, temperature", [*((name, 0.0) for name in METHODS), ("specgen", 0.8), ("prism", 0.8), ("prism tree", 0.8), ("specdiff", 0.8)])
 def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monkeypatch):
-    """At batch 1. Tables and coins of the host are counted too, where they do not go in one copy. (A GPU also waits for the forward.)"""
+    """At batch 1. Tables and coins of the host are counted too, where they do not go in one copy. (A GPU also waits for the forward: three in all.)"""
     waits, hosts, mode = [], [], counting
     monkeypatch.setattr(fused, "attention", lambda q, *rest, **kw: (q, q[..., 0]))               # quick: any number will do
     monkeypatch.setattr(fused, "scores", lambda *args: None)
@@ -302,7 +302,7 @@ def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monk
     with mode:
         engine.generate(ask)
     n = len(engine.iterations)
-    assert 3 * n < mode.launches <= 60 * n and 0 < len(waits) <= 3 * n, (mode.launches / n, len(waits) / n)
+    assert 3 * n < mode.launches <= 60 * n and 0 < len(waits) <= 2 * n, (mode.launches / n, len(waits) / n)
 
 
 def test_a_list_of_selected_positions_is_copied_once_a_round(counting):

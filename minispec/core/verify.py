@@ -153,14 +153,23 @@ def point_mass_tree(draft, parents, p, coins):
     coins (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token
     that follows. Returns (accepted rows, next token).
     """
-    # Every branch looks at a number. These few come to the host together; p stays on its device.
-    given = p[list(parents), draft].double()             # of each draft, in the row that it hangs from
-    mass = p.sum(-1, dtype=torch.double)                 # of each row
-    numbers = torch.cat([given, mass]).tolist()
-    given, mass = numbers[:len(draft)], numbers[len(draft):]
+    # Where a path ends, every child of its last row was struck out. So the token that follows is drawn for
+    # each row before the walk, and all numbers come to the host together; p stays on its device.
+    parents = list(parents)
+    given = p[parents, draft]                            # of each draft, in the row that it hangs from
+    rest = p.clone()
+    rest[parents, draft] = 0.0
+    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
+    # right draw.
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+    next_token = draw(rest, coins[-1])
+    mass = p.sum(-1, dtype=torch.double)
+    numbers = torch.cat([given.double(), mass, next_token.double()]).tolist()
+    given, mass, next_token = numbers[:len(draft)], numbers[len(draft):-len(p)], numbers[-len(p):]
     coin = coins.tolist()
+
     path = [0]
-    left, struck = mass[0], []                           # of the row where the path ends
+    left = mass[0]                                       # of the row where the path ends
     # Siblings come in order, after their parent.
     for row, parent in enumerate(parents, 1):
         if parent != path[-1]:
@@ -168,16 +177,10 @@ def point_mass_tree(draft, parents, p, coins):
         chance = given[row - 1]
         if coin[row - 1] * left < chance:
             path.append(row)
-            left, struck = mass[row], []
+            left = mass[row]
         else:
             left = max(left - chance, 0.0)
-            struck.append(draft[row - 1])
-    rest = p[path[-1]].clone()
-    rest[struck] = 0.0
-    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
-    # right draw.
-    rest = torch.where(rest.sum() > 0, rest, p[path[-1]])
-    return path[1:], draw(rest, coins[-1]).item()
+    return path[1:], int(next_token[path[-1]])
 
 
 def selection_tree(draft, parents, p, coins):
@@ -271,7 +274,7 @@ def judge(segments, logits):
         q = None if point_masses else torch.stack([s.q for s in some])
         coins = torch.stack([s.request.coins(n) for s in some]).to(logits.device)
         accepted, token = rejection_chain(draft.view(len(some), n - 1), q, p, coins)
-        for (i, _), a, t in zip(group, accepted.tolist(), token.tolist()):
+        for (i, _), (a, t) in zip(group, torch.stack([accepted, token], 1).tolist()):
             verdicts[i] = list(range(1, a + 1)), t
     return verdicts
 
