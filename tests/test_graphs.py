@@ -338,9 +338,10 @@ def test_compiling_and_capturing_is_in_no_price(counting, monkeypatch):
     answers = engine.generate([Request([3, 1, 4, 1, 5], 6), Request([9, 2], 9)])
     captures = len(engine.graphs.graphs) + len(engine.planner.drafter.graphs.graphs)
     assert captures > 3 and engine.warm_up >= 1000 * captures
-    spent = [s.draft_seconds + s.verify_seconds for g in answers for s in g.steps]
-    spent += [engine.seconds.values(), *(i["seconds"].values() for i in engine.iterations)]
-    assert sum(engine.seconds.values()) < 1000 and all((sum(x) if not isinstance(x, float) else x) < 1000 for x in spent)
+    # No account has any of it, not even a half that another one was given back.
+    spent = [x for g in answers for s in g.steps for x in (s.draft_seconds, s.verify_seconds)]
+    spent += [x for seconds in (engine.seconds, *(i["seconds"] for i in engine.iterations)) for x in seconds.values()]
+    assert min(spent) >= 0 and max(spent) < 400
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
