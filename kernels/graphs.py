@@ -196,7 +196,7 @@ class Graphs:
                 self.selected[out[-1], :, :, :s.keys.selected.shape[-1]] = s.keys.selected
         return out
 
-    def fill(self, rows, segments, places, features=None, more=None):
+    def fill(self, rows, segments, places, more=None):
         """The Inputs of a packed batch, padded to so many rows; arguments as of __call__."""
         ends = [s.start + len(s.tokens) for s in segments]
         shapes = []                                      # (rows, length, selected positions, tail)
@@ -239,21 +239,21 @@ class Graphs:
             filled[name].fill_(self.padding.get(name, 0))
             filled[name][tuple(map(slice, new.shape))] = new
         buffer.copy_(host, non_blocking=True)
-        if features is not None:
+        if segments[0].features is not None:
+            features = torch.cat([s.features for s in segments])
             x.features[:len(features)] = features
         return x
 
-    def __call__(self, segments, features=None, more=None, how=()):
+    def __call__(self, segments, more=None, how=()):
         """(what function returns for the rows of these segments, seconds spent on compilation and capture).
 
-        segments: rows of requests, each with `tokens`, `positions`, `start` and `keys` (requests.Segment or
-        drafters.Rows); the keys that record scores get them. features, more, how: see Inputs; more lies on
+        segments: requests.Segment; the keys that record scores get them. more, how: see Inputs; more lies on
         the host."""
         n = sum(len(s.tokens) for s in segments)
         started = time.perf_counter()
         rows = next((size for size in SIZES if size >= n), n)
         places = self.places(segments)
-        x = self.fill(rows, segments, places, features, more)
+        x = self.fill(rows, segments, places, more)
         spent = 0.0
 
         def function():

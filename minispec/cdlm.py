@@ -34,8 +34,8 @@ import torch.nn.functional as F
 
 from minispec.core.attention import group_rows, packed_attend, ungroup_rows
 from minispec.core.cpu import training_attend
-from minispec.core.requests import Step
 from minispec.core.kv_cache import KVCache
+from minispec.core.requests import Step, check_requests
 
 GEN_LENGTH = 256
 BLOCK_SIZE = 32
@@ -217,11 +217,8 @@ class Decoder:
             waiting = [a for a in waiting if not a.request.finished]
 
     def _prepare(self, requests):
-        context = self.model.config.block_size
+        check_requests(requests, self.model.config)
         for r in requests:
-            if r.longest > context:
-                raise ValueError(f"prompt of {len(r.tokens)} tokens and {r.max_new_tokens} new ones "
-                                 f"exceed the context of {context}")
             if r.sampling.top_k or r.sampling.top_p < 1:
                 raise ValueError("top-k and top-p are not for diffusion models; temperature is")
             r.state = Answer(r, self.mask_id, self.block_size)

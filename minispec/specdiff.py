@@ -253,9 +253,11 @@ class SpecDiffDrafter(Cached):
         each other."""
         notes = self.note(request)
         masks = [MASK] * (slots - self.drafter.config.shift)
-        # Each new token reads the state of the token before it, each mask the newest state there is.
-        of_new = notes.take_features()
-        of_masks = [some[-1:].expand(len(masks), -1) for some in of_new[-1:]]
+        of_new, of_masks = None, None
+        if self.taps is not None:
+            # Each new token reads the state of the token before it, each mask the newest state there is.
+            of_new = notes.take_features()
+            of_masks = of_new[-1:].expand(len(masks), -1)
         fed = [notes.rows(request.tokens[notes.cached:], of_new)]
         notes.cached = len(request.tokens)               # the next round overwrites the masks' keys
         if masks:

@@ -42,6 +42,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core.attention import FullKeys
+from minispec.core.engine import Planner
 from minispec.core.requests import Segment, check_k, draw_drafts
 
 SELECTIONS = ("ahead", "pillar", "window")
@@ -219,7 +220,7 @@ class Round:
             self.phase = Phase.STALL
 
 
-class SpecGen:
+class SpecGen(Planner):
     """The planner of self-speculation.
 
     k: drafts a round; sparsity, min_budget: size of the selection; select: "pillar", the paper's; "ahead",
@@ -229,8 +230,6 @@ class SpecGen:
     settings out of range.
     """
     name = "specgen"
-    taps = None
-    fusable = True
     selections = SELECTIONS
 
     def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, select="ahead", schedule="unified",
@@ -326,7 +325,6 @@ class SpecGen:
             r.state.advance()
 
     def verified(self, segment):
-        """This segment was fed and waits for its verdict."""
         if segment.kind == "verify":
             segment.request.state.advance()
 
@@ -360,11 +358,6 @@ class SpecGen:
             scores = look_ahead(scores, r.state.memory if r.state else None)
         # Only "ahead" looks at what is remembered.
         return scores[:, :, :older].topk(n, dim=-1, sorted=False).indices, scores
-
-    # -- the rest of what the engine asks of a planner -------------------------------------------------------
-
-    def observe(self, segment, rows):
-        """There is no drafter that reads the target's states."""
 
     def proposer(self, request):
         return self.name

@@ -63,7 +63,7 @@ GOOD = {    # values that options not listed here do not guess by their type
     "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--draft-model": ["checkpoints/draft"], "--drafter": ["checkpoints/prism", "checkpoints/specdiff"],
     "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
     "--teacher": ["checkpoints/target"], "--tokenizer": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"], "--workload": ["prompts.jsonl"],
-    "--rule": list(specdiff.RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt", "oracle"], "--device": ["cpu"],
+    "--rule": list(specdiff.RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt"], "--device": ["cpu"],
     "--diffusion-model": ["checkpoints/cdlm/student"], "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--check": ["1"], "--stop": ["e", "🙂"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
 NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]

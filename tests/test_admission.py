@@ -37,7 +37,7 @@ def small_chunks(monkeypatch):
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_half_of_the_demand_is_enough(policy, planner):
     some = prompts(10)
-    requests = [Request(p, 40, final_length=len(p) + 40) for p in some]
+    requests = [Request(p, 40) for p in some]
     extra = PLANNERS[planner](Engine(MODEL, Lockstep)).extra_slots(requests[0])
     peak = sum(sorted(r.longest + extra for r in requests)[-6:])
     engine = Engine(MODEL, PLANNERS[planner], 6, cache_tokens=peak // 2, prefill_chunk=16, admission=policy)
@@ -100,7 +100,7 @@ def test_a_small_host_pool_fails_cleanly():
 
 
 def test_unknown_policy_is_named():
-    with pytest.raises(ValueError, match="unknown admission policy 'luck'; choose from reserve, oracle, preempt, offload"):
+    with pytest.raises(ValueError, match="unknown admission policy 'luck'; choose from reserve, preempt, offload"):
         Engine(MODEL, Lockstep, admission="luck")
 
 
@@ -125,7 +125,7 @@ def test_fuzz(part):
         k, delayed, schedule = rng.choice([1, 3, 8]), rng.random() < 0.5, rng.choice(["unified", "lockstep", "random"])
         engine = Engine(FUZZ_MODEL, lambda e: SpecGen(e, k, 0.2, 3, schedule=schedule, delayed=delayed), rng.randint(1, 5),
                         prefill_chunk=rng.choice([1, 4, 64]), admission=rng.choice(admission.POLICIES))
-        requests = [Request(p, n, final_length=len(p) + n) for p, n in zip(some, news)]
+        requests = [Request(p, n) for p, n in zip(some, news)]
         largest = max(r.longest + engine.planner.extra_slots(r) for r in requests)
         engine.cache_tokens = rng.randint(largest, 3 * largest)
         engine.host_tokens = 10 * largest

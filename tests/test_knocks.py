@@ -262,7 +262,7 @@ def test_a_prompt_of_100_000_characters_names_the_context(toy):
             decode.main(["--model", toy, "--prompt", text, "--quiet"])
 
 
-@pytest.mark.parametrize("policy", ["reserve", "offload", "preempt", "oracle"])
+@pytest.mark.parametrize("policy", ["reserve", "offload", "preempt"])
 def test_a_pool_too_small_for_one_request(policy):
     engine = engine_of("specgen", toy_model(), 4, cache_tokens=30, admission=policy)
     with pytest.raises(ValueError, match="a cache of 30 tokens cannot hold a request of"):

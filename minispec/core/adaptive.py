@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minispec.core.drafters import NGram
+from minispec.core.drafters import Drafter, NGram
 
 START = 0.85                # most alpha hoped of a drafter that was never tried
 LOOKUP = 0.7                # the alpha hoped of a lookup
@@ -85,7 +85,7 @@ class History:
         self.drafted = []
 
 
-class Adaptive:
+class Adaptive(Drafter):
     """A drafter that asks other drafters; for the engine's Lockstep planner. drafters: a list, all of them
     with a price in the cost table; those that read the target's states must all read the same. k: the most
     drafts a round."""
@@ -95,7 +95,7 @@ class Adaptive:
         if not drafters:
             there = ", ".join(cost.drafters)
             raise ValueError(f"no drafter is ready that the cost table has a price for: {there}")
-        readers = [d.taps for d in drafters if getattr(d, "taps", None) is not None]
+        readers = [d.taps for d in drafters if d.taps is not None]
         self.taps = readers[0] if readers else None
         self.drafters = {d.name: d for d in drafters}
         self.cost = cost
@@ -106,7 +106,7 @@ class Adaptive:
         self.counts = Counts(FADE_ALL)                   # of all requests
         self.history = {}                                # request -> History
         self.prices = {}                                 # what was looked up in the cost table
-        self.chosen = {}  # request -> which drafter proposes now, for the engine
+        self.chosen = {}                                 # request -> the name of who proposes now
 
     def propose(self, requests, limits):
         # 1. Learn what became of the last drafts.
@@ -169,7 +169,7 @@ class Adaptive:
                 offer = offers[i][name]
                 alpha[i, j] = self._alpha(r, name, offer)
                 if offer.drafts is None:
-                    most[i, j] = min(limits[i], getattr(drafter, "gamma", self.k))
+                    most[i, j] = min(limits[i], drafter.gamma)
                     reading[i, j] = self._reading_seconds(name, r) / r.remaining
                 else:
                     most[i, j] = len(offer.drafts)       # a lookup has read already
@@ -228,18 +228,20 @@ class Adaptive:
 
     def observe(self, request, features):
         for drafter in self.drafters.values():
-            if getattr(drafter, "taps", None) is not None:
+            if drafter.taps is not None:
                 drafter.observe(request, features)
 
     @property
     def seconds(self):
-        """Spent on captures of graphs, by all drafters."""
-        return sum(getattr(drafter, "seconds", 0.0) for drafter in self.drafters.values())
+        """That captures of graphs took, of all drafters."""
+        return sum(drafter.seconds for drafter in self.drafters.values())
 
     def prepare(self, batch, longest):
         for drafter in self.drafters.values():
-            if hasattr(drafter, "prepare"):
-                drafter.prepare(batch, longest)
+            drafter.prepare(batch, longest)
+
+    def proposer(self, request):
+        return self.chosen[request]
 
     def release(self, request):
         self.history.pop(request, None)

@@ -5,8 +5,6 @@ The length of a chain of thought is not known beforehand. Policies:
 
     reserve    a request enters when its longest possible answer fits; nothing ever goes wrong, and much
                of the cache stays empty
-    oracle     a request enters when its true length fits (Request.final_length, known to a benchmark only;
-               where that was too short, it goes on as `preempt` does)
     preempt    enter as soon as the prompt fits; when the cache is full, drop the youngest request and compute
                it again later
     offload    the same, but the youngest moves to host memory in chunks and comes back before anybody new is
@@ -17,7 +15,7 @@ comes back first, so those that wait on the host are a stack and service is in o
 while a verdict on its last verification is due (delayed verification), because that verdict says how much of
 its cache is valid.
 """
-POLICIES = ("reserve", "oracle", "preempt", "offload")
+POLICIES = ("reserve", "preempt", "offload")
 CHUNK = 1024            # tokens that move between device and host at once
 GROWTH = 64  # slots that a run grows by beyond its need, while there is room: growing may mean moving
 
@@ -50,8 +48,10 @@ class Admission:
             i = 0
             while i < len(active) and self._make_room(active[i]):
                 i += 1
+            # There is room again: the last one to leave comes back first.
             while self.paused and len(active) < engine.batch_size and self._resume(self.paused[-1]):
                 active.append(self.paused.pop())
+        # Those who wait enter in order, because a small request that overtakes could keep a large one out.
         while engine.waiting and not self.paused and len(active) < engine.batch_size:
             if not self._enter(engine.waiting[0]):
                 break
@@ -62,10 +62,7 @@ class Admission:
         """Slots that a request needs for what it has and for its next verification."""
         if self.policy == "reserve":
             return r.longest
-        n = len(r.tokens)
-        if self.policy == "oracle":
-            n = max(n, r.final_length or r.longest)
-        return min(r.longest, n + self.engine.planner.rows)
+        return min(r.longest, len(r.tokens) + self.engine.planner.rows)
 
     def _missing_slots(self):
         """Slots that all active requests together need beyond those they have."""
@@ -82,6 +79,7 @@ class Admission:
         generous = min(r.longest, need + GROWTH)
         if cache.free - self._missing_slots() >= generous - need:
             return cache.resize(r.run, generous)
+        # The younger ones leave, from the youngest on. If it is this one's turn, it leaves itself.
         while not cache.resize(r.run, need):
             if self.paused and self.paused[-1].run.size:   # one is half out already
                 victim = self.paused[-1]
@@ -101,6 +99,7 @@ class Admission:
             self.engine.cache.charged -= self.engine.planner.extra_slots(r)
             self.paused.append(r)
         else:
+            # Its tokens stay; its keys are computed again when it enters again.
             self.recomputed += r.n_cached
             self.leave(r)
             r.n_cached = 0

@@ -1,25 +1,12 @@
-"""Drafters that need no training of their own, and what all drafters share. Interface:
+"""Drafters that need no training of their own, and what all drafters share.
 
-    name                          shown next to the tokens it proposed
-    propose(requests, limits)     -> for every request (tokens, q): at most limits[i] draft tokens, and the
-                                  distributions (k, V) they were drawn from, or None if they are a point mass
-                                  (copied, or an argmax). A tree has a third part, parents: the row that each
-                                  draft hangs from (verify.py). It may have a fourth: the rule that judges it,
-                                  if that is not point_mass_tree.
-    release(request)              the request is finished; forget it
+    Drafter     what the engine asks of a drafter
+    Cached      has keys and values of its own; notes of every request
+    Chained     drafts token by token; on a GPU a round is one CUDA graph
+    NGram       copies from the text
+    SmallLM     a small model
 
-A drafter that can draft in a CUDA graph also has
-
-    prepare(batch, longest)       make the graphs, for so many requests of so many tokens (see Cached)
-
-A drafter that reads the target's hidden states also has
-
-    taps                          which ones: layers, or () for the final hidden state (GPT.features)
-    observe(request, features)    features (n, F) of the next n positions that the target has cached for good
-
-and one that asks other drafters (adaptive.py)
-
-    chosen                        {request: name of the drafter that proposed now}, shown in place of `name`
+prism.py and specdiff.py have the drafters that are trained, adaptive.py one that asks others.
 
 A drafter sees what was accepted by reading `request.tokens`. Committed tokens never change, so it compares
 them with what it drafted before and knows which of its own keys and values are still right.
@@ -31,37 +18,44 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from minispec.core.attention import TREE, FullKeys, can_fuse
-from minispec.core.requests import MAX_K, Batch, pack
 from minispec.core.kv_cache import KVCache, Run
+from minispec.core.requests import MAX_K, Batch, Segment, pack
 from minispec.core.verify import Sampling, draw, warp
 from minispec.core.words import Words
 
 
+class Drafter:
+    """What the engine asks of a drafter. This one never drafts, which is plain decoding."""
+    name = "target"         # shown next to the tokens that it proposed
+    max_k = MAX_K           # the most drafts of a round
+    gamma = MAX_K           # the most that follow one another
+    width = 1               # more: it may propose trees
+    taps = None             # hidden states of the target that it reads: layers, or () for the final one
+    seconds = 0.0           # that captures of CUDA graphs took
+
+    def propose(self, requests, limits):
+        """For every request (tokens, q): at most limits[i] draft tokens, and the distributions (k, V) they
+        were drawn from, or None if they are a point mass (copied, or an argmax). A tree has a third part,
+        parents: the row that each draft hangs from (verify.py). It may have a fourth: the rule that judges
+        it, if that is not point_mass_tree."""
+        return [([], None)] * len(requests)
+
+    def observe(self, request, features):
+        """features (n, F) of the next n positions that the target has cached for good. Asked of those that
+        have taps."""
+
+    def prepare(self, batch, longest):
+        """On a GPU: make the graphs, for so many requests of so many tokens (see Cached)."""
+
+    def proposer(self, request):
+        """The name of who drafted for this request."""
+        return self.name
+
+    def release(self, request):
+        """The request is finished; forget it."""
+
+
 # -- what drafters with a cache share ------------------------------------------------------------------------
-
-@dataclass
-class Rows:
-    """Rows that one request feeds in one forward of a drafter: `tokens` (n) at positions start, start + 1,
-    .., which see what `keys` lets them see. features: what else the drafter reads of each row, tensors of
-    (n, F) together, or None."""
-    tokens: list
-    keys: FullKeys
-    features: list = None
-
-    @property
-    def start(self):
-        return self.keys.start
-
-    @property
-    def positions(self):
-        return range(self.start, self.start + len(self.tokens))
-
-
-def features_of(work):
-    """The features (N, F) of a list of Rows, or None."""
-    parts = [part for rows in work for part in rows.features or ()]
-    return torch.cat(parts) if parts else None
-
 
 @dataclass
 class Notes:
@@ -77,15 +71,15 @@ class Notes:
         """Rows behind those that are cached. They are causal, unless tail (n, m) says which of the last m
         slots each row sees (FullKeys)."""
         keys = FullKeys(self.cache, self.run.first, self.cached, len(tokens), tail=tail)
-        return Rows(tokens, keys, features)
+        return Segment(None, tokens, self.cached, keys, features=features)
 
     def take_features(self):
-        features = self.features
+        features = torch.cat(self.features)
         self.features = []
         return features
 
 
-class Cached:
+class Cached(Drafter):
     """What drafters with a cache share: notes of every request, and one function `round` of a batch, which is
     a forward or a whole round of them. Torch's operators run it as it is, a GPU replays it as one graph.
 
@@ -93,7 +87,6 @@ class Cached:
     pool = None                 # on a GPU, once `prepare` was called: one cache for all requests,
     size = 0                    # the slots of each,
     graphs = None               # and kernels.graphs.Graphs
-    seconds = 0.0               # that captures took
 
     def __init__(self, config, target, rope, room):
         self.config = config
@@ -133,11 +126,10 @@ class Cached:
         return self.graphs is not None and all(rows.keys.cache is self.pool for rows in work)
 
     def run_round(self, work, more=None, how=()):
-        """What `round` returns for `work`, a list of Rows."""
-        features = features_of(work)
+        """What `round` returns for `work`, a list of Segments."""
         if not self.in_pool(work):
-            return self.round(pack(work, self.target.device, features, more, how))
-        out, seconds = self.graphs(work, features, more, how)
+            return self.round(pack(work, self.target.device, more, how))
+        out, seconds = self.graphs(work, more, how)
         self.seconds += seconds
         return out
 
@@ -156,9 +148,9 @@ class Chained(Cached):
     """A drafter whose first step reads what was committed since the last round, while every further one feeds
     what the one before it drew, on the device. So a whole round can be one CUDA graph.
 
-    The drafter has `words` (Words); first_rows(request) -> Rows, or None if it cannot draft yet; and
-    step(number, x, states (N, C) or None) -> states (N, C), one step of rows x."""
-    width = 1                                            # rows of a request in every step but the first
+    The drafter has `words` (Words); first_rows(request) -> Segment, or None if it cannot draft yet; and
+    step(number, x, states (N, C) or None) -> states (N, C), one step of rows x. width: rows of a request in
+    every step but the first."""
     depth = MAX_K                                        # the most steps
     steps = 0                                            # of the longest round on a GPU so far
 
@@ -274,7 +266,7 @@ def going_on(n_steps):
 
 # -- drafters ------------------------------------------------------------------------------------------------
 
-class NGram:
+class NGram(Drafter):
     """Prompt lookup (Saxena 2023): propose what followed the most recent earlier occurrence of the last n
     tokens, for the longest n from max_n down to min_n that has one."""
     name = "ngram"
@@ -285,12 +277,11 @@ class NGram:
         self.index = {}  # request -> (tokens indexed, {n-gram: position after its last occurrence})
 
     def propose(self, requests, limits):
-        return [(self.lookup(r, limit), None) for r, limit in zip(requests, limits)]
-
-    def lookup(self, request, limit):
-        """At most `limit` tokens to copy; [] where nothing matches."""
-        at = self.find(request)
-        return [] if at is None else request.tokens[at:at + limit]
+        out = []
+        for r, limit in zip(requests, limits):
+            at = self.find(r)
+            out.append(([] if at is None else r.tokens[at:at + limit], None))
+        return out
 
     def find(self, request):
         """The position of the first token to copy; None where nothing matches."""

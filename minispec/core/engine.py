@@ -30,15 +30,16 @@ import torch
 from minispec.core import verify
 from minispec.core.admission import Admission
 from minispec.core.attention import TREE, FullKeys, can_fuse, tree_mask
+from minispec.core.drafters import Drafter
 from minispec.core.kv_cache import KVCache, beside
-from minispec.core.requests import MAX_K, Segment, check_k, pack
+from minispec.core.requests import Segment, check_k, check_requests, pack
 from minispec.core.verify import point_mass_tree
 
 PROMPT_ROWS = 2048  # of all prompts in one forward: enough to fill any device, and a bound of its memory
 
 
 class Engine:
-    """Serves requests with continuous batching. planner(engine) makes the planner; see Lockstep.
+    """Serves requests with continuous batching. planner(engine) makes the planner; see Planner.
 
     batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size of the longest
     request seen at `stream`). prefill_chunk: prompt tokens that a request feeds in one iteration at most; all
@@ -265,14 +266,13 @@ class Engine:
             rows[s.kind] += len(s.tokens)
         stalled = sum(not s.request.finished for s in self.unjudged)
         self.iterations.append({**rows, "active": len(self.active), "stalled": stalled,
-                                "paused": len(self.admission.paused),
                                 "used": self.cache.used + self.cache.charged})
 
     # -- the pool and who is in it ---------------------------------------------------------------------------
 
     def _prepare(self, requests):
         """Check the requests, and make a cache that they fit into."""
-        self._check(requests)
+        check_requests(requests, self.model.config)
         sizes = [r.longest + self.planner.extra_slots(r) for r in requests]
         largest = max(sizes, default=0)
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
@@ -289,17 +289,6 @@ class Engine:
             self._make_graphs(longest)
         self.waiting += requests
 
-    def _check(self, requests):
-        config = self.model.config
-        for r in requests:
-            low, high = min(r.tokens), max(r.tokens)
-            if low < 0 or high >= config.vocab_size:
-                raise ValueError(f"a prompt has token ids from {low} to {high}; "
-                                 f"the vocabulary of this model is 0 to {config.vocab_size - 1}")
-            if r.longest > config.block_size:
-                raise ValueError(f"prompt of {len(r.tokens)} tokens and {r.max_new_tokens} new ones "
-                                 f"exceed the context of {config.block_size}")
-
     def _make_graphs(self, longest):
         from kernels.fused import decode
         from kernels.graphs import Graphs
@@ -313,9 +302,7 @@ class Engine:
         group = model.config.n_head // model.config.n_kv_head
         widest = self.planner.widest(longest)
         self.graphs = Graphs(function, self.cache, self.batch_size, longest, widest, group)
-        drafter = getattr(self.planner, "drafter", None)
-        if hasattr(drafter, "prepare"):
-            drafter.prepare(self.batch_size, longest)
+        self.planner.prepare(self.batch_size, longest)
 
     def retire(self, everything=False):
         """Let go of what is finished, or, where the stream is over, of everything."""
@@ -327,25 +314,16 @@ class Engine:
         self.waiting = [r for r in self.waiting if not (everything or r.finished)]
 
 
-class Lockstep:
-    """The plan in which every request verifies in every iteration, and what a planner is asked by the engine.
-
-    drafter None: autoregressive decoding. k: the most drafts a round, of a chain or of a tree.
-    """
+class Planner:
+    """What the engine asks of a planner, with what most of them answer."""
     delayed = False                      # True: the engine judges beside the next forward
     record_prompt = 0                    # how many last rows of a prompt are recorded, to choose keys by
+    fusable = True                       # whether the kernels serve all of its rows
+    taps = None                          # hidden states of the target to report; see Drafter
+    rows = 1                             # the most that a verification writes
 
-    def __init__(self, engine, drafter=None, k=0):
-        if drafter:
-            check_k(k, getattr(drafter, "max_k", MAX_K))
-        self.engine = engine
-        self.drafter = drafter
-        self.k = k
-        self.rows = k + 1                                # the most rows that a verification writes
-        self.fusable = getattr(drafter, "width", 1) == 1 or self.rows <= TREE     # what the kernels serve
-        # what the drafter asks to see of the target; None: nothing
-        self.taps = getattr(drafter, "taps", None)
-        self.chosen = getattr(drafter, "chosen", {})  # request -> who proposed, where the drafter asks others
+    def plan(self, ready):
+        """Segments for the requests that may decode: their prompts are read and their last rounds judged."""
 
     def extra_slots(self, request):
         """Buffers that this request needs next to its run, in slots of the cache."""
@@ -355,15 +333,49 @@ class Lockstep:
         """How many selected positions a row reads at most, of `length`."""
         return 0
 
+    def prepare(self, batch, longest):
+        """On a GPU: make graphs of its own, for so many requests of so many tokens."""
+
+    def verified(self, segment):
+        """This segment was fed and waits for its verdict."""
+
+    def observe(self, segment, rows):
+        """These rows of a segment are in the cache for good."""
+
+    def judged(self, segment, accepted):
+        """So many drafts of this segment were accepted."""
+
+    def proposer(self, request):
+        """The name shown next to the drafts of this round."""
+
+    def release(self, request):
+        """Forget this request: it is finished, or will start again."""
+
+
+class Lockstep(Planner):
+    """The plan in which every request verifies in every iteration.
+
+    drafter None: autoregressive decoding. k: the most drafts a round, of a chain or of a tree.
+    """
+
+    def __init__(self, engine, drafter=None, k=0):
+        if drafter:
+            check_k(k, drafter.max_k)
+        self.engine = engine
+        self.drafter = drafter or Drafter()
+        self.k = k
+        self.rows = k + 1
+        self.fusable = self.drafter.width == 1 or self.rows <= TREE
+        self.taps = self.drafter.taps
+
     def plan(self, ready):
-        """Segments for the requests that may decode: their prompts are read and their last rounds judged."""
-        if not (self.drafter and ready):
+        if not (self.k and ready):
             return [self._verify(r, [], None) for r in ready]
         started = time.perf_counter()
-        captured = getattr(self.drafter, "seconds", 0.0)
+        captured = self.drafter.seconds
         # A round commits at least one token besides its drafts, so the last one needs no draft.
         drafts = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
-        captured = getattr(self.drafter, "seconds", 0.0) - captured
+        captured = self.drafter.seconds - captured
         self.engine.warm_up += captured
         spent = time.perf_counter() - started - captured
         for r in ready:
@@ -376,22 +388,15 @@ class Lockstep:
         keys = FullKeys(self.engine.cache, request.run.first, request.n_cached, len(rows), tail=tail)
         return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, parents, rule)
 
-    def verified(self, segment):
-        """This segment was fed and waits for its verdict."""
-
     def observe(self, segment, rows):
-        """These rows of a segment are in the cache for good."""
         if self.taps is not None:
             self.drafter.observe(segment.request, segment.features[list(rows)])
 
-    def judged(self, segment, accepted):
-        """So many drafts of this segment were accepted."""
+    def prepare(self, batch, longest):
+        self.drafter.prepare(batch, longest)
 
     def proposer(self, request):
-        """The name shown next to the drafts of this round."""
-        own = self.drafter.name if self.drafter else "target"
-        return self.chosen.get(request, own)
+        return self.drafter.proposer(request)
 
     def release(self, request):
-        if self.drafter:
-            self.drafter.release(request)
+        self.drafter.release(request)

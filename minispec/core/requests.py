@@ -37,10 +37,10 @@ class Generation:
 
 
 class Request:
-    """A prompt being answered. `tokens` are all committed ids, the first n_cached of which are in the cache.
-    final_length: prompt and answer together, where it is known beforehand (admission by "oracle")."""
+    """A prompt being answered. `tokens` are all committed ids, the first n_cached of which are in the
+    cache."""
 
-    def __init__(self, prompt_ids, max_new_tokens=256, sampling=Sampling(), stop_ids=(), final_length=None):
+    def __init__(self, prompt_ids, max_new_tokens=256, sampling=Sampling(), stop_ids=()):
         if not prompt_ids:
             raise ValueError("an empty prompt has no last token to continue from")
         self.tokens = list(prompt_ids)
@@ -48,7 +48,6 @@ class Request:
         self.sampling = sampling
         self.stop_ids = set(stop_ids)
         self.longest = len(prompt_ids) + max_new_tokens
-        self.final_length = final_length
         self.rng = torch.Generator().manual_seed(sampling.seed)
         self.generation = Generation(list(prompt_ids))
         self.n_cached = 0
@@ -81,6 +80,7 @@ class Request:
         """Append a round's tokens (accepted drafts, then one more), cut at the end of text and at the length
         limit. Returns the tokens that were kept. proposer "": no round, but the end of a prompt."""
         g = self.generation
+        # 1. What of it still belongs to the answer.
         kept = tokens[:self.remaining]
         stops = [i for i, token in enumerate(kept) if token in self.stop_ids]
         if stops:
@@ -88,12 +88,14 @@ class Request:
             g.finish = "stop"
         elif len(kept) == self.remaining:
             g.finish = "length"
-        if len(kept) <= accepted:        # drafts behind the end were never asked for
+        # 2. The record. Drafts behind the end were never asked for.
+        if len(kept) <= accepted:
             proposed = accepted = len(kept)
         if proposer:
             g.steps.append(Step(len(g.token_ids), proposed, accepted, len(kept), proposer,
                                 self.spent["draft"], self.spent["verify"]))
         self.spent = dict.fromkeys(self.spent, 0.0)
+        # 3. Accepted drafts come first; one token of the target follows them.
         g.who += ["draft"] * accepted
         if len(kept) > accepted:
             g.who.append("plain" if proposed == 0 else "bonus" if accepted == proposed else "correction")
@@ -109,6 +111,18 @@ def check_k(k, most=MAX_K):
     """ValueError unless k is a number of draft tokens that a round may have."""
     if not 1 <= k <= most:
         raise ValueError(f"k {k} is out of range; allowed is 1 to {most} draft tokens a round")
+
+
+def check_requests(requests, config):
+    """ValueError for what a model of this config can never answer."""
+    for r in requests:
+        low, high = min(r.tokens), max(r.tokens)
+        if low < 0 or high >= config.vocab_size:
+            raise ValueError(f"a prompt has token ids from {low} to {high}; "
+                             f"the vocabulary of this model is 0 to {config.vocab_size - 1}")
+        if r.longest > config.block_size:
+            raise ValueError(f"prompt of {len(r.tokens)} tokens and {r.max_new_tokens} new ones "
+                             f"exceed the context of {config.block_size}")
 
 
 def draw_drafts(requests, logits):
@@ -133,23 +147,26 @@ def draw_drafts(requests, logits):
 
 @dataclass
 class Segment:
-    """The rows one request feeds in one forward: `tokens` at positions `start`.., which may see `keys`."""
+    """The rows one request feeds in one forward, of the target or of a drafter: `tokens` at positions
+    `start`.., which may see `keys`."""
     request: Request
     tokens: list
     start: int
     keys: object
-    kind: str                            # "prefill", "draft", "verify" (plain decoding verifies no drafts)
-    n_logits: int                        # logits are wanted for the last n_logits rows
+    kind: str = "draft"                  # "prefill", "draft", "verify" (plain decoding verifies no drafts)
+    n_logits: int = 0                    # the target's logits are wanted for the last n_logits rows
     drafts: list = field(default_factory=list)
     q: torch.Tensor = None               # (k, V) distributions the drafts were drawn from; None: point masses
     parents: list = None  # of a tree: the row that each draft hangs from (verify.py); None: a chain
     rule: object = point_mass_tree       # of a tree: the rule that judges it where tokens are sampled
-    features: torch.Tensor = None  # (n, F) what the drafter asked to see of the rows, set by the forward
+    features: torch.Tensor = None  # (n, F) hidden states of the target: a forward of it sets them where a
+    #                                drafter asked to see them, and one of the drafter reads them
 
     @property
     def positions(self):
         if self.parents is None:
             return range(self.start, self.start + len(self.tokens))
+        # In a tree, one behind the row that it hangs from: siblings share a position.
         out = [self.start]
         for parent in self.parents:
             out.append(out[parent] + 1)
@@ -174,11 +191,14 @@ class Batch:
         return packed_attend(self.segments)
 
 
-def pack(segments, device, features=None, more=None, how=()):
-    """The rows of a list of Segments (or of drafters.Rows), one behind the other, as a Batch."""
+def pack(segments, device, more=None, how=()):
+    """The rows of a list of Segments, one behind the other, as a Batch."""
     tokens = torch.tensor([token for s in segments for token in s.tokens], device=device)
     positions = torch.tensor([position for s in segments for position in s.positions], device=device)
     ends = list(accumulate(len(s.tokens) for s in segments))
     spans = list(zip([0, *ends], ends, [s.keys for s in segments]))
     more = {name: table.to(device) for name, table in (more or {}).items()}
+    features = None
+    if segments[0].features is not None:
+        features = torch.cat([s.features for s in segments])
     return Batch(tokens, positions, spans, features, more, how)

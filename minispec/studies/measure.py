@@ -21,11 +21,13 @@ round ended; it has no trace.
 import itertools
 import statistics
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
+from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.verify import greedy_chain
@@ -38,15 +40,12 @@ PASSES = 3  # over all rounds of a cost table
 
 # -- timing ----------------------------------------------------------------------------------------
 
-class Rote:
+class Rote(Drafter):
     """A drafter that costs nothing and knows nothing, to time the rest of a round."""
     name = "rote"
 
     def propose(self, requests, limits):
         return [([0] * limit, None) for limit in limits]
-
-    def release(self, request):
-        pass
 
 
 class Half(Engine):
@@ -116,42 +115,22 @@ def _rounds(model, drafter, rows, context, order):
     return engine.iterations
 
 
-def prefill_seconds(model, rows, prompt_len, repeats=PASSES):
-    """Times of reading `rows` prompts at once, one warm-up left out."""
+def prefill_seconds(model, rows, prompt_len, repeats):
+    """Median time of reading `rows` prompts at once, one warm-up left out."""
     out = []
     for _ in range(repeats + 1):
         engine = Engine(model, Lockstep, rows, prefill_chunk=prompt_len)
         engine.generate([Request([1 + i % 7 for i in range(prompt_len)], 1) for _ in range(rows)])
         out.append(sum(engine.seconds.values()))
-    return out[1:]
-
-
-def _timed(model, drafters, asked, ks, cells):
-    """Rounds of every (rows, context) of cells, which may come again: {("verify" or name, rows, context,
-    drafts): [{phase: seconds}]}, of a drafter with the numbers of drafts `asked` of it; and what it took
-    drafters to read, {(name, rows, context): [seconds]}."""
-    times, read = defaultdict(list), defaultdict(list)
-    for b, c in cells:
-        # One token is timed in rounds without any drafts, one after the other, because that is what decoding
-        # without a drafter is: weights stay in the caches, and it is faster than between larger rounds.
-        rounds = {"verify": {**round_seconds(model, Rote(), b, c, ks),
-                             **round_seconds(model, Rote(), b, c, (0,), 4)}}
-        for name, drafter in drafters.items():
-            rounds[name] = round_seconds(model, drafter, b, c, asked[name])
-            read[name, b, c].append(read_seconds(model, drafter, b, c))
-        for name, timed in rounds.items():
-            for k, some in timed.items():
-                times[name, b, c, k] += some
-    return times, read
+    return statistics.median(out[1:])
 
 
 # -- the cost table --------------------------------------------------------------------------------
 
 def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, prompts=PROMPTS,
                passes=PASSES):
-    """(cost table, scatter). drafters: {name: drafter}. The table is what bounds.CostTable takes: measured
-    grids of verify (forward and acceptance), of every drafter, of prompts, and the overhead by rows. scatter:
-    the median over all cells of the interquartile range over the median.
+    """What bounds.CostTable takes, for {name: drafter}: measured grids of verify (forward and acceptance), of
+    every drafter, of prompts, and the overhead by rows.
 
     All rounds are timed in several passes, because a machine's speed drifts: a drafter whose only turn falls
     into a slow minute would look expensive next to the others. Half of all drafts are accepted, because what
@@ -161,53 +140,54 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
     own. A drafter of windows is timed up to the whole window (`gamma`), because it has no more drafts to
     give."""
     ks = [k for k in drafts if k]
-    asked = {name: sorted({min(k, getattr(d, "gamma", k)) for k in ks}) for name, d in drafters.items()}
+    asked = {name: sorted({min(k, d.gamma) for k in ks}) for name, d in drafters.items()}
     contexts = [c for c in contexts if c + 3 * (sum(drafts) + len(drafts)) <= model.config.block_size]
     if not contexts:
         raise ValueError(f"a context of {model.config.block_size} is too small to time rounds of up to "
                          f"{max(drafts)} drafts in it")
-    cells = [(b, c) for _ in range(passes) for b in rows for c in contexts]
-    times, read = _timed(model, drafters, asked, ks, tqdm(cells, desc="rounds"))
 
-    # What rounds take, but for the overhead.
-    price, scatter = {}, []
-    for cell, some in times.items():
-        phases = ("verify", "sample") if cell[0] == "verify" else ("draft", "verify", "sample")
-        spent = [sum(s[phase] for phase in phases) for s in some]
-        low, price[cell], high = np.percentile(spent, (25, 50, 75)).tolist()
-        scatter.append((high - low) / max(price[cell], 1e-9))
+    # {(who, rows, context, drafts): seconds by phase of every round}, and of every reading of a context.
+    times, read = defaultdict(list), defaultdict(list)
+    for b, c in tqdm([(b, c) for _ in range(passes) for b in rows for c in contexts], desc="rounds"):
+        # One token is timed in rounds without any drafts, one after the other, because that is what decoding
+        # without a drafter is: weights stay in the caches, and it is faster than between larger rounds.
+        timed = {"verify": round_seconds(model, Rote(), b, c, ks) | round_seconds(model, Rote(), b, c, (0,), 4)}
+        for name, drafter in drafters.items():
+            timed[name] = round_seconds(model, drafter, b, c, asked[name])
+            read[name, b, c].append(read_seconds(model, drafter, b, c))
+        for name, some in timed.items():
+            for k, seconds in some.items():
+                times[name, b, c, k] += seconds
+
+    def spent(name, b, c, k, *phases):
+        return statistics.median(sum(s[phase] for phase in phases) for s in times[name, b, c, k])
+
+    def verify(b, c, k):
+        return spent("verify", b, c, k, "verify", "sample")
+
+    def longer(name, b, c, k):
+        """By how much a round with a drafter takes longer."""
+        without = float(np.interp(k, drafts, [verify(b, c, j) for j in drafts]))
+        own = spent(name, b, c, k, "draft")
+        return max(spent(name, b, c, k, "draft", "verify", "sample") - without, own)
+
+    def overhead(b):
+        some = (times["verify", b, c, k] for c in contexts for k in drafts)
+        return statistics.median(s["overhead"] for s in itertools.chain.from_iterable(some))
 
     def grid(tokens, seconds_of, kv=contexts, rows=rows):
         seconds = [[[seconds_of(b, c, t) for c in kv] for t in tokens] for b in rows]
         return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": seconds}
 
-    # By how much a round with a drafter takes longer.
-    def draft_grid(name):
-        def longer(b, c, k):
-            verified = np.interp(k, drafts, [price["verify", b, c, j] for j in drafts])
-            own = statistics.median(s["draft"] for s in times[name, b, c, k])
-            return max(price[name, b, c, k] - float(verified), own)
-        return grid(asked[name], longer)
-
-    def read_grid(name):
-        return grid(contexts, lambda b, _, c: statistics.median(read[name, b, c]), [0])
-
-    def overhead(b, *_):
-        some = [times["verify", b, c, k] for c in contexts for k in drafts]
-        return statistics.median(s["overhead"] for s in itertools.chain.from_iterable(some))
-
-    def prefill(b, _, n):
-        return statistics.median(prefill_seconds(model, b, n, passes))
-
     prompts = [n for n in prompts if n < model.config.block_size]
-    table = {
-        "verify": grid([k + 1 for k in drafts], lambda b, c, n: price["verify", b, c, n - 1]),
-        "draft": {name: draft_grid(name) for name in drafters},
-        "read": {name: read_grid(name) for name in drafters},
-        "prefill": grid(prompts, prefill, [0], rows[:2]),
-        "overhead": grid([1], overhead, [0]),
-    }
-    return check_costs(table), float(np.median(scatter))
+    return check_costs({
+        "verify": grid([k + 1 for k in drafts], lambda b, c, n: verify(b, c, n - 1)),
+        "draft": {name: grid(asked[name], partial(longer, name)) for name in drafters},
+        "read": {name: grid(contexts, lambda b, _, c: statistics.median(read[name, b, c]), [0])
+                 for name in drafters},
+        "prefill": grid(prompts, lambda b, _, n: prefill_seconds(model, b, n, passes), [0], rows[:2]),
+        "overhead": grid([1], lambda b, *_: overhead(b), [0]),
+    })
 
 
 # -- dense accept traces ---------------------------------------------------------------------------

@@ -103,10 +103,9 @@ def adaptive(model, settings):
             print(f"adaptive: {settings.cost} has no price of '{name}', which is left out", file=sys.stderr)
             continue
         # One forward of the target reports one set of hidden states: all drafters must read the same.
-        reads = getattr(drafter, "taps", None)
         if taps is None:
-            taps = reads
-        if reads in (None, taps):
+            taps = drafter.taps
+        if drafter.taps in (None, taps):
             candidates.append(drafter)
     chooser = Adaptive(candidates, cost, k)
     return partial(Lockstep, drafter=chooser, k=chooser.k)
