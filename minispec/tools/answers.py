@@ -25,27 +25,26 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), war
                          f"the model a vocabulary of {model.config.vocab_size}; they do not belong together")
     requests = []
     for i, problem in enumerate(problems):
-        ids, expected, longest = _lengths(i + 1, problem, tokenizer, warm)
+        ids, expected = _lengths(i + 1, problem, tokenizer, warm)
         room = _room(i + 1, problem, ids, limit, 2 * expected, tokenizer, model.config.block_size)
         seeded = replace(sampling, seed=sampling.seed + i)
         ends = [model.config.eos_id, *tokenizer.ends]
-        requests.append(Request(ids, limit or min(2 * expected, room), seeded, ends, longest))
+        requests.append(Request(ids, limit or min(2 * expected, room), seeded, ends))
     return requests
 
 
 def _lengths(number, problem, tokenizer, warm):
-    """(ids of the prompt, tokens expected of the answer, length of both together or None if unknown)."""
+    """(ids of the prompt, tokens expected of the answer)."""
     ids = tokenizer.chat_ids([*problem.before, tokenizer.asked(problem.prompt)])
-    expected, longest = UNKNOWN, None
+    expected = UNKNOWN
     if problem.think and tokenizer.ours:                 # other models write chains of their own
         expected = len(tokenizer.response_ids(problem.think, problem.answer))
-        longest = len(ids) + expected
     if warm:
         ids = (ids + tokenizer.encode(problem.think))[:warm]
         if len(ids) < warm:
             raise ValueError(f"problem {number} has a known chain of {len(ids)} tokens with its prompt; "
                              f"a warm context of {warm} needs a longer one (--task trace)")
-    return ids, expected, longest
+    return ids, expected
 
 
 def _room(number, problem, ids, limit, wanted, tokenizer, block_size):
