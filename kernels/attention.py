@@ -55,11 +55,15 @@ def settings(dtype, d):
     tuned on one. PRECISION concerns fp32 alone, which is there to prove identity, not for speed, and must not
     lose 13 bits to TF32; bf16 and fp16 products are exact anyway."""
     if dtype == torch.float32:
-        return dict(N_SMALL=16 if d <= 64 else 64, N_LARGE=16, STAGES_SMALL=2, STAGES_LARGE=2,
-                    PRECISION="ieee", num_warps=16)
-    # With 64 at once heads of 128 spill on sm_120.
-    return dict(N_SMALL=32 if d == 128 else min(8192 // d, 128), N_LARGE=min(4096 // d, 64), STAGES_SMALL=5,
-                STAGES_LARGE=3, PRECISION="tf32", num_warps=4 if d <= 128 else 8)
+        n_small = 16 if d <= 64 else 64
+        return dict(N_SMALL=n_small, N_LARGE=16, STAGES_SMALL=2, STAGES_LARGE=2, PRECISION="ieee",
+                    num_warps=16)
+    n_small = min(8192 // d, 128)
+    if d == 128:
+        n_small = 32                              # with 64 at once they spill on sm_120
+    n_warps = 4 if d <= 128 else 8
+    return dict(N_SMALL=n_small, N_LARGE=min(4096 // d, 64), STAGES_SMALL=5, STAGES_LARGE=3,
+                PRECISION="tf32", num_warps=n_warps)
 
 
 @jit
@@ -113,7 +117,8 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
         o_n = i + tl.arange(0, N)
         alive = o_n < end
         listed = o_n < n_selected
-        b_pos = tl.where(listed, tl.load(p_selected + o_n, mask=listed, other=0), tail + o_n - n_selected)
+        b_chosen = tl.load(p_selected + o_n, mask=listed, other=0)
+        b_pos = tl.where(listed, b_chosen, tail + o_n - n_selected)
         b_slot = tl.load(p_slot + b_pos, mask=alive, other=0).to(tl.int64)
         o_kv = b_slot[:, None] * D + o_d[None, :]
         b_k = tl.load(p_k + o_kv, mask=alive[:, None], other=0.0)          # (N, D)
@@ -122,7 +127,8 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
         back = tl.maximum(length - 1 - b_pos, 0)
         b_word = tl.where(back[None, :] < 32, b_low[:, None], b_high[:, None])                  # (M, N)
         b_bit = (b_word >> (back & 31)[None, :]) & 1
-        seen = (b_pos[None, :] <= position[:, None]) & ((b_bit | (back >= 64)[None, :]) != 0)
+        on_path = (b_bit | (back >= 64)[None, :]) != 0
+        seen = on_path & (b_pos[None, :] <= position[:, None])
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale                     # (M, N)
         b_s = tl.where(alive[None, :] & seen, b_s, float("-inf"))
         # One softmax over all steps: what was summed before shrinks when a larger logit appears.
@@ -258,6 +264,7 @@ def make_plan(requests, group, chunk=CHUNK, trees=None):
     trees = trees or {}
     table = torch.tensor(requests, dtype=torch.int64).view(-1, 4)
     rows, length, n_selected, tail = table.unbind(1)
+    # Selected positions lie before the tail, and the rows' own at its end.
     bad = (rows < 0) | (n_selected < 0) | (tail < 0) | (n_selected > tail)
     bad |= (rows > 0) & (tail > length - rows)
     if bad.any():
@@ -280,6 +287,7 @@ def make_plan(requests, group, chunk=CHUNK, trees=None):
     request, i_tile = _expand((packed + height - 1) // height)
     first = i_tile * height[request]
     n = torch.minimum(height[request], packed[request] - first)            # its packed rows
+    # Its list ends where its last row does.
     behind = rows[request] - 1 - (first + n - 1) // group                  # rows after its last one
     entries = (n_selected + length - tail)[request] - behind * causal[request]
     parts = (entries + chunk - 1) // chunk
@@ -292,8 +300,9 @@ def make_plan(requests, group, chunk=CHUNK, trees=None):
     items = torch.stack([request[tile], first[tile], i_part * chunk, part], 1)
     merges = torch.stack([request, first, n, first_part, parts], 1)[parts > 1]
     requests = torch.stack([first_row, rows, length, n_selected, tail, causal], 1)
-    most = [int(x[rows > 0].max()) if len(request) else 0 for x in (length, n_selected)]
-    return Plan(requests.int(), sees, items.int(), merges.int(), int(part_rows.sum()), chunk, *most)
+    live = rows > 0
+    return Plan(requests.int(), sees, items.int(), merges.int(), int(part_rows.sum()), chunk,
+                max(length[live].tolist(), default=0), max(n_selected[live].tolist(), default=0))
 
 
 def _expand(counts):

@@ -37,10 +37,12 @@ def add_rms_norm_kernel(p_x, p_delta, p_weight, p_sum, p_out, eps, width,
     if ADD:
         b_x += tl.load(p_delta + i_row * width + o_c, mask=inside, other=0.0)
         tl.store(p_sum + i_row * width + o_c, b_x, mask=inside)
+    # The norm: x over the root of its mean square.
     b_x = b_x.to(tl.float32)
     b_scale = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 0) / width + eps)
     b_weight = tl.load(p_weight + o_c, mask=inside, other=0.0).to(tl.float32)
-    tl.store(p_out + i_row * width + o_c, (b_x * b_scale * b_weight).to(p_out.dtype.element_ty), mask=inside)
+    b_out = b_x * b_scale * b_weight
+    tl.store(p_out + i_row * width + o_c, b_out.to(p_out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -53,6 +55,7 @@ def rope_and_store_kernel(p_qkv, p_q_weight, p_k_weight, p_cos, p_sin, p_positio
     p_qkv += (i_row * (n_q + 2 * n_kv) + i_head) * D
     b_x = tl.load(p_qkv + o_d)
     i_slot = tl.load(p_new + i_row)
+    # A value goes to the cache as it is.
     if i_head >= n_q + n_kv:
         tl.store(p_v + (i_head - n_q - n_kv).to(tl.int64) * s_kv + i_slot * D + o_d, b_x)
         return
@@ -60,6 +63,7 @@ def rope_and_store_kernel(p_qkv, p_q_weight, p_k_weight, p_cos, p_sin, p_positio
     o_partner = (o_d + D // 2) % D
     b_x = b_x.to(tl.float32)
     b_partner = tl.load(p_qkv + o_partner).to(tl.float32)
+    # One scale for the whole head, so the partner has it too.
     if NORM:
         p_weight = p_q_weight
         if i_head >= n_q:
@@ -68,7 +72,9 @@ def rope_and_store_kernel(p_qkv, p_q_weight, p_k_weight, p_cos, p_sin, p_positio
         b_x = b_x * b_scale * tl.load(p_weight + o_d).to(tl.float32)
         b_partner = b_partner * b_scale * tl.load(p_weight + o_partner).to(tl.float32)
     o_angle = tl.load(p_position + i_row) * D + o_d
-    b_x = b_x * tl.load(p_cos + o_angle).to(tl.float32) + b_partner * tl.load(p_sin + o_angle).to(tl.float32)
+    b_cos = tl.load(p_cos + o_angle).to(tl.float32)
+    b_sin = tl.load(p_sin + o_angle).to(tl.float32)               # its first half is negative
+    b_x = b_x * b_cos + b_partner * b_sin
     b_x = b_x.to(p_q.dtype.element_ty)
     if i_head < n_q:
         tl.store(p_q + (i_row * n_q + i_head) * D + o_d, b_x)

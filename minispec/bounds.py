@@ -153,9 +153,12 @@ def rung_seconds(traces, cost, names, rows, k_max):
     nobody = np.arange(len(names) + 1)[:, None] == len(names)
 
     # 2. V of every rung. A round reaches k_max + 1 positions ahead, so that many are kept.
-    groups = {m: [i] for i, m in enumerate(names)} | {"all": list(range(len(names)))}
-    given = ["plain", *itertools.product(["L2"], names, range(1, k_max + 1)), *(("L4", g) for g in groups)]
-    free = [*(("L5", g) for g in groups), "L7"]
+    groups = {m: [i] for i, m in enumerate(names)}
+    groups["all"] = list(range(len(names)))
+    given = ["plain"]
+    given += itertools.product(["L2"], names, range(1, k_max + 1))
+    given += itertools.product(["L4"], groups)
+    free = [*itertools.product(["L5"], groups), "L7"]
     kept = k_max + 2
     given_left = np.zeros((kept, len(traces), len(given)))
     free_left = np.zeros((kept, len(traces), len(free)))
@@ -177,15 +180,16 @@ def rung_seconds(traces, cost, names, rows, k_max):
         left = given_left[landing[request, who, proposed], request, np.arange(len(given))]
         given_left[i % kept, :live] = price[request, who, proposed] + left
 
-        # 5. Any round that there is room for may be chosen.
+        # 5. Any round that there is room for may be chosen, also that of nobody, who comes last. L7 does not
+        #    pay for drafts.
         possible = (drafts <= room)[:, None] & ((drafts == 0) == nobody)
-        price = np.where(possible, price, np.inf)
+        paid = np.where(possible, price, np.inf)
         unpaid = np.where(possible, step[:, None], np.inf)
-        for column, own in enumerate([*groups.values(), None]):
-            who = [*own, -1] if own else slice(None)
+        choices = [(paid, own) for own in groups.values()] + [(unpaid, groups["all"])]
+        for column, (options, own) in enumerate(choices):
+            who = [*own, -1]
             left = free_left[landing[:, who], request[..., None], column]
-            options = (price if own else unpaid)[:, who] + left
-            free_left[i % kept, :live, column] = options.min((1, 2))
+            free_left[i % kept, :live, column] = (options[:, who] + left).min((1, 2))
 
     # 6. The prompts come on top. L9 verifies the whole output in one forward.
     seconds = dict(zip(given + free, np.concatenate([given_left[1 % kept], free_left[1 % kept]], 1).T))

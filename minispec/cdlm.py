@@ -176,9 +176,15 @@ class Decoder:
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"threshold {threshold} is out of range; "
                              "allowed is 0 (a block per step) to 1 (a token per step)")
-        self.model, self.mask_id, self.kind = model, mask_id, kind
-        self.block_size, self.threshold, self.steps, self.order = block_size, threshold, steps, order
-        self.batch_size, self.record = batch_size, record
+        self.model = model
+        self.mask_id = mask_id
+        self.kind = kind
+        self.block_size = block_size
+        self.threshold = threshold
+        self.steps = steps
+        self.order = order
+        self.batch_size = batch_size
+        self.record = record
         self.on_step = None
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}   # prefill: all clean rows
         self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}       # one forward for a whole batch

@@ -119,13 +119,17 @@ class Prism(nn.Module):
 
 
 def for_target(target, step_map=(0, 1), n_layer=1, taps=()):
-    """A new drafter with blocks of the target's shape. The norm of its states starts as the target's last
-    one, so that they have the right scale for the head."""
+    """A new drafter with blocks of the target's shape, which begins near the target: the norm of its states
+    is the target's last one, so that they have the right scale for the head; a state passes the projection
+    as it is; and embeddings, small next to states in most models, weigh as much as they do."""
     shape = {**asdict(target.config), "n_layer": n_layer}
     prism = Prism(PrismConfig(**shape, step_map=step_map, taps=taps, target=checkpoints.fingerprint(target)))
+    c = prism.config.d_model
     with torch.no_grad():
         for module in prism.bank:
             module.norm.weight.copy_(target.norm.weight)
+            module.join.weight[:, :c] *= target.norm.weight.norm() / c ** 0.5 / target.embed.weight.std()
+            module.join.weight[:, c:] += torch.eye(c)
     return prism.to(target.device)
 
 
@@ -192,6 +196,7 @@ class PrismDrafter(Chained):
         if not request.n_cached:                         # a prompt of one token: the target knows no row yet
             return None
         notes = self.notes[request]
+        # Module 0 encodes them again, over the rows that drafts of the last round have left.
         tokens = request.tokens[notes.cached + 1:request.n_cached + 1]
         rows = notes.rows(tokens, notes.take_features())
         notes.cached = request.n_cached

@@ -103,6 +103,7 @@ class Drafter(nn.Module):
         return self.norm(x)
 
     def embed(self, tokens, features):
+        # An open slot has no token, but a vector of its own.
         x = self.target.embed(tokens.clamp(min=0))
         x = torch.where((tokens == MASK)[..., None], self.mask, x)
         return x if self.fuse is None else x + self.fuse(features)
@@ -125,6 +126,7 @@ def for_target(target, n_layer=None, gamma=8, shift=True, taps=None):
     shape = {**asdict(target.config), "n_layer": n_layer, "shift": shift}
     config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, target=checkpoints.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
+    # Nothing starts at random: the target's own layers guess the first slot well from the beginning.
     with torch.no_grad():
         drafter.norm.load_state_dict(target.norm.state_dict())
         for mine, theirs in zip(drafter.blocks, target.blocks):
@@ -156,6 +158,7 @@ def merge(chains):
     the last committed token; row i holds tokens[i - 1]."""
     tokens, parents, rows = [], [], []
     row = {}                                             # (row of the parent, token) -> row
+    # Chains that begin alike walk along the same rows; where one turns off, new rows begin.
     for chain in chains:
         path = []
         at = 0
@@ -228,6 +231,7 @@ class SpecDiffDrafter(Cached):
 
     def propose(self, requests, limits):
         """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""
+        # A request near its end has a shorter window, or none.
         sizes = [min(self.gamma, limit) for limit in limits]               # slots of each window
         live = [(r, size) for r, size in zip(requests, sizes) if size > 0]
         logits = iter(self._forward(live)) if live else None
@@ -239,11 +243,12 @@ class SpecDiffDrafter(Cached):
     def _forward(self, live):
         """One forward for all (request, slots of its window): the logits (slots, N) of each."""
         work, wanted, n = [], [], 0
+        # The last `slots` rows of each request guess its slots.
         for request, slots in live:
             for rows in self._rows(request, slots):
                 work.append(rows)
                 n += len(rows.tokens)
-            wanted += range(n - slots, n)                # shifted, the row before the masks guesses slot 1
+            wanted += range(n - slots, n)                # shifted: that of t_n and the masks
         hidden, = self.run_round(work)
         logits = self.words.logits(hidden[wanted])
         return logits.split([slots for _, slots in live])
@@ -268,6 +273,7 @@ class SpecDiffDrafter(Cached):
     def _chains(self, request, logits, limit):
         """What the engine gets of one request: a chain, or the trie of several, drawn from the logits (n, N)
         of the slots."""
+        # At which temperature?
         sampling = request.sampling
         if self.temperature is not None:
             sampling = replace(sampling, temperature=self.temperature)
@@ -302,7 +308,7 @@ def save(drafter, folder):
 def load(folder, target):
     """The drafter in a folder, on the device and in the dtype of its target. ValueError, in one line, says
     what is wrong."""
-    def make(shared=True, **config):                     # older drafters say that they share the embedding
+    def make(**config):
         drafter = Drafter(checkpoints.checked(SpecDiffConfig(**config)), target)
         drafter.check(target)
         return drafter

@@ -128,6 +128,7 @@ class DraftPool:
             if keys.row is None:
                 self._gather(keys)
             keys.n += 1
+        # Where each row's new key goes: the end of its list.
         device = self.k.device
         row, last = torch.tensor([[keys.row, keys.n - 1] for keys in some], device=device).T
         rows = max(keys.row for keys in some) + 1
@@ -290,6 +291,7 @@ class SpecGen(Planner):
     def _first_place(self, ready):
         """Where in the schedule a request starts: the emptiest place, so that all forwards have about as
         many rows."""
+        # How many are at each place of a round: t0 or a draft, or, at the last one, the verification.
         loads = [0] * (self.k + 1)
         for other in ready:
             state = other.state
@@ -340,6 +342,7 @@ class SpecGen(Planner):
         not compare), then the top scores of this verification."""
         length = r.n_cached
         b = self.widest(length)
+        # All of it fits into the budget: nothing to choose.
         if b == length:
             return Round()
         recent = min(b, accepted + 2)

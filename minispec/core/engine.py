@@ -64,11 +64,13 @@ class Engine:
         self.active = []                                 # oldest first
         self.unjudged = []                               # segments that were verified and not judged yet,
         self.unjudged_logits = None                      # and their rows of logits
+        # Where time goes.
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
         self.warm_up = 0.0  # seconds of compiling kernels and capturing graphs, in no other account
         self.iterations = []  # of each one: rows by kind, the pool, seconds by phase
         self.judging = 0.0                               # seconds of this iteration spent on acceptance
         self.on_read = None                              # called with the number of prompt tokens just read
+        # On a GPU: Triton kernels, CUDA graphs of them, and a stream to judge on.
         self.fused = model.device.type == "cuda" and self.planner.fusable and can_fuse(model)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
         self.thread = self.side = None
@@ -107,6 +109,7 @@ class Engine:
         counted = dict(self.seconds)
         warm_up = self.warm_up
         self.judging = 0.0
+        # Those who must leave the cache are judged before, so this may commit tokens already.
         committed = self.admission.step()
         plan = self._plan()
         self._record(plan)
@@ -149,6 +152,7 @@ class Engine:
         token. A planner that wants the last rows' attention scores gets them as a chunk of their own."""
         start = request.n_cached
         end = len(request.tokens)
+        # The last rows are a chunk of their own: only they are recorded.
         last_rows = end - self.planner.record_prompt
         recorded = start >= last_rows
         stop = min(start + self.prefill_chunk, end if recorded else last_rows)
@@ -273,6 +277,7 @@ class Engine:
     def _prepare(self, requests):
         """Check the requests, and make a cache that they fit into."""
         check_requests(requests, self.model.config)
+        # The cache grows with what is asked; it is kept from stream to stream.
         sizes = [r.longest + self.planner.extra_slots(r) for r in requests]
         largest = max(sizes, default=0)
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
@@ -284,6 +289,7 @@ class Engine:
             self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device, host_slots,
                                  spare=int(self.fused))
             self.graphs = None
+        # A graph's tables have room for the longest request.
         longest = max([r.longest for r in requests], default=0)
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
             self._make_graphs(longest)

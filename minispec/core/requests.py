@@ -129,6 +129,7 @@ def draw_drafts(requests, logits):
     """The next draft token of each request from its drafter's logits (n, V), by the request's own sampling
     settings. Returns the tokens and the distributions they were drawn from: (V,) each, None for a greedy
     argmax."""
+    # The argmax of all; those who sample get another token below.
     tokens = logits.argmax(-1).tolist()
     q = [None] * len(requests)
     # Rows with the same settings are warped and drawn together.
@@ -195,6 +196,7 @@ def pack(segments, device, more=None, how=()):
     """The rows of a list of Segments, one behind the other, as a Batch."""
     tokens = torch.tensor([token for s in segments for token in s.tokens], device=device)
     positions = torch.tensor([position for s in segments for position in s.positions], device=device)
+    # Of each request, where its rows lie among all of them.
     ends = list(accumulate(len(s.tokens) for s in segments))
     spans = list(zip([0, *ends], ends, [s.keys for s in segments]))
     more = {name: table.to(device) for name, table in (more or {}).items()}

@@ -32,6 +32,7 @@ class Words:
         self.size = self.vocab_size if ids is None else len(ids)
         if ids is None:
             return
+        # A token named twice would have twice its probability.
         if ids.min() < 0 or ids.max() >= self.vocab_size or len(ids.unique()) < len(ids):
             raise ValueError(f"a draft vocabulary names tokens from 0 to {self.vocab_size - 1}, each once")
         # Gathered once: a view of scattered rows would be gathered at every step.
@@ -51,6 +52,7 @@ class Words:
         """The indices of tokens (...); -1 for those outside."""
         if self.ids is None:
             return tokens
+        # A table from tokens to indices, the inverse of ids.
         index = torch.full((self.vocab_size,), -1, device=self.ids.device)
         index[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
         return index[tokens]
