@@ -228,33 +228,39 @@ class PrismDrafter(Chained):
             return super().round(x)
         n_steps, _ = x.how
         width = self.width
+        itself = torch.eye(width, dtype=torch.bool, device=x.tokens.device)
+        # Step 1: the children of the last committed token.
         states = self.step(1, x, x.features)[x.more["table"][0] - 1][:, None]  # (B, open nodes, C)
         sees = states.new_empty(len(states), 1, 0, dtype=torch.bool)           # (B, open nodes, rows so far)
-        so_far = torch.zeros(states.shape[:2], dtype=torch.double, device=states.device)     # their scores,
-        nodes = torch.full_like(so_far, -1, dtype=torch.long)                                # their numbers
-        itself = torch.eye(width, dtype=torch.bool, device=states.device)
-        out, n_nodes = [], 0
-        for number, n in enumerate(going_on(n_steps), 1):
-            if number > 1:
-                # The best children are opened, in order of creation. Each sees its parent's path and itself.
-                best = scores[:n].sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
-                parent = best // width
-                path = sees[:n].gather(1, parent[..., None].expand(-1, -1, sees.shape[2]))
-                sees = torch.cat([path, itself.expand(n, -1, -1)], 2)
-                x = self.next_rows(x, number, tokens[:n].gather(1, best), sees)
-                states = states[:n].gather(1, parent[..., None].expand(-1, -1, states.shape[2]))
-                states = self.step(number, x, states.flatten(0, 1)).unflatten(0, (n, width))
-                so_far = scores[:n].gather(1, best)
-                nodes = best + n_nodes - tokens.shape[1]
-            # The most probable children of all open nodes.
-            top = self.words.logits(states).float().log_softmax(-1).topk(width)
-            tokens = self.words.tokens(top.indices).flatten(1)                 # (B, open nodes * width)
-            scores = (so_far[..., None] + top.values.clamp(max=0)).flatten(1)
-            parents = nodes[..., None].expand(-1, -1, width).flatten(1)
+        so_far = states.new_zeros(states.shape[:2], dtype=torch.double)
+        tokens, scores = self._children(states, so_far)                        # (B, new nodes)
+        out = [torch.stack([tokens.double(), torch.full_like(scores, -1), scores], 1)]
+        n_nodes = 0                                                            # before the new ones
+
+        for number, n in enumerate(going_on(n_steps)[1:], 2):
+            # The best of the new nodes are opened, in order of creation. Each sees its parent's path and
+            # itself, and goes on from its parent's state.
+            best = scores[:n].sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
+            parent = (best // width)[..., None]                                # among those open before
+            path = sees[:n].gather(1, parent.expand(-1, -1, sees.shape[2]))
+            sees = torch.cat([path, itself.expand(n, -1, -1)], 2)
+            x = self.next_rows(x, number, tokens[:n].gather(1, best), sees)
+            states = states[:n].gather(1, parent.expand(-1, -1, states.shape[2]))
+            states = self.step(number, x, states.flatten(0, 1)).unflatten(0, (n, width))
+            # Their children are the next new ones. Requests that stopped before are padded.
+            parents = (best + n_nodes)[..., None].expand(-1, -1, width).flatten(1)
             n_nodes += tokens.shape[1]
+            tokens, scores = self._children(states, scores[:n].gather(1, best))
             created = torch.stack([tokens.double(), parents.double(), scores], 1)
             out.append(F.pad(created, (0, 0, 0, 0, 0, len(n_steps) - n)))
         return [torch.cat(out, 2)]
+
+    def _children(self, states, so_far):
+        """The most probable children of all open nodes, whose scores are so_far (B, open nodes): tokens and
+        scores (B, open nodes * width)."""
+        top = self.words.logits(states).float().log_softmax(-1).topk(self.width)
+        scores = so_far[..., None] + top.values.clamp(max=0)
+        return self.words.tokens(top.indices).flatten(1), scores.flatten(1)
 
 
 # -- folders -------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def train(folder, out, *args):
 
 
 def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, monkeypatch, capsys):
-    log = train(folder, "whole")
+    log = train(folder, "whole", "--lr", "2e-2")
     assert log[-1]["loss"] < 0.8 * log[0]["loss"] and 1 <= log[0]["tau"] < log[-1]["tau"] <= 4 and len(log[-1]["heldout_acceptance"]) == 5
     made = {f: os.path.getmtime(folder / "responses" / f) for f in os.listdir(folder / "responses")}
     assert {f for f in made if "three" not in f} == {"settings.json", *(f"{split}-00000{end}" for split in ("train", "heldout") for end in (".json", "-last.safetensors"))}
@@ -45,10 +45,10 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
         return loss(*args)
     monkeypatch.setattr(train_prism, "unrolled_loss", killed)
     with pytest.raises(KeyboardInterrupt):
-        train(folder, "parts")
+        train(folder, "parts", "--lr", "2e-2")
     monkeypatch.undo()
     capsys.readouterr()
-    again = train(folder, "parts")
+    again = train(folder, "parts", "--lr", "2e-2")
     assert "resuming at step 6" in capsys.readouterr().out
     a, b = (load_file(folder / out / "model.safetensors") for out in ("whole", "parts"))
     assert all(torch.equal(a[n], b[n]) for n in a)

@@ -63,7 +63,7 @@ def add_arguments(parser):
     add("--draft-vocab", type=int, default=DRAFT_VOCAB, metavar="N",
         help="draft only the N tokens that the answers have most (default %(default)s; 0: all)")
     add("--tokens", type=float, default=8e6, help="training tokens in all")
-    add("--batch-tokens", type=int, default=4096, help="tokens of an optimiser step")
+    add("--batch-tokens", type=int, default=512, help="tokens of an optimiser step (default 512)")
 
 
 def check_arguments(args, **least):

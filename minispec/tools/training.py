@@ -118,25 +118,27 @@ def locked(folder):
 
 
 class Optimizer:
-    """Muon for matrices, AdamW for everything else, used like one optimiser. Gradients are clipped to norm 1.
+    """AdamW, and Muon for the matrices of a whole model, used like one optimiser. Gradients are clipped to
+    norm 1.
 
-    matrix: tells by its name whether a 2D parameter is a matrix (embedding tables are not). Gains of norms
-    get no weight decay. """
+    muon: tells by its name whether Muon takes a 2D parameter. A drafter of one layer has none: its step is
+    soon over, and Muon's products would take longer than all the rest on a CPU. Gains of norms get no weight
+    decay. """
 
-    def __init__(self, model, matrix=lambda name: True):
+    def __init__(self, model, muon=lambda name: False):
         self.parameters = list(model.parameters())
-        matrices, tables, vectors = [], [], []
+        matrices, others, gains = [], [], []
         for name, p in model.named_parameters():
             if p.ndim < 2:
-                vectors.append(p)
-            elif matrix(name):
+                gains.append(p)
+            elif muon(name):
                 matrices.append(p)
             else:
-                tables.append(p)
-        groups = [{"params": tables, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
-        groups = [group for group in groups if group["params"]]
-        self.parts = [torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-                      torch.optim.AdamW(groups, betas=(0.9, 0.95))]
+                others.append(p)
+        groups = [{"params": others, "weight_decay": 0.01}, {"params": gains, "weight_decay": 0.0}]
+        self.parts = [torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95))]
+        if matrices:
+            self.parts += [torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")]
 
     def step(self, lr):
         """One update at learning rate `lr`; the gradients are cleared."""
