@@ -1,26 +1,24 @@
 """Measure, write results/*.json, and render the tables of README.md and docs/ from them.
 
     python bench.py                     # every method: where its time goes, and what would be possible
-    python bench.py accuracy --quick    # one study, a tenth of the work: does it run here?
+    python bench.py serving --quick     # one study, a tenth of the work: does it run here?
     python bench.py bounds --traces T.jsonl --cost C.json      # what is possible, from files of your own
 
     python bench.py --long              # of a real model: more problems, longer answers, larger batches
     python bench.py all --force         # all studies again, about an hour and a half on 2 CPU cores
-    python bench.py --workload FILE     # the methods on your own prompts (minispec/data/prompts.py)
-    python bench.py --suite gpu --device cuda                  # a GPU's figures; run again until it is done
+    python bench.py gpu run serving --device cuda              # on a GPU, into results/gpu
     python bench.py report              # only render tables and figures
 
 Where no study is named, the target is SmolLM2 if it is installed; else the small model in
 checkpoints/target. The results of another target than that are in a folder of their own, results/smollm2. A
-study whose file is there is skipped unless --force is given, so an interrupted run continues; `run` and
-`cdlm_accuracy` go on cell by cell.
+study whose file is there is skipped unless --force is given, so an interrupted run continues; long studies
+go on cell by cell.
 """
 import glob
 import os
 import re
 import sys
 import time
-from pathlib import Path
 
 from minispec.studies import own_files
 from minispec.tools.script import Parser, check_device, run_main
@@ -33,21 +31,18 @@ if __name__ == "__main__" and own_files.asked():
 import minispec  # before torch: it tunes the allocator
 import torch
 
-from minispec import cdlm
-from minispec.data import prompts, tasks, traces
+from minispec.data import traces
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies import figures, gpu, ladder, picture, results
-from minispec.studies.cdlm import cdlm_curves, cdlm_speed
+from minispec.studies import figures, ladder, picture, results
+from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
 from minispec.studies.drafters import prism_arms, prism_trees, specdiff_chains, specdiff_objectives
+from minispec.studies.gpu import gpu
 from minispec.studies.markdown import pick
-from minispec.studies.run import LONG, MORE, SHORT, cdlm_accuracy, profile, run, trace
+from minispec.studies.run import MORE, lossless, profile, run, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render, training_table
-from minispec.studies.target import accuracy, lossless
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.files import blame, read_json, replaced
-
-CHECKPOINTS = os.path.join(results.ROOT, "checkpoints")
 
 
 def bounds(args, model, tokenizer):
@@ -60,11 +55,11 @@ def bounds(args, model, tokenizer):
 
 
 STUDIES = {study.__name__: study for study in (
-    accuracy, lossless, acceptance, serving, scheduler,
-    prism_arms, prism_trees, specdiff_objectives, specdiff_chains,
-    cdlm_accuracy, cdlm_curves, cdlm_speed,
+    lossless, acceptance, serving, scheduler, prism_trees, specdiff_chains, cdlm_accuracy, cdlm_curves,
     profile, trace, run, bounds,
+    prism_arms, specdiff_objectives, gpu,                           # not in `all`: they need --arms, a GPU
 )}
+ALL = list(STUDIES)[:-3]
 WHOLE = ("profile", "trace", "run", "bounds")                       # where nothing is asked for
 
 
@@ -81,78 +76,41 @@ def parser():
                    "a folder of trained models to compare, a folder each")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR",
                    help="folder of real prompt files (default $MINISPEC_DATA)")
-    p.add_argument("--workload", metavar="NAME", help="run: on these prompts alone, and nothing is written: "
-                   f"a family ({', '.join(tasks.FAMILIES)}), a file of the data folder "
-                   f"({', '.join(prompts.PROMPT_FILES)}) or any FILE that decode.py --prompts takes")
-    p.add_argument("--max-new-tokens", type=int,
-                   help=f"run: most tokens of an answer (default {LONG.new}, of a real model {SHORT.new})")
-    p.add_argument("--long", action="store_true", help=MORE)
+    p.add_argument("--long", action="store_true", help=f"of a real model: {MORE}")
     p.add_argument("--traces", metavar="FILE", help="bounds: of accept traces of your own; see "
                    "bench.py bounds --traces FILE --help")
-    p.add_argument("--suite", choices=("gpu",), help="gpu: kernels, decoding and every method on this GPU, "
-                   "into results/DEVICE.json; goes on where it was (needs --device cuda)")
-    p.add_argument("--minutes", type=float, default=9.0,
-                   help="--suite: begin no cell after so many minutes (default %(default)g)")
-    p.add_argument("--dry-run", action="store_true",
-                   help="--suite: tiny shapes, on any device, to see that it runs; nothing is written")
     methods.add_arguments(p)
     p.set_defaults(model=None, cost=None)
     return p
 
 
 def check(args):
-    """ValueError for studies that there are not, and for arguments that do not go together."""
+    """ValueError for studies that there are not."""
     allowed = (*STUDIES, "all", "report")
     for name in args.studies:
         if name not in allowed:
             raise ValueError(f"unknown study '{name}'; choose from {', '.join(allowed)}")
-    if args.workload and set(args.studies) - {"run"}:
-        raise ValueError("--workload is for the study run alone")
-    if args.max_new_tokens is not None and args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens {args.max_new_tokens} is out of range; allowed is 1 or more")
 
 
 def chosen(args):
     """The names of the studies to run, in the order of STUDIES."""
-    if args.workload:
-        return ["run"]
-    wanted = STUDIES if "all" in args.studies else () if args.studies else WHOLE
-    return [name for name in STUDIES if name in args.studies or name in wanted and possible(name, args)]
-
-
-def possible(name, args):
-    """Whether what a study needs is there, where it was not asked for by name."""
-    ready = methods.ready(args)
-    needs = {
-        # A quick run leaves no files to compute from.
-        "bounds": not args.quick or os.path.exists(results.path("traces.jsonl")),
-        "prism_trees": "prism" in ready or "eagle" in ready,
-        "specdiff_chains": "specdiff" in ready,
-        # These compare what --arms holds.
-        "prism_arms": False,
-        "specdiff_objectives": False,
-    }
-    if name.startswith("cdlm_"):
-        return all(os.path.exists(folder) for _, folder in cdlm.METHODS.values())
-    return needs.get(name, True)
-
-
-def is_kept(name, args):
-    """Whether the result of a study is written to results/: not of a quick run, nor of the user's prompts or
-    prices."""
-    if args.quick or args.workload:
-        return False
-    return name != "bounds" or args.cost == results.path("costs.json")
+    wanted = ALL if "all" in args.studies else args.studies or WHOLE
+    # A quick run leaves no files to compute from.
+    if args.quick and not args.studies and not os.path.exists(results.path("traces.jsonl")):
+        wanted = WHOLE[:-1]
+    return [name for name in STUDIES if name in wanted or name in args.studies]
 
 
 def choose_target(args):
     """Fill in the model, the folder of its results and its cost table."""
     if args.model is None:
-        real = not (args.studies or args.suite or args.workload) and gguf_file.packaged("smollm2")
+        real = not args.studies and gguf_file.packaged("smollm2")
         args.model = "smollm2" if real else methods.SHIPPED
-    if args.model != methods.SHIPPED and not args.suite:
+    if args.model != methods.SHIPPED:
         name = os.path.splitext(os.path.basename(os.path.normpath(args.model)))[0]
         results.FOLDER = os.path.join(results.FOLDER, name)
+    if args.device != "cpu":
+        results.FOLDER = os.path.join(results.FOLDER, "gpu")
     args.cost = args.cost or results.path("costs.json")
 
 
@@ -160,45 +118,24 @@ def choose_target(args):
 
 def measure(names, args):
     """Run the studies, print their tables and write their results."""
-    if any(is_kept(name, args) for name in names):
-        os.makedirs(results.FOLDER, exist_ok=True)
+    os.makedirs(results.FOLDER, exist_ok=True)
     model = tokenizer = None
     if set(names) - {"bounds"}:
-        model = checkpoints.load(args.model, args.device)
+        dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
+        model = checkpoints.load(args.model, args.device, getattr(torch, dtype))
         tokenizer = Tokenizer.load(args.model)
 
     for name in names:
         # Bounds take no time, and their inputs may be new.
-        again = args.force or args.quick or args.workload or name == "bounds"
+        again = args.force or args.quick or name == "bounds"
         if os.path.exists(results.path(name + ".json")) and not again:
             print(f"{name}: already measured (--force measures again)")
             continue
         started = time.perf_counter()
         result = STUDIES[name](args, model, tokenizer)
         print(render(name, result))
-        if is_kept(name, args):
-            results.write(name, result, time.perf_counter() - started)
-
-
-def gpu_suite(args):
-    """--suite gpu: results/DEVICE.json, cell by cell."""
-    on_gpu = args.device != "cpu"
-    if not args.dry_run and not (on_gpu and torch.cuda.is_available()):
-        raise ValueError("--suite gpu needs --device cuda and a GPU; "
-                         "--dry-run runs it on tiny shapes anywhere")
-    check_device(args.device)
-    model = checkpoints.load(args.model, args.device, torch.bfloat16 if on_gpu else None)
-    device = name = None
-    if not args.dry_run:
-        device = torch.cuda.get_device_name()
-        name = re.sub(r"[^a-z0-9]+", "-", device.lower())
-    started = time.perf_counter()
-    result = gpu.run(args, model, Tokenizer.load(args.model), name)
-    if result is None:                                            # the time was up
-        return
-    print(render("gpu", result))
-    if name:
-        results.write(name, result, time.perf_counter() - started, device)
+        if not args.quick:
+            results.write(name, result, time.perf_counter() - started, args.device)
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -211,7 +148,7 @@ def pages():
 
 def report(page):
     """Render again what is between the markers of each table in a page: `<!-- results:NAME -->` for a
-    study, `<!-- gpu -->` and `<!-- training -->`. A table whose study was not measured stays as it is.
+    study, and `<!-- training -->`. A table whose study was not measured stays as it is.
 
     A part of a study's table: lines in the marker choose `columns: a, b` and `rows: c; d` by how they
     begin."""
@@ -220,45 +157,33 @@ def report(page):
 
     def table(mark):
         what, choice = mark[1], mark[2]
-        if what == "gpu":
-            new = gpu_tables()
-        elif what == "training":
-            new = training_table(CHECKPOINTS)
+        if what == "training":
+            new = training_table(os.path.join(results.ROOT, "checkpoints"))
         else:
             new = study_table(what.removeprefix("results:"), choice)
         return mark[0] if new is None else f"<!-- {what}{choice} -->\n{new}\n<!-- end -->"
 
-    marks = r"<!-- (gpu|training|results:[\w/]+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
+    marks = r"<!-- (training|results:[\w/]+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
     text = re.sub(marks, table, text, flags=re.S)
     with replaced(page) as temporary, open(temporary, "w", encoding="utf-8") as f:
         f.write(text)
 
 
 def study_table(name, choice=""):
-    """The table of a study, or the part of it that the lines `choice` ask for; None if it was not
-    measured."""
+    """The table of a study, or the part of it that the lines `choice` ask for, and where it is from; None if
+    it was not measured."""
     target, _, name = name.rpartition("/")
     file = results.path(os.path.join(target, SHOWN_FROM.get(name, name) + ".json"))
-    return shown(file, name, choice) if os.path.exists(file) else None
-
-
-def shown(file, name, choice=""):
-    """The table of a file of results, with a line that says where it is from."""
+    if not os.path.exists(file):
+        return None
     with blame(file):
         r = read_json(file)
-        minutes = f"{r['seconds'] / 60:.0f} minutes"
-        source = f"`{r['command']}` on {r['device']}, torch {r['torch']}, {r['date']}, {minutes}."
-        if "bench.py" in r["command"] and name not in (*STUDIES, *SHOWN_FROM, "gpu"):
+        source = "`{command}` on {device}, torch {torch}, {date}, {minutes:.0f} minutes.".format(
+            **r, minutes=r["seconds"] / 60)
+        if "bench.py" in r["command"] and name not in (*STUDIES, *SHOWN_FROM):
             source += " This study is no longer part of bench.py."
         wanted = dict(line.split(": ", 1) for line in choice.split("\n")[1:])
         return f"{pick(render(name, r['result']), **wanted)}\n\n{source}"
-
-
-def gpu_tables():
-    """What `--suite gpu` found, a part for each device."""
-    files = sorted(Path(results.FOLDER).glob("*.json"))
-    found = [shown(file, "gpu") for file in files if '"suite": "gpu"' in file.read_text(encoding="utf-8")]
-    return "\n\n".join(found) or "No GPU has been measured yet."
 
 
 def main():
@@ -266,24 +191,21 @@ def main():
         return own_files.main()
     args = parser().parse_args()
     check(args)
+    check_device(args.device)
     everything = results.FOLDER
     choose_target(args)
-    if args.suite:
-        return gpu_suite(args)
-    check_device(args.device)
-
     names = chosen(args)
     measure(names, args)
-    asked_to_render = "report" in args.studies and not args.quick
-    if not asked_to_render and not any(is_kept(name, args) for name in names):
+    if args.quick:
         return
     results.FOLDER = everything
     for page in pages():
         report(page)
-    drawings = os.path.join(results.ROOT, "docs", "figures", "")
-    figures.draw(everything, drawings)
-    figures.draw(os.path.join(everything, "smollm2"), drawings + "smollm2_")
     picture.draw()
+    if figures.available():
+        drawings = os.path.join(results.ROOT, "docs", "figures", "")
+        figures.draw(everything, drawings)
+        figures.draw(os.path.join(everything, "smollm2"), drawings + "smollm2_")
 
 
 if __name__ == "__main__":

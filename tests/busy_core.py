@@ -19,7 +19,7 @@ import torch  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.studies import results  # noqa: E402
-from minispec.studies.markdown import table  # noqa: E402
+from shown import lines  # noqa: E402
 from minispec.tools import checkpoints, methods  # noqa: E402
 from minispec.tools.answers import requests_of  # noqa: E402
 
@@ -53,7 +53,7 @@ def main():
     for name, some in rates.items():
         whole, decoding = zip(*some)
         rows.append(f"{name} | {statistics.median(whole):.0f} ({min(whole):.0f}-{max(whole):.0f}) | {statistics.median(decoding):.0f}")
-    result = {"rates": rates, "table": table("plain loop | tokens/s, median (range) | without reading prompts", rows)}
+    result = {"rates": rates, "table": lines("plain loop | tokens/s, median (range) | without reading prompts", rows)}
     print(result["table"])
     results.write("baseline", result, time.perf_counter() - started)
 

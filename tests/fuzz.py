@@ -62,13 +62,13 @@ GOOD = {    # values that options not listed here do not guess by their type
     "--task": ["trace", "arith", "search", "gsm8k"], "--tasks": ["arith", "revise,arith"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],
     "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--draft-model": ["checkpoints/draft"], "--drafter": ["checkpoints/prism", "checkpoints/specdiff"],
     "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
-    "--teacher": ["checkpoints/target"], "--tokenizer": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"], "--workload": ["prompts.jsonl"],
+    "--teacher": ["checkpoints/target"], "--tokenizer": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"],
     "--rule": list(specdiff.RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt"], "--device": ["cpu"],
     "--diffusion-model": ["checkpoints/cdlm/student"], "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--check": ["1"], "--stop": ["e", "🙂"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
 NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
 LONG = ("--n", "--steps", "--prompts", "--heldout", "--check", "--batch", "--shard", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
-LEFT_OUT = {"--help", "-h", "--compile", "--watch", "--workload"}      # minutes; a terminal; seconds a method
+LEFT_OUT = {"--help", "-h", "--compile", "--watch"}      # minutes; a terminal; seconds a method
 
 
 def template(folder, runs=True):
@@ -218,7 +218,7 @@ FILES = [   # (weight, file, script, arguments that read it)
     (5, "checkpoints/specdiff/config.json", "decode", ["--method", "specdiff", *DECODE]),
     (3, "checkpoints/specdiff/model.safetensors", "decode", ["--method", "specdiff", *DECODE]),
     (3, "checkpoints/cdlm/student/config.json", "decode", ["--method", "cdlm", "--prompt", "x", "--max-new-tokens", "32", "--quiet"]),
-    *[(2, f"results/{name}", "bench", ["report"]) for name in ("lossless.json", "scheduler.json", "bounds.json", "run.json", "accuracy.json", "checkpoints.json")],
+    *[(2, f"results/{name}", "bench", ["report"]) for name in ("lossless.json", "scheduler.json", "bounds.json", "run.json", "checkpoints.json")],
     (3, "results/run.json", "bench", ["bounds", "--quick"]),
     (3, "results/trace.json", "bench", ["bounds", "--quick"]),
     (3, "checkpoints/target/log.jsonl", "bench", ["report"]),

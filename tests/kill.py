@@ -43,8 +43,8 @@ def start(folder, name):
     def main():
         sys.modules["matplotlib"] = None
         if name == "bench":                              # its studies, but a few prompts, methods and short answers
-            results.ROOT, results.FOLDER, bench.CHECKPOINTS = folder, os.path.join(folder, "results"), os.path.join(folder, "checkpoints")
-            run.LONG, tasks.FAMILIES = dataclasses.replace(run.LONG, new=8), ("revise", "arith")
+            results.ROOT, results.FOLDER = folder, os.path.join(folder, "results")
+            run.SMALL, tasks.FAMILIES = dataclasses.replace(run.SMALL, new=8), ("revise", "arith")
             measure.cost_table = functools.partial(measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
             methods.ready = lambda settings: ["ngram", "specgen"]
         script.run_main(fuzz.SCRIPTS[name].main)
@@ -100,7 +100,7 @@ def essence(folder, name):
                 out[key] = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in f]
         elif name == "bench" and os.path.basename(path) == "run.json":
             rows = files.read_json(path)["result"]["rows"]
-            out[key] = [[r[k] for k in ("workload", "batch", "kind", "ids", "method", "tokens", "rounds", "identical", "prompts")] for r in rows]
+            out[key] = [[r[k] for k in ("workload", "batch", "ids", "method", "tokens", "identical", "prompts")] for r in rows]
         elif os.path.basename(path) == "traces.jsonl" or os.path.basename(path).startswith(("train-", "heldout-", "settings")):
             with open(path) as f:
                 out[key] = f.read()

@@ -1,15 +1,21 @@
 """How the results of the scripts of this folder are shown: a Markdown table of each, which the script writes next to its figures."""
 import statistics
 
-from minispec.studies.markdown import row, same, span, table
+from minispec.studies.markdown import SAME, cell, join
 
 
 def spread(rates, digits=0):
-    return f"{statistics.median(rates):.{digits}f} ({span((min(rates), max(rates)), digits)})"
+    return f"{statistics.median(rates):.{digits}f} ({min(rates):.{digits}f}-{max(rates):.{digits}f})"
+
+
+def lines(head, rows):
+    """A table of texts with " | " between cells."""
+    cells = [line.split(" | ") for line in (head, *rows)]
+    return join([cells[0], ["---"] * len(cells[0]), *cells[1:]])
 
 
 def transformers(r):
-    return table("loop | tokens/s, median (range) | ratio to transformers", [
+    return lines("loop | tokens/s, median (range) | ratio to transformers", [
         f"transformers generate | {spread(r['transformers'])} | 1.00",
         f"minispec ar | {spread(r['minispec'])} | {r['ratio']:.2f}"])
 
@@ -23,12 +29,12 @@ def llamacpp(r):
     parts = []
     if "speed" in r:
         rows = [f"{x['loop']} | {x['dtype']} | {spread(x['tokens_per_second'], 1)} | {x['ratio']:.2f} | "
-                f"{same(x)}" for x in r["speed"]["rows"]]
-        parts.append(table(f"loop | dtype | {tokens(r['speed'])} | ours, times as fast | same text", rows))
+                f"{cell(SAME, x)}" for x in r["speed"]["rows"]]
+        parts.append(lines(f"loop | dtype | {tokens(r['speed'])} | ours, times as fast | same text", rows))
     if "steps" in r:
         rows = [f"{x['step']} | {x['dtype']} | {spread(x['tokens_per_second'], 1)}"
                 for x in r["steps"]["rows"]]
-        parts.append(table(f"one step after the other | dtype | {tokens(r['steps'])}", rows))
+        parts.append(lines(f"one step after the other | dtype | {tokens(r['steps'])}", rows))
 
     rows = []
     if "ids" in r:
@@ -41,11 +47,11 @@ def llamacpp(r):
         tie = ""
         if x["identical"] < x["prompts"]:
             tie = f", largest top-2 gap at a difference {x['largest_tie_gap']:.2g}"
-        rows.append(f"answers of {x['method']} that are ar's, {x['dtype']} | {same(x)}{tie}")
+        rows.append(f"answers of {x['method']} that are ar's, {x['dtype']} | {cell(SAME, x)}{tie}")
     for dtype, x in r.get("load", {}).items():
         memory = (x["peak"] - x["before"]) / x["bytes"]
         rows.append(f"loading as {dtype} | {x['seconds']:.1f} s, at most {memory:.2f} times the weights")
-    parts.append(table("check | result", rows))
+    parts.append(lines("check | result", rows))
     return "\n\n".join(parts)
 
 
@@ -53,11 +59,11 @@ def checkpoints(r):
     rows = []
     for family, x in r["families"].items():
         ids = x["ids"]
-        greedy = row(f"{n} of {x['prompts']}" for n in x["greedy"].values())
+        greedy = " | ".join(f"{n} of {x['prompts']}" for n in x["greedy"].values())
         rows.append(f"{family} | {x['folders']} | {x['logit_difference']:.1e} | "
                     f"{ids['same']:,} of {ids['strings']:,} | {ids['tokens']:,} | {greedy}")
-    like_ar = row(f"{name} like ar" for name in list(x["greedy"])[1:])
-    families = table("family | random folders | largest logit difference | texts with the same ids | "
+    like_ar = " | ".join(f"{name} like ar" for name in list(x["greedy"])[1:])
+    families = lines("family | random folders | largest logit difference | texts with the same ids | "
                      f"tokens | ar like transformers | {like_ar}", rows)
 
     rows = []
@@ -65,7 +71,7 @@ def checkpoints(r):
         size, peak, before = (f"{m[key] / 1e9:.2f} GB" for key in ("bytes", "peak", "before"))
         rows.append(f"{dtype} | {size} | {peak} | {m['peak'] / m['bytes']:.2f} | {before}")
     billions = f"{r['memory']['bfloat16']['parameters'] / 1e9:.2f} billion parameters"
-    return families + "\n\n" + table(f"{billions}, stored as bf16, loaded as | weights | "
+    return families + "\n\n" + lines(f"{billions}, stored as bf16, loaded as | weights | "
                                      "peak memory of the process | times the weights | "
                                      "of it Python and torch", rows)
 
@@ -76,9 +82,9 @@ def knocks(r):
         fine, refused = (x["exits"].get(code, 0) for code in ("0", "2"))
         rows.append(f"{what} | {x['cases']:,} | {fine:,} | {refused:,} | {x['failures']} | "
                     f"{x['slowest_seconds']:.0f}")
-    fuzzed = table("fuzzed | cases | exit 0 | exit 2 with a line | "
+    fuzzed = lines("fuzzed | cases | exit 0 | exit 2 with a line | "
                    "tracebacks, hangs, half-written files | slowest, CPU seconds", rows)
     rows = [f"`{script}.py` | {x['kills']} | {x['runs_that_reached_the_end']}"
             for script, x in r["kill"]["scripts"].items()]
-    return fuzzed + "\n\n" + table("killed (kill -9) at random moments and started again | kills | "
+    return fuzzed + "\n\n" + lines("killed (kill -9) at random moments and started again | kills | "
                                    "runs that reached the end, equal to an undisturbed one", rows)

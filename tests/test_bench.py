@@ -48,9 +48,9 @@ def test_bounds_from_two_files_prints_the_ladder(files):
     before = sorted(os.listdir(results.FOLDER))
     r = command(files)
     assert r.returncode == 0, r.stderr
-    for rung in ("L2 best fixed k", "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters", "L9 one pass", "censored"):
+    for rung in ("L2 best fixed k", "L4 greedy (not a bound)", "L5 optimum of one", "L6 of all", "L7 free drafters", "L9 one pass", "censored"):
         assert rung in r.stdout
-    assert "observed" not in r.stdout and "| arith | 16 copies | all |" in r.stdout and "| story | 1 | ngram |" in r.stdout
+    assert "observed" not in r.stdout and "| arith | 16 | all |" in r.stdout and "| story | 1 | ngram |" in r.stdout
     assert sorted(os.listdir(results.FOLDER)) == before
 
 
@@ -92,7 +92,7 @@ def test_bounds_of_own_files_need_no_torch(files):
         r = subprocess.run([sys.executable, "-c", code, os.path.join(ROOT, "bench.py"), "bounds", "--traces", files / name, "--cost", files / "c.json"],
                            cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert r.returncode == rc, r.stderr
-        assert "L5 / L6 optimum" in r.stdout if rc == 0 else r.stderr.startswith("bench.py: cannot read") and r.stderr.count("\n") == 1
+        assert "L6 of all" in r.stdout if rc == 0 else r.stderr.startswith("bench.py: cannot read") and r.stderr.count("\n") == 1
 
 
 def test_the_recipe_of_the_lesson_makes_traces_of_an_engines_logs(tmp_path):
@@ -148,9 +148,9 @@ def measured(tmp_path_factory):
     folder, patch = tmp_path_factory.mktemp("results"), pytest.MonkeyPatch()
     tokenizer = Tokenizer.load(TARGET)
     model = toy_model(vocab=tokenizer.vocab_size, n_layer=1, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
-    args = methods.settings(quick=True, cost=str(folder / "costs.json"), long=False, data=None, workload=None, max_new_tokens=None, draft_model=str(folder / "none"))
+    args = methods.settings(quick=True, cost=str(folder / "costs.json"), long=False, data=None, draft_model=str(folder / "none"))
     patch.setattr(results, "FOLDER", str(folder))
-    patch.setattr(run, "LONG", replace(run.LONG, new=12, traced=4))
+    patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, repeats=1))
     patch.setattr(tasks, "FAMILIES", ("revise",))
     patch.setattr(results, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost))
@@ -174,7 +174,7 @@ def measured(tmp_path_factory):
 def test_the_studies_fit_together(measured):
     folder, out = measured
     cells = out["bounds"]["cells"]
-    assert [(c["workload"], c["batch"], c["kind"]) for c in cells] == [("revise", b, "different") for b in (1, 4, 16)] + [("revise", 16, "copies")] + [("mixed", b, "different") for b in (1, 4, 16)]
+    assert [(c["workload"], c["batch"]) for c in cells] == [(w, b) for w in ("revise", "mixed") for b in (1, 4, 16)]
     for c in cells:
         assert all(set(c[by]["L0"]) == {"ar", "ngram", "adaptive"} for by in AVERAGES) and all(c["mean rate"]["L0"].values()) and set(c["L1"]) == set(c["error"]) == {"ar", "ngram", "adaptive"}
     rows = out["run"]["rows"]
@@ -208,9 +208,9 @@ def test_profile_says_what_was_accepted_of_drafters_that_are_asked(measured, mon
     """The target itself is always right; what is said of it goes the way from the model to the file's format."""
     tokenizer = Tokenizer.load(TARGET)
     model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], block_size=1024)
-    monkeypatch.setattr(run, "LONG", replace(run.LONG, new=12))
+    monkeypatch.setattr(run, "SMALL", replace(run.SMALL, new=12))
     monkeypatch.setattr(methods, "chain_drafters", lambda *_: {"ngram": NGram(), "draft": SmallLM(model, model)})
-    monkeypatch.setattr(measure, "cost_table", lambda *_, **__: (dict(measured[1]["profile"]["table"]), 0.0))
+    monkeypatch.setattr(measure, "cost_table", lambda *_, **__: dict(measured[1]["profile"]["table"]))
     table = run.profile(methods.settings(quick=True, long=False, data=None), model, tokenizer)["table"]
     assert table["accept"] == {"draft": 1.0} and CostTable(table).accept == {"draft": 1.0}
 
@@ -219,12 +219,6 @@ def test_the_middle_run_is_reported():
     a, b, c = (timing.Run([], {"verify": seconds}, 1.0, 1.0, None) for seconds in (1.0, 2.0, 3.0))
     assert run.middle([c, a, b]) is b and run.middle([b, a]) is a
 
-
-def test_a_window_shorter_than_the_other_drafts_has_its_column():
-    grid = lambda tokens: {"kind": "grid", "rows": [1], "tokens": tokens, "kv": [64], "seconds": [[[0.001 * t] for t in tokens]]}
-    table = {"verify": grid([1, 2, 3, 5]), "overhead": grid([1]), "draft": {"draft": grid([1, 2, 4]), "specdiff": grid([1, 2])}}
-    text = bench.render("profile", {"table": table, "scatter": 0.0})
-    assert "| draft drafts 4, ms | specdiff drafts 2, ms |" in text and "| 4.00 | 2.00 |" in text
 
 
 def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
@@ -252,7 +246,7 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
 
 def test_gap_is_left_out_where_there_is_none():
     cell = {"seconds": 1.0, "total time": {"L5": {"ngram": 1.0}, "L6": 1.0}}
-    rows = [{"method": m, "batch": 1, "kind": "different", "seconds": 1.0, "rounds": 6, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
+    rows = [{"method": m, "batch": 1, "seconds": 1.0, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
     t = traces.Trace("a", 10, 2, {"ngram": [0, 1]})
     assert "gap" not in ladder.observed(rows, [t], CostTable(COSTS), cell)
 
@@ -263,29 +257,13 @@ def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_pa
     (tmp_path / "cdlm_teachers.json").write_text(json.dumps({**about, "result": {"table": "| head |\n| --- |\n| a | 1.000 |"}}))
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- results:cdlm_teachers -->\n<!-- end -->\nbetween\n<!-- results:cdlm_speed -->\n<!-- end -->\nafter\n")
+    page.write_text("before\n<!-- results:cdlm_teachers -->\n<!-- end -->\nbetween\n<!-- results:cdlm_curves -->\n<!-- end -->\nafter\n")
     for _ in range(2):                                   # the second time over what the first one wrote
         bench.report(str(page))
         before, table, rest = page.read_text().replace("<!-- end -->", "<!-- results:cdlm_teachers -->", 1).split("<!-- results:cdlm_teachers -->")
         assert before == "before\n" and "| a | 1.000 |" in table and "`c` on d" in table
-        assert rest == "\nbetween\n<!-- results:cdlm_speed -->\n<!-- end -->\nafter\n"
+        assert rest == "\nbetween\n<!-- results:cdlm_curves -->\n<!-- end -->\nafter\n"
 
-
-def test_gpu_suite_runs_dry_anywhere(monkeypatch, tmp_path, tmp_path_factory, capsys):
-    toy = save_toy_target(tmp_path_factory.mktemp("toy"), gain=1.0, block_size=320)
-    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
-    monkeypatch.setattr(methods, "ready", lambda settings: ["ngram"])
-    monkeypatch.setattr(gpu, "DRY", replace(gpu.DRY, system=(7, 1, 1)))
-    monkeypatch.setattr(gpu, "free_memory", lambda: None)                     # the heap of all tests is large
-    run_script(bench, "--suite", "gpu", "--dry-run", "--model", toy)
-    tables = capsys.readouterr().out.strip().split("\n\n")
-    assert len(tables) == 6 and all(len({line.count("|") for line in t.split("\n")}) == 1 and "nan" not in t for t in tables)
-    kernels = [line.split(" | ")[0].strip("| ") for line in tables[1].split("\n")[2:]]
-    assert kernels == 2 * [f"{kind}, torch reference" for kind in ("full", "draft", "verify", "mixed", "scores")]
-    assert "| trace | 2 | ngram | " in tables[4] and not os.listdir(tmp_path)
-    with pytest.raises(SystemExit) as e:
-        run_main(lambda: run_script(bench, "--suite", "gpu", "--device", "cuda", "--model", toy), "")
-    assert e.value.code == 2 and "--suite gpu needs --device cuda and a GPU" in capsys.readouterr().err
 
 
 def test_lists_of_the_gpu_suite_are_what_they_are_called():
@@ -293,23 +271,25 @@ def test_lists_of_the_gpu_suite_are_what_they_are_called():
     for kind, entries in (("full", 2 * 4096), ("draft", 2 * (204 + 16)), ("verify", 2 * 4096), ("mixed", 4096 + 220)):
         requests = gpu.batch_of(kind, 4096, 2)
         assert gpu.list_bytes(requests, 8, 128, 2) == 8 * entries * (2 * 128 * 2 + 4)
-        q, k, v, slots, selected, plan = gpu.inputs(gpu.DRY, gpu.batch_of(kind, 64, 2), 2, "cpu", torch.float32)
+        q, k, v, slots, selected, plan = gpu.inputs(gpu.TINY, gpu.batch_of(kind, 64, 2), 2, "cpu", torch.float32)
         assert len(q) == plan.requests[:, 1].sum() and sorted(slots.flatten().tolist()) == list(range(128))
         if selected is not None:
             assert selected.max() < 48 and (selected.diff() > 0).all()
 
 
-def test_a_suite_stops_when_its_time_is_up_and_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "FOLDER", str(tmp_path))
-    seen, now = [], iter(range(100))
-    monkeypatch.setattr(results.time, "monotonic", lambda: next(now))
-    measure = lambda x: seen.append(x) or [x]
-    assert results.resumable("s", {}, [(1,), (2,), (3,)], measure, until=1) == [[1], [2]]
-    assert results.resumable("s", {}, [(1,), (2,), (3,)], measure, until=90) == [[1], [2], [3]] and seen == [1, 2, 3]
 
 
-def toy_suite():
-    return methods.settings(dry_run=True, minutes=9.0)
+def quick(model):
+    return methods.settings(quick=True), model, None
+
+
+def test_the_study_of_a_gpu_runs_anywhere(capsys):
+    out = gpu.gpu(*quick(toy_model()))
+    tables = bench.render("gpu", out).split("\n\n")
+    assert len(tables) == 3 and all(len({line.count("|") for line in t.split("\n")}) == 1 and "nan" not in t for t in tables)
+    assert [x["kernel"] for x in out["kernels"]] == 2 * [f"{kind}, torch reference" for kind in gpu.KINDS]
+    with pytest.raises(ValueError, match="needs --device cuda"):
+        gpu.gpu(methods.settings(quick=False), toy_model(), None)
 
 
 def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
@@ -327,46 +307,28 @@ def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
 
     def next_one(*_):
         gc.disable()                                     # what is gone now was collected between the cells
-        return [{"gone": left[0]() is None}]
+        return {"gone": left[-1]() is None}
 
-    monkeypatch.setattr(gpu.Suite, "cells", lambda *_: [("decode", ("Qwen3-8B",)), ("floors", ())])
-    monkeypatch.setattr(gpu.Suite, "decode", too_large)
-    monkeypatch.setattr(gpu.Suite, "floors", next_one)
+    monkeypatch.setattr(gpu, "SECTIONS", {"floors": too_large, "kernels": too_large, "decode": next_one})
     try:
-        out = gpu.run(toy_suite(), toy_model(), None, None)
+        out = gpu.gpu(*quick(toy_model()))
     finally:
         gc.enable()
-    assert out == {"suite": "gpu", "floors": [{"gone": True}], "out_of_memory": ["decode Qwen3-8B"]}
+    assert out["decode"] == [{"gone": True}] and out["out_of_memory"][:2] == ["floors copy", "floors product"] and len(out["out_of_memory"]) == 12
 
 
 def test_cells_without_memory_are_named_under_the_tables():
-    floors = [{"what": "copy", "bytes_per_second": 1e12}, {"what": "bf16 product", "flops": 1e14}]
-    text = bench.render("gpu", {"floors": floors, "out_of_memory": ["decode Qwen3-8B", "serving 8000 256"]})
-    assert text.endswith("Out of memory: decode Qwen3-8B; serving 8000 256.") and "| copy | 1.00 TB/s |" in text
+    floors = [{"what": "bytes copied", "rate": 1e12}, {"what": "bf16 operations", "rate": 1e14}]
+    text = bench.render("gpu", {"floors": floors, "out_of_memory": ["decode Qwen3-8B"]})
+    assert text.endswith("Out of memory: decode Qwen3-8B.") and "| bytes copied | 1e+12 |" in text
 
 
 def test_large_models_are_built_in_the_dtype_that_they_are_measured_in(monkeypatch):
     """In fp32 first, an 8B model takes 33 GB."""
     seen, build = [], gpu.GPT
     monkeypatch.setattr(gpu, "GPT", lambda config: seen.append(torch.get_default_dtype()) or build(config))
-    suite = gpu.Suite(toy_suite(), None, None)
-    suite.dtype = torch.bfloat16
-    row, = suite.decode("tiny")
-    assert seen == [torch.bfloat16] and torch.get_default_dtype() == torch.float32 and row["tokens_per_second"] > 0
-
-
-def test_nothing_is_predicted_where_the_prices_are_not_of_what_runs(monkeypatch):
-    """measure_costs times single steps without the graphs that decoding runs in."""
-    model = toy_model(block_size=512)
-    engine = methods.make_engine("specgen", model, methods.settings(), 2)
-    args = methods.settings()
-    runs = timing.race({"specgen": lambda: (engine, [Request([1, 2, 3], 40), Request([4, 5], 40)])}, 1, "", False, specgen.seen)["specgen"]
-    assert specgen.against_prediction(runs, runs, model, args, 16, 2, 40)["predicted"] > 0
-    engine.graphs = object()
-    runs[0].seen = specgen.seen(engine)
-    monkeypatch.setattr(specgen, "measure_costs", None)
-    out = specgen.against_prediction(runs, runs, model, args, 16, 2, 40)
-    assert "predicted" not in out and out["own_speedup"] == 1 and out["identical"] == 2
+    row = gpu.decode(gpu.TINY, "cpu", torch.bfloat16, "tiny")
+    assert seen == [torch.bfloat16] and torch.get_default_dtype() == torch.float32 and row["seconds"] > 0
 
 
 def test_bounds_of_own_files_write_nothing(files, tmp_path, monkeypatch):
@@ -410,7 +372,7 @@ def test_a_requests_rate_counts_from_its_entry():
     assert rate == pytest.approx((6 / 2 + 6 / 1 + 6 / 4) / 3) and len(generations) == 3
 
 
-def test_a_real_model_gets_real_prompts(tmp_path):
+def test_a_real_model_gets_real_prompts(tmp_path, monkeypatch):
     """Spec-Bench's blocks, HumanEval and rewriting tasks of a data folder; without one, what ships. Workloads in turn, no problem twice."""
     def put(name, rows):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -421,9 +383,12 @@ def test_a_real_model_gets_real_prompts(tmp_path):
     put("instruct/instruction-data.json", [{"instruction": "Rewrite it in the passive.", "input": "He ate.", "output": "x"}, {"instruction": "Rewrite it.", "input": "", "output": "x"},
                                            {"instruction": "Name a bird.", "input": "now", "output": "x"}])
     real = SimpleNamespace(ours=False)
-    some = workloads.in_turn(workloads.problems_of(real, 2, str(tmp_path)))
-    assert list(some) == ["mt_bench/0", "qa/0", "humaneval/0", "edit/0", "mt_bench/1", "qa/1", "humaneval/1"]
-    assert some["edit/0"].prompt == "Rewrite it in the passive.\n\nHe ate.\n"
+    some = workloads.problems_of(real, 2, str(tmp_path))
+    assert {w: len(own) for w, own in some.items()} == {"mt_bench": 2, "qa": 2, "humaneval": 2, "edit": 1}
+    assert some["edit"][0].prompt == "Rewrite it in the passive.\n\nHe ate.\n"
+    monkeypatch.setattr(workloads, "requests_of", lambda problems, *_: problems)
+    in_turn = workloads.requests(SimpleNamespace(data=str(tmp_path)), None, real, 2, 8)
+    assert list(in_turn) == ["mt_bench/0", "qa/0", "humaneval/0", "edit/0", "mt_bench/1", "qa/1", "humaneval/1"]
     shipped, later = workloads.problems_of(real, 2), workloads.problems_of(real, 2, first=2)
     assert list(shipped) == ["questions", "story", "edit"] and all(len(own) == 2 for own in shipped.values())
     prompts_ = [p.prompt for own in (*shipped.values(), *later.values()) for p in own]
@@ -448,8 +413,8 @@ def test_results_of_another_target_have_their_own_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     (tmp_path / "smollm2").mkdir()
     about = {"device": "d", "torch": "t", "date": "x", "seconds": 60, "command": "c"}
-    (tmp_path / "smollm2" / "specdiff_budgets.json").write_text(json.dumps({**about, "result": {"table": "| a |\n| --- |\n| 1 |"}}))
-    (tmp_path / "page.md").write_text("<!-- results:smollm2/specdiff_budgets -->\n<!-- end -->\n")
+    (tmp_path / "smollm2" / "cdlm_teachers.json").write_text(json.dumps({**about, "result": {"table": "| a |\n| --- |\n| 1 |"}}))
+    (tmp_path / "page.md").write_text("<!-- results:smollm2/cdlm_teachers -->\n<!-- end -->\n")
     bench.report(str(tmp_path / "page.md"))
     assert "| 1 |" in (tmp_path / "page.md").read_text()
 
@@ -457,6 +422,6 @@ def test_results_of_another_target_have_their_own_folder(monkeypatch, tmp_path):
 def test_a_table_of_a_study_that_is_gone_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     about = {"device": "d", "torch": "t", "date": "x", "seconds": 60}
-    (tmp_path / "specdiff_budgets.json").write_text(json.dumps({**about, "command": "python bench.py specdiff_budgets", "result": {"table": "| budget |\n| --- |\n| 64 |"}}))
-    text = bench.study_table("specdiff_budgets")
-    assert text.startswith("| budget |") and text.endswith("1 minutes. This study is no longer part of bench.py.") and bench.study_table("cdlm_speed") is None
+    (tmp_path / "cdlm_teachers.json").write_text(json.dumps({**about, "command": "python bench.py cdlm_teachers", "result": {"table": "| budget |\n| --- |\n| 64 |"}}))
+    text = bench.study_table("cdlm_teachers")
+    assert text.startswith("| budget |") and text.endswith("1 minutes. This study is no longer part of bench.py.") and bench.study_table("cdlm_curves") is None

@@ -1,5 +1,5 @@
 """What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2, what
-shapes of drafts are worth. Studies as in target.py.
+shapes of drafts are worth. Studies as in run.py.
 
 Accepted length is tau: tokens that a round commits, its own token included, summed over all rounds and
 divided by their number. Intervals are bootstraps over prompts; differences between drafters are paired by
@@ -97,30 +97,25 @@ def compare(kind, args, model, tokenizer, temperatures):
 
     names = [name for name, _ in trained]
     reference = REFERENCE[kind] if REFERENCE[kind] in names else names[0]
-    families = np.array([p.family for p in problems])
     out = {}
     for (name, n_prompts), seeds in sorted(trained.items(), key=lambda x: (-x[0][1], x[0][0])):
         record = {**seeds[0][0], "seeds": len(seeds)}
         others = trained.get((reference, n_prompts), [])
         for i, t in enumerate(temperatures):
             own, its = ([lengths[i] for _, lengths in some] for some in (seeds, others))
-            record[f"at_{t:g}"] = join_seeds(own, its, families)
+            record[f"at_{t:g}"] = join_seeds(own, its)
         out[f"{name}, {n_prompts} prompts" if n_prompts else name] = record
     return {"prompts": len(problems), "reference": reference, "arms": out}
 
 
-def join_seeds(seeds, others, families):
+def join_seeds(seeds, others):
     """One record of the accepted lengths of all seeds of an arm; others: those of the reference arm, [] if
     there is none."""
-    each = [prompts for prompts, _ in seeds]
-    prompts = sum(each)
+    prompts = sum(prompts for prompts, _ in seeds)
     by_depth = zip(*(shares for _, shares in seeds))                     # as far as all of them go
     out = {
         "tau": tau(prompts),
         "interval": interval(prompts),
-        "seeds": [tau(x) for x in each],
-        "by_family": {f: statistics.mean(tau(x[families == f]) for x in each)
-                      for f in dict.fromkeys(families)},
         "by_depth": [statistics.mean(some) for some in by_depth],
     }
     if others:
@@ -134,15 +129,14 @@ def join_seeds(seeds, others, families):
 
 # (depth, width, drafts that go to the target; 0: a chain)
 CHAINS = ((3, 1, 0), (5, 1, 0), (8, 1, 0), (12, 1, 0), (16, 1, 0))
-TREES = ((3, 2, 4), (3, 4, 8), (4, 3, 8), (5, 2, 8), (6, 2, 12), (8, 2, 12), (6, 3, 16), (8, 4, 32))
+TREES = ((3, 2, 4), (5, 2, 8), (6, 2, 12), (8, 2, 12), (3, 4, 8), (8, 4, 32))
 
 
 def prism_trees(args, model, tokenizer):
     """Chains and trees of the shipped drafters, one request at a time: tau, and speed-up over the
     autoregressive loop."""
-    ready = [name for name in ("eagle", "prism") if name in methods.ready(args)]
     cells = {}
-    for name in ready:
+    for name in ("eagle", "prism"):
         for depth, width, tree in CHAINS[:4] if args.quick else CHAINS + TREES:
             cells[name, depth, width, tree] = name, {"depth": depth, "width": width, "tree": tree}
     return shapes(args, model, tokenizer, cells, ("method", "depth", "width", "drafts"))
@@ -151,14 +145,13 @@ def prism_trees(args, model, tokenizer):
 def specdiff_chains(args, model, tokenizer):
     """K chains of the shipped diffusion drafter by rule and draft temperature, target greedy and at
     temperature 1."""
-    grid = [(1, "rejection", None), (1, "selection", None)]
-    rules = ("selection", "walk", "rejection")
-    grid += [(k, rule, t) for k in (2, 4, 8) for rule in rules for t in (0.7, 1.0)]
     cells = {}
     for temperature in (0.0, 1.0):
-        for k, rule, t in grid:
-            cells[k, rule, t, temperature] = "specdiff", {
-                "k_drafts": k, "rule": rule, "draft_temperature": t, "temperature": temperature}
+        for k in (1, 2, 4, 8):
+            for rule in ("selection", "walk", "rejection"):
+                for t in (0.7, 1.0):
+                    cells[k, rule, t, temperature] = "specdiff", {
+                        "k_drafts": k, "rule": rule, "draft_temperature": t, "temperature": temperature}
     if args.quick:
         cells = dict(list(cells.items())[:3])
     return shapes(args, model, tokenizer, cells, ("chains", "rule", "draft_temperature", "temperature"))
@@ -186,5 +179,6 @@ def shapes(args, model, tokenizer, cells, columns):
             **ratio(timed, plain),
             "tau": timed[-1].tau,
             "identical": None if sampled else identical(plain[-1], timed[-1]),
+            "prompts": len(problems),
         })
-    return {"prompts": len(problems), "rows": rows}
+    return {"rows": rows}

@@ -2,6 +2,7 @@
 without it nothing is drawn and nothing is lost, because every figure has its numbers in results/."""
 import os
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 
@@ -9,14 +10,12 @@ from minispec.bounds import AVERAGES
 from minispec.data.traces import read_traces
 from minispec.tools.files import blame, read_json
 
-TOTAL = AVERAGES[0]
 WINDOW = 10                             # positions of an output that are averaged
 STYLE = {
     "svg.hashsalt": "minispec",
     "svg.fonttype": "none",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "lines.linewidth": 1.2,
     "legend.frameon": False,
 }
 
@@ -32,147 +31,114 @@ def draw(results, prefix):
                 draw_some(figures, found, prefix)
 
 
+def available():
+    """Whether there is matplotlib; a line says so if not."""
+    if find_spec("matplotlib"):
+        return True
+    print("no matplotlib, so no figures (pip install matplotlib)")
+    return False
+
+
 def draw_some(figures, result, prefix):
-    """Draw {name: figure(axes, result)}; a line says so where there is no matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("no matplotlib, so no figures (pip install matplotlib)")
-        return
+    """Draw {name: figure(axes, result)}."""
+    import matplotlib
     matplotlib.use("svg")
     matplotlib.rcParams.update(STYLE)
     from matplotlib import pyplot
-    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
     for name, figure in figures.items():
         canvas, axes = pyplot.subplots(figsize=(7, 3))
         figure(axes, result)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
+        axes.legend()
         canvas.savefig(f"{prefix}{name}.svg", bbox_inches="tight", metadata={"Date": None})
         pyplot.close(canvas)
 
 
-def line(axes, rows, x, y, style, label, **more):
-    """Column y of rows, dicts, against their column x."""
-    axes.plot([row[x] for row in rows], [row[y] for row in rows], style, label=label, **more)
+def lines(axes, rows, x, y, by):
+    """Column y of rows, dicts, against their column x: a line for each value of the column `by`."""
+    for label in dict.fromkeys(row[by] for row in rows):
+        some = [row for row in rows if row[by] == label]
+        axes.plot([row[x] for row in some], [row[y] for row in some], ".-", label=label)
+    axes.set(xlabel=x, ylabel=y)
 
 
-# -- SpecGen ---------------------------------------------------------------------------------------
+# -- the papers ------------------------------------------------------------------------------------
 
 def schedule(axes, r):
     """Rows of each forward under the lock-step and the unified schedule."""
-    for name in ("lockstep", "unified"):
-        axes.plot(r["evenness"][name][:60], "-", label=name)
+    for name, rows in r["evenness"].items():
+        axes.plot(rows[:60], label=name)
     axes.set(xlabel="iteration", ylabel="rows in the forward", ylim=(0, None))
 
 
-# -- PRISM and SpecDiff-2 --------------------------------------------------------------------------
-
 def by_place(axes, r, arms, place):
     """How often a draft is accepted, by its place in the chain or window, where all before it were."""
-    for name in arms:
-        shares = r["arms"][name]["at_0"]["by_depth"]
-        axes.plot(range(1, len(shares) + 1), shares, ".-", label=name.split(",")[0])
-    axes.set(xlabel=place, ylabel="accepted if all before were", ylim=(0, 1.02))
+    rows = [{"arm": arm.split(",")[0], place: i + 1, "accepted if all before were": share}
+            for arm in arms for i, share in enumerate(r["arms"][arm]["at_0"]["by_depth"])]
+    lines(axes, rows, place, "accepted if all before were", "arm")
 
 
 def by_depth(axes, r):
-    """Speed-up of chains and of trees against the depth."""
-    for method, color in (("eagle", "tab:blue"), ("prism", "tab:green")):
-        for width, style, shape in ((1, "o-", "chains"), (2, "s--", "trees of width 2")):
-            best = {}                                    # of a depth, the fastest row
-            for x in sorted(r["rows"], key=lambda x: x["speedup"]):
-                if x["method"] == method and x["width"] == width:
-                    best[x["depth"]] = x
-            rows = [best[depth] for depth in sorted(best)]
-            line(axes, rows, "depth", "speedup", style, f"{method}, {shape}", color=color)
-    axes.set(xlabel="depth", ylabel="speed-up", ylim=(1, None))
+    """Speed-up of chains and of narrow trees against the depth."""
+    rows = [{**x, "shape": f"{x['method']}, width {x['width']}"} for x in r["rows"] if x["width"] <= 2]
+    lines(axes, rows, "depth", "speedup", "shape")
 
 
 def by_chains(axes, r):
-    """tau and speed-up of K chains, judged by the walk."""
-    for temperature in (0.0, 1.0):
-        some = [x for x in r["rows"] if x["temperature"] == temperature
-                and (x["chains"] == 1 and x["rule"] == "rejection"
-                     or x["rule"] == "walk" and x["draft_temperature"] == 1)]
-        line(axes, some, "chains", "tau", "o-", f"tau, temperature {temperature:g}")
-        line(axes, some, "chains", "speedup", "s--", f"speed-up, temperature {temperature:g}")
-    axes.set(xlabel="chains K", xticks=[x["chains"] for x in some], ylim=(0, None))
+    """tau of K chains, judged by the walk."""
+    # With one chain, selection is the walk.
+    rows = [{**x, "judged": f"temperature {x['temperature']:g}"} for x in r["rows"]
+            if x["rule"] == ("walk" if x["chains"] > 1 else "selection") and x["draft_temperature"] != 0.7]
+    lines(axes, rows, "chains", "tau", "judged")
 
-
-# -- CDLM ------------------------------------------------------------------------------------------
 
 def by_steps(axes, r):
     """What is solved against the steps of an answer."""
-    for decoder in ("teacher", "dual", "student"):
-        some = [x for x in r["rows"] if x["decoder"] == decoder and x["threshold"] and x["order"] != "surest"]
-        line(axes, some, "steps", "solved", ".-", decoder)
-    line(axes, [x for x in r["rows"] if x["steps_a_block"]], "steps", "solved", "k.:", "teacher, cut")
-    axes.set(xlabel="steps an answer", ylabel="solved", xscale="log", ylim=(0, 1))
-
-
-def by_batch(axes, r):
-    """tokens/s against the batch: where the plain loop wins back."""
-    for decoder in ("ar", "teacher", "student", "student, threshold 0.999"):
-        some = [x for x in r["rows"] if x["decoder"] == decoder]
-        line(axes, some, "batch", "tokens_per_second", "o-", decoder)
-    batch = [x["batch"] for x in some]
-    axes.set(xlabel="batch", ylabel="tokens/s", xscale="log", yscale="log", xticks=batch, xticklabels=batch)
+    rows = []
+    for x in r["rows"]:
+        if x["steps_a_block"]:
+            rows.append({**x, "decoder": "teacher, cut"})
+        elif x["order"] != "surest":
+            rows.append(x)
+    lines(axes, rows, "steps", "solved", "decoder")
+    axes.set(xscale="log")
 
 
 # -- performance or illusion -----------------------------------------------------------------------
 
-def mixed(r):
-    """The cells of the mixed workload if it was run, else of the first one; copies left out where there are
-    others."""
-    workloads = [c["workload"] for c in r["cells"]]
-    which = "mixed" if "mixed" in workloads else workloads[0]
-    some = [c for c in r["cells"] if c["workload"] == which]
-    return [c for c in some if c["kind"] == "different"] or some
-
-
-def best(cell):
-    """The best of every rung of a cell, by total time."""
-    c = cell[TOTAL]
-    observed = c.get("L0", {})
-    return {
-        "observed, best single": max((observed[m] for m in observed if m in c["L5"]), default=np.nan),
-        "observed, adaptive": observed.get("adaptive", np.nan),
-        "L2 best fixed k": max(x["speedup"] for x in c["L2"].values()),
-        "L4 greedy, best single": max(c["L4"][m] for m in c["L5"]),
-        "L5 best single": max(c["L5"].values()),
-        "L6 all drafters": c["L6"],
-        "L7 free drafters": c["L7"],
-    }
+def best(r):
+    """Of each batch of the mixed workload, or of the first one if nothing was mixed, the best of every rung
+    by total time."""
+    which = next((c["workload"] for c in r["cells"] if c["workload"] == "mixed"), r["cells"][0]["workload"])
+    rows = []
+    for cell in (c for c in r["cells"] if c["workload"] == which):
+        c = cell[AVERAGES[0]]
+        observed = c.get("L0", {})
+        rungs = {
+            "observed, adaptive": observed.get("adaptive"),
+            "observed, best single": max((observed[m] for m in c["L5"] if m in observed), default=None),
+            "L2 best fixed k": max(x["speedup"] for x in c["L2"].values()),
+            "L5 best single": max(c["L5"].values()),
+            "L6 all drafters": c["L6"],
+            "L7 free drafters": c["L7"],
+        }
+        rows += [{"rung": name, "batch": cell["batch"], "speed-up": x} for name, x in rungs.items() if x]
+    return rows
 
 
 def speedup_by_batch(axes, r):
-    """Observed, best fixed k, greedy and the two optima against the batch size."""
-    cells = mixed(r)
-    rows = [{"batch": c["batch"], **best(c)} for c in cells]
-    styles = {"L6 all drafters": "k-", "L5 best single": "b-", "L4 greedy, best single": "b:",
-              "L2 best fixed k": "g--", "observed, best single": "go", "observed, adaptive": "r*"}
-    for label, style in styles.items():
-        line(axes, rows, "batch", label, style, label)
-    batch = [row["batch"] for row in rows]
-    axes.set(xlabel=f"batch ({cells[0]['workload']})", ylabel="speed-up", xscale="log", xticks=batch,
-             xticklabels=batch)
+    """What was observed and the rungs against the batch size."""
+    lines(axes, best(r), "batch", "speed-up", "rung")
 
 
 def waterfall(axes, r):
-    """From what is observed to what is possible, in the smallest batch."""
-    steps = best(mixed(r)[0])
-    for label in ("observed, adaptive", "L4 greedy, best single"):
-        del steps[label]
-    steps = {label: x for label, x in steps.items() if not np.isnan(x)}
-
-    # Every bar goes from the rung below to its own.
-    values = np.array(list(steps.values()))
+    """From what is observed to what is possible, in the smallest batch: every bar goes from the rung below
+    to its own."""
+    rows = best(r)
+    steps = [x for x in rows if x["batch"] == rows[0]["batch"] and x["rung"] != "observed, adaptive"]
+    values = np.array([x["speed-up"] for x in steps])
     below = np.append(0, values[:-1])
-    colors = ["0.5", *np.where(np.diff(values) > 0, "tab:green", "tab:red")]
-    axes.bar(range(len(steps)), abs(values - below), bottom=np.minimum(values, below), color=colors)
-    axes.set(xticks=range(len(steps)), ylabel="speed-up")
-    axes.set_xticklabels(steps, rotation=20, ha="right")
+    axes.bar([x["rung"] for x in steps], values - below, bottom=below, label="speed-up")
+    axes.tick_params("x", rotation=20)
 
 
 def winners(axes, traces):
@@ -204,7 +170,6 @@ FIGURES = {
         by_place, place="slot of the window", arms=("start", "mdlm", "streak", "ships"))},
     "specdiff_chains.json": {"specdiff_chains": by_chains},
     "cdlm_curves.json": {"cdlm_steps": by_steps},
-    "cdlm_speed.json": {"cdlm_batch": by_batch},
     "bounds.json": {"bounds_batch": speedup_by_batch, "bounds_waterfall": waterfall},
     "traces.jsonl": {"bounds_winners": winners},
 }

@@ -18,9 +18,9 @@ cell has the rungs of bounds.ladder, and where there are observations
             "gap_modelled", all three by the same prices: what its choices are worth, whatever the machine did
             between pricing and running
 
-The paper clones a request to make a batch. Here a batch is of different requests unless it says "copies"; for
-different ones the rungs are those of 1/rows of a batch of copies, a bound for linear costs (see bounds.py),
-and L1 is exact. numpy only, no torch.
+The paper clones a request to make a batch. What is observed here is of batches of different requests, for
+which the rungs are those of 1/rows of a batch of copies, a bound for linear costs (see bounds.py), and L1 is
+exact. numpy only, no torch.
 """
 import numpy as np
 
@@ -40,7 +40,7 @@ def analyse(traces, table, runs=None, batches=bounds.BATCHES, k_max=None):
         cells = []
         for workload, some in bounds.by_workload(traces).items():
             for rows in batches:
-                about = {"workload": workload, "batch": rows, "kind": "copies"}
+                about = {"workload": workload, "batch": rows}
                 cells.append(about | bounds.ladder(some, cost, rows, k_max))
     return {
         "about": table.get("about", {}),
@@ -72,7 +72,7 @@ def observed_cells(traces, cost, runs):
         if missing:
             raise ValueError(f"the run has a request '{missing[0]}' that has no trace; measure both again")
         some = [by_id[i] for i in plain["ids"]]
-        about = {key: plain[key] for key in ("workload", "batch", "kind")}
+        about = {key: plain[key] for key in ("workload", "batch")}
         cell = about | bounds.ladder(some, cost, plain["batch"])
         rows = [r for r in runs if about.items() <= r.items()]
         cell |= observed(rows, some, cost, cell)
@@ -84,7 +84,6 @@ def observed_cells(traces, cost, runs):
 
 def observed(rows, traces, cost, cell):
     """L1, error, above and gap of one cell (see the module). rows: what was run, one row for each method."""
-    copies = rows[0]["batch"] if rows[0]["kind"] == "copies" else 1
     clock = {r["method"]: r["seconds"] for r in rows}
 
     # Replay what was recorded through the cost table.
@@ -92,14 +91,14 @@ def observed(rows, traces, cost, cell):
     for r in rows:
         plans = plans_of(r, traces)
         if plans is not None:
-            replayed = bounds.replay(plans * copies, traces * copies, cost, r["batch"])
-            modelled[r["method"]] = replayed + copies * reading(plans, traces, cost)
+            replayed = bounds.replay(plans, traces, cost, r["batch"])
+            modelled[r["method"]] = replayed + reading(plans, traces, cost)
 
     by_clock = {m: clock["ar"] / s for m, s in clock.items()}
     by_model = {m: modelled["ar"] / s for m, s in modelled.items()}
     alone, together = (cell["total time"][rung] for rung in ("L5", "L6"))
     optimum = {**alone, COMBINED: together, "ar": 1.0}
-    plain = cell["seconds"] * copies
+    plain = cell["seconds"]
     out = {
         "L1": by_model,
         "error": {m: s / clock[m] - 1 for m, s in modelled.items()},
@@ -155,29 +154,16 @@ def unpack(text):
 # -- what the traces alone say ---------------------------------------------------------------------
 
 def statistics(traces, names, k=8):
-    """{drafter: accept lengths (tokens a round would gain) by position and by round of k drafts, and the
-    censored share}. By position a long match is counted at each of its tokens, by round once."""
+    """{drafter: mean tokens that a round would gain, by position and by round of k drafts, and the censored
+    share}. By position a long match is counted at each of its tokens, by round once."""
     out = {}
     for m in names:
         positions = np.concatenate([t.accept[m][1:] for t in traces])
         if len(positions):
             out[m] = {
                 "positions": len(positions),
-                "by_position": spread(positions),
-                "by_round": spread([r.emitted for t in traces for r in bounds.fixed(t, m, k)]),
+                "by_position": float(positions.mean()),
+                "by_round": float(np.mean([r.emitted for t in traces for r in bounds.fixed(t, m, k)])),
                 "censored": bounds.censored_share(traces, [m]),
             }
     return out
-
-
-def spread(values):
-    """Mean, median, standard deviation, and 5th and 95th percentile."""
-    v = np.asarray(values, float)
-    low, median, high = np.percentile(v, (5, 50, 95))
-    return {
-        "mean": float(v.mean()),
-        "median": float(median),
-        "std": float(v.std()),
-        "p5": float(low),
-        "p95": float(high),
-    }

@@ -6,7 +6,7 @@ import sys
 from minispec.bounds import AVERAGES, BATCHES, censored_share
 from minispec.data.traces import read_costs, read_traces
 from minispec.studies import figures, ladder
-from minispec.studies.tables_bounds import ladder_table, percent
+from minispec.studies.tables_bounds import ladder_table
 from minispec.tools.files import write_json
 from minispec.tools.script import Parser, check_writable
 
@@ -52,7 +52,7 @@ def main(argv=None):
     result = ladder.analyse(some, table, batches=args.batches, k_max=args.k_max)
     drafters = list(result["cells"][0][AVERAGES[0]]["L5"])
     longest = sorted({str(c["k_max"]) for c in result["cells"]}, key=int)
-    shares = ", ".join(f"{m} {percent(censored_share(some, [m]))}" for m in drafters)
+    shares = ", ".join(f"{m} {100 * censored_share(some, [m]):.0f} %" for m in drafters)
     about = " ".join(f"{name}: {value};" for name, value in table.get("about", {}).items())
     print(f"traces    {args.traces}: {len(some):,} requests, {positions:,} positions")
     print(f"prices    {args.cost} {about}")
@@ -62,6 +62,7 @@ def main(argv=None):
     print(ladder_table(result))
     if args.json:
         write_json(args.json, result)
+    if args.json and figures.available():
         prefix = os.path.splitext(args.json)[0] + "_"
         figures.draw_some(figures.FIGURES["bounds.json"], result, prefix)
         figures.draw_some(figures.FIGURES["traces.jsonl"], some, prefix)

@@ -55,7 +55,7 @@ NAMES = {
 
 
 def lines_of(answer):
-    """The first lines of an answer, each a list of (who, text). They break before tokens that begin a word."""
+    """The first lines of an answer, each a list of (who, text), broken before tokens that begin a word."""
     tokenizer = Tokenizer.load(os.path.join(results.ROOT, answer["model"]))
     words = []
     for token, who in zip(answer["token_ids"], answer["who"]):

@@ -22,23 +22,20 @@ from minispec.core.kv_cache import KVCache
 from minispec.specgen import SpecGen
 
 CHUNK = 512             # tokens of a text that are read at once
-EVERY = 8               # of the recorded rows, those whose attention mass is summed
 
 
 class Recorded(FullKeys):
     """FullKeys that keep every row's probabilities: `rows`, by layer, (G, n, T) means over the heads of a
-    group; and `mass`, by layer, what heads put on their own largest 5 % of keys."""
+    group."""
 
     def __init__(self, cache, start, n):
         super().__init__(cache, 0, start, n, record=True)
-        self.rows, self.mass = [], []
+        self.rows = []
 
     def _by_products(self, q, keys, values):
         out, probs = super()._by_products(q, keys, values)
         probs = probs.unflatten(1, (-1, self.n))                               # (G, g, n, T)
         self.rows.append(probs.mean(1))
-        top = probs[:, :, ::EVERY].topk(max(probs.shape[-1] // 20, 1), dim=-1, sorted=False)
-        self.mass.append(top.values.sum(-1).mean().item())
         return out, probs.flatten(1, 2)
 
 
@@ -73,7 +70,7 @@ class Text:
             read(self.model, self.ids, self.cache, start, context - before)
             keys = Recorded(self.cache, context - before, before + after)
             self.p = self.model.logits(feed(self.model, self.ids, keys)).softmax(-1)
-            self.first, self.rows, self.mass = keys.start, torch.stack(keys.rows), keys.mass
+            self.first, self.rows = keys.start, torch.stack(keys.rows)
             start = context + after
             yield context
 

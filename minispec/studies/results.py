@@ -33,16 +33,17 @@ def processor():
     return platform.processor() or platform.machine()
 
 
-def device_name():
+def device_name(device="cpu"):
+    if device != "cpu":
+        return torch.cuda.get_device_name(device)
     return f"{processor()}, {torch.get_num_threads()} threads"
 
 
-def write(name, result, seconds, device=None):
-    """Write NAME.json with what is needed to repeat it, and remove NAME.part. device: what was measured, if
-    not this CPU."""
+def write(name, result, seconds, device="cpu"):
+    """Write NAME.json with what is needed to repeat it, and remove NAME.part."""
     write_json(path(name + ".json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
-        "device": device or device_name(),
+        "device": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
@@ -62,10 +63,9 @@ def read(name):
         return read_json(file)["result"]
 
 
-def resumable(name, about, cells, measure, until=None):
-    """[measure(*cell) for every cell]. Each is kept in NAME.part when it is done, and taken from there if
-    an interrupted run with the same settings (`about`) has left it; nothing is kept where the name is None.
-    No cell begins after `until`, by time.monotonic."""
+def resumable(name, about, cells, measure):
+    """[measure(*cell) for every cell]. Each is kept in NAME.part when it is done, and taken from there if an
+    interrupted run with the same settings (`about`) has left it; nothing is kept where the name is None."""
     part, done = path(f"{name}.part"), []
     if name and os.path.exists(part):
         saved = read_json(part)
@@ -74,8 +74,6 @@ def resumable(name, about, cells, measure, until=None):
                 done = list(saved["cells"])
 
     for cell in tqdm(cells[len(done):], desc=name):
-        if until is not None and time.monotonic() > until:
-            break
         done.append(measure(*cell))
         if name:
             write_json(part, {"about": about, "cells": done})
@@ -86,11 +84,11 @@ def each_kept(name, args, model, more):
     """each(cells, measure) -> [measure(*cell)] for a long study that goes on where it was interrupted, if
     its settings, the target, the machine and `more` are the same. Runs that write no result keep no cells
     either."""
-    settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "method", "arms")}
+    settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "arms")}
     about = {
         **more,
         "settings": settings,
         "target": checkpoints.fingerprint(model),
         "machine": [processor(), torch.get_num_threads(), torch.__version__],
     }
-    return partial(resumable, None if args.quick or args.workload else name, about)
+    return partial(resumable, None if args.quick else name, about)

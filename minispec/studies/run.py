@@ -3,25 +3,26 @@
     profile     what a round costs on this machine                               -> results/costs.json
     trace       what every drafter would get accepted at every position          -> results/traces.jsonl
     run         how fast every method is, next to plain decoding of the same batch
+    lossless    whether every method gives the very output of plain decoding, in fp32 and in bf16
 
-`bounds` (ladder.py) computes what is possible from the first two, and holds it against the third. Studies
-as in target.py.
+`bounds` (ladder.py) computes what is possible from the first two, and holds it against the third. A study is
+a function (settings, target, tokenizer) -> a dict that JSON can hold. `--quick` is a tenth of the work.
+tables.py and figures.py say how each one is shown.
 """
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from tqdm import tqdm
 
-from minispec import cdlm
 from minispec.bounds import by_workload
 from minispec.core.engine import Engine
 from minispec.core.requests import Request
-from minispec.data import traces
-from minispec.studies import cdlm as diffusion
+from minispec.data import tasks, traces
 from minispec.studies import ladder, measure, results, workloads
 from minispec.studies.timing import identical, race
 from minispec.tools import checkpoints, methods
-from minispec.tools.answers import requests_of, verdict
+from minispec.tools.answers import requests_of, tie_gap
 from minispec.tools.files import write_json
 
 
@@ -29,11 +30,9 @@ from minispec.tools.files import write_json
 
 @dataclass
 class Size:
-    """new: most tokens of an answer. traced: problems of each workload. batches: (requests at once, kind,
-    how many problems) of a workload; "copies" are clones of one request, as in 2601.11580. mixed: (requests
-    at once, how many problems) of all workloads together. deepest: drafts in traces. costs: the grid of the
-    cost table. repeats: runs in turn where one request at a time, or a mix, is timed; the middle one
-    counts."""
+    """new: most tokens of an answer. traced: problems of each workload. batches, mixed: (requests at once,
+    how many problems) of each workload, and of all together. deepest: drafts in traces. costs: the grid of
+    the cost table. repeats: runs in turn, of which the middle one counts."""
     new: int
     traced: int
     batches: tuple
@@ -43,18 +42,21 @@ class Size:
     repeats: int = 1
 
 
-LONG = Size(160, 16, ((1, "different", 4), (4, "different", 8), (16, "different", 16), (16, "copies", 1)),
-            ((1, 12), (4, 12), (16, 24)), 16, repeats=3)
-# Ten minutes of a real model on two slow cores are a short answer of each workload, and a mix. No round of
-# the engine has more than 32 drafts, so nothing is censored that could be decoded.
-GRID = {"rows": (1, 4), "contexts": (64, 1024), "drafts": (0, 1, 4, 16), "prompts": (32, 256), "passes": 2}
-SHORT = Size(32, 2, ((1, "different", 1),), ((4, 8),), 32, GRID)
-MORE = "--long adds batch 16, copies, 16 problems of each workload, answers of 160 tokens and repeats"
+SMALL = Size(160, 16, ((1, 4), (4, 8), (16, 16)), ((1, 12), (4, 12), (16, 24)), 16, repeats=3)
+# Eight minutes of SmolLM2 on two idle cores. No round of the engine has more than 32 drafts, so nothing is
+# censored that could be decoded.
+GRID = {"contexts": (64, 1024), "drafts": (0, 1, 4, 16), "prompts": (32, 256), "passes": 1}
+SHORT = Size(32, 2, ((1, 1),), ((4, 8), (16, 16)), 32, GRID)
+LONG = Size(128, 8, ((1, 4), (4, 8)), ((1, 8), (4, 16), (16, 32)), 32)
+MORE = ("--long takes an hour and a half: answers of 128 tokens, 4 to 8 problems of each workload instead of "
+        "1, batches of 4 of each, traces of 8 problems, and prices of more shapes in three passes")
 
 
 def size(args, tokenizer):
-    """The small model is fast enough for the long study."""
-    return LONG if tokenizer.ours or args.long else SHORT
+    """The small model is fast enough for the whole study."""
+    if tokenizer.ours:
+        return SMALL
+    return LONG if args.long else SHORT
 
 
 # -- profile ---------------------------------------------------------------------------------------
@@ -65,7 +67,7 @@ def profile(args, model, tokenizer):
     how = size(args, tokenizer)
     grid = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else how.costs
     drafters = methods.chain_drafters(model, args, how.deepest)
-    table, scatter = measure.cost_table(model, drafters, **grid)
+    table = measure.cost_table(model, drafters, **grid)
 
     # Prompt lookup is left out, because it says itself what it expects.
     asked = {name: d for name, d in drafters.items() if name != "ngram"}
@@ -82,22 +84,7 @@ def profile(args, model, tokenizer):
     }
     if not args.quick:
         write_json(results.path("costs.json"), table)
-    return {"table": table, "scatter": scatter}
-
-
-# -- cells -----------------------------------------------------------------------------------------
-
-def cells_of(requests, how, mixed):
-    """[(workload, batch, kind, ids)] of requests {"workload/i": ..}; mixed: also all workloads together."""
-    ids = list(requests)
-    names = dict.fromkeys(i.split("/")[0] for i in ids)
-    cells = []
-    for w in names:
-        own = [i for i in ids if i.startswith(w + "/")]
-        cells += [(w, batch, kind, own[:n]) for batch, kind, n in how.batches]
-    if mixed or len(names) > 1:
-        cells += [("mixed", batch, "different", ids[:n]) for batch, n in how.mixed]
-    return cells
+    return {"table": table}
 
 
 # -- trace -----------------------------------------------------------------------------------------
@@ -114,12 +101,7 @@ def trace(args, model, tokenizer):
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
     accepted = {w: ladder.statistics(t, list(drafters), 8) for w, t in by_workload(some).items()}
-    return {
-        "k_max": how.deepest,
-        "k": 8,
-        "requests": len(texts),
-        "accept": accepted,
-    }
+    return {"k_max": how.deepest, "k": 8, "accept": accepted}
 
 
 # -- run -------------------------------------------------------------------------------------------
@@ -129,34 +111,22 @@ def run(args, model, tokenizer):
     batch and dtype.
 
     In a cell all methods run in turn, the plain loop first: a machine's speed changes from minute to minute,
-    ratios do not. Copies are for methods that have a trace. The diffusion models give answers of their own
-    and so are compared by tokens/s; `dlm`, a whole forward a token, gets one request of each workload.
+    ratios do not. The diffusion models give answers of their own and so are compared by tokens/s; `dlm`, a
+    whole forward a token, gets one request of each workload.
     """
     how = size(args, tokenizer)
-    new = args.max_new_tokens or how.new
-    if args.workload:
-        requests, problems = workloads.own_requests(args, model, tokenizer, new)
-    else:
-        requests = workloads.requests(args, model, tokenizer, 4 if args.quick else how.traced, new)
-        problems = {}
+    requests = workloads.requests(args, model, tokenizer, 4 if args.quick else how.traced, how.new)
     names = ["ar", *suitable(args, model)]
-    cells = cells_of(requests, how, mixed=not args.workload)
+    cells = cells_of(requests, how)
     if args.quick:
         cells = [cell for cell in cells if cell[1] == 4]
 
-    def measured(workload, batch, kind, ids):
-        many = (workload == "mixed" or batch == 1) and not args.quick
-        cell = workload, batch, kind, ids
-        timed = time_methods(names, args, model, requests, cell, how.repeats if many else 1)
-        rows = rows_of(timed, {"workload": workload, "batch": batch, "kind": kind, "ids": ids})
-        if problems:
-            for row in rows:
-                generations = timed[row["method"]][-1].generations
-                row["solved"] = solved([problems[i] for i in ids], generations, tokenizer)
-        return rows
+    def measured(workload, batch, ids):
+        timed = time_methods(names, args, model, requests, (workload, batch, ids), how.repeats)
+        return rows_of(timed, {"workload": workload, "batch": batch, "ids": ids})
 
     same = {
-        "new_tokens": new,
+        "new_tokens": how.new,
         "methods": names,
         "prices": traces.read_costs(args.cost) if "adaptive" in names else None,       # it plans with them
     }
@@ -164,7 +134,17 @@ def run(args, model, tokenizer):
     rows = [row for rows in each(cells, measured) for row in rows]
     if how is SHORT:
         print(MORE)
-    return {"new_tokens": new, "rows": rows}
+    return {"new_tokens": how.new, "rows": rows}
+
+
+def cells_of(requests, how):
+    """[(workload, batch, ids)] of requests {"workload/i": ..}, and of all workloads together."""
+    ids = list(requests)
+    cells = []
+    for w in dict.fromkeys(i.split("/")[0] for i in ids):
+        own = [i for i in ids if i.startswith(w + "/")]
+        cells += [(w, batch, own[:n]) for batch, n in how.batches]
+    return cells + [("mixed", batch, ids[:n]) for batch, n in how.mixed]
 
 
 def suitable(args, model):
@@ -186,24 +166,22 @@ def drafts_of(engine):
     return engine.planner.k if isinstance(engine, Engine) else None
 
 
-def time_methods(names, args, model, requests, cell, repeats, warm_up=False):
-    """{method: [Run of every repeat]} of one cell (workload, batch, kind, ids), methods in turn."""
-    workload, batch, kind, ids = cell
-    copies = batch if kind == "copies" else 1
+def time_methods(names, args, model, requests, cell, repeats):
+    """{method: [Run of every repeat]} of one cell (workload, batch, ids), methods in turn. On a GPU a run
+    before those that count compiles the kernels."""
+    workload, batch, ids = cell
 
     def build(name, ids):
-        engine = methods.make_engine(name, model, args, batch)
-        asked = [requests[i] for i in ids for _ in range(copies)]
-        return engine, [Request(r.tokens, r.max_new_tokens, stop_ids=r.stop_ids) for r in asked]
+        asked = [requests[i] for i in ids]
+        fresh = [Request(r.tokens, r.max_new_tokens, stop_ids=r.stop_ids) for r in asked]
+        return methods.make_engine(name, model, args, batch), fresh
 
     cells = {}
     for name in names:
-        if kind == "copies" and (name in methods.DIFFUSION or name == "specgen"):
-            continue
         if name == "dlm" and (batch > 1 or workload == "mixed"):
             continue
         cells[name] = partial(build, name, ids[:1] if name == "dlm" else ids)
-    return race(cells, repeats, f"{workload}, batch {batch}", warm_up, drafts_of)
+    return race(cells, repeats, f"{workload}, batch {batch}", args.device != "cpu", drafts_of)
 
 
 def middle(runs):
@@ -220,6 +198,7 @@ def rows_of(timed, about):
         run = middle(runs)
         steps = [s for g in run.generations for s in g.steps]
         lossless = name in methods.METHODS
+        ratios = [a.seconds / b.seconds for a, b in zip(timed["ar"], runs)]
         row = {
             **about,
             "method": name,
@@ -228,18 +207,15 @@ def rows_of(timed, about):
             "tokens": run.tokens,
             "tokens_per_second": run.tokens / run.seconds,
             "speedup": run.tokens / run.seconds * plain.seconds / plain.tokens,
+            "speedup_range": [min(ratios), max(ratios)],
             "rate_speedup": run.request_rate / plain.request_rate,
             "tau": run.tau,
             "acceptance": None,
-            "rounds": len(steps),
             "phases": run.phases,
             "plans": None,
             "identical": identical(plain, run) if lossless else None,
             "prompts": len(run.generations),
         }
-        if len(runs) > 1:
-            ratios = [a.seconds / b.seconds for a, b in zip(timed["ar"], runs)]
-            row["speedup_range"] = [min(ratios), max(ratios)]
         if lossless and name != "ar":
             row["acceptance"] = sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1)
         if name == ladder.COMBINED:
@@ -248,18 +224,31 @@ def rows_of(timed, about):
     return rows
 
 
-def solved(problems, generations, tokenizer):
-    """[answers that are right, answers that can be checked]"""
-    verdicts = [verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
-    known = [v for v in verdicts if v is not None]
-    return [sum(known), len(known)]
+# -- losslessness ----------------------------------------------------------------------------------
 
+def lossless(args, model, tokenizer):
+    """Greedy output against autoregressive output: identical in fp32; in bf16, where the number of rows
+    changes rounding, a first difference must sit at a near-tie."""
+    per_family = 4 if args.quick else 20
+    problems = [tasks.make(f, 1000 + i, "heldout") for f in tasks.FAMILIES for i in range(per_family)]
 
-# -- diffusion models ------------------------------------------------------------------------------
+    out = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        target = checkpoints.load(args.model, dtype=dtype)
 
-def cdlm_accuracy(args, model, tokenizer):
-    """The study of studies/cdlm.py, kept row by row, because it takes long."""
-    folders = {name: folder for name, (_, folder) in cdlm.METHODS.items()}
-    prints = {name: checkpoints.fingerprint(checkpoints.load(folder)) for name, folder in folders.items()}
-    each = results.each_kept("cdlm_accuracy", args, model, prints)
-    return diffusion.cdlm_accuracy(args, model, tokenizer, each)
+        def answers(method):
+            engine = methods.make_engine(method, target, args, 10)
+            return engine.generate(requests_of(problems, tokenizer, target))
+
+        plain = answers("ar")
+        rows = {}
+        for name in tqdm(methods.ready(args), desc=str(dtype)):
+            gaps = [tie_gap(target, a.prompt_ids, a.token_ids, b.token_ids)
+                    for a, b in zip(plain, answers(name)) if a.token_ids != b.token_ids]
+            rows[name] = {
+                "prompts": len(problems),
+                "identical": len(problems) - len(gaps),
+                "largest_tie_gap": max(gaps, default=0.0),
+            }
+        out[str(dtype).removeprefix("torch.")] = {"methods": rows}
+    return out

@@ -1,12 +1,11 @@
-"""What bench.py measures of SpecGen: accepted drafts and attention mass on long texts, throughput, the parts
-of the system. Studies as in target.py. What is read: see texts.py."""
+"""What bench.py measures of SpecGen: accepted drafts on long texts, throughput, the parts of the system.
+Studies as in run.py. What is read: see texts.py."""
 import statistics
 from functools import partial
 from itertools import product
 
 import torch
 
-from minispec.core.cpu import PACKED_TYPES
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
@@ -16,7 +15,7 @@ from minispec.studies import results, texts
 from minispec.studies.replay import Replay, Text, read, replay
 from minispec.studies.sparse import measure_costs
 from minispec.studies.timing import identical, race, ratio
-from minispec.tools import checkpoints, methods
+from minispec.tools import methods
 from minispec.tools.answers import requests_of, schedule_view
 
 K, SPARSITY = 8, 0.05
@@ -34,14 +33,13 @@ SERVING = ((1000, 1), (4000, 1), (7000, 1), (1000, 8), (4000, 8), (7000, 8))
 # -- acceptance ------------------------------------------------------------------------------------
 
 def acceptance(args, model, tokenizer):
-    """What SpecGen gets accepted along long texts, by kind of text, context, selection, k and budget; and
-    where attention goes."""
+    """What SpecGen gets accepted along long texts, by kind of text, context, selection, k and budget."""
     contexts = CONTEXTS[:1] if args.quick else CONTEXTS
     kinds = texts.kinds(tokenizer)
 
     def along(kind):
-        """By context how repetitive the text is, the attention mass by layer, and [[select, k, sparsity, mean
-        accepted by rejection, by the greedy rule, rounds]]."""
+        """By context how repetitive the text is, and [[select, k, sparsity, mean accepted by rejection, by
+        the greedy rule, rounds]]."""
         ids = texts.text(kind, 0, contexts[-1] + AFTER, model, tokenizer, args.data)
         text = Text(model, ids)
         out = {}
@@ -52,7 +50,7 @@ def acceptance(args, model, tokenizer):
             rows = [[*setting, statistics.mean(r.accepted), statistics.mean(r.greedy), len(r.accepted)]
                     for setting, r in zip(settings, replays)]
             repeated = texts.repeated(ids[:context + AFTER], AFTER)
-            out[str(context)] = {"repeated": repeated, "mass": text.mass, "rows": rows}
+            out[str(context)] = {"repeated": repeated, "rows": rows}
         return out
 
     found = results.each_kept("acceptance", args, model, {})([(kind,) for kind in kinds], along)
@@ -64,69 +62,56 @@ def acceptance(args, model, tokenizer):
 def serving(args, model, tokenizer):
     """Several requests with long contexts: decoded tokens/s of SpecGen and of the autoregressive loop, greedy
     and sampled, and what the cost model predicts from timings of single steps."""
-    targets = {"float32": model}
-    if torch.bfloat16 in PACKED_TYPES:                           # else it is slower than fp32 here
-        targets["bfloat16"] = checkpoints.load(args.model, args.device, torch.bfloat16)
-
     def measure(context, batch):
-        return serving_rows(targets, args, tokenizer, context, batch, 1 if args.quick else 2)
+        return serving_rows(args, model, tokenizer, context, batch, 1 if args.quick else 2)
 
     each = results.each_kept("serving", args, model, {"new": NEW})
     rows = each(((1000, 2),) if args.quick else SERVING, measure)
     return {"k": K, "sparsity": args.sparsity, "rows": sum(rows, [])}
 
 
-def serving_rows(targets, args, tokenizer, context, batch, pairs, new=NEW):
-    """The rows of one context and batch, for the targets by dtype."""
-    model = next(iter(targets.values()))
+def serving_rows(args, model, tokenizer, context, batch, repeats, new=NEW):
+    """The rows of one context and batch."""
     kinds = texts.kinds(tokenizer)
     ids = [texts.text(kinds[i % len(kinds)], i // len(kinds), context, model, tokenizer, args.data)
            for i in range(min(batch, DISTINCT))]
     ids = (ids * batch)[:batch]
     rows = []
     for temperature in (0.0, 1.0):
-        cells = {}
-        for dtype, target in targets.items():
-            cells |= warm_cells(target, args, dtype, ids, temperature, new)
-        runs = race(cells, pairs, f"{batch} requests at {context}", see=seen)
-        baselines = [runs["ar", dtype] for dtype in targets]
-        for (method, dtype), timed in runs.items():
-            some = [texts.repeated(g.prompt_ids + g.token_ids, new) for g in timed[-1].generations]
-            row = {"context": context, "requests": batch, "pairs": pairs, "method": method, "dtype": dtype,
-                   "temperature": temperature, **ratio(timed, *baselines),
-                   "repeated": statistics.mean(some), "identical": None}
+        cells = warm_cells(model, args, ids, temperature, new)
+        runs = race(cells, repeats, f"{batch} requests at {context}", see=seen)
+        for method, timed in runs.items():
+            row = {"context": context, "requests": batch, "method": method, "temperature": temperature,
+                   "dtype": str(model.dtype).removeprefix("torch."), **ratio(timed, runs["ar"])}
             if method == "specgen":
-                row |= against_prediction(timed, runs["ar", dtype], targets[dtype], args, context, batch, new)
-            if temperature:                                      # the same distribution, other tokens
-                row["identical"] = None
+                row |= against_prediction(row, timed[-1], runs["ar"][-1], model, args, new)
             rows.append(row)
     return rows
 
 
 def seen(engine):
-    """Whether graphs run, and medians over the iterations without prompts: seconds of one, and what of it is
-    neither drafting nor verifying."""
+    """Medians over the iterations without prompts: seconds of one, and what of it is neither drafting nor
+    verifying."""
     spent = [i["seconds"] for i in engine.iterations if not i["prefill"]]
     whole = statistics.median(sum(s.values()) for s in spent)
-    host = statistics.median(s["sample"] + s["overhead"] for s in spent)
-    return bool(engine.graphs), whole, host
+    return whole, statistics.median(s["sample"] + s["overhead"] for s in spent)
 
 
-def warm_cells(model, args, dtype, prompts, temperature, new):
-    """{(method, dtype): build} for `race`: plain decoding and SpecGen behind prompts (ids) that are read
-    once, before the first run, into a cache that all runs share."""
+def warm_cells(model, args, prompts, temperature, new):
+    """{method: build} for `race`: plain decoding and SpecGen behind prompts (ids) that are read once, before
+    the first run, into a cache that all runs share."""
     longest = len(prompts[0]) + new
     planner = methods.make_engine("specgen", model, args, len(prompts)).planner
     slots = longest + planner.extra_slots(Request(prompts[0], new))
     cache = KVCache(model.config, slots * len(prompts), model.dtype, model.device, spare=1)
-    # Requests enter in order, so the i-th has the i-th run of slots. There are DISTINCT prompts, again and
-    # again.
-    for i, ids in enumerate(prompts[:DISTINCT]):
-        read(model, torch.tensor(ids, device=model.device), cache, 0, len(ids), i * longest)
-    once = DISTINCT * longest
-    for base in range(once, len(prompts) * longest, longest):
+    # Requests enter in order, so the i-th has the i-th run of slots.
+    for i, ids in enumerate(prompts):
+        first = prompts.index(ids)
+        if first == i:
+            read(model, torch.tensor(ids, device=model.device), cache, 0, len(ids), i * longest)
         for x in (cache.k, cache.v):
-            x[:, :, base:base + longest] = x[:, :, base - once:base - once + longest]
+            runs = x[:, :, :longest * len(prompts)].unflatten(2, (len(prompts), longest))
+            runs[:, :, i] = runs[:, :, first]
 
     def build(method):
         engine = methods.make_engine(method, model, args, len(prompts))
@@ -136,29 +121,25 @@ def warm_cells(model, args, dtype, prompts, temperature, new):
             r.n_cached = len(r.tokens) - K - 1                   # the last rows are read again, and recorded
         return engine, requests
 
-    return {(method, dtype): partial(build, method) for method in ("ar", "specgen")}
+    return {method: partial(build, method) for method in ("ar", "specgen")}
 
 
-def against_prediction(timed, plain, target, args, context, batch, new):
-    """What SpecGen did next to plain decoding in the same dtype, and what the cost model says that it
-    should do. The model's terms are timed step by step and without CUDA graphs, so where graphs run there
-    is no prediction."""
-    last, graphs, _, host = timed[-1], *timed[-1].seen
-    _, step, plain_host = plain[-1].seen
-    rate, plain_rate = (statistics.median(run.decoding_rate for run in runs) for runs in (timed, plain))
-    accepted = statistics.mean(s.accepted for g in last.generations for s in g.steps if s.proposed == K)
-    out = {
-        "accepted": accepted,
-        "own_speedup": rate / plain_rate,
-        "identical": identical(plain[-1], last),
-    }
-    if graphs:
-        return out
-    costs = measure_costs(target, context, batch, K, args.sparsity, args.min_budget)
-    costs["host_cost"] = max(host - plain_host, 0.0) / step
-    rounds = new / (accepted + 1)
-    out["predicted"] = predicted_speedup(K, accepted, **costs, rounds=rounds, batch=batch)
-    return {**out, **costs}
+def against_prediction(row, run, plain, model, args, new):
+    """What SpecGen did next to plain decoding, and what the cost model says that it should do. The model's
+    terms are timed step by step without CUDA graphs, so on a GPU there is no prediction."""
+    accepted = statistics.mean(s.accepted for g in run.generations for s in g.steps if s.proposed == K)
+    out = {"accepted": accepted}
+    if not row["temperature"]:                                   # else the same distribution, other tokens
+        out["identical"] = identical(plain, run)
+    if model.device.type == "cpu":
+        batch = row["requests"]
+        costs = measure_costs(model, row["context"], batch, K, args.sparsity, args.min_budget)
+        (_, host), (step, plain_host) = run.seen, plain.seen
+        costs["host_cost"] = max(host - plain_host, 0.0) / step
+        rounds = new / (accepted + 1)
+        out |= costs
+        out["predicted"] = predicted_speedup(K, accepted, **costs, rounds=rounds, batch=batch)
+    return out
 
 
 # -- the system ------------------------------------------------------------------------------------
@@ -173,43 +154,33 @@ STAGES = {              # {stage: (method, settings)}
 
 
 def scheduler(args, model, tokenizer):
-    """The parts of SpecGen's system, one after the other; and how even the forwards of 40 requests are in
-    steady state."""
-    n, size, repeats = (4, 8, 1) if args.quick else (8, 50 if tokenizer.ours else 160, 2)
-    stages = cumulative(args, model, tokenizer, n, size, repeats)
-    if tokenizer.ours:                                           # rows are rows, whose model it is
-        stages["evenness"] = evenness(args, model, tokenizer, 8 if args.quick else 40)
-    return stages
-
-
-def cumulative(args, model, tokenizer, n, size, repeats):
-    """n chains of `size` lines at once, or answers to n questions of MT-bench of at most so many tokens, in a
-    cache of half of what all of them may need."""
+    """The parts of SpecGen's system, one after the other, on n chains of `size` lines at once, or on answers
+    of at most so many tokens to MT-bench, in a cache of a quarter of what all of them may ask for, which is
+    half of what the chains take. And how even the forwards of 40 requests are in steady state."""
+    n, size, repeats = (8, 8, 1) if args.quick else (8, 50 if tokenizer.ours else 160, 2)
     if tokenizer.ours:
         problems = [tasks.make("trace", 700 + i, "heldout", size) for i in range(n)]
     else:
         problems = prompts.load_named("spec_bench", args.data)[:n]
-    limit = None if tokenizer.ours else size
 
     def requests():
-        return requests_of(problems, tokenizer, model, limit)
+        return requests_of(problems, tokenizer, model, None if tokenizer.ours else size)
 
-    demand = sum(r.longest for r in requests())
+    slots = sum(len(r.tokens) + r.max_new_tokens for r in requests()) // 4
 
     def build(method, changes):
-        settings = methods.settings(**{**vars(args), "cache_tokens": demand // 2, **changes})
+        settings = methods.settings(**{**vars(args), "cache_tokens": slots, **changes})
         return methods.make_engine(method, model, settings, n), requests()
 
     cells = {stage: partial(build, *cell) for stage, cell in STAGES.items()}
     runs = race(cells, repeats, "scheduler", warm_up=False, see=schedule_view)
-    plain = runs["autoregressive, reserve"]
-    rows = []
-    for stage, timed in runs.items():
-        last = timed[-1]
-        host = (last.phases["sample"] + last.phases["overhead"]) / last.seconds
-        rows.append({"stage": stage, **ratio(timed, plain), **last.seen, "host": host,
-                     "identical": identical(plain[-1], last)})
-    return {"requests": n, "cache_tokens": demand // 2, "demand": demand, "rows": rows}
+    plain, *_ = runs.values()
+    rows = [{"stage": stage, "prompts": n, **ratio(timed, plain), **timed[-1].seen,
+             "identical": identical(plain[-1], timed[-1])} for stage, timed in runs.items()]
+    stages = {"cache_tokens": slots, "rows": rows}
+    if tokenizer.ours:                                           # rows are rows, whose model it is
+        stages["evenness"] = evenness(args, model, tokenizer, 8 if args.quick else 40)
+    return stages
 
 
 def evenness(args, model, tokenizer, batch):

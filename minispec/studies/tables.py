@@ -1,178 +1,182 @@
-"""The Markdown table of every study, from its file in results/. Numbers are stored in full and rounded here
-alone.
-
-`render(name, result)` looks into TABLES at the end. The tables of docs/bounds.md, which are the largest,
-are in tables_bounds.py.
-"""
+"""The Markdown table of every study, from its file in results/: `render` looks into TABLES at the end. The
+tables of docs/bounds.md are in tables_bounds.py."""
 import glob
-import math
 import os
+from itertools import product
 
-from minispec.studies.markdown import millions, percent, row, same, span, table, times, two
+import numpy as np
+
+from minispec.data import tasks
+from minispec.studies.markdown import SAME, TIMES, table
 from minispec.studies.tables_bounds import costs_table, ladder_table, methods, run_table, trace_table
-from minispec.studies.tables_specgen import FROM, SPECGEN, stages
 from minispec.tools import checkpoints
-from minispec.tools.files import blame, opened
+from minispec.tools.files import blame
 
-SHOWN_FROM = {"methods": "run", **FROM}          # tables that are drawn from another study's file
+SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance"}  # tables of another study's file
 
 
 def render(name, result):
     """The Markdown table of a study's result. A study that is no longer measured left it in the file."""
-    return TABLES[name](result) if name in TABLES else result["table"]
+    if name not in TABLES:
+        return result["table"]
+    shown = TABLES[name]
+    return shown(result) if callable(shown) else table(shown, result["rows"])
 
 
-# -- the target ------------------------------------------------------------------------------------
-
-def accuracy(r):
-    rows = []
-    for family, x in r["families"].items():
-        least, most = x["size"]
-        size = least if least == most else f"{least}-{most}"
-        rows.append(f"{family} | {size} | {x['problems']} | {x['mean_tokens']:.0f} | "
-                    f"{percent(x['accuracy'], 1)}")
-    rows.append(f"mean of the five families |  |  |  | {percent(r['mean'], 1)}")
-    return table("held-out problems | size | problems | tokens an answer | solved", rows)
-
+# -- losslessness ----------------------------------------------------------------------------------
 
 def lossless(r):
+    rows = [{"method": method, "dtype": dtype, **x}
+            for dtype, measured in r.items() for method, x in measured["methods"].items()]
+    return table({
+        "method": "{method}",
+        "dtype": "{dtype}",
+        "identical to autoregressive": SAME,
+        "largest top-2 gap at a difference": "{largest_tie_gap:.3g}",
+    }, rows)
+
+
+# -- SpecGen ---------------------------------------------------------------------------------------
+
+def _accepted(at, *setting):
+    """[select, k, sparsity, accepted by rejection, by the greedy rule, rounds] of a setting at a context."""
+    return next((x for x in at["rows"] if x[:3] == list(setting)), None)
+
+
+def acceptance(r):
+    """Selections and settings by context: mean of the kinds of text, with the least and the largest."""
+    first, *_ = kinds = list(r["kinds"].values())
+    rows = {}
+    for context, at in first.items():
+        for setting in (tuple(x[:3]) for x in at["rows"]):
+            found = [_accepted(text[context], *setting)[3] for text in kinds]
+            row = rows.setdefault(setting, {"select": setting[0], "k": setting[1], "sparsity": setting[2]})
+            row[f"at {context}"] = [np.mean(found), min(found), max(found)]
+    shape = "{at N[0]:.2f}" if len(kinds) == 1 else "{at N[0]:.2f} ({at N[1]:.2f}-{at N[2]:.2f})"
+    cells = {f"{context} tokens": shape.replace("N", context) for context in first}
+    return table({"selection, k, budget s": "{select}, {k}, {sparsity:.0%}", **cells}, rows.values())
+
+
+def kinds(r):
+    """What the kinds of text differ in, at the usual setting."""
     rows = []
-    for dtype in ("float32", "bfloat16"):
-        noise = f"{r[dtype]['row_count_noise']:.2g}"
-        for method, x in r[dtype]["methods"].items():
-            rows.append(f"{method} | {dtype} | {same(x)} | {x['largest_tie_gap']:.3g} | {noise}")
-    return table("method | dtype | identical to autoregressive | largest top-2 gap at a difference | "
-                 "row-count noise of a logit", rows)
+    contexts = next(iter(r["kinds"].values()))
+    for context, (kind, text) in product(contexts, r["kinds"].items()):
+        at = text[context]
+        row = {"text": f"{kind}, {context} tokens", "repeated": at["repeated"]}
+        for select in ("pillar", "ahead", "window", "oracle"):
+            row[select] = _accepted(at, select, r["k"], r["sparsity"])
+        rows.append(row)
+    return table({
+        "text": "{text}",
+        "repeated 8-grams": "{repeated:.0%}",
+        "pillar": "{pillar[3]:.2f}",
+        "pillar, greedy": "{pillar[4]:.2f}",
+        "ahead": "{ahead[3]:.2f}",
+        "window": "{window[3]:.2f}",
+        "oracle": "{oracle[3]:.2f}",
+    }, rows)
+
+
+SERVING = {
+    "requests x context, temperature": "{requests} x {context}, {temperature:g}",
+    "method": "{method}",
+    "dtype": "{dtype}",
+    "tokens/s": "{tokens_per_second:.1f}",
+    "speed-up": "{speedup:.2f}",
+    "accepted of 8": "{accepted:.2f}",
+    "attention share": "{attention_share:.0%}",
+    "predicted": "{predicted:.2f}",
+    "identical to ar": "{identical:d} of {requests}",
+}
+STAGES = {
+    "stage": "{stage}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "speed-up (range)": TIMES,
+    "requests at once": "{active_mean:.1f}",
+    "forwards": "{iterations}",
+    "tokens offloaded": "{offloaded}",
+    "identical to ar": SAME,
+}
 
 
 # -- trained drafters ------------------------------------------------------------------------------
 
 def arms(r):
-    """Trained drafters next to each other; intervals are 95 % bootstraps over prompts. `of the seeds`:
-    least and largest tau of the trainings."""
-    first = next(iter(r["arms"].values()))
-    settings = [key for key in first if key.startswith("at_")]
-    rows = []
-    for name, x in r["arms"].items():
-        log = x["log"]
-        cells = [name, x["seeds"], millions(x["parameters"])]
-        cells += [millions(log["tokens"], 1), f"{log['seconds'] / 60:.0f}"]
-        for a in (x[key] for key in settings):
-            cells += [f"{a['tau']:.2f} ({span(a['interval'])})", span((min(a["seeds"]), max(a["seeds"])))]
-            cells += [f"{a['ratio']:.3f} ({span(a['ratio_interval'], 3)})" if "ratio" in a else ""]
-        greedy = x[settings[0]]
-        cells += [" ".join(map(two, greedy["by_depth"])), " / ".join(map(two, greedy["by_family"].values()))]
-        rows.append(row(cells))
-
-    taus = row(f"tau, temperature {key[3:]} | of the seeds | ratio to {r['reference']}" for key in settings)
-    families = " / ".join(first[settings[0]]["by_family"])
-    return table(f"drafter | seeds | parameters | trained tokens | minutes | {taus} | "
-                 f"accepted by depth | tau of {families}", rows)
+    """Trained drafters next to each other; intervals are 95 % bootstraps over prompts."""
+    rows = [{"drafter": name, **x} for name, x in r["arms"].items()]
+    columns = {
+        "drafter": "{drafter}",
+        "seeds": "{seeds}",
+        "parameters": "{parameters:,}",
+        "trained tokens": "{log[tokens]:,.0f}",
+    }
+    for key in (key for key in rows[0] if key.startswith("at_")):
+        at = f", temperature {key[3:]}"
+        columns["tau" + at] = "{AT[tau]:.2f} ({AT[interval][0]:.2f}-{AT[interval][1]:.2f})".replace("AT", key)
+        columns[f"ratio to {r['reference']}" + at] = (
+            "{AT[ratio]:.3f} ({AT[ratio_interval][0]:.3f}-{AT[ratio_interval][1]:.3f})".replace("AT", key))
+    return table(columns, rows)
 
 
-def shapes(r):
-    measured = ("tokens_per_second", "speedup", "speedup_range", "tau", "identical")
-    columns = [c for c in r["rows"][0] if c not in measured]
-    rows = []
-    for x in r["rows"]:
-        settings = row("" if x[c] is None else x[c] for c in columns)
-        rows.append(f"{settings} | {x['tau']:.2f} | {x['tokens_per_second']:.0f} | {times(x)} | "
-                    f"{same(x, r['prompts'])}")
-    names = row(c.replace("_", " ") for c in columns)
-    return table(f"{names} | tau | tokens/s | speed-up over greedy ar (range) | identical to it", rows)
+SHAPES = {
+    "tau": "{tau:.2f}",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "speed-up over greedy ar (range)": TIMES,
+    "identical to it": SAME,
+}
+TREES = {"method": "{method}", "depth": "{depth}", "width": "{width}", "drafts": "{drafts}", **SHAPES}
+CHAINS = {"chains": "{chains}", "rule": "{rule}", "draft temperature": "{draft_temperature}",
+          "temperature": "{temperature}", **SHAPES}
 
 
 # -- diffusion models ------------------------------------------------------------------------------
 
-def cdlm_accuracy(r):
-    """Which decoder solves how much, by family."""
-    rows = []
-    for x in r["rows"]:
-        decoder = x["decoder"]
-        if "threshold" in x:
-            decoder += f", threshold {x['threshold']}"
-        if "order" in x:
-            decoder += f", {x['order']} slot first"
-        families = row(map(percent, x["by_family"].values()))
-        rows.append(f"{decoder} | {x['problems']} | {percent(x['solved'], 1)} | {families} | "
-                    f"{x['steps']:.1f} | {x['tokens']:.0f} | {percent(x['same'])}")
-    return table(f"decoder | problems | solved | {row(x['by_family'])} | steps an answer | "
-                 "tokens an answer | same answer as the teacher", rows)
-
-
-def cdlm_curves(r):
-    """Accuracy against steps."""
-    rows = []
-    for x in r["rows"]:
-        if x["steps_a_block"]:
-            setting = f"{x['steps_a_block']} steps a block"
-        else:
-            setting = f"threshold {x['threshold']:g}"
-        if x["order"]:
-            setting += f", {x['order']} slot first"
-        rows.append(f"{x['decoder']} | {setting} | {x['steps']:.1f} | {x['tokens'] / x['steps']:.1f} | "
-                    f"{percent(x['solved'])} | {percent(x['same'])}")
-    return table("decoder | setting | steps an answer | tokens a step | "
-                 f"solved of {r['rows'][0]['problems']} | same answer as the teacher at a token a step", rows)
-
-
-def cdlm_speed(r):
-    rows = []
-    for x in r["rows"]:
-        fed = "" if x["fed"] is None else f"{x['fed'] / x['problems'] / x['tokens']:.1f}"
-        faster = f"{x['faster_than_teacher']:.1f} ({span(x['range'], 1)})"
-        rows.append(f"{x['batch']} | {x['decoder']} | {x['seconds_a_problem']:.3f} | {faster} | "
-                    f"{x['tokens_per_second']:.0f} | {x['steps']:.1f} | {x['tokens']:.0f} | {fed} | "
-                    f"{x['intensity']:.1f} | {percent(x['solved'])}")
-    return table("batch | decoder | seconds a problem | times faster than the teacher (range) | "
-                 "tokens/s | steps an answer | tokens an answer | rows fed a token | "
-                 "operations a byte | solved", rows)
+DECODERS = {
+    "decoder": "{decoder}",
+    "steps a block": "{steps_a_block}",
+    "threshold": "{threshold:g}",
+    "slot first": "{order}",
+    "problems": "{problems}",
+    "solved": "{solved:.1%}",
+    **{family: f"{{by_family[{family}]:.0%}}" for family in tasks.FAMILIES},
+    "steps an answer": "{steps:.1f}",
+    "tokens an answer": "{tokens:.0f}",
+    "same answer as the teacher": "{same:.0%}",
+}
 
 
 # -- a GPU -----------------------------------------------------------------------------------------
 
+GPU = {
+    "floors": {"floor": "{what}", "per second": "{rate:.3g}"},
+    "kernels": {
+        "kernel": "{kernel}",
+        "context": "{context}",
+        "requests": "{batch}",
+        "heads a KV head": "{group}",
+        "seconds": "{seconds:.3g}",
+        "share of copy speed": "{share:.0%}",
+    },
+    "decode": {
+        "random weights, batch 1": "{model}",
+        "seconds a token": "{seconds:.3g}",
+        "share of copy speed": "{share:.0%}",
+    },
+}
+
+
 def gpu(r):
     """The sections of the GPU suite, a table each; those that did not fit into memory are named at the
     end."""
-    copy, product = r["floors"]
-    copied = copy["bytes_per_second"]
-    parts = [table("floor | measured", [f"copy | {copied / 1e12:.2f} TB/s",
-                                        f"bf16 product | {product['flops'] / 1e12:.0f} Tflop/s"])]
-
-    def micro(seconds):
-        return "" if seconds is None else f"{1e6 * seconds:.1f}"
-
-    rows = []
-    for x in r.get("kernels", ()):
-        least, most = map(micro, x["range"])
-        rows.append(f"{x['kernel']}{', torch reference' * x['reference']} | {x['context']} | "
-                    f"{x['batch']} | {x['group']} | {micro(x['seconds'])} ({least}-{most}) | "
-                    f"{percent(x['bytes'] / x['seconds'] / copied)} | {micro(x.get('two_launches'))}")
-    parts.append(table("kernel | context | requests | heads a KV head | us (range) | "
-                       "share of copy speed | two launches, us", rows))
-
-    rows = []
-    for x in r.get("decode", ()):
-        rate = x["tokens_per_second"]
-        rows.append(f"{x['model']} | {rate:.0f} ({span(x['range'], 0)}) | {copied / x['bytes']:.0f} | "
-                    f"{percent(rate * x['bytes'] / copied)}")
-    parts.append(table("random weights, batch 1 | tokens/s (range) | floor | share", rows))
-
-    rows = [f"{x['context']} | {x['requests']} | {x['method']} | {x['tokens_per_second']:.0f} | "
-            f"{times(x)} | {two(x.get('predicted'))} | {two(x.get('accepted'))} | "
-            f"{same(x, x['requests'])}"
-            for x in r.get("serving", ())]
-    parts.append(table("context | requests | method | tokens/s | speed-up (range) | predicted | "
-                       "accepted of 8 | identical to ar", rows))
-
-    rows = [f"{x['workload']} | {x['batch']} | {x['method']} | {x['tokens_per_second']:.0f} | "
-            f"{times(x)} | {x['tau']:.2f} | "
-            f"{same(x)}" for x in r.get("methods", ())]
-    parts.append(table("workload | batch | method | tokens/s | speed-up (range) | tau | "
-                       "identical to ar", rows))
-
-    parts += map(stages, r.get("system", ()))
-    if r.get("out_of_memory"):
+    parts = []
+    for section in (name for name in GPU if name in r):
+        rows = r[section]
+        if section in ("kernels", "decode"):
+            copied = r["floors"][0]["rate"]
+            rows = [{**x, "share": x["bytes"] / x["seconds"] / copied} for x in rows]
+        parts.append(table(GPU[section], rows))
+    if r["out_of_memory"]:
         parts.append(f"Out of memory: {'; '.join(r['out_of_memory'])}.")
     return "\n\n".join(parts)
 
@@ -180,8 +184,7 @@ def gpu(r):
 # -- checkpoints -----------------------------------------------------------------------------------
 
 def training_table(folder):
-    """Command, size, tokens, minutes and last held-out loss of every checkpoint, from its command.txt and
-    log.jsonl."""
+    """Command, minutes and last held-out loss of every checkpoint, from its command.txt and log.jsonl."""
     rows = []
     for file in sorted(glob.glob(os.path.join(folder, "**", "command.txt"), recursive=True)):
         where = os.path.dirname(file)
@@ -189,16 +192,14 @@ def training_table(folder):
             command = f.read().strip()
         with blame(os.path.join(where, "log.jsonl")):
             log = checkpoints.records(where)
-            last = log[-1]
-            trained = f"{last['step']:,} steps"
-            if "tokens" in last:
-                trained = f"{millions(last['tokens'], 1)} tokens"
-            figures = f"{trained} | {seconds_of(log) / 60:.0f} | {last['loss']:.3f}"
-        with opened(os.path.join(where, "model.safetensors")) as f:
-            size = millions(sum(math.prod(f.get_slice(tensor).get_shape()) for tensor in f.keys()))
-        rows.append(f"{os.path.relpath(where, folder)} | {size} | {figures} | `{command}`")
-    return table("checkpoint | parameters | trained on | minutes on 1 or 2 CPU cores | last loss | "
-                 "command", rows)
+            rows.append({"checkpoint": os.path.relpath(where, folder), "command": command,
+                         "minutes": seconds_of(log) / 60, "loss": log[-1]["loss"]})
+    return table({
+        "checkpoint": "{checkpoint}",
+        "minutes on 1 or 2 CPU cores": "{minutes:.0f}",
+        "last loss": "{loss:.3f}",
+        "command": "`{command}`",
+    }, rows)
 
 
 def seconds_of(log):
@@ -211,21 +212,22 @@ def seconds_of(log):
     return total
 
 
-TABLES = {
-    "accuracy": accuracy,
+TABLES = {                       # a function of the result, or the columns of its rows
     "lossless": lossless,
     "methods": methods,
+    "acceptance": acceptance,
+    "acceptance_kinds": kinds,
+    "serving": SERVING,
+    "scheduler": STAGES,
     "prism_arms": arms,
     "specdiff_objectives": arms,
-    "prism_trees": shapes,
-    "specdiff_chains": shapes,
-    "cdlm_accuracy": cdlm_accuracy,
-    "cdlm_curves": cdlm_curves,
-    "cdlm_speed": cdlm_speed,
+    "prism_trees": TREES,
+    "specdiff_chains": CHAINS,
+    "cdlm_accuracy": DECODERS,
+    "cdlm_curves": DECODERS,
     "gpu": gpu,
     "profile": costs_table,
     "trace": trace_table,
     "run": run_table,
     "bounds": ladder_table,
-    **SPECGEN,
 }

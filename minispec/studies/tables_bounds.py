@@ -2,86 +2,71 @@
 bounds."""
 from minispec.bounds import AVERAGES
 from minispec.data import tasks
-from minispec.studies.markdown import percent, row, same, table, two
+from minispec.studies.markdown import SAME, cell, table
 
 PHASES = ("prefill", "draft", "verify", "sample", "overhead")
 BOTH = " / ".join(AVERAGES)
 FEW = 0.05                       # the censored share of positions above which a bound is marked
 
 
-def batch_of(x):
-    return f"{x['batch']} {x['kind']}" if x["batch"] > 1 else 1
-
-
-# -- profile ---------------------------------------------------------------------------------------
+# -- profile and trace -----------------------------------------------------------------------------
 
 def costs_table(r):
-    """T4: the cost model, some cells of the measured grid."""
-    grid, overhead, drafts = r["table"]["verify"], r["table"]["overhead"], r["table"]["draft"]
-    tokens, kv = grid["tokens"], grid["kv"]
-    wanted = tokens.index(5) - 1 if 5 in tokens else 0                  # 4 drafts, or as many as a window has
-    shown = {m: min(wanted, len(g["tokens"]) - 1) for m, g in drafts.items()}
-
+    """What rounds cost: of a measured grid the shortest and the longest context, in ms."""
+    grid, drafts = r["table"]["verify"], r["table"]["draft"]
+    columns = {"rows": "{batch}", "context": "{context}"}
+    for i, tokens in enumerate(grid["tokens"]):
+        columns[f"verify {tokens}, ms"] = f"{{verify[{i}]:.1f}}"
+    for name, own in drafts.items():
+        columns[f"{name} {own['tokens'][-1]}, ms"] = f"{{{name}:.1f}}"
     rows = []
     for i, batch in enumerate(grid["rows"]):
-        host = overhead["seconds"][i][0][0]
-        for c in sorted({0, len(kv) - 1}):                              # the shortest and the longest context
-            first, *others = (cell[c] for cell in grid["seconds"][i])
-            factors = row(two(s / first) for s in others)
-            drafting = row(f"{1000 * g['seconds'][i][shown[m]][c]:.2f}" for m, g in drafts.items())
-            rows.append(f"{batch} | {kv[c]} | {1000 * first:.2f} | {factors} | {1000 * host:.2f} | "
-                        f"{drafting}")
-    factors = row(f"{t} tokens, times" for t in tokens[1:])
-    drafting = row(f"{m} drafts {g['tokens'][shown[m]]}, ms" for m, g in drafts.items())
-    measured = table(f"rows | context | verify 1 token, ms | {factors} | overhead, ms | {drafting}", rows)
-    scatter = f"Median spread of a cell's repeats (interquartile range over median): {percent(r['scatter'])}."
-    return "\n\n".join([measured, scatter])
+        for c in sorted({0, len(grid["kv"]) - 1}):
+            verify = [1000 * seconds[c] for seconds in grid["seconds"][i]]
+            drafting = {name: 1000 * own["seconds"][i][-1][c] for name, own in drafts.items()}
+            rows.append({"batch": batch, "context": grid["kv"][c], "verify": verify, **drafting})
+    return table(columns, rows)
 
-
-# -- trace and run ---------------------------------------------------------------------------------
 
 def trace_table(r):
-    """T3: accept lengths by workload and drafter, weighted by position and by round."""
-    def spread(x):
-        return f"{x['mean']:.2f} / {x['median']:.0f} / {x['std']:.2f}"
+    """Accept lengths by workload and drafter, by position and by round."""
+    rows = [{"workload": workload, "drafter": name, **x}
+            for workload, drafters in r["accept"].items() for name, x in drafters.items()]
+    return table({
+        "workload": "{workload}",
+        "drafter": "{drafter}",
+        "positions": "{positions}",
+        "tokens a round would gain at a position": "{by_position:.2f}",
+        f"in rounds of {r['k']} drafts": "{by_round:.2f}",
+        f"all {r['k_max']} accepted": "{censored:.1%}",
+    }, rows)
 
-    rows = []
-    for workload, drafters in r["accept"].items():
-        for name, x in drafters.items():
-            at = x["by_position"]
-            rows.append(f"{workload} | {name} | {x['positions']} | {spread(at)} | "
-                        f"{at['p5']:.0f}-{at['p95']:.0f} | {spread(x['by_round'])} | "
-                        f"{percent(x['censored'], 1)}")
-    return table("workload | drafter | positions | "
-                 "tokens a round would gain at a position: mean / median / deviation | 5-95 % | "
-                 f"the same over rounds of {r['k']} drafts | all {r['k_max']} accepted", rows)
 
+# -- run -------------------------------------------------------------------------------------------
 
 def run_table(r):
-    """What was observed, and T2: where its time went."""
+    """What was observed, and where its time went."""
     rows = []
     for x in r["rows"]:
         total = sum(x["phases"].values())
-        shares = row(f"{100 * x['phases'][phase] / total:.0f}" for phase in PHASES)
-        line = (f"{x['workload']} | {batch_of(x)} | {x['method']} | {x['tokens_per_second']:.0f} | "
-                f"{gained(x)} | {x['tau']:.2f} | {percent(x['acceptance'])} | {shares} | {same(x)}")
-        if "solved" in x:
-            right, known = x["solved"]
-            line += f" | {right} of {known}" if known else " | "
-        rows.append(line)
-    head = f"workload | batch | method | tokens/s | speed-up, {BOTH} | tau | accepted"
-    solved = " | solved" * ("solved" in r["rows"][0])
-    return table(f"{head} | {row(f'{phase} %' for phase in PHASES)} | identical to ar{solved}", rows)
+        shares = {phase: x["phases"][phase] / total for phase in PHASES}
+        rows.append({**x, **shares, "gained": gained(x)})
+    return table({
+        "workload": "{workload}",
+        "batch": "{batch}",
+        "method": "{method}",
+        "tokens/s": "{tokens_per_second:.0f}",
+        f"speed-up, {BOTH}": "{gained}",
+        "tau": "{tau:.2f}",
+        "accepted": "{acceptance:.0%}",
+        **{phase: f"{{{phase}:.0%}}" for phase in PHASES},
+        "identical to ar": SAME,
+    }, rows)
 
 
 def gained(x):
-    """The observed speed-up of a row of `run`."""
-    return both(x["speedup"], x.get("rate_speedup"))
-
-
-def both(total, rate, mark=""):
-    """A speed-up by the two averages; one figure where rates of single requests are not known."""
-    return " / ".join(two(x) + mark for x in (total, rate) if x is not None)
+    """The observed speed-up of a row of `run`; older results have that of the total time alone."""
+    return cell("{speedup:.2f} / {rate_speedup:.2f}", x) or f"{x['speedup']:.2f}"
 
 
 def methods(r):
@@ -93,106 +78,72 @@ def methods(r):
     rows = []
     for method in dict.fromkeys(x["method"] for x in alone):
         some = {x["workload"]: x for x in alone if x["method"] == method}
-        mean = sum(some[w]["speedup"] for w in families) / len(families)
-        if method == "ar":
-            cells = [f"1, {some[w]['tokens_per_second']:.0f} tokens/s" for w in workloads]
-        else:
-            cells = [f"{gained(some[w])}, tau {some[w]['tau']:.1f}" for w in workloads]
-        identical, prompts = (sum(x[key] for x in some.values()) for key in ("identical", "prompts"))
-        rows.append(row([method, two(mean), *cells, f"{identical} of {prompts}"]))
-    return table(row(["method", "mean of the families", *workloads, "identical to ar"]), rows)
+        row = {"method": method}
+        row["mean"] = sum(some[w]["speedup"] for w in families) / len(families)
+        for w, x in some.items():
+            row[w] = f"{gained(x)}, tau {x['tau']:.1f}"
+            if method == "ar":
+                row[w] = f"1, {x['tokens_per_second']:.0f} tokens/s"
+        for key in ("identical", "prompts"):
+            row[key] = sum(x[key] for x in some.values())
+        rows.append(row)
+    cells = {w: f"{{{w}}}" for w in workloads}
+    return table({"method": "{method}", "mean of the families": "{mean:.2f}", **cells,
+                  "identical to ar": SAME}, rows)
 
 
 # -- bounds ----------------------------------------------------------------------------------------
 
 def ladder_table(r):
     """All that studies/ladder.py found. r: what `analyse` returns."""
-    parts = [brief_table(r), f"All speed-ups are {BOTH}.", rungs_table(r)]
-    if any(censored(c, m) for c in r["cells"] for m in c["censored"]):
+    rows = [rungs(c, m) for c in r["cells"] for m in c["censored"]]
+    columns = {head: f"{{{head}}}" for head in rows[-1]}
+    parts = [table(columns, rows), f"All speed-ups are {BOTH}."]
+    if any(share > FEW for c in r["cells"] for share in c["censored"].values()):
         parts.append(
-            f"*: at more than {percent(FEW)} of the positions all drafts of the trace were accepted, so "
+            f"*: at more than {FEW:.0%} of the positions all drafts of the trace were accepted, so "
             "longer rounds might gain more; the figure only bounds rounds of at most as many drafts.")
     if r["left_out"]:
         parts.append(f"Left out, because the cost table has no price for it: {', '.join(r['left_out'])}.")
-    errors = []
     for what, e in (("seconds", r["model_error"]), ("speed-ups", r["speedup_error"])):
         if e:
-            median, most = percent(e["median"]), percent(e["max"])
-            errors.append(f"modelled over observed {what}: median {median}, at most {most}")
-    if errors:
-        parts.append(f"Error of the cost model, {'; '.join(errors)}.")
+            error = cell("median {median:.0%}, at most {max:.0%}", e)
+            parts.append(f"Error of the cost model, modelled over observed {what}: {error}.")
     return "\n\n".join(parts)
 
 
-def censored(c, m):
-    return c["censored"][m] > FEW
+def rungs(c, m):
+    """{head: text} of a cell's drafter, or of all together, for which L2 and L5 have the best one."""
+    total = c[AVERAGES[0]]
+    together = m == "all"
+    fixed = best = m
+    if together:
+        fixed = max(total["L2"], key=lambda name: total["L2"][name]["speedup"])
+        best = max(total["L5"], key=total["L5"].get)
+    row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}
+    if "L0" in total:
+        who = "adaptive" if together else m
+        row["L0 observed"] = both(c, "L0", who)
+        row["L1 modelled"] = cell("{%s:.2f}" % who, c["L1"])
+        row["time over the bound's"] = cell("{%s:.2f}" % who, c["above"])
+        row["share of the gap to L6"] = cell("{gap:.0%}", c) if together else ""
+        row["the same, modelled"] = cell("{gap_modelled:.0%}", c) if together else ""
+    k = " / ".join(dict.fromkeys(str(c[by]["L2"][fixed]["k"]) for by in AVERAGES))
+    speedups = " / ".join(f"{c[by]['L2'][fixed]['speedup']:.2f}" for by in AVERAGES)
+    row["L2 best fixed k"] = f"{speedups}, k {k}" + f" {fixed}" * together
+    row["L4 greedy (not a bound)"] = both(c, "L4", m)
+    row["L5 optimum of one"] = both(c, "L5", best, c["censored"][best]) + f" {best}" * together
+    if together:
+        row["L6 of all"] = both(c, "L6", mark=c["censored"]["all"])
+        row["L7 free drafters"] = both(c, "L7", mark=c["censored"]["all"])
+        row["L9 one pass"] = both(c, "L9")
+    row["censored"] = cell("{all:.0%}", {"all": c["censored"][m]})
+    return row
 
 
-def rung(c, name, m=None):
-    """A rung of a cell by both averages, marked where it is a bound that the traces are too short for."""
-    values = [c[by].get(name) for by in AVERAGES]
+def both(c, rung, m=None, mark=0.0):
+    """A rung by both averages, marked where it is a bound that the traces are too short for."""
+    values = [c[by].get(rung) for by in AVERAGES]
     if m is not None:
-        values = [some and some.get(m) for some in values]
-    marked = name in ("L5", "L6", "L7") and censored(c, m or "all")
-    return both(*values, "*" * marked)
-
-
-def best(c, name, among=None):
-    """The drafter with the highest speed-up by total time on a rung, or the best of `among`."""
-    some = {m: s for m, s in c[AVERAGES[0]][name].items() if among is None or m in among}
-    return max(some, key=some.get) if some else None
-
-
-def fixed(c, m):
-    """The best fixed k of a drafter by each average."""
-    cells = [c[by]["L2"][m] for by in AVERAGES]
-    ks = " / ".join(dict.fromkeys(str(x["k"]) for x in cells))
-    return f"{both(*(x['speedup'] for x in cells))}, k {ks}"
-
-
-def brief_table(r):
-    """A line for each cell: the best of every kind."""
-    seen = r["observed"]
-    rows = []
-    for c in r["cells"]:
-        drafters = c[AVERAGES[0]]["L5"]
-        line = [c["workload"], batch_of(c)]
-        if seen:
-            who = best(c, "L0", drafters)
-            line += [f"{rung(c, 'L0', who)} {who}" if who else "", rung(c, "L0", "adaptive")]
-            line += [percent(c.get("gap")), percent(c.get("gap_modelled"))]
-        who = max(drafters, key=lambda m: c[AVERAGES[0]]["L2"][m]["speedup"])
-        most = best(c, "L5")
-        line += [f"{fixed(c, who)} {who}", f"{rung(c, 'L5', most)} {most}"]
-        line += [rung(c, "L6"), rung(c, "L7"), rung(c, "L9"), percent(c["censored"]["all"])]
-        rows.append(row(line))
-    head = ["workload", "batch"]
-    if seen:
-        head += ["observed, best single", "observed, adaptive", "share of the gap to L6 it closes",
-                 "the same, modelled"]
-    head += ["L2 best fixed k", "L5 optimum, best single", "L6 all drafters", "L7 free drafters",
-             "L9 one pass", "censored"]
-    return table(row(head), rows)
-
-
-def rungs_table(r):
-    """All rungs, a line for each drafter of a cell and one for all of them together."""
-    seen = r["observed"]
-    rows = []
-    for c in r["cells"]:
-        for m in c["censored"]:
-            line = [c["workload"], batch_of(c), m]
-            if seen:
-                who = "adaptive" if m == "all" else m
-                line += [rung(c, "L0", who), two(c["L1"].get(who)), two(c["above"].get(who))]
-            if m == "all":
-                line += ["", rung(c, "L4", m), rung(c, "L6"), rung(c, "L7"), rung(c, "L9")]
-            else:
-                line += [fixed(c, m), rung(c, "L4", m), rung(c, "L5", m), "", ""]
-            rows.append(row([*line, percent(c["censored"][m])]))
-    head = ["workload", "batch", "drafter"]
-    if seen:
-        head += ["L0 observed", "L1 modelled", "time over the bound's"]
-    head += ["L2 best fixed k", "L4 greedy (not a bound)", "L5 / L6 optimum", "L7 free drafters",
-             "L9 one pass", "censored"]
-    return table(row(head), rows)
+        values = [some.get(m) for some in values]
+    return " / ".join(f"{x:.2f}" + "*" * (mark > FEW) for x in values if x is not None)

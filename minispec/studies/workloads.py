@@ -2,14 +2,13 @@
 
 The small model gets held-out problems of the families that it was trained on, and GSM8K where a data folder
 is given. A real one gets Spec-Bench's blocks (math_reasoning is GSM8K's questions), HumanEval and rewriting
-tasks; without a data folder what ships: questions, and two tasks about pages of a story.
+tasks; without a data folder questions, and two tasks about pages of a story that ships.
 """
 import os
 
 import minispec
 from minispec.data import prompts, tasks
-from minispec.tools import methods
-from minispec.tools.answers import converse, requests_of
+from minispec.tools.answers import requests_of
 
 FIRST = 800             # seed of the first held-out problem used here
 STORY = os.path.join(os.path.dirname(minispec.__file__), "data", "goblin.txt")
@@ -31,11 +30,11 @@ EDITS = ("Rewrite", "Edit", "Correct", "Change", "Convert the", "Improve")      
 
 def problems_of(tokenizer, n, data=None, first=0):
     """{workload: n problems, from the first-th on}."""
-    last = first + n
     if tokenizer.ours:
-        out = {f: [tasks.make(f, FIRST + i, "heldout") for i in range(first, last)] for f in tasks.FAMILIES}
-        return out | ({"gsm8k": prompts.load_named("gsm8k", data)[first:last]} if data else {})
-    if data:
+        some = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(first + n)]
+        if data:
+            some += prompts.load_named("gsm8k", data)
+    elif data:
         some = prompts.load_named("spec_bench", data) + prompts.load_named("humaneval", data)
         some += edits(os.path.join(data, "instruct", "instruction-data.json"))
     else:
@@ -48,7 +47,7 @@ def problems_of(tokenizer, n, data=None, first=0):
     out = {}
     for p in some:
         out.setdefault(p.family, []).append(p)
-    return {family: own[first:last] for family, own in out.items()}
+    return {family: own[first:first + n] for family, own in out.items()}
 
 
 def edits(file):
@@ -60,41 +59,8 @@ def edits(file):
     return out
 
 
-def in_turn(problems):
-    """{"workload/i": problem} of {workload: problems}, the first of each workload, then the second."""
-    longest = max(map(len, problems.values()))
-    return {f"{w}/{i}": own[i] for i in range(longest) for w, own in problems.items() if i < len(own)}
-
-
 def requests(args, model, tokenizer, n, new):
     """{"workload/i": request} for answers of up to `new` tokens."""
-    some = in_turn(problems_of(tokenizer, n, args.data))
+    problems = problems_of(tokenizer, n, args.data)
+    some = {f"{w}/{i}": own[i] for i in range(n) for w, own in problems.items() if i < len(own)}
     return dict(zip(some, requests_of(list(some.values()), tokenizer, model, new)))
-
-
-def own_requests(args, model, tokenizer, new):
-    """({"block/i": request}, {"block/i": problem}) of --workload: a family, a file of prompts known by
-    name, or any other file; its blocks in turn. A second turn, "block/i/2", is asked after the target's own
-    greedy answer, which every method gives."""
-    n = 4 if args.quick else 16
-    name = args.workload
-    if name in tasks.FAMILIES:
-        problems = [tasks.make(name, FIRST + i, "heldout") for i in range(n)]
-    elif name in prompts.PROMPT_FILES:
-        problems = prompts.load_named(name, args.data)
-    else:
-        problems = prompts.load_prompts(name)
-
-    def answer(some):
-        engine = methods.make_engine("ar", model, args, 1)
-        return engine.generate(requests_of(some, tokenizer, model, new))
-
-    blocks = {}
-    for p in problems:
-        blocks.setdefault(p.family, []).append(p)
-    asked = {}
-    for where, problem in in_turn({block: some[:n] for block, some in blocks.items()}).items():
-        turns = converse([problem], answer) if problem.turns else [(problem, None, 1)]
-        for problem, _, turn in turns:
-            asked[f"{where}/{turn}" if turn > 1 else where] = problem
-    return dict(zip(asked, requests_of(list(asked.values()), tokenizer, model, new))), asked
