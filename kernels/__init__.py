@@ -1,4 +1,5 @@
-"""Triton kernels, one file each, with a slow and obvious torch reference beside every one.
+"""Triton kernels, one file each. Those of attention have a slow and obvious torch reference next to them; the
+small ones of a layer compute what gpt.Block does.
 
 Everything here imports without triton and without a GPU; `unavailable` says why a kernel cannot run. With
 TRITON_INTERPRET=1 set before triton is first imported, Triton runs the kernels on CPU tensors, slowly, for

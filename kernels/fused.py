@@ -16,7 +16,6 @@ where torch's operators round. `decode` is gpt.GPT's body made of them, for the 
 drafter.
 """
 import torch
-import torch.nn.functional as F
 
 from . import check, jit, tl
 from .attention import attention
@@ -95,7 +94,7 @@ def silu_mul_kernel(p_gate_up, p_out, width, BLOCK: tl.constexpr):
     tl.store(p_out + i_row * width + o_f, b_gate * b_up, mask=inside)
 
 
-# -- the host's part: each next to the same in torch ---------------------------------------------------------
+# -- the host's part -----------------------------------------------------------------------------------------
 
 def norm_settings(width):
     """What add_rms_norm is compiled with for rows (C,): a thread has about eight of their numbers."""
@@ -113,11 +112,6 @@ def add_rms_norm(x, delta, norm):
     return total, out
 
 
-def add_rms_norm_reference(x, delta, norm):
-    x = x if delta is None else x + delta
-    return x, F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
-
-
 def rope_and_store(qkv, block, rope, positions, new, keys, values):
     """Rows qkv (N, (H + 2 G) * D) of a block's projection at positions (N,): writes keys and values (G,
     n_slots, D) at slots new (N,), and returns the queries (N, H, D)."""
@@ -131,29 +125,12 @@ def rope_and_store(qkv, block, rope, positions, new, keys, values):
     return q
 
 
-def rope_and_store_reference(qkv, block, rope, positions, new, keys, values):
-    c = block.config
-    q, k, v = qkv.unflatten(-1, (-1, c.head_dim)).split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)
-    if c.qk_norm:
-        q, k = block.q_norm(q), block.k_norm(k)
-    cos, sin = rope(positions, qkv.dtype)
-    q, k = (x * cos + x.roll(c.head_dim // 2, -1) * sin for x in (q, k))
-    keys[:, new] = k.transpose(0, 1)
-    values[:, new] = v.transpose(0, 1)
-    return q
-
-
 def silu_mul(gate_up):
     """silu(gate) * up of rows (N, 2 F), the gates first -> (N, F)."""
     n, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(n, width)
     silu_mul_kernel[(n, -(-width // BLOCK))](gate_up, out, width, BLOCK=BLOCK)
     return out
-
-
-def silu_mul_reference(gate_up):
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 # -- a forward -----------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ between two). Scores take 1 / (D * e / 2) of a cache of as many tokens.
 Of a drafter all steps of a round are one graph: each draws its token on the device, where the next one reads
 it (core/drafters.py, Chained).
 
-Not run on a GPU yet: on a CPU `Recorded` stands in for torch.cuda.CUDAGraph, and the tests run all the rest
-in Triton's interpreter. What the padded grids and the copies cost beside what the launches save has not been
+Not run on a GPU yet: the tests put a stand-in in the place of `capture`, and run all the rest in Triton's
+interpreter. What the padded grids and the copies cost beside what the launches save has not been
 measured.
 """
 import time
@@ -81,25 +81,9 @@ def tables(buffer, shapes):
     return out
 
 
-class Recorded:
-    """A graph's stand-in where there is no CUDA: replaying calls the function again, which knows the static
-    inputs only."""
-
-    def __init__(self, function):
-        self.function = function
-        self.out = function()
-
-    def replay(self):
-        for held, new in zip(self.out, self.function()):
-            held.copy_(new)
-
-
 def capture(function, pool):
     """(graph, the tensors that every replay fills) of a function of fixed tensors. Temporary ones lie in a
     memory pool that all graphs share, because no two run at once."""
-    if pool is None:
-        graph = Recorded(function)
-        return graph, graph.out
     function()                       # compiles kernels and sets libraries up, which a capture forbids
     graph = torch.cuda.CUDAGraph()
     # thread_local: where verification is delayed, another thread judges meanwhile, and waits for the device,

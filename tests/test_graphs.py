@@ -29,6 +29,10 @@ from minispec.core.kv_cache import KVCache  # noqa: E402
 from minispec.core.verify import Sampling  # noqa: E402
 from minispec.specgen import PillarKeys, SpecGen  # noqa: E402
 
+import references  # noqa: E402
+
+graphs.capture = references.capture                        # there is no GPU to capture on
+
 
 def check_engine():
     """The whole engine on the kernels and their graphs: every method's greedy output is the one it has on torch operators, and SpecGen's
@@ -112,15 +116,15 @@ def check_graphs():
     """One graph a size; whatever mix it replays and whatever a larger forward left behind, all comes out as without it; and on a GPU
     it could be captured."""
 
-    def replay(graph, real=graphs.Recorded.replay):
+    def replay(graph, real=references.Recorded.replay):
         with Forbidding():
             real(graph)
 
     x = torch.rand(5)
-    with torch.inference_mode(), mock.patch.object(graphs.Recorded, "replay", replay):
+    with torch.inference_mode(), mock.patch.object(references.Recorded, "replay", replay):
         for function in (lambda: x * x.max().item(), lambda: x[x > 0], lambda: x[[0, 1, 2, 3, 4]], lambda: x + torch.ones(5).cpu(),
                          lambda: x if x.sum() > 0 else -x, lambda: x.repeat_interleave(torch.ones(5).long())):
-            graph = graphs.Recorded(lambda: [function()])
+            graph = references.Recorded(lambda: [function()])
             with pytest.raises(AssertionError, match="inside a graph"):
                 graph.replay()
         assert (got := replayed(STEPS)) == (3, 3, set()), got
@@ -246,7 +250,7 @@ def counting(monkeypatch):
     monkeypatch.setattr(fused, "attention", mode.counted(att.attention_reference))
     monkeypatch.setattr(fused, "scores", mode.counted(scores.scores_reference))
     for name in ("add_rms_norm", "rope_and_store", "silu_mul"):
-        monkeypatch.setattr(fused, name, mode.counted(getattr(fused, name + "_reference")))
+        monkeypatch.setattr(fused, name, mode.counted(getattr(references, name)))
     return mode
 
 
@@ -288,7 +292,7 @@ def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monk
     monkeypatch.setattr(fused, "scores", lambda *args: None)
     monkeypatch.setattr(Request, "coins", mode.counted(lambda r, n, real=Request.coins: hosts.append(real(r, n)) or hosts[-1]))
     monkeypatch.setattr(graphs, "capture", mode.counted(graphs.capture, 0))
-    monkeypatch.setattr(graphs.Recorded, "replay", mode.counted(graphs.Recorded.replay))
+    monkeypatch.setattr(references.Recorded, "replay", mode.counted(references.Recorded.replay))
     monkeypatch.setattr(graphs.Graphs, "fill", mode.counted(graphs.Graphs.fill))
     for wait in ("tolist", "item"):
         real = getattr(torch.Tensor, wait)

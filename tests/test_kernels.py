@@ -21,6 +21,7 @@ from conftest import interpreted, tell, toy_model  # noqa: E402
 from kernels import attention as att  # noqa: E402
 from kernels import fused, scores, triton  # noqa: E402
 import compile_report  # noqa: E402
+import references  # noqa: E402
 
 NO_RESERVE = 0x4000         # Linux's MAP_NORESERVE, which Python names from 3.13 on
 GROUPS, HEADS, KV_HEADS, ROOM = (1, 2, 4, 5, 8), (64, 128), 2, 128
@@ -148,14 +149,14 @@ def check_fused(qk_norm, n, width, d_ff, d):
         p.data += 0.1 * torch.rand_like(p)
     x, delta = torch.randn(2, n, width)
     for some in (delta, None):
-        for got, want in zip(fused.add_rms_norm(x, some, block.norm1), fused.add_rms_norm_reference(x, some, block.norm1)):
+        for got, want in zip(fused.add_rms_norm(x, some, block.norm1), references.add_rms_norm(x, some, block.norm1)):
             close(got, want, 1e-5)
     gate_up = 3 * torch.randn(n, 2 * d_ff)
-    close(fused.silu_mul(gate_up), fused.silu_mul_reference(gate_up), 1e-5)
+    close(fused.silu_mul(gate_up), references.silu_mul(gate_up), 1e-5)
     qkv, new = torch.randn(n, (c.n_head + 2 * c.n_kv_head) * d), torch.randperm(60)[:n]
     args = qkv, block, model.rope, torch.randint(0, 500, (n,)), new
     pools = torch.zeros(4, c.n_kv_head, 60, d)
-    close(fused.rope_and_store(*args, *pools[:2]), fused.rope_and_store_reference(*args, *pools[2:]), 1e-5)
+    close(fused.rope_and_store(*args, *pools[:2]), references.rope_and_store(*args, *pools[2:]), 1e-5)
     close(pools[:2], pools[2:], 1e-5)
     assert pools[1].abs().sum(-1).gt(0).sum() == n * c.n_kv_head, "other slots are left alone"
 

@@ -23,12 +23,14 @@ MAPS = {1: (0,), 2: (0, 1), 3: (0, 1, 2)}
 
 
 def toy_drafter(target, step_map=(0, 1), seed=5, gain=4.0, **changes):
-    torch.manual_seed(seed)
+    """Random, and not near the target as a new one is: so it is right by chance, and not always wrong."""
     drafter = prism.for_target(target, step_map, **changes).eval()
+    torch.manual_seed(seed)
+    chance = dict(prism.Prism(drafter.config).named_parameters())
     with torch.no_grad():
-        for p in drafter.parameters():
+        for name, p in drafter.named_parameters():
             if p.ndim == 2:
-                p.mul_(gain)
+                p.copy_(chance[name] * gain)
     return drafter
 
 
