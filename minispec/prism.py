@@ -94,6 +94,7 @@ class Prism(nn.Module):
     """All arms of the family (see the top of this file). Embedding and head are the target's and not held
     here."""
     _init = gpt.GPT._init
+    n_params = gpt.GPT.n_params
 
     def __init__(self, config):
         super().__init__()
@@ -109,9 +110,6 @@ class Prism(nn.Module):
         module = self.bank[self.config.module_of(step)]
         cos, sin = self.rope(positions, a.dtype)
         return module(e, a, cos, sin, attend)
-
-    def n_params(self):
-        return sum(p.numel() for p in self.parameters())
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
@@ -230,7 +228,7 @@ class PrismDrafter(Chained):
         width = self.width
         itself = torch.eye(width, dtype=torch.bool, device=x.tokens.device)
         # Step 1: the children of the last committed token.
-        states = self.step(1, x, x.features)[x.more["table"][0] - 1][:, None]  # (B, open nodes, C)
+        states = self.step(1, x, x.features)[x.more["last"]][:, None]          # (B, open nodes, C)
         sees = states.new_empty(len(states), 1, 0, dtype=torch.bool)           # (B, open nodes, rows so far)
         so_far = states.new_zeros(states.shape[:2], dtype=torch.double)
         tokens, scores = self._children(states, so_far)                        # (B, new nodes)

@@ -73,6 +73,7 @@ class SpecDiffConfig(gpt.GPTConfig):
 class Drafter(nn.Module):
     """Blocks of a GPT, one vector for an open slot, and, if it is tapped, a projection of the target's
     features. Embedding and head are the target's, and not held here."""
+    n_params = gpt.GPT.n_params
 
     def __init__(self, config, target):
         super().__init__()
@@ -107,9 +108,6 @@ class Drafter(nn.Module):
         x = self.target.embed(tokens.clamp(min=0))
         x = torch.where((tokens == MASK)[..., None], self.mask, x)
         return x if self.fuse is None else x + self.fuse(features)
-
-    def n_params(self):
-        return sum(p.numel() for p in self.parameters())
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""

@@ -159,7 +159,8 @@ class Chained(Cached):
         if not can_fuse(self.target) or (self.width > 1 and self.room > TREE):
             return
         device = self.target.device
-        more = {"table": torch.zeros(2, batch, dtype=torch.long), "coins": torch.zeros(batch, self.depth)}
+        one_each = torch.zeros(batch, dtype=torch.long)
+        more = {"last": one_each, "ends": one_each, "coins": torch.zeros(batch, self.depth)}
         self.make_graphs(batch, longest, features, more=more)
         # The plan of a later step.
         trees = dict.fromkeys(range(batch), torch.ones(self.width, self.width)) if self.width > 1 else None
@@ -194,16 +195,18 @@ class Chained(Cached):
     def draft(self, requests, work, depths, settings):
         """A round of requests that feed `work` first and take depths[i] steps, the deepest first."""
         # 1. Of every request its last row, and how many slots it will have filled.
+        last = [n - 1 for n in accumulate(len(rows.tokens) for rows in work)]
         ends = [rows.start + len(rows.tokens) for rows in work]
-        table = list(zip(accumulate(len(rows.tokens) for rows in work), ends))
         n_steps = list(depths)
         if self.in_pool(work):
             # In a graph all take as many steps as the longest round had, which saves captures. Places without
             # a request repeat the first one, to the same result.
             self.steps = max(self.steps, depths[0])
             n_steps = [self.steps] * len(self.later.requests)
-            table += table[:1] * (len(n_steps) - len(table))
-        more = {"table": torch.tensor(table).T}
+            absent = len(n_steps) - len(work)
+            last += last[:1] * absent
+            ends += ends[:1] * absent
+        more = {"last": torch.tensor(last), "ends": torch.tensor(ends)}
         # 2. What it draws with.
         if settings[0] > 0:
             more["coins"] = torch.zeros(len(n_steps), n_steps[0])
@@ -215,11 +218,12 @@ class Chained(Cached):
         """All steps of chains: the drafts (B, steps), and, where they are sampled, the distributions (B,
         steps, V)."""
         n_steps, settings = x.how
-        states = self.step(1, x, x.features)[x.more["table"][0] - 1]
+        # The first step reads all new rows of a request; its last one guesses.
+        states = self.step(1, x, x.features)[x.more["last"]]
         tokens, qs = [], []
         for number, n in enumerate(going_on(n_steps), 1):
             if number > 1:
-                # The drawn token is the request's next row.
+                # The drawn token is the next row of those who go on.
                 x = self.next_rows(x, number, tokens[-1][:n, None])
                 states = self.step(number, x, states[:n])
             logits = self.words.logits(states)
@@ -237,7 +241,7 @@ class Chained(Cached):
         """The batch of a later step out of the one before: tokens (n, w) of the first n requests are their
         newest rows, all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
         n, w = tokens.shape
-        ends = x.more["table"][1, :n] + number - 2       # the new rows' position, which may be their slot
+        ends = x.more["ends"][:n] + number - 2           # the new rows' position, of chains their slot too
         positions = ends.clamp(max=self.config.block_size - 1)[:, None].expand(-1, w).flatten()
         x = replace(x, tokens=tokens.flatten(), positions=positions, features=None)
         if isinstance(x, Batch):
@@ -248,7 +252,7 @@ class Chained(Cached):
                 spans.append((i * w, (i + 1) * w, keys))
             x.segments = spans
             return x
-        # On the kernels: slots, lengths and who sees whom, all on the device.
+        # On the kernels: slots, lengths and who sees whom, all on the device. Every step before took w slots.
         new = ends[:, None] + (number - 2) * (w - 1) + torch.arange(w, device=ends.device)
         requests = self.later.requests.clone()
         requests[:, 2] = new[:, -1] + 1
