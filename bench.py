@@ -35,12 +35,12 @@ from minispec.data import traces
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import figures, ladder, picture, results
 from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
-from minispec.studies.drafters import prism_arms, prism_trees, specdiff_chains, specdiff_objectives
+from minispec.studies.drafters import prism_arms, specdiff_chains, specdiff_objectives
 from minispec.studies.gpu import gpu
 from minispec.studies.markdown import pick
 from minispec.studies.run import MORE, lossless, profile, run, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
-from minispec.studies.tables import SHOWN_FROM, render, training_table
+from minispec.studies.tables import SHOWN_FROM, render
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.files import blame, read_json, replaced
 
@@ -55,7 +55,7 @@ def bounds(args, model, tokenizer):
 
 
 STUDIES = {study.__name__: study for study in (
-    lossless, acceptance, serving, scheduler, prism_trees, specdiff_chains, cdlm_accuracy, cdlm_curves,
+    lossless, acceptance, serving, scheduler, specdiff_chains, cdlm_accuracy, cdlm_curves,
     profile, trace, run, bounds,
     prism_arms, specdiff_objectives, gpu,                           # not in `all`: they need --arms, a GPU
 )}
@@ -147,23 +147,17 @@ def pages():
 
 
 def report(page):
-    """Render again what is between the markers of each table in a page: `<!-- results:NAME -->` for a
-    study, and `<!-- training -->`. A table whose study was not measured stays as it is.
-
-    A part of a study's table: lines in the marker choose `columns: a, b` and `rows: c; d` by how they
-    begin."""
+    """Render again what is between the markers of each table in a page, `<!-- results:NAME -->`. A table
+    whose study was not measured stays as it is. Lines in the marker choose a part of a table,
+    `columns: a, b` and `rows: c; d`, by how they begin."""
     with open(page, encoding="utf-8") as f:
         text = f.read()
 
     def table(mark):
-        what, choice = mark[1], mark[2]
-        if what == "training":
-            new = training_table(os.path.join(results.ROOT, "checkpoints"))
-        else:
-            new = study_table(what.removeprefix("results:"), choice)
-        return mark[0] if new is None else f"<!-- {what}{choice} -->\n{new}\n<!-- end -->"
+        new = study_table(mark[1], mark[2])
+        return mark[0] if new is None else f"<!-- results:{mark[1]}{mark[2]} -->\n{new}\n<!-- end -->"
 
-    marks = r"<!-- (training|results:[\w/]+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
+    marks = r"<!-- results:([\w/]+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
     text = re.sub(marks, table, text, flags=re.S)
     with replaced(page) as temporary, open(temporary, "w", encoding="utf-8") as f:
         f.write(text)

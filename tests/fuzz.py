@@ -221,7 +221,6 @@ FILES = [   # (weight, file, script, arguments that read it)
     *[(2, f"results/{name}", "bench", ["report"]) for name in ("lossless.json", "scheduler.json", "bounds.json", "run.json", "checkpoints.json")],
     (3, "results/run.json", "bench", ["bounds", "--quick"]),
     (3, "results/trace.json", "bench", ["bounds", "--quick"]),
-    (3, "checkpoints/target/log.jsonl", "bench", ["report"]),
     (8, "runs/first/resume.pt", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
     (4, "runs/first/log.jsonl", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
     (4, "data/gsm8k/train.jsonl", "train_gpt", ["--data", "data", *SMALL["train_gpt"]]),

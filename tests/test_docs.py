@@ -14,13 +14,14 @@ from conftest import ROOT
 import bench
 import decode
 from minispec.core.verify import draw, rejection_chain
+from minispec.data.tokenizer import Tokenizer
 from minispec.studies import picture
 from minispec.tools import report
 from minispec.tools.files import read_json
 
 PAGES = [os.path.relpath(page, ROOT) for page in bench.pages()]
 LESSONS = ("00-start", "specgen", "prism", "specdiff", "cdlm", "bounds")
-RENDERED = re.compile(r"<!-- (?:gpu|training|results:|computed by|output of).*?\n<!-- end -->", re.S)
+RENDERED = re.compile(r"<!-- (?:results:|computed by|output of).*?\n<!-- end -->", re.S)
 
 
 def read(page):
@@ -133,6 +134,15 @@ def test_line_counts():
 
 def test_picture_is_drawn_from_results():
     assert read("docs/figures/answers.svg") == picture.picture()
+
+
+def test_lines_of_the_picture_break_between_words():
+    answer = read_json(os.path.join(ROOT, "results", "answers", "ar.json"))
+    text = Tokenizer.load(os.path.join(ROOT, answer["model"])).decode(answer["token_ids"]).replace("\n", "/")
+    lines = ["".join(piece for _, piece in line) for line in picture.lines_of(answer)]
+    assert len(lines) == picture.LINES and all(60 < len(line) <= picture.COLUMNS for line in lines)
+    words = " ".join(lines).split()
+    assert words == text.split()[:len(words)]
 
 
 def test_output_in_the_readme_is_real():

@@ -1,12 +1,14 @@
-"""What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2, what
-shapes of drafts are worth. Studies as in run.py.
+"""What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2,
+what several chains are worth. Studies as in run.py.
 
 Accepted length is tau: tokens that a round commits, its own token included, summed over all rounds and
 divided by their number. Intervals are bootstraps over prompts; differences between drafters are paired by
 prompt.
 """
+import itertools
 import os
 import statistics
+from functools import partial
 
 import numpy as np
 from tqdm import tqdm
@@ -125,60 +127,32 @@ def join_seeds(seeds, others):
     return out
 
 
-# -- shapes of drafts ------------------------------------------------------------------------------
-
-# (depth, width, drafts that go to the target; 0: a chain)
-CHAINS = ((3, 1, 0), (5, 1, 0), (8, 1, 0), (12, 1, 0), (16, 1, 0))
-TREES = ((3, 2, 4), (5, 2, 8), (6, 2, 12), (8, 2, 12), (3, 4, 8), (8, 4, 32))
-
-
-def prism_trees(args, model, tokenizer):
-    """Chains and trees of the shipped drafters, one request at a time: tau, and speed-up over the
-    autoregressive loop."""
-    cells = {}
-    for name in ("eagle", "prism"):
-        for depth, width, tree in CHAINS[:4] if args.quick else CHAINS + TREES:
-            cells[name, depth, width, tree] = name, {"depth": depth, "width": width, "tree": tree}
-    return shapes(args, model, tokenizer, cells, ("method", "depth", "width", "drafts"))
-
+# -- chains ----------------------------------------------------------------------------------------
 
 def specdiff_chains(args, model, tokenizer):
     """K chains of the shipped diffusion drafter by rule and draft temperature, target greedy and at
-    temperature 1."""
-    cells = {}
-    for temperature in (0.0, 1.0):
-        for k in (1, 2, 4, 8):
-            for rule in ("selection", "walk", "rejection"):
-                for t in (0.7, 1.0):
-                    cells[k, rule, t, temperature] = "specdiff", {
-                        "k_drafts": k, "rule": rule, "draft_temperature": t, "temperature": temperature}
-    if args.quick:
-        cells = dict(list(cells.items())[:3])
-    return shapes(args, model, tokenizer, cells, ("chains", "rule", "draft_temperature", "temperature"))
-
-
-def shapes(args, model, tokenizer, cells, columns):
-    """Time cells {values of the columns: (method, changed settings)} against greedy plain decoding."""
+    temperature 1: tau, and speed-up over greedy plain decoding, one request at a time."""
     n = 1 if args.quick else 2
     problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(n)]
 
-    def build(method, changes):
-        settings = methods.settings(**{**vars(args), **changes})
-        sampling = Sampling(changes.get("temperature", 0.0))
-        return lambda: (methods.make_engine(method, model, settings, 1),
-                        requests_of(problems, tokenizer, model, NEW, sampling))
+    def build(method, k=1, rule="rejection", draft_temperature=None, temperature=0.0):
+        settings = methods.settings(**{
+            **vars(args), "k_drafts": k, "rule": rule, "draft_temperature": draft_temperature})
+        requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature))
+        return methods.make_engine(method, model, settings, 1), requests
 
-    builders = {"ar": build("ar", {}), **{key: build(*cell) for key, cell in cells.items()}}
-    runs = race(builders, 1 if args.quick else 2, "shapes")
+    rules = ("rejection", "selection", "walk")
+    cells = list(itertools.product((1, 2, 4, 8), rules, (0.7, 1.0), (0.0, 1.0)))
+    builders = {cell: partial(build, "specdiff", *cell) for cell in (cells[:3] if args.quick else cells)}
+    runs = race({"ar": partial(build, "ar"), **builders}, n, "chains")
     plain = runs.pop("ar")
     rows = []
-    for key, timed in runs.items():
-        sampled = cells[key][1].get("temperature")
+    for (k, rule, draft_temperature, temperature), timed in runs.items():
         rows.append({
-            **dict(zip(columns, key)),
+            "chains": k, "rule": rule, "draft_temperature": draft_temperature, "temperature": temperature,
             **ratio(timed, plain),
             "tau": timed[-1].tau,
-            "identical": None if sampled else identical(plain[-1], timed[-1]),
+            "identical": None if temperature else identical(plain[-1], timed[-1]),
             "prompts": len(problems),
         })
     return {"rows": rows}

@@ -77,12 +77,6 @@ def by_place(axes, r, arms, place):
     lines(axes, rows, place, "accepted if all before were", "arm")
 
 
-def by_depth(axes, r):
-    """Speed-up of chains and of narrow trees against the depth."""
-    rows = [{**x, "shape": f"{x['method']}, width {x['width']}"} for x in r["rows"] if x["width"] <= 2]
-    lines(axes, rows, "depth", "speedup", "shape")
-
-
 def by_chains(axes, r):
     """tau of K chains, judged by the walk."""
     # With one chain, selection is the walk.
@@ -165,7 +159,6 @@ FIGURES = {
     "scheduler.json": {"specgen_schedule": schedule},
     "prism_arms.json": {"prism_steps": partial(by_place, place="draft step", arms=[
         f"{arm}, 1000 prompts" for arm in ("eagle2", "ttt1", "prism2", "stack2")])},
-    "prism_trees.json": {"prism_depth": by_depth},
     "specdiff_objectives.json": {"specdiff_slots": partial(
         by_place, place="slot of the window", arms=("start", "mdlm", "streak", "ships"))},
     "specdiff_chains.json": {"specdiff_chains": by_chains},

@@ -1,7 +1,7 @@
 """What a GPU is asked, cell by cell: `python bench.py gpu --device cuda` (docs/gpu.md). The other studies run
 on one as they do on a CPU.
 
-    floors    what the device can do: bytes/s of a copy in its memory, bf16 products/s
+    floors    what the device can do: bytes/s of a copy in its memory
     kernels   attention over slot lists and scores, against those bytes
     decode    our autoregressive loop on random weights of known shapes, against the time to read weights and
               cache once a token
@@ -38,7 +38,6 @@ KINDS = ("full", "draft", "verify", "mixed", "scores")
 class Shapes:
     """What is measured. kernels: (context, batch, query heads a KV head)."""
     copy_bytes: int = 1 << 32
-    matmul: int = 8192
     groups: int = 8                     # KV heads
     head_dim: int = 128
     kernels: tuple = ((4096, 8, 4), (4096, 256, 4), (16384, 64, 4), (65536, 8, 4), (16384, 64, 8))
@@ -46,7 +45,7 @@ class Shapes:
     new_tokens: int = 128
 
 
-TINY = Shapes(1 << 16, 32, 2, 16, ((64, 2, 2), (64, 3, 1)),
+TINY = Shapes(1 << 16, 2, 16, ((64, 2, 2), (64, 3, 1)),
               {"tiny": {**SIZES["tiny"], "block_size": 256}}, 32)
 
 
@@ -116,7 +115,7 @@ def gpu(args, model, tokenizer):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    cells = [("floors", what) for what in ("copy", "product")]
+    cells = [("floors",)]
     cells += [("kernels", kind, *shape) for shape in s.kernels for kind in KINDS]
     cells += [("decode", name) for name in s.models]
     out = {"out_of_memory": []}
@@ -128,14 +127,11 @@ def gpu(args, model, tokenizer):
     return out
 
 
-def floors(s, device, dtype, what):
-    """Bytes that are copied, each read and written, or operations of a bf16 product, in a second."""
-    if what == "copy":
-        x = torch.randint(1, 255, (s.copy_bytes // 2,), dtype=torch.uint8, device=device)
-        y = torch.empty_like(x)
-        return {"what": "bytes copied", "rate": 2 * x.numel() / timed(lambda: y.copy_(x), device)}
-    a, b = torch.randn(2, s.matmul, s.matmul, device=device).bfloat16()
-    return {"what": "bf16 operations", "rate": 2 * s.matmul ** 3 / timed(lambda: a @ b, device)}
+def floors(s, device, dtype):
+    """Bytes that are copied in a second, each read and written."""
+    x = torch.randint(1, 255, (s.copy_bytes // 2,), dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return {"what": "bytes copied", "rate": 2 * x.numel() / timed(lambda: y.copy_(x), device)}
 
 
 def kernels(s, device, dtype, kind, context, batch, group):

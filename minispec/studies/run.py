@@ -43,17 +43,23 @@ class Size:
 
 
 SMALL = Size(160, 16, ((1, 4), (4, 8), (16, 16)), ((1, 12), (4, 12), (16, 24)), 16, repeats=3)
-# Eight minutes of SmolLM2 on two idle cores. No round of the engine has more than 32 drafts, so nothing is
+# Nine minutes of SmolLM2 on two idle cores. No round of the engine has more than 32 drafts, so nothing is
 # censored that could be decoded.
-GRID = {"contexts": (64, 1024), "drafts": (0, 1, 4, 16), "prompts": (32, 256), "passes": 1}
-SHORT = Size(32, 2, ((1, 1),), ((4, 8), (16, 16)), 32, GRID)
+GRID = {"contexts": (64, 512), "drafts": (0, 1, 4, 16), "prompts": (32, 256), "passes": 1}
+SHORT = Size(32, 2, ((1, 1),), ((1, 4), (4, 8), (16, 16)), 32, GRID)
 LONG = Size(128, 8, ((1, 4), (4, 8)), ((1, 8), (4, 16), (16, 32)), 32)
 MORE = ("--long takes an hour and a half: answers of 128 tokens, 4 to 8 problems of each workload instead of "
         "1, batches of 4 of each, traces of 8 problems, and prices of more shapes in three passes")
 
 
+QUICK = Size(32, 2, ((1, 1),), ((4, 8),), 16,
+             {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
+
+
 def size(args, tokenizer):
     """The small model is fast enough for the whole study."""
+    if args.quick:
+        return QUICK
     if tokenizer.ours:
         return SMALL
     return LONG if args.long else SHORT
@@ -65,14 +71,13 @@ def profile(args, model, tokenizer):
     """What a round costs on this machine, by rows, drafts and context; and how often drafters are right, on
     problems that are used nowhere else. Without --quick also costs.json."""
     how = size(args, tokenizer)
-    grid = {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4)} if args.quick else how.costs
     drafters = methods.chain_drafters(model, args, how.deepest)
-    table = measure.cost_table(model, drafters, **grid)
+    table = measure.cost_table(model, drafters, **how.costs)
 
     # Prompt lookup is left out, because it says itself what it expects.
     asked = {name: d for name, d in drafters.items() if name != "ngram"}
     if asked:
-        problems = workloads.problems_of(tokenizer, 1 if args.quick else 2, args.data, first=how.traced)
+        problems = workloads.problems_of(tokenizer, 2, args.data, first=how.traced)
         some = requests_of(sum(problems.values(), []), tokenizer, model, how.new)
         answers = methods.make_engine("ar", model, args, 16).generate(some)
         texts = [(g.prompt_ids, g.token_ids) for g in answers]
@@ -93,7 +98,7 @@ def trace(args, model, tokenizer):
     """What every drafter would get accepted at every position of one frozen greedy output. Without --quick
     also traces.jsonl."""
     how = size(args, tokenizer)
-    requests = workloads.requests(args, model, tokenizer, 2 if args.quick else how.traced, how.new)
+    requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
     generations = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
     texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(requests, generations)}
     drafters = methods.chain_drafters(model, args, how.deepest)
@@ -115,11 +120,9 @@ def run(args, model, tokenizer):
     whole forward a token, gets one request of each workload.
     """
     how = size(args, tokenizer)
-    requests = workloads.requests(args, model, tokenizer, 4 if args.quick else how.traced, how.new)
+    requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
     names = ["ar", *suitable(args, model)]
     cells = cells_of(requests, how)
-    if args.quick:
-        cells = [cell for cell in cells if cell[1] == 4]
 
     def measured(workload, batch, ids):
         timed = time_methods(names, args, model, requests, (workload, batch, ids), how.repeats)

@@ -1,7 +1,5 @@
 """The Markdown table of every study, from its file in results/: `render` looks into TABLES at the end. The
 tables of docs/bounds.md are in tables_bounds.py."""
-import glob
-import os
 from itertools import product
 
 import numpy as np
@@ -9,8 +7,6 @@ import numpy as np
 from minispec.data import tasks
 from minispec.studies.markdown import SAME, TIMES, table
 from minispec.studies.tables_bounds import costs_table, ladder_table, methods, run_table, trace_table
-from minispec.tools import checkpoints
-from minispec.tools.files import blame
 
 SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance"}  # tables of another study's file
 
@@ -119,15 +115,16 @@ def arms(r):
     return table(columns, rows)
 
 
-SHAPES = {
+CHAINS = {
+    "chains": "{chains}",
+    "rule": "{rule}",
+    "draft temperature": "{draft_temperature}",
+    "temperature": "{temperature}",
     "tau": "{tau:.2f}",
     "tokens/s": "{tokens_per_second:.0f}",
     "speed-up over greedy ar (range)": TIMES,
     "identical to it": SAME,
 }
-TREES = {"method": "{method}", "depth": "{depth}", "width": "{width}", "drafts": "{drafts}", **SHAPES}
-CHAINS = {"chains": "{chains}", "rule": "{rule}", "draft temperature": "{draft_temperature}",
-          "temperature": "{temperature}", **SHAPES}
 
 
 # -- diffusion models ------------------------------------------------------------------------------
@@ -181,37 +178,6 @@ def gpu(r):
     return "\n\n".join(parts)
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-def training_table(folder):
-    """Command, minutes and last held-out loss of every checkpoint, from its command.txt and log.jsonl."""
-    rows = []
-    for file in sorted(glob.glob(os.path.join(folder, "**", "command.txt"), recursive=True)):
-        where = os.path.dirname(file)
-        with open(file, encoding="utf-8") as f:
-            command = f.read().strip()
-        with blame(os.path.join(where, "log.jsonl")):
-            log = checkpoints.records(where)
-            rows.append({"checkpoint": os.path.relpath(where, folder), "command": command,
-                         "minutes": seconds_of(log) / 60, "loss": log[-1]["loss"]})
-    return table({
-        "checkpoint": "{checkpoint}",
-        "minutes on 1 or 2 CPU cores": "{minutes:.0f}",
-        "last loss": "{loss:.3f}",
-        "command": "`{command}`",
-    }, rows)
-
-
-def seconds_of(log):
-    """Seconds of a training. A run that was begun again from these weights counts from 0 once more."""
-    total, before = 0.0, 0.0
-    for record in log:
-        now = record["seconds"]
-        total += now - before if now > before else now
-        before = now
-    return total
-
-
 TABLES = {                       # a function of the result, or the columns of its rows
     "lossless": lossless,
     "methods": methods,
@@ -221,7 +187,6 @@ TABLES = {                       # a function of the result, or the columns of i
     "scheduler": STAGES,
     "prism_arms": arms,
     "specdiff_objectives": arms,
-    "prism_trees": TREES,
     "specdiff_chains": CHAINS,
     "cdlm_accuracy": DECODERS,
     "cdlm_curves": DECODERS,

@@ -101,7 +101,7 @@ def ladder_table(r):
     parts = [table(columns, rows), f"All speed-ups are {BOTH}."]
     if any(share > FEW for c in r["cells"] for share in c["censored"].values()):
         parts.append(
-            f"*: at more than {FEW:.0%} of the positions all drafts of the trace were accepted, so "
+            f"*: at more than {100 * FEW:.0f} % of the positions all drafts of the trace were accepted, so "
             "longer rounds might gain more; the figure only bounds rounds of at most as many drafts.")
     if r["left_out"]:
         parts.append(f"Left out, because the cost table has no price for it: {', '.join(r['left_out'])}.")
