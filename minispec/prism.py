@@ -37,7 +37,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.cpu import store_by_columns
 from minispec.core.drafters import Chained, going_on
 from minispec.core.requests import MAX_K
 from minispec.core.words import Words, buffer
@@ -273,4 +272,4 @@ def load(folder, device="cpu", dtype=None):
         return Prism(checkpoints.checked(PrismConfig(**config)))
 
     prism = checkpoints.load_drafter(folder, "prism", make)
-    return store_by_columns(prism.to(device=device, dtype=dtype).eval())
+    return prism.to(device=device, dtype=dtype).eval()

@@ -43,7 +43,6 @@ import torch.nn as nn
 
 from minispec.core import gpt
 from minispec.tools import checkpoints
-from minispec.core.cpu import store_by_columns
 from minispec.core.attention import can_fuse
 from minispec.core.drafters import Cached
 from minispec.core.requests import MAX_K
@@ -311,4 +310,4 @@ def load(folder, target):
         drafter.check(target)
         return drafter
     drafter = checkpoints.load_drafter(folder, "specdiff", make)
-    return store_by_columns(drafter.to(device=target.device, dtype=target.dtype).eval())
+    return drafter.to(device=target.device, dtype=target.dtype).eval()

@@ -12,6 +12,8 @@ Shapes, for one layer: N packed rows, n of them from one request; H query heads,
 G query heads share a key head; D numbers a head; T positions that a request has cached, its new rows
 included.
 """
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
 
@@ -86,15 +88,20 @@ class FullKeys:
             layers, groups, _, _ = cache.k.shape
             self.scores = torch.empty(layers, groups, start + n, device=cache.k.device)
 
+    @cached_property
+    def views(self):
+        """Of each layer the rows' own keys and values (G, n, D), and all that they may see (G, T, D).
+
+        They are views of the cache, made for all layers together: reading copies nothing."""
+        cache = self.cache
+        return list(zip(*(x[:, :, slots].unbind() for slots in (self.new, self.all) for x in (cache.k, cache.v))))
+
     def attend(self, layer, q, k, v):
         """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
         # Store first: a row sees itself.
-        keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
-        keys[:, self.new] = k.transpose(0, 1)
-        values[:, self.new] = v.transpose(0, 1)
-        # Views of the request's run: reading copies nothing.
-        keys = keys[:, self.all]                                               # (G, T, D)
-        values = values[:, self.all]
+        new_keys, new_values, keys, values = self.views[layer]
+        new_keys.copy_(k.transpose(0, 1))
+        new_values.copy_(v.transpose(0, 1))
 
         if self.scores is not None:
             out, probs = self._by_products(q, keys, values)
@@ -102,8 +109,6 @@ class FullKeys:
             return out
         if self.start == 0 and self.n > 1 and self.tail is None:
             return self._prompt(q, keys, values)
-        if keys.shape[1] >= LONG and products_are_faster(q):
-            return self._by_products(q, keys, values)[0]
         return self._fused(q, keys, values)
 
     def _prompt(self, q, keys, values):
@@ -121,20 +126,16 @@ class FullKeys:
         return ungroup_rows(out[0], self.n)
 
     def _by_products(self, q, keys, values):
-        """The same in single steps: (out (n, H, D), probabilities (G, g * n, T) in fp32)."""
-        rows = group_rows(q, len(keys)) * q.shape[-1] ** -0.5                  # (G, g * n, D)
-        if products_are_faster(q):
-            # F.linear takes keys as they lie; @ would copy them.
-            logits = torch.stack([F.linear(some, own) for some, own in zip(rows, keys)])
-        else:
-            logits = rows @ keys.transpose(1, 2)                               # (G, g * n, T)
+        """The same in single steps, in fp32: (out (n, H, D), probabilities (G, g * n, T))."""
+        rows = group_rows(q, len(keys)).float() * q.shape[-1] ** -0.5          # (G, g * n, D)
+        logits = rows @ keys.float().mT                                        # (G, g * n, T)
         # All rows see what comes before the newest m positions.
         m = self.n if self.tail is None else self.tail.shape[1]
         mask = self._mask(q, len(keys), m)
         if mask is not None:
             logits[:, :, -m:] += mask
-        probs = logits.softmax(-1, dtype=torch.float32)
-        return ungroup_rows(probs.to(values.dtype) @ values, self.n), probs
+        probs = logits.softmax(-1)
+        return ungroup_rows(probs @ values.float(), self.n).to(q.dtype), probs
 
     def _mask(self, q, n_groups, width):
         """Additive mask (g * n, width) of the newest `width` positions, 0 or -inf; the same in every layer.
@@ -152,16 +153,6 @@ class FullKeys:
             mask.masked_fill_(unseen, float("-inf"))
             self.mask = mask.repeat(q.shape[1] // n_groups, 1)                 # (g * n, width)
         return self.mask
-
-
-LONG = 2048              # keys
-
-
-def products_are_faster(q):
-    """Whether matrix products beat torch's fused attention on LONG contexts for rows like q.
-
-    In bf16 on a CPU they take half the time."""
-    return q.dtype == torch.bfloat16 and q.device.type == "cpu"
 
 
 def group_rows(q, n_groups):

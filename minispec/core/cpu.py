@@ -1,16 +1,17 @@
 """What makes torch fast on a CPU. Everything here computes what a plain torch operator does, in less time.
 
-`Linear` is nn.Linear, `blocked_attend` is attention.dense_attend, and `store_by_columns` changes the layout
-of weights. On a GPU the first and the last do nothing, and the second is not used.
+`Linear` is nn.Linear, which it also is on a GPU, and `blocked_attend` is attention.dense_attend.
 """
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from minispec.core.attention import dense_attend
 
-# Elements of a matrix from which on reading it takes much longer than starting a product.
-LARGE = 1 << 22
+# Blocks of rows that a matrix is cut into, for a product with a single row.
+BLOCKS = 16
 
 # From so many rows on it pays to convert bf16 weights, where a processor has no bf16 products.
 CONVERT_ROWS = 12
@@ -31,10 +32,10 @@ PACKED_TYPES = _packed_types()
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU.
 
-    Several rows are multiplied with a copy of the matrix in oneDNN's own layout, as torch.compile does too,
-    because torch's own product is slow for few rows in fp32. So is a single row, unless its matrix is stored
-    for it (`store_by_columns`). In bf16 on a processor that cannot multiply it, many rows are multiplied in
-    fp32. Gradients see none of this.
+    A single row in fp32 is multiplied with blocks of the matrix, because torch runs one product with one row
+    on one core. Several rows are multiplied with a copy of the matrix in oneDNN's own layout, as
+    torch.compile does too, because torch's own product is slow for few rows in fp32. In bf16 on a processor
+    that cannot multiply it, many rows are multiplied in fp32. Gradients see none of this.
     """
     _packed = None              # the copy
     _packed_from = None         # version and address of the weights it was made of
@@ -44,26 +45,29 @@ class Linear(nn.Linear):
         w = self.weight
         if w.is_cuda or w.is_inference() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return F.linear(x, w, self.bias)
-        if self.uses_packed(x):
+        n_rows = x.numel() // w.shape[1]
+        if n_rows == 1 and w.dtype == torch.float32:
+            return self._row(x)
+        if w.dtype in PACKED_TYPES and w.numel() <= self.pack_up_to:
             # An optimiser or a loader may have changed the weights since: then pack again.
             state = (w._version, w.data_ptr())
             if self._packed_from != state:
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(w.detach())
                 self._packed_from = state
             return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        n_rows = x.numel() // w.shape[1]
         slow = w.dtype == torch.bfloat16 and w.dtype not in PACKED_TYPES
         if slow and n_rows >= CONVERT_ROWS:
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), w.float(), bias).bfloat16()
         return F.linear(x, w, self.bias)
 
-    def uses_packed(self, x):
-        """Whether rows x (..., in_features) are multiplied with the packed copy when decoding."""
-        w = self.weight
-        if w.dtype not in PACKED_TYPES or x.dtype != w.dtype or w.numel() > self.pack_up_to:
-            return False
-        return x.numel() > w.shape[1] or w.stride(0) > 1
+    def _row(self, x):
+        """x (.., in_features) of a single row, as a batch of products that the cores share."""
+        n_out, n_in = self.weight.shape
+        n = math.gcd(n_out, BLOCKS)
+        blocks = self.weight.view(n, n_out // n, n_in)
+        out = torch.bmm(x.expand(n, 1, n_in), blocks.mT).view(*x.shape[:-1], n_out)
+        return out if self.bias is None else out + self.bias
 
     def __getstate__(self):
         """What copy.deepcopy and pickle take: all but the packed copy, which they cannot read."""
@@ -78,21 +82,9 @@ def norm_of_a_row(x, weight, eps):
 
     torch makes it of eight. In decoding each takes longer to start than to compute, because the weights that
     were read since have pushed its code out of the processor's cache."""
-    norm = torch.linalg.vector_norm(x, dtype=torch.float32).item()
-    return (x * weight).mul_((norm * norm / x.shape[-1] + eps) ** -0.5)
-
-
-def store_by_columns(model):
-    """Store the fp32 matrices of a model on a CPU column by column, and return the model.
-
-    This changes nothing but speed: a single row, that is a draft step or plain decoding, is multiplied by a
-    routine that starts at once, where oneDNN needs longer than a small matrix takes. bf16, GPUs and large
-    matrices do not gain."""
-    for m in model.modules():
-        if isinstance(m, Linear) and m.weight.dtype == torch.float32 and not m.weight.is_cuda:
-            if m.weight.numel() <= LARGE:
-                m.weight.data = m.weight.data.t().contiguous().t()
-    return model
+    row = x.flatten().float()
+    mean_square = torch.dot(row, row).item() / len(row)
+    return (x * weight).mul_((mean_square + eps) ** -0.5)
 
 
 def blocked_attend(mask=None, block=256):

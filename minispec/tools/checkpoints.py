@@ -16,7 +16,6 @@ import torch.nn as nn
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
-from minispec.core.cpu import store_by_columns
 from minispec.core.gpt import GPT
 from minispec.data.tokenizer import OURS
 from minispec.tools import gguf_file
@@ -75,7 +74,7 @@ def load(path, device="cpu", dtype=None):
             model.rope.to(device=device, dtype=dtype)
     if config.tied:
         model.head.weight = model.embed.weight
-    return store_by_columns(model.eval())
+    return model.eval()
 
 
 class _Shapes(TorchFunctionMode):
