@@ -84,10 +84,10 @@ class CostTable:
             return entry["of_verify"] * self.verify(kv, rows * (1 + drafts), rows)
         return seconds(entry, rows, drafts, kv)
 
-    def read(self, name, tokens, rows=1):
-        """What drafter `name` takes to read `tokens` tokens of each row that it has not seen; 0 if not in the
-        table."""
-        return seconds(self.table["read"].get(name, FREE), rows, tokens, 0)
+    def read(self, name, tokens):
+        """What drafter `name` takes to read `tokens` tokens of a request that it has not seen; 0 if not in
+        the table."""
+        return seconds(self.table["read"].get(name, FREE), 1, tokens, 0)
 
     def prefill(self, prompt_len, rows=1):
         """The forward over the prompts, which gives the first token; a step of so many tokens if not in the
