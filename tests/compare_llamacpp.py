@@ -134,8 +134,7 @@ def steps(args):
     tokenizer, rows = Tokenizer.load("smollm2"), []
     asked = [tokenizer.prompt_ids(q) for q in QUESTIONS]
     without = {                                          # a step: what undoes it
-        "the head is packed": lambda: mock.patch.object(cpu.Linear, "pack_up_to", 1 << 22),
-        "a single row reads small matrices by columns": lambda: mock.patch.object(cpu.Linear, "uses_packed", packs_every_row),
+        "a single row is multiplied in blocks": lambda: mock.patch.object(cpu, "BLOCKS", 1),
         "the norm of a row takes three operators": lambda: mock.patch.object(gpt.RMSNorm, "forward", plain_norm),
     }
     for dtype in DTYPES:
@@ -146,10 +145,6 @@ def steps(args):
         found = in_turn(loops, asked, args)
         rows += [{"step": name, "dtype": dtype, "tokens_per_second": rates} for name, (rates, _) in found.items()]
     return {"new_tokens": args.new, "threads": torch.get_num_threads(), "cpu_time": args.cpu_time, "rows": rows}
-
-
-def packs_every_row(self, x):
-    return self.weight.dtype in cpu.PACKED_TYPES and self.weight.numel() <= self.pack_up_to
 
 
 def undone(patches, run):
