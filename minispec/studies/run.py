@@ -77,7 +77,7 @@ def profile(args, model, tokenizer):
     # Prompt lookup is left out, because it says itself what it expects.
     asked = {name: d for name, d in drafters.items() if name != "ngram"}
     if asked:
-        problems = workloads.problems_of(tokenizer, 2, args.data, first=how.traced)
+        problems = workloads.problems_of(tokenizer, 1, args.data, first=how.traced)
         some = requests_of(sum(problems.values(), []), tokenizer, model, how.new)
         answers = methods.make_engine("ar", model, args, 16).generate(some)
         texts = [(g.prompt_ids, g.token_ids) for g in answers]
