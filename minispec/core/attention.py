@@ -93,8 +93,8 @@ class FullKeys:
         """Of each layer the rows' own keys and values (G, n, D), and all that they may see (G, T, D).
 
         They are views of the cache, made for all layers together: reading copies nothing."""
-        cache = self.cache
-        return list(zip(*(x[:, :, slots].unbind() for slots in (self.new, self.all) for x in (cache.k, cache.v))))
+        pools = self.cache.k, self.cache.v
+        return list(zip(*(x[:, :, slots].unbind() for slots in (self.new, self.all) for x in pools)))
 
     def attend(self, layer, q, k, v):
         """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
