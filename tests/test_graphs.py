@@ -13,6 +13,7 @@ sys.path.insert(0, ROOT)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from conftest import interpreted, tell, toy_model  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
@@ -21,6 +22,7 @@ from kernels import fused, graphs, scores, triton  # noqa: E402
 from kernels.fused import decode  # noqa: E402
 from minispec import prism, specdiff  # noqa: E402
 from minispec.core.attention import FullKeys  # noqa: E402
+from minispec.core.cpu import Linear  # noqa: E402
 from minispec.core.drafters import NGram, SmallLM  # noqa: E402
 from minispec.core.engine import Engine, Lockstep  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
@@ -247,6 +249,7 @@ def counting(monkeypatch):
     """The kernels' references take their places, so that a GPU's path runs here, too."""
     mode = Counting()
     monkeypatch.setattr("kernels.unavailable", lambda x: "")
+    monkeypatch.setattr(Linear, "forward", mode.counted(lambda m, x: F.linear(x, m.weight, m.bias)))      # one product on a GPU
     monkeypatch.setattr(fused, "attention", mode.counted(att.attention_reference))
     monkeypatch.setattr(fused, "scores", mode.counted(scores.scores_reference))
     for name in ("add_rms_norm", "rope_and_store", "silu_mul"):
