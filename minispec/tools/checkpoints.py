@@ -163,8 +163,10 @@ def _write_folder(folder, tensors, config):
 # -- trained drafters ----------------------------------------------------------------------------------------
 
 def save_drafter(module, folder, kind):
-    """Write a module with a dataclass `config`."""
-    tensors = {name: x.contiguous() for name, x in module.state_dict().items()}
+    """Write a module with a dataclass `config`, in bf16: half of the file, and any drafter is lossless."""
+    tensors = {}
+    for name, x in module.state_dict().items():
+        tensors[name] = (x.bfloat16() if x.is_floating_point() else x).contiguous()
     _write_folder(folder, tensors, {"model_type": kind, **asdict(module.config)})
 
 
