@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
+from minispec.studies import workloads
 from minispec.studies.timing import identical, race, ratio
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of
@@ -78,10 +79,7 @@ def compare(kind, args, model, tokenizer, temperatures):
     if not args.arms or not os.path.isdir(args.arms):
         raise ValueError("this study compares trained drafters: --arms must be a folder with one folder each "
                          f"(train_{kind}.py), got {args.arms}")
-    n = 4 if args.quick else 20
-    problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(n)]
-    if args.data:
-        problems += prompts.load_named("gsm8k", args.data)[:n]
+    problems = asked(args, tokenizer)
 
     # {(arm, training prompts): [(what it is, accepted lengths by temperature) of each seed]}
     trained = {}
@@ -105,19 +103,31 @@ def compare(kind, args, model, tokenizer, temperatures):
         others = trained.get((reference, n_prompts), [])
         for i, t in enumerate(temperatures):
             own, its = ([lengths[i] for _, lengths in some] for some in (seeds, others))
-            record[f"at_{t:g}"] = join_seeds(own, its)
+            record[f"at_{t:g}"] = join_seeds(own, its, [p.family for p in problems])
         out[f"{name}, {n_prompts} prompts" if n_prompts else name] = record
     return {"prompts": len(problems), "reference": reference, "arms": out}
 
 
-def join_seeds(seeds, others):
+def asked(args, tokenizer):
+    """The held-out problems that arms are compared on: of a real model a few of each workload."""
+    n = 4 if args.quick else 20
+    if not tokenizer.ours:
+        return sum(workloads.problems_of(tokenizer, n // 4, args.data).values(), [])
+    problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(n)]
+    if args.data:
+        problems += prompts.load_named("gsm8k", args.data)[:n]
+    return problems
+
+
+def join_seeds(seeds, others, families):
     """One record of the accepted lengths of all seeds of an arm; others: those of the reference arm, [] if
-    there is none."""
+    there is none. families: the workload of every prompt."""
     prompts = sum(prompts for prompts, _ in seeds)
     by_depth = zip(*(shares for _, shares in seeds))                     # as far as all of them go
     out = {
         "tau": tau(prompts),
         "interval": interval(prompts),
+        "by_workload": {w: tau(prompts[[f == w for f in families]]) for w in dict.fromkeys(families)},
         "by_depth": [statistics.mean(some) for some in by_depth],
     }
     if others:

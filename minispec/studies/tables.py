@@ -112,6 +112,9 @@ def arms(r):
         columns["tau" + at] = "{AT[tau]:.2f} ({AT[interval][0]:.2f}-{AT[interval][1]:.2f})".replace("AT", key)
         columns[f"ratio to {r['reference']}" + at] = (
             "{AT[ratio]:.3f} ({AT[ratio_interval][0]:.3f}-{AT[ratio_interval][1]:.3f})".replace("AT", key))
+    # What was measured before workloads were kept apart lacks them.
+    for w in rows[0]["at_0"].get("by_workload", ()):
+        columns[w] = f"{{at_0[by_workload][{w}]:.2f}}"
     return table(columns, rows)
 
 
