@@ -28,6 +28,8 @@ from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import Optimizer, Run, bf16, fast_dtype, learning_rate, locked
 
+WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
+
 # unroll: draft steps in the loss (None: as --unroll says). All arms but the first draft from own states too.
 ARMS = {
     # One module, one step: EAGLE and EAGLE-2.
@@ -219,6 +221,10 @@ def evaluate(model, words, heldout, args):
         total += accepted.cpu() * batch.learn.sum().item()
         n += batch.learn.sum().item()
     share = total / n
+    # Steps whose draft is accepted less often cost more than they give. If all five pay, so may further ones.
+    model.config.depth = max(int((share > WORTH).sum()), 1)
+    if model.config.depth == len(share):
+        model.config.depth = prism.PrismConfig.depth
     return {
         "heldout_tau": round(1 + share.sum().item(), 4),
         "heldout_acceptance": rollouts.of_those_before(share),

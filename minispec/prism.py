@@ -53,6 +53,7 @@ class PrismConfig(gpt.GPTConfig):
     taps: tuple = ()        # layers of the target whose inputs are the feature; none: its final hidden state
     target: str = ""        # fingerprint of the target that it is trained for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
+    depth: int = 8          # draft steps of a round, where nothing else is asked
 
     def __post_init__(self):
         # JSON has lists only.

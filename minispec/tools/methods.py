@@ -54,7 +54,8 @@ def prism_chain_or_tree(model, settings, name="prism"):
     trained.check(model)
     checkpoints.check_target(trained.config, model, folder)
 
-    tree, depth, width = settings.tree, settings.depth, settings.width
+    depth = trained.config.depth if settings.depth is None else settings.depth
+    tree, width = settings.tree, settings.width
     n_modules = trained.config.n_modules
     if name == "eagle" and n_modules > 1:
         raise ValueError(f"the drafter in {folder} has {n_modules} modules; --method prism takes it, "
@@ -237,7 +238,7 @@ def add_arguments(parser):
     add = parser.add_argument_group("trained drafters: prism, eagle, specdiff").add_argument
     add("--drafter", metavar="DIR",
         help="the trained drafter (default checkpoints/NAME, for another model checkpoints/MODEL/NAME)")
-    add("--depth", type=int, default=8, help="prism, eagle: draft steps per round (default 8)")
+    add("--depth", type=int, help="prism, eagle: draft steps per round (default: as many as paid in training)")
     add("--tree", type=int, default=0, metavar="N",
         help="prism, eagle: the N most probable drafts of a tree go to the target (default 0: a chain)")
     add("--width", type=int, default=4,
