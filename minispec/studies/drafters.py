@@ -89,7 +89,8 @@ def compare(kind, args, model, tokenizer, temperatures):
         engine = methods.make_engine(kind, model, settings, 16)
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
-        about = {"parameters": module.n_params(), "log": checkpoints.last_record(folder)}
+        log = checkpoints.records(folder)
+        about = {"parameters": module.n_params(), "log": log[-1], "curve": log}
         lengths = [accepted_lengths(engine, problems, tokenizer, t) for t in temperatures]
         trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append((about, lengths))
     if not trained:

@@ -72,6 +72,7 @@ def schedule(axes, r):
 
 def by_place(axes, r, arms, place):
     """How often a draft is accepted, by its place in the chain or window, where all before it were."""
+    arms = [arm for arm in arms if arm in r["arms"]] or list(r["arms"])
     rows = [{"arm": arm.split(",")[0], place: i + 1, "accepted if all before were": share}
             for arm in arms for i, share in enumerate(r["arms"][arm]["at_0"]["by_depth"])]
     lines(axes, rows, place, "accepted if all before were", "arm")

@@ -8,7 +8,8 @@ from minispec.data import tasks
 from minispec.studies.markdown import SAME, TIMES, table
 from minispec.studies.tables_bounds import costs_table, ladder_table, methods, run_table, trace_table
 
-SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance"}  # tables of another study's file
+# Tables of another study's file.
+SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance", "prism_curves": "prism_arms"}
 
 
 def render(name, result):
@@ -118,6 +119,17 @@ def arms(r):
     return table(columns, rows)
 
 
+def curves(r):
+    """tau on held-out answers along the trainings: a row for each checkpoint."""
+    rows = []
+    for at in zip(*(x["curve"] for x in r["arms"].values())):
+        row = {"tokens": at[0]["tokens"]}
+        for name, record in zip(r["arms"], at):
+            row[name] = f"{record['heldout_tau']:.2f}, {record['seconds'] / 60:.0f} min"
+        rows.append(row)
+    return table({"trained tokens": "{tokens:,}", **{name: f"{{{name}}}" for name in r["arms"]}}, rows)
+
+
 CHAINS = {
     "chains": "{chains}",
     "rule": "{rule}",
@@ -189,6 +201,7 @@ TABLES = {                       # a function of the result, or the columns of i
     "serving": SERVING,
     "scheduler": STAGES,
     "prism_arms": arms,
+    "prism_curves": curves,
     "specdiff_objectives": arms,
     "specdiff_chains": CHAINS,
     "cdlm_accuracy": DECODERS,

@@ -267,10 +267,6 @@ def records(folder):
         return [json.loads(line) for line in f]
 
 
-def last_record(folder):
-    return records(folder)[-1]
-
-
 def arm_of(folder):
     """(arm, number of prompts or 0) of a folder called ARM or ARM-PROMPTS; -sSEED at the end is one of
     several trainings."""
