@@ -14,7 +14,9 @@ load      seconds and peak memory of loading, in a fresh process
 Writes results/llamacpp.json, and keeps there what other parts found.
 """
 import argparse
+import atexit
 import contextlib
+import multiprocessing
 import os
 import statistics
 import sys
@@ -59,17 +61,28 @@ def ours(model):
 
 
 def llama_cpp(path, threads):
+    """In a process of its own: OpenMP counts its threads with torch's, and more threads than cores wait for each other asleep."""
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, path, threads), daemon=True).start()
+
+    def run(ids, n):
+        ours.send((ids, n))
+        return ours.recv()
+    atexit.register(ours.send, None)
+    return run
+
+
+def serve(pipe, path, threads):
     import xllamacpp
     params = xllamacpp.CommonParams()
     params.model.path = path
     params.n_ctx, params.n_parallel, params.warmup = 1024, 1, True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
-
-    def run(ids, n):
-        return server.handle_completions({"prompt": ids, "n_predict": n, "temperature": 0, "ignore_eos": True,
-                                          "cache_prompt": False})["choices"][0]["text"]
-    return run
+    while asked := pipe.recv():
+        ids, n = asked
+        pipe.send(server.handle_completions({"prompt": ids, "n_predict": n, "temperature": 0, "ignore_eos": True,
+                                             "cache_prompt": False})["choices"][0]["text"])
 
 
 def transformers_generate(folder, dtype):

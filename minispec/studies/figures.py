@@ -125,17 +125,6 @@ def speedup_by_batch(axes, r):
     lines(axes, best(r), "batch", "speed-up", "rung")
 
 
-def waterfall(axes, r):
-    """From what is observed to what is possible, in the smallest batch: every bar goes from the rung below
-    to its own."""
-    rows = best(r)
-    steps = [x for x in rows if x["batch"] == rows[0]["batch"] and x["rung"] != "observed, adaptive"]
-    values = np.array([x["speed-up"] for x in steps])
-    below = np.append(0, values[:-1])
-    axes.bar([x["rung"] for x in steps], values - below, bottom=below, label="speed-up")
-    axes.tick_params("x", rotation=20)
-
-
 def winners(axes, traces):
     """Along the output, the share of positions at which a drafter's round would gain more than any other
     one's; the band is twice the standard error over requests."""
@@ -164,6 +153,6 @@ FIGURES = {
         by_place, place="slot of the window", arms=("start", "mdlm", "streak", "ships"))},
     "specdiff_chains.json": {"specdiff_chains": by_chains},
     "cdlm_curves.json": {"cdlm_steps": by_steps},
-    "bounds.json": {"bounds_batch": speedup_by_batch, "bounds_waterfall": waterfall},
+    "bounds.json": {"bounds_batch": speedup_by_batch},
     "traces.jsonl": {"bounds_winners": winners},
 }
