@@ -1,4 +1,5 @@
 import pytest
+import torch
 from conftest import toy_model
 
 from minispec.core.drafters import NGram, SmallLM
@@ -24,6 +25,7 @@ def test_ngram_finds_a_match_that_overlaps_its_end():
     assert NGram(2, 1).propose([Request([6, 6, 6])], [3])[0][0] == [6]
 
 
+@torch.no_grad()
 def test_small_model_keeps_its_cache_in_step():
     """Whatever was accepted, the drafts equal those of a drafter that starts afresh from the committed tokens."""
     model = toy_model(seed=2)

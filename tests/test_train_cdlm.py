@@ -213,7 +213,7 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     prompt, lengths = pad_prompts(prompts)
     batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
-    optimizer = Optimizer(student)
+    optimizer = Optimizer(student, lambda name: name.startswith("blocks."))            # as the script
     for step in range(steps):
         k, k_star = train_cdlm.draw_states(batch["live"], length, B, g)
         train_cdlm.student_losses(student, teacher.head.weight.detach(), batch, k, k_star, MASK, B, (1.0, 0.0), False, g)["distill"].backward()
