@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from . import check, jit, tl
+from . import jit, tl
 
 SMALL, LARGE = 16, 64                   # packed rows of a tile; 16 is the least that tl.dot takes
 CHUNK = 512                             # entries one program reads; a constant, see above
@@ -55,15 +55,10 @@ def settings(dtype, d):
     tuned on one. PRECISION concerns fp32 alone, which is there to prove identity, not for speed, and must not
     lose 13 bits to TF32; bf16 and fp16 products are exact anyway."""
     if dtype == torch.float32:
-        n_small = 16 if d <= 64 else 64
-        return dict(N_SMALL=n_small, N_LARGE=16, STAGES_SMALL=2, STAGES_LARGE=2, PRECISION="ieee",
-                    num_warps=16)
-    n_small = min(8192 // d, 128)
-    if d == 128:
-        n_small = 32                              # with 64 at once they spill on sm_120
-    n_warps = 4 if d <= 128 else 8
-    return dict(N_SMALL=n_small, N_LARGE=min(4096 // d, 64), STAGES_SMALL=5, STAGES_LARGE=3,
-                PRECISION="tf32", num_warps=n_warps)
+        return dict(N_SMALL=16 if d <= 64 else 64, N_LARGE=16, STAGES_SMALL=2, STAGES_LARGE=2,
+                    PRECISION="ieee", num_warps=16)
+    return dict(N_SMALL=128 if d <= 64 else 32, N_LARGE=min(4096 // d, 64), STAGES_SMALL=5, STAGES_LARGE=3,
+                PRECISION="tf32", num_warps=4 if d <= 128 else 8)
 
 
 @jit
@@ -165,16 +160,14 @@ def packed_attention(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_ite
     -1). scale includes log2(e)."""
     p_item += tl.program_id(0) * 4
     request = tl.load(p_item)
-    if request < 0:                               # padding, see Plan.padded
+    if request < 0:                               # padding: all plans of a CUDA graph are equally long
         return
+    tile = (p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part, p_part_lse,
+            scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group)
     if tl.load(p_request + request * 6 + 1) * group <= SMALL:
-        attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part,
-                    p_part_lse, scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group,
-                    D, SMALL, N_SMALL, STAGES_SMALL, PRECISION)
+        attend_tile(*tile, D, SMALL, N_SMALL, STAGES_SMALL, PRECISION)
     else:
-        attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part,
-                    p_part_lse, scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group,
-                    D, LARGE, N_LARGE, STAGES_LARGE, PRECISION)
+        attend_tile(*tile, D, LARGE, N_LARGE, STAGES_LARGE, PRECISION)
 
 
 @jit
@@ -229,54 +222,33 @@ class Plan:
     requests (B, 6): first row in q, rows, length with the rows' own, selected positions, first position of
     the tail, 1 if the rows are causal. sees (N,) int64: bit j says whether a row sees position length - 1 -
     j. items (n, 4) and merges (m, 5): see the kernels. n_part_rows: rows of partial results. chunk: entries
-    of an item. max_length, max_selected: the least that slots and selected must hold."""
+    of an item."""
     requests: torch.Tensor
     sees: torch.Tensor
     items: torch.Tensor
     merges: torch.Tensor
     n_part_rows: int
     chunk: int
-    max_length: int
-    max_selected: int
 
     def to(self, device):
         names = "requests", "sees", "items", "merges"
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
-
-    def padded(self, n_items, n_merges, n_part_rows):
-        """The same with room for more, so that launches have one size and one CUDA graph serves every mix of
-        phases."""
-        has = len(self.items), len(self.merges), self.n_part_rows
-        if any(n > room for n, room in zip(has, (n_items, n_merges, n_part_rows))):
-            raise ValueError("a plan of {} items, {} merges and {} partial rows ".format(*has)
-                             + f"does not fit {n_items}, {n_merges} and {n_part_rows}")
-        items = F.pad(self.items, (0, 0, 0, n_items - has[0]), value=-1)
-        merges = F.pad(self.merges, (0, 0, 0, n_merges - has[1]), value=-1)
-        return replace(self, items=items, merges=merges, n_part_rows=n_part_rows)
 
 
 def make_plan(requests, group, chunk=CHUNK, trees=None):
     """Cut the lists of a packed batch into work items.
 
     requests: [(rows, length, n_selected, tail)], one for each row of the slot table; rows may be 0 (a request
-    that waits). length counts the rows' own positions; selected ones lie before tail. trees: {request: bool
-    (rows, m)}, which of the last m <= SEEN positions each row sees; without it they are causal."""
-    trees = trees or {}
+    that waits). length counts the rows' own positions, which lie at the end of the tail, and selected ones
+    lie before it: n_selected <= tail <= length - rows. trees: {request: bool (rows, m)}, which of the last m
+    <= SEEN positions each row sees; without it they are causal."""
     table = torch.tensor(requests, dtype=torch.int64).view(-1, 4)
     rows, length, n_selected, tail = table.unbind(1)
-    # Selected positions lie before the tail, and the rows' own at its end.
-    bad = (rows < 0) | (n_selected < 0) | (tail < 0) | (n_selected > tail)
-    bad |= (rows > 0) & (tail > length - rows)
-    if bad.any():
-        i = bad.nonzero()[0].item()
-        raise ValueError(f"request {i}: (rows, length, n_selected, tail) = {tuple(requests[i])}; "
-                         "it must hold that n_selected <= tail <= length - rows")
-
     # Trees: the newest position is the lowest bit.
     first_row = rows.cumsum(0) - rows
     causal = torch.ones_like(rows)
     sees = torch.full((int(rows.sum()),), -1)
-    for i, mask in trees.items():
+    for i, mask in (trees or {}).items():
         causal[i] = 0
         bits = F.pad(mask.long(), (SEEN - mask.shape[1], 0), value=1) << torch.arange(SEEN - 1, -1, -1)
         sees[first_row[i]:first_row[i] + len(mask)] = bits.sum(1)
@@ -300,9 +272,7 @@ def make_plan(requests, group, chunk=CHUNK, trees=None):
     items = torch.stack([request[tile], first[tile], i_part * chunk, part], 1)
     merges = torch.stack([request, first, n, first_part, parts], 1)[parts > 1]
     requests = torch.stack([first_row, rows, length, n_selected, tail, causal], 1)
-    live = rows > 0
-    return Plan(requests.int(), sees, items.int(), merges.int(), int(part_rows.sum()), chunk,
-                max(length[live].tolist(), default=0), max(n_selected[live].tolist(), default=0))
+    return Plan(requests.int(), sees, items.int(), merges.int(), int(part_rows.sum()), chunk)
 
 
 def _expand(counts):
@@ -312,22 +282,18 @@ def _expand(counts):
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
 
 
-def attention(q, k, v, slots, selected, plan, return_lse=False):
+def attention(q, k, v, slots, selected, plan):
     """Every row's attention over what the plan lets it see.
 
     q (N, H, D), k and v (G, n_slots, D) of one layer, slots (B, T) int32: the slot of every position,
-    selected (B, G, C) int32 positions or None, all on the plan's device. Returns (N, H, D), and with
-    return_lse also the natural logarithm (N, H), in fp32, of every row's sum of exp(q . k / sqrt(D)). Keys
-    and values of the rows are already in the pool."""
-    check(q, k, v)
+    selected (B, G, C) int32 positions, all on the plan's device. Heads and lists are contiguous, and lists
+    hold all that the plan reads. Keys and values of the rows are already in the pool.
+
+    Returns (N, H, D), and the natural logarithm (N, H), in fp32, of every row's sum of exp(q . k / sqrt(D)).
+    """
     n, h, d = q.shape
     groups = k.shape[0]
-    if selected is None:
-        selected = slots[:, None, :0]             # any pointer will do when none is read
-    too_small = slots.shape[1] < plan.max_length or selected.shape[2] < plan.max_selected
-    if too_small or (slots.stride(1), selected.stride(2)) != (1, 1):
-        raise ValueError(f"slots {tuple(slots.shape)} and selected {tuple(selected.shape)} must be "
-                         f"contiguous lists and hold {plan.max_length} and {plan.max_selected}")
+    # Results, and results of parts where lists are split.
     out = torch.empty(n, h, d, dtype=q.dtype, device=q.device)
     lse = torch.empty(n, h, dtype=torch.float32, device=q.device)
     part = torch.empty(plan.n_part_rows, groups, d, dtype=torch.float32, device=q.device)
@@ -341,30 +307,4 @@ def attention(q, k, v, slots, selected, plan, return_lse=False):
     if len(plan.merges):
         merge_parts[(len(plan.merges), groups, LARGE // SMALL)](
             part, part_lse, plan.requests, plan.merges, out, lse, h // groups, D=d, M=SMALL)
-    return (out, lse) if return_lse else out
-
-
-def attention_reference(q, k, v, slots, selected, plan, return_lse=False):
-    """The same by definition: one row, one head, one list at a time, in fp32."""
-    (_, h, d), groups = q.shape, k.shape[0]
-    out = torch.zeros_like(q)
-    lse = torch.zeros(q.shape[:2], device=q.device)
-    for b in set(plan.items[:, 0].tolist()) - {-1}:
-        first_row, n_rows, length, n_selected, tail, causal = plan.requests[b].tolist()
-        for i in range(n_rows):
-            row = first_row + i
-            newest = length - n_rows + i if causal else length - 1
-            bits = plan.sees[row].item()
-            own = []
-            for p in range(tail, newest + 1):
-                back = length - 1 - p
-                if back >= SEEN or bits >> back & 1:
-                    own.append(p)
-            for head in range(h):
-                group = head // (h // groups)
-                positions = selected[b, group, :n_selected].tolist() if n_selected else []
-                index = slots[b, positions + own].long()
-                logits = k[group, index].float() @ q[row, head].float() * d ** -0.5
-                out[row, head] = (logits.softmax(0) @ v[group, index].float()).to(q.dtype)
-                lse[row, head] = logits.logsumexp(0)
-    return (out, lse) if return_lse else out
+    return out, lse

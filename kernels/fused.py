@@ -17,7 +17,7 @@ drafter.
 """
 import torch
 
-from . import check, jit, tl
+from . import jit, tl
 from .attention import attention
 from .scores import scores
 
@@ -26,16 +26,14 @@ BLOCK = 1024                            # numbers of a row that a program of sil
 
 
 @jit
-def add_rms_norm_kernel(p_x, p_delta, p_weight, p_sum, p_out, eps, width,
-                        ADD: tl.constexpr, BLOCK: tl.constexpr):
+def add_rms_norm_kernel(p_x, p_delta, p_weight, p_sum, p_out, eps, width, BLOCK: tl.constexpr):
     """Grid (N,). A program takes a whole row."""
     i_row = tl.program_id(0).to(tl.int64)
     o_c = tl.arange(0, BLOCK)
     inside = o_c < width
     b_x = tl.load(p_x + i_row * width + o_c, mask=inside, other=0.0)
-    if ADD:
-        b_x += tl.load(p_delta + i_row * width + o_c, mask=inside, other=0.0)
-        tl.store(p_sum + i_row * width + o_c, b_x, mask=inside)
+    b_x += tl.load(p_delta + i_row * width + o_c, mask=inside, other=0.0)
+    tl.store(p_sum + i_row * width + o_c, b_x, mask=inside)
     # The norm: x over the root of its mean square.
     b_x = b_x.to(tl.float32)
     b_scale = 1.0 / tl.sqrt(tl.sum(b_x * b_x, 0) / width + eps)
@@ -103,12 +101,11 @@ def norm_settings(width):
 
 
 def add_rms_norm(x, delta, norm):
-    """(x + delta, norm of it), rows (N, C); delta None: (x, norm of x)."""
+    """(x + delta, norm of it), rows (N, C)."""
     n, width = x.shape
-    total = x if delta is None else torch.empty_like(x)
+    total = torch.empty_like(x)
     out = torch.empty_like(x)
-    add_rms_norm_kernel[(n,)](x, x if delta is None else delta, norm.weight, total, out, norm.eps, width,
-                              ADD=delta is not None, **norm_settings(width))
+    add_rms_norm_kernel[(n,)](x, delta, norm.weight, total, out, norm.eps, width, **norm_settings(width))
     return total, out
 
 
@@ -117,7 +114,6 @@ def rope_and_store(qkv, block, rope, positions, new, keys, values):
     n_slots, D) at slots new (N,), and returns the queries (N, H, D)."""
     c = block.config
     q = qkv.new_empty(len(qkv), c.n_head, c.head_dim)
-    check(q, keys, values)
     weights = (block.q_norm.weight, block.k_norm.weight) if c.qk_norm else (qkv, qkv)
     rope_and_store_kernel[(len(qkv), c.n_head + 2 * c.n_kv_head)](
         qkv, *weights, rope.cos, rope.sin, positions, new, q, keys, values, c.norm_eps, c.n_head, c.n_kv_head,
@@ -142,15 +138,17 @@ def decode(blocks, norm, rope, h, x, cache, taps=None):
     (N, F) as in GPT.features. Nothing in here may wait for the device or depend on anything but the
     contents of tensors, because it is captured in a CUDA graph (graphs.py)."""
     features = {}
-    delta = None
+    delta = torch.zeros_like(h)
     for layer, block in enumerate(blocks):
+        # Attention: project, turn and store, read.
         h, normed = add_rms_norm(h, delta, block.norm1)
         features[layer] = h
         keys, values = cache.layers[layer]
         q = rope_and_store(block.qkv(normed), block, rope, x.positions, x.new, keys, values)
-        out, lse = attention(q, keys, values, x.slots, x.selected[:, layer], x.plan, return_lse=True)
+        out, lse = attention(q, keys, values, x.slots, x.selected[:, layer], x.plan)
         if len(x.which):
             scores(q, keys, lse, x.slots, x.plan, x.which, x.scores[layer])
+        # Feed-forward.
         h, normed = add_rms_norm(h, block.out(out.flatten(1)), block.norm2)
         delta = block.down(silu_mul(block.gate_up(normed)))
     features[len(blocks)], hidden = add_rms_norm(h, delta, norm)

@@ -100,20 +100,18 @@ class Graphs:
 
     cache: a KVCache with a spare slot, for pad rows; batch requests at most, of `longest` positions at most;
     widest: how many positions a planner selects at most (0: it selects none, and wants no scores); group =
-    H / G; features: F of Inputs.features; more: zeros of the shapes of Inputs.more; positions: the most that
-    all requests together have (default: as many as the cache has slots)."""
+    H / G; features: F of Inputs.features; more: zeros of the shapes of Inputs.more."""
 
-    def __init__(self, function, cache, batch, longest, widest, group, features=0, more=None, positions=None):
+    def __init__(self, function, cache, batch, longest, widest, group, features=0, more=None):
         layers, groups, _, _ = cache.k.shape
         self.function = function
         self.cache = cache
-        self.n_positions = positions or cache.n_slots
         self.batch = batch
         self.longest = longest
         self.group = group
         self.n_features = features
         self.more = more or {}
-        self.padding = {"new": cache.n_slots, "which": -1}         # others: 0; of work see Plan.padded
+        self.padding = {"new": cache.n_slots, "items": -1, "merges": -1, "which": -1}          # others: 0
         self.n_scored = batch if widest else 0
         self.selected = torch.zeros(batch, layers, groups, widest, dtype=torch.int32, device=cache.k.device)
         self.scores = torch.zeros(layers, self.n_scored, groups, longest, device=cache.k.device)
@@ -125,15 +123,12 @@ class Graphs:
 
     def room(self, rows):
         """The most work items, merges and partial rows that so many rows need: a request has one tile, and
-        another for every LARGE packed rows; a tile has an item for every CHUNK positions; and all requests
-        together have no more positions than slots."""
-        requests = min(rows, self.batch)
-        more = rows * self.group // LARGE
+        another for every LARGE packed rows; a tile has an item for every CHUNK positions."""
+        tiles = min(rows, self.batch) + rows * self.group // LARGE
         parts = -(-self.longest // CHUNK)
-        items = min((requests + more) * parts, self.n_positions // CHUNK + requests + more * parts)
         if parts == 1:
-            return items, 0, 0
-        return items, requests + more, min(items * LARGE, rows * self.group * parts)
+            return tiles, 0, 0
+        return tiles * parts, tiles, rows * self.group * parts
 
     def shapes(self, rows):
         """{name: (shape, dtype)} of all tables of a forward of so many rows; first those of 64 bits."""
@@ -155,8 +150,7 @@ class Graphs:
         buffer = torch.zeros(n, dtype=torch.int32, device=self.cache.k.device)
         t = tables(buffer, shapes)
         *_, part_rows = self.room(rows)
-        plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], part_rows, CHUNK, self.longest,
-                    self.selected.shape[-1])
+        plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], part_rows, CHUNK)
         features = self.cache.k.new_zeros(rows, self.n_features)
         x = Inputs(t["tokens"], t["positions"], t["new"], t["first"], None, self.selected, t["which"], plan,
                    self.scores, features, {name: t[name] for name in self.more})
@@ -182,6 +176,7 @@ class Graphs:
 
     def fill(self, rows, segments, places, more=None):
         """The Inputs of a packed batch, padded to so many rows; arguments as of __call__."""
+        # What each request feeds and reads, cut into work items.
         ends = [s.start + len(s.tokens) for s in segments]
         shapes = []                                      # (rows, length, selected positions, tail)
         for s, end in zip(segments, ends):
@@ -192,12 +187,11 @@ class Graphs:
             tail = 0 if chosen is None else s.keys.length - s.keys.recent
             shapes.append((len(s.tokens), end, n_selected, tail))
         trees = {i: s.keys.tail for i, s in enumerate(segments) if getattr(s.keys, "tail", None) is not None}
-        items, merges, part_rows = self.room(rows)
-        plan = make_plan(shapes, self.group, trees=trees).padded(items, merges, part_rows)
+        plan = make_plan(shapes, self.group, trees=trees)
 
         # Requests and their first slots go to their places, work items name these. Slots of places without a
         # request repeat the first one's.
-        place = torch.tensor([*places, -1], dtype=torch.int32)         # of padding: -1 again
+        place = torch.tensor(places, dtype=torch.int32)
         requests = torch.zeros(self.batch, 6, dtype=torch.int32)
         requests[places] = plan.requests
         first = torch.full((self.batch,), segments[0].keys.base)
@@ -233,6 +227,7 @@ class Graphs:
 
         segments: requests.Segment; the keys that record scores get them. more, how: see Inputs; more lies on
         the host."""
+        # Pad, and send what changes to where the graph reads it.
         n = sum(len(s.tokens) for s in segments)
         started = time.perf_counter()
         rows = next((size for size in SIZES if size >= n), n)
@@ -250,6 +245,7 @@ class Graphs:
                 function()                               # compiles kernels
             self.compiled = True
             spent = time.perf_counter() - started
+        # Replay, or run what is too large for a graph.
         if rows in SIZES:
             graph, out = self.graphs[rows, how]
             graph.replay()

@@ -26,7 +26,7 @@ step of 128 requests.
 """
 import torch
 
-from . import check, jit, tl
+from . import jit, tl
 from .attention import LOG2E
 
 
@@ -80,36 +80,13 @@ def pillar_scores(p_q, p_k, p_lse, p_slot, p_request, p_which, p_scores, scale, 
 
 
 def scores(q, k, lse, slots, plan, which, out):
-    """Fill out (B, G, T) fp32 for the requests `which` (n,) int32 (-1: none) from the lse (N, H) of their
-    attention. Positions from a request's length on are left as they are. Returns out."""
-    check(q, k)
+    """Fill out (B, G, T) fp32 for the requests `which` (n,) int32 (-1: none), n > 0, from the lse (N, H) of
+    their attention. Positions from a request's length on are left as they are. Returns out."""
     _, h, d = q.shape
     groups = k.shape[0]
     constants = settings(q.dtype, d)
-    if min(slots.shape[1], out.shape[2]) < plan.max_length:
-        raise ValueError(f"slots {tuple(slots.shape)} and scores {tuple(out.shape)} must hold "
-                         f"{plan.max_length} positions")
-    if len(which):
-        scale = d ** -0.5 * LOG2E
-        strides = q.stride(0), k.stride(0), slots.stride(0), out.stride(0), out.stride(1)
-        pillar_scores[(len(which), groups, -(-out.shape[2] // constants["N"]))](
-            q, k, lse, slots, plan.requests, which, out, scale, h // groups, *strides, D=d, **constants)
-    return out
-
-
-def scores_reference(q, k, lse, slots, plan, which, out):
-    """The same by definition, without the lse: one dense softmax a request and query head, in fp32."""
-    (_, h, d), groups = q.shape, k.shape[0]
-    for b in [b for b in which.tolist() if b >= 0]:
-        first_row, n_rows, length = plan.requests[b, :3].tolist()
-        rows = q[first_row:first_row + n_rows].float()
-        index = slots[b, :length].long()
-        positions = torch.arange(length, device=q.device)
-        unseen = positions > positions[length - n_rows:, None]                                  # (n, length)
-        for group in range(groups):
-            total = torch.zeros(length, device=q.device)
-            for head in range(group * h // groups, (group + 1) * h // groups):
-                logits = rows[:, head] @ k[group, index].float().T * d ** -0.5
-                total += logits.masked_fill(unseen, float("-inf")).softmax(-1).sum(0)
-            out[b, group, :length] = total / (n_rows * h // groups)
+    scale = d ** -0.5 * LOG2E
+    strides = q.stride(0), k.stride(0), slots.stride(0), out.stride(0), out.stride(1)
+    pillar_scores[(len(which), groups, -(-out.shape[2] // constants["N"]))](
+        q, k, lse, slots, plan.requests, which, out, scale, h // groups, *strides, D=d, **constants)
     return out

@@ -49,7 +49,7 @@ def variants(dtype, group, d):
     return {"packed_attention": (attention.packed_attention, {**shape, **tiles, **attention.settings(dtype, d)}),
             "merge_parts": (attention.merge_parts, dict(**shape, M=attention.SMALL)),
             "pillar_scores": (scores.pillar_scores, {**shape, **scores.settings(dtype, d)}),
-            "add_rms_norm": (fused.add_rms_norm_kernel, dict(ADD=True, **fused.norm_settings(32 * d))),
+            "add_rms_norm": (fused.add_rms_norm_kernel, fused.norm_settings(32 * d)),
             "rope_and_store": (fused.rope_and_store_kernel, dict(D=d, NORM=True, num_warps=1)),
             "silu_mul": (fused.silu_mul_kernel, dict(BLOCK=fused.BLOCK))}
 

@@ -2,6 +2,7 @@
 import contextlib
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -45,11 +46,11 @@ def test_the_rows_of_all_prompts_have_a_bound(name, monkeypatch):
 
 def test_the_device_of_a_script_is_the_current_one(monkeypatch):
     chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    probe = SimpleNamespace(item=lambda: 0.0, is_cuda=True, device=torch.device("cuda:1"))
+    monkeypatch.setattr(torch, "zeros", lambda n, device: {"cuda:1": probe}[device])
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     check_device("cuda:1")
-    assert chosen == [1]
+    assert chosen == [torch.device("cuda:1")]
 
 
 def test_the_thread_of_delayed_verification_uses_the_models_device(monkeypatch):
