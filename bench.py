@@ -29,6 +29,7 @@ if __name__ == "__main__" and own_files.asked():
     sys.exit()
 
 import minispec  # before torch: it tunes the allocator
+minispec.need_torch()
 import torch
 
 from minispec.data import traces
@@ -42,7 +43,7 @@ from minispec.studies.run import MORE, lossless, profile, run, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render
 from minispec.tools import checkpoints, gguf_file, methods
-from minispec.tools.files import blame, read_json, replaced
+from minispec.tools.files import blame, read_json, write_text
 
 
 def bounds(args, model, tokenizer):
@@ -85,7 +86,7 @@ def parser():
 
 
 def check(args):
-    """ValueError for studies that there are not."""
+    """ValueError for a study that there is not."""
     allowed = (*STUDIES, "all", "report")
     for name in args.studies:
         if name not in allowed:
@@ -94,18 +95,20 @@ def check(args):
 
 def chosen(args):
     """The names of the studies to run, in the order of STUDIES."""
-    wanted = ALL if "all" in args.studies else args.studies or WHOLE
-    # A quick run leaves no files to compute from.
-    if args.quick and not args.studies and not os.path.exists(results.path("traces.jsonl")):
+    wanted = args.studies or WHOLE
+    if "all" in wanted:
+        wanted = [*wanted, *ALL]
+    # A quick run leaves no files to compute bounds from.
+    if args.quick and not args.studies:
         wanted = WHOLE[:-1]
-    return [name for name in STUDIES if name in wanted or name in args.studies]
+    return [name for name in STUDIES if name in wanted]
 
 
 def choose_target(args):
     """Fill in the model, the folder of its results and its cost table."""
     if args.model is None:
-        real = not args.studies and gguf_file.packaged("smollm2")
-        args.model = "smollm2" if real else methods.SHIPPED
+        real = not args.studies and gguf_file.packaged()
+        args.model = gguf_file.SMOLLM2 if real else methods.SHIPPED
     if args.model != methods.SHIPPED:
         name = os.path.splitext(os.path.basename(os.path.normpath(args.model)))[0]
         results.FOLDER = os.path.join(results.FOLDER, name)
@@ -159,8 +162,7 @@ def report(page):
 
     marks = r"<!-- results:([\w/]+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
     text = re.sub(marks, table, text, flags=re.S)
-    with replaced(page) as temporary, open(temporary, "w", encoding="utf-8") as f:
-        f.write(text)
+    write_text(page, text)
 
 
 def study_table(name, choice=""):

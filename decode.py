@@ -1,4 +1,5 @@
-"""Text in, text out, by any method; shows who proposed each token and what it was worth.
+"""Text in, text out, by any method; shows who proposed each token and what it was worth. On a terminal green
+tokens were guessed right, red ones replace a wrong guess, blue ones come free behind right guesses.
 
     ar, ngram, draft    plain decoding; drafts copied from earlier text; drafts of a small model
     specgen             the model drafts for itself, and reads 5 % of its cache
@@ -15,28 +16,25 @@ All options: python decode.py --help. The model is SmolLM2-135M-Instruct where t
 installed, unless the method or the problem is made for the small model in checkpoints/target.
 """
 import os
-import statistics
 import sys
 
 import minispec  # before torch: it tunes the allocator
+minispec.need_torch()
 import torch
-from tqdm import tqdm
 
-from minispec import cdlm, specgen
+from minispec import cdlm
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies.sparse import measure_costs
 from minispec.tools import checkpoints, gguf_file, methods
-from minispec.tools.answers import converse, requests_of, schedule_view, verdict
+from minispec.tools.answers import requests_of, schedule_view, verdict
 from minispec.tools.files import write_json
 from minispec.tools.report import compare, figures, table
-from minispec.tools.script import Parser, check_device, check_writable, in_colour, run_main, visible
-from minispec.tools.terminal import Printer, chat, legend, stream
+from minispec.tools.script import Parser, check_device, check_writable, in_colour, positive, run_main, visible
+from minispec.tools.terminal import Printer, chat, stream
 from minispec.tools.watch import Explain, Watch
 
-BUILT_IN = ("trace", 2, 40)      # family, seed and size of the problem solved if none is given
-SHORT = ("story", 5, 5)          # the same for diffusion models, whose answers have 256 slots
+BUILT_IN = ("story", 5, 5)       # family, seed and size of the small model's problem if none is given
 
 # Of models that speak English: a question, and for SpecGen, which is made for long contexts, a story of
 # 4,400 tokens (the first three chapters of The Princess and the Goblin, George MacDonald, 1872).
@@ -60,25 +58,16 @@ def parse_args(argv=None):
                              "Spec-Bench have them, or like that")
     source.add_argument("--chat", action="store_true",
                         help="talk with the model: Ctrl-C stops an answer, Ctrl-D ends")
-    source.add_argument("--task", metavar="FAMILY",
-                        help=f"held-out problems: {', '.join(tasks.FAMILIES)}; "
-                             f"or a file of the data folder: {', '.join(prompts.PROMPT_FILES)}")
+    source.add_argument("--task", choices=tasks.FAMILIES, help="held-out problems of a family")
     add = group.add_argument
-    add("--n", type=int, help="how many problems (default 1 of a task, all of a file)")
+    add("--n", type=positive, help="how many problems (default 1 of a task, all of a file)")
     add("--size", type=int,
         help="difficulty of --task: lines, digits, events, rooms (default: drawn from the trained range)")
-    add("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR",
-        help="folder of real prompt files (default $MINISPEC_DATA)")
-    add("--warm-context", type=int, default=0, metavar="N",
-        help="enter the reference chain of thought with N tokens of prompt and chain given")
-    add("--no-thinking", action="store_true", help="Qwen3: answer at once, without a chain of thought")
 
     add = parser.add_argument_group("answers").add_argument
-    add("--batch", type=int, default=1, help="requests decoded together (default 1)")
-    add("--max-new-tokens", type=int,
+    add("--batch", type=positive, default=1, help="requests decoded together (default 1)")
+    add("--max-new-tokens", type=positive,
         help="limit of an answer (default: twice a known solution's length, else 1024)")
-    add("--stop", action="append", default=[], metavar="TEXT",
-        help="end the answer before this text; may be given several times")
     add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 is off")
     add("--top-p", type=float, default=1.0, help="keep the most likely tokens that reach this mass; 1 is off")
@@ -87,7 +76,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("output").add_argument
     add("--compare", action="store_true",
         help="decode autoregressively too: speed-up, and whether the output is identical")
-    add("--explain", type=int, default=0, metavar="N",
+    add("--explain", type=positive, metavar="N",
         help="show the first N rounds that have drafts: p, q, the coin, the verdict, what the cache keeps")
     add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
     add("--json", metavar="PATH", help="write the result as JSON")
@@ -103,10 +92,10 @@ def parse_args(argv=None):
 
 def default_model(args):
     """SmolLM2 where it is installed, unless the method's drafter or the problem is of the shipped model."""
-    if args.method not in methods.FREE or args.task in tasks.FAMILIES:
+    if args.method not in methods.FREE or args.task:
         return methods.SHIPPED
-    if gguf_file.packaged("smollm2"):
-        return "smollm2"
+    if gguf_file.packaged():
+        return gguf_file.SMOLLM2
     print(f"SmolLM2 is not installed; this is the small model of {methods.SHIPPED}. For the real one: "
           f"{gguf_file.HINT}", file=sys.stderr)
     return methods.SHIPPED
@@ -115,31 +104,16 @@ def default_model(args):
 def check(args):
     """ValueError for what can be known to be wrong before anything is loaded."""
     diffusion = args.method in methods.DIFFUSION
-    if args.method not in methods.METHODS and not diffusion:
-        allowed = ", ".join([*methods.METHODS, *methods.DIFFUSION])
-        raise ValueError(f"unknown method '{args.method}'; choose from {allowed}")
-    for name in ("n", "batch", "max_new_tokens", "cache_tokens"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name.replace('_', '-')} {value} is out of range; allowed is 1 or more")
-    if args.warm_context < 0:
-        raise ValueError(f"warm-context {args.warm_context} is out of range; allowed is 0 (off) or more")
-    args.stop = [s.encode("utf-8", "replace").decode() for s in args.stop]
-    if args.stop and (diffusion or "" in args.stop):
-        raise ValueError("--stop is a text of one character or more, and not for --method cdlm or dlm")
     if args.chat and (args.json or args.compare or args.batch > 1 or args.quiet or diffusion):
         raise ValueError("--chat goes with one request at a time and no --json, --compare, --quiet; "
                          "not with --method cdlm or dlm, which do not chat")
     if args.watch and (not diffusion or args.batch > 1):
         raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
-    if args.explain and (diffusion or args.method == "ar" or args.batch > 1 or args.explain < 0 or args.chat):
-        raise ValueError("--explain N is for N of 1 or more, methods that verify drafts and --batch 1; the "
-                         "steps of --method cdlm or dlm are shown by --watch")
+    if args.explain and (diffusion or args.method == "ar" or args.batch > 1 or args.chat):
+        raise ValueError("--explain is for methods that verify drafts and --batch 1; the steps of --method "
+                         "cdlm or dlm are shown by --watch")
     if args.json:
-        inputs = [args.prompts, args.cost, args.model]
-        if args.data and args.task in prompts.PROMPT_FILES:
-            inputs.append(os.path.join(args.data, prompts.PROMPT_FILES[args.task][0]))
-        check_writable(args.json, inputs)
+        check_writable(args.json, [args.prompts, args.cost, args.model])
 
 
 def problems_of(args):
@@ -148,20 +122,15 @@ def problems_of(args):
         return [tasks.Problem("prompt", args.prompt, "", "")]
     if args.prompts:
         return prompts.load_prompts(args.prompts)[:args.n]
-    if args.task in prompts.PROMPT_FILES:
-        return prompts.load_named(args.task, args.data)[:args.n or 1]
     if args.task:
-        size = args.size
-        if args.task == "trace" and args.warm_context and size is None:
-            size = tasks.lines_for(args.warm_context + 2 * (args.max_new_tokens or 512))
-        return [tasks.make(args.task, args.seed + i, "heldout", size) for i in range(args.n or 1)]
+        return [tasks.make(args.task, args.seed + i, "heldout", args.size) for i in range(args.n or 1)]
     return None
 
 
 def built_in(args, tokenizer):
     """The problem that is solved if none is given."""
     if tokenizer.ours:
-        family, seed, size = SHORT if args.method in methods.DIFFUSION else BUILT_IN
+        family, seed, size = BUILT_IN
         return [tasks.make(family, seed, "heldout", size)]
     args.max_new_tokens = args.max_new_tokens or ANSWER
     if args.method != "specgen":
@@ -174,53 +143,38 @@ def load(args):
     """(model, tokenizer) of the target."""
     check_device(args.device)
     name = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
-    model = checkpoints.load(args.model, args.device, getattr(torch, name))
-    tokenizer = Tokenizer.load(args.model)
-    if args.no_thinking:
-        if "enable_thinking" not in tokenizer.chat_template:
-            raise ValueError(f"--no-thinking is for models of the Qwen3 family; {args.model} is none")
-        tokenizer.thinking = False
-    return model, tokenizer
+    return checkpoints.load(args.model, args.device, getattr(torch, name)), Tokenizer.load(args.model)
 
 
-class Session:
-    """Answers problems with one engine: one after the other with their text, or in batches with a bar."""
-
-    def __init__(self, engine, tokenizer, args, make_requests, quiet):
-        self.engine, self.tokenizer, self.args = engine, tokenizer, args
-        self.make_requests, self.quiet = make_requests, quiet
-        self.first_token = []                            # seconds to the first token of every generation
-
-    def answer(self, problems):
-        """Generations of the problems, in order."""
-        requests = self.make_requests(problems)
-        if self.engine.batch_size == 1 or len(requests) == 1:
-            for i, (problem, request) in enumerate(zip(problems, requests)):
-                if not self.quiet and len(requests) > 1:
-                    print(f"--- {i + 1} of {len(requests)}")
-                self._one(problem, request, len(requests) > 1)
-        else:
-            with tqdm(total=len(requests), unit="request", desc=self.args.method, disable=self.quiet) as bar:
-                self.first_token += stream(self.engine, requests, self.tokenizer, self.args.stop, bar=bar)
-        return [r.generation for r in requests]
-
-    def _one(self, problem, request, judge):
-        """Answer one request; show the prompt, the text while it comes and, if asked, the verdict."""
+def answer(engine, problems, requests, tokenizer, args, quiet):
+    """Answer the problems' requests: together, or at batch 1 one after the other with their text. Returns the
+    seconds to the first token of each."""
+    if args.batch > 1 and len(requests) > 1:
+        return stream(engine, requests, quiet=quiet)
+    first_token = []
+    for i, (problem, request) in enumerate(zip(problems, requests)):
         printer = None
-        if not self.quiet:
-            shown = problem.prompt.encode("utf-8", "replace").decode()      # half a character cannot be shown
-            if len(shown) > LONG:
-                shown = f"{shown[:500]}\n[.. {len(shown) - 700:,} characters ..]\n{shown[-200:]}"
-            print(visible(shown))
-            if not self.args.watch:
-                printer = Printer(self.tokenizer, in_colour(sys.stdout), self.args.stop)
-        self.first_token += stream(self.engine, [request], self.tokenizer, self.args.stop, printer)
-        if printer and printer.last != "\n":
-            print()
-        if not self.quiet and judge:
-            correct = verdict(problem, request.generation, self.tokenizer)
-            if correct is not None:
-                print("answer: " + ("correct" if correct else "wrong"))
+        if not quiet:
+            if len(requests) > 1:
+                print(f"--- {i + 1} of {len(requests)}")
+            print(shown(problem.prompt))
+        if not quiet and not args.watch:
+            printer = Printer(tokenizer, in_colour(sys.stdout))
+        first_token += stream(engine, [request], printer, quiet)
+        if printer:
+            printer.end_line()
+        correct = verdict(problem, request.generation, tokenizer)
+        if not quiet and len(requests) > 1 and correct is not None:
+            print("answer: " + ("correct" if correct else "wrong"))
+    return first_token
+
+
+def shown(prompt):
+    """A prompt as a terminal can show it."""
+    text = prompt.encode("utf-8", "replace").decode()    # half a character cannot be shown
+    if len(text) > LONG:
+        text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
+    return visible(text)
 
 
 # -- main ------------------------------------------------------------------------------------------------
@@ -241,53 +195,39 @@ def main(argv=None):
         print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {model.dtype} on {args.device}, "
               f"--method {args.method}\n".replace("torch.", ""))
     engine = methods.make_engine(args.method, model, args, args.batch)
-    if in_colour(sys.stdout) and args.batch == 1 and args.method != "ar" and not (args.quiet or diffusion):
-        legend()
     if args.chat:
-        return chat(engine, tokenizer, sampling, args.max_new_tokens or CHAT, args.stop)
-    if problems is None:
-        problems = built_in(args, tokenizer)
+        return chat(engine, tokenizer, sampling, args.max_new_tokens or CHAT)
+    problems = problems or built_in(args, tokenizer)
 
-    def make_requests(some):
-        return requests_of(some, tokenizer, model, args.max_new_tokens, sampling, args.warm_context)
-
-    make_requests(problems)                              # what does not fit fails before anything is shown
+    def ask(engine, quiet):
+        """The generations of all problems, and the seconds to the first token of each."""
+        requests = requests_of(problems, tokenizer, model, args.max_new_tokens, sampling)
+        first_token = answer(engine, problems, requests, tokenizer, args, quiet)
+        return [r.generation for r in requests], first_token
 
     # Decode.
     if args.watch and not args.quiet:
-        engine.on_step = Watch(tokenizer, sys.stdout)
+        engine.on_step = Watch(tokenizer)
     explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
-    session = Session(engine, tokenizer, args, make_requests, args.quiet)
-    rows = converse(problems, session.answer)
+    generations, first_token = ask(engine, args.quiet)
 
     # Report.
-    result = figures(args, model, tokenizer, engine, rows, session.first_token)
-    generations = [generation for _, generation, _ in rows]
+    result = figures(args, model, tokenizer, engine, problems, generations, first_token)
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)
-        result["regime"] = regime(engine, args, result["accepted_per_round"], generations)
     if args.compare:
         if not args.quiet:
             print("\nonce more, by the plain loop ..", flush=True)
         ar = methods.make_engine("ar", model, args, args.batch)
-        plain = converse(problems, Session(ar, tokenizer, args, make_requests, quiet=True).answer)
-        compare(result, generations, [generation for _, generation, _ in plain], ar, model)
-    if len(rows) == 1:
+        plain, _ = ask(ar, quiet=True)
+        compare(result, generations, plain, ar, model)
+    if len(problems) == 1:
         result |= result.pop("requests")[0]
     if not args.quiet and args.batch == 1:
         print()
     print("\n".join([*explained, table(result)]))
     if args.json:
         write_json(args.json, result)
-
-
-def regime(engine, args, accepted, generations):
-    """SpecGen's cost model at this run's batch and mean context, from timings made here and now."""
-    context = int(statistics.mean(len(g.prompt_ids) + len(g.token_ids) for g in generations))
-    k = engine.planner.k
-    costs = measure_costs(engine.model, context, args.batch, k, args.sparsity, args.min_budget)
-    predicted = specgen.predicted_speedup(k, accepted, **costs, delayed=args.delayed)
-    return {**costs, "context": context, "predicted_speedup": predicted}
 
 
 if __name__ == "__main__":

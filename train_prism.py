@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 
 from minispec import prism
+from minispec.core.attention import dense_attend
 from minispec.core.words import Words, most_frequent, restrict
 from minispec.data import rollouts
-from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Optimizer, Run, bf16, fast_dtype, learning_rate, locked
+from minispec.tools.training import Run, bf16, divergence, fast_dtype, locked
 
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
 
@@ -82,51 +82,22 @@ def drafter_of(args, target):
 # again with its own weights, which never happens in decoding. A row counts if the token it guesses is one to
 # learn.
 
-class Unrolled:
-    """The attention of unrolled drafting. Step 1 is causal. At step k the query of row r sees the step-1 keys
-    of rows 0 .. r, and of the steps since then the keys of row r alone: those its own drafts wrote. One
-    softmax over all.
+def unrolled_attend():
+    """attend of unrolled drafting. Step 1 is causal. At step k the query of row r sees the step-1 keys of
+    rows 0 .. r, and of the steps since then the keys of row r alone: those its own drafts wrote. The next
+    call for a layer is its next step."""
+    steps = {}                                           # layer -> the keys and values of its steps so far
 
-    Queries go block by block and skip the future, as in cpu.blocked_attend.
-    """
-
-    def __init__(self, block=256):
-        self.steps = {}                                  # layer -> [(k, v) of each step]
-        self.block = block
-
-    def attend(self, layer, q, k, v):
-        """q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D). The next call for a layer is its next
-        step."""
-        s, d = q.shape[1], q.shape[3]
-        group = q.shape[2] // k.shape[2]  # g query heads share a key head
-        steps = self.steps.setdefault(layer, [])
-        steps.append((k.transpose(1, 2), v.transpose(1, 2)))                   # (B, G, S, D)
-        first_k, first_v = steps[0]
-        first_k = first_k.transpose(-1, -2)                                    # (B, G, D, S)
-        q = (q * d ** -0.5).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)   # (B, G, g, S, D)
-
-        # Every later step left one key that only its own row sees.
-        later = steps[1:]
-        own = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in later]    # (B, G, g, S, 1) each
-
-        size = max(self.block, s // 8)
-        future = torch.full((size, size), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-        out = []
-        for start in range(0, s, size):
-            end = min(start + size, s)
-            n = end - start
-            # Step-1 keys up to the row itself ..
-            rows = q[:, :, :, start:end].flatten(2, 3)                         # (B, G, g * n, D)
-            logits = (rows @ first_k[..., :end]).unflatten(2, (group, n))      # (B, G, g, n, end)
-            logits[..., start:] += future[:n, :n]
-            # .. and its own later ones, under one softmax.
-            logits = torch.cat([logits, *(x[:, :, :, start:end] for x in own)], -1)
-            probs = logits.softmax(-1).to(v.dtype)
-            read = (probs[..., :end].flatten(2, 3) @ first_v[:, :, :end]).unflatten(2, (group, n))
-            for j, (_, own_v) in enumerate(later):
-                read = read + probs[..., end + j, None] * own_v[:, :, None, start:end]
-            out.append(read)
-        return torch.cat(out, 3).permute(0, 3, 1, 2, 4).flatten(2, 3)          # (B, S, H, D)
+    def attend(layer, q, k, v):
+        """q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D)."""
+        earlier_k, earlier_v = steps.get(layer, (k[:, :0], v[:, :0]))
+        k, v = steps[layer] = torch.cat([earlier_k, k], 1), torch.cat([earlier_v, v], 1)   # (B, k S, G, D)
+        s = q.shape[1]
+        own = torch.eye(s, dtype=torch.bool, device=q.device)
+        mask = own.repeat(1, k.shape[1] // s)                                  # (S, k S)
+        mask[:, :s] = torch.ones_like(own).tril()
+        return dense_attend(mask)(layer, q, k, v)
+    return attend
 
 
 def unroll(prism, words, ids, features, steps):
@@ -134,14 +105,14 @@ def unroll(prism, words, ids, features, steps):
     if the drafted tokens are those in ids. Row r of step k guesses t_{r+k+1}; the last k rows know too little
     and are to be ignored."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    attention = Unrolled()
+    attend = unrolled_attend()
     a = prism.fuse(features)
     states = []
     for step in range(1, steps + 1):
         # Row r reads the token drafted last, t_{r+k}, and the state that drafted it, one position further on.
         e = words.embed(ids.roll(-step, 1))
         at = (positions + step - 1).clamp(max=prism.config.block_size - 1)
-        a = prism(step, e, a, at, attention.attend)
+        a = prism(step, e, a, at, attend)
         states.append(a)
     return states
 
@@ -161,61 +132,31 @@ def unrolled_loss(prism, words, batch, steps):
 
     # 2. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}.
     judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
-    goal, best = batch.hidden[judged], batch.best[judged]                      # (n, C), (n,)
-    guess = torch.stack([a.roll(k, 1)[judged] for k, a in enumerate(states, 1)])         # (T, n, C)
-
-    # 3. The mean over the rows r = s - k that exist, by step.
     s = judged.nonzero()[:, 1]                                                 # (n,)
-    exists = s >= torch.arange(1, steps + 1, device=s.device)[:, None]         # (T, n)
-    weight = exists / exists.sum(1, keepdim=True).clamp(min=1)
-    loss, slope, drafts = _divergence(words, goal, guess.detach(), weight)
-
-    # 4. The slope is the loss's gradient in guess: a product with it has the same one.
-    product = (guess * slope).sum()
-    return loss + product - product.detach(), _accepted(drafts == best, judged)
-
-
-@torch.no_grad()
-def _divergence(words, goal, guess, weight, chunk=128):
-    """KL divergence of the target's states goal (n, C) to the drafter's guess (T, n, C), weighted by (T, n)
-    and summed; its gradient in guess; and the tokens (T, n) that the drafter would draft.
-
-    Both are distributions over the draft vocabulary, the target's renormalised, because that is the most that
-    the drafter can become. The gradient is taken where the logits are at hand, `chunk` rows at a time: no
-    logits are kept for a backward pass, or made a second time in it.
-    """
-    loss, slopes, drafts = 0.0, [], []
-    for goal, guess, weight in zip(goal.split(chunk), guess.split(chunk, 1), weight.split(chunk, 1)):
-        log_p = words.logits(goal).float().log_softmax(-1)                     # (chunk, N)
-        log_q = words.logits(guess).float().log_softmax(-1)                    # (T, chunk, N)
-        p = log_p.exp()
-        kl = (p * log_p).sum(-1) - (p * log_q).sum(-1)                         # (T, chunk)
-        loss = loss + (kl * weight).sum()
-        drafts.append(words.tokens(log_q.argmax(-1)))
-        # The gradient of KL in the drafter's logits is q - p.
-        slopes.append(words.slope((log_q.exp_() - p) * weight[..., None]))     # (T, chunk, C)
-    return loss, torch.cat(slopes, 1), torch.cat(drafts, 1)
-
-
-def _accepted(hits, judged):
-    """The share (T,) of drafting rows whose first 1, 2, .. guesses are right, from hits (T, n) at the rows
-    that are judged (B, S). Rows that draft past the last judged one do not count."""
-    steps = range(1, len(hits) + 1)
-    right = torch.zeros(len(hits), *judged.shape, device=judged.device)
-    right[:, judged] = hits.float()
-    # Back to the rows that drafted: a draft is accepted if it and all before it are right.
-    right = torch.stack([x.roll(-k, 1) for k, x in zip(steps, right)]).cumprod(0)
-    whole = torch.stack([F.pad(judged[:, k:], (0, k)) for k in steps]).all(0)
-    return (right * whole).sum((1, 2)) / whole.sum().clamp(min=1)
+    with torch.no_grad():
+        goal = words.logits(batch.hidden[judged])                              # (n, N)
+    loss, chains = 0.0, []
+    right = whole = torch.ones_like(judged)              # are all guesses of a row right, and all judged?
+    for k, a in enumerate(states, 1):
+        rows = F.pad(judged[:, k:], (0, k))                                    # (B, S): the same, as rows r
+        guess = words.logits(a[rows])
+        # 3. Both are distributions over the draft vocabulary, the target's renormalised, because that is the
+        # most that the drafter can become.
+        loss = loss + divergence(goal[s >= k], guess).sum() / max(len(guess), 1)
+        hits = words.tokens(guess.argmax(-1)) == batch.best[judged][s >= k]
+        right = right.masked_scatter(rows, right[rows] & hits)
+        whole = whole & rows
+        chains.append(right)
+    accepted = (torch.stack(chains) & whole).sum((1, 2)) / whole.sum().clamp(min=1)
+    return loss, accepted
 
 
 @torch.no_grad()
 def evaluate(model, words, heldout, args):
-    """On held-out answers, five drafts a round: tau; how often draft 1, 2, .. is right if all before are."""
+    """On held-out answers, five drafts a round: tau; and how many drafts pay."""
     total = torch.zeros(5)
     n = 0
-    for numbers in torch.arange(len(heldout.rows)).split(4):
-        batch = heldout.batch(numbers.tolist(), args.device)
+    for batch in heldout.batches(args.device):
         with bf16(args.device):
             _, accepted = unrolled_loss(model, words, batch, 5)
         total += accepted.cpu() * batch.learn.sum().item()
@@ -225,29 +166,24 @@ def evaluate(model, words, heldout, args):
     model.config.depth = max(int((share > WORTH).sum()), 1)
     if model.config.depth == len(share):
         model.config.depth = prism.PrismConfig.depth
-    return {
-        "heldout_tau": round(1 + share.sum().item(), 4),
-        "heldout_acceptance": rollouts.of_those_before(share),
-    }
+    return {"heldout_tau": round(1 + share.sum().item(), 4)}
 
 
 # -- training ------------------------------------------------------------------------------------------------
 
 def main():
     args = parse_args()
-    target = checkpoints.load(args.target, args.device, fast_dtype(args.device))
-    tokenizer = Tokenizer.load(args.target)
-    target.requires_grad_(False)
+    target = checkpoints.load(args.target, args.device, fast_dtype(args.device)).requires_grad_(False)
     torch.manual_seed(args.seed)
     model = drafter_of(args, target).float()
     with locked(args.out):
-        train(args, target, tokenizer, model)
+        train(args, target, model)
 
 
-def train(args, target, tokenizer, model):
+def train(args, target, model):
     # 1. The data, which texts every step reads, and which tokens are drafted.
     unroll = ARMS[args.arm]["unroll"] or args.unroll
-    texts, heldout, plan = rollouts.collect(args, target, tokenizer, model.config.taps, unroll)
+    texts, heldout, plan = rollouts.collect(args, target, model.config.taps, unroll)
     restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
     words = Words(target, model.vocabulary)
     module = sum(p.numel() for p in model.bank[0].parameters())
@@ -255,8 +191,7 @@ def train(args, target, tokenizer, model):
           f"{model.config.draft_vocab or target.config.vocab_size} tokens to draft")
 
     # 2. The loop, from the last checkpoint on.
-    optimizer = Optimizer(model)
-    run = Run(args.out, model, optimizer, len(plan), args.save_every, args.minutes and args.minutes / 2)
+    run = Run(args, args.out, model, len(plan), args.lr, minutes=args.minutes and args.minutes / 2)
     for step in run.steps():
         numbers, tokens = plan[step]
         batch = texts.batch(numbers, args.device)
@@ -265,8 +200,7 @@ def train(args, target, tokenizer, model):
             loss, accepted = unrolled_loss(model, words, batch, unroll)
         loss = loss / unroll
         loss.backward()
-        progress = run.progress(tokens / plan[-1][1])
-        optimizer.step(learning_rate(step, progress, args.lr, args.warmup))
+        run.update(step, tokens / plan[-1][1])
         run.log(loss=loss, tau=1 + accepted.sum())
         if run.checkpoint_due(step):
             results = evaluate(model, words, heldout, args)

@@ -13,6 +13,7 @@ weights, which takes time, and forgets all but the last 1,024. A batch in which 
 drafts as it likes has another number of rows in each round, times some ten shapes: so remember more.
 """
 import ctypes
+import importlib.util
 import os
 import sys
 
@@ -36,6 +37,13 @@ def tune_allocator():
 def keep_kernels():
     """Remember KERNELS of oneDNN's kernels, if the environment does not say otherwise."""
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)
+
+
+def need_torch():
+    """For scripts that are run first: without torch, say what to install and end (exit code 2)."""
+    if importlib.util.find_spec("torch") is None:
+        print("minispec needs torch: pip install -r requirements.txt (README.md, Two commands)", file=sys.stderr)
+        sys.exit(2)
 
 
 tune_allocator()

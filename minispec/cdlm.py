@@ -24,7 +24,7 @@ What differs from the paper:
     (and in Dream; in LLaDA it predicts its own slot). The row before a block predicts its first slot, so it
     is fed once more with the block.
   - All blocks of an answer are trained in one forward: see `two_copies`.
-  - The consistency target may lie inside the block: see `student_losses` in train_cdlm.py.
+  - The shipped student learned consistency inside the block; train_cdlm.py has it as printed.
 """
 import time
 from dataclasses import dataclass
@@ -32,8 +32,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from minispec.core.attention import group_rows, packed_attend, ungroup_rows
-from minispec.core.cpu import training_attend
+from minispec.core.attention import dense_attend, group_rows, packed_attend, ungroup_rows
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Step, check_requests
 
@@ -150,6 +149,7 @@ def pick(confidence, n=1, threshold=None, order=ORDER):
     slots = list(range(len(confidence)))
     if order == "surest":
         slots.sort(key=lambda i: -confidence[i])                 # ties to the left
+    # Without a threshold, a fixed number a step; with one, all that are sure, at least one.
     if threshold is None:
         return slots[:n]
     return [i for i in slots if confidence[i] > threshold] or slots[:1]
@@ -284,6 +284,7 @@ class Decoder:
                 if self.record:
                     a.hidden[masked[i] - a.prompt] = hidden[row + i].to("cpu", torch.float16, copy=True)
             row += len(masked)
+            # What lies before the block was fed clean, so its keys are final.
             a.steps += 1
             a.n_cached = a.first
             if self.on_step:
@@ -371,7 +372,7 @@ def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal)
     """Hidden states (n, L, C) that predict the slots (n, L) behind left-padded prompts (n, width)."""
     positions, blocks = layout(lengths, prompt.shape[1], answer.shape[1], block_size)
     first = prompt.shape[1] - 1                                  # its row predicts the first slot
-    attend = training_attend(prompt.device, mask(blocks))
+    attend = dense_attend(mask(blocks))
     hidden = model(torch.cat([prompt, answer], 1), positions, attend)
     return hidden[:, first:first + answer.shape[1]]
 
@@ -384,5 +385,5 @@ def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
     positions = torch.cat([positions, positions[:, -length:]], 1)
     slot = torch.arange(length, device=clean.device)
     row = prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)
-    attend = training_attend(prompt.device, two_copies(blocks, length))
+    attend = dense_attend(two_copies(blocks, length))
     return model(torch.cat([prompt, clean, noisy], 1), positions, attend)[:, row]

@@ -113,7 +113,7 @@ class Prism(nn.Module):
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
-        checkpoints.check_shapes(self.config, target.config, ("d_model", "vocab_size"))
+        checkpoints.check_shapes(self.config, target.config)
 
 
 def for_target(target, step_map=(0, 1), n_layer=1, taps=()):
@@ -124,9 +124,10 @@ def for_target(target, step_map=(0, 1), n_layer=1, taps=()):
     prism = Prism(PrismConfig(**shape, step_map=step_map, taps=taps, target=checkpoints.fingerprint(target)))
     c = prism.config.d_model
     with torch.no_grad():
+        scale = target.norm.weight.norm() / c ** 0.5 / target.embed.weight.std()
         for module in prism.bank:
             module.norm.weight.copy_(target.norm.weight)
-            module.join.weight[:, :c] *= target.norm.weight.norm() / c ** 0.5 / target.embed.weight.std()
+            module.join.weight[:, :c] *= scale.item()            # the target may be on a GPU, this is not yet
             module.join.weight[:, c:] += torch.eye(c)
     return prism.to(target.device)
 

@@ -61,6 +61,7 @@ class SpecDiffConfig(gpt.GPTConfig):
     taps: tuple = None      # layers of the target that it reads; (): the final state; None: none
     target: str = ""        # fingerprint of the target that it is trained for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
+    embed_scale: float = 1.0    # of the target's embeddings, so that they weigh as much as its states
 
     def __post_init__(self):
         if self.taps is not None:
@@ -104,23 +105,27 @@ class Drafter(nn.Module):
 
     def embed(self, tokens, features):
         # An open slot has no token, but a vector of its own.
-        x = self.target.embed(tokens.clamp(min=0))
+        x = self.target.embed(tokens.clamp(min=0)) * self.config.embed_scale
         x = torch.where((tokens == MASK)[..., None], self.mask, x)
         return x if self.fuse is None else x + self.fuse(features)
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
-        checkpoints.check_shapes(self.config, target.config, ("vocab_size", "d_model"))
+        checkpoints.check_shapes(self.config, target.config)
 
 
 def for_target(target, n_layer=None, gamma=8, shift=True, taps=None):
     """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
-    the mean of all tokens."""
+    the mean of all tokens. Where it reads the target's last state, that passes the projection as it is, and
+    embeddings, small next to states in most models, are scaled to weigh as much."""
     most = target.config.n_layer
     n_layer = n_layer or most
     if not 1 <= n_layer <= most:
         raise ValueError(f"layers {n_layer} is out of range; the target has {most}")
     shape = {**asdict(target.config), "n_layer": n_layer, "shift": shift}
+    if taps == ():
+        size_of_states = target.norm.weight.norm() / target.config.d_model ** 0.5
+        shape["embed_scale"] = (size_of_states / target.embed.weight.std()).item()
     config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, target=checkpoints.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
     # Nothing starts at random: the target's own layers guess the first slot well from the beginning.
@@ -128,8 +133,10 @@ def for_target(target, n_layer=None, gamma=8, shift=True, taps=None):
         drafter.norm.load_state_dict(target.norm.state_dict())
         for mine, theirs in zip(drafter.blocks, target.blocks):
             mine.load_state_dict(theirs.state_dict())
-        drafter.mask.copy_(target.embed.weight.mean(0))
-        if drafter.fuse is not None:
+        drafter.mask.copy_(target.embed.weight.mean(0) * config.embed_scale)
+        if taps == ():
+            nn.init.eye_(drafter.fuse.weight)
+        elif taps is not None:
             drafter.fuse.weight.zero_()                  # it starts as the plain form
     return drafter
 
@@ -246,6 +253,7 @@ class SpecDiffDrafter(Cached):
                 work.append(rows)
                 n += len(rows.tokens)
             wanted += range(n - slots, n)                # shifted: that of t_n and the masks
+        # All windows of the batch share one forward, and all K chains of a request share its window.
         hidden, = self.run_round(work)
         logits = self.words.logits(hidden[wanted])
         return logits.split([slots for _, slots in live])
@@ -254,6 +262,7 @@ class SpecDiffDrafter(Cached):
         """What a request feeds: first its new committed tokens, causal; then the window's masks, which see
         each other."""
         notes = self.note(request)
+        # Shifted, the row of the last token guesses the first slot, so there is one mask less.
         masks = [MASK] * (slots - self.drafter.config.shift)
         of_new, of_masks = None, None
         if self.taps is not None:

@@ -47,7 +47,9 @@ from minispec.core.requests import Segment, check_k, draw_drafts
 
 SELECTIONS = ("ahead", "pillar", "window")
 SCHEDULES = ("unified", "lockstep", "random")
-REACH = (1, 2, 4)                            # of the selection "ahead": see look_ahead
+# Of the selection "ahead": see look_ahead.
+REACH = (1, 2, 4)
+FADE = 0.6
 MEMORY = 0.5
 GROWTH = 64                                  # entries that a pool of selections grows by beyond its need
 N_SINKS = 4                                  # first positions that a plain window keeps (StreamingLLM)
@@ -93,7 +95,7 @@ class DraftPool:
             self.taken[keys.row] = None
             keys.row = None
 
-    def _gather(self, keys):
+    def gather(self, keys):
         """Take a row, and copy what is selected into it."""
         if None not in self.taken:
             self.taken.append(None)
@@ -126,7 +128,7 @@ class DraftPool:
         """attend over one draft row of each of `some` keys: q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
         for keys in some:
             if keys.row is None:
-                self._gather(keys)
+                self.gather(keys)
             keys.n += 1
         # Where each row's new key goes: the end of its list.
         device = self.k.device
@@ -165,12 +167,12 @@ def budget(length, sparsity, min_budget):
 
 def look_ahead(scores, memory):
     """Scores (L, G, T) of the selection "ahead". Heads that looked at a position are about to look at those
-    behind it, because text is read in order. So a score is passed on to the next 7, a fifth less at every
+    behind it, because text is read in order. So a score is passed on to the next 7, and fades with every
     position. And what was looked at in earlier rounds, memory (L, G, up to T) or None, counts half with every
     round since."""
     # Doubling: 3 steps reach 7 positions.
     for step in REACH:
-        passed = 0.8 ** step * scores[..., :-step]
+        passed = FADE ** step * scores[..., :-step]
         scores = torch.cat([scores[..., :step], torch.maximum(scores[..., step:], passed)], dim=-1)
     if memory is not None:
         n = min(memory.shape[-1], scores.shape[-1])

@@ -1,11 +1,11 @@
 """Which keys may a query see? The `attend` callables that are handed to the model.
 
-Training:  `dense_attend(mask)` sees whole sequences (cpu.py has the same, faster on a CPU). Decoding:
-`packed_attend(segments)` serves one packed batch in which every request contributes its own number of query
-           rows. Each segment brings its own *keys* object, which stores the rows' k and v where they belong
-           and lets the rows' queries read what they may. Here that is FullKeys: all cached positions,
-           causal among the new rows, or along the paths of a draft tree. specgen.py adds PillarKeys, a
-           short list of positions per layer and head.
+Training:  `dense_attend(mask)` sees whole sequences.
+Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number
+           of query rows. Each segment brings its own *keys* object, which stores the rows' k and v where
+           they belong and lets the rows' queries read what they may. Here that is FullKeys: all cached
+           positions, causal among the new rows, or along the paths of a draft tree. specgen.py adds
+           PillarKeys, a short list of positions per layer and head.
 On a GPU:  kernels/fused.py does what packed_attend does, all segments in one kernel a layer.
 
 Shapes, for one layer: N packed rows, n of them from one request; H query heads, G key/value heads, g = H /
@@ -13,6 +13,7 @@ G query heads share a key head; D numbers a head; T positions that a request has
 included.
 """
 from functools import cached_property
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -40,18 +41,13 @@ def packed_attend(segments):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
 
     Neighbours whose keys lie in one pool are served together."""
-    spans = []                                           # [first row, last row + 1, [keys]]
-    for first, end, keys in segments:
-        if spans and keys.pool is not None and spans[-1][2][0].pool is keys.pool:
-            spans[-1][1] = end
-            spans[-1][2].append(keys)
-        else:
-            spans.append([first, end, [keys]])
-
     parts = []                                           # (first row, last row + 1, attend)
-    for first, end, some in spans:
-        pool = some[0].pool
-        parts.append((first, end, some[0].attend if pool is None else pool.attend(some)))
+    for pool, some in groupby(segments, lambda segment: segment[2].pool):
+        some = list(some)
+        if pool is None:
+            parts += [(first, end, keys.attend) for first, end, keys in some]
+        else:
+            parts.append((some[0][0], some[-1][1], pool.attend([keys for *_, keys in some])))
     if len(parts) == 1:
         return parts[0][2]
 
@@ -158,38 +154,24 @@ class FullKeys:
 def group_rows(q, n_groups):
     """(n, H, D) -> (G, g * n, D): the g = H / G heads that share a key head become rows of one product."""
     n, h, d = q.shape
-    if n == 1:                                           # plain decoding: a view will do
-        return q.view(n_groups, h // n_groups, d)
     return q.view(n, n_groups, h // n_groups, d).permute(1, 2, 0, 3).reshape(n_groups, -1, d)
 
 
 def ungroup_rows(out, n):
     """(G, g * n, D) -> (n, H, D), the inverse of group_rows."""
     groups, gn, d = out.shape
-    if n == 1:
-        return out.reshape(1, -1, d)
     return out.view(groups, gn // n, n, d).permute(2, 0, 1, 3).reshape(n, -1, d)
 
 
 # -- trees of drafts -----------------------------------------------------------------------------------------
 
-def path_mask(paths, n):
-    """bool (len(paths), n): row i sees the columns that paths[i] lists.
-
-    In a draft tree a row's path is itself and its ancestors."""
-    mask = torch.zeros(len(paths), n, dtype=torch.bool)
-    rows = [i for i, path in enumerate(paths) for _ in path]
-    columns = [j for path in paths for j in path]
-    mask[rows, columns] = True
-    return mask
-
-
 def tree_mask(parents):
-    """bool (n + 1, n + 1), who sees whom: row 0 is the root, rows 1 .. n hang from rows `parents` (n,)."""
-    paths = [[0]]
+    """bool (n + 1, n + 1), who sees whom: row 0 is the root, rows 1 .. n hang from rows `parents` (n,). A row
+    sees itself and its ancestors."""
+    sees = torch.eye(len(parents) + 1, dtype=torch.bool)
     for i, parent in enumerate(parents, 1):
-        paths.append([*paths[parent], i])
-    return path_mask(paths, len(paths))
+        sees[i] |= sees[parent]
+    return sees
 
 
 # -- the same on a GPU: kernels/ -----------------------------------------------------------------------------
@@ -199,5 +181,5 @@ TREE = 64                # rows of the largest tree that the kernels take (kerne
 
 def can_fuse(model):
     """Whether the Triton kernels run for this model. Where they do not, decoding uses torch's operators."""
-    from kernels import supported, unavailable           # here, because importing triton takes a second
-    return not unavailable(model.embed.weight) and supported(model.config.head_dim, model.dtype)
+    from kernels import available, supported             # here, because importing triton takes a second
+    return available(model.embed.weight) and supported(model.config.head_dim, model.dtype)

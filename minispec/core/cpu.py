@@ -1,14 +1,10 @@
-"""What makes torch fast on a CPU. Everything here computes what a plain torch operator does, in less time.
-
-`Linear` is nn.Linear, which it also is on a GPU, and `blocked_attend` is attention.dense_attend.
+"""What makes decoding fast on a CPU. Everything here computes what a plain torch operator does, in less time.
 """
 import math
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-from minispec.core.attention import dense_attend
 
 # Blocks of rows that a matrix is cut into, for a product with a single row.
 BLOCKS = 16
@@ -85,48 +81,3 @@ def norm_of_a_row(x, weight, eps):
     row = x.flatten().float()
     mean_square = torch.dot(row, row).item() / len(row)
     return (x * weight).mul_((mean_square + eps) ** -0.5)
-
-
-def blocked_attend(mask=None, block=256):
-    """The same function as attention.dense_attend, for training on a CPU in bf16.
-
-    There torch's fused attention runs at a tenth of the speed of a matrix product. So this one is made of
-    products, one block of queries after the other. Where it is causal, a block does not read the keys after
-    its last query."""
-    def attend(layer, q, k, v):
-        t, d = q.shape[1], q.shape[3]
-        group = q.shape[2] // k.shape[2]                                  # g query heads share a key head
-        q = (q * d ** -0.5).unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)      # (B, G, g, T, D)
-        k = k.permute(0, 2, 3, 1)                                         # (B, G, D, T)
-        v = v.transpose(1, 2)                                             # (B, G, T, D)
-
-        # Masks are added to the logits: 0 where a query sees a key, -inf where it does not.
-        size = max(block, t // 8)
-        if mask is None:
-            hidden = torch.full((size, size), float("-inf"), dtype=q.dtype, device=q.device).triu(1)
-        else:
-            hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
-            hidden.masked_fill_(~mask, float("-inf"))
-
-        out = []
-        for start in range(0, t, size):
-            end = min(start + size, t)
-            n = end - start
-            seen = end if mask is None else t
-            rows = q[:, :, :, start:end].flatten(2, 3)                    # (B, G, g * n, D)
-            logits = (rows @ k[..., :seen]).unflatten(2, (group, n))      # (B, G, g, n, seen)
-            if mask is None:
-                logits[..., start:] += hidden[:n, :n]
-            elif mask.ndim == 2:
-                logits += hidden[start:end]
-            else:
-                logits += hidden[:, :, None, start:end]
-            probs = logits.softmax(-1).flatten(2, 3)
-            out.append((probs @ v[:, :, :seen]).unflatten(2, (group, n)))
-        return torch.cat(out, 3).permute(0, 3, 1, 2, 4).flatten(2, 3)     # (B, T, H, D)
-    return attend
-
-
-def training_attend(device, mask=None):
-    """attend over whole sequences for training: the faster of two that compute the same."""
-    return blocked_attend(mask) if device.type == "cpu" else dense_attend(mask)

@@ -119,8 +119,7 @@ class Cached(Drafter):
         self.size = longest + self.room
         self.pool = KVCache(c, batch * self.size, self.target.dtype, self.target.device, spare=1)
         group = c.n_head // c.n_kv_head
-        self.graphs = Graphs(self.round, self.pool, segments * batch, self.size, 0, group, width, more,
-                             segments * self.pool.n_slots)
+        self.graphs = Graphs(self.round, self.pool, segments * batch, self.size, 0, group, width, more)
 
     def in_pool(self, work):
         return self.graphs is not None and all(rows.keys.cache is self.pool for rows in work)

@@ -53,18 +53,6 @@ def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
     return (1 - keep) * turn / factor + keep * turn
 
 
-def rope_table(config, device=None):
-    """cos and sin of every position's rotation angles, each (block_size, D), in fp32.
-
-    The first half of sin is negated, for `rotate`."""
-    half = torch.arange(0, config.head_dim, 2, device=device).float() / config.head_dim
-    turn = stretched(config.rope_theta ** -half, **config.rope_scaling or {})
-    angle = torch.outer(torch.arange(config.block_size, device=device).float(), turn)
-    cos = torch.cat([angle.cos(), angle.cos()], dim=-1)
-    sin = torch.cat([-angle.sin(), angle.sin()], dim=-1)
-    return cos, sin
-
-
 def rotate(x, cos, sin):
     """Rotary position embedding of x (..., heads, D) by cos and sin (..., 1, D).
 
@@ -74,13 +62,16 @@ def rotate(x, cos, sin):
 
 
 class Rope(nn.Module):
-    """The table of all positions, a module without weights: positions (...) -> cos and sin (..., 1, D)."""
+    """The table of all positions' angles, a module without weights: positions (...) -> cos and sin (..., 1,
+    D). The first half of sin is negated, for `rotate`."""
 
     def __init__(self, config):
         super().__init__()
-        cos, sin = rope_table(config)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        half = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        turn = stretched(config.rope_theta ** -half, **config.rope_scaling or {})
+        angle = torch.outer(torch.arange(config.block_size).float(), turn)
+        self.register_buffer("cos", torch.cat([angle.cos(), angle.cos()], dim=-1), persistent=False)
+        self.register_buffer("sin", torch.cat([-angle.sin(), angle.sin()], dim=-1), persistent=False)
 
     def forward(self, positions, dtype):
         cos = self.cos[positions][..., None, :].to(dtype)
@@ -195,33 +186,30 @@ class GPT(nn.Module):
     def dtype(self):
         return self.embed.weight.dtype
 
-    def forward(self, tokens, positions, attend, taps=None):
+    def forward(self, tokens, positions, attend):
         """Final hidden states (..., C), after the last norm, of tokens (...) at positions (...).
 
         attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already
-        applied to q and k. `taps`, a dict, asks for hidden states on the way: {layer: None} is filled with
-        the input of that layer (layer n_layer: the output of the last one, before the norm)."""
-        x = self.embed(tokens)
-        cos, sin = self.rope(positions, x.dtype)
-        for block in self.blocks:
-            if taps is not None and block.layer in taps:
-                taps[block.layer] = x
-            x = block(x, cos, sin, attend)
-        if taps is not None and len(self.blocks) in taps:
-            taps[len(self.blocks)] = x
-        return self.norm(x)
+        applied to q and k."""
+        hidden, _ = self.features(tokens, positions, attend)
+        return hidden
 
     def features(self, tokens, positions, attend, layers=()):
         """What a drafter reads of this model: (final hidden states (..., C), features (..., F)).
 
-        The features are the inputs of `layers`, concatenated, or the final hidden states where no layer is
-        named. Training and decoding both ask here, so that a drafter sees the same in both."""
-        if not layers:
-            hidden = self(tokens, positions, attend)
-            return hidden, hidden
-        taps = dict.fromkeys(layers)
-        hidden = self(tokens, positions, attend, taps)
-        return hidden, torch.cat([taps[i] for i in layers], dim=-1)
+        The features are the inputs of `layers` (layer n_layer: the output of the last one, before the norm),
+        concatenated, or the final hidden states where no layer is named. Training and decoding both ask here,
+        so that a drafter sees the same in both."""
+        x = self.embed(tokens)
+        cos, sin = self.rope(positions, x.dtype)
+        taps = {}
+        for block in self.blocks:
+            if block.layer in layers:
+                taps[block.layer] = x
+            x = block(x, cos, sin, attend)
+        taps[len(self.blocks)] = x
+        hidden = self.norm(x)
+        return hidden, torch.cat([taps[i] for i in layers], dim=-1) if layers else hidden
 
     def logits(self, hidden):
         """(..., C) -> (..., V)."""

@@ -50,7 +50,8 @@ def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
 
         # 2. Verify: one forward over what the cache lacks (the prompt, later one token) and the guesses.
         logits = forward(model, tokens[n_cached:] + guess, n_cached, cache)
-        best = logits[-len(guess) - 1:].argmax(-1).tolist()      # best[i]: what comes after guess[:i]
+        #    Of the last rows, best[i] is the model's choice after guess[:i].
+        best = logits[-len(guess) - 1:].argmax(-1).tolist()
 
         # 3. Accept guesses as long as the model would have written the same.
         n = 0

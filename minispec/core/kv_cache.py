@@ -111,8 +111,10 @@ class KVCache:
     def _move(self, run, n):
         """Put a run where n slots are free: into the smallest gap that takes them, else pack all others to
         the left."""
+        # 1. What it holds leaves first, because others may move over it.
         others = [r for r in self.runs if r is not run]
         content = [x[:, :, run.first:run.end].clone() for x in (self.k, self.v)]
+        # 2. Where is room?
         gaps = []                                        # (size, first slot)
         start = 0
         for r in [*others, Run(self.n_slots, 0)]:
@@ -120,6 +122,7 @@ class KVCache:
                 gaps.append((r.first - start, start))
             start = r.end
         run.first = min(gaps)[1] if gaps else self._pack(others)
+        # 3. There it goes.
         for x, old in zip((self.k, self.v), content):
             x[:, :, run.first:run.end] = old
         self.moved += run.size
@@ -154,6 +157,7 @@ class KVCache:
         if self.on_host + n > self.host_slots:
             raise ValueError(f"the host pool of {self.host_slots} tokens is full: "
                              "give it more, or the cache more slots, or decode fewer requests together")
+        # The newest tokens leave; those before them stay where they are.
         tail = slice(run.end - n, run.end)
         run.host.append(tuple(self._to_host(x[:, :, tail].clone()) for x in (self.k, self.v)))
         self.resize(run, run.size - n)

@@ -8,7 +8,6 @@ Nothing is lost by it. The drafter's distribution q is 0 for all other tokens, a
 for more than a q that the drafts were really drawn from. Tokens outside come from the target: as the
 correction of a rejected draft, or as the bonus.
 """
-from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -57,10 +56,6 @@ class Words:
         index[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
         return index[tokens]
 
-    def slope(self, of_logits):
-        """The gradient (..., C) of what has this gradient (..., N) in the logits."""
-        return of_logits @ self.head.weight
-
     def whole(self, q):
         """A distribution over the whole vocabulary: (..., N) -> (..., V), 0 outside."""
         if self.ids is None:
@@ -73,9 +68,10 @@ def most_frequent(answers, n, vocab_size):
     fewer than there are."""
     if not 0 < n < vocab_size:
         return None
-    counts = Counter(token for answer in answers for token in answer)
+    tokens = torch.tensor([token for answer in answers for token in answer], dtype=torch.long)
     # Of those never seen, the first: byte-level BPE numbers its tokens from frequent to rare.
-    return torch.tensor(sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:n])
+    counts = torch.bincount(tokens, minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:n]
 
 
 def restrict(drafter, ids):

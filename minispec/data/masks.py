@@ -14,6 +14,7 @@ def per_slot(of_block, gen_length, block_size):
 def mask_rates(n, generator, low=1e-3):
     """n mask rates in [low, 1], spread evenly over it from one random offset, so that batches differ
     little."""
+    # Evenly spaced numbers, shuffled: one for each row.
     u = (torch.rand((), generator=generator) + torch.arange(n) / n) % 1
     return (1 - low) * u[torch.randperm(n, generator=generator)] + low
 
@@ -41,6 +42,7 @@ def open_block(answer, eos_id, block_size, generator):
     n, length = answer.shape
     block = (torch.rand(n, generator=generator) * text_blocks(answer, eos_id, block_size)).long()[:, None]
     rate = mask_rates(n, generator, 1 / block_size)[:, None]
+    # Finished before it, all masks behind it.
     of_slot = torch.arange(length) // block_size
     return torch.where(of_slot == block, rate, (of_slot > block).float()), of_slot == block
 
@@ -64,6 +66,7 @@ def turns(shape, block_size, generator, in_order=0.0):
     blocks = (n, -(-length // block_size))
     loose = per_slot(torch.rand(blocks, generator=generator), length, block_size)
     ordered = per_slot(torch.rand(blocks, generator=generator), length, block_size)
+    # In an ordered block a slot's turn falls with its place, give or take.
     overtake = 0.75 * block_size * loose ** 2                    # so many slots may overtake each other
     place = torch.arange(length) % block_size
     left_to_right = 1 - (place + (1 + overtake) * turn) / (block_size + overtake)

@@ -1,16 +1,17 @@
 """Real prompts: one loader that knows the fields of the public formats, and a checker for each kind of
 answer.
 
-| format | its fields | checked by | |---|---|---| | GSM8K | question, answer (ends in "#### 18") | the last
-number of the text | | MATH-500, MATH | problem, answer or a solution with \\boxed{} | the last \\boxed{},
-compared after `normal` | | AIME | prompt or problem, answer | the same | | HumanEval | prompt, test,
-entry_point | nothing: the tests would have to be run | | MBPP, sanitized MBPP | text or prompt, test_list |
-nothing | | MT-bench, Spec-Bench | turns, category, reference | the last number, if the reference has one
-(math_reasoning) |
+    format                 its fields                                checked by
+    GSM8K                  question, answer (ends in "#### 18")      the last number of the text
+    MATH-500, MATH         problem, answer or solution               the last \\boxed{}, after `normal`
+    AIME                   prompt or problem, answer                 the same
+    HumanEval              prompt, test, entry_point                 nothing: the tests would have to be run
+    MBPP, sanitized MBPP   text or prompt, test_list                 nothing
+    MT-bench, Spec-Bench   turns, category, reference                the last number, if the reference has one
 
 A file holds JSON lines or one JSON array of objects; it may be gzipped (.gz) and begin with a byte-order
 mark. Any other object with a prompt, question or instruction will do; its `answer` is compared like that of
-MATH. Of several turns, the next is asked after the model's own answer to the one before (answers.converse).
+MATH. Of several turns the first is asked.
 
 The papers use HumanEval and MBPP to measure speed. Running what a model wrote needs a real sandbox, so it is
 not done. """
@@ -55,7 +56,7 @@ def load_named(name, data=None):
 
 def load_prompts(file):
     """Problems from a file in any of the formats above. ValueError names the file and the line or object."""
-    problems = [_problem(row, where, seed) for seed, (where, row) in enumerate(read_rows(file), 1)]
+    problems = [_problem(row, where) for where, row in read_rows(file)]
     if not problems:
         raise ValueError(f"{file} holds no prompts")
     return problems
@@ -77,7 +78,7 @@ def read_rows(file):
 
 
 def _read_text(file):
-    opener = gzip.open if file.endswith(".gz") else open
+    opener = gzip.open if str(file).endswith(".gz") else open
     try:
         with opener(file, "rt", encoding="utf-8-sig") as f:
             return f.read()
@@ -100,18 +101,14 @@ def _no_constant(name):
 def _once(pairs):
     row = dict(pairs)
     if len(row) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} appears twice")
+        raise ValueError(f"a key appears twice among {', '.join(key for key, _ in pairs)}")
     return row
 
 
-def _problem(row, where, seed):
-    """The Problem of one object: the first turn as its prompt; facts["check"] says how an answer is
-    checked."""
+def _problem(row, where):
+    """The Problem of one object; facts["check"] says how an answer is checked."""
     row = {name.lower(): value for name, value in row.items()}
-    turns = _turns(row, where)
-    prompt, answer = turns[0].rstrip("\n"), row.get("answer")
+    prompt, answer = _prompt(row, where).rstrip("\n"), row.get("answer")
     family, think, check = "prompt", "", "math"
     # 1. Which format is it?
     if isinstance(row.get("test"), str) and isinstance(row.get("entry_point"), str):
@@ -136,16 +133,17 @@ def _problem(row, where, seed):
     if isinstance(answer, bool) or not isinstance(answer, (str, int, float, type(None))):
         raise ValueError(f"{where}: 'answer' must be a text or a number")
     answer = "" if answer is None else str(answer)
-    return Problem(family, prompt + "\n", think, answer, seed=seed, facts={"check": check}, turns=turns[1:])
+    return Problem(family, prompt + "\n", think, answer, {"check": check})
 
 
-def _turns(row, where):
+def _prompt(row, where):
+    """The first turn of those under the first of FIELDS."""
     turns = next((row[name] for name in FIELDS if row.get(name)), None)
     if not isinstance(turns, list):
         turns = [turns]
     if not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise ValueError(f"{where}: no text under " + ", ".join(f"'{name}'" for name in FIELDS))
-    return turns
+    return turns[0]
 
 
 def _tests(tests, where):

@@ -3,11 +3,11 @@
 A folder holds three kinds of shards, each of which is there as a whole or not at all, so that an interrupted
 run goes on where it was:
 
-    own-00000.json                  prompts that the target wrote itself (magpie.py)
-    train-00000.json                answers: [prompt ids, answer ids, temperature] of each
-    train-00000-last.safetensors    of every token of these texts: the target's final hidden state, its
-                                    argmax, and the log-probability that it gave the token (`-three`: and
-                                    the inputs of three layers)
+    own-00000.json                prompts that the target wrote itself (magpie.py)
+    train-0-128.json              answers to 128 prompts: [prompt ids, answer ids, temperature] of each
+    train-0-128-last.safetensors  of every token of these texts: the target's final hidden state, its
+                                  argmax, and the log-probability that it gave the token (`-three`: and the
+                                  inputs of three layers)
 
 They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch
 costs the drafter alone. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and
@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
@@ -32,13 +33,13 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.core.words import DRAFT_VOCAB
 from minispec.data import magpie, prompts, tasks
+from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, training
 from minispec.tools.files import blame, read_json, replaced, write_json
 
 SHARD = 128                 # prompts answered between two writes
 LONGEST = 1536              # tokens of a training text; longer ones are cut
 LOGITS = 512                # rows whose logits are in memory at once
-TESTS = [path.lower() for path, _ in prompts.PROMPT_FILES.values()]
 
 
 # -- settings ------------------------------------------------------------------------------------------------
@@ -52,8 +53,6 @@ def add_arguments(parser):
     add("--minutes", type=float, help="time for all: half for the answers, half for the training")
     add("--prompt-file", metavar="FILE", nargs="+", default=[],
         help="JSON lines of prompts to answer as well")
-    add("--tasks", help="families of procedural prompts, in turn, in place of prompts that the target writes "
-        "(default for our own models: all)")
     add("--prompts", type=int, default=4000,
         help="number of training prompts; fewer are a prefix of more (default 4000)")
     add("--heldout", type=int, default=40, help="number of held-out prompts for the estimates (default 40)")
@@ -70,37 +69,30 @@ def check_arguments(args, **least):
     """ValueError where a setting is below the least that is allowed, or a file is no file of prompts."""
     training.check_arguments(args, prompts=1, heldout=1, max_new_tokens=2, tokens=1, batch_tokens=1,
                              draft_vocab=0, minutes=0, **least)
+    # What is wrong fails here, before the work.
     Sampling(args.temperature or 0)
-    # A wrong name fails here, before the work.
     for file in args.prompt_file:
-        path = os.path.abspath(file).lower().removesuffix(".gz")
-        if any(path.endswith(name) or os.path.basename(path) == os.path.basename(name) for name in TESTS):
-            raise ValueError(f"{file} is a test set; drafters are measured on it and never trained on it")
         prompts.load_prompts(file)
-    for family in (args.tasks or "").split(","):
-        if family:
-            tasks.make(family, 0)
 
 
 # -- prompts -------------------------------------------------------------------------------------------------
 
-def prompts_of(args, split, own):
-    """The prompts of a split, the sources in turn: each file, then procedural tasks, or without --tasks
-    `own`, an iterator. Of several turns in a file, the first."""
-    sources = [(p.prompt for p in prompts.load_prompts(file)) for file in args.prompt_file]
-    families = args.tasks.split(",") if args.tasks else []
-    if families:
-        sources.append(tasks.make(families[i % len(families)], i // len(families), split).prompt
-                       for i in itertools.count())
-    else:
-        sources.append(own)
-    while sources:
-        for source in list(sources):
-            text = next((x for x in source if tasks.is_heldout(x) == (split == "heldout")), None)
-            if text is None:
-                sources.remove(source)
-            else:
-                yield text
+def procedural(split):
+    """Problems of our own families in turn, without end."""
+    for i in itertools.count():
+        for family in tasks.FAMILIES:
+            yield tasks.make(family, i, split).prompt
+
+
+def prompts_of(files, split, own):
+    """The prompts of a split, the sources in turn: each file, then `own`, an iterator. Of several turns in a
+    file, the first."""
+    def of_split(source):
+        return (text for text in source if tasks.is_heldout(text) == (split == "heldout"))
+
+    sources = [[p.prompt for p in prompts.load_prompts(file)] for file in files]
+    for texts in itertools.zip_longest(*map(of_split, [*sources, own])):
+        yield from (text for text in texts if text is not None)
 
 
 # -- answers and what the target knew ------------------------------------------------------------------------
@@ -140,6 +132,11 @@ class Texts:
 
     def lengths(self):
         return [used for _, _, used in self.places]
+
+    def batches(self, device, size=4):
+        """All texts, `size` at a time."""
+        for numbers in torch.arange(len(self.rows)).split(size):
+            yield self.batch(numbers.tolist(), device)
 
     def answers(self):
         return [answer for _, answer, _ in self.rows]
@@ -182,13 +179,14 @@ def read(target, prompt, answer, temperature, taps=()):
     hidden, features = target.features(ids[None], positions[None], dense_attend(), taps)
     best = torch.zeros_like(ids)
     log_p = torch.zeros(len(ids), device=target.device)
+    # The logits of all rows at once would take more memory than all the rest.
     for i in range(0, len(ids), LOGITS):
         logits = target.logits(hidden[0, i:i + LOGITS]).float()
         best[i:i + LOGITS] = logits.argmax(-1)
         following = ids[i + 1:i + 1 + LOGITS]
         if temperature:
-            given = (logits / temperature).log_softmax(-1)[:len(following)].gather(1, following[:, None])
-            log_p[i + 1:i + 1 + len(following)] = given[:, 0]
+            logits = logits[:len(following)] / temperature
+            log_p[i + 1:i + 1 + len(following)] = -F.cross_entropy(logits, following, reduction="none")
     log_p[:len(prompt)] = 0
     out = {"hidden": hidden[0].bfloat16(), "best": best.int(), "log_p": log_p}
     if taps:
@@ -196,15 +194,15 @@ def read(target, prompt, answer, temperature, taps=()):
     return {name: x.cpu() for name, x in out.items()}
 
 
-def collect(args, target, tokenizer, taps=(), least=0):
+def collect(args, target, taps=(), least=0):
     """(training Texts, held-out Texts, plan). Cut, each training text has more than `least` tokens of an
     answer. plan: see schedule."""
     args.responses = args.responses or os.path.join(args.out, "responses")
-    if tokenizer.ours and not args.tasks and not args.prompt_file:
-        args.tasks = ",".join(tasks.FAMILIES)
+    tokenizer = Tokenizer.load(args.target)
     # Answers in the folder must be the same target's.
     training.same_settings(args.responses, target=checkpoints.fingerprint(target),
                            temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+    # What the target says to the prompts of both splits, and in which batches that is read.
     heldout = _texts(args, target, tokenizer, taps, "heldout", args.heldout, 0)
     texts = _texts(args, target, tokenizer, taps, "train", args.prompts, least)
     for name, some in (("training", texts), ("held-out", heldout)):
@@ -223,46 +221,37 @@ def _texts(args, target, tokenizer, taps, split, n, least):
     if args.minutes:
         begun = os.path.exists(os.path.join(args.out, "resume.pt"))
         over = 0 if begun else time.time() + 30 * args.minutes
-    own = iter(()) if tokenizer.ours else magpie.written(target, tokenizer, args.responses)
-    asked = prompts_of(args, split, own)
+    own = procedural(split) if tokenizer.ours else magpie.written(target, tokenizer, args.responses)
+    asked = prompts_of(args.prompt_file, split, own)
     out = Texts()
     for start in tqdm(range(0, n, SHARD), desc=f"{split} answers", unit="shard"):
-        file = os.path.join(args.responses, f"{split}-{start // SHARD:05d}.json")
-        if out.rows and time.time() > over and not os.path.exists(file):
+        end = min(start + SHARD, n)
+        name = os.path.join(args.responses, f"{split}-{start}-{end}")
+        if out.rows and time.time() > over and not os.path.exists(name + ".json"):
             break
-        texts = list(itertools.islice(asked, min(SHARD, n - start)))
+        texts = list(itertools.islice(asked, end - start))
         if not texts:
             break
-        rows = _answers(args, target, tokenizer, texts, start, file)
-        states = file.replace(".json", "-three.safetensors" if taps else "-last.safetensors")
-        if _length_of(states) < sum(len(prompt) + len(answer) for prompt, answer, _ in rows):
+        # What the target answers, and what it knows at every token of that.
+        rows = _answers(args, target, tokenizer, texts, start, name + ".json")
+        states = name + ("-three" if taps else "-last") + ".safetensors"
+        if not os.path.exists(states):
             seen = [read(target, *row, taps) for row in rows]
             with replaced(states) as temporary:
                 save_file({key: torch.cat([one[key] for one in seen]) for key in seen[0]}, temporary)
-        out.add(rows[:len(texts)], states, least)
+        out.add(rows, states, least)
     return out
 
 
-def _length_of(file):
-    """Tokens whose states are in a file; 0 where it does not exist."""
-    if not os.path.exists(file):
-        return 0
-    with blame(file), safe_open(file, "pt") as states:
-        return states.get_slice("best").get_shape()[0]
-
-
 def _answers(args, target, tokenizer, texts, start, file):
-    """The rows of a shard, which begins with prompt number `start`: at least one for each of texts."""
-    rows = []
-    if os.path.exists(file):
-        rows = read_json(file)
-        with blame(file):
-            same = all(row[0] == tokenizer.prompt_ids(text) for row, text in zip(rows, texts))
-        if not same:
-            raise ValueError(f"the answers in {file} are to other prompts; use another --responses folder")
-    if len(rows) < len(texts):                       # none yet, or those of a run with fewer prompts
-        rows += _generate(args, target, tokenizer, texts[len(rows):], start + len(rows))
-        write_json(file, rows)
+    """The rows of a shard, which begins with prompt number `start`."""
+    if not os.path.exists(file):
+        write_json(file, _generate(args, target, tokenizer, texts, start))
+    rows = read_json(file)
+    with blame(file):
+        same = [prompt for prompt, _, _ in rows] == [tokenizer.prompt_ids(text) for text in texts]
+    if not same:
+        raise ValueError(f"the answers in {file} are to other prompts; use another --responses folder")
     return rows
 
 
@@ -313,12 +302,6 @@ def _epoch(rng, lengths, batch_tokens):
         batches.append(batch)
     rng.shuffle(batches)
     return batches
-
-
-def of_those_before(share):
-    """How often draft 1, 2, .. is right where those before it are, from how often the first 1, 2, .. are."""
-    given = share / torch.cat([torch.ones(1), share[:-1]]).clamp(min=1e-9)
-    return [round(a, 4) for a in given.tolist()]
 
 
 def taps_of(name, target):

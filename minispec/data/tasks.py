@@ -64,11 +64,7 @@ class Problem:
     prompt: str
     think: str                # a correct chain of thought; "" when unknown
     answer: str               # "" when unknown
-    size: int = 0
-    seed: int = 0
     facts: dict = field(default_factory=dict)   # what the checker needs beyond the answer
-    turns: list = field(default_factory=list)   # what is asked after the answer, one after the other
-    before: list = field(default_factory=list)  # of a later turn: the messages so far, see Tokenizer.chat_ids
 
 
 def is_heldout(prompt):
@@ -88,7 +84,7 @@ def make(family, seed, split="train", size=None):
         n = rng.randint(*SIZES[family]) if size is None else size
         prompt, think, answer, facts = GENERATORS[family](rng, n)
         if is_heldout(prompt) == (split == "heldout"):
-            return Problem(family, prompt, think, answer, n, seed, facts)
+            return Problem(family, prompt, think, answer, facts)
 
 
 def check(problem, text):

@@ -9,6 +9,7 @@ Special tokens ("<|im_end|>", ..) come only from the chat template and from the 
 from what a user writes: a prompt that contains the string "<|im_end|>" is encoded as plain characters.
 """
 import functools
+import itertools
 import os
 import re
 import time
@@ -68,7 +69,6 @@ class Tokenizer:
         self.name_of = {i: name for name, i in special.items()}
         self.bytes_of = {i: b for b, i in ranks.items()} | {i: name.encode() for name, i in special.items()}
         self.chat_template = chat_template or (OURS if self.ours else TEXT_ALONE)
-        self.thinking = True     # Qwen3: whether the next answer begins with a chain of thought
 
     @classmethod
     def load(cls, path):
@@ -117,8 +117,7 @@ class Tokenizer:
         said = [{"role": m["role"], "content": self._spell(m["content"], mark)} for m in messages]
         try:
             rendered = _compiled(self.chat_template).render(
-                messages=said, add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos,
-                enable_thinking=self.thinking)
+                messages=said, add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos)
         except Exception as e:                                   # a template may raise anything
             line = f"{type(e).__name__}: {e}".splitlines()[0]
             raise ValueError(f"{self.file}: the chat template does not render ({line})") from None
@@ -149,15 +148,14 @@ class Tokenizer:
             while self.names.search(content):
                 content = self.names.sub(lambda found: found[0][0] + mark + found[0][1:], content)
             return content
-        ids = list(content)
-        while ids and ids[-1] in self.ends:
-            ids.pop()
-        out, start = [], 0
-        for i, token in enumerate([*ids, None]):
-            if token is None or token in self.name_of:
-                out += [self._spell(self.decode(ids[start:i]), mark), self.name_of.get(token, "")]
-                start = i + 1
-        return "".join(out)
+        # The template writes the end of an answer itself.
+        while content and content[-1] in self.ends:
+            content = content[:-1]
+        out = ""
+        for own, run in itertools.groupby(content, lambda token: token in self.name_of):
+            text = self.decode(run)
+            out += text if own else self._spell(text, mark)
+        return out
 
     # -- answers -----------------------------------------------------------------------------------------
 
@@ -220,8 +218,6 @@ def _template_of(folder):
     file = os.path.join(folder, "tokenizer_config.json")
     data = read_json(file) if os.path.exists(file) else {}
     template = data.get("chat_template")
-    if isinstance(template, list):                       # several by name
-        template = {t["name"]: t["template"] for t in template}["default"]
     own = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(own):
         with open(own, encoding="utf-8") as f:

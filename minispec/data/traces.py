@@ -8,10 +8,10 @@ or Illusion?", arXiv 2601.11580, its per-position accept lengths):
 
 What is in front of "/" in the id is the workload. accept[name][i] is 1 + the number of drafts accepted in a
 round that starts when exactly i output tokens exist, so a round from there gains at most that many tokens; it
-never reaches beyond the end (at most n_out - i). Entry 0 is not used: the first output token comes from the
-prompt. censored marks rounds in which all k_max drafts were accepted, so that the true value may be larger.
-offered is how many drafts the drafter had at all (a lookup may find none); without it every length could be
-asked for. censored and offered are optional.
+never reaches beyond the end (at most n_out - i). Entry 0 is not used and read as 0: the first output token
+comes from the prompt. censored marks rounds in which all k_max drafts were accepted, so that the true value
+may be larger. offered is how many drafts the drafter had at all (a lookup may find none); without it every
+length could be asked for. censored and offered are optional.
 All drafters of a line were run on one and the same output; a trace taken on another text is another line.
 
 A cost table is one JSON object: seconds as a function of rows (requests in the forward), tokens per row and
@@ -40,12 +40,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minispec.tools.files import read_json, replaced
+from minispec.data.prompts import read_rows
+from minispec.tools.files import blame, read_json, replaced
 
 LINEAR = ("base", "row", "token", "step", "kv", "kv_step")
 GRID = ("rows", "tokens", "kv")
 FIELDS = {"linear": LINEAR, "grid": (*GRID, "seconds"), "share": ("of_verify",)}
-MOST = 2**31                     # the largest integer that is believed
+MOST = 1e9                       # the largest number that is believed
 
 
 # -- accept traces ---------------------------------------------------------------------------------
@@ -62,16 +63,17 @@ class Trace:
     offered: dict = field(default_factory=dict)
 
     def __post_init__(self):
+        # 1. Every field is what it should be.
         _expect(isinstance(self.id, str), "id", "a string", self.id)
         for name, least in (("prompt_len", 0), ("n_out", 1)):
             value = getattr(self, name)
-            possible = type(value) is int and least <= value <= MOST
-            _expect(possible, name, f"an integer from {least} to {MOST}", value)
+            _expect(type(value) is int and least <= value <= MOST, name, f"an integer from {least}", value)
         for name, kind in (("accept", int), ("censored", bool), ("offered", int)):
-            columns = _object(getattr(self, name), name, self.accept)
+            columns = getattr(self, name)
+            _fields(columns, name, self.accept)
             setattr(self, name, {m: _column(c, self.n_out, kind, f"{name}.{m}") for m, c in columns.items()})
 
-        # A round gains at least one token, at most what is missing, and no more than was offered and one.
+        # 2. A round gains at least one token, at most what is missing, and no more than was offered and one.
         left = self.n_out - np.arange(self.n_out)
         for m, accept in self.accept.items():
             for i in _wrong((accept < 1) | (accept > left)):
@@ -88,54 +90,34 @@ def _wrong(mask):
 
 
 def _column(values, n, kind, where):
-    """A list of n values as an array; entry 0 may be anything and becomes 0 if it is not of this kind."""
-    values = values.tolist() if isinstance(values, np.ndarray) else values
-    a_list = f"a list of n_out = {n} values"
-    _expect(isinstance(values, list), where, a_list, values)
-    _expect(len(values) == n, where, a_list, len(values))
-    what = "true or false" if kind is bool else "an integer"
-    for i, value in enumerate(values):
-        if i and (type(value) is not kind or abs(value) > MOST):
-            _expect(False, f"{where}[{i}]", what, value)
-    first = values[0] if type(values[0]) is kind else 0
-    return np.array([first, *values[1:]], kind)
+    """A list of n values of a kind as an array; entry 0 may be anything and becomes 0."""
+    possible = isinstance(values, (list, np.ndarray)) and len(values) == n
+    _expect(possible, where, f"a list of n_out = {n} values", values)
+    rest = np.array(values[1:])
+    possible = n == 1 or rest.dtype == kind and rest.ndim == 1
+    _expect(possible, where, "true or false" if kind is bool else "integers", values)
+    return np.array([0, *rest], kind)
 
 
 def read_traces(path):
     """List of Trace from a JSON-lines file. ValueError, in one line with file, line and field, if anything is
     wrong."""
-    try:
-        with open(path, encoding="utf-8-sig") as file:       # -sig: with or without a byte-order mark
-            lines = file.read().split("\n")
-    except OSError as e:
-        raise ValueError(f"cannot read {path}: {e.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path}: not UTF-8 text") from None
-
-    traces, seen = [], {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f"{path}:{number}: not JSON ({e})") from None
-        try:
-            _object(row, "", Trace.__dataclass_fields__, ("id", "prompt_len", "n_out", "accept"))
-            if row["accept"] == {}:
-                raise ValueError("accept: no drafter in it")
+    traces, seen = [], set()
+    for where, row in read_rows(path):
+        with blame(where):
+            _fields(row, "", Trace.__dataclass_fields__, ("id", "prompt_len", "n_out", "accept"))
             trace = Trace(**row)
+            if not trace.accept:
+                raise ValueError("accept: no drafter in it")
             if trace.id in seen:
-                raise ValueError(f"id: '{trace.id}' is on line {seen[trace.id]} already")
+                raise ValueError(f"id: '{trace.id}' is in the file already")
             if traces and set(trace.accept) != set(traces[0].accept):
                 first = ", ".join(traces[0].accept)
                 raise ValueError(f"accept: the drafters are {', '.join(trace.accept)}, but {first} above")
-        except ValueError as e:
-            raise ValueError(f"{path}:{number}: {e}") from None
         traces.append(trace)
-        seen[trace.id] = number
+        seen.add(trace.id)
     if not traces:
-        raise ValueError(f"{path}:1: no trace in this file")
+        raise ValueError(f"{path}: no trace in this file")
     return traces
 
 
@@ -156,25 +138,23 @@ def write_traces(path, traces):
 def read_costs(path):
     """The checked cost table (a dict as described above) of a JSON file. ValueError with file and field."""
     table = read_json(path)
-    try:
+    with blame(path):
         return check_costs(table)
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from None
 
 
 def check_costs(table):
     """Return `table` if it is a valid cost table (already parsed), else ValueError that starts with the
     field."""
     known = ("about", "verify", "draft", "read", "prefill", "overhead", "accept")
-    _object(table, "", known, ("verify",))
+    _fields(table, "", known, ("verify",))
     for name in ("verify", "prefill", "overhead"):
         if name in table:
             _check_time(table[name], name, ("linear", "grid"))
     for part, kinds in (("draft", ("linear", "grid", "share")), ("read", ("linear", "grid"))):
-        for name, entry in _object(table.get(part, {}), part).items():
+        for name, entry in table.get(part, {}).items():
             _check_time(entry, f"{part}.{name}", kinds)
-    for name, chance in _object(table.get("accept", {}), "accept").items():
-        _number(chance, f"accept.{name}", "1")
+    for name, chance in table.get("accept", {}).items():
+        _numbers(chance, 0, f"accept.{name}", 1)
     verify = table["verify"]
     paid = verify["seconds"] if verify["kind"] == "grid" else sum(verify.get(name, 0) for name in LINEAR)
     if np.min(paid) <= 0:
@@ -184,57 +164,52 @@ def check_costs(table):
 
 def _check_time(entry, where, kinds):
     kind = entry.get("kind") if isinstance(entry, dict) else entry
-    known = isinstance(entry, dict) and kind in kinds
-    _expect(known, where, f"an object whose kind is {' or '.join(kinds)}", kind)
-    known = FIELDS[kind]
-    _object(entry, where, ("kind", *known), () if kind == "linear" else known)
+    possible = isinstance(entry, dict) and kind in kinds
+    _expect(possible, where, f"an object whose kind is {' or '.join(kinds)}", kind)
+    names = FIELDS[kind]
+    _fields(entry, where, ("kind", *names), () if kind == "linear" else names)
     if kind != "grid":
-        for name in known:
-            _number(entry.get(name, 0), f"{where}.{name}")
+        for name in names:
+            _numbers(entry.get(name, 0), 0, f"{where}.{name}")
         return
-    axes = [_grid(entry[name], 1, f"{where}.{name}") for name in GRID]
-    for name, axis in zip(GRID, axes):
+    shape = []
+    for name in GRID:
+        axis = _numbers(entry[name], 1, f"{where}.{name}")
         _expect((np.diff(axis) > 0).all(), f"{where}.{name}", "increasing numbers", entry[name])
-    shape = tuple(map(len, axes))
-    if _grid(entry["seconds"], 3, f"{where}.seconds").shape != shape:
-        raise ValueError(f"{where}.seconds: expected a number for each of {shape} rows, tokens and kv")
-
-
-def _grid(values, depth, where):
-    """Lists of numbers, `depth` deep, as an array."""
-    try:
-        array = np.array(values, float)
-    except (ValueError, TypeError, OverflowError):
-        array = np.empty(0)
-    possible = array.ndim == depth and array.size and ((0 <= array) & (array <= MOST)).all()
-    _expect(possible, where, f"numbers from 0 in lists {depth} deep", values)
-    return array
+        shape.append(len(axis))
+    found = _numbers(entry["seconds"], 3, f"{where}.seconds").shape
+    what = f"a number for each of {shape} rows, tokens and kv"
+    _expect(list(found) == shape, f"{where}.seconds", what, found)
 
 
 # -- what both kinds of files need -----------------------------------------------------------------
 
-def _object(value, where, known=(), needed=()):
-    """known: the names allowed in it, () for any; needed: those that must be there. Returns it."""
+def _fields(value, where, known, needed=()):
+    """ValueError where an object has other fields than the known ones, or lacks one that is needed."""
     _expect(isinstance(value, dict), where or "the whole", "an object", value)
     prefix = where + "." if where else ""
-    for name in value:
-        if known and name not in known:
+    for name in [*value, *needed]:
+        if name not in known:
             raise ValueError(f"{prefix}{name}: unknown field; known are {', '.join(known)}")
-    for name in needed:
         if name not in value:
             raise ValueError(f"{prefix}{name}: missing")
-    return value
 
 
-def _number(value, where, most="1e9"):
-    # The comparison also refuses NaN and infinity.
-    possible = type(value) in (int, float) and 0 <= value <= float(most)
-    _expect(possible, where, f"a number from 0 to {most}", value)
+def _numbers(values, depth, where, most=MOST):
+    """Numbers from 0 to `most`, in lists `depth` deep, as an array. The comparison also refuses NaN."""
+    try:
+        array = np.array(values)
+    except ValueError:                       # lists of several lengths
+        array = np.array(None)
+    possible = array.dtype.kind in "if" and array.ndim == depth and array.size
+    possible = possible and ((0 <= array) & (array <= most)).all()
+    what = f"numbers in lists {depth} deep" if depth else "a number"
+    _expect(possible, where, f"{what} from 0 to {most:g}", values)
+    return array
 
 
 def _expect(condition, where, what, got):
     """ValueError that names the field where the condition does not hold."""
     if not condition:
-        shown = f"'{got}'" if isinstance(got, str) else json.dumps(got, default=repr)
-        shown = shown if len(shown) <= 40 else shown[:37] + "..."
-        raise ValueError(f"{where}: expected {what}, got {shown}")
+        shown = json.dumps(got, default=repr)
+        raise ValueError(f"{where}: expected {what}, got {shown if len(shown) <= 40 else shown[:37] + '...'}")

@@ -48,7 +48,10 @@ def draw_some(figures, result, prefix):
     for name, figure in figures.items():
         canvas, axes = pyplot.subplots(figsize=(7, 3))
         figure(axes, result)
-        axes.legend()
+        if not axes.has_data():                                  # not measured for this model
+            pyplot.close(canvas)
+            continue
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         canvas.savefig(f"{prefix}{name}.svg", bbox_inches="tight", metadata={"Date": None})
         pyplot.close(canvas)
 
@@ -65,7 +68,7 @@ def lines(axes, rows, x, y, by):
 
 def schedule(axes, r):
     """Rows of each forward under the lock-step and the unified schedule."""
-    for name, rows in r["evenness"].items():
+    for name, rows in r.get("evenness", {}).items():
         axes.plot(rows[:60], label=name)
     axes.set(xlabel="iteration", ylabel="rows in the forward", ylim=(0, None))
 
@@ -125,6 +128,18 @@ def speedup_by_batch(axes, r):
     lines(axes, best(r), "batch", "speed-up", "rung")
 
 
+def modelled(axes, r):
+    """What the prices say of every method and cell against what the clock said."""
+    cells = [c for c in r["cells"] if "L1" in c]
+    for method in dict.fromkeys(m for c in cells for m in c["L1"] if m != "ar"):
+        some = [c for c in cells if method in c["L1"]]
+        observed = [c[AVERAGES[0]]["L0"][method] for c in some]
+        axes.plot(observed, [c["L1"][method] for c in some], ".", label=method)
+    if cells:
+        axes.axline((1, 1), slope=1, color="gray", linewidth=0.5)
+        axes.set(xlabel="observed speed-up", ylabel="modelled speed-up")
+
+
 def winners(axes, traces):
     """Along the output, the share of positions at which a drafter's round would gain more than any other
     one's; the band is twice the standard error over requests."""
@@ -153,6 +168,6 @@ FIGURES = {
         by_place, place="slot of the window", arms=("start", "mdlm", "streak", "ships"))},
     "specdiff_chains.json": {"specdiff_chains": by_chains},
     "cdlm_curves.json": {"cdlm_steps": by_steps},
-    "bounds.json": {"bounds_batch": speedup_by_batch},
+    "bounds.json": {"bounds_batch": speedup_by_batch, "bounds_modelled": modelled},
     "traces.jsonl": {"bounds_winners": winners},
 }

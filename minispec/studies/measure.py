@@ -36,6 +36,7 @@ from minispec.data.traces import Trace, check_costs
 DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
 PROMPTS = (32, 128, 512)  # prompt lengths for the prefill
 PASSES = 3  # over all rounds of a cost table
+REPEATS = 8  # of a round of one request; the more requests, the fewer
 
 
 # -- timing ----------------------------------------------------------------------------------------
@@ -141,7 +142,9 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
     give."""
     ks = [k for k in drafts if k]
     asked = {name: sorted({min(k, d.gamma) for k in ks}) for name, d in drafters.items()}
-    contexts = [c for c in contexts if c + 3 * (sum(drafts) + len(drafts)) <= model.config.block_size]
+    repeats = {b: max(1, REPEATS // b) for b in rows}
+    longest = (1 + max(repeats.values())) * (sum(drafts) + len(drafts))
+    contexts = [c for c in contexts if c + longest <= model.config.block_size]
     if not contexts:
         raise ValueError(f"a context of {model.config.block_size} is too small to time rounds of up to "
                          f"{max(drafts)} drafts in it")
@@ -151,10 +154,10 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
     for b, c in tqdm([(b, c) for _ in range(passes) for b in rows for c in contexts], desc="rounds"):
         # One token is timed in rounds without any drafts, one after the other, because that is what decoding
         # without a drafter is: weights stay in the caches, and it is faster than between larger rounds.
-        timed = {"verify": round_seconds(model, Rote(), b, c, ks)}
+        timed = {"verify": round_seconds(model, Rote(), b, c, ks, repeats[b])}
         timed["verify"] |= round_seconds(model, Rote(), b, c, (0,), 4)
         for name, drafter in drafters.items():
-            timed[name] = round_seconds(model, drafter, b, c, asked[name])
+            timed[name] = round_seconds(model, drafter, b, c, asked[name], repeats[b])
             read[name, b, c].append(read_seconds(model, drafter, b, c))
         for name, some in timed.items():
             for k, seconds in some.items():

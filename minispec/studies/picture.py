@@ -12,7 +12,7 @@ from html import escape
 
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import results
-from minispec.tools.files import read_json, replaced
+from minispec.tools.files import read_json, write_text
 
 WORKLOAD = "story"
 FIGURE = os.path.join(results.ROOT, "docs", "figures", "answers.svg")
@@ -90,8 +90,7 @@ def text(x, y, content, more=""):
 def draw():
     """Write the picture, if its answers are there."""
     if drawn := picture():
-        with replaced(FIGURE) as temporary, open(temporary, "w", encoding="utf-8") as f:
-            f.write(drawn)
+        write_text(FIGURE, drawn)
 
 
 if __name__ == "__main__":

@@ -1,60 +1,54 @@
 """How many of its drafts would self-speculation get accepted along a given text, with any selection?
 
 Decoding answers that slowly, and by a text that every selection changes. Here the text is given, the target
-reads it once, and SpecGen's rounds are replayed along it: the k draft rows of a round are fed together, with
-the text's own tokens as drafts. At row i the rejection rule would accept what it draws with probability
+reads it once, and SpecGen's rounds are replayed along it, with the text's own tokens as drafts. At row i the
+rejection rule accepts what it draws with probability
 
     chance_i = sum over v of min(p_i(v), q_i(v))
 
 p_i of full, q_i of sparse attention. A round is expected to accept the sum over j of chance_1 .. chance_j. A
-coin of each chance decides where the next round begins. This is the law of decoding at temperature 1 along a
-text that the model samples: the emitted token has distribution p and was accepted with probability
-min(p, q) / p. The one difference is that a verification's rows behind a rejected draft, which count in the
-scores, read the text here and rejected drafts there. Next to it the greedy rule: the leading rows on which
-both argmaxes are the same.
+coin of each chance decides which draft is rejected. Drafting goes on behind it from the token that would have
+been rejected, of distribution (q - p)+, because a verification's scores are of all its rows, those behind a
+rejected draft too. (With the text there, they would know what the next round looks at.) The next round begins
+with the text's token in the rejected one's place. This is the law of decoding along a text that the model
+samples: the emitted token has distribution p and was accepted with probability min(p, q) / p.
 """
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 
-from minispec.core.attention import FullKeys, group_rows, packed_attend, ungroup_rows
+from minispec.core.attention import FullKeys, packed_attend, ungroup_rows
 from minispec.core.kv_cache import KVCache
-from minispec.specgen import SpecGen
+from minispec.core.verify import Sampling, draw, warp
+from minispec.specgen import DraftPool, PillarKeys, SpecGen
 
 CHUNK = 512             # tokens of a text that are read at once
+TEMPERATURES = (0.65, 1.0)              # chances are of all, coins of the first
 
 
-class Recorded(FullKeys):
-    """FullKeys that keep every row's probabilities: `rows`, by layer, (G, n, T) means over the heads of a
-    group."""
-
-    def __init__(self, cache, start, n):
-        super().__init__(cache, 0, start, n, record=True)
-        self.rows = []
-
-    def _by_products(self, q, keys, values):
-        out, probs = super()._by_products(q, keys, values)
-        probs = probs.unflatten(1, (-1, self.n))                               # (G, g, n, T)
-        self.rows.append(probs.mean(1))
-        return out, probs.flatten(1, 2)
+def feed(model, rows):
+    """Hidden states of rows [(ids (n,), position of the first, keys)], together."""
+    segments, positions = [], []
+    for ids, start, keys in rows:
+        segments.append((len(positions), len(positions) + len(ids), keys))
+        positions += range(start, start + len(ids))
+    tokens = torch.cat([ids for ids, _, _ in rows])
+    return model(tokens, torch.tensor(positions, device=tokens.device), packed_attend(segments))
 
 
 @torch.inference_mode()
 def read(model, ids, cache, start, end, base=0):
-    """Fill a cache with positions start .. end - 1 of ids (T,), of a request whose first slot is `base`."""
+    """Fill a cache with positions start .. end - 1 of ids (T,), of a request whose first slot is `base`.
+    Returns the hidden states of the last chunk."""
     for first in range(start, end, CHUNK):
-        feed(model, ids, FullKeys(cache, base, first, min(CHUNK, end - first)))
-
-
-def feed(model, ids, keys):
-    """Hidden states of the rows of a FullKeys."""
-    positions = torch.arange(keys.start, keys.start + keys.n, device=ids.device)
-    return model(ids[positions], positions, packed_attend([(0, keys.n, keys)]))
+        part = ids[first:min(first + CHUNK, end)]
+        hidden = feed(model, [(part, first, FullKeys(cache, base, first, len(part)))])
+    return hidden
 
 
 class Text:
-    """ids that the target has read: its cache, and of `context` what the rounds behind it need: the target's
-    distributions p of the rows from position `first` on, and the probabilities rows (L, G, n, T)."""
+    """ids that the target reads: its cache, and the target's logits (n, V) of the rows from `first` on."""
 
     def __init__(self, model, ids):
         self.model = model
@@ -62,93 +56,133 @@ class Text:
         self.cache = KVCache(model.config, len(ids), model.dtype, model.device)
 
     @torch.inference_mode()
-    def contexts(self, contexts, before, after):
-        """Read the text; yields each of `contexts` when the rows from `before` tokens before it up to `after`
-        behind it are recorded."""
+    def contexts(self, contexts, after):
+        """Yields each of `contexts` when the text is read up to `after` tokens (one chunk at most) behind
+        it."""
         start = 0
-        for context in contexts:
-            read(self.model, self.ids, self.cache, start, context - before)
-            keys = Recorded(self.cache, context - before, before + after)
-            self.p = self.model.logits(feed(self.model, self.ids, keys)).softmax(-1)
-            self.first, self.rows = keys.start, torch.stack(keys.rows)
-            start = context + after
-            yield context
+        for self.first in contexts:
+            read(self.model, self.ids, self.cache, start, self.first)
+            start = self.first + after
+            self.logits = self.model.logits(read(self.model, self.ids, self.cache, self.first, start))
+            yield self.first
+
+    @contextmanager
+    def lent(self, slots):
+        """Whatever is written into these slots of the cache, the text's keys and values come back."""
+        pools = self.cache.k, self.cache.v
+        kept = [x[:, :, slots].clone() for x in pools]
+        yield
+        for x, old in zip(pools, kept):
+            x[:, :, slots] = old
+
+
+class BestKeys(FullKeys):
+    """For each draft row the `budget` cached positions that it attends to most itself, which no method can
+    know beforehand. A row needs all keys to find them, so this is no way to draft."""
+
+    def __init__(self, cache, start, n, budget):
+        super().__init__(cache, 0, start, n, record=True)
+        self.budget = budget
+
+    def _by_products(self, q, keys, values):
+        _, probs = super()._by_products(q, keys, values)                       # (G, g * n, T + n)
+        mass = probs[..., :self.start].unflatten(1, (-1, self.n)).mean(1)      # (G, n, T)
+        best = mass.topk(self.budget, dim=-1, sorted=False).indices
+        seen = torch.zeros_like(mass).scatter_(2, best, 1.0)
+        # Dropping probabilities and dividing by their sum is a softmax over the rest.
+        probs[..., :self.start] *= seen.repeat(1, probs.shape[1] // self.n, 1)
+        return ungroup_rows(probs / probs.sum(-1, keepdim=True) @ values, self.n), probs
 
 
 class Replay:
     """SpecGen's rounds with one selection, behind the first `context` tokens of a text. To its planner it is
-    the request, to `packed_attend` the keys of its draft rows. select: SpecGen's, or "oracle": the positions
-    that a draft row itself attends to most, which no method can know beforehand."""
-    pool = state = None
+    the request. select: SpecGen's, or "oracle", BestKeys."""
+    state = None
 
-    def __init__(self, text, context, select, k, sparsity):
+    def __init__(self, text, context, select, k, sparsity, temperatures=TEMPERATURES):
         engine = SimpleNamespace(cache=text.cache, model=text.model)
         self.oracle = select == "oracle"
-        self.planner = SpecGen(engine, k, sparsity, 0, select="pillar" if self.oracle else select)
+        self.planner = SpecGen(engine, k, sparsity, 0, select="window" if self.oracle else select)
         self.text = text
         self.k = k
-        self.end = context
+        self.temperatures = temperatures
         self.coins = torch.Generator().manual_seed(0)
-        self.accepted, self.greedy = [], []                # of every round
-        self._begin(context - k - 1, k)                    # the prompt's last rows choose for the first round
+        self.accepted = []                                 # of every round, by temperature
+        # The prompt's last rows choose for the first round.
+        self.n_cached = context - k - 1
+        self.n_accepted = k
+        self.drafts = self.text_drafts()
+        self.end_round()
 
-    def _begin(self, start, accepted):
-        """The next round: choose by the k + 1 rows from position `start` on."""
-        self.n_cached = start + accepted + 1
-        first = start - self.text.first
-        scores = self.text.rows[:, :, first:first + self.k + 1].mean(2)
-        self.state = self.planner._select(self, SimpleNamespace(scores=scores), accepted)
-        # Which cached positions draft rows do not see, (L, G, T).
-        self.hidden = torch.zeros(*scores.shape[:2], self.n_cached, dtype=torch.bool, device=scores.device)
-        if self.state.selected is not None and not self.oracle:
-            self.hidden[:, :, :self.n_cached - self.state.recent] = True
-            self.hidden.scatter_(2, self.state.selected, False)
+    def text_drafts(self):
+        """The text's tokens behind t0, which is at position n_cached, that count as accepted drafts."""
+        return self.text.ids[self.n_cached + 1:self.n_cached + 1 + self.n_accepted]
 
-    def attend(self, layer, q, k, v):
-        """q (n, H, D), k and v (n, G, D) of a round's draft rows -> (n, H, D)."""
-        n, groups, d = k.shape
-        seen = self.n_cached
-        cached = self.text.cache.layers[layer]
-        keys, values = (torch.cat([x[:, :seen], new.transpose(0, 1)], 1) for x, new in zip(cached, (k, v)))
-        rows = group_rows(q, groups) * d ** -0.5                               # (G, g * n, D)
-        logits = (rows @ keys.transpose(1, 2)).unflatten(1, (-1, n))           # (G, g, n, T + n)
-        later = torch.ones(n, n, dtype=torch.bool, device=q.device).triu(1)
-        logits[..., seen:].masked_fill_(later, float("-inf"))
-
-        # Of the cached positions, those that were selected.
-        hidden = self.hidden[layer][:, None, None]                             # (G, 1, 1, T)
+    def rows_of_text(self):
+        """What the round feeds first, for `feed`: t0 and all drafts but the last, as the text has them."""
+        ids = self.text.ids[self.n_cached:self.n_cached + self.k]
         if self.oracle:
-            mass = logits.softmax(-1)[..., :seen].mean(1)                      # (G, n, T)
-            best = mass.topk(self.planner.widest(seen), dim=-1, sorted=False).indices
-            hidden = torch.ones_like(mass, dtype=torch.bool).scatter_(2, best, False)[:, None]
-        logits[..., :seen].masked_fill_(hidden, float("-inf"))
-        return ungroup_rows(logits.softmax(-1).flatten(1, 2) @ values, n)
+            keys = BestKeys(self.text.cache, self.n_cached, self.k, self.planner.widest(self.n_cached))
+        else:
+            keys = FullKeys(self.seen, 0, self.n_seen, self.k)
+        return ids, self.n_cached, keys
 
-    def judge(self, q):
-        """Count what the round accepts, q (k, V) its drafts' distributions, and begin the next one."""
+    def judge(self, logits):
+        """Count what the round accepts, logits (k, V) of its rows, and draw the draft that is rejected."""
         first = self.n_cached - self.text.first
-        p = self.text.p[first:first + self.k]
-        chance = torch.minimum(p, q).sum(-1).cpu()
-        same = (p.argmax(-1) == q.argmax(-1)).cpu()
-        self.accepted.append(chance.cumprod(0).sum().item())
-        self.greedy.append(same.cumprod(0).sum().item())
-        self._begin(self.n_cached, self._verdict(chance, same))
-
-    def _verdict(self, chance, same):
+        wanted = self.text.logits[first:first + self.k]
+        ways = [Sampling(temperature) for temperature in self.temperatures]
+        chances = [torch.minimum(warp(wanted, way), warp(logits, way)).sum(-1) for way in ways]
+        self.accepted.append([chance.cumprod(0).sum().item() for chance in chances])
         coins = torch.rand(self.k, generator=self.coins)
-        return int((coins < chance).cumprod(0).sum())
+        self.n_accepted = n = int((coins < chances[0].cpu()).cumprod(0).sum())
+        self.drafts = self.text_drafts()
+        if n < self.k:
+            self.draft((warp(logits[n], ways[0]) - warp(wanted[n], ways[0])).clamp(min=0))
+
+    def draft(self, weights):
+        coin = torch.rand((), generator=self.coins).to(weights.device)
+        self.drafts = torch.cat([self.drafts, draw(weights, coin)[None]])
+
+    def row_behind(self):
+        """What it feeds behind a rejected draft, for `feed`: the last draft."""
+        n = len(self.drafts)
+        return self.drafts[-1:], self.n_cached + n, FullKeys(self.seen, 0, self.n_seen + n, 1)
+
+    @torch.inference_mode()
+    def end_round(self):
+        """Verify t0 and the drafts, and choose what the next round sees."""
+        rows = torch.cat([self.text.ids[self.n_cached, None], self.drafts])
+        keys = FullKeys(self.text.cache, 0, self.n_cached, len(rows), record=True)
+        if self.planner.record:
+            with self.text.lent(keys.new):
+                feed(self.text.model, [(rows, self.n_cached, keys)])
+        self.n_cached += self.n_accepted + 1
+
+        # Draft rows see a little cache: the selection, and room for their own keys.
+        self.state = self.planner._select(self, keys, self.n_accepted)
+        pool = DraftPool(self.text.cache, self.k)
+        chosen = PillarKeys(pool, 0, self.n_cached, self.state.selected, self.state.recent)
+        pool.gather(chosen)
+        self.seen = SimpleNamespace(k=pool.k[:, 0], v=pool.v[:, 0])
+        self.n_seen = chosen.n
 
 
 @torch.inference_mode()
 def replay(text, replays, end):
     """Run Replays of one text side by side, while their rounds end before position `end`."""
-    live = list(replays)
-    while live := [r for r in live if r.n_cached + r.k < end]:
-        segments, positions = [], []
+    model = text.model
+    while live := [r for r in replays if r.n_cached + r.k < end]:
+        # The text's own tokens as drafts: their rows need not wait for each other.
+        with text.lent(slice(min(r.n_cached for r in live), max(r.n_cached + r.k for r in live))):
+            hidden = feed(model, [r.rows_of_text() for r in live])
+        for r, logits in zip(live, model.logits(hidden).split([r.k for r in live])):
+            r.judge(logits)
+
+        # Behind a rejected draft one row at a time, of selections that go by scores.
+        while more := [r for r in live if r.planner.record and len(r.drafts) < r.k]:
+            logits = model.logits(feed(model, [r.row_behind() for r in more]))
+            for r, row in zip(more, logits):
+                r.draft(warp(row, Sampling(r.temperatures[0])))
         for r in live:
-            segments.append((len(positions), len(positions) + r.k, r))
-            positions += range(r.n_cached, r.n_cached + r.k)
-        positions = torch.tensor(positions, device=text.ids.device)
-        hidden = text.model(text.ids[positions], positions, packed_attend(segments))
-        for r, logits in zip(live, text.model.logits(hidden).split([r.k for r in live])):
-            r.judge(logits.softmax(-1))
+            r.end_round()

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from minispec.bounds import by_workload
 from minispec.core.engine import Engine
 from minispec.core.requests import Request
-from minispec.data import tasks, traces
+from minispec.data import traces
 from minispec.studies import ladder, measure, results, workloads
 from minispec.studies.timing import identical, race
 from minispec.tools import checkpoints, methods
@@ -47,11 +47,10 @@ SMALL = Size(160, 16, ((1, 4), (4, 8), (16, 16)), ((1, 12), (4, 12), (16, 24)), 
 # censored that could be decoded.
 GRID = {"contexts": (64, 512), "drafts": (0, 1, 4, 16), "prompts": (32, 256), "passes": 1}
 SHORT = Size(32, 2, ((1, 1),), ((1, 4), (4, 8), (16, 16)), 32, GRID)
-LONG = Size(128, 8, ((1, 4), (4, 8)), ((1, 8), (4, 16), (16, 32)), 32)
-MORE = ("--long takes an hour and a half: answers of 128 tokens, 4 to 8 problems of each workload instead of "
-        "1, batches of 4 of each, traces of 8 problems, and prices of more shapes in three passes")
-
-
+FINE = {"contexts": (64, 512, 1500), "drafts": (0, 1, 4, 16), "prompts": (32, 256, 1200), "passes": 3}
+LONG = Size(64, 4, ((1, 4), (4, 4)), ((1, 8), (4, 16), (16, 32)), 32, FINE)
+MORE = ("--long takes an hour: answers of 64 tokens, 4 problems of each workload instead of 1 "
+        "or 2, batches of 4 of each, and prices of more shapes in three passes")
 QUICK = Size(32, 2, ((1, 1),), ((4, 8),), 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
 
@@ -229,29 +228,44 @@ def rows_of(timed, about):
 
 # -- losslessness ----------------------------------------------------------------------------------
 
+# Ways of a method that decide which rows are fed together, or what is judged.
+WAYS = {
+    "specgen --delayed": {"delayed": True},
+    "specgen --schedule lockstep": {"schedule": "lockstep"},
+    "specgen --select pillar": {"select": "pillar"},
+    "specgen --select window": {"select": "window"},
+    "specgen --admission preempt": {"admission": "preempt", "cache_tokens": 2000},
+    "specgen --admission offload": {"admission": "offload", "cache_tokens": 2000},
+    "prism --tree 15": {"tree": 15},
+    "specdiff --k-drafts 3": {"k_drafts": 3},
+}
+LONGEST = 400           # tokens of a prompt of a real model, because reading takes longer than answering
+
+
 def lossless(args, model, tokenizer):
     """Greedy output against autoregressive output: identical in fp32; in bf16, where the number of rows
     changes rounding, a first difference must sit at a near-tie."""
-    per_family = 4 if args.quick else 20
-    problems = [tasks.make(f, 1000 + i, "heldout") for f in tasks.FAMILIES for i in range(per_family)]
+    new = 160 if tokenizer.ours else 48
+    problems = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data)
+    problems = [p for some in problems.values() for p in some]
+    if not tokenizer.ours:
+        problems = [p for p in problems if len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
+    ready = [name for name in suitable(args, model) if name in methods.METHODS]
+    names = [*ready, *(way for way in WAYS if way.split()[0] in ready)]
 
-    out = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        target = checkpoints.load(args.model, dtype=dtype)
+    rows = []
+    for dtype, some in (("float32", problems), ("bfloat16", problems[::5])):
+        target = checkpoints.load(args.model, dtype=getattr(torch, dtype))
+        requests = partial(requests_of, some, tokenizer, target, new)
 
-        def answers(method):
-            engine = methods.make_engine(method, target, args, 10)
-            return engine.generate(requests_of(problems, tokenizer, target))
+        def answers(name):
+            settings = methods.settings(**{**vars(args), **WAYS.get(name, {})})
+            return methods.make_engine(name.split()[0], target, settings, 10).generate(requests())
 
         plain = answers("ar")
-        rows = {}
-        for name in tqdm(methods.ready(args), desc=str(dtype)):
+        for name in tqdm(names, desc=dtype):
             gaps = [tie_gap(target, a.prompt_ids, a.token_ids, b.token_ids)
                     for a, b in zip(plain, answers(name)) if a.token_ids != b.token_ids]
-            rows[name] = {
-                "prompts": len(problems),
-                "identical": len(problems) - len(gaps),
-                "largest_tie_gap": max(gaps, default=0.0),
-            }
-        out[str(dtype).removeprefix("torch.")] = {"methods": rows}
-    return out
+            rows.append({"method": name, "dtype": dtype, "prompts": len(some),
+                         "identical": len(some) - len(gaps), "largest_tie_gap": max(gaps, default=0.0)})
+    return {"new_tokens": new, "rows": rows}

@@ -12,7 +12,7 @@ from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 from minispec.specgen import SCHEDULES, predicted_speedup
 from minispec.studies import results, texts
-from minispec.studies.replay import Replay, Text, read, replay
+from minispec.studies.replay import TEMPERATURES, Replay, Text, read, replay
 from minispec.studies.sparse import measure_costs
 from minispec.studies.timing import identical, race, ratio
 from minispec.tools import methods
@@ -20,13 +20,14 @@ from minispec.tools.answers import requests_of, schedule_view
 
 K, SPARSITY = 8, 0.05
 CONTEXTS = (1000, 2000, 4000, 7000)
-BEFORE, AFTER = 17, 112                 # rows that are recorded before a context and behind it
+AFTER = 80                              # tokens behind a context in which rounds are replayed
+TEXTS = 3                               # of each kind
 SELECTIONS = ("oracle", "pillar", "ahead", "window")
 # One setting varies at a time, at this context.
 VARIED_AT = 4000
 VARIED = [("pillar", k, SPARSITY) for k in (4, 16)] + [("pillar", K, s) for s in (0.01, 0.02, 0.1)]
 DISTINCT = 2                            # texts of a larger batch, because reading takes longer than decoding
-NEW = 64                                # tokens of an answer where throughput is measured
+NEW = 160                               # tokens of an answer where throughput is measured
 SERVING = ((1000, 1), (4000, 1), (7000, 1), (1000, 8), (4000, 8), (7000, 8))
 
 
@@ -35,26 +36,28 @@ SERVING = ((1000, 1), (4000, 1), (7000, 1), (1000, 8), (4000, 8), (7000, 8))
 def acceptance(args, model, tokenizer):
     """What SpecGen gets accepted along long texts, by kind of text, context, selection, k and budget."""
     contexts = CONTEXTS[:1] if args.quick else CONTEXTS
-    kinds = texts.kinds(tokenizer)
 
-    def along(kind):
-        """By context how repetitive the text is, and [[select, k, sparsity, mean accepted by rejection, by
-        the greedy rule, rounds]]."""
-        ids = texts.text(kind, 0, contexts[-1] + AFTER, model, tokenizer, args.data)
+    def along(kind, number):
+        """Of one text by context: how repetitive it is, and [[select, k, sparsity, mean accepted at each of
+        TEMPERATURES, rounds]]."""
+        ids = texts.text(kind, number, contexts[-1] + AFTER, model, tokenizer, args.data)
         text = Text(model, ids)
         out = {}
-        for context in text.contexts(contexts, BEFORE, AFTER):
+        for context in text.contexts(contexts, AFTER):
             settings = [*product(SELECTIONS, (K,), (SPARSITY,))] + VARIED * (context == VARIED_AT)
             replays = [Replay(text, context, *setting) for setting in settings]
             replay(text, replays, context + AFTER)
-            rows = [[*setting, statistics.mean(r.accepted), statistics.mean(r.greedy), len(r.accepted)]
+            rows = [[*setting, [statistics.mean(x) for x in zip(*r.accepted)], len(r.accepted)]
                     for setting, r in zip(settings, replays)]
             repeated = texts.repeated(ids[:context + AFTER], AFTER)
             out[str(context)] = {"repeated": repeated, "rows": rows}
         return out
 
-    found = results.each_kept("acceptance", args, model, {})([(kind,) for kind in kinds], along)
-    return {"k": K, "sparsity": SPARSITY, "kinds": dict(zip(kinds, found))}
+    kinds = texts.kinds(tokenizer)
+    cells = [(kind, i) for i in range(1 if args.quick else TEXTS) for kind in kinds]
+    found = results.each_kept("acceptance", args, model, {})(cells, along)
+    by_kind = {kind: [text for cell, text in zip(cells, found) if cell[0] == kind] for kind in kinds}
+    return {"k": K, "sparsity": SPARSITY, "temperatures": TEMPERATURES, "kinds": by_kind}
 
 
 # -- serving ---------------------------------------------------------------------------------------
@@ -63,7 +66,7 @@ def serving(args, model, tokenizer):
     """Several requests with long contexts: decoded tokens/s of SpecGen and of the autoregressive loop, greedy
     and sampled, and what the cost model predicts from timings of single steps."""
     def measure(context, batch):
-        return serving_rows(args, model, tokenizer, context, batch, 1 if args.quick else 2)
+        return serving_rows(args, model, tokenizer, context, batch, 2 if batch == 1 else 1)
 
     each = results.each_kept("serving", args, model, {"new": NEW})
     rows = each(((1000, 2),) if args.quick else SERVING, measure)
@@ -77,7 +80,7 @@ def serving_rows(args, model, tokenizer, context, batch, repeats, new=NEW):
            for i in range(min(batch, DISTINCT))]
     ids = (ids * batch)[:batch]
     rows = []
-    for temperature in (0.0, 1.0):
+    for temperature in (0.0, TEMPERATURES[0]):
         cells = warm_cells(model, args, ids, temperature, new)
         runs = race(cells, repeats, f"{batch} requests at {context}", see=seen)
         for method, timed in runs.items():

@@ -22,57 +22,65 @@ def render(name, result):
 
 # -- losslessness ----------------------------------------------------------------------------------
 
-def lossless(r):
-    rows = [{"method": method, "dtype": dtype, **x}
-            for dtype, measured in r.items() for method, x in measured["methods"].items()]
-    return table({
-        "method": "{method}",
-        "dtype": "{dtype}",
-        "identical to autoregressive": SAME,
-        "largest top-2 gap at a difference": "{largest_tie_gap:.3g}",
-    }, rows)
+LOSSLESS = {
+    "method": "{method}",
+    "dtype": "{dtype}",
+    "identical to autoregressive": SAME,
+    "largest top-2 gap at a difference": "{largest_tie_gap:.3g}",
+}
 
 
 # -- SpecGen ---------------------------------------------------------------------------------------
 
-def _accepted(at, *setting):
-    """[select, k, sparsity, accepted by rejection, by the greedy rule, rounds] of a setting at a context."""
-    return next((x for x in at["rows"] if x[:3] == list(setting)), None)
+# Student's t by degrees of freedom: three texts of one kind, and of four.
+STUDENT = {2: 4.303, 8: 2.306}
+
+
+def _accepted(text, context, setting):
+    """Accepted drafts of a setting [select, k, sparsity] behind a context of a text, by temperature."""
+    return next(x[3] for x in text[context]["rows"] if x[:3] == list(setting))
+
+
+def _of_kinds(kinds, context, setting, i):
+    """Mean over the kinds of text at the i-th temperature, and half of its 95 % interval over the texts."""
+    found = [[_accepted(text, context, setting)[i] for text in some] for some in kinds.values()]
+    freedom = sum(len(texts) - 1 for texts in found)
+    if freedom not in STUDENT:
+        return np.mean(found), np.nan
+    error = sum(np.var(texts, ddof=1) / len(texts) for texts in found) ** 0.5 / len(found)
+    return np.mean([np.mean(texts) for texts in found]), STUDENT[freedom] * error
 
 
 def acceptance(r):
-    """Selections and settings by context: mean of the kinds of text, with the least and the largest."""
-    first, *_ = kinds = list(r["kinds"].values())
-    rows = {}
-    for context, at in first.items():
-        for setting in (tuple(x[:3]) for x in at["rows"]):
-            found = [_accepted(text[context], *setting)[3] for text in kinds]
-            row = rows.setdefault(setting, {"select": setting[0], "k": setting[1], "sparsity": setting[2]})
-            row[f"at {context}"] = [np.mean(found), min(found), max(found)]
-    shape = "{at N[0]:.2f}" if len(kinds) == 1 else "{at N[0]:.2f} ({at N[1]:.2f}-{at N[2]:.2f})"
-    cells = {f"{context} tokens": shape.replace("N", context) for context in first}
-    return table({"selection, k, budget s": "{select}, {k}, {sparsity:.0%}", **cells}, rows.values())
+    """Selections and settings by context and temperature: mean of the kinds of text, with its interval."""
+    first, *_ = next(iter(r["kinds"].values()))
+    rows, columns = {}, {"selection, k, budget s": "{select}, {k}, {sparsity:.0%}"}
+    for i, temperature in enumerate(r["temperatures"]):
+        for context, at in first.items():
+            name = f"at_{context}_{i}"
+            shown = "{N[0]:.2f} ± {N[1]:.2f}".replace("N", name)
+            columns[f"{context} tokens at T = {temperature:g}"] = shown
+            for select, k, sparsity, *_ in at["rows"]:
+                row = rows.setdefault((select, k, sparsity), {"select": select, "k": k, "sparsity": sparsity})
+                row[name] = _of_kinds(r["kinds"], context, (select, k, sparsity), i)
+    return table(columns, rows.values())
 
 
 def kinds(r):
-    """What the kinds of text differ in, at the usual setting."""
+    """What the kinds of text differ in, at the usual setting and the first temperature: means of the texts,
+    with the least and the largest."""
+    selections = ("pillar", "ahead", "window", "oracle")
+    contexts = next(iter(r["kinds"].values()))[0]
     rows = []
-    contexts = next(iter(r["kinds"].values()))
-    for context, (kind, text) in product(contexts, r["kinds"].items()):
-        at = text[context]
-        row = {"text": f"{kind}, {context} tokens", "repeated": at["repeated"]}
-        for select in ("pillar", "ahead", "window", "oracle"):
-            row[select] = _accepted(at, select, r["k"], r["sparsity"])
+    for context, (kind, some) in product(contexts, r["kinds"].items()):
+        row = {"text": f"{kind}, {context} tokens"}
+        row["repeated"] = np.mean([text[context]["repeated"] for text in some])
+        for select in selections:
+            found = [_accepted(text, context, (select, r["k"], r["sparsity"]))[0] for text in some]
+            row[select] = [np.mean(found), min(found), max(found)]
         rows.append(row)
-    return table({
-        "text": "{text}",
-        "repeated 8-grams": "{repeated:.0%}",
-        "pillar": "{pillar[3]:.2f}",
-        "pillar, greedy": "{pillar[4]:.2f}",
-        "ahead": "{ahead[3]:.2f}",
-        "window": "{window[3]:.2f}",
-        "oracle": "{oracle[3]:.2f}",
-    }, rows)
+    shown = {select: "{N[0]:.2f} ({N[1]:.2f}-{N[2]:.2f})".replace("N", select) for select in selections}
+    return table({"text": "{text}", "repeated 8-grams": "{repeated:.0%}", **shown}, rows)
 
 
 SERVING = {
@@ -194,7 +202,7 @@ def gpu(r):
 
 
 TABLES = {                       # a function of the result, or the columns of its rows
-    "lossless": lossless,
+    "lossless": LOSSLESS,
     "methods": methods,
     "acceptance": acceptance,
     "acceptance_kinds": kinds,

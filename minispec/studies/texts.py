@@ -9,7 +9,9 @@ from minispec.core.verify import Sampling
 from minispec.core.engine import Engine, Lockstep
 from minispec.data import prompts, tasks
 
-QUESTIONS = 20          # that the model answers at once, for one text of its own answers
+SHARES = 5              # texts of a kind have different turns: each a share of all that there are
+QUESTIONS = 80          # the first ones of Spec-Bench are MT-bench
+OWN_SHARES = 3          # texts that the model's answers to them make
 OWN = 2000              # tokens at most of each answer
 NGRAM = 8
 
@@ -30,23 +32,24 @@ def kinds(tokenizer):
 
 
 def text(kind, number, length, model, tokenizer, data):
-    """A text of a kind: `length` ids, or ValueError. There are many of the kind "trace", by number."""
+    """A text of a kind, by number: `length` ids, or ValueError."""
     if kind != "trace" and not data:
         raise ValueError("real texts are read from a data folder: give --data DIR or set MINISPEC_DATA")
     if kind == "trace":
         problem = tasks.make("trace", number, "heldout", tasks.lines_for(length))
         ids = tokenizer.prompt_ids(problem.prompt) + tokenizer.encode(problem.think)
     elif kind == "book":
-        file = min(glob.glob(os.path.join(data, "standardebooks", "*.txt")))
+        file = sorted(glob.glob(os.path.join(data, "standardebooks", "*.txt")))[number]
         with open(file, encoding="utf-8") as f:
             # Not the first chapter; some five characters are a token.
             ids = tokenizer.encode(f.read()[20_000:20_000 + 8 * length])
     elif kind == "own answers":
-        ids = own_answers(length, model, tokenizer, data)
+        ids = own_answers(number, length, model, tokenizer, data)
     else:
         turns = _reasoning(data) if kind == "reasoning" else _instructions(data)
         random.Random(0).shuffle(turns)
-        ids = conversation([(asked, tokenizer.encode(said)) for asked, said in turns], tokenizer, length)
+        turns = [(asked, tokenizer.encode(said)) for asked, said in turns[number::SHARES]]
+        ids = conversation(turns, tokenizer, length)
     if len(ids) < length:
         raise ValueError(f"the text of the kind {kind} has {len(ids)} tokens; {length} are needed")
     return ids[:length]
@@ -71,18 +74,20 @@ def _reasoning(data):
 
 
 def _instructions(data):
+    """Short questions and answers, by people and a large model."""
     rows = prompts.read_rows(os.path.join(data, "instruct", "instruction-data.json"))
     return [(f"{row['instruction']}\n{row['input']}", row["output"]) for _, row in rows]
 
 
-def own_answers(length, model, tokenizer, data):
-    """A conversation whose answers the model samples itself, to questions of MT-bench."""
-    questions = [p.prompt for p in prompts.load_named("spec_bench", data)[:QUESTIONS]]
-    requests = [Request(tokenizer.prompt_ids(asked), OWN, Sampling(1.0, seed=i), tokenizer.ends)
-                for i, asked in enumerate(questions)]
-    for _ in Engine(model, Lockstep, QUESTIONS).stream(requests):
+def own_answers(number, length, model, tokenizer, data):
+    """A conversation whose answers the model samples itself, at the paper's temperature, to questions of
+    MT-bench."""
+    asked = [p.prompt for p in prompts.load_named("spec_bench", data)[:QUESTIONS][number::OWN_SHARES]]
+    requests = [Request(tokenizer.prompt_ids(text), OWN, Sampling(0.65, seed=i), tokenizer.ends)
+                for i, text in enumerate(asked)]
+    for _ in Engine(model, Lockstep, len(asked)).stream(requests):
         if sum(len(r.generation.token_ids) for r in requests) >= length:
             for r in requests:
                 r.cancel()
     answers = [r.generation.token_ids for r in requests]
-    return conversation(zip(questions, answers), tokenizer, length)
+    return conversation(zip(asked, answers), tokenizer, length)

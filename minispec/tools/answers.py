@@ -14,75 +14,28 @@ UNKNOWN = 512            # tokens expected of an answer whose solution is not kn
 
 # -- from problems to requests ----------------------------------------
 
-def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling(), warm=0):
+def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
     """One engine request per problem, the i-th with the i-th seed after sampling's.
 
-    limit: new tokens at most (default: twice a known solution). warm: enter the reference chain of thought
-    where prompt and chain have so many tokens, which reaches a long context in seconds. ValueError if a
-    prompt does not fit the context, a chain is too short, or the tokenizer is another model's."""
-    if tokenizer.vocab_size > model.config.vocab_size:
+    limit: new tokens at most (default: twice a known solution). ValueError if a prompt does not fit the
+    context, or the tokenizer is another model's."""
+    c = model.config
+    if tokenizer.vocab_size > c.vocab_size:
         raise ValueError(f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, "
-                         f"the model a vocabulary of {model.config.vocab_size}; they do not belong together")
+                         f"the model a vocabulary of {c.vocab_size}; they do not belong together")
     requests = []
     for i, problem in enumerate(problems):
-        ids, expected = _lengths(i + 1, problem, tokenizer, warm)
-        room = _room(i + 1, problem, ids, limit, 2 * expected, tokenizer, model.config.block_size)
+        ids = tokenizer.prompt_ids(problem.prompt)
+        expected = UNKNOWN
+        if problem.think and tokenizer.ours:             # other models write chains of their own
+            expected = len(tokenizer.response_ids(problem.think, problem.answer))
+        room = c.block_size - len(ids)
+        if room < (limit or 1):
+            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {limit or 2 * expected} "
+                             f"more; the context of this model is {c.block_size}")
         seeded = replace(sampling, seed=sampling.seed + i)
-        ends = [model.config.eos_id, *tokenizer.ends]
-        requests.append(Request(ids, limit or min(2 * expected, room), seeded, ends))
+        requests.append(Request(ids, limit or min(2 * expected, room), seeded, [c.eos_id, *tokenizer.ends]))
     return requests
-
-
-def _lengths(number, problem, tokenizer, warm):
-    """(ids of the prompt, tokens expected of the answer)."""
-    ids = tokenizer.chat_ids([*problem.before, tokenizer.asked(problem.prompt)])
-    expected = UNKNOWN
-    if problem.think and tokenizer.ours:                 # other models write chains of their own
-        expected = len(tokenizer.response_ids(problem.think, problem.answer))
-    if warm:
-        ids = (ids + tokenizer.encode(problem.think))[:warm]
-        if len(ids) < warm:
-            raise ValueError(f"problem {number} has a known chain of {len(ids)} tokens with its prompt; "
-                             f"a warm context of {warm} needs a longer one (--task trace)")
-    return ids, expected
-
-
-def _room(number, problem, ids, limit, wanted, tokenizer, block_size):
-    """How many new tokens the context has room for: every later turn gets as much as the first."""
-    answers = 1 + len(problem.turns)
-    later = sum(len(tokenizer.prompt_ids(turn)) for turn in problem.turns)
-    room = (block_size - len(ids) - later) // answers
-    if room < (limit or 1):
-        each = f" for each of {answers} answers" if problem.turns else ""
-        raise ValueError(f"prompt {number} has {len(ids) + later} tokens and asks for {limit or wanted} more"
-                         f"{each}; the context of this model is {block_size}")
-    return room
-
-
-def converse(problems, answer):
-    """Ask the problems, then what their further turns ask about the answers; answer(problems) -> generations.
-    Returns [(problem, generation, turn)], with the turns of a problem next to each other."""
-    rows = [[] for _ in problems]
-    live = list(enumerate(problems))
-    turn = 1
-    while live:
-        generations = answer([problem for _, problem in live])
-        following = []
-        for (i, problem), generation in zip(live, generations):
-            rows[i].append((problem, generation, turn))
-            if problem.turns:
-                following.append((i, following_turn(problem, problem.turns[0], generation)))
-        live = following
-        turn += 1
-    return [row for turns in rows for row in turns]
-
-
-def following_turn(problem, prompt, generation):
-    """The problem of the next turn: `prompt` continues the conversation after the answer so far."""
-    said = [{"role": "user", "content": problem.prompt},
-            {"role": "assistant", "content": generation.token_ids}]
-    return replace(problem, prompt=prompt.rstrip("\n") + "\n", think="", answer="", turns=problem.turns[1:],
-                   before=[*problem.before, *said])
 
 
 def verdict(problem, generation, tokenizer):
@@ -100,6 +53,7 @@ def verdict(problem, generation, tokenizer):
 
 def summary(generations, engine):
     """The figures of one run, over all its requests, as a dict (docs/glossary.md has the words)."""
+    # A step is a round of one request.
     steps = [s for g in generations for s in g.steps]
     rounds = max(len(steps), 1)
     tokens = sum(len(g.token_ids) for g in generations)
@@ -140,27 +94,27 @@ def phase_rates(generations, engine):
     decode = sum(engine.seconds.values()) - prefill
     return {
         "prompt_tokens": prompt,
-        "prefill_tokens_per_second": prompt / prefill if prefill else None,
-        "decode_tokens_per_second": decoded / decode if decoded else None,
+        "prefill_tokens_per_second": ratio(prompt, prefill),
+        "decode_tokens_per_second": ratio(decoded, decode),
     }
+
+
+def ratio(a, b):
+    """a / b, or None where there is nothing to divide."""
+    return a / b if a and b else None
 
 
 def schedule_view(engine):
     """What the scheduler did: rows per iteration, requests per phase, use of the cache."""
     iterations = engine.iterations
-    rows = [i["prefill"] + i["draft"] + i["verify"] for i in iterations]
-
-    def total(name):
-        return sum(i[name] for i in iterations)
-
+    kinds = ("prefill", "draft", "verify")
+    rows = [sum(i[kind] for kind in kinds) for i in iterations]
     return {
         "iterations": len(iterations),
         "rows_mean": statistics.mean(rows),
         "rows_deviation": statistics.pstdev(rows),
-        "prefill_rows": total("prefill"),
-        "draft_rows": total("draft"),
-        "verify_rows": total("verify"),
-        "stalled": total("stalled"),
+        **{f"{kind}_rows": sum(i[kind] for i in iterations) for kind in kinds},
+        "stalled": sum(i["stalled"] for i in iterations),
         "active_mean": statistics.mean(i["active"] for i in iterations),
         "cache_slots": engine.cache.n_slots,
         "cache_peak": max(i["used"] for i in iterations),
@@ -173,12 +127,10 @@ def schedule_view(engine):
 @torch.inference_mode()
 def tie_gap(model, prompt_ids, a, b):
     """Gap between the target's two largest logits where outputs a and b first differ; 0 if they do not."""
-    for i, (x, y) in enumerate(zip(a, b)):
-        if x != y:
-            break
-    else:
+    differing = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
+    if not differing:
         return 0.0
-    ids = torch.tensor([prompt_ids + a[:i]], device=model.device)
+    ids = torch.tensor([prompt_ids + a[:differing[0]]], device=model.device)
     positions = torch.arange(ids.shape[1], device=model.device)[None]
     hidden = model(ids, positions, dense_attend())[0, -1]
     best, second = model.logits(hidden).float().topk(2).values.tolist()

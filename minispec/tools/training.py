@@ -4,11 +4,11 @@ resuming, and a lock.
 The loop itself stands in each script:
 
     with locked(folder):
-        run = Run(folder, model, optimizer, n_steps, save_every)
+        run = Run(args, folder, model, n_steps, lr)
         for step in run.steps():                    # only the steps that are still missing
             loss = ...
             loss.backward()
-            optimizer.step(learning_rate(...))
+            run.update(step, progress)              # of the weights
             run.log(loss=loss)
             if run.checkpoint_due(step):
                 ...                                 # the script saves the model in its own format
@@ -28,10 +28,11 @@ import time
 import zipfile
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 from minispec.core.cpu import PACKED_TYPES
-from minispec.tools.files import blame, read_json, replaced, write_json
+from minispec.tools.files import blame, read_json, replaced, write_json, write_text
 from minispec.tools.script import check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
@@ -66,14 +67,12 @@ def same_settings(folder, **settings):
     """
     os.makedirs(folder, exist_ok=True)
     file = os.path.join(folder, "settings.json")
-    old = {}
-    if os.path.exists(file):
-        old = read_json(file)
-        with blame(file):
-            changed = [name for name in settings if settings[name] != old[name]]
-        for name in changed:
-            raise ValueError(f"{folder} was begun with {name} {old[name]}, not {settings[name]}; "
-                             "use another folder or the same settings")
+    old = read_json(file) if os.path.exists(file) else {}
+    with blame(file):
+        for name, value in settings.items():
+            if old.get(name, value) != value:
+                raise ValueError(f"the folder was begun with {name} {old[name]}, not {value}; "
+                                 "use another folder or the same settings")
     write_json(file, {**old, **settings})
 
 
@@ -91,6 +90,14 @@ def fast_dtype(device):
 def bf16(device):
     """Forward passes inside this context multiply in bf16, where that is fast; the weights stay in fp32."""
     return torch.autocast(device.split(":")[0], torch.bfloat16, fast_dtype(device) == torch.bfloat16)
+
+
+def divergence(target, logits):
+    """KL(target || model) (...) of two sets of logits (..., V), in fp32: it makes the model cover all of the
+    target's mass."""
+    p = target.float().log_softmax(-1)
+    q = logits.float().log_softmax(-1)
+    return F.kl_div(q, p, log_target=True, reduction="none").sum(-1)
 
 
 # -- one training in a folder --------------------------------------------------------------------------------
@@ -118,25 +125,25 @@ def locked(folder):
 
 
 class Optimizer:
-    """AdamW, and Muon for the matrices of a whole model, used like one optimiser. Gradients are clipped to
-    norm 1.
+    """AdamW, and with `muon` Muon for the matrices of a model's blocks, used like one optimiser. Gradients
+    are clipped to norm 1. Gains of norms get no weight decay.
 
-    muon: tells by its name whether Muon takes a 2D parameter. A drafter of one layer has none: its step is
-    soon over, and Muon's products would take longer than all the rest on a CPU. Gains of norms get no weight
-    decay. """
+    A drafter of one layer has no use for Muon: its step is soon over, and Muon's products would take longer
+    than all the rest on a CPU. """
 
-    def __init__(self, model, muon=lambda name: False):
+    def __init__(self, model, muon=False):
         self.parameters = list(model.parameters())
+        # Every parameter goes to one of three groups.
         matrices, others, gains = [], [], []
         for name, p in model.named_parameters():
             if p.ndim < 2:
                 gains.append(p)
-            elif muon(name):
+            elif muon and name.startswith("blocks."):
                 matrices.append(p)
             else:
                 others.append(p)
         groups = [{"params": others, "weight_decay": 0.01}, {"params": gains, "weight_decay": 0.0}]
-        self.parts = [torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95))]
+        self.parts = [torch.optim.AdamW(groups, betas=(0.9, 0.95))]
         if matrices:
             self.parts += [torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")]
 
@@ -183,45 +190,33 @@ def load_state(path, model, optimizer):
         raise ValueError(f"{text} ({type(e).__name__}: {e})"[:600]) from None
 
 
-def _write_lines(path, lines):
-    with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as f:
-        f.writelines(lines)
-
-
 class Run:
     """One training in a folder: which steps are missing, what is shown and logged, and its checkpoints. If
     the folder has a resume.pt, the weights and the optimiser's state are loaded from it at once (errors: see
     load_state)."""
 
-    def __init__(self, folder, model, optimizer, n_steps, save_every, minutes=None):
+    def __init__(self, args, folder, model, n_steps, lr, muon=False, minutes=None):
+        self.args = args
         self.folder = folder
+        self.model = model
+        self.optimizer = Optimizer(model, muon)
+        self.n_steps = n_steps
+        self.lr = lr                      # at the peak
         self.minutes = minutes            # of all steps; None: as many as they take
         self.last = False                 # whether the time is over
-        self.model = model
-        self.optimizer = optimizer
-        self.n_steps = n_steps
-        self.save_every = save_every
         self.first = 0                    # steps done by earlier runs of the same command
         self.lines = []                   # of log.jsonl
-        self.recent = []                  # what the last 50 steps logged, since the last checkpoint
+        self.recent = []                  # what the steps since the last checkpoint logged
+        self.log_file = os.path.join(folder, "log.jsonl")
+        self.resume_file = os.path.join(folder, "resume.pt")
         seconds = 0.0
-        if os.path.exists(self._path("resume.pt")):
-            self.first, seconds = load_state(self._path("resume.pt"), model, optimizer)
-            self.lines = self._logged_lines()
+        if os.path.exists(self.resume_file):
+            self.first, seconds = load_state(self.resume_file, model, self.optimizer)
+            # The log is written before resume.pt, so it may be one record ahead.
+            with blame(self.log_file), open(self.log_file, encoding="utf-8") as f:
+                self.lines = [line for line in f if json.loads(line)["step"] <= self.first]
             print(f"resuming at step {self.first} of {n_steps}")
         self.started = time.time() - seconds
-
-    def _path(self, name):
-        return os.path.join(self.folder, name)
-
-    def _logged_lines(self):
-        """The log up to the step that we resume from. It is written before resume.pt, so it may be one record
-        ahead."""
-        log = self._path("log.jsonl")
-        if not os.path.exists(log):
-            return []
-        with blame(log), open(log, encoding="utf-8") as f:
-            return [line for line in f if json.loads(line)["step"] <= self.first]
 
     def steps(self):
         """The numbers of the steps that are still missing, with a progress bar; the end is noted in
@@ -235,7 +230,7 @@ class Run:
             if self.last:
                 break
         command = shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]])
-        _write_lines(self._path("command.txt"), [command + "\n"])
+        write_text(os.path.join(self.folder, "command.txt"), command + "\n")
 
     def progress(self, done):
         """How much of the run is over, 0 to 1: `done`, or the part of its minutes, if that is more."""
@@ -243,21 +238,23 @@ class Run:
             done = max(done, (time.time() - self.started) / (60 * self.minutes))
         return min(done, 1)
 
-    def log(self, **values):
-        """Numbers or scalar tensors of this step; means over the last 50 are shown, and logged at the next
-        checkpoint."""
-        numbers = {name: x.item() if torch.is_tensor(x) else x for name, x in values.items()}
-        self.recent = self.recent[-49:] + [numbers]
-        self.bar.set_postfix({name: f"{x:.3f}" for name, x in self._means().items()})
+    def update(self, step, progress):
+        """One step of the optimiser, `progress` (0 to 1) being how much of all data is used up."""
+        lr = learning_rate(step, self.progress(progress), self.lr, self.args.warmup)
+        self.optimizer.step(lr)
 
-    def _means(self):
-        return {name: sum(r[name] for r in self.recent) / len(self.recent) for name in self.recent[-1]}
+    def log(self, **values):
+        """Numbers or scalar tensors of this step: they are shown, and their means logged at the next
+        checkpoint."""
+        self.recent.append({name: torch.as_tensor(x).item() for name, x in values.items()})
+        self.bar.set_postfix(self.recent[-1])
 
     def checkpoint_due(self, step):
         """Whether a checkpoint follows this step: every save_every steps and after the last one. ValueError
         where the weights are no longer finite, so that the last good checkpoint is kept."""
+        # The last step is the last of all, or the one in which the time ran out.
         self.last = step + 1 == self.n_steps or self.progress(0) >= 1
-        due = (step + 1) % self.save_every == 0 or self.last
+        due = (step + 1) % self.args.save_every == 0 or self.last
         if due and not all(p.isfinite().all() for p in self.model.parameters()):
             raise ValueError(f"after {step + 1} steps the weights are not finite numbers any more; "
                              "try a smaller --lr (the last checkpoint is kept)")
@@ -266,11 +263,13 @@ class Run:
     def checkpoint(self, step, **results):
         """Write the log, with `results` in this record, and last what a resumed run starts from: killed in
         between, it does these steps again."""
-        means = {name: round(x, 5) for name, x in self._means().items()}
+        means = {}
+        for name in self.recent[-1]:
+            means[name] = round(sum(values[name] for values in self.recent) / len(self.recent), 5)
         seconds = round(time.time() - self.started)
         record = {"step": step + 1, **means, **results, "seconds": seconds}
         self.lines.append(json.dumps(record) + "\n")
-        _write_lines(self._path("log.jsonl"), self.lines)
-        save_state(self._path("resume.pt"), self.model, self.optimizer, step + 1, seconds)
+        write_text(self.log_file, "".join(self.lines))
+        save_state(self.resume_file, self.model, self.optimizer, step + 1, seconds)
         self.recent = []                  # a resumed run starts without them too, so both log the same means
         self.model.train()                # evaluation may have left it in eval mode

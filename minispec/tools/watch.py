@@ -1,6 +1,6 @@
 """decode.py --watch: a diffusion model's answer while it fills in. --explain: the first rounds, draft by
 draft."""
-import shutil
+import sys
 
 import torch
 
@@ -11,50 +11,30 @@ GREEN, PLAIN = "\033[32m", "\033[0m"
 
 
 class Watch:
-    """Called by the decoder after every step. On a terminal the answer is redrawn in place, new tokens in
-    green, masked slots as dots. Elsewhere every step is a line with its open block."""
+    """Called by the decoder after every step: prints how many slots it revealed, and its open block. On a
+    terminal the new tokens are green. A masked slot is a dot, a new line |."""
 
-    def __init__(self, tokenizer, out):
+    def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.out = out
-        self.drawn = 0                   # lines on the terminal
+        self.colour = in_colour(sys.stdout)
         special = tokenizer.special
-        self.names = {special.get("<|answer|>"): "\n=> ", special.get("<|eos|>"): "<end>"}
-
-    def spell(self, a, i):
-        """The text of position i."""
-        token = a.tokens[i]
-        if token == a.mask_id:
-            return "·"
-        return self.names.get(token) or self.tokenizer.decode([token])
+        self.names = {special.get("<|answer|>"): "|=> ", special.get("<|eos|>"): "<end>"}
 
     def __call__(self, a, revealed):
-        if self.out.isatty():
-            self.draw(a, revealed)
-            return
-        block = "".join(self.spell(a, i) for i in range(a.first, a.last)).replace("\n", "|")
+        block = ""
+        for i in range(a.first, a.last):
+            text = self.spell(a.tokens[i], a.mask_id)
+            if self.colour and i in revealed:
+                text = GREEN + text + PLAIN
+            block += text
         step = len(a.request.generation.steps) + 1
-        self.out.write(f"{step:4d} +{len(revealed):<2d} {visible(block)}\n")
+        print(f"{step:4d} +{len(revealed):<2d} {block}")
 
-    def draw(self, a, revealed):
-        columns, rows = shutil.get_terminal_size()
-        ends = (i for i in range(a.prompt, a.last) if a.tokens[i] in a.request.stop_ids)
-        stop = next(ends, a.last - 1)
-        new = set(revealed) if in_colour(self.out) else set()
-        lines, room = [""], columns - 1
-        for i in range(a.prompt, stop + 1):
-            for c in self.spell(a, i):
-                if c == "\n" or room == 0:
-                    lines.append("")
-                    room = columns - 1
-                if c.isprintable():
-                    lines[-1] += f"{GREEN}{c}{PLAIN}" if i in new else c
-                    room -= 1
-        lines = lines[-(rows - 2):]      # what has scrolled away cannot be redrawn
-        up = f"\033[{self.drawn}A" if self.drawn else ""
-        self.out.write(up + "\r\033[J" + "\n".join(lines) + "\n")
-        self.out.flush()
-        self.drawn = len(lines)
+    def spell(self, token, mask_id):
+        if token == mask_id:
+            return "·"
+        text = self.names.get(token) or self.tokenizer.decode([token])
+        return visible(text.replace("\n", "|"))
 
 
 class Explain:
@@ -68,27 +48,28 @@ class Explain:
         self.lines = []
 
     def __call__(self, segments, logits):
-        stream = segments[0].request.rng.get_state()
-        verdicts = self.judge(segments, logits)
         s = segments[0]
+        state = s.request.rng.get_state()
+        verdicts = self.judge(segments, logits)
         if s.drafts and self.rounds > 0:
             self.rounds -= 1
             n = len(s.drafts) + 1
-            coins = torch.rand(n, generator=torch.Generator().set_state(stream))
+            coins = [None] * n
+            if s.request.sampling.temperature > 0:
+                coins = torch.rand(n, generator=torch.Generator().set_state(state))
             self.explain(s, logits[:n], coins, *verdicts[0])
         return verdicts
 
     def explain(self, s, logits, coins, path, token):
-        """One round: the segment s, the logits (n, V) of its rows, its coins (n,), and the verdict."""
+        """One round: the segment s, the logits (n, V) of its rows, the coins of the rows (None: greedy), and
+        the verdict."""
         r, n = s.request, len(logits)
-        greedy = r.sampling.temperature == 0
-        p = logits.float().softmax(-1) if greedy else warp(logits, r.sampling)
+        p = logits.float().softmax(-1) if coins[0] is None else warp(logits, r.sampling)
         parents = range(n - 1) if s.parents is None else s.parents
         depths = [position - s.start for position in s.positions]
-        last = path[-1] if path else 0
-        ms = {phase: f"{1000 * r.spent[phase]:.1f} ms" for phase in ("draft", "verify")}
+        draft_ms, verify_ms = 1000 * r.spent["draft"], 1000 * r.spent["verify"]
         self.lines += [
-            f"at {len(r.tokens)} tokens: {n - 1} drafts in {ms['draft']}, verified in {ms['verify']}",
+            f"at {len(r.tokens)} tokens: {n - 1} drafts in {draft_ms:.1f} ms, verified in {verify_ms:.1f} ms",
             "  row after  token                 q       p    coin"]
 
         # The drafts. Of a tree, those that hang from the accepted path were tried, in order.
@@ -99,12 +80,13 @@ class Explain:
                 verdict = "rejected"
             else:
                 verdict = "not reached"
-            coin = None if greedy else coins[row - 1]
-            self.line(row, parent, draft, self.q(s, draft, depths[row]), p[parent, draft], coin, verdict)
+            q = self.q(s, draft, depths[row])
+            self.line(row, parent, draft, [q, p[parent, draft], coins[row - 1]], verdict)
 
         # The token that follows.
+        last = path[-1] if path else 0
         verdict = "bonus" if depths[last] == max(depths) else "correction"
-        self.line("", last, token, None, p[last, token], None if greedy else coins[-1], verdict)
+        self.line("", last, token, [None, p[last, token], coins[-1]], verdict)
         kept = r.n_cached + 1 + len(path)
         self.lines += [f"  the cache keeps {1 + len(path)} of {n} rows, {kept} in all\n"]
 
@@ -113,8 +95,8 @@ class Explain:
         q = s.q if s.parents is None else getattr(s.rule, "args", (None, None))[1]
         return 1.0 if q is None else q[depth - 1, draft]
 
-    def line(self, row, after, token, q, p, coin, verdict):
-        """A line of the table; None is an empty cell."""
+    def line(self, row, after, token, numbers, verdict):
+        """A line of the table; of the numbers q, p and the coin, None is an empty cell."""
         text = visible(repr(self.tokenizer.decode([token])))
-        numbers = "".join(" " * 8 if x is None else f"{x:8.3f}" for x in (q, p, coin))
-        self.lines.append(f"  {row:>3} {after:>5}  {text:<16}{numbers}  {verdict}")
+        cells = "".join(" " * 8 if x is None else f"{x:8.3f}" for x in numbers)
+        self.lines.append(f"  {row:>3} {after:>5}  {text:<16}{cells}  {verdict}")
