@@ -97,7 +97,7 @@ CHATS = {
                "{% endfor %}{{ '<|im_start|>assistant\n' }}",
     "Qwen3": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
              "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-             "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}",
+             "{{ '<|im_start|>assistant\n' }}",
     "Llama-3": "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
                "<|eot_id|>{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}",
 }
@@ -150,7 +150,7 @@ def compare_greedy(folder, draft_folder, new_tokens=200, n=1):
     import transformers
     ours, theirs = checkpoints.load(folder, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     prompts = torch.randint(0, SHAPE["vocab_size"], (n, 20), generator=torch.Generator().manual_seed(2)).tolist()
-    settings = methods.settings(draft_model=str(draft_folder), min_budget=16)
+    settings = methods.settings(drafter=str(draft_folder), min_budget=16)
     run = lambda method: [g.token_ids for g in methods.make_engine(method, ours, settings, n).generate([Request(p, new_tokens) for p in prompts])]
     want = run("ar")
     with torch.inference_mode():
@@ -174,15 +174,13 @@ def write_large(folder):
     with torch.device("meta"):
         model = gpt.GPT(c)
     checkpoints.write_json(os.path.join(folder, "config.json"), checkpoints.to_hf_config(c, "bfloat16"))
-    noise, shards, where = torch.randn(1 << 20).bfloat16() * 0.02, {}, {}
+    noise, shards = torch.randn(1 << 20).bfloat16() * 0.02, {}
     for ours, theirs, sizes in checkpoints.weight_names(c):
         for name, rows in zip(theirs, sizes):
             shards.setdefault(name.split(".")[2], []).append((name, (rows, *model.get_parameter(ours).shape[1:])))
     for shard, names in shards.items():
-        where |= {name: f"{shard}.safetensors" for name, _ in names}
         save_file({name: noise.repeat(-(-shape.numel() // len(noise)))[:shape.numel()].view(shape).clone() for name, shape in ((n, torch.Size(s)) for n, s in names)},
-                  os.path.join(folder, f"{shard}.safetensors"))
-    checkpoints.write_json(os.path.join(folder, "model.safetensors.index.json"), {"weight_map": where})
+                  os.path.join(folder, f"model-{shard}.safetensors"))
     return model.n_params()
 
 

@@ -1,14 +1,13 @@
 """SmolLM2 in our loop next to the programs that know it: the same ids, the same tokens, how many a second?
 
     pip install xllamacpp transformers tokenizers
-    python tests/compare_llamacpp.py                 # or some of: speed steps ids greedy lossless load
+    python tests/compare_llamacpp.py                 # or some of: speed steps ids greedy load
 
 speed     tokens/s of our plain loop, llama.cpp and transformers in turn, one request at a time, the prompt not counted. All
           decode the same weights, written as fp32 and as bf16; llama.cpp also reads the 4-bit file as it is.
 steps     what each step of the optimisation of a forward gained
 ids       ids of 10,000 texts are those of `tokenizers` (prompts of --data, and random strings)
 greedy    fp32: after every token of our greedy answers to Spec-Bench prompts, transformers' most likely token is our next one
-lossless  ngram and specgen with its options answer Spec-Bench prompts as ar does
 load      seconds and peak memory of loading, in a fresh process
 
 Writes results/llamacpp.json, and keeps there what other parts found.
@@ -43,15 +42,11 @@ from minispec.core.requests import Request  # noqa: E402
 from minispec.data import prompts  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.studies import results  # noqa: E402
-from minispec.tools import answers, checkpoints, gguf_file, methods  # noqa: E402
+from minispec.tools import checkpoints, gguf_file, methods  # noqa: E402
 
 QUESTIONS = ("Why is the sky blue?", "Tell me a story about a fox and a mill.", "What is photosynthesis?", "Write a poem about rain.",
              "How do I bake bread?", "Explain what a computer does.", "Who was Isaac Newton?", "Describe a day at the sea.")
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-METHODS = {"ngram": {}, "specgen": {}, "specgen --delayed": {"delayed": True}, "specgen --schedule lockstep": {"schedule": "lockstep"},
-           "specgen --select pillar": {"select": "pillar"}, "specgen --select window": {"select": "window"},
-           "specgen --admission preempt": {"admission": "preempt", "cache_tokens": 2000},
-           "specgen --admission offload": {"admission": "offload", "cache_tokens": 2000}}
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------------
@@ -202,11 +197,6 @@ def spec_bench(args, n, longest=400):
     return [asked[i * len(asked) // n] for i in range(n)]
 
 
-def answered(method, model, asked, n_new, **settings):
-    engine = methods.make_engine(method, model, methods.settings(**settings), 10)
-    return [g.token_ids for g in engine.generate([Request(ids, n_new) for ids in asked])]
-
-
 def greedy(args, n=50, n_new=100):
     import transformers
     model, asked = checkpoints.load("smollm2"), spec_bench(args, 50)
@@ -214,7 +204,8 @@ def greedy(args, n=50, n_new=100):
         checkpoints.save(model, folder)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     same, gaps, difference = 0, [], 0.0
-    for prompt, answer in zip(tqdm(asked), answered("ar", model, asked, n_new)):
+    answers = methods.make_engine("ar", model, methods.settings(), 10).generate([Request(ids, n_new) for ids in asked])
+    for prompt, answer in zip(tqdm(asked), [g.token_ids for g in answers]):
         x = torch.tensor([prompt + answer[:-1]])
         with torch.inference_mode():
             logits = theirs(x).logits[0]
@@ -228,27 +219,13 @@ def greedy(args, n=50, n_new=100):
             "transformers": transformers.__version__}
 
 
-def lossless(args, n_new=48):
-    rows = []
-    for dtype, n in (("float32", args.prompts), ("bfloat16", args.prompts // 5)):
-        model, asked = checkpoints.load("smollm2", dtype=getattr(torch, dtype)), spec_bench(args, n)
-        want = answered("ar", model, asked, n_new)
-        for name, settings in METHODS.items():
-            got = answered(name.split()[0], model, asked, n_new, **settings)
-            gaps = [answers.tie_gap(model, *x) for x in zip(asked, want, got)]
-            rows.append({"method": name, "dtype": dtype, "prompts": n, "identical": sum(a == b for a, b in zip(want, got)),
-                         "largest_tie_gap": max(gaps)})
-            print(rows[-1], flush=True)
-    return {"new_tokens": n_new, "rows": rows}
-
-
 def load(args):
     sizes = {"bfloat16": 2, "float32": 4}
     n = checkpoints.load("smollm2").n_params()
     return {dtype: {"bytes": n * size, **compare_checkpoints.peak_memory("smollm2", dtype)} for dtype, size in sizes.items()}
 
 
-PARTS = {f.__name__: f for f in (speed, steps, ids, greedy, lossless, load)}
+PARTS = {f.__name__: f for f in (speed, steps, ids, greedy, load)}
 
 
 def main():
@@ -257,7 +234,6 @@ def main():
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), help="folder of public prompts (docs/prompts.md)")
     p.add_argument("--new", type=int, default=48, help="tokens of a timed answer (default %(default)s)")
     p.add_argument("--cpu-time", action="store_true", help="count the process's own seconds, for a busy machine and one thread")
-    p.add_argument("--prompts", type=int, default=100, help="lossless: Spec-Bench prompts (default %(default)s; in bf16 a fifth)")
     p.add_argument("--repeats", type=int, default=5, help="timed rounds (default %(default)s)")
     args = p.parse_args()
     result = results.read("llamacpp") or {}

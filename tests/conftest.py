@@ -20,6 +20,7 @@ import torch  # noqa: E402
 
 from beside import pytest_sessionstart  # noqa: E402, F401  a hook
 from minispec.core import gpt  # noqa: E402
+from minispec.data import tasks  # noqa: E402
 from minispec.specgen import SpecGen  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.tools.script import run_main  # noqa: E402
@@ -122,8 +123,10 @@ def outcome(script, *args, cwd=ROOT, out=None, **env):
 
 def train_toy(script, folder, out, *args):
     """A short training with an imported script, for the target in `folder`; returns its log. `args` have the last word."""
-    run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses", "--tasks", "revise,arith", "--heldout", 4,
-               "--max-new-tokens", 24, "--tokens", "20e3", "--batch-tokens", 1200, "--warmup", 3, "--save-every", 6, "--device", "cpu", "--lr", "4e-3", *args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
+        run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses", "--heldout", 4, "--max-new-tokens", 24,
+                   "--tokens", "20e3", "--batch-tokens", 1200, "--warmup", 3, "--save-every", 6, "--device", "cpu", "--lr", "4e-3", *args)
     with open(folder / out / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 

@@ -54,21 +54,21 @@ COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8}, 
          "draft": {"ngram": {"kind": "share", "of_verify": 0.006}, "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
 SMALL = {   # what keeps a valid case short
     "decode": ["--model", "checkpoints/target", "--max-new-tokens", "6", "--quiet"], "bench": ["bounds", "--quick"],
-    "train_gpt": ["--out", "out", "--size", "tiny", "--tokens", "4e3", "--max-length", "256", "--tokenizer", "checkpoints/target"],
-    "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--tasks", "revise"],
-    "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300", "--tasks", "revise"],
-    "train_cdlm": ["--out", "cdlm", "--steps", "2", "--batch", "2", "--prompts", "2", "--shard", "2", "--check", "0"]}
+    "train_gpt": ["--out", "out", "--size", "tiny", "--tokens", "4e3", "--max-length", "256"],
+    "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300"],
+    "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300"],
+    "train_cdlm": ["--out", "cdlm", "--steps", "2", "--batch", "2", "--prompts", "2"]}
 GOOD = {    # values that options not listed here do not guess by their type
-    "--task": ["trace", "arith", "search", "gsm8k"], "--tasks": ["arith", "revise,arith"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],
-    "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--draft-model": ["checkpoints/draft"], "--drafter": ["checkpoints/prism", "checkpoints/specdiff"],
+    "--task": ["trace", "arith", "search", "gsm8k"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],
+    "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--drafter": ["checkpoints/draft", "checkpoints/prism", "checkpoints/specdiff", "checkpoints/cdlm/student"],
     "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
-    "--teacher": ["checkpoints/target"], "--tokenizer": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"],
+    "--teacher": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"],
     "--rule": list(specdiff.RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt"], "--device": ["cpu"],
-    "--diffusion-model": ["checkpoints/cdlm/student"], "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--check": ["1"], "--stop": ["e", "🙂"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
+    "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
 NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
-LONG = ("--n", "--steps", "--prompts", "--heldout", "--check", "--batch", "--shard", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
-LEFT_OUT = {"--help", "-h", "--compile", "--watch"}      # minutes; a terminal; seconds a method
+LONG = ("--n", "--steps", "--prompts", "--heldout", "--batch", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
+LEFT_OUT = {"--help", "-h", "--watch"}                   # a terminal; seconds a method
 
 
 def template(folder, runs=True):
@@ -92,11 +92,9 @@ def template(folder, runs=True):
     prism.save(prism.for_target(model, (0,)), os.path.join(shipped, "eagle"))
     specdiff.save(specdiff.for_target(model), os.path.join(shipped, "specdiff"))
     shutil.copytree(target, os.path.join(folder, "sharded"))
-    shards = files.read_tensors(os.path.join(target, "model.safetensors"))
-    files.write_json(os.path.join(folder, "sharded", "model.safetensors.index.json"), {"weight_map": dict.fromkeys(shards, "all.safetensors")})
-    os.rename(os.path.join(folder, "sharded", "model.safetensors"), os.path.join(folder, "sharded", "all.safetensors"))
+    os.rename(os.path.join(folder, "sharded", "model.safetensors"), os.path.join(folder, "sharded", "model-1.safetensors"))
     os.makedirs(os.path.join(folder, "data", "gsm8k"))
-    for name, rows in {"prompts.jsonl": PROMPTS, "many.jsonl": GSM8K, "traces.jsonl": TRACES, "data/gsm8k/train.jsonl": GSM8K, "data/gsm8k/test.jsonl": GSM8K}.items():
+    for name, rows in {"prompts.jsonl": PROMPTS, "many.jsonl": GSM8K, "traces.jsonl": TRACES, "data/gsm8k/test.jsonl": GSM8K}.items():
         with open(os.path.join(folder, name), "w") as f:
             f.write("\n".join(map(json.dumps, rows)))
     files.write_json(os.path.join(folder, "costs.json"), COSTS)
@@ -211,8 +209,7 @@ FILES = [   # (weight, file, script, arguments that read it)
     (8, "checkpoints/target/config.json", "decode", DECODE),
     (6, "checkpoints/target/model.safetensors", "decode", ["--method", "specgen", *DECODE]),
     (8, "checkpoints/target/tokenizer.json", "decode", ["--method", "ngram", *DECODE]),
-    (4, "sharded/model.safetensors.index.json", "decode", [*DECODE, "--model", "sharded"]),
-    (4, "sharded/all.safetensors", "decode", [*DECODE, "--model", "sharded"]),
+    (4, "sharded/model-1.safetensors", "decode", [*DECODE, "--model", "sharded"]),
     (5, "checkpoints/prism/config.json", "decode", ["--method", "prism", *DECODE]),
     (3, "checkpoints/prism/model.safetensors", "decode", ["--method", "prism", *DECODE]),
     (5, "checkpoints/specdiff/config.json", "decode", ["--method", "specdiff", *DECODE]),
@@ -223,10 +220,9 @@ FILES = [   # (weight, file, script, arguments that read it)
     (3, "results/trace.json", "bench", ["bounds", "--quick"]),
     (8, "runs/first/resume.pt", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
     (4, "runs/first/log.jsonl", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
-    (4, "data/gsm8k/train.jsonl", "train_gpt", ["--data", "data", *SMALL["train_gpt"]]),
-    (4, "data/gsm8k/test.jsonl", "decode", ["--model", "checkpoints/target", "--data", "data", "--task", "gsm8k", "--n", "3", "--max-new-tokens", "4"]),
+    (4, "data/gsm8k/test.jsonl", "decode", ["--model", "checkpoints/target", "--prompts", "data/gsm8k/test.jsonl", "--n", "3", "--max-new-tokens", "4"]),
     (4, "runs/prism/resume.pt", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
-    (6, "runs/prism/responses/train-00000.json", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
+    (6, "runs/prism/responses/train-0-3.json", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
     (4, "runs/specdiff/responses/settings.json", "train_specdiff", ["--out", "runs/specdiff", *SMALL["train_specdiff"][2:]]),
     (4, "runs/cdlm/trajectories/settings.json", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:]]),
     (4, "runs/cdlm/trajectories/00000.safetensors", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:], "--stage", "student", "--name", "other"]),

@@ -2,7 +2,7 @@
 import gguf
 import numpy as np
 
-from minispec.tools import checkpoints, gguf_file
+from minispec.tools import checkpoints
 
 KINDS = {"F32": gguf.GGMLQuantizationType.F32, "F16": gguf.GGMLQuantizationType.F16, "BF16": gguf.GGMLQuantizationType.BF16,
          "Q8_0": gguf.GGMLQuantizationType.Q8_0, "Q4_1": gguf.GGMLQuantizationType.Q4_1}
@@ -44,6 +44,7 @@ def write_gguf(path, model, tokens, special, merges, pre="smollm", template=None
         w.add_eos_token_id(c.eos_id)
     if template:
         w.add_chat_template(template)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, c.n_layer)
     state = model.state_dict()
     for ours, theirs, sizes in checkpoints.weight_names(c):
         for hf, part in zip(theirs, state[ours].float().split(sizes)):
@@ -52,7 +53,7 @@ def write_gguf(path, model, tokens, special, merges, pre="smollm", template=None
                 x = side_by_side(x, c.head_dim)
             store = KINDS[kind] if x.ndim == 2 else KINDS["F32"]
             data = np.ascontiguousarray(x) if store == KINDS["F32"] else gguf.quantize(x, store)
-            w.add_tensor(gguf_file.gguf_name(hf), data, raw_dtype=store)
+            w.add_tensor(names.get_name(hf, (".weight", ".bias")), data, raw_dtype=store)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()

@@ -34,7 +34,7 @@ CASES = {
     "train_gpt": ["--out", "out", *SMALL["train_gpt"][2:], "--tokens", "4e4", "--save-every", "4"],
     "train_prism": [*SMALL["train_prism"], "--prompts", "150", "--heldout", "20", "--tokens", "1e4", "--batch-tokens", "512", "--save-every", "2"],
     "train_specdiff": [*SMALL["train_specdiff"], "--prompts", "150", "--heldout", "20", "--tokens", "1e4", "--batch-tokens", "512", "--save-every", "2"],
-    "train_cdlm": ["--out", "out", *SMALL["train_cdlm"][2:], "--steps", "9", "--batch", "4", "--prompts", "6", "--temperatures", "0", "--save-every", "3"],
+    "train_cdlm": ["--out", "out", *SMALL["train_cdlm"][2:], "--steps", "9", "--batch", "4", "--prompts", "20", "--save-every", "3"],
     "bench": ["profile", "trace", "run", "bounds"]}
 
 

@@ -1,9 +1,57 @@
-"""What the small kernels of a layer (kernels/fused.py) compute, in torch's operators; and a CUDA graph's stand-in."""
+"""What the kernels compute: attention and scores by definition, the small ones of a layer (kernels/fused.py) in torch's operators. And a
+CUDA graph's stand-in."""
+import torch
 import torch.nn.functional as F
+
+from kernels.attention import SEEN
+
+
+def attention(q, k, v, slots, selected, plan):
+    """kernels/attention.py by definition: one row, one head, one list at a time, in fp32."""
+    (_, h, d), groups = q.shape, k.shape[0]
+    out = torch.zeros_like(q)
+    lse = torch.zeros(q.shape[:2], device=q.device)
+    for b in set(plan.items[:, 0].tolist()) - {-1}:
+        first_row, n_rows, length, n_selected, tail, causal = plan.requests[b].tolist()
+        for i in range(n_rows):
+            row = first_row + i
+            newest = length - n_rows + i if causal else length - 1
+            bits = plan.sees[row].item()
+            own = []
+            for p in range(tail, newest + 1):
+                back = length - 1 - p
+                if back >= SEEN or bits >> back & 1:
+                    own.append(p)
+            for head in range(h):
+                group = head // (h // groups)
+                positions = selected[b, group, :n_selected].tolist()
+                index = slots[b, positions + own].long()
+                logits = k[group, index].float() @ q[row, head].float() * d ** -0.5
+                out[row, head] = (logits.softmax(0) @ v[group, index].float()).to(q.dtype)
+                lse[row, head] = logits.logsumexp(0)
+    return out, lse
+
+
+def scores(q, k, lse, slots, plan, which, out):
+    """kernels/scores.py by definition, without the lse: one dense softmax a request and query head, in fp32."""
+    (_, h, d), groups = q.shape, k.shape[0]
+    for b in [b for b in which.tolist() if b >= 0]:
+        first_row, n_rows, length = plan.requests[b, :3].tolist()
+        rows = q[first_row:first_row + n_rows].float()
+        index = slots[b, :length].long()
+        positions = torch.arange(length, device=q.device)
+        unseen = positions > positions[length - n_rows:, None]                                  # (n, length)
+        for group in range(groups):
+            total = torch.zeros(length, device=q.device)
+            for head in range(group * h // groups, (group + 1) * h // groups):
+                logits = rows[:, head] @ k[group, index].float().T * d ** -0.5
+                total += logits.masked_fill(unseen, float("-inf")).softmax(-1).sum(0)
+            out[b, group, :length] = total / (n_rows * h // groups)
+    return out
 
 
 def add_rms_norm(x, delta, norm):
-    x = x if delta is None else x + delta
+    x = x + delta
     return x, F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 

@@ -43,11 +43,6 @@ def llamacpp(r):
         x = r["greedy"]
         what = f"answers of {x['new_tokens']} tokens that are transformers' most likely, float32"
         rows.append(f"{what} | {x['same']} of {x['prompts']}")
-    for x in r.get("lossless", {}).get("rows", ()):
-        tie = ""
-        if x["identical"] < x["prompts"]:
-            tie = f", largest top-2 gap at a difference {x['largest_tie_gap']:.2g}"
-        rows.append(f"answers of {x['method']} that are ar's, {x['dtype']} | {cell(SAME, x)}{tie}")
     for dtype, x in r.get("load", {}).items():
         memory = (x["peak"] - x["before"]) / x["bytes"]
         rows.append(f"loading as {dtype} | {x['seconds']:.1f} s, at most {memory:.2f} times the weights")

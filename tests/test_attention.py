@@ -4,7 +4,6 @@ from conftest import dense_logits, toy_model
 
 from minispec.core import attention
 from minispec.core.attention import FullKeys, dense_attend, group_rows, packed_attend, ungroup_rows
-from minispec.core.cpu import blocked_attend
 from minispec.core.kv_cache import KVCache
 
 
@@ -32,20 +31,6 @@ def test_cached_equals_dense(heads, record):
     got, _ = cached_logits(model, cache, base, ids, [1, 7, 1, 12, 9], record)
     assert (got - dense_logits(model, ids)).abs().max() < 1e-4
     assert cache.k[:, :, :base].abs().max() == 0 and cache.k[:, :, base + 30:].abs().max() == 0    # nobody else's slots
-
-
-@pytest.mark.parametrize("t", [1, 37, 300])
-@pytest.mark.parametrize("shape", [None, (), (2, 1)])
-def test_blocked_attention_is_dense_attention(t, shape):
-    shapes = [(2, t, heads, 16) for heads in (6, 2, 2)]
-    mask = None if shape is None else (torch.rand(*shape, t, t, generator=torch.Generator().manual_seed(0)) < 0.5) | torch.eye(t, dtype=torch.bool)
-    runs = []
-    for attend in (dense_attend(mask), blocked_attend(mask, 32)):
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(shape, requires_grad=True) for shape in shapes)
-        out = attend(0, q, k, v)
-        runs.append([out, *torch.autograd.grad((out * torch.randn(out.shape)).sum(), (q, k, v))])
-    assert all((a - b).abs().max() < 1e-4 for a, b in zip(*runs))
 
 
 def test_packed_requests_do_not_see_each_other():
@@ -109,7 +94,7 @@ def test_recorded_scores_of_bf16_are_computed_in_fp32(n):
                                              (128, True), (256, False)])
 def test_kernels_are_used_for_the_head_sizes_they_take_alone(head_dim, fuses, monkeypatch):
     """With head sizes of no power of two, as the shipped drafter's 48, decoding falls back to torch's operators."""
-    monkeypatch.setattr("kernels.unavailable", lambda x: "")            # as on a GPU with triton
+    monkeypatch.setattr("kernels.available", lambda x: True)            # as on a GPU with triton
     model = toy_model(head_dim=head_dim)
     assert attention.can_fuse(model) == fuses
     assert attention.can_fuse(model.bfloat16()) == (fuses or head_dim == 256)       # fp32 does not fit

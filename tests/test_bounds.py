@@ -512,7 +512,8 @@ def simulator(trace, names, rows):
     verify = lambda kv, queries: kv * v["kv"] + queries * v["token"] + v["base"]
     total, cur = verify(0, rows * trace.prompt_len) + o, 1
     while cur < trace.n_out:
-        length, kv = max(trace.accept[m][cur - 1] for m in names), rows * (trace.prompt_len + cur)
+        length = max(trace.accept[m][cur - 1] for m in names) if cur > 1 else 1           # its dummy entry 0
+        kv = rows * (trace.prompt_len + cur)
         t = verify(kv, rows * length)
         share = 0 if list(names) == ["ngram"] and length == 1 else 0.005875 * t
         total += t + o + (d["kv"] * kv + d["k"] * length + d["base"] if list(names) == ["eagle3"] else share)

@@ -67,12 +67,6 @@ def test_transformers_computes_the_same_logits_for_every_shape_we_write(tmp_path
         assert checkpoints.load(str(folder)).config == model.config
 
 
-def test_what_no_family_has_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match="both QK-norm and QKV bias"):
-        checkpoints.save(toy_model(qk_norm=True, qkv_bias=True), tmp_path / "new")
-    assert os.listdir(tmp_path) == []
-
-
 def test_positions_are_stretched_where_they_turn_slowly():
     turn = torch.tensor([1.0, 0.5, 0.1, 1e-3])             # 32 positions of pretraining: 5.1, 2.5, 0.5 and 0.005 turns
     assert torch.allclose(gpt.stretched(turn, **SCALING) / turn, torch.tensor([1.0, 0.125 + 0.875 * (16 / 6.2831853 - 1) / 3, 0.125, 0.125]))
@@ -81,13 +75,12 @@ def test_positions_are_stretched_where_they_turn_slowly():
 # -- damaged folders ---------------------------------------------------------------------------------------------------------
 
 def shards(folder):
-    """Cut model.safetensors into two shards and an index."""
+    """Cut model.safetensors into two shards."""
     tensors = load_file(folder / "model.safetensors")
     os.remove(folder / "model.safetensors")
-    where = {name: f"part-{'mlp' in name:d}.safetensors" for name in tensors}
+    where = {name: f"model-{'mlp' in name:d}.safetensors" for name in tensors}
     for file in set(where.values()):
         save_file({name: x for name, x in tensors.items() if where[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
 def change_weight(folder, change, name="model.layers.1.mlp.down_proj.weight"):
@@ -115,49 +108,43 @@ def only_pickles(folder):
 
 def cut_shard(folder):
     shards(folder)
-    with open(folder / "part-1.safetensors", "r+b") as f:
+    with open(folder / "model-1.safetensors", "r+b") as f:
         f.truncate(2000)
 
 
 def lost_shard(folder):
     shards(folder)
-    os.remove(folder / "part-1.safetensors")
-
-
-def bad_index(folder):
-    shards(folder)
-    (folder / "model.safetensors.index.json").write_text("{}")
+    os.remove(folder / "model-1.safetensors")
 
 
 DAMAGE = {      # what is wrong: (how it gets so, what the line must say)
-    "not a number": (lambda f: change_weight(f, set_first(float("nan"))), "model.safetensors: model.layers.1.mlp.down_proj.weight holds values that are not finite"),
+    "not a number": (lambda f: change_weight(f, set_first(float("nan"))), "model.layers.1.mlp.down_proj.weight holds values that are not finite"),
     "infinite": (lambda f: change_weight(f, set_first(float("-inf"))), "holds values that are not finite"),
     "integers": (lambda f: change_weight(f, lambda x: x.to(torch.int8)), "down_proj.weight is stored as int8; supported are float32"),
-    "shape of a part": (lambda f: change_weight(f, lambda x: x[:, :3].contiguous(), "model.layers.0.self_attn.k_proj.weight"), "k_proj.weight has shape (16, 3), config.json says (16, 32)"),
+    "shape of a part": (lambda f: change_weight(f, lambda x: x[:, :3].contiguous(), "model.layers.0.self_attn.k_proj.weight"), "k_proj.weight has shape (16, 3), its config says (16, 32)"),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors is damaged"),
-    "a pickle by name": (only_pickles, "pytorch_model.bin is a pickle, which could run anything and is never read"),
+    "a pickle by name": (only_pickles, "holds no model.safetensors (.bin and .pt are pickles, which could run anything and are never read)"),
     "a pickle by content": (lambda f: torch.save({}, f / "model.safetensors"), "model.safetensors is damaged"),
-    "a shard is cut": (cut_shard, "part-1.safetensors is damaged"),
-    "a shard is lost": (lost_shard, "part-1.safetensors"),
-    "the index": (bad_index, "model.safetensors.index.json is damaged"),
+    "a shard is cut": (cut_shard, "model-1.safetensors is damaged"),
+    "a shard is lost": (lost_shard, "lacks model.layers.0.mlp.gate_proj.weight"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json is damaged"),
     "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is damaged"),
     "no heads": (lambda f: change_config(f, num_attention_heads=0, head_dim=None), "config.json"),
     "words for numbers": (lambda f: change_config(f, vocab_size="many"), "vocab_size many is out of range"),
     "words for a base": (lambda f: change_config(f, rope_theta="wide"), "rope_theta wide is out of range"),
-    "a base of zero": (lambda f: change_config(f, rope_theta=0), "rope_theta 0 is out of range; allowed is 1 to 1000000000000"),
+    "a base of zero": (lambda f: change_config(f, rope_theta=0), "rope_theta 0 is out of range; allowed is 1 to 1e+12"),
     "a base in a newer file": (lambda f: change_config(f, rope_parameters={"rope_theta": -5.0}), "rope_theta -5.0 is out of range"),
     "a norm of nothing": (lambda f: change_config(f, rms_norm_eps=1e12), "norm_eps 1000000000000.0 is out of range; allowed is 1e-12 to 0.01"),
     "no number for a norm": (lambda f: change_config(f, rms_norm_eps=float("nan")), "norm_eps nan is out of range"),
-    "an end that cannot be": (lambda f: change_config(f, eos_token_id=-1), "eos_id -1 is no token id; allowed are whole numbers from 0"),
-    "a beginning that cannot be": (lambda f: change_config(f, bos_token_id=True), "bos_id True is no token id"),
+    "an end that cannot be": (lambda f: change_config(f, eos_token_id=-1), "eos_id -1 is out of range; allowed is 0 to 4194304"),
+    "a beginning that cannot be": (lambda f: change_config(f, bos_token_id=True), "bos_id True is out of range"),
     "no stretch": (lambda f: change_config(f, rope_scaling={"rope_type": "llama3", **SCALING, "factor": 0}), "factor 0 is out of range"),
     "a stretch that goes back": (lambda f: change_config(f, rope_scaling={"rope_type": "llama3", **SCALING, "high_freq_factor": 1.0}), "high_freq_factor 1.0 must be above low_freq_factor 1.0"),
     "no end of positions": (lambda f: change_config(f, max_position_embeddings=10 ** 12), "block_size 1000000000000 is out of range; allowed is 1 to 1048576"),
     "heads do not divide": (lambda f: change_config(f, num_key_value_heads=3), "do not divide"),
     "gpt2": (lambda f: change_config(f, model_type="gpt2"), "model_type 'gpt2' is not supported; supported are llama, qwen2, qwen3"),
     "yarn": (lambda f: change_config(f, rope_scaling={"type": "yarn", "factor": 4.0}), "rope scaling 'yarn' is not supported; supported is llama3"),
-    "half of llama3": (lambda f: change_config(f, rope_scaling={"rope_type": "llama3", "factor": 4.0}), "lacks a field: 'low_freq_factor'"),
+    "half of llama3": (lambda f: change_config(f, rope_scaling={"rope_type": "llama3", "factor": 4.0}), "config.json is damaged: KeyError: 'low_freq_factor'"),
     "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act gelu is not supported"),
     "bias of the output": (lambda f: change_config(f, attention_bias=True), "attention_bias True is not supported"),
     "quantised": (lambda f: change_config(f, quantization_config={"bits": 4}), "quantization_config {'bits': 4} is not supported"),
@@ -206,9 +193,6 @@ def test_chats_are_asked_as_the_family_is_used_to(family, tmp_path):
     special = [*ours.special][2]
     assert ours.prompt_ids(special).count(ours.special[special]) == CHATS[family].count(special)       # a name in the text is text
     assert ours.special["<|eot_id|>" if family == "Llama-3" else "<|im_end|>"] in ours.ends
-    if family == "Qwen3":
-        ours.thinking = False
-        assert ours.prompt_ids("Hi") == read(CHATS[family].format("Hi") + "<think>\n\n</think>\n\n")
 
 
 def spoil(data, *path, value):
@@ -254,12 +238,8 @@ def run(folder, tmp_path, *args):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_models_are_decoded(family, made, tmp_path):
     ours = Tokenizer.load(made[family])
-    got = run(made[family], tmp_path, "--method", "specgen", "--prompt", "🙂 <|im_end|>", "--max-new-tokens", 30, "--compare", *["--no-thinking"] * (family == "Qwen3"))
-    ours.thinking = family != "Qwen3"
+    got = run(made[family], tmp_path, "--method", "specgen", "--prompt", "🙂 <|im_end|>", "--max-new-tokens", 30, "--compare")
     assert got["prompt_token_ids"] == ours.prompt_ids("🙂 <|im_end|>") and got["identical"] and got["correct"] is None
-    if family != "Qwen3":
-        with pytest.raises(ValueError, match="--no-thinking is for models of the Qwen3 family"):
-            run_script(decode, "--model", made[family], "--no-thinking", "--prompt", "x")
     got = run(made[family], tmp_path, "--task", "story", "--n", 2, "--batch", 2, "--max-new-tokens", 5)
     assert got["correct"] is None and len(got["requests"]) == 2
 
@@ -288,7 +268,7 @@ def test_odd_prompts_are_answered(prompt, toy, tmp_path, capsys):
 def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"prompt": "\xff\xfe"}\n')
-    cases = [(["--prompts", file], "cannot read"), (["--stop", ""], "--stop is a text of one character or more")]
+    cases = [(["--prompts", file], "cannot read")]
     cases += [(["--prompt", text], "the context of this model is 512") for text in ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)]
     cases += [(["--prompt", " \n" * 100_000], "more than 100,000 spaces or line ends in a row")]
     for args, message in cases:
@@ -301,37 +281,6 @@ def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
     assert len(make("x")[0].tokens) == 1
     with pytest.raises(ValueError, match="an empty prompt"):
         make("")
-
-
-def test_a_stop_string_ends_the_answer_before_it(toy, tmp_path, capsys):
-    args = ["--prompt", "one two", "--max-new-tokens", 60]
-    text = run(toy, tmp_path, *args)["text"]
-    stop = text[len(text) // 2:][:5]
-    want = text[:text.index(stop)]
-    ids = []
-    for method in ("ar", "ngram", "specgen"):
-        got = run(toy, tmp_path, *args, "--method", method, "--stop", "not there", "--stop", stop, "--compare")
-        assert got["text"] == want and got["finish"] == "stop" and got["identical"]
-        assert len(got["who"]) == len(got["token_ids"]) == got["new_tokens"]
-        ids.append(got["token_ids"])
-    assert ids[0] == ids[1] == ids[2]
-    capsys.readouterr()
-    run_script(decode, "--model", toy, *args, "--stop", stop)
-    assert capsys.readouterr().out.split("\n\n", 1)[1].startswith(f"one two\n{want}\n")
-
-
-def test_what_may_begin_a_stop_string_is_held_back(shipped, capsys):
-    tokenizer = shipped[1]
-    printer, seen = decode.Printer(tokenizer, False, ["END", "NDX"]), []
-    for text in ("a", "E", "N", "x", "E", "N", "D"):
-        ids = tokenizer.encode(text)
-        printer(ids, ["plain"] * len(ids), text == "D")
-        seen.append(capsys.readouterr().out)
-    assert seen == ["a", "", "", "ENx", "", "", ""]
-    printer = decode.Printer(tokenizer, True, ["END"])
-    printer(tokenizer.encode("xE"), ["draft"] * 2)
-    printer(tokenizer.encode("N"), ["bonus"], True)                               # the answer ends: it was no stop string
-    assert capsys.readouterr().out == "\033[32mx\033[0m\033[32mE\033[0m\033[36mN\033[0m"
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------------

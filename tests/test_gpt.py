@@ -14,8 +14,8 @@ from minispec.core.attention import dense_attend
 
 
 def test_rope_depends_on_distances_only():
-    c = gpt.GPTConfig(head_dim=16, block_size=200)
-    cos, sin = gpt.rope_table(c)
+    rope = gpt.Rope(gpt.GPTConfig(head_dim=16, block_size=200))
+    cos, sin = rope.cos, rope.sin
     q, k = torch.randn(2, 1, 16)
     score = lambda i, j: (gpt.rotate(q, cos[i], sin[i]) * gpt.rotate(k, cos[j], sin[j])).sum()
     assert torch.allclose(score(7, 3), score(150, 146), atol=1e-4)
@@ -32,11 +32,11 @@ def test_attention_is_causal_and_grouped():
 
 
 def test_taps_are_inputs_of_the_layers():
-    model, taps = toy_model(), {0: None, 1: None, 2: None}
-    x = torch.tensor([[3, 1, 4]])
-    hidden = model(x, torch.arange(3)[None], dense_attend(), taps)
-    assert torch.equal(taps[0], model.embed(x)) and torch.equal(model.norm(taps[2]), hidden)
-    assert not torch.equal(taps[1], taps[0])
+    model, x = toy_model(), torch.tensor([[3, 1, 4]])
+    hidden, features = model.features(x, torch.arange(3)[None], dense_attend(), (0, 1, 2))
+    first, middle, last = features.chunk(3, -1)
+    assert torch.equal(first, model.embed(x)) and torch.equal(model.norm(last), hidden)
+    assert not torch.equal(first, middle)
 
 
 SHAPES = [dict(), dict(tied=True), dict(qk_norm=True), dict(qkv_bias=True, n_kv_head=1)]

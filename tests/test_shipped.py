@@ -3,7 +3,7 @@ import os
 
 import pytest
 import torch
-from conftest import DRAFT, ROOT, TARGET
+from conftest import ROOT, TARGET
 
 import bench
 from minispec.core.attention import FullKeys
@@ -15,7 +15,7 @@ from minispec.studies.replay import feed
 from minispec.tools import answers, methods
 from minispec.core.requests import Request
 
-SETTINGS = methods.settings(draft_model=DRAFT, min_budget=16)
+SETTINGS = methods.settings(min_budget=16)
 PROBLEMS = [tasks.make(family, 2000 + i, "heldout") for family in tasks.FAMILIES for i in range(4)]
 
 
@@ -44,7 +44,8 @@ def row_count_noise(model, tokenizer):
     logits = []
     for rows in (1, 9):
         cache = KVCache(model.config, 90, model.dtype)
-        logits.append(torch.cat([model.logits(feed(model, ids, FullKeys(cache, 0, start, rows))).float() for start in range(0, 90, rows)]))
+        hidden = [feed(model, [(ids[start:start + rows], start, FullKeys(cache, 0, start, rows))]) for start in range(0, 90, rows)]
+        logits.append(model.logits(torch.cat(hidden)).float())
     return (logits[0] - logits[1]).abs().max().item()
 
 
@@ -70,14 +71,14 @@ def test_solves_what_it_was_trained_for(family, shipped):
 def test_diffusion_teacher_solves_problems_with_several_tokens_a_step(shipped, monkeypatch):
     monkeypatch.setattr(tasks, "FAMILIES", tasks.FAMILIES[:3])
     target, tokenizer = shipped
-    decoder = methods.make_engine("dlm", target, methods.settings(diffusion_model=os.path.join(ROOT, "checkpoints", "cdlm", "teacher"), threshold=0.99), 5)
+    decoder = methods.make_engine("dlm", target, methods.settings(drafter=os.path.join(ROOT, "checkpoints", "cdlm", "teacher"), threshold=0.99), 5)
     row, _ = cdlm_studies.answer(decoder, cdlm_studies.held_out(tokenizer, 1), tokenizer)
     assert row["solved"] >= 0.6 and row["tokens"] > 3 * row["steps"]
 
 
 def test_student_solves_problems_in_fewer_steps_than_its_teacher(shipped):
     target, tokenizer = shipped
-    decoder = methods.make_engine("cdlm", target, methods.settings(diffusion_model=os.path.join(ROOT, "checkpoints", "cdlm", "student")), 5)
+    decoder = methods.make_engine("cdlm", target, methods.settings(drafter=os.path.join(ROOT, "checkpoints", "cdlm", "student")), 5)
     row, _ = cdlm_studies.answer(decoder, cdlm_studies.held_out(tokenizer, 1), tokenizer)
     assert row["solved"] >= 0.6 and row["tokens"] > 5 * row["steps"]
 
@@ -101,4 +102,4 @@ def test_tables_are_rendered_from_results(page, tmp_path):
 
 def test_checkpoints_stay_small():
     size = sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(os.path.join(ROOT, "checkpoints")) for f in files if f != "resume.pt")
-    assert size < 120e6
+    assert size < 130e6                               # 40 of them for SmolLM2's drafters

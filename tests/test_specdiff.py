@@ -82,7 +82,7 @@ def fit(drafter, name, batch, steps, lr=0.01, windows=32):
 def trained():
     """A drafter that has learned some answers of the target by heart: long windows of it are accepted."""
     drafter, batch = toy_drafter(taps=(), n_layer=2), texts(prompts(10))
-    fit(drafter, "ce", batch, 60)
+    fit(drafter, "ce", batch, 80)
     assert train_specdiff.estimate(drafter, batch, 32)["greedy"].sum() > 2
     return drafter.eval()
 
@@ -119,7 +119,8 @@ def test_packed_windows_equal_one_window_at_a_time(form):
     shown = torch.tensor([[MASK, 3, MASK, 1]]).repeat(2, 5, 1).view(2, 5, 4)
     features = None if drafter.config.taps is None else TARGET.features(ids, torch.arange(300)[None], dense_attend(), drafter.config.taps)[1]
     for slots in (None, shown):
-        got = train_specdiff.window_logits(drafter, ids, starts, features, slots)
+        windows, _ = train_specdiff.window_states(drafter, ids, starts, features, slots)
+        got = drafter.words.logits(windows)
         for b, w in itertools.product(range(2), range(5)):
             want = obvious_logits(drafter, some[b], int(starts[b, w]), None if slots is None else shown[b, w].tolist())
             assert (got[b, w] - want).abs().max() < 1e-4
@@ -219,7 +220,8 @@ def test_the_shift_is_right(form):
 def test_a_drafter_starts_as_the_target():
     drafter = specdiff.for_target(TARGET, gamma=4)
     ids = prompts(6)[-1]
-    got = train_specdiff.window_logits(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))[0, 0, 0]
+    windows, _ = train_specdiff.window_states(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))
+    got = drafter.words.logits(windows[0, 0, 0])
     assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4                # q_1 = p_1
     assert drafter.n_params() == sum(p.numel() for n, p in TARGET.named_parameters() if n not in ("embed.weight", "head.weight")) + 32
 
@@ -589,8 +591,6 @@ def test_objectives_by_hand():
             ("streak", -(0.5 + 0.4), {}), ("log-streak", -math.log(0.9), {}),
             ("streak-rs", -(0.5 / 0.6 + 0.5 / 0.6), dict(log_p=torch.tensor([[0.6, 0.7, 0.5]]).log()))):
         assert abs(loss(name, **extra) - want) < 1e-6, name
-    with pytest.raises(ValueError, match="unknown objective 'best'; choose from mdlm"):
-        loss("best")
     # A token that cannot be drafted ends a streak; a window that begins with one teaches nothing, and breaks nothing.
     logits.requires_grad_()
     for valid, want in (([True, False, True], -0.5), ([False, True, True], 0.0)):
@@ -598,6 +598,42 @@ def test_objectives_by_hand():
     loss = train_specdiff.objective("log-streak", logits, labels, torch.tensor([[False, True, True]]))
     loss.backward()
     assert loss == 0 and not logits.grad.any()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", ("plain", "unshifted"))
+def test_distillation_is_a_kl_divergence_slot_by_slot(form):
+    """Mean by slot, decaying along the window; where rows guess the next token, every row of an answer is a first slot."""
+    drafter, batch = toy_drafter(**FORMS[form]), texts(prompts(3, seed=4))
+    shift, starts = drafter.config.shift, train_specdiff.draw_windows(batch.learn, 5, torch.Generator().manual_seed(0))
+
+    def kl(b, start, slot):
+        ids = batch.ids[b].tolist()
+        log_q = obvious_logits(drafter, ids, start)[slot].log_softmax(-1)
+        log_p = dense_logits(TARGET, ids[:start + slot])[-1].log_softmax(-1)
+        return (log_p.exp() * (log_p - log_q)).sum().item()
+
+    want = 0.0
+    for slot in range(4):
+        if shift and slot == 0:
+            at = [(b, i) for b, i in batch.learn.nonzero().tolist() if i > 0]
+        else:
+            at = [(b, i) for b, row in enumerate(starts.tolist()) for i in row
+                  if i + slot < batch.ids.shape[1] and batch.learn[b, i + slot]]
+        want += train_specdiff.DECAY ** slot * sum(kl(b, i, slot) for b, i in at) / len(at)
+    got = train_specdiff.training_loss(drafter, "kl", batch, 5, torch.Generator().manual_seed(0))
+    assert abs(got.item() - want) < 0.02 * want                                    # stored states are rounded to bf16
+
+
+def test_the_state_that_a_drafter_reads_is_as_large_as_a_token():
+    """A new drafter that reads the target's last state starts with it as it is, and embeddings of the same size."""
+    drafter = specdiff.for_target(TARGET, gamma=4, taps=())
+    ids = torch.arange(12)
+    state = TARGET.features(ids[None], ids[None], dense_attend())[1][0]
+    x = drafter.embed(ids, state)
+    alone = drafter.embed(ids, torch.zeros_like(state))
+    assert torch.allclose(x - alone, state, atol=1e-5)
+    assert 0.7 < alone.std() / state.std() < 1.4 and torch.allclose(drafter.mask, alone.mean(0), atol=1e-5)
 
 
 def fitted(name, p, steps=250):

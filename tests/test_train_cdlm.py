@@ -13,10 +13,10 @@ from test_cdlm import MASK, PROMPTS, B, L, at, dense, filled, model, pad_prompts
 
 import train_cdlm
 from minispec import cdlm
-from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.data import masks, tasks
 from minispec.data.tokenizer import Tokenizer
+from minispec.data.trajectories import batch_of, load_trajectories, numbers_of_step
 from minispec.tools.training import Optimizer
 
 
@@ -29,46 +29,45 @@ def test_sets_of_slots(trajectories):                                           
     rank, ends, g = trajectories["rank"], torch.tensor(ENDS), torch.Generator().manual_seed(1)
     masked = lambda k: rank >= masks.per_slot(k, L, B)
     for _ in range(20):
-        k, k_star = train_cdlm.draw_states(trajectories["live"], L, B, g)
-        assert (k < ends).all() and (k >= ends - torch.tensor([8, 8, 8, 4])).all() and (k_star == ends).all()
-        u = masked(k)
-        assert torch.equal(u.sum(-1), (ends - k).sum(-1)) and not masked(k_star).any()
-        k, later = train_cdlm.draw_states(trajectories["live"], L, B, g, later=True)
-        u, s = masked(k), masked(later)
-        assert ((later > k) & (later <= ends)).all() and torch.equal(s.sum(-1), (ends - later).sum(-1)) and not (s & ~u).any()
-    drawn = torch.cat([train_cdlm.draw_states(trajectories["live"], L, B, g)[0] for _ in range(100)])
+        k = train_cdlm.draw_states(trajectories["live"], L, B, g)
+        assert (k < ends).all() and (k >= ends - torch.tensor([8, 8, 8, 4])).all()
+        assert torch.equal(masked(k).sum(-1), (ends - k).sum(-1)) and not masked(ends.expand(4, -1)).any()
+    drawn = torch.cat([train_cdlm.draw_states(trajectories["live"], L, B, g) for _ in range(100)])
     assert (drawn.unique() == torch.arange(L)).all()
 
 
-def losses_at(model, batch, k, weights=(1.0, 0.5), later=False):
-    """The losses where every block has lived k steps; their later state is a step on."""
-    n, g = len(batch["live"]), torch.Generator().manual_seed(0)
-    ends = torch.tensor(ENDS)
-    k = torch.minimum(torch.arange(0, L, B) + k, ends - 1).expand(n, -1)
-    k_star = torch.minimum(k + 1, ends) if later else ends.expand(n, -1)
-    return train_cdlm.student_losses(model, model.head.weight.detach(), batch, k, k_star, MASK, B, weights, later, g)
+def lived(n, k):
+    """(n, L / B): every block has lived k steps."""
+    return torch.minimum(torch.arange(0, L, B) + k, torch.tensor(ENDS) - 1).expand(n, -1)
+
+
+def distillation(model, batch, k):
+    return train_cdlm.distillation_loss(model, model.head.weight.detach(), batch, lived(len(batch["live"]), k), MASK, B)
+
+
+def consistency(model, batch, k):
+    return train_cdlm.consistency_loss(model, batch, k, MASK, B, torch.Generator().manual_seed(0))
 
 
 def test_last_block_has_no_consistency_loss(model, trajectories):                  # 13
     short = {name: x[:, :B] if x.ndim > 1 and name != "prompt" else x for name, x in trajectories.items()}
     short["live"] = torch.full((4,), B)                  # answers of one block
-    k, k_star, g = torch.full((4, 1), 2), torch.full((4, 1), B), torch.Generator().manual_seed(0)
-    losses = train_cdlm.student_losses(model, model.head.weight.detach(), short, k, k_star, MASK, B, (1.0, 0.5), False, g)
-    assert losses["cons"] == 0 and all(x.isfinite() for x in losses.values())
-    losses["cons"].backward()                            # trained alone, such a batch teaches nothing, and does no harm
+    loss = consistency(model, short, torch.full((4, 1), 2))
+    assert loss == 0
+    loss.backward()                                      # trained alone, such a batch teaches nothing, and does no harm
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     model.zero_grad()
-    assert losses_at(model, trajectories, 2)["cons"] > 0
+    assert consistency(model, trajectories, lived(4, 2)) > 0
 
 
 def test_nothing_behind_the_text_is_in_the_consistency_loss(model, trajectories):   # 13
     """Rows whose text ends with the first block have no later block to be consistent in, although the batch has more slots."""
-    k, ends = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), torch.tensor([ENDS]).expand(4, -1)
-    loss = lambda live: train_cdlm.later_blocks_loss(model, {**trajectories, "live": torch.tensor(live)}, MASK, B, k, ends, torch.Generator().manual_seed(0))
+    k = torch.tensor([[3, 11, 19, 25]]).expand(4, -1)
+    loss = lambda live: consistency(model, {**trajectories, "live": torch.tensor(live)}, k)
     assert loss([B] * 4) == 0 < loss([L] * 4)
 
 
-def test_later_blocks_loss_by_hand(model, trajectories):                           # 13
+def test_consistency_loss_by_hand(model, trajectories):                            # 13
     rank, tokens, block = trajectories["rank"], trajectories["tokens"], (torch.rand(4, 1, generator=torch.Generator().manual_seed(0)) * 4).long()
     k, want = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), 0.0
     for row, prompt in enumerate(PROMPTS):
@@ -77,8 +76,7 @@ def test_later_blocks_loss_by_hand(model, trajectories):                        
         logp = lambda step: dense(model, prompt, at(one, torch.tensor([step]))[0].tolist()).log_softmax(-1)[ENDS[b]:]
         if b < 3:
             want += train_cdlm.divergence(logp(ENDS[b]), logp(int(k[row, b]))).mean().item() / 4
-    got = train_cdlm.later_blocks_loss(model, trajectories, MASK, B, k, torch.tensor([ENDS]).expand(4, -1), torch.Generator().manual_seed(0))
-    assert want > 0 and abs(got.item() / want - 1) < 1e-3
+    assert want > 0 and abs(consistency(model, trajectories, k).item() / want - 1) < 1e-3
 
 
 def test_divergence():                                                             # 14, 17
@@ -98,31 +96,16 @@ def test_a_model_has_nothing_to_learn_from_its_own_last_step(model):            
     tokens = torch.tensor(filled(reqs))
     own = {"tokens": tokens, "answer": tokens, "rank": torch.tensor([a.rank for a in answers]), "live": torch.full((4,), L), "prompt": prompt, "length": length,
            "hidden": torch.stack([torch.stack([a.hidden[i] for i in range(L)]) for a in answers])}
-    losses = [losses_at(model, own, k, weights=(1, 0))["distill"] for k in (7, 4, 0)]
+    losses = [distillation(model, own, k) for k in (7, 4, 0)]
     assert abs(losses[0]) < 1e-4 and losses[2] > losses[1] > 10 * abs(losses[0])
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeypatch, later):     # 14
-    calls = []
-    for name in ("answer_hidden", "blocks_hidden"):
-        def spy(*args, real=getattr(cdlm, name)):
-            calls.append(real(*args))
-            return calls[-1]
-        monkeypatch.setattr(cdlm, name, spy)
-    losses_at(model, trajectories, 2, weights=(0, 1), later=later)["cons"].backward()
-    assert sorted(c.requires_grad for c in calls) == [False, True] and model.embed.weight.grad.abs().sum() > 0
+def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeypatch):     # 14
+    calls, real = [], cdlm.answer_hidden
+    monkeypatch.setattr(cdlm, "answer_hidden", lambda *args: calls.append(real(*args)) or calls[-1])
+    consistency(model, trajectories, lived(4, 2)).backward()
+    assert [c.requires_grad for c in calls] == [False, True] and model.embed.weight.grad.abs().sum() > 0
     model.zero_grad()
-
-
-def test_switches_leave_out_what_has_no_weight(model, trajectories, monkeypatch):  # 17
-    forwards, forward = [], gpt.GPT.forward
-    monkeypatch.setattr(gpt.GPT, "forward", lambda self, *args: forwards.append(1) or forward(self, *args))
-    for later, more in ((False, 1), (True, 0)):          # the literal target needs two forwards of its own
-        for weights, n in (((1, 0), 1), ((0, 1), 2), ((1, 0.5), 2 + more)):
-            forwards.clear()
-            losses = losses_at(model, trajectories, 2, weights=weights, later=later)
-            assert len(forwards) == n and [bool(losses[name] > 0) for name in ("distill", "cons")] == [w > 0 for w in weights]
 
 
 def rates_of(rates):
@@ -213,18 +196,18 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     prompt, lengths = pad_prompts(prompts)
     batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
-    optimizer = Optimizer(student, lambda name: name.startswith("blocks."))            # as the script
+    optimizer = Optimizer(student, muon=True)            # as the script
     for step in range(steps):
-        k, k_star = train_cdlm.draw_states(batch["live"], length, B, g)
-        train_cdlm.student_losses(student, teacher.head.weight.detach(), batch, k, k_star, MASK, B, (1.0, 0.0), False, g)["distill"].backward()
+        k = train_cdlm.draw_states(batch["live"], length, B, g)
+        train_cdlm.distillation_loss(student, teacher.head.weight.detach(), batch, k, MASK, B).backward()
         optimizer.step(1e-2 * min(1, 2 * (1 - step / steps)))
     got = cdlm.Decoder(student, MASK, block_size=B, threshold=0.9, batch_size=8).generate(requests(prompts, length))
     same = sum(a == b for g, row in zip(got, data["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / data["tokens"].numel()
     assert same > 0.9 and sum(len(g.steps) for g in got) / 8 <= length / 3
 
 
-SMALL = ["--steps", "12", "--batch", "4", "--warmup", "2", "--save-every", "4", "--prompts", "3", "--shard", "2",
-         "--check", "0", "--lr", "5e-3", "--block-warmup", "0.4", "--device", "cpu", "--seed", "7"]
+SMALL = ["--steps", "12", "--batch", "4", "--warmup", "2", "--save-every", "4", "--prompts", "3",
+         "--lr", "5e-3", "--device", "cpu", "--seed", "7"]
 
 
 FAMILIES = "trace", "arith"                              # of problems; a held-out loss of each at every checkpoint
@@ -233,6 +216,7 @@ FAMILIES = "trace", "arith"                              # of problems; a held-o
 def train(monkeypatch, toy, out, *args, gen_length=160):
     monkeypatch.setattr(cdlm, "GEN_LENGTH", gen_length)
     monkeypatch.setattr(tasks, "FAMILIES", FAMILIES)
+    monkeypatch.setattr(train_cdlm, "SHARD", 2)
     monkeypatch.setattr(sys, "argv", ["train_cdlm.py", "--target", toy, "--out", str(out), *SMALL, *args])
     train_cdlm.main()
 
@@ -263,17 +247,18 @@ def test_all_stages_lower_their_losses(trained):
     assert sorted(os.listdir(trained / "trajectories")) == ["00000.safetensors", "00001.safetensors", "00002.safetensors", "lock", "settings.json"]
 
 
-def test_settings_reach_what_they_set(toy, tmp_path, monkeypatch):
-    asked = {"turns": [], "collect": [], "student_losses": [], "draw_states": []}
+def test_a_loss_without_weight_is_not_computed(toy, tmp_path, monkeypatch):          # 17
+    asked = {"turns": [], "distillation_loss": [], "consistency_loss": []}
     for name in asked:
         owner = masks if name == "turns" else train_cdlm
         real = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, name=name, real=real: asked[name].append(a) or real(*a))
-    train(monkeypatch, toy, tmp_path, "--steps", "2", "--prompts", "1", "--order", "surest", "--weights", "1", "0.5", "1", "--cons-target", "later_state")
-    assert [a[-1] for a in asked["collect"]] == ["surest"] and [a[-1] for a in asked["draw_states"]] == [True, True]
-    assert [a[-3:-1] for a in asked["student_losses"]] == [((1.0, 0.5), True)] * 2
+    train(monkeypatch, toy, tmp_path, "--steps", "2", "--prompts", "1", "--weights", "1", "0", "1")
+    assert len(asked["distillation_loss"]) == 2 and not asked["consistency_loss"]
     heldout = 2 * len(FAMILIES)                        # of both stages: always measured on masks drawn at random
     assert sorted(a[-1] for a in asked["turns"]) == [0.0] * heldout + [train_cdlm.IN_ORDER] * 4
+    train(monkeypatch, toy, tmp_path, "--steps", "2", "--prompts", "1", "--weights", "0", "0.5", "0", "--name", "cons")
+    assert len(asked["distillation_loss"]) == len(asked["consistency_loss"]) == 2 and set(log(tmp_path / "cons")[0]) == {"step", "cons", "loss", "heldout", "seconds"}
 
 
 class Killed(Exception):
@@ -299,7 +284,7 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
     kill_after(2, train_cdlm, "collect")                     # before the third shard
     assert len(list((tmp_path / "trajectories").glob("*.safetensors"))) == 2
     (tmp_path / "trajectories" / "00002.safetensors.tmp").write_bytes(b"half")
-    kill_after(6, train_cdlm, "student_losses")
+    kill_after(6, train_cdlm, "distillation_loss")
     assert len(log(tmp_path / "student")) == 1
     train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
     for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
@@ -310,31 +295,28 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
 
 
 def test_trajectory_files(trained, toy, monkeypatch):                              # 12
-    data = train_cdlm.Trajectories(trained / "trajectories")
-    assert len(data.where) == 6 and os.path.getsize(trained / "trajectories" / "00000.safetensors") < 2 * (160 * 32 * 2 + 160 * 4 * 3 + 2000)
-    batch = data.batch([0, 1, 5])
-    assert batch["hidden"].shape == (3, 160, 32) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
+    data = load_trajectories(trained / "trajectories")
+    assert len(data["live"]) == 6 and os.path.getsize(trained / "trajectories" / "00000.safetensors") < 2 * (160 * 32 * 2 + 160 * 8 * 3 + 2000)
+    batch, longest = batch_of(data, [0, 1, 5]), max(data["live"][[0, 1, 5]])
+    assert batch["hidden"].shape == (3, longest, 32) and batch["tokens"].shape == batch["rank"].shape == (3, longest) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
     assert torch.equal(batch["prompt"][0], batch["prompt"][1]) and batch["prompt"].shape[1] == batch["length"].max()     # two temperatures of one problem
     for prompt, n in zip(batch["prompt"], batch["length"]):
         assert prompt[-n] == Tokenizer.load(TARGET).special["<|bos|>"]
-    live = [64, 32, 96, 32, 160, 64]
-    order = [train_cdlm.numbers_of_step(s, 2, live, seed=1, group=2) for s in range(6)]
+    order = [numbers_of_step(s, 2, 6, seed=1) for s in range(6)]
     assert sorted(sum(order[:3], [])) == sorted(sum(order[3:], [])) == list(range(6)) and order[:3] != order[3:]
-    assert [live[i] for i in order[0] + order[1]] == sorted(live[i] for i in order[0] + order[1])
-    cut = train_cdlm.cut({**batch, "live": torch.tensor([32, 96, 64])}, 96, ("tokens", "hidden"))
-    assert cut["tokens"].shape == (3, 96) and cut["hidden"].shape == (3, 96, 32) and cut["prompt"].shape == batch["prompt"].shape
+    assert numbers_of_step(1, 4, 6, seed=1) == sum(order[2:4], [])
     with pytest.raises(ValueError, match="was begun with seed 7, not 8; use another folder or the same settings"):
         train(monkeypatch, toy, trained, "--stage", "trajectories", "--seed", "8")
     (trained / "teacher" / "model.safetensors").rename(trained / "kept")
     (trained / "teacher" / "model.safetensors").write_bytes((trained / "student" / "model.safetensors").read_bytes())
-    with pytest.raises(ValueError, match="trajectories was begun with teacher .*, not "):
+    with pytest.raises(ValueError, match="trajectories.* was begun with teacher .*, not "):
         train(monkeypatch, toy, trained, "--stage", "student", "--name", "other")
     (trained / "kept").rename(trained / "teacher" / "model.safetensors")
 
 
 def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):
     for args, message in ((["--stage", "student"], "cannot read .*teacher: No such file"), (["--batch", "0"], "batch 0 is out of range"),
-                          (["--block-warmup", "1.5"], "block-warmup 1.5 is out of range; allowed is 0 to 1"), (["--target", "nowhere"], "cannot read nowhere: No such file")):
+                          (["--weights", "0", "0", "0"], "weights 0 0 0 leave nothing to train for"), (["--target", "nowhere"], "cannot read nowhere: No such file")):
         with pytest.raises(ValueError, match=message):
             train(monkeypatch, toy, tmp_path, *args)
     for gen_length, message in ((600, "exceed the context of 512"), (40, "fits a prompt of 160 and an answer of 40 tokens")):

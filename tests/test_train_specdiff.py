@@ -31,7 +31,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     """D2 and D5: the target stays as it is; the same seed gives the same curve, interrupted or not."""
     before = (folder / "target" / "model.safetensors").read_bytes()
     log = train(folder, "whole", "--gamma", 4, temperature="0", responses="greedy")
-    assert log[-1]["loss"] < 0.9 * log[0]["loss"] and len(log[-1]["heldout_acceptance"]) == 4
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"]
     assert 1 <= log[0]["heldout_tau"]["greedy"] < log[-1]["heldout_tau"]["greedy"] <= 5
 
     calls, loss = [], train_specdiff.training_loss
@@ -57,13 +57,12 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
-    shape = {"mdlm": ["--taps", "none"], "ce": ["--taps", "three", "--no-shift", "--draft-vocab", 500], "streak": ["--layers", 1]}.get(name, [])
+    shape = {"mdlm": ["--taps", "none"], "ce": ["--taps", "three", "--no-shift", "--draft-vocab", 500]}.get(name, [])
     log = train(folder, name, "--objective", name, *shape, "--gamma", 4, "--tokens", "2000")
-    assert all(math.isfinite(x) for x in (log[-1]["loss"], log[-1]["heldout_entropy"], *log[-1]["heldout_tau"].values()))
+    assert all(math.isfinite(x) for x in (log[-1]["loss"], *log[-1]["heldout_tau"].values()))
     made = specdiff.load(folder / name, checkpoints.load(folder / "target"))
     assert made.config.taps == {"mdlm": None, "ce": (0, 1, 2)}.get(name, ()) and made.config.shift == (name != "ce")
     assert made.config.draft_vocab == (500 if name == "ce" else 0)
-    assert made.config.n_layer == (1 if name == "streak" else 2)
     rule = {"mdlm": ["--rule", "walk"], "ce": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
             "streak-rs": ["--k-drafts", 3, "--draft-temperature", 0.7]}.get(name, [])
     decode.main([str(x) for x in ("--model", folder / "target", "--method", "specdiff", "--drafter", folder / name, "--prompt", "one two", "--max-new-tokens", 20,
@@ -76,8 +75,8 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
     """D1: what is stored is what was sampled, with its end of text, under the probabilities that it was sampled with."""
     train(folder, "ids", "--tokens", "100")
     target = checkpoints.load(folder / "target")
-    rows = json.loads((folder / "responses" / "train-00000.json").read_text())
-    kept, first = load_file(folder / "responses" / "train-00000-last.safetensors"), 0
+    rows = json.loads((folder / "responses" / "train-0-16.json").read_text())
+    kept, first = load_file(folder / "responses" / "train-0-16-last.safetensors"), 0
     for prompt, answer, temperature in rows[:4]:
         n, part = len(prompt), slice(first, first + len(prompt + answer))
         first = part.stop
@@ -104,8 +103,8 @@ def test_a_drafter_can_go_on_from_another(folder):
     assert all(torch.equal(one[n], two[n]) for n in one)
     train(folder, "longer", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 6, "--tokens", "1")
     assert [specdiff.load(folder / name, checkpoints.load(folder / "target")).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
-    with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --layers and --no-shift are for a new one"):
-        train(folder, "three", "--init", folder / "one", "--layers", 1)
+    with pytest.raises(ValueError, match="--init keeps the shape of its drafter; --no-shift is for a new one"):
+        train(folder, "three", "--init", folder / "one", "--no-shift")
 
 
 def test_a_drafter_can_begin_to_read_the_target(folder):
@@ -118,16 +117,16 @@ def test_a_drafter_can_begin_to_read_the_target(folder):
     assert same.config.taps == more.config.taps == (0, 1, 2) and not same.fuse.weight.any() and more.fuse.weight.any()
     ids, starts = torch.arange(40)[None] % 30, torch.tensor([[9, 20]])
     seen = target.features(ids, torch.arange(40)[None], dense_attend(), (0, 1, 2))[1]
-    logits = [train_specdiff.window_logits(d, ids, starts, f) for d, f in ((blind, None), (same, seen), (more, seen), (more, 0 * seen))]
+    logits = [d.words.logits(train_specdiff.window_states(d, ids, starts, f)[0])
+              for d, f in ((blind, None), (same, seen), (more, seen), (more, 0 * seen))]
     assert torch.equal(logits[0], logits[1]) and not torch.allclose(logits[2], logits[3], atol=1e-4)
     with pytest.raises(ValueError, match="reads \\(0, 1, 2\\) of the target; only one that reads nothing can begin to"):
         train(folder, "twice", "--init", folder / "same", "--taps", "last")
 
 
-BAD = {"objective": (["--objective", "best"], "invalid choice"), "target": (["--target", "nowhere"], "no model folder nowhere"),
-       "gamma": (["--gamma", "1"], "gamma 1 is out of range; allowed is 2 to 32"), "layers": (["--layers", "9"], "layers 9 is out of range; the target has 2"),
-       "windows": (["--windows", "0"], "windows 0 is out of range; allowed is 1 or more"), "init": (["--init", "nowhere"], "no drafter folder nowhere"),
-       "family": (["--tasks", "chess"], "unknown task family 'chess'"),
+BAD = {"objective": (["--objective", "best"], "invalid choice"), "target": (["--target", "nowhere"], "cannot read nowhere/config.json"),
+       "gamma": (["--gamma", "1"], "gamma 1 is out of range; allowed is 2 to 32"), 
+       "windows": (["--windows", "0"], "windows 0 is out of range; allowed is 1 or more"), "init": (["--init", "nowhere"], "cannot read nowhere/config.json"),
        "temperature": (["--temperature", "-1"], "temperature -1.0 is out of range")}
 
 
@@ -142,7 +141,7 @@ def test_bad_input_of_training_is_named_before_anything_is_written(name, folder,
 
 @pytest.mark.parametrize("args, message", [
     (["--gamma", "0"], "gamma 0 is out of range; allowed is 1 to 32"), (["--k-drafts", "0"], "k-drafts 0 is out of range; allowed is 1 to 64"),
-    (["--gamma", "16", "--k-drafts", "17"], "k-drafts 17 is out of range; allowed is 1 to 16"), (["--rule", "best"], "unknown rule 'best'; choose from rejection"),
+    (["--gamma", "16", "--k-drafts", "17"], "k-drafts 17 is out of range; allowed is 1 to 16"),
     (["--draft-temperature", "-1"], "draft-temperature -1.0 is out of range"), (["--model", SHIPPED], "made for a target with"),
     (["--drafter", SHIPPED], "this is not a drafter made by train_specdiff.py")])
 def test_bad_input_of_decoding_is_one_line(args, message, folder):
