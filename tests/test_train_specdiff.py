@@ -16,6 +16,7 @@ import train_specdiff
 from train_specdiff import OBJECTIVES
 from minispec import specdiff
 from minispec.tools import checkpoints
+from minispec.tools.training import fast_dtype
 from minispec.data import rollouts
 from minispec.core.attention import dense_attend
 
@@ -74,17 +75,17 @@ def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
 def test_stored_answers_are_ids_with_their_probabilities(folder):
     """D1: what is stored is what was sampled, with its end of text, under the probabilities that it was sampled with."""
     train(folder, "ids", "--tokens", "100")
-    target = checkpoints.load(folder / "target")
+    target = checkpoints.load(folder / "target", dtype=fast_dtype("cpu"))   # the one that wrote the answers
     rows = json.loads((folder / "responses" / "train-0-16.json").read_text())
     kept, first = load_file(folder / "responses" / "train-0-16-last.safetensors"), 0
     for prompt, answer, temperature in rows[:4]:
         n, part = len(prompt), slice(first, first + len(prompt + answer))
         first = part.stop
-        want = dense_logits(target, prompt + answer)
+        want = dense_logits(target, prompt + answer).float()
         assert (len(answer) == 24 or answer[-1] == target.config.eos_id) and temperature == 1
         assert (kept["log_p"][part][n:] - want[n - 1:-1].log_softmax(-1)[torch.arange(len(answer)), answer]).abs().max() < 1e-3
         assert not kept["log_p"][part][:n].any() and torch.equal(kept["best"][part].long(), want.argmax(-1))
-        got = target.logits(kept["hidden"][part].float())
+        got = target.logits(kept["hidden"][part].to(target.dtype)).float()
         assert kept["hidden"].dtype == torch.bfloat16 and (got - want).abs().max() < 0.05 * want.abs().max()
     assert not rollouts.read(target, prompt, answer, 0)["log_p"].any()             # greedy: a point mass
     eos = target.config.eos_id                                     # an end of text is a token like any other, and nothing follows it
