@@ -113,7 +113,7 @@ def check(args):
         raise ValueError("--explain is for methods that verify drafts and --batch 1; the steps of --method "
                          "cdlm or dlm are shown by --watch")
     if args.json:
-        check_writable(args.json, [args.prompts, args.cost, args.model])
+        check_writable(args.json, [args.prompts, methods.costs_of(args), args.model])
 
 
 def problems_of(args):

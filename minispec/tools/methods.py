@@ -84,12 +84,16 @@ def self_speculation(model, settings):
 
 def adaptive(model, settings):
     """the drafter that promises most tokens/s, chosen every round"""
-    cost = CostTable(read_costs(settings.cost))
+    file = costs_of(settings)
+    if not os.path.exists(file):
+        raise ValueError(f"there is no cost table {file}; this measures one: python bench.py profile --model "
+                         f"{settings.model}")
+    cost = CostTable(read_costs(file))
     k = settings.k or 16
     candidates, taps = [], None
     for name, drafter in chain_drafters(model, settings, k).items():
         if name not in cost.drafters:
-            print(f"adaptive: {settings.cost} has no price of '{name}', which is left out", file=sys.stderr)
+            print(f"adaptive: {file} has no price of '{name}', which is left out", file=sys.stderr)
             continue
         # One forward of the target reports one set of hidden states: all drafters must read the same.
         if taps is None:
@@ -142,10 +146,19 @@ def _folder(name, settings):
         return settings.drafter
     if name in DIFFUSION:
         return cdlm.METHODS[name][1]
-    kept = "checkpoints"
-    if os.path.realpath(settings.model) != os.path.realpath(SHIPPED):
-        kept = os.path.join(kept, os.path.basename(os.path.normpath(settings.model)))
-    return os.path.join(kept, name)
+    return os.path.join(_kept("checkpoints", settings), name)
+
+
+def costs_of(settings):
+    """The cost table: --cost, else the one that is kept for this model."""
+    return settings.cost or os.path.join(_kept("results", settings), "costs.json")
+
+
+def _kept(root, settings):
+    """Where under root what belongs to this model is kept."""
+    if os.path.realpath(settings.model) == os.path.realpath(SHIPPED):
+        return root
+    return os.path.join(root, os.path.basename(os.path.normpath(settings.model)))
 
 
 def _trained(name, settings):
@@ -164,7 +177,7 @@ def _trained(name, settings):
 def ready(settings):
     """The methods but `ar` for which everything is there: the others lack a drafter or a cost table."""
     needed = {name: _folder(name, settings) for name in ("draft", *TRAINED)}
-    needed["adaptive"] = settings.cost
+    needed["adaptive"] = costs_of(settings)
     return [name for name in METHODS if name != "ar" and os.path.exists(needed.get(name, "."))]
 
 
@@ -212,8 +225,9 @@ def add_arguments(parser):
     add = parser.add_argument_group("drafting: ngram, draft, specgen, adaptive").add_argument
     add("--k", type=positive,
         help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
-    add("--cost", default="results/costs.json", metavar="FILE",
-        help="adaptive: what a round costs, as bench.py profile measures it (default %(default)s)")
+    add("--cost", metavar="FILE",
+        help="adaptive: what a round costs, as bench.py profile measures it (default results/costs.json, "
+             "for another model results/MODEL/costs.json)")
 
     add = parser.add_argument_group("trained drafters: prism, eagle, specdiff").add_argument
     add("--depth", type=positive,
