@@ -91,6 +91,8 @@ def check(args):
     for name in args.studies:
         if name not in allowed:
             raise ValueError(f"unknown study '{name}'; choose from {', '.join(allowed)}")
+    if args.method != "ar":
+        raise ValueError("--method is for decode.py; the studies take every method in turn")
 
 
 def chosen(args):
@@ -109,9 +111,7 @@ def choose_target(args):
     if args.model is None:
         real = not args.studies and gguf_file.packaged()
         args.model = gguf_file.SMOLLM2 if real else methods.SHIPPED
-    if args.model != methods.SHIPPED:
-        name = os.path.splitext(os.path.basename(os.path.normpath(args.model)))[0]
-        results.FOLDER = os.path.join(results.FOLDER, name)
+    results.FOLDER = methods.kept(results.FOLDER, args.model)
     if args.device != "cpu":
         results.FOLDER = os.path.join(results.FOLDER, "gpu")
     args.cost = args.cost or results.path("costs.json")

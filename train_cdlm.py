@@ -1,11 +1,11 @@
 """Train CDLM: a diffusion model from the target (the teacher), what it does, and from that the block-causal
 student.
 
-    python train_cdlm.py --out checkpoints/cdlm                         # all three stages, hours
-    python train_cdlm.py --out checkpoints/cdlm --stage teacher         # or one after the other
-    python train_cdlm.py --out checkpoints/cdlm --stage trajectories
+    python train_cdlm.py --out mine/cdlm                         # all three stages, hours
+    python train_cdlm.py --out mine/cdlm --stage teacher         # or one after the other
+    python train_cdlm.py --out mine/cdlm --stage trajectories
     # an ablation
-    python train_cdlm.py --out checkpoints/cdlm --stage student --weights 1 0 0 --name distill
+    python train_cdlm.py --out mine/cdlm --stage student --weights 1 0 0 --name distill
 
     teacher        OUT/teacher: the target's weights, trained to fill in masks; every slot sees all others
     trajectories   OUT/trajectories: the teacher answers training prompts, one token a step; stored are the

@@ -1,7 +1,7 @@
 """Train the target model, and distil the small draft model from it. One page, nanoGPT style.
 
-    python train_gpt.py --out checkpoints/target                            # about 100 minutes on 2 CPU cores
-    python train_gpt.py --out checkpoints/draft --size micro --teacher checkpoints/target --tokens 4e6
+    python train_gpt.py --out mine/target                                   # about 100 minutes on 2 CPU cores
+    python train_gpt.py --out mine/draft --size micro --teacher mine/target --tokens 4e6
     python train_gpt.py --out /tmp/toy --size tiny --tokens 2e5             # seconds; see the whole chain run
 
 Interrupt it at any time: the same command continues where the last checkpoint was, on the same loss curve.
@@ -56,6 +56,8 @@ def parse_args():
         help="longest sequence; longer ones of the curriculum are cut to it")
     args = p.parse_args()
     training.check_arguments(args, tokens=1, max_length=1)
+    if args.max_length > max(BATCH_TOKENS):
+        raise ValueError(f"max-length {args.max_length} is out of range; allowed is 1 to {max(BATCH_TOKENS)}")
     return args
 
 
@@ -69,19 +71,23 @@ def schedule(seed, tokens, longest):
     used = 0
     while used < tokens:
         shares = next(shares for until, shares in CURRICULUM if used / tokens <= until)
-        lengths = [length for length in shares if length <= longest] or [min(shares)]
         # Steps of long sequences hold more tokens; dividing keeps `shares` shares of tokens.
-        weights = [shares[length] / BATCH_TOKENS[length] for length in lengths]
-        length = rng.choices(lengths, weights)[0]
-        used += BATCH_TOKENS[length]
+        weights = [share / BATCH_TOKENS[length] for length, share in shares.items()]
+        drawn = rng.choices(list(shares), weights)[0]
+        length = min(drawn, longest)
+        used += rows_of(length) * length
         plan.append((length, used))
     return plan
 
 
+def rows_of(length):
+    """How many sequences of this length an optimiser step has."""
+    return BATCH_TOKENS[min(n for n in BATCH_TOKENS if n >= length)] // length
+
+
 def batch_of_step(tokenizer, args, step, length):
     """(inputs, targets, learn), each (B, T)."""
-    n = BATCH_TOKENS[length] // length
-    rows = [corpus.sequence(tokenizer, args.seed, step * 4096 + i, length) for i in range(n)]
+    rows = [corpus.sequence(tokenizer, args.seed, step * 4096 + i, length) for i in range(rows_of(length))]
     tokens, learn = (torch.stack(x).to(args.device) for x in zip(*rows))
     return tokens[:, :-1], tokens[:, 1:], learn[:, 1:]
 

@@ -3,9 +3,9 @@
     # for a model of your own: prompts, answers and the drafter, in an hour
     python train_prism.py --target qwen3 --out checkpoints/qwen3/prism --minutes 60
     # for the shipped target
-    python train_prism.py --out checkpoints/prism --arm prism2
+    python train_prism.py --out mine/prism --arm prism2
     # the same data, one module
-    python train_prism.py --out /tmp/one --arm ttt1 --responses checkpoints/prism/responses
+    python train_prism.py --out /tmp/one --arm ttt1 --responses mine/prism/responses
     # modules start as copies of a trained one, and its control: as much training, no module more
     python train_prism.py --out /tmp/two --arm prism2 --init /tmp/one
     python train_prism.py --out /tmp/more --arm ttt1 --init /tmp/one
@@ -185,13 +185,13 @@ def train(args, target, model):
     unroll = ARMS[args.arm]["unroll"] or args.unroll
     texts, heldout, plan = rollouts.collect(args, target, model.config.taps, unroll)
     restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
-    words = Words(target, model.vocabulary)
     module = sum(p.numel() for p in model.bank[0].parameters())
     print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {module / 1e6:.2f}M read by a draft step, "
           f"{model.config.draft_vocab or target.config.vocab_size} tokens to draft")
 
     # 2. The loop, from the last checkpoint on.
     run = Run(args, args.out, model, len(plan), args.lr, minutes=args.minutes and args.minutes / 2)
+    words = Words(target, model.vocabulary)                  # of a resumed run: that of its first answers
     for step in run.steps():
         numbers, tokens = plan[step]
         batch = texts.batch(numbers, args.device)

@@ -4,7 +4,7 @@ the same cost.
     # for a model of your own: prompts, answers and the drafter, in an hour
     python train_specdiff.py --target qwen3 --out checkpoints/qwen3/specdiff --gamma 4 --minutes 60
     # a window drafter that reads the target's states
-    python train_specdiff.py --out checkpoints/specdiff --objective ce
+    python train_specdiff.py --out mine/specdiff --objective ce
     # the unaligned one: plain masked diffusion
     python train_specdiff.py --out /tmp/base --objective mdlm --taps none
     # streak-distillation goes on from it, on the same answers; then longer windows that read the target

@@ -39,6 +39,7 @@ from minispec.core.requests import Step, check_requests
 GEN_LENGTH = 256
 BLOCK_SIZE = 32
 THRESHOLD = 0.99                 # the paper decodes at 0.9
+KINDS = ("student", "teacher", "dual")
 ORDERS = ("first", "surest")
 ORDER = "first"                  # the paper: surest
 METHODS = {"cdlm": ("student", "checkpoints/cdlm/student"), "dlm": ("teacher", "checkpoints/cdlm/teacher")}
@@ -156,7 +157,8 @@ def pick(confidence, n=1, threshold=None, order=ORDER):
 
 
 class Decoder:
-    """Answers requests block by block; `stream` and `generate` are the engine's. kind:
+    """Answers requests block by block; `stream` and `generate` are the engine's, but a request that was begun
+    cannot go on. kind:
 
         student  feeds the open block, and once the block before it, clean. The cache of the rest is exact.
         teacher  feeds the prompt and all slots, every time.
@@ -170,12 +172,15 @@ class Decoder:
 
     def __init__(self, model, mask_id, kind="student", block_size=BLOCK_SIZE, threshold=None, steps=None,
                  order=ORDER, batch_size=1, record=False):
-        for name, value in (("block-size", block_size), ("batch", batch_size)):
+        for name, value in (("block-size", block_size), ("batch", batch_size), ("steps", steps or 1)):
             if value < 1:
                 raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
         if threshold is not None and not 0 <= threshold <= 1:
             raise ValueError(f"threshold {threshold} is out of range; "
                              "allowed is 0 (a block per step) to 1 (a token per step)")
+        for name, value, allowed in (("kind", kind, KINDS), ("order", order, ORDERS)):
+            if value not in allowed:
+                raise ValueError(f"unknown {name} '{value}'; choose from {', '.join(allowed)}")
         self.model = model
         self.mask_id = mask_id
         self.kind = kind
@@ -200,8 +205,16 @@ class Decoder:
         """Answer the requests, `max_new_tokens` slots each. Yields (request, tokens that are final up to the
         first mask). Raises ValueError where a request does not fit the context."""
         waiting, active = self._prepare(requests), []
-        while waiting or active:
+        while True:
             started, counted = time.perf_counter(), sum(self.seconds.values())
+            # 0. Finished answers make room; the caller may have cancelled others.
+            for a in active:
+                if a.request.finished:
+                    self.cache.close(a.request.run)
+            active = [a for a in active if not a.request.finished]
+            waiting = [a for a in waiting if not a.request.finished]
+            if not waiting and not active:
+                return
             # 1. Fill the batch.
             while waiting and len(active) < self.batch_size:
                 answer = waiting.pop(0)
@@ -211,22 +224,17 @@ class Decoder:
             windows = [self.window(a) for a in active]
             hidden, logits, seconds = self.forward(windows)
             committed = self.settle(active, hidden, logits, seconds)
-            # 3. Finished answers make room.
-            for a in active:
-                if a.request.finished:
-                    self.cache.close(a.request.run)
-            active = [a for a in active if not a.request.finished]
             elapsed = time.perf_counter() - started
             self.seconds["other"] += elapsed - (sum(self.seconds.values()) - counted)
             yield from committed
-            # The caller may have cancelled some.
-            waiting = [a for a in waiting if not a.request.finished]
 
     def _prepare(self, requests):
         check_requests(requests, self.model.config)
         for r in requests:
             if r.sampling.top_k or r.sampling.top_p < 1:
                 raise ValueError("top-k and top-p are not for diffusion models; temperature is")
+            if r.generation.token_ids:
+                raise ValueError("a diffusion model cannot go on with an answer that was begun")
             r.state = Answer(r, self.mask_id, self.block_size)
         # A cache for this stream alone: one that was left in the middle cannot be in the way.
         longest = max((r.longest for r in requests), default=0)

@@ -30,7 +30,7 @@ at the end, so that an own state looks like the target's final one and training 
 regression. Glossary, code <-> paper: module <-> processing module; `step_map` <-> f_map; `fuse` <-> fusion
 layer (MHI).
 """
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
@@ -38,11 +38,9 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.drafters import Chained, going_on
-from minispec.core.requests import MAX_K
+from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
-
-MAX_NODES = 256             # the largest draft tree
 
 
 @dataclass

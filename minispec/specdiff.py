@@ -45,12 +45,12 @@ from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.core.attention import can_fuse
 from minispec.core.drafters import Cached
-from minispec.core.requests import MAX_K
+from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.words import Words, buffer
-from minispec.core.verify import draw, point_mass_tree, rejection_tree, selection_tree, warp
+from minispec.core.verify import (LEAST_TEMPERATURE, draw, point_mass_tree, rejection_tree, selection_tree,
+                                  warp)
 
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
-MAX_NODES = 256             # drafts of a round, all chains together
 RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point_mass_tree}
 
 
@@ -196,9 +196,9 @@ class SpecDiffDrafter(Cached):
             raise ValueError(f"k-drafts {k_drafts} is out of range; allowed is 1 to {MAX_NODES // gamma}")
         if rule not in RULES:
             raise ValueError(f"unknown rule '{rule}'; choose from {', '.join(RULES)}")
-        if temperature is not None and not 0 <= temperature <= 100:
+        if temperature and not LEAST_TEMPERATURE <= temperature <= 100:
             raise ValueError(f"draft-temperature {temperature} is out of range; "
-                             "allowed is 0 (the argmax) to 100")
+                             f"allowed is 0 (the argmax), or {LEAST_TEMPERATURE} to 100")
         if temperature is None and k_drafts > 1:
             temperature = 1.0                            # chains that are all alike would be one chain
         super().__init__(drafter.config, target, drafter.rope, gamma)

@@ -99,6 +99,16 @@ def test_a_small_host_pool_fails_cleanly():
         engine.generate([Request(p, 60) for p in prompts(8)])
 
 
+def test_the_host_pool_holds_all_that_may_leave():
+    """By default: those that stay grow into the room of those that left, so more than the cache may be on the host."""
+    for n, slots in ((8, 220), (16, 300)):
+        some = [[i + 1] * 8 for i in range(n)]
+        engine = Engine(FUZZ_MODEL, Lockstep, n, cache_tokens=slots, admission="offload")
+        got = engine.generate([Request(p, 200) for p in some])
+        want = Engine(FUZZ_MODEL, Lockstep, 1).generate([Request(p, 200) for p in some])
+        assert [g.token_ids for g in got] == [g.token_ids for g in want] and engine.cache.offloaded > slots
+
+
 def test_unknown_policy_is_named():
     with pytest.raises(ValueError, match="unknown admission policy 'luck'; choose from reserve, preempt, offload"):
         Engine(MODEL, Lockstep, admission="luck")

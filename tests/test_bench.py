@@ -414,7 +414,9 @@ def test_results_of_another_target_have_their_own_folder(monkeypatch, tmp_path):
     assert chosen() == ("smollm2", "results/smollm2", "results/smollm2/costs.json")
     assert chosen("--cost", "c.json") == ("smollm2", "results/smollm2", "c.json")
     assert chosen("run") == chosen(packaged=False) == (methods.SHIPPED, "results", "results/costs.json")
-    assert chosen("run", "--model", "models/mine.gguf")[:2] == ("models/mine.gguf", "results/mine")
+    assert chosen("run", "--model", "models/mine.gguf")[:2] == ("models/mine.gguf", "results/mine.gguf")
+    assert chosen("run", "--model", "models/Llama-3.2-1B/")[1:] == ("results/Llama-3.2-1B", "results/Llama-3.2-1B/costs.json")
+    assert chosen("run", "--model", ".")[1] == f"results/{os.path.basename(os.getcwd())}"
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     (tmp_path / "smollm2").mkdir()
     about = {"device": "d", "torch": "t", "date": "x", "seconds": 60, "command": "c"}

@@ -301,7 +301,9 @@ def test_stream_hands_on_what_is_final(model):                                  
     for n, _ in enumerate(cdlm.Decoder(model, MASK, block_size=B).stream([other])):
         if n == 9:
             other.cancel()
-    assert other.generation.finish == "cancelled" and other.generation.token_ids == r.generation.token_ids[:len(other.generation.token_ids)]
+    assert other.generation.finish == "cancelled" and other.generation.token_ids == sum(parts[:10], [])     # nothing came after it
+    with pytest.raises(ValueError, match="cannot go on with an answer that was begun"):
+        cdlm.Decoder(model, MASK, block_size=B).generate([other])
 
 
 def test_counters_are_measured(model, monkeypatch):                                # 20

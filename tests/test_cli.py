@@ -47,6 +47,10 @@ BAD = {     # what is wrong: (arguments, what the line must say)
     "no prompt file": (["--prompts", "none.jsonl"], "cannot read none.jsonl: No such file or directory"),
     "device": (["--device", "cuda"], "no device cuda on this machine; choose cpu or cuda"),
     "argument": (["--speed", "fast"], "unrecognized arguments: --speed fast"),
+    "part of an argument": (["--max-new", 5], "unrecognized arguments: --max-new 5"),
+    "seed": (["--seed", 1 << 70], "is out of range; allowed is 0 to"),
+    "device with a number": (["--device", "cpu:0"], "device cpu:0 is none that this runs on; choose cpu or cuda"),
+    "no prices": (["--method", "adaptive"], "this measures one: python bench.py profile --model"),
 }
 
 
@@ -371,6 +375,16 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(toy, monkeypatch, capsys):
     talk(monkeypatch, ["one", "two"])
     decode_script.main(["--model", str(toy), "--chat", "--max-new-tokens", "50"])
     assert capsys.readouterr().out.count("[6 tokens, ") == 2
+
+
+def test_ctrl_c_while_the_prompt_is_read(toy, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal, "stream", interrupted)
+    talk(monkeypatch, ["one", "two"])
+    decode_script.main(["--model", str(toy), "--chat"])
+    assert capsys.readouterr().out.count("[0 tokens, ") == 2
 
 
 def test_a_conversation_that_is_too_long_begins_again(toy, monkeypatch, capsys):

@@ -58,7 +58,10 @@ def test_curriculum_keeps_its_shares():
     tokens = sum(train_gpt.BATCH_TOKENS[length] for length in late)
     share = sum(train_gpt.BATCH_TOKENS[length] for length in late if length == 10240) / tokens
     assert abs(share - train_gpt.CURRICULUM[-1][1][10240]) < 0.08
-    assert max(length for length, _ in train_gpt.schedule(0, 1e6, 1024)) == 1024
+    for longest in (1024, 700, 100):
+        plan = train_gpt.schedule(0, 1e6, longest)
+        assert max(length for length, _ in plan) == longest
+        assert plan[-1][1] == sum(train_gpt.rows_of(length) * length for length, _ in plan)
 
 
 def test_attention_logits_are_clipped_head_by_head():

@@ -17,6 +17,7 @@ import decode
 import train_prism
 from minispec import prism
 from minispec.core.words import most_frequent
+from minispec.core.words import Words
 from minispec.data import magpie, rollouts
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
 from minispec.tools import checkpoints, methods
@@ -53,6 +54,33 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     assert drop(log) == drop(again)
     assert all(made[f] == os.path.getmtime(folder / "responses" / f) for f in made if f != "settings.json")                                   # made once
     assert "train_prism.py --target" in (folder / "whole" / "command.txt").read_text()
+
+
+def test_a_folder_with_a_model_of_no_training_here_is_left_alone(folder, capsys):
+    """Of the target itself, say, or of a clone."""
+    before = (folder / "target" / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="target holds a model already"):
+        train(folder, "target")
+    assert (folder / "target" / "model.safetensors").read_bytes() == before
+    # A training that is complete does nothing more.
+    train(folder, "done", "--tokens", "300")
+    made = (folder / "done" / "model.safetensors").stat().st_mtime_ns
+    capsys.readouterr()
+    train(folder, "done", "--tokens", "300")
+    assert "is complete" in capsys.readouterr().out and (folder / "done" / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
+    """Also where there are more answers by now: the head's rows are those of the drafter's tokens."""
+    words = []
+    monkeypatch.setattr(train_prism, "Words", lambda *args: words.append(Words(*args)) or words[-1])
+    monkeypatch.setattr(train_prism, "most_frequent", lambda answers, n, size: torch.arange(40))
+    train(folder, "first", "--tokens", "300", "--draft-vocab", "40")
+    monkeypatch.setattr(train_prism, "most_frequent", lambda answers, n, size: torch.arange(20, 60))
+    train(folder, "first", "--tokens", "900", "--draft-vocab", "40")
+    target = checkpoints.load(folder / "target")
+    assert torch.equal(words[-1].tokens(torch.arange(40)), torch.arange(40))
+    assert torch.equal(words[-1].head.weight.float(), target.head.weight[:40].to(words[-1].head.weight.dtype).float())
 
 
 @pytest.mark.parametrize("arm", train_prism.ARMS)

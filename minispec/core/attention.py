@@ -125,11 +125,10 @@ class FullKeys:
         """The same in single steps, in fp32: (out (n, H, D), probabilities (G, g * n, T))."""
         rows = group_rows(q, len(keys)).float() * q.shape[-1] ** -0.5          # (G, g * n, D)
         logits = rows @ keys.float().mT                                        # (G, g * n, T)
-        # All rows see what comes before the newest m positions.
-        m = self.n if self.tail is None else self.tail.shape[1]
-        mask = self._mask(q, len(keys), m)
+        # All rows see what comes before their own positions. (Of a tree nothing is recorded.)
+        mask = self._mask(q, len(keys), self.n)
         if mask is not None:
-            logits[:, :, -m:] += mask
+            logits[:, :, -self.n:] += mask
         probs = logits.softmax(-1)
         return ungroup_rows(probs @ values.float(), self.n).to(q.dtype), probs
 

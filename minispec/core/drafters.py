@@ -60,7 +60,7 @@ class Drafter:
 @dataclass
 class Notes:
     """What a drafter keeps of one request. Its cache is apart from the target's; row i of its run there holds
-    committed token i."""
+    committed token i (PRISM: token i + 1, with what the target knew before it)."""
     cache: KVCache
     run: Run
     cached: int = 0                                      # rows of the cache that hold committed tokens
@@ -317,6 +317,9 @@ class SmallLM(Chained):
         if model.config.vocab_size != target.config.vocab_size:
             raise ValueError(f"the draft model has {model.config.vocab_size} tokens in its vocabulary, "
                              f"the target {target.config.vocab_size}")
+        if model.config.block_size < target.config.block_size:
+            raise ValueError(f"the draft model reads contexts of {model.config.block_size} tokens, the target of "
+                             f"{target.config.block_size}")
         super().__init__(model.config, model, model.rope, MAX_K)
         self.words = Words(model)
 

@@ -18,9 +18,9 @@ Requests that wait for their verdict sit that forward out.
 
 What a request gets, and its neighbours: each has its own keys, coins and limits. So greedy output does not
 depend on the other requests (up to rounding: a forward with more rows may round differently), and neither
-does the distribution of sampled output. The tokens that a seed draws do not depend on them either, as long as
-the method does not adapt to the batch. SpecGen's schedule and the adaptive drafter do: there the neighbours
-decide how many drafts a round has, and so which coin judges which token.
+does the distribution of sampled output. Which tokens a seed draws may depend on them, where they decide how
+many drafts a round has and so which coin judges which token: SpecGen's schedule and the adaptive drafter look
+at the batch, `preempt` reads a text again in the middle, and long prompts share a forward.
 """
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +44,7 @@ class Engine:
     batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size of the longest
     request seen at `stream`). prefill_chunk: prompt tokens that a request feeds in one iteration at most; all
     together feed PROMPT_ROWS. admission: see admission.py; host_tokens: size of the host pool for "offload"
-    (default: as many as the pool has).
+    (default: batch_size of the longest request).
     """
 
     def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512,
@@ -281,14 +281,15 @@ class Engine:
         sizes = [r.longest + self.planner.extra_slots(r) for r in requests]
         largest = max(sizes, default=0)
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
+        host_slots = largest * self.batch_size if self.host_tokens is None else self.host_tokens
         if largest > slots:
             raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
         if self.cache is None or self.cache.n_slots < slots:
             assert self.cache is None or not self.cache.runs, "a cache that is in use cannot be replaced"
-            host_slots = slots if self.host_tokens is None else self.host_tokens
             self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device, host_slots,
                                  spare=int(self.fused))
             self.graphs = None
+        self.cache.host_slots = host_slots
         # A graph's tables have room for the longest request.
         longest = max([r.longest for r in requests], default=0)
         if self.fused and (self.graphs is None or self.graphs.longest < longest):

@@ -41,12 +41,12 @@ def forward(model, tokens, start, cache):
 def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
     """Yield for every round (accepted drafts, the model's own token). draft(tokens, k): up to k guesses."""
     c = model.config
-    longest = len(prompt) + max_new_tokens + k
+    longest = len(prompt) + max_new_tokens
     cache = [torch.zeros(2, c.n_kv_head, longest, c.head_dim, dtype=model.dtype) for _ in range(c.n_layer)]
     tokens, n_cached = list(prompt), 0
     while True:
         # 1. Draft. Any function may guess; a bad guess costs time and never changes the text.
-        guess = draft(tokens, k)
+        guess = draft(tokens, min(k, longest - len(tokens) - 1))
 
         # 2. Verify: one forward over what the cache lacks (the prompt, later one token) and the guesses.
         logits = forward(model, tokens[n_cached:] + guess, n_cached, cache)
@@ -62,12 +62,11 @@ def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
         #    Keys of wrong guesses stay in the cache behind n_cached. The next forward overwrites them.
         n_cached = len(tokens) + n
         new = guess[:n] + [best[n]]
-        new = new[:len(prompt) + max_new_tokens - len(tokens)]
         stops = [i for i, token in enumerate(new) if token in stop_ids]
         new = new[:stops[0] + 1] if stops else new
         tokens += new
         yield new[:n], new[n:]
-        if stops or len(tokens) == len(prompt) + max_new_tokens:
+        if stops or len(tokens) == longest:
             return
 
 

@@ -43,6 +43,8 @@ class Request:
     def __init__(self, prompt_ids, max_new_tokens=256, sampling=Sampling(), stop_ids=()):
         if not prompt_ids:
             raise ValueError("an empty prompt has no last token to continue from")
+        if max_new_tokens < 1:
+            raise ValueError(f"max-new-tokens {max_new_tokens} is out of range; allowed is 1 or more")
         self.tokens = list(prompt_ids)
         self.max_new_tokens = max_new_tokens
         self.sampling = sampling
@@ -104,7 +106,8 @@ class Request:
         return kept
 
 
-MAX_K = 32
+MAX_K = 32                  # drafts of a chain
+MAX_NODES = 256             # drafts of a tree, or of all chains of a round
 
 
 def check_k(k, most=MAX_K):

@@ -59,6 +59,8 @@ class Sampling:
             raise ValueError(f"top-k {self.top_k} is out of range; allowed is 0 (off) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top-p {self.top_p} is out of range; allowed is above 0 up to 1 (off)")
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed {self.seed} is out of range; allowed is 0 to {(1 << 63) - 1}")
 
     @property
     def settings(self):

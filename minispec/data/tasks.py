@@ -68,7 +68,7 @@ class Problem:
 
 
 def is_heldout(prompt):
-    return zlib.crc32(prompt.encode()) % 8 == 0
+    return zlib.crc32(prompt.encode("utf-8", "replace")) % 8 == 0
 
 
 def make(family, seed, split="train", size=None):

@@ -147,6 +147,8 @@ def check_costs(table):
     field."""
     known = ("about", "verify", "draft", "read", "prefill", "overhead", "accept")
     _fields(table, "", known, ("verify",))
+    about = table.get("about", {})
+    _expect(isinstance(about, dict), "about", "an object", about)
     for name in ("verify", "prefill", "overhead"):
         if name in table:
             _check_time(table[name], name, ("linear", "grid"))

@@ -68,11 +68,6 @@ def requests_of(problems, model):
     return [Request(ids, cdlm.GEN_LENGTH, stop_ids=[model.config.eos_id]) for _, ids in problems]
 
 
-def solved(problems, generations, tokenizer):
-    """[True or False] for each."""
-    return [verdict(p, g, tokenizer) for (p, _), g in zip(problems, generations)]
-
-
 def answer(decoder, problems, tokenizer):
     """Decode and judge: {"problems", "solved", "by_family", "steps", "tokens"}, and the answers."""
     generations = decoder.generate(requests_of(problems, decoder.model))

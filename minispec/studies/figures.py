@@ -8,7 +8,7 @@ import numpy as np
 
 from minispec.bounds import AVERAGES
 from minispec.data.traces import read_traces
-from minispec.tools.files import blame, read_json
+from minispec.tools.files import blame, read_json, replaced
 
 WINDOW = 10                             # positions of an output that are averaged
 STYLE = {
@@ -52,7 +52,8 @@ def draw_some(figures, result, prefix):
             pyplot.close(canvas)
             continue
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-        canvas.savefig(f"{prefix}{name}.svg", bbox_inches="tight", metadata={"Date": None})
+        with replaced(f"{prefix}{name}.svg") as file:
+            canvas.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
         pyplot.close(canvas)
 
 

@@ -90,7 +90,7 @@ def observed(rows, traces, cost, cell):
     modelled = {}
     for r in rows:
         plans = plans_of(r, traces)
-        if plans is not None:
+        if plans is not None and {x.name for plan in plans for x in plan if x.name} <= set(cost.drafters):
             replayed = bounds.replay(plans, traces, cost, r["batch"])
             modelled[r["method"]] = replayed + reading(plans, traces, cost)
 

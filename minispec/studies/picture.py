@@ -22,11 +22,12 @@ WIDTH, LEFT, LINE = 930, 90, 18          # of the picture, of the names, and of 
 
 
 def picture():
-    """The SVG text: the slowest method comes first. None if there are no answers."""
+    """The SVG text: the slowest method comes first. None if there are no answers, or no rates."""
     answers = [read_json(file) for file in glob.glob(results.path("answers/*.json"))]
-    if not answers:
+    run = results.read("run")
+    if not answers or not run:
         return None
-    rates = {x["method"]: x["tokens_per_second"] for x in results.read("run")["rows"]
+    rates = {x["method"]: x["tokens_per_second"] for x in run["rows"]
              if x["workload"] == WORKLOAD and x["batch"] == 1}
     answers.sort(key=lambda a: rates[a["method"]])
     parts, y = [], 30

@@ -150,16 +150,15 @@ def cells_of(requests, how):
 
 
 def suitable(args, model):
-    """Of the methods that are ready, those for this target; a line names the others."""
-    fitting, others = [], []
+    """Of the methods that are ready, those that run with this target and these settings; a line for each
+    other one says why not."""
+    fitting = []
     for name in methods.ready(args) + methods.diffusion_ready(args):
         try:
             methods.make_engine(name, model, args, 1)
             fitting.append(name)
-        except ValueError:
-            others.append(name)
-    if others:
-        print(f"left out, because they were trained for another target: {', '.join(others)}")
+        except ValueError as e:
+            print(f"{name} is left out: {e}")
     return fitting
 
 
@@ -200,7 +199,6 @@ def rows_of(timed, about):
         run = middle(runs)
         steps = [s for g in run.generations for s in g.steps]
         lossless = name in methods.METHODS
-        ratios = [a.seconds / b.seconds for a, b in zip(timed["ar"], runs)]
         row = {
             **about,
             "method": name,
@@ -209,7 +207,6 @@ def rows_of(timed, about):
             "tokens": run.tokens,
             "tokens_per_second": run.tokens / run.seconds,
             "speedup": run.tokens / run.seconds * plain.seconds / plain.tokens,
-            "speedup_range": [min(ratios), max(ratios)],
             "rate_speedup": run.request_rate / plain.request_rate,
             "tau": run.tau,
             "acceptance": None,

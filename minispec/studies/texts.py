@@ -8,6 +8,7 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.core.engine import Engine, Lockstep
 from minispec.data import prompts, tasks
+from minispec.tools.files import blame
 
 SHARES = 5              # texts of a kind have different turns: each a share of all that there are
 QUESTIONS = 80          # the first ones of Spec-Bench are MT-bench
@@ -39,8 +40,11 @@ def text(kind, number, length, model, tokenizer, data):
         problem = tasks.make("trace", number, "heldout", tasks.lines_for(length))
         ids = tokenizer.prompt_ids(problem.prompt) + tokenizer.encode(problem.think)
     elif kind == "book":
-        file = sorted(glob.glob(os.path.join(data, "standardebooks", "*.txt")))[number]
-        with open(file, encoding="utf-8") as f:
+        books = os.path.join(data, "standardebooks", "*.txt")
+        files = sorted(glob.glob(books))
+        if number >= len(files):
+            raise ValueError(f"of {books} there are {len(files)}; {number + 1} are needed")
+        with open(files[number], encoding="utf-8") as f:
             # Not the first chapter; some five characters are a token.
             ids = tokenizer.encode(f.read()[20_000:20_000 + 8 * length])
     elif kind == "own answers":
@@ -70,13 +74,15 @@ def _reasoning(data):
     """Chains of thought: solutions by several models."""
     file = os.path.join(data, "reasoning_gym_traces", "traces_correct.jsonl")
     # One answer to each question: several models agree too well.
-    return list({row["question"]: row["response"] for _, row in prompts.read_rows(file)}.items())
+    with blame(file):
+        return list({row["question"]: row["response"] for _, row in prompts.read_rows(file)}.items())
 
 
 def _instructions(data):
     """Short questions and answers, by people and a large model."""
-    rows = prompts.read_rows(os.path.join(data, "instruct", "instruction-data.json"))
-    return [(f"{row['instruction']}\n{row['input']}", row["output"]) for _, row in rows]
+    file = os.path.join(data, "instruct", "instruction-data.json")
+    with blame(file):
+        return [(f"{row['instruction']}\n{row['input']}", row["output"]) for _, row in prompts.read_rows(file)]
 
 
 def own_answers(number, length, model, tokenizer, data):

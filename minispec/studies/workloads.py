@@ -9,6 +9,7 @@ import os
 import minispec
 from minispec.data import prompts, tasks
 from minispec.tools.answers import requests_of
+from minispec.tools.files import blame
 
 FIRST = 800             # seed of the first held-out problem used here
 STORY = os.path.join(os.path.dirname(minispec.__file__), "data", "goblin.txt")
@@ -53,9 +54,10 @@ def problems_of(tokenizer, n, data=None, first=0):
 def edits(file):
     """The rewriting tasks of an instruction file: an instruction, and the text that it is about."""
     out = []
-    for _, row in prompts.read_rows(file):
-        if row.get("input") and row.get("instruction", "").startswith(EDITS):
-            out.append(tasks.Problem("edit", f"{row['instruction']}\n\n{row['input']}\n", "", ""))
+    for where, row in prompts.read_rows(file):
+        with blame(where):
+            if row.get("input") and row.get("instruction", "").startswith(EDITS):
+                out.append(tasks.Problem("edit", f"{row['instruction']}\n\n{row['input']}\n", "", ""))
     return out
 
 

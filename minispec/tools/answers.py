@@ -67,7 +67,7 @@ def summary(generations, engine):
     return {
         "new_tokens": tokens,
         "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": ratio(tokens, seconds) or 0.0,
         **phase_rates(generations, engine),
         "tau": sum(s.committed for s in steps) / rounds,
         "accepted_per_round": sum(s.accepted for s in steps) / rounds,

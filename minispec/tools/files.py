@@ -23,7 +23,7 @@ def replaced(path):
     if not: a reader sees the old file or the new one. Every writer has a temporary file of its own; of two,
     the last one wins. ValueError if it cannot be written, for example because the disk is full."""
     path = written_to(path)
-    temporary = f"{path}.{uuid.uuid4().hex}.tmp"
+    temporary = os.path.join(os.path.dirname(path), f"{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
         if os.path.exists(path):

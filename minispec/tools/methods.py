@@ -146,19 +146,19 @@ def _folder(name, settings):
         return settings.drafter
     if name in DIFFUSION:
         return cdlm.METHODS[name][1]
-    return os.path.join(_kept("checkpoints", settings), name)
+    return os.path.join(kept("checkpoints", settings.model), name)
 
 
 def costs_of(settings):
     """The cost table: --cost, else the one that is kept for this model."""
-    return settings.cost or os.path.join(_kept("results", settings), "costs.json")
+    return settings.cost or os.path.join(kept("results", settings.model), "costs.json")
 
 
-def _kept(root, settings):
+def kept(root, model):
     """Where under root what belongs to this model is kept."""
-    if os.path.realpath(settings.model) == os.path.realpath(SHIPPED):
+    if os.path.realpath(model) == os.path.realpath(SHIPPED):
         return root
-    return os.path.join(root, os.path.basename(os.path.normpath(settings.model)))
+    return os.path.join(root, os.path.basename(os.path.abspath(model)))
 
 
 def _trained(name, settings):

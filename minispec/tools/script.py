@@ -30,7 +30,8 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser that shows the module's docstring as it is, and errors as one line without usage."""
 
     def __init__(self, doc):
-        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
+                         allow_abbrev=False)             # --trace for --traces would be another command
 
     def error(self, message):
         self.exit(2, visible(f"{self.prog}: {message}\n"))
@@ -68,6 +69,8 @@ def check_device(name):
     except (RuntimeError, AssertionError) as e:
         raise ValueError(f"no device {name} on this machine; choose cpu or cuda "
                          f"({str(e).splitlines()[0]})") from None
+    if not probe.is_cuda and name != "cpu":
+        raise ValueError(f"device {name} is none that this runs on; choose cpu or cuda")
     if probe.is_cuda:
         torch.cuda.set_device(probe.device)            # kernels and streams go to the current device
 

@@ -53,7 +53,7 @@ def add_arguments(parser, lr, warmup, save_every):
 
 def check_arguments(args, **least):
     """ValueError where a number is below the `least` that is allowed, or the device is not there."""
-    for name, low in {"save_every": 1, "warmup": 0, **least}.items():
+    for name, low in {"save_every": 1, "warmup": 0, "seed": 0, **least}.items():
         value = getattr(args, name)
         if value is not None and not low <= value <= MOST:
             option = name.replace("_", "-")
@@ -107,9 +107,13 @@ def locked(folder):
     """Keep `folder` to one training: two would write their checkpoints over each other.
 
     The file `lock` holds the process id. The lock on it belongs to the operating system and ends with its
-    process, even after kill -9, so a lock file that was left behind stops nobody. ValueError where another
-    training is at work. """
+    process, even after kill -9, so a lock file that was left behind stops nobody; one that is not there says
+    that the model in the folder is of no training here. ValueError for such a model, which would be replaced,
+    and where another training is at work. """
     os.makedirs(folder, exist_ok=True)
+    has = [os.path.exists(os.path.join(folder, name)) for name in ("model.safetensors", "lock")]
+    if has == [True, False]:
+        raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
     with open(os.path.join(folder, "lock"), "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -221,6 +225,9 @@ class Run:
     def steps(self):
         """The numbers of the steps that are still missing, with a progress bar; the end is noted in
         command.txt."""
+        if self.first and (self.first >= self.n_steps or self.progress(0) >= 1):
+            print(f"the training in {self.folder} is complete")
+            return
         self.model.train()
         name = os.path.basename(os.path.abspath(self.folder))
         missing = range(self.first, self.n_steps)
