@@ -42,7 +42,8 @@ def keep_kernels():
 def need_torch():
     """For scripts that are run first: without torch, say what to install and end (exit code 2)."""
     if importlib.util.find_spec("torch") is None:
-        print("minispec needs torch: pip install -r requirements.txt (README.md, Two commands)", file=sys.stderr)
+        print("minispec needs torch: pip install -r requirements.txt (README.md, Two commands)",
+              file=sys.stderr)
         sys.exit(2)
 
 

@@ -45,7 +45,7 @@ class Linear(nn.Linear):
         if n_rows == 1 and w.dtype == torch.float32:
             return self._row(x)
         if w.dtype in PACKED_TYPES and w.numel() <= self.pack_up_to:
-            # An optimiser or a loader may have changed the weights since (in place, not by .data): pack again.
+            # An optimiser or a loader may have changed the weights since, in place: then pack again.
             state = (w._version, w.data_ptr())
             if self._packed_from != state:
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(w.detach())

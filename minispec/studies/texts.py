@@ -82,7 +82,8 @@ def _instructions(data):
     """Short questions and answers, by people and a large model."""
     file = os.path.join(data, "instruct", "instruction-data.json")
     with blame(file):
-        return [(f"{row['instruction']}\n{row['input']}", row["output"]) for _, row in prompts.read_rows(file)]
+        rows = [row for _, row in prompts.read_rows(file)]
+        return [(f"{row['instruction']}\n{row['input']}", row["output"]) for row in rows]
 
 
 def own_answers(number, length, model, tokenizer, data):
