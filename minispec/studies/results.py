@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
+from minispec.core.cpu import PACKED_TYPES
 from minispec.tools import checkpoints
 from minispec.tools.files import blame, read_json, write_json
 
@@ -36,7 +37,9 @@ def processor():
 def device_name(device="cpu"):
     if device != "cpu":
         return torch.cuda.get_device_name(device)
-    return f"{processor()}, {torch.get_num_threads()} threads"
+    # What bf16 is worth depends on this, and the name of a processor does not always tell.
+    products = " with bf16 products" if torch.bfloat16 in PACKED_TYPES else ""
+    return f"{processor()}{products}, {torch.get_num_threads()} threads"
 
 
 def write(name, result, seconds, device="cpu"):
