@@ -6,8 +6,14 @@ import torch.nn.functional as F
 from kernels.attention import SEEN
 
 
+def side_by_side(*tensors):
+    """Kernels read rows by address, so that a tensor that repeats one number, or skips some, would be read wrongly."""
+    assert all(x.is_contiguous() for x in tensors), "a kernel would read other numbers"
+
+
 def attention(q, k, v, slots, selected, plan):
     """kernels/attention.py by definition: one row, one head, one list at a time, in fp32."""
+    side_by_side(plan.requests, plan.sees, plan.items, plan.merges)
     (_, h, d), groups = q.shape, k.shape[0]
     out = torch.zeros_like(q)
     lse = torch.zeros(q.shape[:2], device=q.device)
@@ -51,11 +57,13 @@ def scores(q, k, lse, slots, plan, which, out):
 
 
 def add_rms_norm(x, delta, norm):
+    side_by_side(x, delta)
     x = x + delta
     return x, F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
 
 
 def rope_and_store(qkv, block, rope, positions, new, keys, values):
+    side_by_side(qkv, positions, new)
     c = block.config
     q, k, v = qkv.unflatten(-1, (-1, c.head_dim)).split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)
     if c.qk_norm:
@@ -68,6 +76,7 @@ def rope_and_store(qkv, block, rope, positions, new, keys, values):
 
 
 def silu_mul(gate_up):
+    side_by_side(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

@@ -241,7 +241,7 @@ class Chained(Cached):
         newest rows, all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
         n, w = tokens.shape
         ends = x.more["ends"][:n] + number - 2           # the new rows' position, of chains their slot too
-        positions = ends.clamp(max=self.config.block_size - 1)[:, None].expand(-1, w).flatten()
+        positions = ends.clamp(max=self.config.block_size - 1)[:, None].repeat(1, w).flatten()
         x = replace(x, tokens=tokens.flatten(), positions=positions, features=None)
         if isinstance(x, Batch):
             masks = [None] * n if sees is None else sees
