@@ -12,7 +12,8 @@
 Where no study is named, the target is SmolLM2 if it is installed; else the small model in
 checkpoints/target. The results of another target than that are in a folder of their own, results/smollm2. A
 study whose file is there is skipped unless --force is given, so an interrupted run continues; long studies
-go on cell by cell.
+go on cell by cell. A real model is measured in bf16 where the processor multiplies it, because the plain loop
+is fastest then; the small one in fp32.
 """
 import glob
 import os
@@ -44,6 +45,7 @@ from minispec.studies.specgen import acceptance, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.files import blame, read_json, write_text
+from minispec.tools.training import fast_dtype
 
 
 def bounds(args, model, tokenizer):
@@ -61,6 +63,7 @@ STUDIES = {study.__name__: study for study in (
     prism_arms, specdiff_objectives, gpu,                           # not in `all`: they need --arms, a GPU
 )}
 ALL = list(STUDIES)[:-3]
+OWN_DTYPES = ("lossless", "cdlm_accuracy", "cdlm_curves")           # not that of the loaded model
 WHOLE = ("profile", "trace", "run", "bounds")                       # where nothing is asked for
 
 
@@ -124,9 +127,10 @@ def measure(names, args):
     os.makedirs(results.FOLDER, exist_ok=True)
     model = tokenizer = None
     if set(names) - {"bounds"}:
-        dtype = args.dtype or ("float32" if args.device == "cpu" else "bfloat16")
-        model = checkpoints.load(args.model, args.device, getattr(torch, dtype))
         tokenizer = Tokenizer.load(args.model)
+        small = tokenizer.ours and args.device == "cpu"
+        usual = torch.float32 if small else fast_dtype(args.device)
+        model = checkpoints.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else usual)
 
     for name in names:
         # Bounds take no time, and their inputs may be new.
@@ -138,7 +142,9 @@ def measure(names, args):
         result = STUDIES[name](args, model, tokenizer)
         print(render(name, result))
         if not args.quick:
-            results.write(name, result, time.perf_counter() - started, args.device)
+            seconds = time.perf_counter() - started
+            dtype = result["about"].get("dtype", "") if name == "bounds" else results.dtype_name(model)
+            results.write(name, result, seconds, args.device, "" if name in OWN_DTYPES else dtype)
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -174,8 +180,9 @@ def study_table(name, choice=""):
         return None
     with blame(file):
         r = read_json(file)
-        source = "`{command}` on {device}, torch {torch}, {date}, {minutes:.0f} minutes.".format(
-            **r, minutes=r["seconds"] / 60)
+        where = ", ".join(filter(None, (r["device"], r.get("dtype"))))
+        source = "`{command}` on {where}, torch {torch}, {date}, {minutes:.0f} minutes.".format(
+            **r, where=where, minutes=r["seconds"] / 60)
         if "bench.py" in r["command"] and name not in (*STUDIES, *SHOWN_FROM):
             source += " This study is no longer part of bench.py."
         wanted = dict(line.split(": ", 1) for line in choice.split("\n")[1:])

@@ -318,45 +318,30 @@ class Round(NamedTuple):
     emitted: int
 
 
-def fixed(trace, name, k):
-    """k drafts every round, or as many as the drafter has and the output has room for (one is left to the
-    bonus). With k = 0 this is plain decoding."""
-    offered = trace.offered.get(name)
-    plan = []
-    i = 1
-    while i < trace.n_out:
-        room = min(k, trace.n_out - i - 1)
-        proposed = room if offered is None else min(room, int(offered[i]))
-        emitted = min(int(trace.accept[name][i]), proposed + 1)
-        plan.append(Round(i, name if room else None, proposed, emitted))
-        i += emitted
-    return plan
-
-
-def replay(plans, traces, cost, batch):
+def replay(plans, prompts, cost, batch):
     """Seconds that an engine needs for different requests that share forwards: up to `batch` requests at
     once, the next one enters when one is done, and every iteration is one round of each that is there.
-    plans[i] are the rounds of traces[i]."""
-    waiting = [(t.prompt_len, list(plan)) for plan, t in zip(plans, traces) if plan]
+    plans[i] are the rounds of a request, prompts[i] the tokens of its prompt."""
+    total = sum(float(cost.prefill(tokens)) for tokens in prompts)
+
+    # A drafter reads the text in front of its first draft for a request. The bounds leave this out.
+    for plan, tokens in zip(plans, prompts):
+        first = {r.name: tokens + r.position for r in reversed(plan) if r.name}
+        total += sum(float(cost.read(name, text)) for name, text in first.items())
+
+    # One forward of the target for all, and one call of every drafter that somebody asks, as deep as the
+    # deepest of its rows.
+    waiting = [(tokens, list(plan)) for plan, tokens in zip(plans, prompts) if plan]
     active = []
-    calls = {}                                   # {drafter, None for the target: [(kv, tokens, rows)]}
     while waiting or active:
         room = batch - len(active)
         active, waiting = active + waiting[:room], waiting[room:]
-        now = [(prompt_len, plan.pop(0)) for prompt_len, plan in active]
-
-        # One forward of the target for all, and one call of every drafter that somebody asks, as deep as the
-        # deepest of its rows.
-        for name in {None} | {r.name for _, r in now}:
-            own = [(prompt_len + r.position, r.proposed) for prompt_len, r in now if name in (None, r.name)]
-            kv, proposed = zip(*own)
-            tokens = max(proposed) if name else len(own) + sum(proposed)
-            calls.setdefault(name, []).append((sum(kv), tokens, len(own)))
+        now = [(tokens + plan[0].position, plan.pop(0)) for tokens, plan in active]
+        proposed = sum(r.proposed for _, r in now)
+        total += float(cost.step(sum(kv for kv, _ in now), len(now) + proposed, len(now)))
+        for name in {r.name for _, r in now if r.name}:
+            own = [(kv, r.proposed) for kv, r in now if r.name == name]
+            kv, drafts = zip(*own)
+            total += float(cost.draft(name, sum(kv), max(drafts), len(own)))
         active = [request for request in active if request[1]]
-
-    # Price what was collected.
-    total = sum(float(cost.prefill(t.prompt_len)) for t in traces)
-    for name, own in calls.items():
-        kv, tokens, rows = np.array(own, float).T
-        total += np.sum(cost.draft(name, kv, tokens, rows) if name else cost.step(kv, tokens, rows))
-    return float(total)
+    return total

@@ -247,9 +247,8 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
 
 def test_gap_is_left_out_where_there_is_none():
     cell = {"seconds": 1.0, "total time": {"L5": {"ngram": 1.0}, "L6": 1.0}}
-    rows = [{"method": m, "batch": 1, "seconds": 1.0, "plans": {"a": ""} if m == "adaptive" else None, "k": 4} for m in ("ar", "ngram", "adaptive")]
-    t = traces.Trace("a", 10, 2, {"ngram": [0, 1]})
-    assert "gap" not in ladder.observed(rows, [t], CostTable(COSTS), cell)
+    rows = [{"method": m, "batch": 1, "seconds": 1.0, "tokens": 2, "modelled": 1.0} for m in ("ar", "ngram", "adaptive")]
+    assert "gap" not in ladder.observed(rows, cell)
 
 
 def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_path, monkeypatch):
@@ -384,16 +383,19 @@ def test_a_real_model_gets_real_prompts(tmp_path, monkeypatch):
         (tmp_path / name).write_text(json.dumps(rows))
 
     put("spec_bench/question.jsonl", [{"question_id": i, "category": c, "turns": [f"{c} {i}"]} for i in range(3) for c in ("writing", "qa")])
+    put("gsm8k/test.jsonl", [{"question": f"q{i}", "answer": "#### 1"} for i in range(2)])
     put("humaneval/HumanEval.jsonl", [{"prompt": f"def f{i}():", "test": "", "entry_point": "f"} for i in range(3)])
     put("instruct/instruction-data.json", [{"instruction": "Rewrite it in the passive.", "input": "He ate.", "output": "x"}, {"instruction": "Rewrite it.", "input": "", "output": "x"},
                                            {"instruction": "Name a bird.", "input": "now", "output": "x"}])
     real = SimpleNamespace(ours=False)
     some = workloads.problems_of(real, 2, str(tmp_path))
-    assert {w: len(own) for w, own in some.items()} == {"mt_bench": 2, "qa": 2, "humaneval": 2, "edit": 1}
+    assert {w: len(own) for w, own in some.items()} == {"mt_bench": 2, "qa": 2, "gsm8k": 2, "humaneval": 2, "edit": 1}
+    later = workloads.problems_of(real, 1, str(tmp_path), first=2)
+    assert not {p.prompt for own in some.values() for p in own} & {p.prompt for own in later.values() for p in own}
     assert some["edit"][0].prompt == "Rewrite it in the passive.\n\nHe ate.\n"
     monkeypatch.setattr(workloads, "requests_of", lambda problems, *_: problems)
     in_turn = workloads.requests(SimpleNamespace(data=str(tmp_path)), None, real, 2, 8)
-    assert list(in_turn) == ["mt_bench/0", "qa/0", "humaneval/0", "edit/0", "mt_bench/1", "qa/1", "humaneval/1"]
+    assert list(in_turn) == [f"{w}/{i}" for i in range(2) for w in some if i < len(some[w])]
     shipped, later = workloads.problems_of(real, 2), workloads.problems_of(real, 2, first=2)
     assert list(shipped) == ["questions", "story", "edit"] and all(len(own) == 2 for own in shipped.values())
     prompts_ = [p.prompt for own in (*shipped.values(), *later.values()) for p in own]

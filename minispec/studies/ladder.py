@@ -6,8 +6,7 @@ cell has the rungs of bounds.ladder, and where there are observations
 
     L0      speed-up by the wall clock, {method: speed-up}; like all rungs by both averages of bounds.py, and
             with reading the prompts. All else here is of the total time
-    L1      the same with both times modelled: the recorded rounds, replayed through the cost table, and what
-            drafters had to read
+    L1      the same with both times modelled: the rounds as they were, replayed through the cost table
     error   modelled seconds / observed seconds - 1, of every method, autoregressive included. What the
             machine's speed did between pricing and running is in it; "speedup_error", L1 / L0 - 1, of all but
             the autoregressive loop, is free of that
@@ -75,27 +74,23 @@ def observed_cells(traces, cost, runs):
         about = {key: plain[key] for key in ("workload", "batch")}
         cell = about | bounds.ladder(some, cost, plain["batch"])
         rows = [r for r in runs if about.items() <= r.items()]
-        cell |= observed(rows, some, cost, cell)
+        cell |= observed(rows, cell)
         for by, field in zip(bounds.AVERAGES, ("speedup", "rate_speedup")):
-            cell[by]["L0"] = {r["method"]: r.get(field) for r in rows}
+            cell[by]["L0"] = {r["method"]: r[field] for r in rows}
         cells.append(cell)
     return cells
 
 
-def observed(rows, traces, cost, cell):
+def observed(rows, cell):
     """L1, error, above and gap of one cell (see the module). rows: what was run, one row for each method."""
     clock = {r["method"]: r["seconds"] for r in rows}
+    modelled = {r["method"]: r["modelled"] for r in rows if r.get("modelled")}
+    tokens = {r["method"]: r["tokens"] for r in rows}
 
-    # Replay what was recorded through the cost table.
-    modelled = {}
-    for r in rows:
-        plans = plans_of(r, traces)
-        if plans is not None and {x.name for plan in plans for x in plan if x.name} <= set(cost.drafters):
-            replayed = bounds.replay(plans, traces, cost, r["batch"])
-            modelled[r["method"]] = replayed + reading(plans, traces, cost)
+    def speedups(seconds):
+        return {m: tokens[m] / s * seconds["ar"] / tokens["ar"] for m, s in seconds.items()}
 
-    by_clock = {m: clock["ar"] / s for m, s in clock.items()}
-    by_model = {m: modelled["ar"] / s for m, s in modelled.items()}
+    by_clock, by_model = speedups(clock), speedups(modelled)
     alone, together = (cell["total time"][rung] for rung in ("L5", "L6"))
     optimum = {**alone, COMBINED: together, "ar": 1.0}
     plain = cell["seconds"]
@@ -112,45 +107,6 @@ def observed(rows, traces, cost, cell):
     return out
 
 
-def reading(plans, traces, cost):
-    """Seconds that drafters take to read the text in front of their first draft for a request, each alone.
-    The bounds leave this out."""
-    total = 0.0
-    for plan, trace in zip(plans, traces):
-        first = {r.name: trace.prompt_len + r.position for r in reversed(plan) if r.name}
-        total += sum(float(cost.read(name, tokens)) for name, tokens in first.items())
-    return total
-
-
-def plans_of(run, traces):
-    """The plans that a row of bench.py's `run` followed. A drafter that always proposes k needs no record:
-    they follow from the traces (test_measure.py says so). None for a method that has neither."""
-    name = run["method"]
-    if run["plans"] is not None:
-        return [unpack(run["plans"][t.id]) for t in traces]
-    if name == "ar":
-        return [bounds.fixed(t, list(t.accept)[0], 0) for t in traces]
-    if name in traces[0].accept:
-        return [bounds.fixed(t, name, run["k"]) for t in traces]
-    return None
-
-
-def pack(steps):
-    """The recorded rounds of a request as a short text: "ngram:8:3 target:0:1", who : proposed : gained."""
-    return " ".join(f"{s.proposer}:{s.proposed}:{s.committed}" for s in steps)
-
-
-def unpack(text):
-    """The plan in a text that `pack` made."""
-    plan, position = [], 1
-    for word in text.split():
-        who, proposed, emitted = word.split(":")
-        name = who if int(proposed) else None
-        plan.append(bounds.Round(position, name, int(proposed), int(emitted)))
-        position += int(emitted)
-    return plan
-
-
 # -- what the traces alone say ---------------------------------------------------------------------
 
 def statistics(traces, names, k=8):
@@ -163,7 +119,16 @@ def statistics(traces, names, k=8):
             out[m] = {
                 "positions": len(positions),
                 "by_position": float(positions.mean()),
-                "by_round": float(np.mean([r.emitted for t in traces for r in bounds.fixed(t, m, k)])),
+                "by_round": sum(t.n_out - 1 for t in traces) / sum(rounds(t, m, k) for t in traces),
                 "censored": bounds.censored_share(traces, [m]),
             }
     return out
+
+
+def rounds(trace, name, k):
+    """How many rounds of up to k drafts an output takes."""
+    n, position = 0, 1
+    while position < trace.n_out:
+        position += min(int(trace.accept[name][position]), k + 1)
+        n += 1
+    return n

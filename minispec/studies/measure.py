@@ -8,7 +8,7 @@ of an output that is known:
     cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for bounds.CostTable
     dense_traces   for one drafter, [(prompt, output)] -> accept[i], offered[i], censored[i]   (the paper's
                    section 3.2, "advance one token, whatever was accepted", along one frozen output)
-    acceptance     chance that one of a drafter's drafts is accepted, over all positions
+    acceptance     from traces: the chance that one of a drafter's drafts is accepted, over all positions
 
 What differs from the paper and why: its traces are two runs whose outputs diverge; here all drafters see one
 output, so that they can be compared and combined at every position. It times one drafter at one k and fits
@@ -259,11 +259,13 @@ def traces_of(drafters, model, texts, k_max=16):
     return list(out.values())
 
 
-def acceptance(drafter, model, texts, k=4):
-    """The chance that a draft is accepted on texts [(prompt, output)]: accepted over judged drafts, k at
-    every position."""
+def acceptance(traces, name, k=4):
+    """The chance that a draft is accepted: accepted over judged drafts, k at every position."""
     hits = judged = 0
-    for accept, _, offered in dense_traces(drafter, model, texts, k):
-        hits += int((accept - 1).sum())
-        judged += int(np.minimum(accept, offered).sum())  # of those offered, up to the first rejected one
-    return hits / max(judged, 1)
+    for t in traces:
+        offered = t.offered.get(name, t.n_out - 1 - np.arange(t.n_out))
+        room = np.minimum(k, offered[1:])
+        accepted = t.accept[name][1:] - 1
+        hits += np.minimum(accepted, room).sum()
+        judged += np.minimum(accepted + 1, room).sum()   # the first wrong one was judged too
+    return float(hits / max(judged, 1))

@@ -42,11 +42,16 @@ def device_name(device="cpu"):
     return f"{processor()}{products}, {torch.get_num_threads()} threads"
 
 
-def write(name, result, seconds, device="cpu"):
+def dtype_name(model):
+    return str(model.dtype).removeprefix("torch.")
+
+
+def write(name, result, seconds, device="cpu", dtype=""):
     """Write NAME.json with what is needed to repeat it, and remove NAME.part."""
     write_json(path(name + ".json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "device": device_name(device),
+        "dtype": dtype,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),

@@ -9,17 +9,19 @@
 a function (settings, target, tokenizer) -> a dict that JSON can hold. `--quick` is a tenth of the work.
 tables.py and figures.py say how each one is shown.
 """
+import os
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from tqdm import tqdm
 
-from minispec.bounds import by_workload
+from minispec.bounds import CostTable, Round, by_workload, ladder, replay
 from minispec.core.engine import Engine
 from minispec.core.requests import Request
 from minispec.data import traces
-from minispec.studies import ladder, measure, results, workloads
+from minispec.studies import measure, results, workloads
+from minispec.studies.ladder import COMBINED, statistics
 from minispec.studies.timing import identical, race
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap
@@ -73,22 +75,26 @@ def profile(args, model, tokenizer):
     drafters = methods.chain_drafters(model, args, how.deepest)
     table = measure.cost_table(model, drafters, **how.costs)
 
-    # Prompt lookup is left out, because it says itself what it expects.
-    asked = {name: d for name, d in drafters.items() if name != "ngram"}
-    if asked:
-        problems = workloads.problems_of(tokenizer, 1, args.data, first=how.traced)
-        some = requests_of(sum(problems.values(), []), tokenizer, model, how.new)
-        answers = methods.make_engine("ar", model, args, 16).generate(some)
-        texts = [(g.prompt_ids, g.token_ids) for g in answers]
-        table["accept"] = {name: measure.acceptance(d, model, texts) for name, d in asked.items()}
+    problems = workloads.problems_of(tokenizer, 1, args.data, first=how.traced)
+    requests = requests_of(sum(problems.values(), []), tokenizer, model, how.new)
+    some = traces_of(drafters, model, args, dict(enumerate(requests)), how.deepest)
+    # Prompt lookup says itself what it expects.
+    table["accept"] = {name: measure.acceptance(some, name) for name in drafters if name != "ngram"}
     table["about"] = {
         "device": results.device_name(),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": results.dtype_name(model),
         "torch": torch.__version__,
+        "best_k": {str(rows): best_k(some, table, rows) for rows in table["verify"]["rows"]},
     }
     if not args.quick:
         write_json(results.path("costs.json"), table)
     return {"table": table}
+
+
+def best_k(some, table, rows):
+    """{drafter: drafts a round} that cost least time for these traces in a batch of so many rows."""
+    fixed = ladder(some, CostTable(table), rows)["total time"]["L2"]
+    return {name: best["k"] for name, best in fixed.items()}
 
 
 # -- trace -----------------------------------------------------------------------------------------
@@ -98,14 +104,19 @@ def trace(args, model, tokenizer):
     also traces.jsonl."""
     how = size(args, tokenizer)
     requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
-    generations = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
-    texts = {name: (g.prompt_ids, g.token_ids) for name, g in zip(requests, generations)}
     drafters = methods.chain_drafters(model, args, how.deepest)
-    some = measure.traces_of(drafters, model, texts, how.deepest)
+    some = traces_of(drafters, model, args, requests, how.deepest)
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
-    accepted = {w: ladder.statistics(t, list(drafters), 8) for w, t in by_workload(some).items()}
+    accepted = {w: statistics(t, list(drafters), 8) for w, t in by_workload(some).items()}
     return {"k_max": how.deepest, "k": 8, "accept": accepted}
+
+
+def traces_of(drafters, model, args, requests, deepest):
+    """The traces of the target's own answers to {id: request}."""
+    answers = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
+    texts = {str(id): (g.prompt_ids, g.token_ids) for id, g in zip(requests, answers)}
+    return measure.traces_of(drafters, model, texts, deepest)
 
 
 # -- run -------------------------------------------------------------------------------------------
@@ -117,23 +128,26 @@ def run(args, model, tokenizer):
     In a cell all methods run in turn, the plain loop first: a machine's speed changes from minute to minute,
     ratios do not. The diffusion models give answers of their own and so are compared by tokens/s; `dlm`, a
     whole forward a token, gets one request of each workload.
+
+    A drafter proposes as many drafts a round as the prices call best for the batch, unless --k, --depth or
+    --gamma says how many.
     """
     how = size(args, tokenizer)
     requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
     names = ["ar", *suitable(args, model)]
-    cells = cells_of(requests, how)
+    if "prism" in names:
+        names.append(TREE)
+    prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else None
+    lengths = prices.get("about", {}).get("best_k", {}) if prices else {}
 
     def measured(workload, batch, ids):
-        timed = time_methods(names, args, model, requests, (workload, batch, ids), how.repeats)
-        return rows_of(timed, {"workload": workload, "batch": batch, "ids": ids})
+        timed = time_methods(names, args, model, requests, (workload, batch, ids), how.repeats,
+                             lengths.get(str(batch), {}))
+        return rows_of(timed, {"workload": workload, "batch": batch, "ids": ids}, prices)
 
-    same = {
-        "new_tokens": how.new,
-        "methods": names,
-        "prices": traces.read_costs(args.cost) if "adaptive" in names else None,       # it plans with them
-    }
+    same = {"new_tokens": how.new, "methods": names, "prices": prices, "dtype": results.dtype_name(model)}
     each = results.each_kept("run", args, model, same)
-    rows = [row for rows in each(cells, measured) for row in rows]
+    rows = [row for rows in each(cells_of(requests, how), measured) for row in rows]
     if how is SHORT:
         print(MORE)
     return {"new_tokens": how.new, "rows": rows}
@@ -167,7 +181,16 @@ def drafts_of(engine):
     return engine.planner.k if isinstance(engine, Engine) else None
 
 
-def time_methods(names, args, model, requests, cell, repeats):
+def engine_of(name, model, args, batch, lengths=None):
+    """The engine of a method, or of a way of one (WAYS). lengths: {method: drafts a round} where the settings
+    ask for none."""
+    chosen = {**vars(args), **WAYS.get(name, {})}
+    for setting in ("k", "depth", "gamma"):
+        chosen[setting] = chosen[setting] or (lengths or {}).get(name)
+    return methods.make_engine(name.split()[0], model, methods.settings(**chosen), batch)
+
+
+def time_methods(names, args, model, requests, cell, repeats, lengths):
     """{method: [Run of every repeat]} of one cell (workload, batch, ids), methods in turn. On a GPU a run
     before those that count compiles the kernels."""
     workload, batch, ids = cell
@@ -175,7 +198,7 @@ def time_methods(names, args, model, requests, cell, repeats):
     def build(name, ids):
         asked = [requests[i] for i in ids]
         fresh = [Request(r.tokens, r.max_new_tokens, stop_ids=r.stop_ids) for r in asked]
-        return methods.make_engine(name, model, args, batch), fresh
+        return engine_of(name, model, args, batch, lengths), fresh
 
     cells = {}
     for name in names:
@@ -190,15 +213,16 @@ def middle(runs):
     return sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
 
 
-def rows_of(timed, about):
-    """The rows of a cell, one for each method. about: what they have in common, with the "ids" that were
-    asked."""
+def rows_of(timed, about, prices):
+    """The rows of a cell, one for each method. about: what they have in common. prices: a cost table or None.
+    """
     plain = middle(timed["ar"])
+    cost = CostTable(prices) if prices else None
     rows = []
     for name, runs in timed.items():
         run = middle(runs)
         steps = [s for g in run.generations for s in g.steps]
-        lossless = name in methods.METHODS
+        lossless = name.split()[0] in methods.METHODS
         row = {
             **about,
             "method": name,
@@ -211,21 +235,29 @@ def rows_of(timed, about):
             "tau": run.tau,
             "acceptance": None,
             "phases": run.phases,
-            "plans": None,
+            "modelled": None,
             "identical": identical(plain, run) if lossless else None,
             "prompts": len(run.generations),
         }
         if lossless and name != "ar":
             row["acceptance"] = sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1)
-        if name == ladder.COMBINED:
-            row["plans"] = {i: ladder.pack(g.steps) for i, g in zip(about["ids"], run.generations)}
+        if cost and name in ("ar", COMBINED, *cost.drafters):
+            row["modelled"] = modelled(run.generations, cost, about["batch"])
         rows.append(row)
     return rows
+
+
+def modelled(generations, cost, batch):
+    """Seconds that the rounds of these answers take by the cost table."""
+    plans = [[Round(s.position, s.proposer if s.proposed else None, s.proposed, s.committed)
+              for s in g.steps] for g in generations]
+    return replay(plans, [len(g.prompt_ids) for g in generations], cost, batch)
 
 
 # -- losslessness ----------------------------------------------------------------------------------
 
 # Ways of a method that decide which rows are fed together, or what is judged.
+TREE = "prism --tree 8"
 WAYS = {
     "specgen --delayed": {"delayed": True},
     "specgen --schedule lockstep": {"schedule": "lockstep"},
@@ -233,7 +265,7 @@ WAYS = {
     "specgen --select window": {"select": "window"},
     "specgen --admission preempt": {"admission": "preempt", "cache_tokens": 2000},
     "specgen --admission offload": {"admission": "offload", "cache_tokens": 2000},
-    "prism --tree 15": {"tree": 15},
+    TREE: {"tree": 8},
     "specdiff --k-drafts 3": {"k_drafts": 3},
 }
 LONGEST = 400           # tokens of a prompt of a real model, because reading takes longer than answering
@@ -256,8 +288,7 @@ def lossless(args, model, tokenizer):
         requests = partial(requests_of, some, tokenizer, target, new)
 
         def answers(name):
-            settings = methods.settings(**{**vars(args), **WAYS.get(name, {})})
-            return methods.make_engine(name.split()[0], target, settings, 10).generate(requests())
+            return engine_of(name, target, args, 10).generate(requests())
 
         plain = answers("ar")
         for name in tqdm(names, desc=dtype):

@@ -1,10 +1,11 @@
 """What the study `run` asks: {"workload/i": request}, the first problem of every workload, then the second.
 
 The small model gets held-out problems of the families that it was trained on, and GSM8K where a data folder
-is given. A real one gets Spec-Bench's blocks (math_reasoning is GSM8K's questions), HumanEval and rewriting
-tasks; without a data folder questions, and two tasks about pages of a story that ships.
+is given. A real one gets Spec-Bench's blocks, GSM8K, HumanEval and rewriting tasks, each in random order;
+without a data folder questions, and two tasks about pages of a story that ships.
 """
 import os
+import random
 
 import minispec
 from minispec.data import prompts, tasks
@@ -36,7 +37,7 @@ def problems_of(tokenizer, n, data=None, first=0):
         if data:
             some += prompts.load_named("gsm8k", data)
     elif data:
-        some = prompts.load_named("spec_bench", data) + prompts.load_named("humaneval", data)
+        some = [p for name in ("spec_bench", "gsm8k", "humaneval") for p in prompts.load_named(name, data)]
         some += edits(os.path.join(data, "instruct", "instruction-data.json"))
     else:
         with open(STORY, encoding="utf-8") as f:
@@ -45,6 +46,8 @@ def problems_of(tokenizer, n, data=None, first=0):
         some = [tasks.Problem("questions", q + "\n", "", "") for q in QUESTIONS]
         some += [tasks.Problem("story", page + SUMMARISE + "\n", "", "") for page in pages]
         some += [tasks.Problem("edit", REWRITE + page + "\n", "", "") for page in pages]
+    if data and not tokenizer.ours:
+        random.Random(0).shuffle(some)                   # a block of Spec-Bench begins with questions of a kind
     out = {}
     for p in some:
         out.setdefault(p.family, []).append(p)
