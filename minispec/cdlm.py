@@ -32,14 +32,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from minispec.core.attention import dense_attend, group_rows, packed_attend, ungroup_rows
+from minispec.core.attention import dense_attend, group_rows, ungroup_rows
+from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
-from minispec.core.requests import Step, check_requests
+from minispec.core.requests import Request, Segment, Step, check_requests, pack
+from minispec.core.verify import draw, warp
 
 GEN_LENGTH = 256
 BLOCK_SIZE = 32
 THRESHOLD = 0.99                 # the paper decodes at 0.9
-KINDS = ("student", "teacher", "dual")
 ORDERS = ("first", "surest")
 ORDER = "first"                  # the paper: surest
 METHODS = {"cdlm": ("student", "checkpoints/cdlm/student"), "dlm": ("teacher", "checkpoints/cdlm/teacher")}
@@ -52,20 +53,22 @@ def mask_free(logits, mask_id):
 
 # -- decoding: one loop for student, teacher and dual cache --------------------------------------------------
 
+@dataclass
 class Answer:
     """The answer of a request while it is filled in.
 
     tokens: prompt and slots. [first, last): the positions of the open block. n_cached: positions whose cached
     keys are final. rank (L,): when each slot was revealed. hidden: {slot: (C,)}, the rows from which they
     were, if recorded. """
+    request: Request
+    mask_id: int
+    block_size: int
 
-    def __init__(self, request, mask_id, block_size):
-        self.request = request
-        self.mask_id = mask_id
-        self.block_size = block_size
-        self.prompt = len(request.tokens)
-        self.tokens = request.tokens + [mask_id] * request.max_new_tokens
-        self.rank = [None] * request.max_new_tokens
+    def __post_init__(self):
+        slots = self.request.max_new_tokens
+        self.prompt = len(self.request.tokens)
+        self.tokens = self.request.tokens + [self.mask_id] * slots
+        self.rank = [None] * slots
         self.hidden = {}
         self.n_revealed = 0
         self.n_cached = 0
@@ -120,21 +123,13 @@ class Window:
         return torch.cat(out)
 
 
-def choose(logits, answers):
-    """A token for each row of logits (N, V) and its probability. The rows are the masked slots of `answers`,
-    in order. At a temperature, Gumbel noise from the request's own random stream draws the token. Its
-    probability is always that of temperature 1."""
-    noisy, row = logits, 0
-    for a in answers:
-        n = len(a.masked())
-        temperature = a.request.sampling.temperature
-        if temperature > 0:
-            noisy = noisy.double()                               # fp32 noise loses the tail
-            u = torch.rand(n, logits.shape[-1], dtype=torch.float64, generator=a.request.rng)
-            gumbel = -(-u.clamp(min=1e-300).log()).log()
-            noisy[row:row + n] += temperature * gumbel.to(logits.device)
-        row += n
-    tokens = noisy.argmax(-1)
+def choose(logits, request):
+    """A token for each row of logits (n, V) and its probability. A request that samples draws from its own
+    random stream; the probability is always that of temperature 1."""
+    tokens = logits.argmax(-1)
+    if request.sampling.temperature > 0:
+        p = warp(logits, request.sampling)
+        tokens = draw(p, request.coins(len(p)).to(p.device))
     confidence = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
     return tokens.tolist(), confidence.tolist()
 
@@ -156,6 +151,7 @@ def pick(confidence, n=1, threshold=None, order=ORDER):
     return [i for i in slots if confidence[i] > threshold] or slots[:1]
 
 
+@dataclass
 class Decoder:
     """Answers requests block by block; `stream` and `generate` are the engine's, but a request that was begun
     cannot go on. kind:
@@ -168,29 +164,22 @@ class Decoder:
 
     threshold: reveal all slots of higher confidence. None: `steps` forwards a block (default: one token
     each). order: see `pick`. record: keep the hidden rows, and complete every block, for `collect`.
-    on_step(answer, revealed positions) is called after every step. ValueError for settings out of range. """
+    on_step(answer, revealed positions) is called after every step. """
+    model: GPT
+    mask_id: int
+    kind: str = "student"
+    block_size: int = BLOCK_SIZE
+    threshold: float = None
+    steps: int = None
+    order: str = ORDER
+    batch_size: int = 1
+    record: bool = False
+    on_step = None
 
-    def __init__(self, model, mask_id, kind="student", block_size=BLOCK_SIZE, threshold=None, steps=None,
-                 order=ORDER, batch_size=1, record=False):
-        for name, value in (("block-size", block_size), ("batch", batch_size), ("steps", steps or 1)):
-            if value < 1:
-                raise ValueError(f"{name} {value} is out of range; allowed is 1 or more")
-        if threshold is not None and not 0 <= threshold <= 1:
-            raise ValueError(f"threshold {threshold} is out of range; "
+    def __post_init__(self):
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold {self.threshold} is out of range; "
                              "allowed is 0 (a block per step) to 1 (a token per step)")
-        for name, value, allowed in (("kind", kind, KINDS), ("order", order, ORDERS)):
-            if value not in allowed:
-                raise ValueError(f"unknown {name} '{value}'; choose from {', '.join(allowed)}")
-        self.model = model
-        self.mask_id = mask_id
-        self.kind = kind
-        self.block_size = block_size
-        self.threshold = threshold
-        self.steps = steps
-        self.order = order
-        self.batch_size = batch_size
-        self.record = record
-        self.on_step = None
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}   # prefill: all clean rows
         self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}       # one forward for a whole batch
 
@@ -206,7 +195,7 @@ class Decoder:
         first mask). Raises ValueError where a request does not fit the context."""
         waiting, active = self._prepare(requests), []
         while True:
-            started, counted = time.perf_counter(), sum(self.seconds.values())
+            started = time.perf_counter()
             # 0. Finished answers make room; the caller may have cancelled others.
             for a in active:
                 if a.request.finished:
@@ -223,18 +212,13 @@ class Decoder:
             # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
             windows = [self.window(a) for a in active]
             hidden, logits, seconds = self.forward(windows)
-            committed = self.settle(active, hidden, logits, seconds)
-            elapsed = time.perf_counter() - started
-            self.seconds["other"] += elapsed - (sum(self.seconds.values()) - counted)
+            committed = self.settle(active, hidden, logits, seconds / len(active))
+            self.seconds["other"] += time.perf_counter() - started - seconds
             yield from committed
 
     def _prepare(self, requests):
         check_requests(requests, self.model.config)
         for r in requests:
-            if r.sampling.top_k or r.sampling.top_p < 1:
-                raise ValueError("top-k and top-p are not for diffusion models; temperature is")
-            if r.generation.token_ids:
-                raise ValueError("a diffusion model cannot go on with an answer that was begun")
             r.state = Answer(r, self.mask_id, self.block_size)
         # A cache for this stream alone: one that was left in the middle cannot be in the way.
         longest = max((r.longest for r in requests), default=0)
@@ -256,42 +240,37 @@ class Decoder:
 
     def forward(self, windows):
         """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open
-        blocks, in the order of `windows`, and the seconds that each request is charged."""
-        started, device = time.perf_counter(), self.model.device
-        # Lay all windows behind each other; note which rows predict a masked slot.
-        tokens, positions, segments, rows = [], [], [], []
-        for w in windows:
-            offset = len(tokens)
-            tokens += w.answer.tokens[w.start:w.end]
-            positions += range(w.start, w.end)
-            segments.append((offset, len(tokens), w))
-            rows += [offset + slot - 1 - w.start for slot in w.answer.masked()]
-        x, positions = torch.tensor(tokens, device=device), torch.tensor(positions, device=device)
-        hidden = self.model(x, positions, packed_attend(segments))[torch.tensor(rows, device=device)]
+        blocks, in the order of `windows`, and the seconds that it took."""
+        started = time.perf_counter()
+        segments = [Segment(w.answer.request, w.answer.tokens[w.start:w.end], w.start, w) for w in windows]
+        x = pack(segments, self.model.device)
+        # The row before a slot predicts it.
+        rows = [first + slot - 1 - w.start for first, _, w in x.segments for slot in w.answer.masked()]
+        hidden = self.model(x.tokens, x.positions, x.attend)[rows]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
         # What it took: clean rows are prefill, the others find tokens.
         if hidden.is_cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        clean = sum(w.n_clean for w in windows) / len(tokens)
+        clean = sum(w.n_clean for w in windows) / len(x.tokens)
         self.seconds["prefill"] += seconds * clean
         self.seconds["verify"] += seconds * (1 - clean)
         self.counts["forwards"] += 1
-        self.counts["tokens_fed"] += len(tokens)
-        return hidden, logits, seconds / len(windows)
+        self.counts["tokens_fed"] += len(x.tokens)
+        return hidden, logits, seconds
 
     def settle(self, active, hidden, logits, seconds):
         """Reveal slots of every open block and commit what became final. Returns [(request, tokens)]."""
-        tokens, confidence = choose(logits, active)
-        committed, row = [], 0
-        for a in active:
+        counts = [len(a.masked()) for a in active]
+        committed = []
+        for a, hidden, logits in zip(active, hidden.split(counts), logits.split(counts)):
             masked = a.masked()
-            picked = pick(confidence[row:row + len(masked)], self._quota(a), self.threshold, self.order)
+            tokens, confidence = choose(logits, a.request)
+            picked = pick(confidence, self._quota(a), self.threshold, self.order)
             for i in picked:
-                a.reveal(masked[i], tokens[row + i])
+                a.reveal(masked[i], tokens[i])
                 if self.record:
-                    a.hidden[masked[i] - a.prompt] = hidden[row + i].to("cpu", torch.float16, copy=True)
-            row += len(masked)
+                    a.hidden[masked[i] - a.prompt] = hidden[i].to("cpu", torch.float16, copy=True)
             # What lies before the block was fed clean, so its keys are final.
             a.steps += 1
             a.n_cached = a.first
@@ -324,9 +303,9 @@ class Decoder:
         # An end of text ends the answer only when no mask is left before it.
         complete = not a.masked()
         if stop < mask and (complete or not self.record):
-            g.finish = g.finish or "stop"
+            g.finish = "stop"
         elif complete and a.last == len(a.tokens):
-            g.finish = g.finish or "length"
+            g.finish = "length"
         elif complete:
             a.open_block()
         return kept

@@ -32,6 +32,7 @@ ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<
 TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% endfor %}"        # a model without a chat template
 OURS = ("<|bos|>{% for m in messages %}{% if m.role == 'user' %}<|prompt|>{{ m.content }}<|think|>"
         "{% else %}{{ m.content }}<|eos|>{% endif %}{% endfor %}")
+MARK = "\udc00"              # half a character, which no text has: it breaks names of special tokens in texts
 MOST_SPACE = 100_000         # white space in a row; of a million, the regular expressions run out of stack
 SPECIAL_TYPES = (3, 4)       # GGUF's token types "control" and "user defined"
 
@@ -65,8 +66,8 @@ class Tokenizer:
             "minispec", pat_str=pattern, mergeable_ranks=whole, special_tokens=special)
         self.ours = "<|answer|>" in special
         self.ends = [special[name] for name in ENDS if name in special]
-        self.names = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
-        self.name_of = {i: name for name, i in special.items()}
+        longest_first = sorted(special, key=len, reverse=True)
+        self.names = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self.bytes_of = {i: b for b, i in ranks.items()} | {i: name.encode() for name, i in special.items()}
         self.chat_template = chat_template or (OURS if self.ours else TEXT_ALONE)
 
@@ -88,7 +89,7 @@ class Tokenizer:
 
     def encode(self, text):
         """Plain text to ids. Lone surrogates (undecodable bytes of a command line) become "?"."""
-        text = text.encode("utf-8", "replace").decode("utf-8")
+        text = text.replace(MARK, "").encode("utf-8", "replace").decode("utf-8")
         if len(text) > MOST_SPACE and any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
             raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be "
                              "split into tokens")
@@ -110,18 +111,14 @@ class Tokenizer:
 
         messages: [{"role", "content"}]. The content of "user" and "system" is plain text, that of "assistant"
         is the ids of an earlier answer. ValueError where the template does not render."""
-        # A character that occurs nowhere else breaks names of special tokens in plain text.
-        texts = [m["content"] for m in messages]
-        text = "".join(x if isinstance(x, str) else self.decode(x) for x in texts)
-        mark = next(chr(c) for c in range(0xE000, 0xF8FF) if chr(c) not in text)
-        said = [{"role": m["role"], "content": self._spell(m["content"], mark)} for m in messages]
+        said = [{"role": m["role"], "content": self._spell(m["content"])} for m in messages]
         try:
             rendered = _compiled(self.chat_template).render(
                 messages=said, add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos)
         except Exception as e:                                   # a template may raise anything
             line = f"{type(e).__name__}: {e}".splitlines()[0]
             raise ValueError(f"{self.file}: the chat template does not render ({line})") from None
-        return self.special_ids(rendered, mark)
+        return self.special_ids(rendered)
 
     def prompt_ids(self, text):
         """What the model reads before it answers one prompt."""
@@ -133,28 +130,27 @@ class Tokenizer:
             text = text.strip()
         return {"role": "user", "content": text}
 
-    def special_ids(self, text, mark=""):
+    def special_ids(self, text):
         """Ids of a text in which names of special tokens mean these tokens."""
-        ids, end = [], 0
-        for found in self.names.finditer(text):
-            ids += self.encode(text[end:found.start()].replace(mark, ""))
-            ids.append(self.special[found[0]])
-            end = found.end()
-        return ids + self.encode(text[end:].replace(mark, ""))
+        ids = []
+        # Every second part is a name.
+        for i, part in enumerate(self.names.split(text)):
+            ids += [self.special[part]] if i % 2 else self.encode(part)
+        return ids
 
-    def _spell(self, content, mark):
+    def _spell(self, content):
         """A message for the template: only an answer's own special tokens are written by their names."""
         if isinstance(content, str):
             while self.names.search(content):
-                content = self.names.sub(lambda found: found[0][0] + mark + found[0][1:], content)
+                content = self.names.sub(lambda found: found[0][0] + MARK + found[0][1:], content)
             return content
         # The template writes the end of an answer itself.
         while content and content[-1] in self.ends:
             content = content[:-1]
         out = ""
-        for own, run in itertools.groupby(content, lambda token: token in self.name_of):
+        for own, run in itertools.groupby(content, self.encoding.is_special_token):
             text = self.decode(run)
-            out += text if own else self._spell(text, mark)
+            out += text if own else self._spell(text)
         return out
 
     # -- answers -----------------------------------------------------------------------------------------

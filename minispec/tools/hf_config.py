@@ -1,4 +1,6 @@
 """The `config.json` and the weight names of a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family."""
+from dataclasses import fields
+
 from minispec.core.gpt import GPTConfig
 
 KINDS = ("llama", "qwen2", "qwen3")
@@ -14,22 +16,10 @@ ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_s
         "partial_rotary_factor": 1.0, "quantization_config": None}
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-# What a model can mean. Beyond it a file is damaged, and believing it could ask for all memory.
-RANGES = {
-    "vocab_size": (1, 1 << 22),
-    "n_layer": (1, 1 << 10),
-    "n_head": (1, 1 << 10),
-    "n_kv_head": (1, 1 << 10),
-    "d_model": (1, 1 << 18),
-    "head_dim": (1, 1 << 8),
-    "d_ff": (1, 1 << 20),
-    "block_size": (1, 1 << 20),
-    "bos_id": (0, 1 << 22),
-    "eos_id": (0, 1 << 22),
-    "norm_eps": (1e-12, 1e-2),
-    "rope_theta": (1.0, 1e12),
-}
-OF_SCALING = (1e-3, 1e6)
+# The largest that a number can be. Beyond it a file is damaged, and believing it could take all memory.
+MOST = {"n_layer": 1 << 10, "head_dim": 1 << 8, "rope_theta": 1e12, "norm_eps": 1e-2}
+MILLION = 1 << 20                                        # of all others
+FROM_ZERO = ("bos_id", "eos_id", "draft_vocab", "taps")
 
 
 def weight_names(c):
@@ -106,23 +96,24 @@ def from_hf_config(d):
 
 
 def checked(c):
-    """The GPTConfig c. ValueError where a file says what no model can mean."""
+    """The config c of a model or a drafter. ValueError where a file says what none can mean."""
     scaling = dict(c.rope_scaling or {})
     divisors = scaling.pop("divisors", None)
-    numbers = [(name, getattr(c, name)) for name in RANGES]
-    numbers += [*scaling.items(), *(("rope_freqs", x) for x in divisors or ())]
-    # Every number alone, then what must fit together.
-    for name, x in numbers:
-        least, most = RANGES.get(name, OF_SCALING)
-        kinds = (int,) if type(least) is int else (int, float)
-        absent = x is None and name in ("bos_id", "eos_id")
-        if not absent and (type(x) not in kinds or not least <= x <= most):
-            raise ValueError(f"{name} {x} is out of range; allowed is {least:g} to {most:.7g}")
-    if divisors is not None and len(divisors) != c.head_dim // 2:
+    # Every number alone: its name, itself, and the kind that it must be of.
+    numbers = [(name, x, float) for name, x in scaling.items()]
+    numbers += [("taps", x, int) for x in getattr(c, "taps", None) or ()]
+    numbers += [(field.name, getattr(c, field.name), type(field.default)) for field in fields(c)]
+    for name, x, kind in numbers:
+        if kind not in (int, float, bool) or (x is None and name in FROM_ZERO):
+            continue
+        most = MOST.get(name, MILLION)
+        right = type(x) is kind or (kind is float and type(x) is int)
+        if not right or not 0 <= x <= most or (x == 0 and kind is not bool and name not in FROM_ZERO):
+            raise ValueError(f"{name} {x} is out of range; allowed are numbers up to {most:.7g}")
+
+    # Then what must fit together.
+    if divisors and len(divisors) != c.head_dim // 2:
         raise ValueError(f"{len(divisors)} rope_freqs do not fit heads of {c.head_dim} dimensions")
-    if scaling and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        raise ValueError("high_freq_factor {high_freq_factor} must be above low_freq_factor "
-                         "{low_freq_factor}".format(**scaling))
     if c.n_head % c.n_kv_head or c.head_dim % 2:
         raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do "
                          "not divide evenly")
