@@ -23,6 +23,7 @@ import zlib
 from fractions import Fraction
 
 from minispec.data.tasks import Problem
+from minispec.tools.files import blame
 
 PROMPT_FILES = {    # name: (path under the data folder, public source)
     "gsm8k": ("gsm8k/test.jsonl", "github.com/openai/grade-school-math, grade_school_math/data"),
@@ -56,7 +57,10 @@ def load_named(name, data=None):
 
 def load_prompts(file):
     """Problems from a file in any of the formats above. ValueError names the file and the line or object."""
-    problems = [_problem(row, where) for where, row in read_rows(file)]
+    problems = []
+    for where, row in read_rows(file):
+        with blame(where):
+            problems.append(_problem(row))
     if not problems:
         raise ValueError(f"{file} holds no prompts")
     return problems
@@ -65,7 +69,12 @@ def load_prompts(file):
 def read_rows(file):
     """[(where it is, for messages; the object)] of a file of JSON lines, or of one JSON array. ValueError
     names the file and the line or object that is wrong."""
-    text = _read_text(file)
+    opener = gzip.open if str(file).endswith(".gz") else open
+    try:
+        with opener(file, "rt", encoding="utf-8-sig") as f:
+            text = f.read()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {file}: {getattr(e, 'strerror', None) or e}") from None
     if text.lstrip().startswith("["):
         rows = [(f"{file}, object {i}", row) for i, row in enumerate(_parse(text, file), 1)]
     else:
@@ -77,92 +86,49 @@ def read_rows(file):
     return rows
 
 
-def _read_text(file):
-    opener = gzip.open if str(file).endswith(".gz") else open
-    try:
-        with opener(file, "rt", encoding="utf-8-sig") as f:
-            return f.read()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
-        raise ValueError(f"cannot read {file}: {getattr(e, 'strerror', None) or e}") from None
-
-
 def _parse(text, where):
-    """What a JSON text holds. NaN, Infinity and repeated keys, which Python's reader accepts, are refused."""
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
+        return json.loads(text)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{where}: not JSON ({e})") from None
 
 
-def _no_constant(name):
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _once(pairs):
-    row = dict(pairs)
-    if len(row) < len(pairs):
-        raise ValueError(f"a key appears twice among {', '.join(key for key, _ in pairs)}")
-    return row
-
-
-def _problem(row, where):
+def _problem(row):
     """The Problem of one object; facts["check"] says how an answer is checked."""
     row = {name.lower(): value for name, value in row.items()}
-    prompt, answer = _prompt(row, where).rstrip("\n"), row.get("answer")
+    # The prompt is the first turn of those under the first of FIELDS.
+    turns = next((row[name] for name in FIELDS if row.get(name)), None)
+    prompt = turns[0] if isinstance(turns, list) else turns
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError("no text under " + ", ".join(f"'{name}'" for name in FIELDS))
+    prompt, answer = prompt.rstrip("\n"), row.get("answer")
     family, think, check = "prompt", "", "math"
     # 1. Which format is it?
-    if isinstance(row.get("test"), str) and isinstance(row.get("entry_point"), str):
+    if "entry_point" in row:
         family, answer = "humaneval", None
-    elif row.get("test_list") is not None:
+    elif "test_list" in row:
         family, answer = "mbpp", None
-        prompt += "\nYour code should pass these tests:\n" + "\n".join(_tests(row["test_list"], where))
+        prompt += "\nYour code should pass these tests:\n" + "\n".join(row["test_list"])
     elif "turns" in row:
-        family, answer = _category(row), _reference(row)
-    elif isinstance(row.get("problem"), str):
+        family = row.get("category", "turns").replace("/", "-")
+        family = "mt_bench" if family in MT_BENCH else family
+        # Of references, only those with GSM8K's mark can be compared with.
+        answer = (row.get("reference") or [None])[0]
+        answer = answer if "\n#### " in str(answer) else None
+    elif "problem" in row:
         family = "math"
-        if answer is None and isinstance(row.get("solution"), str):
-            answer = boxed(row["solution"])
+        if answer is None:
+            answer = boxed(row.get("solution", ""))
         if "\\boxed" not in prompt:
             prompt += "\n" + BOXED
     # 2. What is its answer?
-    if isinstance(answer, str) and "\n#### " in answer:
+    answer = "" if answer is None else str(answer)
+    if "\n#### " in answer:
         think, answer = split_gsm8k(answer)
         check = "number"
         if "turns" not in row:
             family = "gsm8k"
-    if isinstance(answer, bool) or not isinstance(answer, (str, int, float, type(None))):
-        raise ValueError(f"{where}: 'answer' must be a text or a number")
-    answer = "" if answer is None else str(answer)
     return Problem(family, prompt + "\n", think, answer, {"check": check})
-
-
-def _prompt(row, where):
-    """The first turn of those under the first of FIELDS."""
-    turns = next((row[name] for name in FIELDS if row.get(name)), None)
-    if not isinstance(turns, list):
-        turns = [turns]
-    if not turns or not all(isinstance(t, str) and t.strip() for t in turns):
-        raise ValueError(f"{where}: no text under " + ", ".join(f"'{name}'" for name in FIELDS))
-    return turns[0]
-
-
-def _tests(tests, where):
-    if not isinstance(tests, list) or not tests or not all(isinstance(t, str) for t in tests):
-        raise ValueError(f"{where}: 'test_list' must be a list of tests, at least one")
-    return tests
-
-
-def _category(row):
-    category = row.get("category")
-    return "mt_bench" if category in MT_BENCH else str(category or "turns").replace("/", "-")
-
-
-def _reference(row):
-    """The first reference answer, if it ends like those of GSM8K; other references cannot be compared
-    with."""
-    references = row.get("reference")
-    first = references[0] if isinstance(references, list) and references else None
-    return first if isinstance(first, str) and "\n#### " in first else None
 
 
 def split_gsm8k(answer):
