@@ -383,7 +383,7 @@ def test_a_real_model_gets_real_prompts(tmp_path, monkeypatch):
         (tmp_path / name).write_text(json.dumps(rows))
 
     put("spec_bench/question.jsonl", [{"question_id": i, "category": c, "turns": [f"{c} {i}"]} for i in range(3) for c in ("writing", "qa")])
-    put("gsm8k/test.jsonl", [{"question": f"q{i}", "answer": "#### 1"} for i in range(2)])
+    put("gsm8k/test.jsonl", [{"question": f"q{i}", "answer": "one\n#### 1"} for i in range(2)])
     put("humaneval/HumanEval.jsonl", [{"prompt": f"def f{i}():", "test": "", "entry_point": "f"} for i in range(3)])
     put("instruct/instruction-data.json", [{"instruction": "Rewrite it in the passive.", "input": "He ate.", "output": "x"}, {"instruction": "Rewrite it.", "input": "", "output": "x"},
                                            {"instruction": "Name a bird.", "input": "now", "output": "x"}])

@@ -46,11 +46,12 @@ def problems_of(tokenizer, n, data=None, first=0):
         some = [tasks.Problem("questions", q + "\n", "", "") for q in QUESTIONS]
         some += [tasks.Problem("story", page + SUMMARISE + "\n", "", "") for page in pages]
         some += [tasks.Problem("edit", REWRITE + page + "\n", "", "") for page in pages]
-    if data and not tokenizer.ours:
-        random.Random(0).shuffle(some)                   # a block of Spec-Bench begins with questions of a kind
     out = {}
     for p in some:
         out.setdefault(p.family, []).append(p)
+    for own in out.values():
+        if data and not tokenizer.ours:
+            random.Random(0).shuffle(own)                # a block of Spec-Bench begins with questions of a kind
     return {family: own[first:first + n] for family, own in out.items()}
 
 
