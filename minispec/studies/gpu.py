@@ -3,8 +3,8 @@ on one as they do on a CPU.
 
     floors    what the device can do: bytes/s of a copy in its memory
     kernels   attention over slot lists and scores, against those bytes
-    decode    our autoregressive loop on random weights of known shapes, against the time to read weights and
-              cache once a token
+    decode    our autoregressive loop on the target (--model), against the time to read weights and cache once
+              a token
 
 A cell for which the memory is too small is noted as such, and the next one begins. With `--quick` all but the
 kernels runs anywhere, on tiny shapes: it shows that the script works, and none of its figures means anything.
@@ -14,21 +14,16 @@ every repeat, so that keys come from memory as they do in decoding. Inputs are r
 """
 import gc
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from kernels import attention as packed
 from kernels import available, scores
-from minispec.core.gpt import GPT, SIZES, GPTConfig
 from minispec.core.requests import Request
 from minispec.studies import results
 from minispec.tools import methods
 
-QWEN = dict(vocab_size=151936, n_kv_head=8, head_dim=128, block_size=4096, rope_theta=1e6, norm_eps=1e-6,
-            qk_norm=True)
-QWEN_1B = {**QWEN, "n_layer": 28, "n_head": 16, "d_model": 2048, "d_ff": 6144}
-QWEN_8B = {**QWEN, "n_layer": 36, "n_head": 32, "d_model": 4096, "d_ff": 12288, "tied": False}
 K, SPARSITY = 8, 0.05
 KINDS = ("full", "draft", "verify", "mixed", "scores")
 
@@ -40,17 +35,15 @@ class Shapes:
     groups: int = 8                     # KV heads
     head_dim: int = 128
     kernels: tuple = ((4096, 8, 4), (4096, 256, 4), (16384, 64, 4), (65536, 8, 4), (16384, 64, 8))
-    models: dict = field(default_factory=lambda: {"Qwen3-1.7B": QWEN_1B, "Qwen3-8B": QWEN_8B})
     new_tokens: int = 128
 
 
-TINY = Shapes(1 << 16, 2, 16, ((64, 2, 2), (64, 3, 1)),
-              {"tiny": {**SIZES["tiny"], "block_size": 256}}, 32)
+TINY = Shapes(1 << 16, 2, 16, ((64, 2, 2), (64, 3, 1)), 32)
 
 
 def timed(function, device):
     """Seconds of a function: the median; of one run where there is no GPU."""
-    if device != "cpu":
+    if device.type != "cpu":
         from triton.testing import do_bench
         return do_bench(function, return_mode="median") / 1e3
     started = time.perf_counter()
@@ -103,7 +96,7 @@ def gpu(args, model, tokenizer):
 
     def measured(section, *settings):
         try:
-            return SECTIONS[section](s, args.device, model.dtype, *settings)
+            return SECTIONS[section](s, model, *settings)
         except torch.OutOfMemoryError:
             return None
         finally:
@@ -112,10 +105,9 @@ def gpu(args, model, tokenizer):
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    cells = [("floors",)]
+    cells = [("floors",), ("decode",)]
     if available(torch.empty(0, device=args.device)):
         cells += [("kernels", kind, *shape) for shape in s.kernels for kind in KINDS]
-    cells += [("decode", name) for name in s.models]
     out = {"out_of_memory": []}
     for cell, row in zip(cells, results.each_kept("gpu", args, model, {})(cells, measured)):
         if row is None:
@@ -125,15 +117,16 @@ def gpu(args, model, tokenizer):
     return out
 
 
-def floors(s, device, dtype):
+def floors(s, model):
     """Bytes that are copied in a second, each read and written."""
-    x = torch.randint(1, 255, (s.copy_bytes // 2,), dtype=torch.uint8, device=device)
+    x = torch.randint(1, 255, (s.copy_bytes // 2,), dtype=torch.uint8, device=model.device)
     y = torch.empty_like(x)
-    return {"what": "bytes copied", "rate": 2 * x.numel() / timed(lambda: y.copy_(x), device)}
+    return {"what": "bytes copied", "rate": 2 * x.numel() / timed(lambda: y.copy_(x), model.device)}
 
 
-def kernels(s, device, dtype, kind, context, batch, group):
+def kernels(s, model, kind, context, batch, group):
     """One launch, or for `scores` the second pass."""
+    device, dtype = model.device, model.dtype
     requests = batch_of("verify" if kind == "scores" else kind, context, batch)
     given = inputs(s, requests, group, device, dtype)
     q, k, v, slots, _, plan = given
@@ -150,25 +143,18 @@ def kernels(s, device, dtype, kind, context, batch, group):
     return row
 
 
-def decode(s, device, dtype, name):
+def decode(s, model):
     """Seconds a token at batch 1, and the bytes that it cannot do without: weights and cache, read once."""
-    config = GPTConfig(**s.models[name])
-    # In its dtype from the start: an 8B model in fp32 first would take 33 GB.
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = GPT(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    prompt = [(7 * i) % config.vocab_size for i in range(32)]
+    prompt = [(7 * i) % model.config.vocab_size for i in range(32)]
     for _ in range(2):                                   # the first one compiles and captures
         engine = methods.make_engine("ar", model, methods.settings(), 1)
         engine.generate([Request(prompt, s.new_tokens)])
     seconds = (sum(engine.seconds.values()) - engine.seconds["prefill"]) / (s.new_tokens - 1)
 
-    weights = sum(p.numel() for n, p in model.named_parameters() if config.tied or n != "embed.weight")
-    kv = (len(prompt) + s.new_tokens / 2) * 2 * config.n_layer * config.n_kv_head * config.head_dim
-    return {"model": name, "seconds": seconds, "bytes": (weights + kv) * dtype.itemsize}
+    c = model.config
+    weights = sum(p.numel() for name, p in model.named_parameters() if c.tied or name != "embed.weight")
+    kv = (len(prompt) + s.new_tokens / 2) * 2 * c.n_layer * c.n_kv_head * c.head_dim
+    return {"seconds": seconds, "bytes": (weights + kv) * model.dtype.itemsize}
 
 
 SECTIONS = {"floors": floors, "kernels": kernels, "decode": decode}
