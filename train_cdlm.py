@@ -33,7 +33,7 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.data.trajectories import as_batch, batch_of, load_trajectories, numbers_of_step
 from minispec.studies import cdlm as study
 from minispec.tools import checkpoints, training
-from minispec.tools.files import read_json, replaced
+from minispec.tools.files import replaced
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked
 
@@ -180,7 +180,7 @@ def consistency_loss(model, batch, k, mask_id, block_size, generator):
 
 # -- the three stages ----------------------------------------------------------------------------------------
 
-def train_teacher(args, folder, tokenizer, tokenizer_json, mask_id):
+def train_teacher(args, folder, tokenizer, mask_id):
     """First block-causally, all blocks of an answer in one forward, because most of what a mask must learn is
     the same when every slot sees all others. Then as the teacher is used."""
     model = checkpoints.load(args.target, args.device, torch.float32)
@@ -198,7 +198,7 @@ def train_teacher(args, folder, tokenizer, tokenizer_json, mask_id):
         run.log(loss=loss)
         if run.checkpoint_due(step):
             results = evaluate(model, tokenizer, args, mask_id, block_causal)
-            checkpoints.save(model, folder, tokenizer_json)
+            checkpoints.save(model, folder, args.target)
             run.checkpoint(step, **results)
 
 
@@ -224,7 +224,7 @@ def collect(model, mask_id, requests, block_size=cdlm.BLOCK_SIZE, batch_size=8, 
     return {"tokens": tokens, "rank": rank, "live": live, "hidden": hidden}
 
 
-def collect_trajectories(args, folder, tokenizer, tokenizer_json, mask_id):
+def collect_trajectories(args, folder, tokenizer, mask_id):
     model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, fast_dtype(args.device))
     training.same_settings(folder, prompts=args.prompts, seed=args.seed, gen_length=cdlm.GEN_LENGTH,
                            block_size=cdlm.BLOCK_SIZE, teacher=checkpoints.fingerprint(model))
@@ -246,8 +246,9 @@ def collect_trajectories(args, folder, tokenizer, tokenizer_json, mask_id):
             save_file(data, temporary)
 
 
-def train_student(args, folder, tokenizer, tokenizer_json, mask_id):
-    model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, torch.float32)
+def train_student(args, folder, tokenizer, mask_id):
+    teacher = os.path.join(args.out, "teacher")
+    model = checkpoints.load(teacher, args.device, torch.float32)
     trajectories = os.path.join(args.out, "trajectories")
     data = load_trajectories(trajectories)
     training.same_settings(trajectories, teacher=checkpoints.fingerprint(model))
@@ -278,7 +279,7 @@ def train_student(args, folder, tokenizer, tokenizer_json, mask_id):
         run.log(**losses, loss=loss)
         if run.checkpoint_due(step):
             results = evaluate(model, tokenizer, args, mask_id, block_causal=True)
-            checkpoints.save(model, folder, tokenizer_json)
+            checkpoints.save(model, folder, teacher)
             run.checkpoint(step, **results)
 
 
@@ -304,12 +305,11 @@ def main():
         raise ValueError(f"prompts of {study.LONGEST_PROMPT} and answers of {cdlm.GEN_LENGTH} tokens exceed "
                          f"the context of {context}")
     mask_id = cdlm.mask_id_of(tokenizer, source)
-    tokenizer_json = read_json(os.path.join(source, "tokenizer.json"))
     work = {"teacher": train_teacher, "trajectories": collect_trajectories, "student": train_student}
     for stage in stages:
         folder = os.path.join(args.out, args.name if stage == "student" else stage)
         with locked(folder):
-            work[stage](args, folder, tokenizer, tokenizer_json, mask_id)
+            work[stage](args, folder, tokenizer, mask_id)
 
 
 if __name__ == "__main__":

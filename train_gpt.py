@@ -8,7 +8,6 @@ Interrupt it at any time: the same command continues where the last checkpoint w
 Writes a Hugging Face folder (config.json, model.safetensors, tokenizer.json), log.jsonl and, while it runs,
 resume.pt with the optimiser's state.
 """
-import os
 import random
 
 import minispec  # before torch: it tunes the allocator
@@ -20,7 +19,6 @@ from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
 from minispec.core.attention import dense_attend
 from minispec.tools import training
-from minispec.tools.files import read_json
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools.methods import SHIPPED
@@ -169,7 +167,6 @@ def train(args, teacher):
     tokenizer = Tokenizer.load(source)
     if not tokenizer.ours:
         raise ValueError(f"{source} has another tokenizer than the shipped target")
-    tokenizer_json = read_json(os.path.join(source, "tokenizer.json"))
     model = make_model(args, tokenizer, teacher)
     plan = schedule(args.seed, args.tokens, args.max_length)
     print(f"{args.size}: {model.n_params() / 1e6:.2f}M parameters, {len(plan)} steps, {plan[-1][1]:,} tokens")
@@ -201,7 +198,7 @@ def train(args, teacher):
 
         if run.checkpoint_due(step):
             heldout = evaluate(model, tokenizer)
-            checkpoints.save(model, args.out, tokenizer_json)
+            checkpoints.save(model, args.out, source)
             run.checkpoint(step, tokens=tokens, heldout=heldout)
 
 

@@ -72,9 +72,8 @@ def save_toy_target(folder, **changes):
     """A random target with the shipped tokenizer, in folder/target, which is returned."""
     from minispec.data.tokenizer import Tokenizer
     tokenizer = Tokenizer.load(TARGET)
-    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
-        checkpoints.save(toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], **changes),
-                 os.path.join(folder, "target"), json.load(f))
+    model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], **changes)
+    checkpoints.save(model, os.path.join(folder, "target"), TARGET)
     return os.path.join(folder, "target")
 
 

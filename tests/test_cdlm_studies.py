@@ -22,18 +22,16 @@ from test_shipped import TARGET
 def toys(tmp_path_factory):
     """(settings of a quick study, random target, tokenizer): a teacher and a student, each of its own weights."""
     folder, tokenizer, patch = tmp_path_factory.mktemp("diffusion"), Tokenizer.load(TARGET), pytest.MonkeyPatch()
-    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
-        text = json.load(f)
     make = lambda seed: toy_model(vocab=tokenizer.vocab_size, seed=seed, n_layer=1, gain=1.0, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
     for seed, name in enumerate(("teacher", "student")):
-        checkpoints.save(make(seed), folder / name, text)
+        checkpoints.save(make(seed), folder / name, TARGET)
     patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "student")), "dlm": ("teacher", str(folder / "teacher"))})
     patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
     patch.setattr(cdlm_studies, "BF16", torch.float32)                             # a CPU may have no units for it
     patch.setattr(results, "tqdm", lambda items, **_: items)
     short = lambda problems, model: [Request(ids, 40, stop_ids=[model.config.eos_id]) for _, ids in problems]      # random models never end
     patch.setattr(cdlm_studies, "requests_of", short)
-    checkpoints.save(make(3), folder / "target", text)
+    checkpoints.save(make(3), folder / "target", TARGET)
     yield methods.settings(quick=True, data=None, model=str(folder / "target")), make(3), tokenizer
     patch.undo()
 

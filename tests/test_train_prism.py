@@ -146,9 +146,10 @@ def qwen3(tmp_path_factory):
     split = {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": GPT2}}
     pre = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}
     target = toy_model(vocab=300, qk_norm=True, n_layer=2, gain=1.0, bos_id=256, eos_id=257)
-    checkpoints.save(target, folder, {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": special, "pre_tokenizer": pre})
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT}))
+    checkpoints.save(target, folder)
+    tokenizer = {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": special, "pre_tokenizer": pre}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
     return folder
 

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 from dataclasses import asdict
 
 import torch
@@ -17,7 +18,6 @@ from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from minispec.core.gpt import GPT
-from minispec.data.tokenizer import OURS
 from minispec.tools import gguf_file
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
@@ -25,8 +25,8 @@ from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weig
 
 # -- whole models --------------------------------------------------------------------------------------------
 
-def save(model, folder, tokenizer_json=None):
-    """Write `config.json`, `model.safetensors` and, if given, the tokenizer's two files."""
+def save(model, folder, tokenizer_of=None):
+    """Write `config.json`, `model.safetensors` and, if named, the two files of another folder's tokenizer."""
     # A parameter of ours is several of theirs, stacked.
     c = model.config
     config = to_hf_config(c, str(model.dtype).removeprefix("torch."))
@@ -36,13 +36,10 @@ def save(model, folder, tokenizer_json=None):
         for name, part in zip(theirs, state[ours].split(rows)):
             tensors[name] = part.contiguous()
     _write_folder(folder, tensors, config)
-    if tokenizer_json:
-        special = {t["id"]: t["content"] for t in tokenizer_json["added_tokens"]}
-        write_json(os.path.join(folder, "tokenizer.json"), tokenizer_json)
-        write_json(os.path.join(folder, "tokenizer_config.json"), {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special.get(c.bos_id),
-            "eos_token": special.get(c.eos_id), "pad_token": "<|pad|>", "model_max_length": c.block_size,
-            "chat_template": OURS})
+    if tokenizer_of:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            with replaced(os.path.join(folder, name)) as temporary:
+                shutil.copyfile(os.path.join(tokenizer_of, name), temporary)
 
 
 def load(path, device="cpu", dtype=None):
