@@ -2,6 +2,7 @@
 import functools
 import os
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,3 +175,6 @@ def test_nobody_leaves_the_cache_before_being_judged():
         assert [g.token_ids for g in got] == want, slots
         recomputed += engine.admission.recomputed
     assert recomputed > 0
+    engine.unjudged = [SimpleNamespace(request=some)]
+    with pytest.raises(AssertionError, match="leaves before its verdict"):
+        engine.admission._push_out(some)

@@ -690,6 +690,8 @@ def test_censored_positions_are_counted():
     other.censored = {"b": np.array([False, True, False])}
     share = bounds.ladder([t, other], CostTable(UNIT | {"draft": {"a": linear(), "b": linear()}}))["censored"]
     assert share == {"a": 2 / 8, "b": 1 / 8, "all": 3 / 8}
+    t.censored["b"] = np.array([False, True, True, False, False, False, False])          # where one of the two is censored, the best of all is
+    assert bounds.censored_share([t], ["a", "b"]) == 3 / 6
 
 
 def test_a_bound_of_censored_traces_is_marked():

@@ -138,7 +138,7 @@ def test_colours_on_a_terminal_only(toy):
 
 
 def test_no_color_is_honoured(toy):
-    shown = on_a_terminal(decode_script, "--model", toy, "--prompt", "hi", "--max-new-tokens", 30, NO_COLOR="1")
+    shown = on_a_terminal(decode_script, "--model", toy, "--method", "specgen", "--prompt", "hi", "--max-new-tokens", 30, NO_COLOR="1")
     assert b"\033" not in shown and b"tokens/s" in shown
 
 

@@ -172,6 +172,22 @@ def test_leaving_a_stream_in_the_middle_leaves_a_clean_engine(name, way):
     assert [g.token_ids for g in engine.generate(first)] == plain(3, 20)
 
 
+def test_what_a_left_stream_did_not_judge_is_forgotten():
+    """Its verdict would be one on keys that are gone."""
+    waited = 0
+    for n in range(1, 12):
+        first, engine = [Request(p, 20) for p in prompts(2)], Engine(TARGET, PLANNERS["delayed"](TARGET, OTHER), 2)
+        stream = engine.stream(first)
+        for _ in zip(range(n), stream):
+            pass
+        waited += len(engine.unjudged)
+        stream.close()
+        before = [list(r.tokens) for r in first]
+        engine.generate([Request([1, 2], 5)])
+        assert [r.tokens for r in first] == before
+    assert waited > 0
+
+
 def test_one_stream_at_a_time():
     engine = Engine(TARGET, Lockstep, 2)
     stream = engine.stream([Request([1, 2, 3], 40)])

@@ -92,3 +92,6 @@ def test_error_lines_are_shown_not_obeyed(monkeypatch, capsys):
     with pytest.raises(SystemExit) as e:
         script.run_main(main)
     assert e.value.code == 2 and capsys.readouterr().err.endswith(": no folder \\x1b[2Jx\n")
+    with pytest.raises(SystemExit):
+        script.Parser("").parse_args(["\x1b[2Jx"])
+    assert capsys.readouterr().err.endswith(": unrecognized arguments: \\x1b[2Jx\n")
