@@ -37,7 +37,6 @@ from minispec.tools.files import replaced
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked
 
-STAGES = ("teacher", "trajectories", "student")
 BLOCK_WARMUP = 0.5               # of the teacher's steps have block-causal attention
 IN_ORDER = 0.6                   # of the blocks are masked in reading order: see `masks.turns`
 TEMPERATURES = (0.0, 0.5)        # each problem has a trajectory at either
@@ -47,8 +46,8 @@ SHARD = 32                       # trajectories in a file
 def parse_args():
     p = Parser(__doc__)
     training.add_arguments(p, lr=None, warmup=50, save_every=200)
-    p.add_argument("--stage", default="all", choices=("all", *STAGES), help="default: all, in this order")
     add = p.add_argument
+    add("--stage", default="all", choices=("all", *STAGES), help="default: all, in this order")
     add("--target", default="checkpoints/target",
         help="the autoregressive model that the teacher starts from (default %(default)s)")
     add("--steps", type=int, default=8000,
@@ -132,14 +131,6 @@ def draw_states(live, gen_length, block_size, generator):
     return torch.where(first < live[:, None], k, end)
 
 
-def state_mean(values, where, block_size, n_states):
-    """The mean over states of the mean over their slots. values: of the slots `where` (n, L), `block_size` to
-    a state."""
-    length = where.shape[1]
-    count = F.pad(where, (0, -length % block_size)).unflatten(1, (-1, block_size)).sum(-1).clamp(min=1)
-    return (values / masks.per_slot(count, length, block_size)[where]).sum() / n_states
-
-
 def distillation_loss(model, teacher_head, batch, k, mask_id, block_size):
     """Mean over the slots that are masked in y of KL(p_teacher || q(y)). y: the state k (n, L / B) of every
     block; q: the student. All blocks of an answer are trained at once.
@@ -147,14 +138,18 @@ def distillation_loss(model, teacher_head, batch, k, mask_id, block_size):
     p_teacher is rebuilt from the hidden row with which the teacher revealed the token, by the teacher's own
     head (V, C). It knew more than y says, and that is the lesson."""
     tokens, rank = batch["tokens"], batch["rank"]
-    masked = rank >= masks.per_slot(k.to(rank.device), tokens.shape[1], block_size)
+    k, length = k.to(rank.device), rank.shape[1]
+    masked = rank >= masks.per_slot(k, length, block_size)
     noisy = tokens.masked_fill(masked, mask_id)
     hidden = cdlm.blocks_hidden(model, batch["prompt"], batch["length"], tokens, noisy, block_size)
     # What the teacher thought of each slot when it revealed it.
     with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
         goal = cdlm.mask_free(batch["hidden"][masked].to(teacher_head.dtype) @ teacher_head.T, mask_id)
     values = divergence(goal, cdlm.mask_free(model.logits(hidden[masked]), mask_id))
-    return state_mean(values, masked, block_size, -(-batch["live"] // block_size).sum())
+    # The mean over the masked slots of a block, of all blocks with text.
+    ends = torch.arange(block_size, length + block_size, block_size, device=k.device).clamp(max=length)
+    count = masks.per_slot(ends - k, length, block_size)
+    return (values / count[masked]).sum() / (-(-batch["live"] // block_size)).sum()
 
 
 def consistency_loss(model, batch, k, mask_id, block_size, generator):
@@ -175,7 +170,8 @@ def consistency_loss(model, batch, k, mask_id, block_size, generator):
 
     with torch.no_grad():
         goal = logits(k_star)
-    return state_mean(divergence(goal, logits(k)), s, s.shape[1], len(tokens))
+    count = s.sum(-1, keepdim=True).expand_as(s)
+    return (divergence(goal, logits(k)) / count[s]).sum() / len(tokens)
 
 
 # -- the three stages ----------------------------------------------------------------------------------------
@@ -296,20 +292,22 @@ def evaluate(model, tokenizer, args, mask_id, block_causal):
     return {"heldout": heldout}
 
 
+STAGES = {"teacher": train_teacher, "trajectories": collect_trajectories, "student": train_student}
+
+
 def main():
     args = parse_args()
-    stages = STAGES if args.stage == "all" else (args.stage,)
+    stages = [args.stage] if args.stage in STAGES else list(STAGES)
     source = args.target if stages[0] == "teacher" else os.path.join(args.out, "teacher")
     tokenizer, context = Tokenizer.load(source), checkpoints.load(source).config.block_size
     if cdlm.GEN_LENGTH + study.LONGEST_PROMPT > context:
         raise ValueError(f"prompts of {study.LONGEST_PROMPT} and answers of {cdlm.GEN_LENGTH} tokens exceed "
                          f"the context of {context}")
     mask_id = cdlm.mask_id_of(tokenizer, source)
-    work = {"teacher": train_teacher, "trajectories": collect_trajectories, "student": train_student}
     for stage in stages:
         folder = os.path.join(args.out, args.name if stage == "student" else stage)
         with locked(folder):
-            work[stage](args, folder, tokenizer, mask_id)
+            STAGES[stage](args, folder, tokenizer, mask_id)
 
 
 if __name__ == "__main__":
