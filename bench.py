@@ -6,7 +6,7 @@
 
     python bench.py --long              # of a real model: more problems, longer answers, larger batches
     python bench.py all --force         # all studies again, about an hour and a half on 2 CPU cores
-    python bench.py gpu run serving --device cuda              # on a GPU, into results/gpu
+    python bench.py run serving --device cuda                  # on a GPU, into results/gpu
     python bench.py report              # only render tables and figures
 
 Where no study is named, the target is SmolLM2 if it is installed; else the small model in
@@ -38,7 +38,6 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.studies import figures, ladder, picture, results
 from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
 from minispec.studies.drafters import prism_arms, specdiff_chains, specdiff_objectives
-from minispec.studies.gpu import gpu
 from minispec.studies.markdown import pick
 from minispec.studies.run import MORE, lossless, profile, run, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
@@ -60,9 +59,9 @@ def bounds(args, model, tokenizer):
 STUDIES = {study.__name__: study for study in (
     lossless, acceptance, serving, scheduler, specdiff_chains, cdlm_accuracy, cdlm_curves,
     profile, trace, run, bounds,
-    prism_arms, specdiff_objectives, gpu,                           # not in `all`: they need --arms, a GPU
+    prism_arms, specdiff_objectives,                                # not in `all`: they need --arms
 )}
-ALL = list(STUDIES)[:-3]
+ALL = list(STUDIES)[:-2]
 OWN_DTYPES = ("lossless", "cdlm_accuracy", "cdlm_curves")           # not that of the loaded model
 WHOLE = ("profile", "trace", "run", "bounds")                       # where nothing is asked for
 
@@ -205,10 +204,9 @@ def main():
     for page in pages():
         report(page)
     picture.draw()
-    if figures.available():
-        drawings = os.path.join(results.ROOT, "docs", "figures", "")
-        figures.draw(everything, drawings)
-        figures.draw(os.path.join(everything, "smollm2"), drawings + "smollm2_")
+    drawings = os.path.join(results.ROOT, "docs", "figures", "")
+    figures.draw(figures.stored(everything), drawings)
+    figures.draw(figures.stored(os.path.join(everything, "smollm2")), drawings + "smollm2_")
 
 
 if __name__ == "__main__":

@@ -15,12 +15,13 @@ import torch
 from conftest import ROOT, outcome, run_script, save_toy_target, toy_model
 
 import bench
+import gpu_suite as gpu
 import references
 from minispec import cdlm
 from minispec.bounds import AVERAGES, CostTable
 from minispec.tools import checkpoints
 from minispec.data import tasks, traces
-from minispec.studies import figures, gpu, ladder, measure, own_files, results, run, specgen, timing, workloads
+from minispec.studies import figures, ladder, measure, own_files, results, run, specgen, timing, workloads
 from minispec.tools import methods
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.requests import Request
@@ -192,14 +193,14 @@ def test_new_tables_and_figures_come_from_files(measured, tmp_path):
         assert text.startswith("| ") and "nan" not in text
     assert "share of the gap" in bench.render("bounds", out["bounds"])
     pytest.importorskip("matplotlib")
-    figures.draw(str(folder), f"{tmp_path}/")
+    figures.draw(figures.stored(str(folder)), f"{tmp_path}/")
     drawn = [os.path.basename(f) for f in glob.glob(str(tmp_path / "*.svg"))]
     assert set(drawn) == {f + ".svg" for file in ("traces.jsonl", "bounds.json") for f in figures.FIGURES[file]}
 
 
 def test_figures_of_what_is_stored(tmp_path):
     pytest.importorskip("matplotlib")
-    figures.draw(results.FOLDER, f"{tmp_path}/")
+    figures.draw(figures.stored(results.FOLDER), f"{tmp_path}/")
     want = [f for file, some in figures.FIGURES.items() if os.path.exists(results.path(file)) for f in some]
     assert sorted(os.listdir(tmp_path)) == sorted(f + ".svg" for f in want)
 
@@ -278,7 +279,7 @@ def test_lists_of_the_gpu_suite_are_what_they_are_called():
 
 
 def quick(model):
-    return methods.settings(quick=True), model, None
+    return methods.settings(quick=True), model
 
 
 def test_the_study_of_a_gpu_runs_anywhere(monkeypatch):
@@ -287,11 +288,11 @@ def test_the_study_of_a_gpu_runs_anywhere(monkeypatch):
     monkeypatch.setattr(gpu.packed, "attention", references.attention)
     monkeypatch.setattr(gpu.scores, "scores", references.scores)
     out = gpu.gpu(*quick(toy_model()))
-    tables = bench.render("gpu", out).split("\n\n")
+    tables = gpu.tables(out).split("\n\n")
     assert len(tables) == 3 and all(len({line.count("|") for line in t.split("\n")}) == 1 and "nan" not in t for t in tables)
     assert [x["kernel"] for x in out["kernels"]] == 2 * list(gpu.KINDS)
-    with pytest.raises(ValueError, match="needs --device cuda"):
-        gpu.gpu(methods.settings(quick=False), toy_model(), None)
+    with pytest.raises(ValueError, match="need --device cuda"):
+        gpu.gpu(methods.settings(quick=False), toy_model())
 
 
 def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
@@ -322,7 +323,7 @@ def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
 
 def test_cells_without_memory_are_named_under_the_tables():
     floors = [{"what": "bytes copied", "rate": 1e12}]
-    text = bench.render("gpu", {"floors": floors, "out_of_memory": ["decode Qwen3-8B"]})
+    text = gpu.tables({"floors": floors, "out_of_memory": ["decode Qwen3-8B"]})
     assert text.endswith("Out of memory: decode Qwen3-8B.") and "| bytes copied | 1e+12 |" in text
 
 

@@ -20,41 +20,36 @@ STYLE = {
 }
 
 
-def draw(results, prefix):
-    """Draw every figure whose measurements are in the folder `results`, as SVG files whose names begin with
-    `prefix`."""
-    for file, figures in FIGURES.items():
-        path = os.path.join(results, file)
+def stored(folder):
+    """{file: what it holds} of the measurements in a folder of results that have figures."""
+    found = {}
+    for file in FIGURES:
+        path = os.path.join(folder, file)
         if os.path.exists(path):
             with blame(path):
-                found = read_traces(path) if file.endswith(".jsonl") else read_json(path)["result"]
-                draw_some(figures, found, prefix)
+                found[file] = read_traces(path) if file.endswith(".jsonl") else read_json(path)["result"]
+    return found
 
 
-def available():
-    """Whether there is matplotlib; a line says so if not."""
-    if find_spec("matplotlib"):
-        return True
-    print("no matplotlib, so no figures (pip install matplotlib)")
-    return False
-
-
-def draw_some(figures, result, prefix):
-    """Draw {name: figure(axes, result)}."""
+def draw(found, prefix):
+    """Draw every figure of {file: what it holds}, as SVG files whose names begin with `prefix`; where there
+    is no matplotlib, a line says so."""
+    if not find_spec("matplotlib"):
+        print("no matplotlib, so no figures (pip install matplotlib)")
+        return
     import matplotlib
     matplotlib.use("svg")
     matplotlib.rcParams.update(STYLE)
     from matplotlib import pyplot
-    for name, figure in figures.items():
-        canvas, axes = pyplot.subplots(figsize=(7, 3))
-        figure(axes, result)
-        if not axes.has_data():                                  # not measured for this model
+    for file, result in found.items():
+        for name, figure in FIGURES[file].items():
+            canvas, axes = pyplot.subplots(figsize=(7, 3))
+            figure(axes, result)
+            if axes.has_data():                          # measured for this model
+                axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+                with replaced(f"{prefix}{name}.svg") as path:
+                    canvas.savefig(path, format="svg", bbox_inches="tight", metadata={"Date": None})
             pyplot.close(canvas)
-            continue
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-        with replaced(f"{prefix}{name}.svg") as file:
-            canvas.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
-        pyplot.close(canvas)
 
 
 def lines(axes, rows, x, y, by):
@@ -107,9 +102,9 @@ def by_steps(axes, r):
 def best(r):
     """Of each batch of the mixed workload, or of the first one if nothing was mixed, the best of every rung
     by total time."""
-    which = next((c["workload"] for c in r["cells"] if c["workload"] == "mixed"), r["cells"][0]["workload"])
+    mixed = [c for c in r["cells"] if c["workload"] == "mixed"]
     rows = []
-    for cell in (c for c in r["cells"] if c["workload"] == which):
+    for cell in mixed or [c for c in r["cells"] if c["workload"] == r["cells"][0]["workload"]]:
         c = cell[AVERAGES[0]]
         observed = c.get("L0", {})
         rungs = {

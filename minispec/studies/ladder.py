@@ -76,7 +76,7 @@ def observed_cells(traces, cost, runs):
         rows = [r for r in runs if about.items() <= r.items()]
         cell |= observed(rows, cell)
         for by, field in zip(bounds.AVERAGES, ("speedup", "rate_speedup")):
-            cell[by]["L0"] = {r["method"]: r[field] for r in rows}
+            cell[by]["L0"] = {r["method"]: r.get(field) for r in rows}
         cells.append(cell)
     return cells
 

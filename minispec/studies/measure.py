@@ -6,7 +6,7 @@ of a chosen shape; accept lengths come from the drafters themselves, which the e
 of an output that is known:
 
     cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for bounds.CostTable
-    dense_traces   for one drafter, [(prompt, output)] -> accept[i], offered[i], censored[i]   (the paper's
+    traces_of      {id: (prompt, output)} -> accept[i], offered[i], censored[i] of every drafter (the paper's
                    section 3.2, "advance one token, whatever was accepted", along one frozen output)
     acceptance     from traces: the chance that one of a drafter's drafts is accepted, over all positions
 
@@ -18,7 +18,6 @@ A drafter of this kind must propose the same whatever was drafted before: n-gram
 that read the target's states do (to rounding). SpecGen does not, its selection depends on where the last
 round ended; it has no trace.
 """
-import itertools
 import statistics
 from collections import defaultdict
 from functools import partial
@@ -134,64 +133,69 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
     every drafter, of prompts, and the overhead by rows.
 
     All rounds are timed in several passes, because a machine's speed drifts: a drafter whose only turn falls
-    into a slow minute would look expensive next to the others. Half of all drafts are accepted, because what
-    was accepted is what a drafter reads first; plans that waste less cost a little more than their price. The
-    price of a drafter is what a round with it takes longer than one whose drafts come from nowhere: its own
-    seconds, and what the target's forward loses because the drafter's weights have pushed out some of its
-    own. A drafter of windows is timed up to the whole window (`gamma`), because it has no more drafts to
-    give."""
-    ks = [k for k in drafts if k]
-    asked = {name: sorted({min(k, d.gamma) for k in ks}) for name, d in drafters.items()}
-    repeats = {b: max(1, REPEATS // b) for b in rows}
-    longest = (1 + max(repeats.values())) * (sum(drafts) + len(drafts))
+    into a slow minute would look expensive next to the others. The price of a drafter is what a round with it
+    takes longer than one whose drafts come from nowhere: its own seconds, and what the target's forward loses
+    because the drafter's weights have pushed out some of its own. A drafter of windows is timed up to the
+    whole window (`gamma`), because it has no more drafts to give."""
+    longest = (1 + REPEATS) * (sum(drafts) + len(drafts))
     contexts = [c for c in contexts if c + longest <= model.config.block_size]
     if not contexts:
         raise ValueError(f"a context of {model.config.block_size} is too small to time rounds of up to "
                          f"{max(drafts)} drafts in it")
-
-    # {(who, rows, context, drafts): seconds by phase of every round}, and of every reading of a context.
-    times, read = defaultdict(list), defaultdict(list)
+    asked = {name: sorted({min(k, d.gamma) for k in drafts if k}) for name, d in drafters.items()}
+    times = defaultdict(list)
     for b, c in tqdm([(b, c) for _ in range(passes) for b in rows for c in contexts], desc="rounds"):
-        # One token is timed in rounds without any drafts, one after the other, because that is what decoding
-        # without a drafter is: weights stay in the caches, and it is faster than between larger rounds.
-        timed = {"verify": round_seconds(model, Rote(), b, c, ks, repeats[b])}
-        timed["verify"] |= round_seconds(model, Rote(), b, c, (0,), 4)
-        for name, drafter in drafters.items():
-            timed[name] = round_seconds(model, drafter, b, c, asked[name], repeats[b])
-            read[name, b, c].append(read_seconds(model, drafter, b, c))
-        for name, some in timed.items():
-            for k, seconds in some.items():
+        for name, timed in time_all(model, drafters, asked, drafts, b, c):
+            for k, seconds in timed.items():
                 times[name, b, c, k] += seconds
 
-    def spent(name, b, c, k, *phases):
-        return statistics.median(sum(s[phase] for phase in phases) for s in times[name, b, c, k])
-
-    def verify(b, c, k):
-        return spent("verify", b, c, k, "verify", "sample")
+    def verify(b, c, tokens):
+        return median(times[None, b, c, tokens - 1], "verify", "sample")
 
     def longer(name, b, c, k):
         """By how much a round with a drafter takes longer."""
-        without = float(np.interp(k, drafts, [verify(b, c, j) for j in drafts]))
-        own = spent(name, b, c, k, "draft")
-        return max(spent(name, b, c, k, "draft", "verify", "sample") - without, own)
+        without = np.interp(k, drafts, [verify(b, c, 1 + j) for j in drafts])
+        own = times[name, b, c, k]
+        return max(median(own, "draft", "verify", "sample") - float(without), median(own, "draft"))
 
-    def overhead(b):
-        some = (times["verify", b, c, k] for c in contexts for k in drafts)
-        return statistics.median(s["overhead"] for s in itertools.chain.from_iterable(some))
+    def read(name, b, _, c):
+        return median(times[name, b, c, "read"], "draft")
 
-    def grid(tokens, seconds_of, kv=contexts, rows=rows):
+    def overhead(b, *_):
+        return median(sum((times[None, b, c, k] for c in contexts for k in drafts), []), "overhead")
+
+    def prefill(b, _, tokens):
+        return prefill_seconds(model, b, tokens, passes)
+
+    def grid(seconds_of, tokens, rows=rows, kv=contexts):
         seconds = [[[seconds_of(b, c, t) for c in kv] for t in tokens] for b in rows]
         return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": seconds}
 
-    prompts = [n for n in prompts if n < model.config.block_size]
     return check_costs({
-        "verify": grid([k + 1 for k in drafts], lambda b, c, n: verify(b, c, n - 1)),
-        "draft": {name: grid(asked[name], partial(longer, name)) for name in drafters},
-        "read": {name: grid(contexts, lambda b, _, c: statistics.median(read[name, b, c]), [0])
-                 for name in drafters},
-        "prefill": grid(prompts, lambda b, _, n: prefill_seconds(model, b, n, passes), [0], rows[:2]),
-        "overhead": grid([1], lambda b, *_: overhead(b), [0]),
+        "verify": grid(verify, [1 + k for k in drafts]),
+        "draft": {name: grid(partial(longer, name), ks) for name, ks in asked.items()},
+        "read": {name: grid(partial(read, name), contexts, kv=[0]) for name in drafters},
+        "prefill": grid(prefill, [n for n in prompts if n < model.config.block_size], rows[:2], [0]),
+        "overhead": grid(overhead, [1], kv=[0]),
     })
+
+
+def time_all(model, drafters, asked, drafts, rows, context):
+    """One pass over the rounds of a shape: yields (drafter, or None where drafts come from nowhere; {drafts:
+    [seconds by phase]}), and of a drafter under "read" what reading the context takes."""
+    repeats = max(1, REPEATS // rows)
+    # One token is timed in rounds without any drafts, one after the other, because that is what decoding
+    # without a drafter is: weights stay in the caches, and it is faster than between larger rounds.
+    yield None, round_seconds(model, Rote(), rows, context, [k for k in drafts if k], repeats)
+    yield None, round_seconds(model, Rote(), rows, context, (0,), 4)
+    for name, drafter in drafters.items():
+        yield name, round_seconds(model, drafter, rows, context, asked[name], repeats)
+        yield name, {"read": [{"draft": read_seconds(model, drafter, rows, context)}]}
+
+
+def median(rounds, *phases):
+    """The median time of these phases together."""
+    return statistics.median(sum(seconds[phase] for phase in phases) for seconds in rounds)
 
 
 # -- dense accept traces ---------------------------------------------------------------------------
@@ -221,50 +225,37 @@ class Onlooker:
         return [([], None) for _ in requests]
 
 
-def dense_traces(drafter, model, texts, k_max):
-    """What `drafter` would get accepted by greedy verification at every position of texts [(prompt, output)].
-    Returns [(accept, censored, offered)] of arrays (len(output),), as traces.Trace holds them.
-
-    At position i the drafter knows the prompt and i output tokens, and is asked for k_max drafts, or as many
-    as there is room for; then the text goes on by one token, whatever was proposed.
-    """
-    requests = [Request(prompt, len(output)) for prompt, output in texts]
-    asked = Onlooker(drafter)
-    engine = Forced(model, lambda e: Lockstep(e, asked, k_max), 16)
-    engine.answers = dict(zip(requests, (output for _, output in texts)))
-    engine.generate(requests)
-    out = []
-    for r, output in engine.answers.items():
-        accept, offered = np.ones(len(output), int), np.zeros(len(output), int)
-        for i, drafts in asked.drafts[r].items():
-            hits, _ = greedy_chain(drafts, output[i:i + len(drafts) + 1])        # the engine's rule
-            accept[i] = hits + 1
-            offered[i] = len(drafts)
-        out.append((accept, accept > k_max, offered))
-    return out
-
-
 def traces_of(drafters, model, texts, k_max=16):
-    """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs."""
-    out = {id: Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()}
+    """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs: what each would
+    get accepted by greedy verification at every position.
+
+    At position i a drafter knows the prompt and i output tokens, and is asked for k_max drafts, or as many as
+    there is room for; then the text goes on by one token, whatever was proposed.
+    """
+    out = [Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()]
     for name, drafter in tqdm(drafters.items(), desc="traces"):
-        columns = dense_traces(drafter, model, list(texts.values()), k_max)
-        for trace, (accept, censored, offered) in zip(out.values(), columns):
+        requests = [Request(prompt, len(output)) for prompt, output in texts.values()]
+        asked = Onlooker(drafter)
+        engine = Forced(model, lambda e: Lockstep(e, asked, k_max), 16)
+        engine.answers = dict(zip(requests, (output for _, output in texts.values())))
+        engine.generate(requests)
+        for trace, (r, output) in zip(out, engine.answers.items()):
+            accept, offered = np.ones(len(output), int), np.zeros(len(output), int)
+            for i, drafts in asked.drafts[r].items():
+                hits, _ = greedy_chain(drafts, output[i:i + len(drafts) + 1])        # the engine's rule
+                accept[i] = hits + 1
+                offered[i] = len(drafts)
             trace.accept[name] = accept
-            if censored.any():
-                trace.censored[name] = censored
-            room = np.minimum(k_max, trace.n_out - np.arange(trace.n_out) - 1)
-            if (offered < room)[1:].any():
-                trace.offered[name] = offered
-    return list(out.values())
+            trace.censored[name] = accept > k_max
+            trace.offered[name] = offered
+    return out
 
 
 def acceptance(traces, name, k=4):
     """The chance that a draft is accepted: accepted over judged drafts, k at every position."""
     hits = judged = 0
     for t in traces:
-        offered = t.offered.get(name, t.n_out - 1 - np.arange(t.n_out))
-        room = np.minimum(k, offered[1:])
+        room = np.minimum(k, t.offered[name][1:])
         accepted = t.accept[name][1:] - 1
         hits += np.minimum(accepted, room).sum()
         judged += np.minimum(accepted + 1, room).sum()   # the first wrong one was judged too

@@ -62,7 +62,4 @@ def main(argv=None):
     print(ladder_table(result))
     if args.json:
         write_json(args.json, result)
-    if args.json and figures.available():
-        prefix = os.path.splitext(args.json)[0] + "_"
-        figures.draw_some(figures.FIGURES["bounds.json"], result, prefix)
-        figures.draw_some(figures.FIGURES["traces.jsonl"], some, prefix)
+        figures.draw({"bounds.json": result, "traces.jsonl": some}, os.path.splitext(args.json)[0] + "_")

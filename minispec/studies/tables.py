@@ -166,40 +166,6 @@ DECODERS = {
 }
 
 
-# -- a GPU -----------------------------------------------------------------------------------------
-
-GPU = {
-    "floors": {"floor": "{what}", "per second": "{rate:.3g}"},
-    "kernels": {
-        "kernel": "{kernel}",
-        "context": "{context}",
-        "requests": "{batch}",
-        "heads a KV head": "{group}",
-        "seconds": "{seconds:.3g}",
-        "share of copy speed": "{share:.0%}",
-    },
-    "decode": {
-        "seconds a token of the plain loop, batch 1": "{seconds:.3g}",
-        "share of copy speed": "{share:.0%}",
-    },
-}
-
-
-def gpu(r):
-    """The sections of the GPU suite, a table each; those that did not fit into memory are named at the
-    end."""
-    parts = []
-    for section in (name for name in GPU if name in r):
-        rows = r[section]
-        if section in ("kernels", "decode"):
-            copied = r["floors"][0]["rate"]
-            rows = [{**x, "share": x["bytes"] / x["seconds"] / copied} for x in rows]
-        parts.append(table(GPU[section], rows))
-    if r["out_of_memory"]:
-        parts.append(f"Out of memory: {'; '.join(r['out_of_memory'])}.")
-    return "\n\n".join(parts)
-
-
 TABLES = {                       # a function of the result, or the columns of its rows
     "lossless": LOSSLESS,
     "methods": methods,
@@ -213,7 +179,6 @@ TABLES = {                       # a function of the result, or the columns of i
     "specdiff_chains": CHAINS,
     "cdlm_accuracy": DECODERS,
     "cdlm_curves": DECODERS,
-    "gpu": gpu,
     "profile": costs_table,
     "trace": trace_table,
     "run": run_table,

@@ -1,28 +1,37 @@
-"""What a GPU is asked, cell by cell: `python bench.py gpu --device cuda` (docs/gpu.md). The other studies run
-on one as they do on a CPU.
+"""What a GPU can do, cell by cell, as bench.py's studies say what methods do with it (docs/gpu.md):
 
-    floors    what the device can do: bytes/s of a copy in its memory
+    python tests/gpu_suite.py                        # on a GPU; writes results/gpu/gpu.json
+    python tests/gpu_suite.py --quick --device cpu   # tiny shapes: it shows that the script works
+
+    floors    bytes/s of a copy in its memory
     kernels   attention over slot lists and scores, against those bytes
     decode    our autoregressive loop on the target (--model), against the time to read weights and cache once
               a token
 
-A cell for which the memory is too small is noted as such, and the next one begins. With `--quick` all but the
-kernels runs anywhere, on tiny shapes: it shows that the script works, and none of its figures means anything.
-
-Kernels are timed by triton.testing.do_bench: after a warm-up, by device events, the cache emptied before
-every repeat, so that keys come from memory as they do in decoding. Inputs are random, never zeros.
+A cell for which the memory is too small is noted as such, and the next one begins; an interrupted run goes on
+where it was. Kernels are timed by triton.testing.do_bench: after a warm-up, by device events, the cache
+emptied before every repeat, so that keys come from memory as they do in decoding. Inputs are random, never
+zeros.
 """
 import gc
+import os
+import sys
 import time
 from dataclasses import dataclass
 
-import torch
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
 
-from kernels import attention as packed
-from kernels import available, scores
-from minispec.core.requests import Request
-from minispec.studies import results
-from minispec.tools import methods
+import minispec  # noqa: E402, F401  before torch
+import torch  # noqa: E402
+
+from kernels import attention as packed  # noqa: E402
+from kernels import available, scores  # noqa: E402
+from minispec.core.requests import Request  # noqa: E402
+from minispec.studies import results  # noqa: E402
+from minispec.studies.markdown import table  # noqa: E402
+from minispec.tools import checkpoints, methods  # noqa: E402
+from minispec.tools.script import Parser, check_device, run_main  # noqa: E402
 
 K, SPARSITY = 8, 0.05
 KINDS = ("full", "draft", "verify", "mixed", "scores")
@@ -88,10 +97,10 @@ def inputs(s, requests, group, device, dtype):
 
 # -- the cells -------------------------------------------------------------------------------------
 
-def gpu(args, model, tokenizer):
+def gpu(args, model):
     """All cells, as rows by section, and under "out_of_memory" the cells that did not fit."""
     if args.device == "cpu" and not args.quick:
-        raise ValueError("the study gpu needs --device cuda; --quick runs it on tiny shapes anywhere")
+        raise ValueError("the kernels need --device cuda; --quick runs the rest on tiny shapes anywhere")
     s = TINY if args.quick else Shapes()
 
     def measured(section, *settings):
@@ -158,3 +167,59 @@ def decode(s, model):
 
 
 SECTIONS = {"floors": floors, "kernels": kernels, "decode": decode}
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+TABLES = {
+    "floors": {"floor": "{what}", "per second": "{rate:.3g}"},
+    "kernels": {
+        "kernel": "{kernel}",
+        "context": "{context}",
+        "requests": "{batch}",
+        "heads a KV head": "{group}",
+        "seconds": "{seconds:.3g}",
+        "share of copy speed": "{share:.0%}",
+    },
+    "decode": {
+        "seconds a token of the plain loop, batch 1": "{seconds:.3g}",
+        "share of copy speed": "{share:.0%}",
+    },
+}
+
+
+def tables(r):
+    """The sections of the suite, a table each; those that did not fit into memory are named at the
+    end."""
+    parts = []
+    for section in (name for name in TABLES if name in r):
+        rows = r[section]
+        if section in ("kernels", "decode"):
+            copied = r["floors"][0]["rate"]
+            rows = [{**x, "share": x["bytes"] / x["seconds"] / copied} for x in rows]
+        parts.append(table(TABLES[section], rows))
+    if r["out_of_memory"]:
+        parts.append(f"Out of memory: {'; '.join(r['out_of_memory'])}.")
+    return "\n\n".join(parts)
+
+
+def main():
+    p = Parser(__doc__)
+    p.add_argument("--quick", action="store_true", help="tiny shapes; not written to results/")
+    methods.add_arguments(p)
+    p.set_defaults(device="cuda")
+    args = p.parse_args()
+    check_device(args.device)
+    results.FOLDER = os.path.join(results.FOLDER, "gpu")
+    os.makedirs(results.FOLDER, exist_ok=True)
+    started = time.perf_counter()
+    model = checkpoints.load(args.model, args.device, torch.bfloat16)
+    result = gpu(args, model)
+    result["table"] = tables(result)
+    print(result["table"])
+    if not args.quick:
+        results.write("gpu", result, time.perf_counter() - started, args.device, results.dtype_name(model))
+
+
+if __name__ == "__main__":
+    run_main(main)
