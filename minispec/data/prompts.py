@@ -20,7 +20,6 @@ import json
 import os
 import re
 import zlib
-from fractions import Fraction
 
 from minispec.data.tasks import Problem
 from minispec.tools.files import blame
@@ -144,33 +143,31 @@ def check(problem, text):
     if not problem.answer:
         return None
     if problem.facts["check"] == "number":
-        return last_number(text) is not None and last_number(text) == last_number(problem.answer)
+        return last_number(text) == last_number(problem.answer)
     return normal(boxed(text) or text) == normal(problem.answer)
 
 
 def last_number(text):
-    """The last number of a text, with or without thousands' commas, as a Fraction; None if there is none."""
+    """The last number of a text, with or without thousands' commas; None if there is none."""
     numbers = re.findall(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?", text)
-    if not numbers or len(numbers[-1]) >= 1000:
-        return None
-    return Fraction(numbers[-1].replace(",", ""))
+    return float(numbers[-1].replace(",", "")) if numbers else None
+
+
+# A text whose braces are closed, with braces in braces four deep; \{ and \} do not count.
+CLOSED = r"(?:\\.|[^{}\\])*"
+for _ in range(4):
+    CLOSED = r"(?:\\.|[^{}\\]|\{%s\})*" % CLOSED
 
 
 def boxed(text):
     """What the last \\boxed{..} or \\fbox{..} of a text holds; None if there is none."""
-    start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
-    if start < 0:
-        return None
-    start = text.index("{", start)
-    depth = 0
-    for mark in re.finditer(r"\\.|[{}]", text[start:]):          # \{ and \} do not count
-        if mark[0] == "{":
-            depth += 1
-        elif mark[0] == "}":
-            depth -= 1
-        if depth == 0:
-            return text[start + 1:start + mark.start()]
-    return None
+    found = re.findall(r"\\(?:boxed|fbox)\{(%s)\}" % CLOSED, text)
+    return found[-1] if found else None
+
+
+# Of a text: itself, and braces around one character. A row break \\ of a matrix is no mark.
+LOOKS = (r"\\text\{([^{}]*)\}|(?<!\\)\{(\w)\}|(?<=\\)[dt](?=frac)|\\(?:left|right)(?![a-zA-Z])"
+         r"|(?<!\\)\\[!,;]|\\?\$|^0+(?=\d)")
 
 
 def normal(answer):
@@ -178,10 +175,4 @@ def normal(answer):
     \\text, the d or t of \\dfrac and \\tfrac, braces around one character, leading zeros. Texts are compared,
     numbers are not computed: 0.5 is not \\frac{1}{2} here, and the worst that this does is to miss a right
     answer."""
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", answer)
-    text = re.sub(r"\\[dt]frac(?![a-zA-Z])", r"\\frac", text)
-    # A row break \\ of a matrix is matched first, so that it is kept whole.
-    looks = r"\\\\|\\(?:left|right)(?![a-zA-Z])|\\[!,;]|\\?\$|\s"
-    text = re.sub(looks, lambda mark: mark[0] if mark[0] == "\\\\" else "", text)
-    text = re.sub(r"(?<!\\)\{(\w)\}", r"\1", text)
-    return re.sub(r"^0+(?=\d)", "", text)
+    return re.sub(LOOKS, r"\1\2", "".join(answer.split()))
