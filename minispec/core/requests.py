@@ -51,6 +51,7 @@ class Request:
         self.stop_ids = set(stop_ids)
         self.longest = len(prompt_ids) + max_new_tokens
         self.rng = torch.Generator().manual_seed(sampling.seed)
+        self.drawn = None                # the numbers that it drew last
         self.generation = Generation(list(prompt_ids))
         self.n_cached = 0
         self.run = None                  # its slots of the cache
@@ -76,7 +77,8 @@ class Request:
 
     def coins(self, n):
         """n uniform numbers from this request's random stream."""
-        return torch.rand(n, generator=self.rng)
+        self.drawn = torch.rand(n, generator=self.rng)
+        return self.drawn
 
     def commit(self, tokens, proposed, accepted, proposer):
         """Append a round's tokens (accepted drafts, then one more), cut at the end of text and at the length

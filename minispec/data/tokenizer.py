@@ -18,7 +18,7 @@ import unicodedata
 import tiktoken
 
 from minispec.tools import gguf_file
-from minispec.tools.files import read_json
+from minispec.tools.files import blame, read_json
 
 # How text is split before the merges, by the name that GGUF has for it.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -76,14 +76,10 @@ class Tokenizer:
         """From a model's folder, its tokenizer.json, or a GGUF file. ValueError names what is wrong."""
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         read = _from_gguf if gguf_file.is_gguf(path) else _from_json
-        try:
+        with blame(file):
             out = cls(*read(file))
-            out.file = file
-            return out
-        except (LookupError, TypeError, AttributeError, OverflowError) as e:
-            raise ValueError(f"{file} is not a byte-level BPE vocabulary ({type(e).__name__}: {e})") from None
-        except ValueError as e:
-            raise ValueError(str(e) if file in str(e) else f"{file}: {e}") from None
+        out.file = file
+        return out
 
     # -- plain text --------------------------------------------------------------------------------------
 
@@ -178,7 +174,7 @@ def _from_json(file):
     data = read_json(file)
     model = data["model"]
     if model["type"] != "BPE":
-        raise KeyError("model.type 'BPE'")
+        raise ValueError(f"a vocabulary of type {model['type']} is not supported; supported is BPE")
     form = (data.get("normalizer") or {}).get("type")
     if form not in (None, "NFC"):
         raise ValueError(f"normalizer {form} is not supported; supported are none and NFC")

@@ -62,7 +62,8 @@ def blame(path):
     try:
         yield
     except ValueError as e:
-        raise ValueError(f"{path}: {e}") from None
+        line = str(e)
+        raise ValueError(line if str(path) in line else f"{path}: {line}") from None
     except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
         raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from None
 

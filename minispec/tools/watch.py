@@ -2,12 +2,9 @@
 draft."""
 import sys
 
-import torch
-
 from minispec.core.verify import warp
 from minispec.tools.script import in_colour, visible
-
-GREEN, PLAIN = "\033[32m", "\033[0m"
+from minispec.tools.terminal import COLOURS, RESET
 
 
 class Watch:
@@ -25,7 +22,7 @@ class Watch:
         for i in range(a.first, a.last):
             text = self.spell(a.tokens[i], a.mask_id)
             if self.colour and i in revealed:
-                text = GREEN + text + PLAIN
+                text = COLOURS["draft"] + text + RESET
             block += text
         step = len(a.request.generation.steps) + 1
         print(f"{step:4d} +{len(revealed):<2d} {block}")
@@ -39,32 +36,30 @@ class Watch:
 
 class Explain:
     """The first `rounds` rounds that have drafts, of one request at a time, as `lines`. It takes the place of
-    the engine's `judge`, and draws the coins a second time, from where the request's random stream was."""
+    the engine's `judge`."""
 
     def __init__(self, engine, tokenizer, rounds):
-        self.judge, engine.judge = engine.judge, self
+        self.judge = engine.judge
+        engine.judge = self
         self.tokenizer = tokenizer
         self.rounds = rounds
         self.lines = []
 
     def __call__(self, segments, logits):
         s = segments[0]
-        state = s.request.rng.get_state()
         verdicts = self.judge(segments, logits)
         if s.drafts and self.rounds > 0:
             self.rounds -= 1
-            n = len(s.drafts) + 1
-            coins = [None] * n
-            if s.request.sampling.temperature > 0:
-                coins = torch.rand(n, generator=torch.Generator().set_state(state))
-            self.explain(s, logits[:n], coins, *verdicts[0])
+            self.explain(s, logits[:len(s.drafts) + 1], *verdicts[0])
         return verdicts
 
-    def explain(self, s, logits, coins, path, token):
-        """One round: the segment s, the logits (n, V) of its rows, the coins of the rows (None: greedy), and
-        the verdict."""
+    def explain(self, s, logits, path, token):
+        """One round: the segment s, the logits (n, V) of its rows, and the verdict."""
         r, n = s.request, len(logits)
-        p = logits.float().softmax(-1) if coins[0] is None else warp(logits, r.sampling)
+        # Greedy rounds toss no coins.
+        p, coins = logits.float().softmax(-1), [None] * n
+        if r.sampling.temperature > 0:
+            p, coins = warp(logits, r.sampling), r.drawn
         parents = range(n - 1) if s.parents is None else s.parents
         depths = [position - s.start for position in s.positions]
         draft_ms, verify_ms = 1000 * r.spent["draft"], 1000 * r.spent["verify"]
