@@ -30,7 +30,7 @@ target's own, greedy or sampled.
 
 Glossary: situation <-> what an alpha is counted for: a drafter, or a lookup with so long a match.
 """
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,19 +69,18 @@ class Counts:
         return (a + WEIGHT * belief) / (n + WEIGHT)
 
 
-@dataclass
-class Offer:
+class Offer(NamedTuple):
     """What a drafter offers a request in this round. drafts None: it must be asked for them."""
     situation: object
-    drafts: list = None
+    drafts: list | None
 
 
-class History:
+class History(Counts):
     """What is known of a request: its own counts, and what was drafted last: [(situation, drafts, tokens
     then)]."""
 
     def __init__(self):
-        self.counts = Counts(FADE)
+        super().__init__(FADE)
         self.drafted = []
 
 
@@ -118,29 +117,33 @@ class Adaptive(Drafter):
         picks = self._choose(requests, limits, offers)
         # 3. Collect the drafts: lookups are there already, other drafters draft for all who chose them.
         out = [([], None)] * len(requests)
-        for name in self.drafters:
-            rows = [i for i, (who, _) in enumerate(picks) if who == name]
-            ks = [picks[i][1] for i in rows]
-            offered = [offers[i][name] for i in rows]
-            for i, drafts in zip(rows, self._ask(name, [requests[i] for i in rows], offered, ks)):
-                out[i] = drafts
-        for r, (who, _) in zip(requests, picks):
-            self.chosen[r] = who or "target"
+        asked = {}                                       # drafter -> the rows that want it
+        for i, (name, k) in enumerate(picks):
+            self.chosen[requests[i]] = name or "target"
+            if name and offers[i][name].drafts is None:
+                asked.setdefault(name, []).append(i)
+            elif name:
+                out[i] = offers[i][name].drafts[:k], None
+        for name, rows in asked.items():
+            drafted = self.drafters[name].propose([requests[i] for i in rows], [picks[i][1] for i in rows])
+            for i, proposal in zip(rows, drafted):
+                out[i] = proposal
+                r = requests[i]
+                self.history[r].drafted.append((name, proposal[0], len(r.tokens)))
         return out
 
     def _learn(self, r):
         """Count how many of a request's last drafts were right. The first wrong one was judged too, those
         after it were not."""
         history = self.history.setdefault(r, History())
-        history.counts.now += 1
+        history.now += 1
         for situation, drafts, at in history.drafted:
             true = r.tokens[at:at + len(drafts)]
             hits = 0
             while hits < len(true) and drafts[hits] == true[hits]:
                 hits += 1
-            judged = min(hits + 1, len(true))
-            history.counts.add(situation, hits, judged)
-            self.counts.add(situation, hits, judged)
+            for counts in (history, self.counts):
+                counts.add(situation, hits, min(hits + 1, len(true)))
         history.drafted = []
 
     def _look(self, r, limit):
@@ -148,14 +151,14 @@ class Adaptive(Drafter):
         drafts."""
         offers = {}
         for name, drafter in self.drafters.items():
-            offers[name] = Offer(name)
+            offers[name] = Offer(name, None)
             if isinstance(drafter, NGram):
                 at = drafter.find(r)
                 drafts = [] if at is None else r.tokens[at:at + limit]
                 length = _agreement(r.tokens, at) if drafts else 0
-                offers[name] = Offer((name, sum(length >= m for m in MATCHES)), drafts)
-                if drafts:
-                    self.history[r].drafted.append((offers[name].situation, drafts, len(r.tokens)))
+                situation = name, sum(length >= m for m in MATCHES)
+                offers[name] = Offer(situation, drafts)
+                self.history[r].drafted.append((situation, drafts, len(r.tokens)))
         return offers
 
     def _choose(self, requests, limits, offers):
@@ -189,19 +192,7 @@ class Adaptive(Drafter):
         on a hope."""
         hope = self.hope[name] if offer.drafts is None else LOOKUP
         common = self.counts.rate(offer.situation, hope)
-        return self.history[r].counts.rate(offer.situation, common)
-
-    def _ask(self, name, requests, offers, ks):
-        """(tokens, q) for each of the requests that chose this drafter, ks drafts each."""
-        if not requests:
-            return []
-        drafter = self.drafters[name]
-        if isinstance(drafter, NGram):
-            return [(offer.drafts[:k], None) for offer, k in zip(offers, ks)]
-        out = drafter.propose(requests, ks)
-        for r, drafts in zip(requests, out):
-            self.history[r].drafted.append((name, drafts[0], len(r.tokens)))
-        return out
+        return self.history[r].rate(offer.situation, common)
 
     def _reading_seconds(self, name, r):
         """Seconds that a drafter takes to read what it does not know of a request. The tokens of a round or
