@@ -201,7 +201,8 @@ def train(args, target, model):
           f"{model.config.draft_vocab or target.config.vocab_size} tokens to draft")
 
     # 2. The loop, from the last checkpoint on.
-    run = Run(args, args.out, model, len(plan), args.lr, minutes=args.minutes and args.minutes / 2)
+    run = Run(args, args.out, model, len(plan), args.lr, muon=fast_dtype(args.device) == torch.bfloat16,
+              minutes=args.minutes and args.minutes / 2)
     words = Words(target, model.vocabulary)                  # of a resumed run: that of its first answers
     for step in run.steps():
         numbers, tokens = plan[step]

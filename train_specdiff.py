@@ -297,7 +297,8 @@ def train(args, target, model):
     print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters of its own, "
           f"gamma {c.gamma}, {args.windows} windows a text")
 
-    run = Run(args, args.out, model, len(plan), args.lr, minutes=args.minutes and args.minutes / 2)
+    run = Run(args, args.out, model, len(plan), args.lr, muon=fast_dtype(args.device) == torch.bfloat16,
+              minutes=args.minutes and args.minutes / 2)
     for step in run.steps():
         numbers, tokens = plan[step]
         batch = texts.batch(numbers, args.device)
