@@ -12,31 +12,23 @@ Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every 
 weights, which takes time, and forgets all but the last 1,024. A batch in which every request verifies as many
 drafts as it likes has another number of rows in each round, times some ten shapes: so remember more.
 """
+import contextlib
 import ctypes
 import importlib.util
 import os
 import sys
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4   # from glibc's malloc.h
-KERNELS = "8192"
 
+# Serve every request from the heap and never shrink it.
+with contextlib.suppress(OSError, AttributeError):       # not glibc
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(M_MMAP_MAX, 0)                          # no private mapping per large block
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)            # never give the top of the heap back
+    libc.mallopt(M_TOP_PAD, 1 << 28)                     # grow it 256 MiB at a time
 
-def tune_allocator():
-    """Serve every request from the heap and never shrink it. Returns True where it took effect."""
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        return all((libc.mallopt(M_MMAP_MAX, 0),               # no private mapping per large block
-                    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1),   # never give the top of the heap back
-                    libc.mallopt(M_TOP_PAD, 1 << 28)))           # grow it 256 MiB at a time
-    except (OSError, AttributeError):                            # not glibc
-        return False
-
-
-def keep_kernels():
-    """Remember KERNELS of oneDNN's kernels, if the environment does not say otherwise."""
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", KERNELS)
+# Remember so many of oneDNN's kernels, if the environment does not say otherwise.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
 
 
 def need_torch():
@@ -45,7 +37,3 @@ def need_torch():
         print("minispec needs torch: pip install -r requirements.txt (README.md, Two commands)",
               file=sys.stderr)
         sys.exit(2)
-
-
-tune_allocator()
-keep_kernels()

@@ -102,8 +102,3 @@ def test_sizes_are_checked(family):
     for size in (low - 1, high + 1):
         with pytest.raises(ValueError, match=f"size {size} is out of range for '{family}'; allowed is {low} to {high}"):
             tasks.make(family, 0, "heldout", size)
-
-
-def test_unknown_family_is_named():
-    with pytest.raises(ValueError, match="unknown task family 'chess'; choose from trace, arith"):
-        tasks.make("chess", 0)

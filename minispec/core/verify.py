@@ -156,18 +156,16 @@ def point_mass_tree(draft, parents, p, coins):
     that follows. Returns (accepted rows, next token).
     """
     # Where a path ends, every child of its last row was struck out. So the token that follows is drawn for
-    # each row before the walk, and all numbers come to the host together; p stays on its device.
+    # each row before the walk; p stays on its device.
     parents = list(parents)
-    given = p[parents, draft]                            # of each draft, in the row that it hangs from
+    given = p[parents, draft].tolist()                   # of each draft, in the row that it hangs from
+    mass = p.sum(-1, dtype=torch.double).tolist()
     rest = p.clone()
     rest[parents, draft] = 0.0
     # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
     # right draw.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
-    next_token = draw(rest, coins[-1])
-    mass = p.sum(-1, dtype=torch.double)
-    numbers = torch.cat([given.double(), mass, next_token.double()]).tolist()
-    given, mass, next_token = numbers[:len(draft)], numbers[len(draft):-len(p)], numbers[-len(p):]
+    next_token = draw(rest, coins[-1]).tolist()
     coin = coins.tolist()
 
     path = [0]
@@ -182,7 +180,7 @@ def point_mass_tree(draft, parents, p, coins):
             left = mass[row]
         else:
             left = max(left - chance, 0.0)
-    return path[1:], int(next_token[path[-1]])
+    return path[1:], next_token[path[-1]]
 
 
 def selection_tree(draft, parents, p, coins):
@@ -251,9 +249,7 @@ def judge(segments, logits):
     them.
     """
     verdicts = [None] * len(segments)
-    best = None
-    if any(s.request.sampling.temperature == 0 for s in segments):
-        best = logits.argmax(-1).tolist()
+    best = logits.argmax(-1).tolist()
     alike = {}  # sampled chains of one length and setting: [(index, rows)]
     end = 0
     for i, s in enumerate(segments):

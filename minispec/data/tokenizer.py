@@ -40,9 +40,8 @@ SPECIAL_TYPES = (3, 4)       # GGUF's token types "control" and "user defined"
 def byte_letters():
     """GPT-2's printable stand-in for each byte, which vocabularies spell tokens in: 256 characters."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = [b for b in range(256) if b not in printable]
-    letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(rest)}
-    return [letter[b] for b in range(256)]
+    others = itertools.count(256)
+    return [chr(b if b in printable else next(others)) for b in range(256)]
 
 
 class Tokenizer:
@@ -159,8 +158,7 @@ class Tokenizer:
     def answer_text(self, ids):
         """The answer without its chain of thought, up to the end of text: what comes after <|answer|> (our
         models; "" where there is none), or after </think>."""
-        ends = [i for i, token in enumerate(ids) if token in self.ends]
-        ids = ids[:ends[0]] if ends else ids
+        ids = list(itertools.takewhile(lambda token: token not in self.ends, ids))
         if not self.ours:
             return self.decode(ids).rpartition("</think>")[2]
         mark = self.special["<|answer|>"]

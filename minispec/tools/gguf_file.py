@@ -91,6 +91,10 @@ class Source:
         scaling = self.field(f"{kind}.rope.scaling.type", "none")
         if scaling != "none":
             raise ValueError(f"rope scaling '{scaling}' is not supported")
+        # How much slower each rotary dimension turns.
+        slowed = None
+        if "rope_freqs.weight" in self.tensors:
+            slowed = {"divisors": self._dequantised("rope_freqs.weight").flatten().tolist()}
         return GPTConfig(
             vocab_size=len(self.field("tokenizer.ggml.tokens", [])),
             n_layer=get("block_count"),
@@ -101,7 +105,7 @@ class Source:
             d_ff=get("feed_forward_length"),
             block_size=get("context_length"),
             rope_theta=get("rope.freq_base", 10000.0),
-            rope_scaling=self._divisors(),
+            rope_scaling=slowed,
             norm_eps=get("attention.layer_norm_rms_epsilon"),
             qk_norm=kind == "qwen3",
             qkv_bias="blk.0.attn_q.bias" in self.tensors,
@@ -109,12 +113,6 @@ class Source:
             bos_id=self.field("tokenizer.ggml.bos_token_id"),
             eos_id=self.field("tokenizer.ggml.eos_token_id"),
         )
-
-    def _divisors(self):
-        """How much slower each rotary dimension turns, as GPTConfig.rope_scaling wants it, or None."""
-        if "rope_freqs.weight" not in self.tensors:
-            return None
-        return {"divisors": self._dequantised("rope_freqs.weight").flatten().tolist()}
 
     def tensor(self, name, dtype=None):
         """The weights called `name` in a Hugging Face folder, dequantised, in `dtype` (default: float32)."""
