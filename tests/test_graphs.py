@@ -23,13 +23,14 @@ from kernels.fused import decode  # noqa: E402
 from minispec import prism, specdiff  # noqa: E402
 from minispec.core.attention import FullKeys  # noqa: E402
 from minispec.core.cpu import Linear  # noqa: E402
-from minispec.core.drafters import NGram, SmallLM  # noqa: E402
+from minispec.core.drafters import Cached, NGram, SmallLM  # noqa: E402
 from minispec.core.engine import Engine, Lockstep  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
 from minispec.core.gpt import GPTConfig  # noqa: E402
 from minispec.core.kv_cache import KVCache  # noqa: E402
 from minispec.core.verify import Sampling  # noqa: E402
 from minispec.specgen import PillarKeys, SpecGen  # noqa: E402
+from minispec.studies import measure  # noqa: E402
 
 import references  # noqa: E402
 
@@ -348,6 +349,25 @@ def test_compiling_and_capturing_is_in_no_price(counting, monkeypatch):
     spent = [x for g in answers for s in g.steps for x in (s.draft_seconds, s.verify_seconds)]
     spent += [x for seconds in (engine.seconds, *(i["seconds"] for i in engine.iterations)) for x in seconds.values()]
     assert min(spent) >= 0 and max(spent) < 400
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_prices_are_those_of_graphs(name, counting, monkeypatch):
+    """Where rounds of a drafter are timed, its requests, whose prompts come as if they were read, lie in the pool that graphs know."""
+    class OnKernels(measure.Half):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.fused = True
+
+    rounds = []
+    monkeypatch.setattr(fused, "attention", lambda q, *rest: (q, q[..., 0]))               # quick: any number will do
+    monkeypatch.setattr(measure, "Half", OnKernels)
+    monkeypatch.setattr(Cached, "in_pool", lambda d, work, real=Cached.in_pool: (rounds.append(real(d, work)), rounds[-1])[1])
+    drafter = DRAFTERS[name][0]()
+    for _ in range(2):
+        seconds = measure.round_seconds(TARGET, drafter, 2, 20, [1, 3])
+        assert [len(some) for some in seconds.values()] == [1, 1]
+    assert len(rounds) > 8 and all(rounds) and not drafter.notes
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

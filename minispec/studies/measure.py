@@ -100,6 +100,9 @@ def _rounds(model, drafter, rows, context, order):
     for row in range(rows):
         prompt = [(7 * i + 3 * row) % model.config.vocab_size for i in range(context + 1)]
         requests.append(Request(prompt, longest))
+    # On a GPU this makes the pool of a drafter's graphs, in which its notes of the prompts must lie.
+    engine._prepare(requests)
+    engine.waiting.clear()
     for r in requests:
         r.n_cached = context
         if engine.planner.taps is not None:
