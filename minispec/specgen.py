@@ -121,8 +121,7 @@ class DraftPool:
             more_width += GROWTH
         if more_rows or more_width:
             padding = (0, 0, 0, more_width, 0, 0, 0, more_rows)
-            self.k = F.pad(self.k, padding)
-            self.v = F.pad(self.v, padding)
+            self.k, self.v = (F.pad(x, padding) for x in (self.k, self.v))
 
     def attend(self, some):
         """attend over one draft row of each of `some` keys: q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
@@ -130,31 +129,34 @@ class DraftPool:
             if keys.row is None:
                 self.gather(keys)
             keys.n += 1
-        # Where each row's new key goes: the end of its list.
-        device = self.k.device
-        row, last = torch.tensor([[keys.row, keys.n - 1] for keys in some], device=device).T
-        rows = max(keys.row for keys in some) + 1
+        n_rows = max(keys.row for keys in some) + 1        # those that do not draft now are computed too
         width = max(keys.n for keys in some)
-        # Lists differ in length: hide what is behind the end of each.
-        ends = torch.full((rows,), width, device=device)
-        ends[row] = last + 1
-        hidden = torch.arange(width, device=device) >= ends[:, None]
-        mask = torch.zeros(rows, 1, 1, width, dtype=self.k.dtype, device=device)
-        mask.masked_fill_(hidden[:, None, None], float("-inf"))
+        layers, _, groups, room, d = self.k.shape
+        # Which of the queries a row has, and which row a query has.
+        query, row = [0] * n_rows, []
+        # Lists differ in length: what is behind the end of each is hidden.
+        hidden = torch.full((n_rows, groups, width, 1), float("-inf"), dtype=self.k.dtype)
+        for i, keys in enumerate(some):
+            query[keys.row] = i
+            row.append(keys.row)
+            hidden[keys.row, :, :keys.n] = 0.0
+        # Where each new key goes, the end of its list, of a layer seen as one table of rows (D,).
+        new = [(keys.row * groups + head) * room + keys.n - 1 for keys in some for head in range(groups)]
+        query, row, new = (torch.tensor(x, device=self.k.device) for x in (query, row, new))
+        hidden = hidden.flatten(0, 1).to(self.k.device)                        # (rows * G, width, 1)
 
         def attend(layer, q, k, v):
             # Append this step's key and value, then all rows read their lists in one product.
-            keys, values = self.k[layer], self.v[layer]                        # (rows, G, width, D)
-            keys[row, :, last] = k
-            values[row, :, last] = v
-            n, heads, d = q.shape
-            groups = k.shape[1]
-            # Rows of the pool that do not draft now are computed too, and dropped.
-            q_rows = q.new_zeros(rows, groups, heads // groups, d)
-            q_rows[row] = q.view(n, groups, heads // groups, d)
-            out = F.scaled_dot_product_attention(q_rows, keys[:rows, :, :width], values[:rows, :, :width],
-                                                 attn_mask=mask)               # (rows, G, H / G, D)
-            return out[row].flatten(1, 2)                                      # (n, H, D)
+            lists = []
+            for pool, x in ((self.k[layer], k), (self.v[layer], v)):
+                pool.view(-1, d).index_copy_(0, new, x.reshape(-1, d))
+                lists.append(pool[:n_rows, :, :width].flatten(0, 1))           # (rows * G, width, D)
+            keys, values = lists
+            q = q.index_select(0, query).view(len(keys), -1, d)                # (rows * G, H / G, D)
+            # With the keys first, torch need not turn them around.
+            logits = torch.baddbmm(hidden, keys, q.mT, alpha=d ** -0.5)        # (rows * G, width, H / G)
+            out = logits.mT.softmax(-1) @ values
+            return out.view(n_rows, -1, d).index_select(0, row)                # (n, H, D)
         return attend
 
 

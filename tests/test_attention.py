@@ -75,19 +75,29 @@ def test_group_rows_round_trip():
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_recorded_scores_of_bf16_are_computed_in_fp32(n):
+def test_recorded_attention_in_bf16_is_nearly_as_exact_as_unrecorded(n):
+    """Its logits are rounded to bf16 once more. That doubles the error of one call, 1.8 times here, and leaves the model's
+    logits as they are; scores, which steer the selection alone, are within the rounding of bf16."""
     torch.manual_seed(0)
-    config, out = toy_model().config, []
+    config, errors = toy_model().config, []
     shapes = [(n, heads, config.head_dim) for heads in (config.n_head, config.n_kv_head, config.n_kv_head)]
     q, k, v = (torch.randn(shape).bfloat16() for shape in shapes)
     past = torch.randn(2, config.n_layer, config.n_kv_head, 60, config.head_dim).bfloat16()
-    for dtype in (torch.float32, torch.bfloat16):
+
+    def attended(dtype, record):
         cache = KVCache(config, 60, dtype)
         cache.k.copy_(past[0]), cache.v.copy_(past[1])
-        keys = FullKeys(cache, 3, 40, n, record=True)
-        out.append((keys.attend(1, q.to(dtype), k.to(dtype), v.to(dtype)), keys.scores[1]))
-    assert torch.equal(out[0][1], out[1][1]) and out[1][0].dtype == torch.bfloat16
-    assert torch.equal(out[0][0].bfloat16(), out[1][0])
+        keys = FullKeys(cache, 3, 40, n, record=record)
+        out = keys.attend(1, q.to(dtype), k.to(dtype), v.to(dtype))
+        assert out.dtype == dtype
+        return out.float(), keys.scores
+
+    exact, scores = attended(torch.float32, True)
+    for record in (True, False):
+        out, rounded = attended(torch.bfloat16, record)
+        errors.append((out - exact).abs().mean())
+        assert not record or torch.allclose(rounded[1], scores[1], rtol=0.03)
+    assert errors[0] < 2.5 * errors[1]
 
 
 @pytest.mark.parametrize("head_dim, fuses", [(8, False), (48, False), (80, False), (96, False), (512, False), (16, True), (64, True),

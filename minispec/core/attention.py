@@ -18,6 +18,8 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
+from minispec.core.cpu import PACKED_TYPES
+
 # cuDNN's attention plans again for every new length, and in decoding every forward has one.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -122,15 +124,21 @@ class FullKeys:
         return ungroup_rows(out[0], self.n)
 
     def _by_products(self, q, keys, values):
-        """The same in single steps, in fp32: (out (n, H, D), probabilities (G, g * n, T))."""
-        rows = group_rows(q, len(keys)).float() * q.shape[-1] ** -0.5          # (G, g * n, D)
-        logits = rows @ keys.float().mT                                        # (G, g * n, T)
+        """The same in single steps: (out (n, H, D), probabilities (G, g * n, T)).
+
+        In bf16, logits and probabilities are rounded to it. That leaves the model's logits as exact as
+        torch's own attention does: what is rounded elsewhere counts more."""
+        rows = group_rows(q, len(keys)) * q.shape[-1] ** -0.5                  # (G, g * n, D)
+        if q.dtype not in PACKED_TYPES:
+            rows, keys, values = rows.float(), keys.float(), values.float()
+        # Head by head: to multiply many at once, torch would copy the keys.
+        logits = torch.stack([row @ key.mT for row, key in zip(rows, keys)])   # (G, g * n, T)
         # All rows see what comes before their own positions. (Of a tree nothing is recorded.)
         mask = self._mask(q, len(keys), self.n)
         if mask is not None:
             logits[:, :, -self.n:] += mask
         probs = logits.softmax(-1)
-        return ungroup_rows(probs @ values.float(), self.n).to(q.dtype), probs
+        return ungroup_rows(probs @ values, self.n).to(q.dtype), probs
 
     def _mask(self, q, n_groups, width):
         """Additive mask (g * n, width) of the newest `width` positions, 0 or -inf; the same in every layer.
