@@ -164,32 +164,27 @@ def rung_seconds(traces, cost, names, rows, k_max):
     free_left = np.zeros((kept, len(traces), len(free)))
 
     for i in tqdm(range(n_out[0] - 1, 0, -1), desc=f"{len(traces)} requests", delay=1, leave=False):
+        # 3. What every round costs (live, drafters, drafts), and where it lands.
         live = int((n_out > i).sum())
         request = np.arange(live)[:, None]
         room = n_out[:live, None] - i - 1                                # a bonus token is left out
         gain = accept[:live, :, i]
-
-        # 3. What every round costs (live, drafters, drafts), and where it lands.
-        kv = rows * (prompts[:live, None] + i)
-        step = cost.step(kv, rows * (1 + drafts), rows) + np.zeros((live, k_max + 1))
-        price = np.stack([*(step + cost.draft(m, kv, drafts, rows) for m in names), step], 1)
+        paid, unpaid = _prices(cost, names, rows, prompts[:live, None] + i, drafts)
         landing = (i + np.minimum(drafts + 1, gain[..., None])) % kept
 
         # 4. One round is given: who proposes how much.
         who, proposed = _given_rounds(gain, offered[:live, :, i], room, k_max, groups.values())
         left = given_left[landing[request, who, proposed], request, np.arange(len(given))]
-        given_left[i % kept, :live] = price[request, who, proposed] + left
+        given_left[i % kept, :live] = paid[request, who, proposed] + left
 
-        # 5. Any round that there is room for may be chosen, also that of nobody, who comes last. L7 does not
-        #    pay for drafts.
+        # 5. Any round that there is room for may be chosen, also that of nobody, who comes last.
         possible = (drafts <= room)[:, None] & ((drafts == 0) == nobody)
-        paid = np.where(possible, price, np.inf)
-        unpaid = np.where(possible, step[:, None], np.inf)
+        paid, unpaid = (np.where(possible, price, np.inf) for price in (paid, unpaid))
         choices = [(paid, own) for own in groups.values()] + [(unpaid, groups["all"])]
-        for column, (options, own) in enumerate(choices):
+        for column, (price, own) in enumerate(choices):
             who = [*own, -1]
             left = free_left[landing[:, who], request[..., None], column]
-            free_left[i % kept, :live, column] = (options[:, who] + left).min((1, 2))
+            free_left[i % kept, :live, column] = (price[:, who] + left).min((1, 2))
 
     # 6. The prompts come on top. L9 verifies the whole output in one forward.
     seconds = dict(zip(given + free, np.concatenate([given_left[1 % kept], free_left[1 % kept]], 1).T))
@@ -198,6 +193,14 @@ def rung_seconds(traces, cost, names, rows, k_max):
     prefill = [float(cost.prefill(t.prompt_len, rows)) for t in traces]
     back = np.argsort(order)
     return {rung: np.maximum(s + prefill, 1e-30)[back] for rung, s in seconds.items()}
+
+
+def _prices(cost, names, rows, context, drafts):
+    """Seconds of every round at a context (requests, 1): with the drafters' own, and of L7 without, each
+    (requests, drafters, drafts); the last drafter is nobody."""
+    step = cost.step(rows * context, rows * (1 + drafts), rows) + np.zeros((len(context), len(drafts)))
+    drafting = [cost.draft(m, rows * context, drafts, rows) for m in names]
+    return np.stack([*(step + own for own in drafting), step], 1), step[:, None]
 
 
 def _given_rounds(gain, offered, room, k_max, groups):

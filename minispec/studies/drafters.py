@@ -14,13 +14,12 @@ import numpy as np
 from tqdm import tqdm
 
 from minispec.core.verify import Sampling
-from minispec.data import prompts, tasks
 from minispec.studies import workloads
 from minispec.studies.timing import identical, race, ratio
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of
 
-FIRST = 2000            # seed of the first held-out problem used here
+FIRST = 30              # of the problems of a workload: those before are used elsewhere
 NEW = 192               # most tokens of an answer
 REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others are held against
 
@@ -79,7 +78,8 @@ def compare(kind, args, model, tokenizer, temperatures):
     if not args.arms or not os.path.isdir(args.arms):
         raise ValueError("this study compares trained drafters: --arms must be a folder with one folder each "
                          f"(train_{kind}.py), got {args.arms}")
-    problems = asked(args, tokenizer)
+    workload = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data, FIRST)
+    problems = sum(workload.values(), [])
 
     # {(arm, training prompts): [(what it is, accepted lengths by temperature) of each seed]}
     trained = {}
@@ -109,17 +109,6 @@ def compare(kind, args, model, tokenizer, temperatures):
     return {"prompts": len(problems), "reference": reference, "arms": out}
 
 
-def asked(args, tokenizer):
-    """The held-out problems that arms are compared on: of a real model a few of each workload."""
-    n = 4 if args.quick else 20
-    if not tokenizer.ours:
-        return sum(workloads.problems_of(tokenizer, n // 4, args.data).values(), [])
-    problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(n)]
-    if args.data:
-        problems += prompts.load_named("gsm8k", args.data)[:n]
-    return problems
-
-
 def join_seeds(seeds, others, families):
     """One record of the accepted lengths of all seeds of an arm; others: those of the reference arm, [] if
     there is none. families: the workload of every prompt."""
@@ -144,7 +133,7 @@ def specdiff_chains(args, model, tokenizer):
     """K chains of the shipped diffusion drafter by rule and draft temperature, target greedy and at
     temperature 1: tau, and speed-up over greedy plain decoding, one request at a time."""
     n = 1 if args.quick else 2
-    problems = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(n)]
+    problems = sum(workloads.problems_of(tokenizer, n, args.data, FIRST).values(), [])
 
     def build(method, k=1, rule="rejection", draft_temperature=None, temperature=0.0):
         settings = methods.settings(**{

@@ -47,9 +47,9 @@ class Size:
 SMALL = Size(160, 16, ((1, 4), (4, 8), (16, 16)), ((1, 12), (4, 12), (16, 24)), 16, repeats=3)
 # Of SmolLM2, where two idle cores multiply bf16: nine minutes, and 27. No round of the engine has more than
 # 32 drafts, so nothing is censored that could be decoded.
-GRID = {"contexts": (64, 512), "drafts": (0, 1, 2, 4, 8, 16), "prompts": (32, 256), "passes": 3}
+GRID = {"contexts": (64, 512), "prompts": (32, 256)}
 SHORT = Size(64, 2, ((1, 2),), ((1, 10), (4, 16), (16, 20)), 32, GRID)
-FINE = {**GRID, "contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
+FINE = {"contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
 LONG = Size(128, 4, ((1, 4), (4, 4)), ((1, 10), (4, 20), (16, 40)), 32, FINE)
 MORE = ("--long takes three times as long: answers of 128 tokens, 4 problems of each workload instead of 2, "
         "batches of 4 of each, and prices up to longer contexts")
@@ -176,11 +176,6 @@ def suitable(args, model):
     return fitting
 
 
-def drafts_of(engine):
-    """Drafts a round; None for a decoder that has no rounds."""
-    return engine.planner.k if isinstance(engine, Engine) else None
-
-
 def engine_of(name, model, args, batch, lengths=None):
     """The engine of a method, or of a way of one (WAYS). lengths: {method: drafts a round} where the settings
     ask for none."""
@@ -205,7 +200,8 @@ def time_methods(names, args, model, requests, cell, repeats, lengths):
         if name == "dlm" and (batch > 1 or workload == "mixed"):
             continue
         cells[name] = partial(build, name, ids[:1] if name == "dlm" else ids)
-    return race(cells, repeats, f"{workload}, batch {batch}", args.device != "cpu", drafts_of)
+    return race(cells, repeats, f"{workload}, batch {batch}", args.device != "cpu",
+                lambda engine: engine.planner.k if isinstance(engine, Engine) else None)
 
 
 def middle(runs):

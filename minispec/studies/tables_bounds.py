@@ -77,9 +77,7 @@ def methods(r):
              if x["batch"] == 1 and x["identical"] is not None and x["workload"] != "mixed"]
     workloads = list(dict.fromkeys(x["workload"] for x in alone))
     # Of the small model GSM8K is left out of the mean: text that it never learned.
-    families = [w for w in workloads if w != "gsm8k"]
-    if not set(families) <= set(tasks.FAMILIES):
-        families = workloads
+    families = [w for w in workloads if w in tasks.FAMILIES] or workloads
     rows = []
     for method in dict.fromkeys(x["method"] for x in alone):
         some = {x["workload"]: x for x in alone if x["method"] == method}

@@ -31,9 +31,10 @@ EDITS = ("Rewrite", "Edit", "Correct", "Change", "Convert the", "Improve")      
 
 
 def problems_of(tokenizer, n, data=None, first=0):
-    """{workload: n problems, from the first-th on}."""
+    """{workload: n problems, from the first-th on, or the last ones where there are not so many}."""
     if tokenizer.ours:
-        some = [tasks.make(f, FIRST + i, "heldout") for f in tasks.FAMILIES for i in range(first + n)]
+        seeds = range(FIRST, FIRST + first + n)
+        some = [tasks.make(family, seed, "heldout") for family in tasks.FAMILIES for seed in seeds]
         if data:
             some += prompts.load_named("gsm8k", data)
     elif data:
@@ -51,8 +52,8 @@ def problems_of(tokenizer, n, data=None, first=0):
         out.setdefault(p.family, []).append(p)
     for own in out.values():
         if data and not tokenizer.ours:
-            random.Random(0).shuffle(own)                # a block of Spec-Bench begins with questions of a kind
-    return {family: own[first:first + n] for family, own in out.items()}
+            random.Random(0).shuffle(own)                # a block of Spec-Bench begins with one kind
+    return {family: own[first:first + n] or own[-n:] for family, own in out.items()}
 
 
 def edits(file):
