@@ -96,31 +96,23 @@ def clip_attention(model, x, limit):
     (1, T) down to it (QK-clip, Kimi K2 2507.20534). Muon moves all directions of a matrix by the same amount,
     so without QK-norm the logits grow to 100 and more within a thousand steps; a softmax that saturated
     passes no gradient, and look-ups that were not learned by then never are. Sharp heads need differences of
-    10, not of 100. Returns the largest logit."""
+    10, not of 100."""
     c = model.config
     share = c.n_head // c.n_kv_head
-    t = x.shape[1]
-    future = torch.ones(t, t, device=x.device).triu(1).bool()
-    largest = 0.0
 
     def attend(layer, q, k, v):
-        nonlocal largest
-        # The largest logit of each key/value head, over the query heads that share it.
-        keys = k[0].float().repeat_interleave(share, 1)
-        scores = torch.einsum("qhd,khd->hqk", q[0].float(), keys) / c.head_dim ** 0.5
-        scores = scores.masked_fill(future, 0.0)
-        top = scores.flatten(1).amax(-1).view(c.n_kv_head, share).amax(-1)         # (G,)
-        largest = max(largest, top.max().item())
+        # The largest logit of each key/value head, over the query heads that share it and what they see.
+        queries = q[0].float().unflatten(1, (c.n_kv_head, share))                  # (T, G, g, D)
+        scores = torch.einsum("qghd,kgd->ghqk", queries, k[0].float()) / c.head_dim ** 0.5
+        top = scores.tril().amax((1, 2, 3))                                        # (G,)
         # A logit is a product, so queries and keys each take the root of the factor.
-        scale = (limit / top.clamp(min=limit)).sqrt()
+        scale = (limit / top.clamp(min=limit)).sqrt()[:, None, None]
         weight = model.blocks[layer].qkv.weight.unflatten(0, (-1, c.head_dim))     # (H + 2G, D, C)
-        per_head = scale.view(c.n_kv_head, 1, 1)
-        weight[:c.n_head] *= per_head.repeat_interleave(share, 0)
-        weight[c.n_head:c.n_head + c.n_kv_head] *= per_head
+        weight[:c.n_head] *= scale.repeat_interleave(share, 0)
+        weight[c.n_head:c.n_head + c.n_kv_head] *= scale
         return dense_attend()(layer, q, k, v)
 
-    model(x, torch.arange(t, device=x.device)[None], attend)
-    return largest
+    model(x, torch.arange(x.shape[1], device=x.device)[None], attend)
 
 
 @torch.no_grad()
