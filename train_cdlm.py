@@ -203,21 +203,24 @@ def collect(model, mask_id, requests, block_size=cdlm.BLOCK_SIZE, batch_size=8, 
     decoded, and hidden (n, L, C) in 16 bit, the row from which each token was revealed, as it enters the
     head. Behind the block that ends the text, every token is an end of text, its rank is its place, and its
     hidden row is 0."""
-    teacher = cdlm.Decoder(model, mask_id, "teacher", block_size, None, None, order, batch_size, record=True)
+    teacher = cdlm.Decoder(model, mask_id, "teacher", block_size, order=order, batch_size=batch_size,
+                           record=True)
     teacher.generate(requests)
-    # Start from what lies behind the text, then write over it what was decoded.
-    n, length = len(requests), requests[0].max_new_tokens
-    tokens = torch.full((n, length), model.config.eos_id)
-    rank = torch.arange(length).repeat(n, 1)
-    live = torch.zeros(n, dtype=torch.long)
-    hidden = torch.zeros(n, length, model.config.d_model, dtype=torch.float16)
-    for row, request in enumerate(requests):
+    # What was decoded, then what lies behind the text.
+    rows = []
+    for request in requests:
         a = request.state
-        m = live[row] = a.n_revealed
-        tokens[row, :m] = torch.tensor(a.tokens[a.prompt:a.prompt + m])
-        rank[row, :m] = torch.tensor(a.rank[:m])
-        hidden[row, :m] = torch.stack([a.hidden[i] for i in range(m)])
-    return {"tokens": tokens, "rank": rank, "live": live, "hidden": hidden}
+        live = a.n_revealed
+        behind = range(live, request.max_new_tokens)
+        tokens = a.tokens[a.prompt:a.prompt + live] + [model.config.eos_id] * len(behind)
+        hidden = torch.stack([a.hidden[i] for i in range(live)])
+        rows.append({
+            "tokens": torch.tensor(tokens),
+            "rank": torch.tensor(a.rank[:live] + [*behind]),
+            "live": torch.tensor(live),
+            "hidden": F.pad(hidden, (0, 0, 0, len(behind))),
+        })
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def collect_trajectories(args, folder, tokenizer, mask_id):
