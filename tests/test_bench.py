@@ -155,7 +155,7 @@ def measured(tmp_path_factory):
     patch.setattr(run, "SMALL", replace(run.SMALL, new=12, traced=4, repeats=1))
     patch.setattr(tasks, "FAMILIES", ("revise",))
     patch.setattr(results, "tqdm", lambda items, **_: items)
-    patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost))
+    patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost) + ["cdlm", "dlm"])
     checkpoints.save(model, folder / "diffusion", TARGET)
     patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "diffusion")), "dlm": ("teacher", str(folder / "diffusion"))})
     out = {"profile": run.profile(args, model, tokenizer)}

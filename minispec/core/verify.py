@@ -250,29 +250,28 @@ def judge(segments, logits):
     """
     verdicts = [None] * len(segments)
     best = logits.argmax(-1).tolist()
-    alike = {}  # sampled chains of one length and setting: [(index, rows)]
+    alike = {}  # sampled chains of one length and setting: [(index, segment, rows)]
     end = 0
     for i, s in enumerate(segments):
+        sampling = s.request.sampling
         n = len(s.drafts) + 1
         rows = range(end, end + n)
-        end += n
-        if s.request.sampling.temperature == 0:
-            verdicts[i] = _judge_greedily(s, best[rows.start:rows.stop])
+        end = rows.stop
+        if sampling.temperature == 0:
+            verdicts[i] = _judge_greedily(s, best[rows.start:end])
         elif s.parents is not None:
-            p = warp(logits[rows.start:rows.stop], s.request.sampling)
+            p = warp(logits[rows.start:end], sampling)
             verdicts[i] = s.rule(s.drafts, s.parents, p, s.request.coins(n))
         else:
-            key = n, s.q is None, s.request.sampling.settings
-            alike.setdefault(key, []).append((i, rows))
+            alike.setdefault((n, s.q is None, sampling.settings), []).append((i, s, list(rows)))
     for (n, point_masses, _), group in alike.items():
-        some = [segments[i] for i, _ in group]
-        index = torch.tensor([list(rows) for _, rows in group], device=logits.device)
-        p = warp(logits[index], some[0].request.sampling)                                # (B, n, V)
+        indices, some, rows = zip(*group)
+        p = warp(logits[torch.tensor(rows, device=logits.device)], some[0].request.sampling)    # (B, n, V)
         draft = torch.tensor([s.drafts for s in some], dtype=torch.long, device=logits.device)
         q = None if point_masses else torch.stack([s.q for s in some])
         coins = torch.stack([s.request.coins(n) for s in some]).to(logits.device)
         accepted, token = rejection_chain(draft.view(len(some), n - 1), q, p, coins)
-        for (i, _), (a, t) in zip(group, torch.stack([accepted, token], 1).tolist()):
+        for i, a, t in zip(indices, accepted.tolist(), token.tolist()):
             verdicts[i] = list(range(1, a + 1)), t
     return verdicts
 

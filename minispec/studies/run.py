@@ -167,7 +167,7 @@ def suitable(args, model):
     """Of the methods that are ready, those that run with this target and these settings; a line for each
     other one says why not."""
     fitting = []
-    for name in methods.ready(args) + methods.diffusion_ready(args):
+    for name in methods.ready(args):
         try:
             methods.make_engine(name, model, args, 1)
             fitting.append(name)

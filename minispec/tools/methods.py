@@ -6,6 +6,7 @@ with a loop of their own (cdlm.py), and their output is not the target's, so the
 Errors are ValueError with one line that names what is wrong and what is allowed.
 """
 import argparse
+import contextlib
 import os
 import sys
 from functools import partial
@@ -175,15 +176,11 @@ def _trained(name, settings):
 # -- which of them can run here ----------------------------------------
 
 def ready(settings):
-    """The methods but `ar` for which everything is there: the others lack a drafter or a cost table."""
-    needed = {name: _folder(name, settings) for name in ("draft", *TRAINED)}
+    """The methods but `ar` for which everything is there: the others lack a trained part or a cost table."""
+    needed = {name: _folder(name, settings) for name in ("draft", *TRAINED, *DIFFUSION)}
     needed["adaptive"] = costs_of(settings)
-    return [name for name in METHODS if name != "ar" and os.path.exists(needed.get(name, "."))]
-
-
-def diffusion_ready(settings):
-    """The diffusion models that are there."""
-    return [name for name in DIFFUSION if os.path.exists(_folder(name, settings))]
+    names = [*METHODS, *DIFFUSION]
+    return [name for name in names if name != "ar" and os.path.exists(needed.get(name, "."))]
 
 
 def chain_drafters(model, settings, k):
@@ -191,12 +188,10 @@ def chain_drafters(model, settings, k):
     chains = argparse.Namespace(**{**vars(settings), "k": k, "depth": k, "tree": 0, "k_drafts": 1})
     found = {}
     for name in ready(settings):
-        if name in ("adaptive", "specgen"):              # which asks this function; which has no drafter
+        if name not in ("ngram", "draft", *TRAINED):
             continue
-        try:
+        with contextlib.suppress(ValueError):            # trained for another target
             found[name] = make_engine(name, model, chains, 1).planner.drafter
-        except ValueError:
-            continue                                     # trained for another target
     return found
 
 
