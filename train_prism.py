@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec import prism
+from minispec.core.verify import argmax
 from minispec.core.words import Words, most_frequent, restrict
 from minispec.data import rollouts
 from minispec.tools import checkpoints
@@ -154,7 +155,7 @@ def unrolled_loss(prism, words, batch, steps):
         # 3. Both are distributions over the draft vocabulary, the target's renormalised, because that is the
         # most that the drafter can become.
         loss = loss + divergence(goal[s >= k], guess).sum() / max(len(guess), 1)
-        hits = words.tokens(guess.float().argmax(-1)) == batch.best[judged][s >= k]
+        hits = words.tokens(argmax(guess)) == batch.best[judged][s >= k]
         right = right.masked_scatter(rows, right[rows] & hits)
         whole = whole & rows
         chains.append(right)

@@ -47,8 +47,8 @@ from minispec.core.attention import can_fuse
 from minispec.core.drafters import Cached
 from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.words import Words, buffer
-from minispec.core.verify import (LEAST_TEMPERATURE, draw, point_mass_tree, rejection_tree, selection_tree,
-                                  warp)
+from minispec.core.verify import (LEAST_TEMPERATURE, argmax, draw, point_mass_tree, rejection_tree,
+                                  selection_tree, warp)
 
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
 RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point_mass_tree}
@@ -284,7 +284,7 @@ class SpecDiffDrafter(Cached):
         if self.temperature is not None:
             sampling = replace(sampling, temperature=self.temperature)
         if sampling.temperature == 0:
-            return self.words.tokens(logits.argmax(-1)).tolist(), None
+            return self.words.tokens(argmax(logits)).tolist(), None
 
         # Draw k chains from the same marginals. Near the end of an answer, fewer fit into its cache.
         n = len(logits)

@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minispec.core.attention import TREE, FullKeys, can_fuse
 from minispec.core.kv_cache import KVCache, Run
 from minispec.core.requests import MAX_K, Batch, Segment, pack
-from minispec.core.verify import Sampling, draw, warp
+from minispec.core.verify import Sampling, argmax, draw, warp
 from minispec.core.words import Words
 
 
@@ -226,7 +226,7 @@ class Chained(Cached):
                 x = self.next_rows(x, number, tokens[-1][:n, None])
                 states = self.step(number, x, states[:n])
             logits = self.words.logits(states)
-            index = logits.argmax(-1)
+            index = argmax(logits)
             if settings[0] > 0:
                 qs.append(warp(logits, Sampling(*settings)))
                 index = draw(qs[-1], x.more["coins"][:n, number - 1])

@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 from minispec.core.attention import packed_attend
-from minispec.core.verify import Sampling, draw, point_mass_tree, warp
+from minispec.core.verify import Sampling, argmax, draw, point_mass_tree, warp
 
 
 @dataclass
@@ -135,7 +135,7 @@ def draw_drafts(requests, logits):
     settings. Returns the tokens and the distributions they were drawn from: (V,) each, None for a greedy
     argmax."""
     # The argmax of all; those who sample get another token below.
-    tokens = logits.argmax(-1).tolist()
+    tokens = argmax(logits).tolist()
     q = [None] * len(requests)
     # Rows with the same settings are warped and drawn together.
     alike = {}

@@ -30,7 +30,7 @@ from minispec.core.attention import dense_attend
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.gpt import three_taps
 from minispec.core.requests import Request
-from minispec.core.verify import Sampling
+from minispec.core.verify import Sampling, argmax
 from minispec.core.words import DRAFT_VOCAB
 from minispec.data import magpie, prompts, tasks
 from minispec.data.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ def read(target, prompt, answer, temperature, taps=()):
     # The logits of all rows at once would take more memory than all the rest.
     for i in range(0, len(ids), LOGITS):
         logits = target.logits(hidden[0, i:i + LOGITS]).float()
-        best[i:i + LOGITS] = logits.argmax(-1)
+        best[i:i + LOGITS] = argmax(logits)
         following = ids[i + 1:i + 1 + LOGITS]
         if temperature:
             logits = logits[:len(following)] / temperature
