@@ -158,8 +158,8 @@ def answer(engine, problems, requests, tokenizer, args, quiet):
             if len(requests) > 1:
                 print(f"--- {i + 1} of {len(requests)}")
             print(shown(problem.prompt))
-        if not quiet and not args.watch:
-            printer = Printer(tokenizer, in_colour(sys.stdout))
+            if not args.watch:
+                printer = Printer(tokenizer, in_colour(sys.stdout))
         first_token += stream(engine, [request], printer, quiet)
         if printer:
             printer.end_line()

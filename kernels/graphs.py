@@ -168,9 +168,10 @@ class Graphs:
         for s, end in zip(segments, ends):
             # Drafting rows read the positions that were selected and a tail of recent ones, all others a
             # tail from position 0 on.
-            chosen = s.keys.selected
-            n_selected = 0 if chosen is None else chosen.shape[-1]
-            tail = 0 if chosen is None else s.keys.length - s.keys.recent
+            n_selected = tail = 0
+            if s.keys.selected is not None:
+                n_selected = s.keys.selected.shape[-1]
+                tail = s.keys.length - s.keys.recent
             shapes.append((len(s.tokens), end, n_selected, tail))
         trees = {i: s.keys.tail for i, s in enumerate(segments) if getattr(s.keys, "tail", None) is not None}
         plan = make_plan(shapes, self.group, trees=trees)
