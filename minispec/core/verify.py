@@ -92,7 +92,7 @@ def warp(logits, sampling):
 
 
 def argmax(logits):
-    """The argmax (...) of logits (..., V). In fp32, because a CPU takes six times as long to find it in bf16."""
+    """The argmax (...) of logits (..., V). In fp32: in bf16 a CPU takes six times as long to find it."""
     return logits.float().argmax(-1)
 
 
@@ -161,16 +161,18 @@ def point_mass_tree(draft, parents, p, coins):
     that follows. Returns (accepted rows, next token).
     """
     # Where a path ends, every child of its last row was struck out. So the token that follows is drawn for
-    # each row before the walk; p stays on its device.
+    # each row before the walk, and all numbers come to the host together; p stays on its device.
     parents = list(parents)
-    given = p[parents, draft].tolist()                   # of each draft, in the row that it hangs from
-    mass = p.sum(-1, dtype=torch.double).tolist()
+    given = p[parents, draft]                            # of each draft, in the row that it hangs from
     rest = p.clone()
     rest[parents, draft] = 0.0
     # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
     # right draw.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
-    next_token = draw(rest, coins[-1]).tolist()
+    next_token = draw(rest, coins[-1])
+    mass = p.sum(-1, dtype=torch.double)
+    numbers = torch.cat([given.double(), mass, next_token.double()]).tolist()
+    given, mass, next_token = numbers[:len(draft)], numbers[len(draft):-len(p)], numbers[-len(p):]
     coin = coins.tolist()
 
     path = [0]
@@ -185,7 +187,7 @@ def point_mass_tree(draft, parents, p, coins):
             left = mass[row]
         else:
             left = max(left - chance, 0.0)
-    return path[1:], next_token[path[-1]]
+    return path[1:], int(next_token[path[-1]])
 
 
 def selection_tree(draft, parents, p, coins):
@@ -254,7 +256,9 @@ def judge(segments, logits):
     them.
     """
     verdicts = [None] * len(segments)
-    best = argmax(logits).tolist()
+    best = None
+    if any(s.request.sampling.temperature == 0 for s in segments):
+        best = argmax(logits).tolist()
     alike = {}  # sampled chains of one length and setting: [(index, segment, rows)]
     end = 0
     for i, s in enumerate(segments):
@@ -276,7 +280,7 @@ def judge(segments, logits):
         q = None if point_masses else torch.stack([s.q for s in some])
         coins = torch.stack([s.request.coins(n) for s in some]).to(logits.device)
         accepted, token = rejection_chain(draft.view(len(some), n - 1), q, p, coins)
-        for i, a, t in zip(indices, accepted.tolist(), token.tolist()):
+        for i, (a, t) in zip(indices, torch.stack([accepted, token], 1).tolist()):
             verdicts[i] = list(range(1, a + 1)), t
     return verdicts
 
