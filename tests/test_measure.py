@@ -234,7 +234,7 @@ def test_reading_is_charged_once_for_each_drafter_that_a_request_asked():
 # -- the ladder from files -------------------------------------------------------------------------------------------------
 
 def runs_of(some, methods, seconds, modelled, cell=("toy", 2)):
-    rows = [{"workload": cell[0], "batch": cell[1], "ids": [t.id for t in some], "method": name, "k": K, "seconds": seconds[name], "tokens": 100,
+    rows = [{"workload": cell[0], "batch": cell[1], "ids": [t.id for t in some], "method": name, "k": K, "seconds": seconds[name], "tokens": sum(t.n_out for t in some),
              "modelled": modelled[name], "identical": 1} for name in methods]
     return [{**r, "speedup": rows[0]["seconds"] / r["seconds"], "rate_speedup": None} for r in rows]
 
