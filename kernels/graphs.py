@@ -7,7 +7,8 @@ graph replays all of them at once, but it is frozen: addresses, shapes, grids an
 passed. Requests change phase from forward to forward, so all that changes must lie in memory, in places that
 stay. The kernels read a request's rows, length and list from device tables, in which draft rows,
 verifications and prompts differ in numbers only, and leave at once where a table says -1. So a forward is its
-`Inputs`. `Graphs` pads its tables to the next of SIZES and sends them, and there is one graph a size:
+`Inputs`. `Graphs` pads its tables to the next of SIZES and sends all of them in one copy, and there is one
+graph a size:
 
     rows        pad rows repeat token 0 at position 0. No work item names them, so their attention is whatever
                 memory holds, and nobody reads it. Their keys and values go to a spare slot of the cache,
@@ -30,6 +31,7 @@ measured.
 """
 import time
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
@@ -66,6 +68,17 @@ class Inputs:
 def slots_of(first, length):
     """The slots (B, length) of requests whose first slots are `first` (B,)."""
     return first[:, None] + torch.arange(length, dtype=torch.int32, device=first.device)
+
+
+def tables(buffer, shapes):
+    """{name: tensor}, one behind the other in a buffer of int32; shapes: {name: (shape, dtype)}."""
+    out = {}
+    at = 0
+    for name, (shape, dtype) in shapes.items():
+        n = prod(shape) * dtype.itemsize // 4
+        out[name] = buffer[at:at + n].view(dtype).view(shape)
+        at += -(-n // 4) * 4                             # to the next 16 bytes
+    return out
 
 
 def capture(function, pool):
@@ -118,7 +131,7 @@ class Graphs:
         return tiles * parts, tiles, rows * self.group * parts
 
     def shapes(self, rows):
-        """{name: (shape, dtype)} of all tables of a forward of so many rows."""
+        """{name: (shape, dtype)} of all tables of a forward of so many rows; first those of 64 bits."""
         items, merges, _ = self.room(rows)
         of_rows = dict.fromkeys(("tokens", "positions", "new", "sees"), ((rows,), torch.int64))
         more = {name: (table.shape, table.dtype) for name, table in self.more.items()}
@@ -127,23 +140,24 @@ class Graphs:
         return {**of_rows, **more, **{name: (shape, torch.int32) for name, shape in of_work.items()}}
 
     def static(self, rows):
-        """What all forwards of so many rows have in common: the host's tables, the device's, and the Inputs
-        made of these."""
+        """What all forwards of so many rows have in common: the host's buffer and its tables, the device's
+        buffer, and the Inputs that lie there."""
         if rows in self.statics:
             return self.statics[rows]
-        gpu = self.cache.k.is_cuda
-        host, t = {}, {}
-        for name, (shape, dtype) in self.shapes(rows).items():
-            host[name] = torch.zeros(shape, dtype=dtype, pin_memory=gpu)
-            t[name] = torch.zeros(shape, dtype=dtype, device=self.cache.k.device)
+        shapes = self.shapes(rows)
+        n = sum(prod(shape) * dtype.itemsize // 4 + 3 for shape, dtype in shapes.values())
+        host = torch.zeros(n, dtype=torch.int32, pin_memory=self.cache.k.is_cuda)
+        buffer = torch.zeros(n, dtype=torch.int32, device=self.cache.k.device)
+        t = tables(buffer, shapes)
         *_, part_rows = self.room(rows)
         plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], part_rows, CHUNK)
         features = self.cache.k.new_zeros(rows, self.n_features)
         x = Inputs(t["tokens"], t["positions"], t["new"], t["first"], None, self.selected, t["which"], plan,
                    self.scores, features, {name: t[name] for name in self.more})
+        static = host, tables(host, shapes), buffer, x
         if rows in SIZES:
-            self.statics[rows] = host, t, x
-        return host, t, x
+            self.statics[rows] = static
+        return static
 
     def places(self, segments):
         """A place for every segment. The list of one that drafts is copied when it has no place yet."""
@@ -198,12 +212,12 @@ class Graphs:
             "which": torch.tensor(scored, dtype=torch.int32),
             **(more or {}),
         }
-        # Pad each table, and send it.
-        host, device, x = self.static(rows)
+        # All of it in one copy: each takes the host as long as a launch.
+        host, filled, buffer, x = self.static(rows)
         for name, new in given.items():
-            table = host[name].fill_(self.padding.get(name, 0))
-            table[tuple(map(slice, new.shape))] = new
-            device[name].copy_(table, non_blocking=True)
+            filled[name].fill_(self.padding.get(name, 0))
+            filled[name][tuple(map(slice, new.shape))] = new
+        buffer.copy_(host, non_blocking=True)
         if segments[0].features is not None:
             features = torch.cat([s.features for s in segments])
             x.features[:len(features)] = features

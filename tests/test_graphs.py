@@ -312,6 +312,17 @@ def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monk
     assert 3 * n < mode.launches <= 60 * n and 0 < len(waits) <= 2 * n, (mode.launches / n, len(waits) / n)
 
 
+def test_a_forwards_tables_go_in_one_copy(monkeypatch):
+    """To a GPU each copy is a launch. (The guard above counts all of `fill` as one.)"""
+    sent = []
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda x, y, non_blocking=False, real=torch.Tensor.copy_: (sent.append(non_blocking), real(x, y))[1])
+    run = graphs_of(200, 3, 100, 1, lambda x: [x.tokens])
+    for n in (3, 2):
+        sent.clear()
+        run.fill(4, [Segment(None, [1] * n, 0, FullKeys(run.cache, 0, 0, n), "", n)], [0])
+        assert sent == [True]
+
+
 def test_a_list_of_selected_positions_is_copied_once_a_round(counting):
     engine, copied = Engine(TARGET, lambda e: SpecGen(e, 4, 0.1, 4), 2), []
 
