@@ -383,7 +383,7 @@ def test_a_real_model_gets_real_prompts(tmp_path, monkeypatch):
     some = workloads.problems_of(real, 2, str(tmp_path))
     assert {w: len(own) for w, own in some.items()} == {"mt_bench": 2, "qa": 2, "gsm8k": 2, "humaneval": 2, "edit": 1}
     later = workloads.problems_of(real, 1, str(tmp_path), first=2)
-    assert not {p.prompt for own in some.values() for p in own} & {p.prompt for own in later.values() for p in own}
+    assert not {p.prompt for p in some["qa"]} & {p.prompt for p in later["qa"]} and later["edit"] == some["edit"]        # there is only one
     assert some["edit"][0].prompt == "Rewrite it in the passive.\n\nHe ate.\n"
     monkeypatch.setattr(workloads, "requests_of", lambda problems, *_: problems)
     in_turn = workloads.requests(SimpleNamespace(data=str(tmp_path)), None, real, 2, 8)
