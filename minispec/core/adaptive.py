@@ -308,14 +308,10 @@ def _most_left(tokens, charge, step, price, asked, worth):
 
 def _tokens_per_second(j, k, tokens, charge, step, price, asked):
     """Expected tokens/s of the batch if request i gets k[i] drafts of drafter j[i]."""
-    request, ks = np.arange(len(k)), np.arange(len(step))
-    # An asked drafter takes as long as its deepest row.
-    drafting = 0.0
-    for m in np.flatnonzero(asked):
-        deepest = k[j == m].max(initial=0)
-        if deepest:
-            drafting += price[m, deepest]
-    verifying = np.interp(k.mean(), ks, step)
+    request = np.arange(len(k))
+    # The drafter that is asked takes as long as its deepest row.
+    drafting = (price[j, k] * asked[j] * (k > 0)).max()
+    verifying = np.interp(k.mean(), np.arange(len(step)), step)
     own = (charge[request, j, k] * (k > 0)).sum()
     return tokens[request, j, k].sum() / (verifying + drafting + own)
 

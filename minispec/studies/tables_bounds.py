@@ -129,8 +129,9 @@ def rungs(c, m):
         row["L0 observed"] = both(c, "L0", who)
         row["L1 modelled"] = cell("{%s:.2f}" % who, c["L1"])
         row["time over the bound's"] = cell("{%s:.2f}" % who, c["above"])
-        row["share of the gap to L6"] = cell("{gap:.0%}", c) if together else ""
-        row["the same, modelled"] = cell("{gap_modelled:.0%}", c) if together else ""
+        if together:
+            row["share of the gap to L6"] = cell("{gap:.0%}", c)
+            row["the same, modelled"] = cell("{gap_modelled:.0%}", c)
     k = " / ".join(dict.fromkeys(str(c[by]["L2"][fixed]["k"]) for by in AVERAGES))
     speedups = " / ".join(f"{c[by]['L2'][fixed]['speedup']:.2f}" for by in AVERAGES)
     row["L2 best fixed k"] = f"{speedups}, k {k}" + f" {fixed}" * together
