@@ -15,6 +15,7 @@ from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling, point_mass_tree, selection_tree, warp
 from minispec.specgen import SpecGen
+from minispec.studies import specgen as studies
 from minispec.tools.script import check_device
 
 TARGET = toy_model(vocab=32, head_dim=16)
@@ -128,6 +129,13 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
         for seed in range(5):
             rule([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 2, 3], p, torch.rand(7, generator=torch.Generator().manual_seed(seed)))
     assert len(asked) > 5 and max(asked) <= 3 * 7
+
+
+def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run():
+    """The terms of SpecGen's cost model are timed without graphs."""
+    run = SimpleNamespace(generations=[SimpleNamespace(steps=[SimpleNamespace(proposed=studies.K, accepted=3)])])
+    model = SimpleNamespace(device=torch.device("cuda"))
+    assert studies.against_prediction({"temperature": 0.7}, run, run, model, None, 10) == {"accepted": 3}
 
 
 def test_a_draft_row_follows_its_request_to_another_place():
