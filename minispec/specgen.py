@@ -35,7 +35,6 @@ not slots, so a request may move or leave the device. On a GPU (kernels/fused.py
 paper, with CUDA graphs (kernels/graphs.py); it has not run on one yet.
 """
 import math
-import random
 from enum import Enum
 
 import torch
@@ -46,7 +45,7 @@ from minispec.core.engine import Planner
 from minispec.core.requests import Segment, check_k, draw_drafts
 
 SELECTIONS = ("ahead", "pillar", "window")
-SCHEDULES = ("unified", "lockstep", "random")
+SCHEDULES = ("unified", "lockstep")
 # Of the selection "ahead": see look_ahead.
 REACH = (1, 2, 4)
 FADE = 0.6
@@ -257,7 +256,6 @@ class SpecGen(Planner):
         self.record_prompt = k + 1                         # the prompt's last rows choose for the first round
         self.record = select != "window"                   # whether verifications leave their scores
         self.pool = None
-        self.rng = random.Random(0)                        # of the "random" schedule
 
     def extra_slots(self, r):
         """The round's buffer, the scores and the draft's distributions, in slots of the cache."""
@@ -301,8 +299,6 @@ class SpecGen(Planner):
             state = other.state
             if state is not None and state.place is not None:
                 loads[self.k if state.phase is Phase.VERIFY else state.place + len(state.drafts)] += 1
-        if self.schedule == "random":
-            return self.rng.randrange(self.k + 1)
         return loads.index(max(loads) if self.schedule == "lockstep" else min(loads))
 
     def _draft(self, r, state):

@@ -1,15 +1,18 @@
 """What bench.py measures of SpecGen: accepted drafts on long texts, throughput, the parts of the system.
 Studies as in run.py. What is read: see texts.py."""
+import random
 import statistics
+import time
 from functools import partial
 from itertools import product
 
 import torch
 
+from minispec.core.admission import Admission
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
-from minispec.data import prompts, tasks
+from minispec.data import tasks
 from minispec.specgen import SCHEDULES, predicted_speedup
 from minispec.studies import results, texts
 from minispec.studies.replay import TEMPERATURES, Replay, Text, read, replay
@@ -28,7 +31,9 @@ VARIED_AT = 4000
 VARIED = [("pillar", k, SPARSITY) for k in (4, 16)] + [("pillar", K, s) for s in (0.01, 0.02, 0.1)]
 DISTINCT = 2                            # texts of a larger batch, because reading takes longer than decoding
 NEW = 160                               # tokens of an answer where throughput is measured
-SERVING = ((1000, 1), (4000, 1), (7000, 1), (1000, 8), (4000, 8), (7000, 8))
+SERVING = ((1000, 1), (4000, 1), (7000, 1), (1000, 8), (4000, 8), (7000, 8), (4000, 16))
+THOUGHTS = (1500, 4000)                 # tokens of chains of thought, the shortest and the longest
+MORE = 128                              # tokens that the model adds to each
 
 
 # -- acceptance ------------------------------------------------------------------------------------
@@ -78,16 +83,20 @@ def serving_rows(args, model, tokenizer, context, batch, repeats, new=NEW):
     kinds = texts.kinds(tokenizer)
     ids = [texts.text(kinds[i % len(kinds)], i // len(kinds), context, model, tokenizer, args.data)
            for i in range(min(batch, DISTINCT))]
+    kept = read_once(model, ids)
     ids = (ids * batch)[:batch]
+    costs = {}
+    if model.device.type == "cpu":
+        costs = measure_costs(model, context, batch, K, args.sparsity, args.min_budget)
     rows = []
     for temperature in (0.0, TEMPERATURES[0]):
-        cells = warm_cells(model, args, ids, temperature, new)
+        cells = warm_cells(model, args, kept, ids, temperature, new)
         runs = race(cells, repeats, f"{batch} requests at {context}", see=seen)
         for method, timed in runs.items():
             row = {"context": context, "requests": batch, "method": method, "temperature": temperature,
                    "dtype": str(model.dtype).removeprefix("torch."), **ratio(timed, runs["ar"])}
             if method == "specgen":
-                row |= against_prediction(row, timed[-1], runs["ar"][-1], model, args, new)
+                row |= against_prediction(row, timed[-1], runs["ar"][-1], costs, new)
             rows.append(row)
     return rows
 
@@ -100,48 +109,65 @@ def seen(engine):
     return whole, statistics.median(s["sample"] + s["overhead"] for s in spent)
 
 
-def warm_cells(model, args, prompts, temperature, new):
-    """{method: build} for `race`: plain decoding and SpecGen behind prompts (ids) that are read once, before
-    the first run, into a cache that all runs share."""
-    longest = len(prompts[0]) + new
-    planner = methods.make_engine("specgen", model, args, len(prompts)).planner
-    slots = longest + planner.extra_slots(Request(prompts[0], new))
-    cache = KVCache(model.config, slots * len(prompts), model.dtype, model.device, spare=1)
-    # Requests enter in order, so the i-th has the i-th run of slots.
-    for i, ids in enumerate(prompts):
-        first = prompts.index(ids)
-        if first == i:
-            read(model, torch.tensor(ids, device=model.device), cache, 0, len(ids), i * longest)
-        for x in (cache.k, cache.v):
-            runs = x[:, :, :longest * len(prompts)].unflatten(2, (len(prompts), longest))
-            runs[:, :, i] = runs[:, :, first]
+def read_once(model, prompts):
+    """{prompt: its keys and values (k, v)} of prompts (ids), for `Resumed`."""
+    kept = {}
+    for ids in prompts:
+        cache = KVCache(model.config, len(ids), model.dtype, model.device)
+        read(model, torch.tensor(ids, device=model.device), cache, 0, len(ids))
+        kept[tuple(ids)] = cache.k, cache.v
+    return kept
 
+
+class Resumed(Admission):
+    """Requests enter with what was `kept` of their prompts, so that no run reads them again, but for the last
+    rows, which are recorded."""
+
+    def __init__(self, engine, kept):
+        super().__init__(engine, engine.admission.policy)
+        self.kept = kept
+
+    def _enter(self, r):
+        if not super()._enter(r):
+            return False
+        started = time.perf_counter()
+        r.n_cached = len(r.tokens) - K - 1
+        slots = slice(r.run.first, r.run.first + r.n_cached)
+        for x, old in zip((self.engine.cache.k, self.engine.cache.v), self.kept[tuple(r.tokens)]):
+            x[:, :, slots] = old[:, :, :r.n_cached]
+        self.engine.charge(r, "prefill", time.perf_counter() - started)
+        return True
+
+
+def resumed(method, model, settings, batch, kept):
+    """An engine whose requests enter with what was kept of their prompts."""
+    engine = methods.make_engine(method, model, settings, batch)
+    engine.admission = Resumed(engine, kept)
+    return engine
+
+
+def warm_cells(model, args, kept, prompts, temperature, new):
+    """{method: build} for `race`: plain decoding and SpecGen behind prompts (ids) that were read once."""
     def build(method):
-        engine = methods.make_engine(method, model, args, len(prompts))
-        engine.cache = cache
         requests = [Request(ids, new, Sampling(temperature, seed=i)) for i, ids in enumerate(prompts)]
-        for r in requests:
-            r.n_cached = len(r.tokens) - K - 1                   # the last rows are read again, and recorded
-        return engine, requests
+        return resumed(method, model, args, len(prompts), kept), requests
 
     return {method: partial(build, method) for method in ("ar", "specgen")}
 
 
-def against_prediction(row, run, plain, model, args, new):
+def against_prediction(row, run, plain, costs, new):
     """What SpecGen did next to plain decoding, and what the cost model says that it should do. The model's
     terms are timed step by step without CUDA graphs, so on a GPU there is no prediction."""
     accepted = statistics.mean(s.accepted for g in run.generations for s in g.steps if s.proposed == K)
     out = {"accepted": accepted}
     if not row["temperature"]:                                   # else the same distribution, other tokens
         out["identical"] = identical(plain, run)
-    if model.device.type == "cpu":
-        batch = row["requests"]
-        costs = measure_costs(model, row["context"], batch, K, args.sparsity, args.min_budget)
+    if costs:
         (_, host), (step, plain_host) = run.seen, plain.seen
-        costs["host_cost"] = max(host - plain_host, 0.0) / step
+        costs = {**costs, "host_cost": max(host - plain_host, 0.0) / step}
         rounds = new / (accepted + 1)
         out |= costs
-        out["predicted"] = predicted_speedup(K, accepted, **costs, rounds=rounds, batch=batch)
+        out["predicted"] = predicted_speedup(K, accepted, **costs, rounds=rounds, batch=row["requests"])
     return out
 
 
@@ -157,23 +183,21 @@ STAGES = {              # {stage: (method, settings)}
 
 
 def scheduler(args, model, tokenizer):
-    """The parts of SpecGen's system, one after the other, on n chains of `size` lines at once, or on answers
-    of at most so many tokens to MT-bench, in a cache of a quarter of what all of them may ask for, which is
-    half of what the chains take. And how even the forwards of 40 requests are in steady state."""
-    n, size, repeats = (8, 8, 1) if args.quick else (8, 50 if tokenizer.ours else 160, 2)
+    """The parts of SpecGen's system, one after the other: on n chains of `size` lines, in a cache of a quarter
+    of what all of them may ask for, which is half of what they take; of a real model on chains of thought
+    that it goes on with. And how even the forwards of 40 requests are in steady state."""
+    n, size, repeats = (8, 8, 1) if args.quick else (8, 50, 2)
     if tokenizer.ours:
         problems = [tasks.make("trace", 700 + i, "heldout", size) for i in range(n)]
+        kept, requests = {}, partial(requests_of, problems, tokenizer, model)
+        slots = sum(r.longest for r in requests()) // 4
     else:
-        problems = prompts.load_named("spec_bench", args.data)[:n]
-
-    def requests():
-        return requests_of(problems, tokenizer, model, None if tokenizer.ours else size)
-
-    slots = sum(len(r.tokens) + r.max_new_tokens for r in requests()) // 4
+        kept, requests, slots = thoughts(args, model, tokenizer, n)
 
     def build(method, changes):
         settings = methods.settings(**{**vars(args), "cache_tokens": slots, **changes})
-        return methods.make_engine(method, model, settings, n), requests()
+        make = partial(resumed, kept=kept) if kept else methods.make_engine
+        return make(method, model, settings, n), requests()
 
     cells = {stage: partial(build, *cell) for stage, cell in STAGES.items()}
     runs = race(cells, repeats, "scheduler", warm_up=False, see=schedule_view)
@@ -184,6 +208,24 @@ def scheduler(args, model, tokenizer):
     if tokenizer.ours:                                           # rows are rows, whose model it is
         stages["evenness"] = evenness(args, model, tokenizer, 8 if args.quick else 40)
     return stages
+
+
+def thoughts(args, model, tokenizer, n):
+    """n chains of thought that have come to different lengths: (what is kept of them, a function that makes
+    the requests, slots of a cache of half of what they take)."""
+    shortest, longest = (tokens // (10 if args.quick else 1) for tokens in THOUGHTS)
+    lengths = [shortest + i * (longest - shortest) // (n - 1) for i in range(n)]
+    random.Random(0).shuffle(lengths)
+    prompts = [texts.text("reasoning", i, length, model, tokenizer, args.data)
+               for i, length in enumerate(lengths)]
+
+    def requests():
+        some = [Request(ids, MORE) for ids in prompts]
+        for r in some:
+            r.longest = longest + MORE                           # none knows that it is about to end
+        return some
+
+    return read_once(model, prompts), requests, sum(length + MORE for length in lengths) // 2
 
 
 def evenness(args, model, tokenizer, batch):
