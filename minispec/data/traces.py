@@ -127,8 +127,7 @@ def write_traces(path, traces):
         for t in traces:
             row = {"id": t.id, "prompt_len": t.prompt_len, "n_out": t.n_out}
             for name in ("accept", "censored", "offered"):
-                columns = {m: column.tolist() for m, column in getattr(t, name).items()
-                           if column.any() or name != "censored"}
+                columns = {m: column.tolist() for m, column in getattr(t, name).items()}
                 if columns:
                     row[name] = columns
             file.write(json.dumps(row, separators=(",", ":")) + "\n")

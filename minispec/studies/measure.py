@@ -249,8 +249,9 @@ def traces_of(drafters, model, texts, k_max=16):
                 accept[i] = hits + 1
                 offered[i] = len(drafts)
             trace.accept[name] = accept
-            trace.censored[name] = accept > k_max
             trace.offered[name] = offered
+            if (accept > k_max).any():
+                trace.censored[name] = accept > k_max
     return out
 
 
