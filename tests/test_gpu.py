@@ -131,11 +131,17 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
     assert len(asked) > 5 and max(asked) <= 3 * 7
 
 
-def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run():
+def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run(monkeypatch):
     """The terms of SpecGen's cost model are timed without graphs."""
     run = SimpleNamespace(generations=[SimpleNamespace(steps=[SimpleNamespace(proposed=studies.K, accepted=3)])])
-    model = SimpleNamespace(device=torch.device("cuda"))
-    assert studies.against_prediction({"temperature": 0.7}, run, run, model, None, 10) == {"accepted": 3}
+    for name in ("read_once", "warm_cells", "ratio", "identical"):
+        monkeypatch.setattr(studies, name, lambda *_: {})
+    monkeypatch.setattr(studies, "texts", SimpleNamespace(kinds=lambda _: ["a"], text=lambda *_: [1]))
+    monkeypatch.setattr(studies, "race", lambda *_, **__: {"ar": [run], "specgen": [run]})
+    monkeypatch.setattr(studies, "measure_costs", lambda *_: pytest.fail("timed"))
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    rows = studies.serving_rows(SimpleNamespace(data=None), model, None, 100, 2, 1)
+    assert [row["method"] for row in rows] == ["ar", "specgen"] * 2 and not any("predicted" in row for row in rows)
 
 
 def test_a_draft_row_follows_its_request_to_another_place():
