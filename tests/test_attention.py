@@ -47,6 +47,71 @@ def test_packed_requests_do_not_see_each_other():
         assert (logits[a:b] - dense_logits(model, ids)).abs().max() < 1e-4
 
 
+def in_lanes(monkeypatch):
+    """Whether each call of Lanes.attend served its requests."""
+    served, attend = [], attention.Lanes.attend
+    monkeypatch.setattr(attention.Lanes, "attend", lambda lanes, some: served.append(attend(lanes, some)) or served[-1])
+    return served
+
+
+def decode_together(model, cache, runs, rows, steps=3):
+    """Feed each run's ids (from cached positions on) in steps of rows[i], all runs in one forward. Logits of every run (T, V)."""
+    out, start = [[] for _ in runs], [len(ids) - rows[i] * steps for i, (_, ids) in enumerate(runs)]
+    for i, (base, ids) in enumerate(runs):
+        if start[i]:
+            out[i].append(cached_logits(model, cache, base, ids[:start[i]], [start[i]])[0])
+    for _ in range(steps):
+        segments, n = [], 0
+        for i, (base, _) in enumerate(runs):
+            segments.append((n, n + rows[i], FullKeys(cache, base, start[i], rows[i])))
+            n += rows[i]
+        tokens = torch.tensor([ids[start[i] + j] for i, (_, ids) in enumerate(runs) for j in range(rows[i])])
+        positions = torch.tensor([start[i] + j for i in range(len(runs)) for j in range(rows[i])])
+        with torch.inference_mode():
+            logits = model.logits(model(tokens, positions, packed_attend(segments)))
+        for i, (a, b, _) in enumerate(segments):
+            out[i].append(logits[a:b])
+            start[i] += rows[i]
+    return [torch.cat(x) for x in out]
+
+
+@pytest.mark.parametrize("rows", [(1, 1, 1), (5, 5, 5), (1, 4, 2)])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (5, 1)])
+@pytest.mark.parametrize("lanes", [(0, 1, 2), (2, 0, 1), (3, 1, 0)])      # in order, in another one, and with a lane of nobody
+def test_requests_at_equal_distances_are_served_in_one_call(rows, heads, lanes, monkeypatch):
+    monkeypatch.setattr(attention, "FILL", 9)
+    model = toy_model(n_head=heads[0], n_kv_head=heads[1])
+    cache, served = KVCache(model.config, 7 + 4 * 40), in_lanes(monkeypatch)
+    cache.k.normal_(), cache.v.normal_()                            # what others left there
+    runs = [(7 + lane * 40, torch.randint(0, 64, (n,)).tolist()) for lane, n in zip(lanes, (21, 40, 30))]
+    together = decode_together(model, cache, runs, rows)
+    assert sum(x is not None for x in served) == 3
+    for (_, ids), logits in zip(runs, together):
+        assert (logits - dense_logits(model, ids)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("bases, lengths", [((0, 50, 97), (30, 30, 30)), ((0, 50, 100), (30, 3, 3)), ((0, 50, 100), (45, 38, 38))])
+def test_requests_of_irregular_runs_or_lengths_are_served_one_by_one(bases, lengths, monkeypatch):
+    model = toy_model()
+    cache, served = KVCache(model.config, 140), in_lanes(monkeypatch)
+    runs = [(base, torch.randint(0, 64, (n,)).tolist()) for base, n in zip(bases, lengths)]
+    for (_, ids), logits in zip(runs, decode_together(model, cache, runs, (1, 1, 1), 2)):
+        assert (logits - dense_logits(model, ids)).abs().max() < 1e-4
+    assert served and not any(served)
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_long_contexts_in_bf16_are_read_by_products(n, monkeypatch):
+    monkeypatch.setattr(attention, "LONG", 26)
+    monkeypatch.setattr(attention, "PACKED_TYPES", {torch.float32, torch.bfloat16})
+    model = toy_model().bfloat16()
+    ids = torch.randint(0, 64, (40,)).tolist()
+    want = dense_logits(model.float(), ids)
+    got, used = cached_logits(model.bfloat16(), KVCache(model.config, 40, torch.bfloat16), 0, ids, [20, 5, *[n] * (15 // n)])
+    assert [keys.in_steps for keys in used] == [False, False, *[True] * (15 // n)] and used[-1].scores is None
+    assert (got.float() - want).abs().max() < 0.05 * want.abs().max()
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (5, 1)])
 def test_scores_are_mean_probabilities_over_every_row_and_grouped_head(heads):
     model = toy_model(n_head=heads[0], n_kv_head=heads[1])

@@ -61,7 +61,7 @@ class Admission:
     def reach(self, r):
         """Slots that a request needs for what it has and for its next verification."""
         if self.policy == "reserve":
-            return r.longest
+            return max(r.longest, self.engine.run_size)
         return min(r.longest, len(r.tokens) + self.engine.planner.rows)
 
     def _missing_slots(self):

@@ -12,6 +12,8 @@ Shapes, for one layer: N packed rows, n of them from one request; H query heads,
 G query heads share a key head; D numbers a head; T positions that a request has cached, its new rows
 included.
 """
+import math
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
@@ -19,9 +21,14 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core.cpu import PACKED_TYPES
+from minispec.core.kv_cache import KVCache
 
 # cuDNN's attention plans again for every new length, and in decoding every forward has one.
 torch.backends.cuda.enable_cudnn_sdp(False)
+
+FEW = 64            # rows of a request up to which it may be served with others; a prompt has more
+FILL = 1.5          # read at most so many times the keys that are needed, to serve requests together
+LONG = 1024         # keys from which on products are faster in bf16 than torch's attention is, for few rows
 
 
 # -- training ------------------------------------------------------------------------------------------------
@@ -42,20 +49,71 @@ def dense_attend(mask=None):
 def packed_attend(segments):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
 
-    Neighbours whose keys lie in one pool are served together."""
+    Neighbours whose keys lie in one pool are served together, and so are those whose slots lie side by
+    side."""
     parts = []                                           # (first row, last row + 1, attend)
     for pool, some in groupby(segments, lambda segment: segment[2].pool):
         some = list(some)
-        if pool is None:
-            parts += [(first, end, keys.attend) for first, end, keys in some]
+        together = pool and pool.attend([keys for *_, keys in some])
+        if together:
+            parts.append((some[0][0], some[-1][1], together))
         else:
-            parts.append((some[0][0], some[-1][1], pool.attend([keys for *_, keys in some])))
+            parts += [(first, end, keys.attend) for first, end, keys in some]
     if len(parts) == 1:
         return parts[0][2]
 
     def attend(layer, q, k, v):
         return torch.cat([part(layer, q[a:b], k[a:b], v[a:b]) for a, b, part in parts])
     return attend
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """A cache whose requests are served in one call a layer, where their runs lie at equal distances.
+
+    The pool is read as B lanes of T slots, as many as the longest request has. A lane may be nobody's, and
+    what lies in it behind its own request a mask hides."""
+    cache: KVCache
+
+    def attend(self, some):
+        """attend over the rows of `some` FullKeys, or None where a call for each costs less."""
+        pools = self.cache.k, self.cache.v
+        n = max(keys.n for keys in some)
+        t = max(keys.start + keys.n for keys in some)
+        first = min(keys.base for keys in some)
+        last = max(keys.base for keys in some)
+        distance = math.gcd(*(keys.base - first for keys in some))
+        if not distance or last + t > self.cache.k.shape[2]:
+            return None
+        lanes = (last - first) // distance + 1
+        if lanes * n * t > FILL * sum(keys.n * (keys.start + keys.n) for keys in some):
+            return None
+
+        # Of every row: its place among the lanes' rows, its slot, and how many of its lane's slots it sees.
+        table = [((keys.base - first) // distance * n + i, keys.base + keys.start + i, keys.start + i + 1)
+                 for keys in some for i in range(keys.n)]
+        place, slot, sees = torch.tensor(table, device=self.cache.k.device).T.contiguous()
+        seen = torch.ones(lanes * n, 1, dtype=torch.long, device=place.device)  # rows of nobody see something
+        seen[place, 0] = sees
+        unseen = torch.arange(t, device=place.device) >= seen                  # (B * n, T)
+        mask = torch.zeros(unseen.shape, dtype=self.cache.k.dtype, device=place.device)
+        mask = mask.masked_fill_(unseen, float("-inf")).view(lanes, 1, n, t)
+        # Views of all layers (B, G, T, D).
+        lanes_of = [x[:, :, first:].unfold(2, t, distance)[:, :, :lanes].permute(0, 2, 1, 4, 3) for x in pools]
+        keys, values = (x.unbind() for x in lanes_of)
+
+        def attend(layer, q, k, v):
+            groups = k.shape[1]
+            for pool, x in zip(pools, (k, v)):
+                pool[layer].index_copy_(1, slot, x.transpose(0, 1))
+            rows = q.new_zeros(lanes * n, *q.shape[1:]).index_copy_(0, place, q)
+            rows = group_rows(rows.view(lanes, n, *q.shape[1:]), groups)       # (B, G, g * n, D)
+            nonlocal mask
+            if mask.shape[2] < rows.shape[2]:            # in the first layer: of every head of a group
+                mask = mask.repeat(1, 1, rows.shape[2] // n, 1)
+            out = F.scaled_dot_product_attention(rows, keys[layer], values[layer], attn_mask=mask)
+            return ungroup_rows(out, n).flatten(0, 1).index_select(0, place)   # (N, H, D)
+        return attend
 
 
 class FullKeys:
@@ -70,7 +128,6 @@ class FullKeys:
     on. Their average is over all n rows all the same, so do not compare it with the others'.
     """
     selected = None                                          # all positions
-    pool = None                                              # in the cache itself
 
     def __init__(self, cache, base, start, n, record=False, tail=None):
         self.cache = cache
@@ -81,6 +138,10 @@ class FullKeys:
         self.all = slice(base, base + start + n)             # slots of everything that they may see
         self.tail = tail
         self.mask = None                                     # made in the first layer, the same in all
+        few = tail is None and n <= FEW
+        low = cache.k.dtype == torch.bfloat16 in PACKED_TYPES and not cache.k.is_cuda
+        self.in_steps = record or few and low and start + n >= LONG
+        self.pool = Lanes(cache) if few and not self.in_steps else None
         self.scores = None
         if record:
             layers, groups, _, _ = cache.k.shape
@@ -88,22 +149,24 @@ class FullKeys:
 
     @cached_property
     def views(self):
-        """Of each layer the rows' own keys and values (G, n, D), and all that they may see (G, T, D).
+        """Of each layer the rows' own keys and values (n, G, D), and all that they may see (G, T, D).
 
         They are views of the cache, made for all layers together: reading copies nothing."""
         pools = self.cache.k, self.cache.v
-        return list(zip(*(x[:, :, slots].unbind() for slots in (self.new, self.all) for x in pools)))
+        new = [x[:, :, self.new].transpose(1, 2).unbind() for x in pools]
+        return list(zip(*new, *(x[:, :, self.all].unbind() for x in pools)))
 
     def attend(self, layer, q, k, v):
         """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
         # Store first: a row sees itself.
         new_keys, new_values, keys, values = self.views[layer]
-        new_keys.copy_(k.transpose(0, 1))
-        new_values.copy_(v.transpose(0, 1))
+        new_keys.copy_(k)
+        new_values.copy_(v)
 
-        if self.scores is not None:
+        if self.in_steps:
             out, probs = self._by_products(q, keys, values)
-            self.scores[layer] = probs.mean(1)
+            if self.scores is not None:
+                self.scores[layer] = probs.mean(1)
             return out
         if self.start == 0 and self.n > 1 and self.tail is None:
             return self._prompt(q, keys, values)
@@ -159,15 +222,14 @@ class FullKeys:
 
 
 def group_rows(q, n_groups):
-    """(n, H, D) -> (G, g * n, D): the g = H / G heads that share a key head become rows of one product."""
-    n, h, d = q.shape
-    return q.view(n, n_groups, h // n_groups, d).permute(1, 2, 0, 3).reshape(n_groups, -1, d)
+    """(.., n, H, D) -> (.., G, g * n, D): the g = H / G heads that share a key head become rows of one
+    product."""
+    return q.view(*q.shape[:-2], n_groups, -1, q.shape[-1]).movedim(-4, -2).flatten(-3, -2)
 
 
 def ungroup_rows(out, n):
-    """(G, g * n, D) -> (n, H, D), the inverse of group_rows."""
-    groups, gn, d = out.shape
-    return out.view(groups, gn // n, n, d).permute(2, 0, 1, 3).reshape(n, -1, d)
+    """(.., G, g * n, D) -> (.., n, H, D), the inverse of group_rows."""
+    return out.view(*out.shape[:-2], -1, n, out.shape[-1]).movedim(-2, -4).flatten(-3, -2)
 
 
 # -- trees of drafts -----------------------------------------------------------------------------------------

@@ -1,13 +1,8 @@
 """What makes decoding fast on a CPU. Everything here computes what a plain torch operator does, in less time.
 """
-import math
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-
-# Blocks of rows that a matrix is cut into, for a product with a single row.
-BLOCKS = 16
 
 # From so many rows on it pays to convert bf16 weights, where a processor has no bf16 products.
 CONVERT_ROWS = 12
@@ -28,42 +23,29 @@ PACKED_TYPES = _packed_types()
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU.
 
-    A single row in fp32 is multiplied with blocks of the matrix, because torch runs one product with one row
-    on one core. Several rows are multiplied with a copy of the matrix in oneDNN's own layout, as
-    torch.compile does too, because torch's own product is slow for few rows in fp32. In bf16 on a processor
-    that cannot multiply it, many rows are multiplied in fp32. Gradients see none of this.
+    Rows are multiplied with a copy of the matrix in oneDNN's own layout, as torch.compile does too, because
+    torch's own product is slow for few rows, and runs on one core for a single one in fp32. In bf16 on a
+    processor that cannot multiply it, many rows are multiplied in fp32. Gradients see none of this.
     """
     _packed = None              # the copy
     _packed_from = None         # version and address of the weights it was made of
     pack_up_to = 1 << 25        # elements: a copy of every matrix is too much for a model of billions
 
     def forward(self, x):
-        w = self.weight
+        w, bias = self._parameters.values()              # nn.Module's own look-up takes longer
         if w.is_cuda or w.is_inference() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
-            return F.linear(x, w, self.bias)
-        n_rows = x.numel() // w.shape[1]
-        if n_rows == 1 and w.dtype == torch.float32:
-            return self._row(x)
+            return F.linear(x, w, bias)
         if w.dtype in PACKED_TYPES and w.numel() <= self.pack_up_to:
             # An optimiser or a loader may have changed the weights since, in place: then pack again.
             state = (w._version, w.data_ptr())
             if self._packed_from != state:
                 self._packed = torch.ops.mkldnn._reorder_linear_weight(w.detach())
                 self._packed_from = state
-            return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, bias, "none", [], "")
         slow = w.dtype == torch.bfloat16 and w.dtype not in PACKED_TYPES
-        if slow and n_rows >= CONVERT_ROWS:
-            bias = None if self.bias is None else self.bias.float()
-            return F.linear(x.float(), w.float(), bias).bfloat16()
-        return F.linear(x, w, self.bias)
-
-    def _row(self, x):
-        """x (.., in_features) of a single row, as a batch of products that the cores share."""
-        n_out, n_in = self.weight.shape
-        n = math.gcd(n_out, BLOCKS)
-        blocks = self.weight.view(n, n_out // n, n_in)
-        out = torch.bmm(x.expand(n, 1, n_in), blocks.mT).view(*x.shape[:-1], n_out)
-        return out if self.bias is None else out + self.bias
+        if slow and x.numel() >= CONVERT_ROWS * w.shape[1]:
+            return F.linear(x.float(), w.float(), None if bias is None else bias.float()).bfloat16()
+        return F.linear(x, w, bias)
 
     def __getstate__(self):
         """What copy.deepcopy and pickle take: all but the packed copy, which they cannot read."""
@@ -78,6 +60,5 @@ def norm_of_a_row(x, weight, eps):
 
     torch makes it of eight. In decoding each takes longer to start than to compute, because the weights that
     were read since have pushed its code out of the processor's cache."""
-    row = x.flatten().float()
-    mean_square = torch.dot(row, row).item() / len(row)
-    return (x * weight).mul_((mean_square + eps) ** -0.5)
+    length = torch.linalg.vector_norm(x, dtype=torch.float32).item()
+    return (x * weight).mul_((length * length / len(weight) + eps) ** -0.5)

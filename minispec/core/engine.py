@@ -58,6 +58,7 @@ class Engine:
         self.cache_tokens = cache_tokens
         self.host_tokens = host_tokens
         self.cache = None                                # made by the first `stream`
+        self.run_size = 0                                # slots of a run at least, where all fit
         self.planner = planner(self)
         self.admission = Admission(self, admission)
         self.waiting = []
@@ -290,8 +291,10 @@ class Engine:
                                  spare=int(self.fused))
             self.graphs = None
         self.cache.host_slots = host_slots
-        # A graph's tables have room for the longest request.
+        # In a pool of its own size all runs are of one size, so that they lie at equal distances (Lanes). A
+        # graph's tables have room for the longest request.
         longest = max([r.longest for r in requests], default=0)
+        self.run_size = 0 if self.cache_tokens else longest
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
             self._make_graphs(longest)
         self.waiting += requests

@@ -32,10 +32,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
+        weight = self.weight
         lone_row = x.numel() == x.shape[-1]
         if lone_row and not x.is_cuda and not torch.is_grad_enabled():
-            return norm_of_a_row(x, self.weight, self.eps)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return norm_of_a_row(x, weight, self.eps)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -107,13 +108,14 @@ class Block(nn.Module):
     def project(self, x, cos, sin):
         """(..., C) -> q (..., H, D), k and v (..., G, D), with positions applied to q and k."""
         c = self.config
-        qkv = self.qkv(self.norm1(x)).unflatten(-1, (-1, c.head_dim))         # (..., H + 2G, D)
+        qkv = self.qkv(self.norm1(x)).view(*x.shape[:-1], -1, c.head_dim)     # (..., H + 2G, D)
+        qk, v = qkv.split_with_sizes([c.n_head + c.n_kv_head, c.n_kv_head], -2)
+        if not c.qk_norm:
+            # Without a norm in between, the heads of q and k turn in one operation.
+            qk = rotate(qk, cos, sin)
+        q, k = qk.split_with_sizes([c.n_head, c.n_kv_head], -2)
         if c.qk_norm:
-            q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head], dim=-2)
-            return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
-        # Without a norm in between, the heads of q and k turn in one operation.
-        qk, v = qkv.split([c.n_head + c.n_kv_head, c.n_kv_head], dim=-2)
-        q, k = rotate(qk, cos, sin).split([c.n_head, c.n_kv_head], dim=-2)
+            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         return q, k, v
 
 
