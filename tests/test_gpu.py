@@ -9,6 +9,8 @@ import torch
 from conftest import toy_model
 
 from minispec.core import engine as engine_module
+from minispec.core.attention import TREE
+from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
@@ -129,6 +131,13 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
         for seed in range(5):
             rule([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 2, 3], p, torch.rand(7, generator=torch.Generator().manual_seed(seed)))
     assert len(asked) > 5 and max(asked) <= 3 * 7
+
+
+def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom():
+    tree = Drafter()
+    tree.width, tree.max_k = 4, 256
+    assert [Lockstep(None, tree, k).fusable for k in (15, TREE - 1, TREE)] == [True, True, False]
+    assert Lockstep(None, Drafter(), 32).fusable and Lockstep(None).fusable
 
 
 def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run(monkeypatch):
