@@ -50,7 +50,7 @@ SCHEDULES = ("unified", "lockstep")
 REACH = (1, 2, 4)
 FADE = 0.6
 MEMORY = 0.5
-GROWTH = 64                                  # entries that a pool of selections grows by beyond its need
+GROWTH = 16                                  # entries that a pool of selections grows by beyond its need
 N_SINKS = 4                                  # first positions that a plain window keeps (StreamingLLM)
 
 
@@ -129,8 +129,7 @@ class DraftPool:
                 self.gather(keys)
             keys.n += 1
         n_rows = max(keys.row for keys in some) + 1        # those that do not draft now are computed too
-        width = max(keys.n for keys in some)
-        layers, _, groups, room, d = self.k.shape
+        _, _, groups, width, d = self.k.shape              # all of it, because torch would copy a part
         # Which of the queries a row has, and which row a query has.
         query, row = [0] * n_rows, []
         # Lists differ in length: what is behind the end of each is hidden.
@@ -140,7 +139,7 @@ class DraftPool:
             row.append(keys.row)
             hidden[keys.row, :, :keys.n] = 0.0
         # Where each new key goes, the end of its list, of a layer seen as one table of rows (D,).
-        new = [(keys.row * groups + head) * room + keys.n - 1 for keys in some for head in range(groups)]
+        new = [(keys.row * groups + head) * width + keys.n - 1 for keys in some for head in range(groups)]
         query, row, new = (torch.tensor(x, device=self.k.device) for x in (query, row, new))
         hidden = hidden.flatten(0, 1).to(self.k.device)                        # (rows * G, width, 1)
 
@@ -149,7 +148,7 @@ class DraftPool:
             lists = []
             for pool, x in ((self.k[layer], k), (self.v[layer], v)):
                 pool.view(-1, d).index_copy_(0, new, x.reshape(-1, d))
-                lists.append(pool[:n_rows, :, :width].flatten(0, 1))           # (rows * G, width, D)
+                lists.append(pool[:n_rows].flatten(0, 1))                      # (rows * G, width, D)
             keys, values = lists
             q = q.index_select(0, query).view(len(keys), -1, d)                # (rows * G, H / G, D)
             # With the keys first, torch need not turn them around.

@@ -449,6 +449,8 @@ def test_costs_of_a_model_whose_clock_is_known(monkeypatch):
             return hidden
 
     class Full(FullKeys):
+        pool = property(lambda keys: None, lambda keys, pool: None)         # each request is a call of its own
+
         def attend(self, layer, q, k, v):
             return tick(3 + self.n * (self.all.stop - self.all.start - self.n) / 100, q)
 

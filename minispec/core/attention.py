@@ -194,14 +194,15 @@ class FullKeys:
         rows = group_rows(q, len(keys)) * q.shape[-1] ** -0.5                  # (G, g * n, D)
         if q.dtype not in PACKED_TYPES:
             rows, keys, values = rows.float(), keys.float(), values.float()
-        # Head by head: to multiply many at once, torch would copy the keys.
+        # Head by head: to multiply many at once, torch would copy the keys, and the values.
         logits = torch.stack([row @ key.mT for row, key in zip(rows, keys)])   # (G, g * n, T)
         # All rows see what comes before their own positions. (Of a tree nothing is recorded.)
         mask = self._mask(q, len(keys), self.n)
         if mask is not None:
             logits[:, :, -self.n:] += mask
         probs = logits.softmax(-1)
-        return ungroup_rows(probs @ values, self.n).to(q.dtype), probs
+        out = torch.stack([prob @ value for prob, value in zip(probs, values)])
+        return ungroup_rows(out, self.n).to(q.dtype), probs
 
     def _mask(self, q, n_groups, width):
         """Additive mask (g * n, width) of the newest `width` positions, 0 or -inf; the same in every layer.

@@ -14,6 +14,7 @@ with the text's token in the rejected one's place. This is the law of decoding a
 samples: the emitted token has distribution p and was accepted with probability min(p, q) / p.
 """
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
@@ -94,6 +95,13 @@ class BestKeys(FullKeys):
         return ungroup_rows(probs / probs.sum(-1, keepdim=True) @ values, self.n), probs
 
 
+@dataclass(eq=False)
+class Little:
+    """A little cache, (L, G, width, D)."""
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 class Replay:
     """SpecGen's rounds with one selection, behind the first `context` tokens of a text. To its planner it is
     the request. select: SpecGen's, or "oracle", BestKeys."""
@@ -164,7 +172,7 @@ class Replay:
         pool = DraftPool(self.text.cache, self.k)
         chosen = PillarKeys(pool, 0, self.n_cached, self.state.selected, self.state.recent)
         pool.gather(chosen)
-        self.seen = SimpleNamespace(k=pool.k[:, 0], v=pool.v[:, 0])
+        self.seen = Little(pool.k[:, 0], pool.v[:, 0])
         self.n_seen = chosen.n
 
 
