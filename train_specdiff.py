@@ -56,13 +56,9 @@ def parse_args():
     p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
     p.add_argument("--taps", choices=("none", "last", "three"),
                    help="what it reads of the target: nothing, the final state (default), or three layers")
-    p.add_argument("--no-shift", action="store_true",
-                   help="a mask guesses its own token, not the one after it")
     p.add_argument("--windows", type=int, default=32, help="windows of a text per step (default %(default)s)")
     args = p.parse_args()
     rollouts.check_arguments(args, windows=1)
-    if args.init and args.no_shift:
-        raise ValueError("--init keeps the shape of its drafter; --no-shift is for a new one")
     return args
 
 
@@ -71,7 +67,7 @@ def drafter_of(args, target):
     taps = rollouts.taps_of(args.taps or "last", target)
     if not args.init:
         n_layer = min(LAYERS, target.config.n_layer)
-        return specdiff.for_target(target, n_layer, args.gamma or 8, not args.no_shift, taps)
+        return specdiff.for_target(target, n_layer, args.gamma or 8, taps)
 
     drafter = specdiff.load(args.init, target)
     gamma = args.gamma or drafter.config.gamma
@@ -110,7 +106,7 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     window may begin after that. """
     c = drafter.config
     n = ids.shape[1]
-    rows = c.gamma - c.shift                        # shifted, the last committed token guesses slot 1
+    rows = c.gamma - 1                              # the last committed token guesses slot 1
     at = torch.arange(n, device=ids.device)
     slots = torch.full((*starts.shape, rows), MASK, device=ids.device) if shown is None else shown[..., :rows]
     places = starts[..., None] + torch.arange(rows, device=ids.device)
@@ -126,10 +122,8 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     # 2. One forward, in which windows do not see each other.
     hidden = drafter(tokens, positions, dense_attend(window_mask(n, starts, rows)), features)
     windows = hidden[:, n:].unflatten(1, (-1, rows))                                      # (B, W, rows, C)
-    if c.shift:
-        last = _rows_of(hidden, starts - 1)
-        windows = torch.cat([last[:, :, None], windows], 2)                               # (B, W, gamma, C)
-    return windows, hidden[:, :n]
+    last = _rows_of(hidden, starts - 1)
+    return torch.cat([last[:, :, None], windows], 2), hidden[:, :n]                       # (B, W, gamma, C)
 
 
 def _rows_of(x, at):
@@ -199,7 +193,7 @@ def objective(name, logits, labels, valid, log_p=None, weight=None):
     return -(log_q * counts).sum() / valid.sum()
 
 
-def _mask_at_random(labels, shift, generator):
+def _mask_at_random(labels, generator):
     """Masked diffusion: a rate per window, every slot masked with that probability. (shown, weight), see
     `objective`."""
     gamma = labels.shape[-1]
@@ -207,8 +201,7 @@ def _mask_at_random(labels, shift, generator):
     rate = (1 + (gamma - 1) * u) / gamma                           # at least one slot, on average
     masked = torch.rand(labels.shape, generator=generator) < rate
     weight = masked / rate
-    if shift:                                                      # no row could show the last slot's token
-        weight[..., -1] = 1
+    weight[..., -1] = 1                                            # no row could show the last slot's token
     shown = labels.masked_fill(masked.to(labels.device), MASK)
     return shown, weight.to(labels.device)
 
@@ -216,13 +209,12 @@ def _mask_at_random(labels, shift, generator):
 def training_loss(drafter, name, batch, n_windows, generator):
     """The objective `name` on n_windows windows of each text of a rollouts.Batch."""
     # 1. Windows at random places of the answers.
-    c = drafter.config
     starts = draw_windows(batch.learn, n_windows, generator)
     tokens, labels, log_p, valid = _answers(drafter, batch, starts)
     # 2. What the drafter sees: open slots, or for masked diffusion some of the answer.
     shown = weight = None
     if name == "mdlm":
-        shown, weight = _mask_at_random(tokens, c.shift, generator)
+        shown, weight = _mask_at_random(tokens, generator)
     # 3. What it guesses, and how good that is.
     windows, text = window_states(drafter, batch.ids, starts, batch.features, shown)
     if name == "kl":
@@ -234,18 +226,17 @@ def distillation(drafter, batch, starts, windows, text, valid):
     """KL divergence from the target's distribution of every slot, given the true tokens before it, to the
     drafter's, slot by slot. Where answers are sampled it has the optimum of cross-entropy, and learns it from
     fewer of them. windows and text: from window_states."""
-    # Where a row guesses the token after it, every row of an answer is the first slot of a window.
-    loss = 0.0
-    c = drafter.config
+    gamma = drafter.config.gamma
     logits = drafter.words.logits
-    if c.shift:
-        judged = F.pad(batch.learn[:, 1:], (0, 1))                                        # (B, S)
-        loss = divergence(logits(batch.hidden[judged]), logits(text[judged])).mean()
-    goal, _ = of_windows(batch.hidden, starts - 1, c.gamma)                               # (B, W, gamma, C)
+    # Every row of an answer is the first slot of a window.
+    judged = F.pad(batch.learn[:, 1:], (0, 1))                                            # (B, S)
+    first = divergence(logits(batch.hidden[judged]), logits(text[judged])).mean()
+    # The others are those of the windows.
+    goal, _ = of_windows(batch.hidden, starts - 1, gamma)                                 # (B, W, gamma, C)
     slots = divergence(logits(goal), logits(windows)) * valid                             # (B, W, gamma)
     mean = slots.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
-    decay = DECAY ** torch.arange(c.gamma, device=mean.device)
-    return loss + (mean * decay)[c.shift:].sum()
+    decay = DECAY ** torch.arange(gamma, device=mean.device)
+    return first + (mean * decay)[1:].sum()
 
 
 @torch.no_grad()

@@ -20,9 +20,8 @@ the next round:
     tapped     t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row reads a hidden state f of
                      f_0   ..  f_n-1 | f_n-1 ..  f_n-1     the target: the newest when the token is chosen
 
-`shift` True: a row guesses the token after its own, as the target does, whose weights the drafter starts
-from; t_n guesses slot 1 and gamma - 1 masks the others. False: every mask guesses its own slot, of which
-there are gamma. The tapped form joins the ideas of DFlash (2602.06036), a diffusion drafter that reads the
+A row guesses the token after its own, as the target does, whose weights the drafter starts from: t_n guesses
+slot 1 and gamma - 1 masks the others. The tapped form joins the ideas of DFlash (2602.06036), a diffusion drafter that reads the
 target, and of EAGLE, which pairs the state of a token with the next token: the row of t_n has what an EAGLE
 head has.
 
@@ -114,7 +113,7 @@ class Drafter(nn.Module):
         checkpoints.check_shapes(self.config, target.config)
 
 
-def for_target(target, n_layer=None, gamma=8, shift=True, taps=None):
+def for_target(target, n_layer=None, gamma=8, taps=None):
     """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
     the mean of all tokens. Where it reads the target's last state, that passes the projection as it is, and
     embeddings, small next to states in most models, are scaled to weigh as much."""
@@ -122,7 +121,7 @@ def for_target(target, n_layer=None, gamma=8, shift=True, taps=None):
     n_layer = n_layer or most
     if not 1 <= n_layer <= most:
         raise ValueError(f"layers {n_layer} is out of range; the target has {most}")
-    shape = {**asdict(target.config), "n_layer": n_layer, "shift": shift}
+    shape = {**asdict(target.config), "n_layer": n_layer}
     if taps == ():
         size_of_states = target.norm.weight.norm() / target.config.d_model ** 0.5
         shape["embed_scale"] = (size_of_states / target.embed.weight.std()).item()
@@ -252,7 +251,7 @@ class SpecDiffDrafter(Cached):
             for rows in self._rows(request, slots):
                 work.append(rows)
                 n += len(rows.tokens)
-            wanted += range(n - slots, n)                # shifted: that of t_n and the masks
+            wanted += range(n - slots, n)                # that of t_n and the masks
         # All windows of the batch share one forward, and all K chains of a request share its window.
         hidden, = self.run_round(work)
         logits = self.words.logits(hidden[wanted])
@@ -262,8 +261,8 @@ class SpecDiffDrafter(Cached):
         """What a request feeds: first its new committed tokens, causal; then the window's masks, which see
         each other."""
         notes = self.note(request)
-        # Shifted, the row of the last token guesses the first slot, so there is one mask less.
-        masks = [MASK] * (slots - self.drafter.config.shift)
+        # The row of the last token guesses the first slot.
+        masks = [MASK] * (slots - 1)
         of_new, of_masks = None, None
         if self.taps is not None:
             # Each new token reads the state of the token before it, each mask the newest state there is.

@@ -25,7 +25,7 @@ from minispec.core.verify import Sampling, draw, greedy_tree, point_mass_tree, r
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 TARGET = toy_model(vocab=12, seed=2)
 SMALLER = toy_model(vocab=12, seed=3, n_layer=1, d_model=16, n_head=2, n_kv_head=1)     # a target of another width
-FORMS = {"plain": dict(), "unshifted": dict(shift=False), "tapped": dict(taps=(0, 1, 2)), "tapped unshifted": dict(taps=(), shift=False)}
+FORMS = {"plain": dict(), "tapped": dict(taps=(0, 1, 2)), "tapped last": dict(taps=())}
 
 
 def toy_drafter(target=TARGET, seed=5, gamma=4, n_layer=1, **changes):
@@ -93,7 +93,7 @@ def obvious_logits(drafter, ids, start, shown=None, target=TARGET):
     """Logits (gamma, V) of the window of one text that begins at `start`: a forward over prefix and window alone, with a dense mask."""
     c = drafter.config
     slots = list(shown or [MASK] * c.gamma)
-    rows = ids[:start] + slots[:len(slots) - c.shift]
+    rows = ids[:start] + slots[:-1]
     mask = torch.ones(len(rows), len(rows)).tril().bool()
     mask[start:] = True
     features = None
@@ -199,8 +199,8 @@ def test_one_forward_of_drafter_and_target_a_round(taps):
         hook.remove()
 
 
-@pytest.mark.parametrize("form", ["plain", "unshifted", "tapped", "tapped unshifted"])
-def test_the_shift_is_right(form):
+@pytest.mark.parametrize("form", list(FORMS))
+def test_windows_are_where_they_should_be(form):
     """A3 and D4: windows of a text learned by heart are the text, to the last slot, and not the text one token earlier or later;
     training for the streak itself brings J to gamma."""
     drafter, ids = toy_drafter(n_layer=2, **FORMS[form]), torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -371,7 +371,7 @@ def test_greedy_is_identical_to_autoregressive(name, trained):
     many = 100 if FULL else 10
     assert max(len(set(ids)) for ids in plain(many)) > 5
     # One by one takes longest, so it is done for a few prompts.
-    for drafter, batches in ((trained, ((1, 2), (8, many))), *((toy_drafter(**FORMS[form]), ((3, 6),)) for form in ("plain", "unshifted"))):
+    for drafter, batches in ((trained, ((1, 2), (8, many))), (toy_drafter(), ((3, 6),))):
         for batch, n in batches:
             got, engine = run(lockstep(drafter, **SETTINGS[name]), prompts(n), batch)
             assert [g.token_ids for g in got] == plain(n)
@@ -601,11 +601,11 @@ def test_objectives_by_hand():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", ("plain", "unshifted"))
+@pytest.mark.parametrize("form", ("plain", "tapped last"))
 def test_distillation_is_a_kl_divergence_slot_by_slot(form):
     """Mean by slot, decaying along the window; where rows guess the next token, every row of an answer is a first slot."""
     drafter, batch = toy_drafter(**FORMS[form]), texts(prompts(3, seed=4))
-    shift, starts = drafter.config.shift, train_specdiff.draw_windows(batch.learn, 5, torch.Generator().manual_seed(0))
+    starts = train_specdiff.draw_windows(batch.learn, 5, torch.Generator().manual_seed(0))
 
     def kl(b, start, slot):
         ids = batch.ids[b].tolist()
@@ -615,7 +615,7 @@ def test_distillation_is_a_kl_divergence_slot_by_slot(form):
 
     want = 0.0
     for slot in range(4):
-        if shift and slot == 0:
+        if slot == 0:
             at = [(b, i) for b, i in batch.learn.nonzero().tolist() if i > 0]
         else:
             at = [(b, i) for b, row in enumerate(starts.tolist()) for i in row

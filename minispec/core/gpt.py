@@ -137,7 +137,6 @@ class GPTConfig:
     qk_norm: bool = False       # True: Qwen3; it caps attention logits, and so how sharply a head can look
     qkv_bias: bool = False      # True: Qwen2
     tied: bool = True           # output head = token embedding
-    shift: bool = True          # a row predicts the next token; False: its own slot's (some diffusion models)
     bos_id: int = 2040
     eos_id: int = 2041
 

@@ -63,8 +63,6 @@ def to_hf_config(c, dtype="float32"):
            "torch_dtype": dtype}
     if c.rope_scaling:
         out["rope_scaling"] = {"rope_type": "llama3", **c.rope_scaling}
-    if not c.shift:
-        out["shift"] = False
     return out
 
 
@@ -92,7 +90,7 @@ def from_hf_config(d):
     if isinstance(c["eos_id"], list):
         c["eos_id"] = c["eos_id"][0]
     c["tied"] = bool(c["tied"])
-    return GPTConfig(**c, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2", shift=bool(d.get("shift", True)))
+    return GPTConfig(**c, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2")
 
 
 def checked(c):
