@@ -122,10 +122,9 @@ def speed(args):
             if kind == "BF16":
                 loops["llama.cpp, 4 bits"] = llama_cpp(source.file, threads)
             found = in_turn(loops, asked, args)
-        texts = {}
+        texts, special = {}, set(tokenizer.special.values())
         for name, (_, outputs) in found.items():         # llama.cpp gives text, without special tokens
-            texts[name] = [out if isinstance(out, str) else tokenizer.decode([t for t in out if t not in tokenizer.name_of])
-                           for out in outputs]
+            texts[name] = [out if isinstance(out, str) else tokenizer.decode([t for t in out if t not in special]) for out in outputs]
         for name, (rates, _) in found.items():
             rows.append({"loop": name, "dtype": dtype, "tokens_per_second": rates,
                          "ratio": statistics.median(a / b for a, b in zip(found["minispec ar"][0], rates)),
@@ -142,7 +141,7 @@ def steps(args):
     tokenizer, rows = Tokenizer.load("smollm2"), []
     asked = [tokenizer.prompt_ids(q) for q in QUESTIONS]
     without = {                                          # a step: what undoes it
-        "a single row is multiplied in blocks": lambda: mock.patch.object(cpu, "BLOCKS", 1),
+        "weights are packed": lambda: mock.patch.object(cpu, "PACKED_TYPES", set()),
         "the norm of a row takes three operators": lambda: mock.patch.object(gpt.RMSNorm, "forward", plain_norm),
     }
     for dtype in DTYPES:

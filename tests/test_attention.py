@@ -75,17 +75,17 @@ def decode_together(model, cache, runs, rows, steps=3):
     return [torch.cat(x) for x in out]
 
 
-@pytest.mark.parametrize("rows", [(1, 1, 1), (5, 5, 5), (1, 4, 2)])
+@pytest.mark.parametrize("rows", [(1, 1, 1), (5, 5, 5), (1, 1, 4)])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (5, 1)])
 @pytest.mark.parametrize("lanes", [(0, 1, 2), (2, 0, 1), (3, 1, 0)])      # in order, in another one, and with a lane of nobody
 def test_requests_at_equal_distances_are_served_in_one_call(rows, heads, lanes, monkeypatch):
     monkeypatch.setattr(attention, "FILL", 9)
     model = toy_model(n_head=heads[0], n_kv_head=heads[1])
-    cache, served = KVCache(model.config, 7 + 4 * 40), in_lanes(monkeypatch)
+    cache, served = KVCache(model.config, 4 * 40), in_lanes(monkeypatch)
     cache.k.normal_(), cache.v.normal_()                            # what others left there
-    runs = [(7 + lane * 40, torch.randint(0, 64, (n,)).tolist()) for lane, n in zip(lanes, (21, 40, 30))]
+    runs = [(lane * 40, torch.randint(0, 64, (n,)).tolist()) for lane, n in zip(lanes, (21, 40, 30))]
     together = decode_together(model, cache, runs, rows)
-    assert sum(x is not None for x in served) == 3
+    assert sum(x is not None for x in served) == 3       # a call a step; a request with more rows has one of its own
     for (_, ids), logits in zip(runs, together):
         assert (logits - dense_logits(model, ids)).abs().max() < 1e-4
 

@@ -69,50 +69,44 @@ def packed_attend(segments):
 
 @dataclass(frozen=True)
 class Lanes:
-    """A cache whose requests are served in one call a layer, where their runs lie at equal distances.
+    """Requests of one cache with n rows each, served in one call a layer where their runs lie at equal
+    distances.
 
-    The pool is read as B lanes of T slots, as many as the longest request has. A lane may be nobody's, and
-    what lies in it behind its own request a mask hides."""
+    From its first slot on the pool is read as B lanes of T slots, as many as the longest request has. A lane
+    may be nobody's, and what lies in it behind its own request a mask hides."""
     cache: KVCache
+    n: int
 
     def attend(self, some):
         """attend over the rows of `some` FullKeys, or None where a call for each costs less."""
         pools = self.cache.k, self.cache.v
-        n = max(keys.n for keys in some)
-        t = max(keys.start + keys.n for keys in some)
-        first = min(keys.base for keys in some)
-        last = max(keys.base for keys in some)
-        distance = math.gcd(*(keys.base - first for keys in some))
-        if not distance or last + t > self.cache.k.shape[2]:
-            return None
-        lanes = (last - first) // distance + 1
-        if lanes * n * t > FILL * sum(keys.n * (keys.start + keys.n) for keys in some):
+        bases = [keys.base for keys in some]
+        lengths = [keys.start + self.n for keys in some]
+        t = max(lengths)
+        distance = math.gcd(*bases) or t
+        n_lanes = 1 + max(bases) // distance
+        if len(some) == 1 or max(bases) + t > pools[0].shape[2] or n_lanes * t > FILL * sum(lengths):
             return None
 
-        # Of every row: its place among the lanes' rows, its slot, and how many of its lane's slots it sees.
-        table = [((keys.base - first) // distance * n + i, keys.base + keys.start + i, keys.start + i + 1)
-                 for keys in some for i in range(keys.n)]
-        place, slot, sees = torch.tensor(table, device=self.cache.k.device).T.contiguous()
-        seen = torch.ones(lanes * n, 1, dtype=torch.long, device=place.device)  # rows of nobody see something
-        seen[place, 0] = sees
-        unseen = torch.arange(t, device=place.device) >= seen                  # (B * n, T)
-        mask = torch.zeros(unseen.shape, dtype=self.cache.k.dtype, device=place.device)
-        mask = mask.masked_fill_(unseen, float("-inf")).view(lanes, 1, n, t)
+        lane = torch.tensor(bases, device=pools[0].device) // distance
+        slot = torch.cat([torch.arange(keys.new.start, keys.new.stop) for keys in some]).to(lane.device)
         # Views of all layers (B, G, T, D).
-        lanes_of = [x[:, :, first:].unfold(2, t, distance)[:, :, :lanes].permute(0, 2, 1, 4, 3) for x in pools]
-        keys, values = (x.unbind() for x in lanes_of)
+        lanes = [x.unfold(2, t, distance)[:, :, :n_lanes].permute(0, 2, 1, 4, 3) for x in pools]
+        mask = None                                      # made in the first layer, the same in all
 
         def attend(layer, q, k, v):
-            groups = k.shape[1]
+            nonlocal mask
             for pool, x in zip(pools, (k, v)):
                 pool[layer].index_copy_(1, slot, x.transpose(0, 1))
-            rows = q.new_zeros(lanes * n, *q.shape[1:]).index_copy_(0, place, q)
-            rows = group_rows(rows.view(lanes, n, *q.shape[1:]), groups)       # (B, G, g * n, D)
-            nonlocal mask
-            if mask.shape[2] < rows.shape[2]:            # in the first layer: of every head of a group
-                mask = mask.repeat(1, 1, rows.shape[2] // n, 1)
-            out = F.scaled_dot_product_attention(rows, keys[layer], values[layer], attn_mask=mask)
-            return ungroup_rows(out, n).flatten(0, 1).index_select(0, place)   # (N, H, D)
+            rows = group_rows(q.view(len(some), self.n, *q.shape[1:]), k.shape[1])
+            if mask is None:
+                mask = q.new_full((n_lanes, 1, rows.shape[2], t), float("-inf"))
+                for i, length, keys in zip(lane, lengths, some):
+                    hidden = keys.mask_of(q, k.shape[1], length)
+                    mask[i, :, :, :length] = 0 if hidden is None else hidden
+            rows = rows.new_zeros(n_lanes, *rows.shape[1:]).index_copy_(0, lane, rows)   # (B, G, g * n, D)
+            out = F.scaled_dot_product_attention(rows, lanes[0][layer], lanes[1][layer], attn_mask=mask)
+            return ungroup_rows(out.index_select(0, lane), self.n).flatten(0, 1)         # (N, H, D)
         return attend
 
 
@@ -138,10 +132,9 @@ class FullKeys:
         self.all = slice(base, base + start + n)             # slots of everything that they may see
         self.tail = tail
         self.mask = None                                     # made in the first layer, the same in all
-        few = tail is None and n <= FEW
         low = cache.k.dtype == torch.bfloat16 in PACKED_TYPES and not cache.k.is_cuda
-        self.in_steps = record or few and low and start + n >= LONG
-        self.pool = Lanes(cache) if few and not self.in_steps else None
+        self.in_steps = record or low and tail is None and n <= FEW and start + n >= LONG
+        self.pool = None if self.in_steps or n > FEW else Lanes(cache, n)      # who is served together
         self.scores = None
         if record:
             layers, groups, _, _ = cache.k.shape
@@ -182,7 +175,7 @@ class FullKeys:
     def _fused(self, q, keys, values):
         """A few rows after many keys. The heads of a group are rows of one call, so they share its keys."""
         rows = group_rows(q, len(keys))                                        # (G, g * n, D)
-        mask = self._mask(q, len(keys), keys.shape[1])
+        mask = self.mask_of(q, len(keys), keys.shape[1])
         out = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)
         return ungroup_rows(out[0], self.n)
 
@@ -194,17 +187,16 @@ class FullKeys:
         rows = group_rows(q, len(keys)) * q.shape[-1] ** -0.5                  # (G, g * n, D)
         if q.dtype not in PACKED_TYPES:
             rows, keys, values = rows.float(), keys.float(), values.float()
-        # Head by head: to multiply many at once, torch would copy the keys, and the values.
+        # Head by head: to multiply many at once, torch would copy the keys. (Not the values.)
         logits = torch.stack([row @ key.mT for row, key in zip(rows, keys)])   # (G, g * n, T)
         # All rows see what comes before their own positions. (Of a tree nothing is recorded.)
-        mask = self._mask(q, len(keys), self.n)
+        mask = self.mask_of(q, len(keys), self.n)
         if mask is not None:
             logits[:, :, -self.n:] += mask
         probs = logits.softmax(-1)
-        out = torch.stack([prob @ value for prob, value in zip(probs, values)])
-        return ungroup_rows(out, self.n).to(q.dtype), probs
+        return ungroup_rows(probs @ values, self.n).to(q.dtype), probs
 
-    def _mask(self, q, n_groups, width):
+    def mask_of(self, q, n_groups, width):
         """Additive mask (g * n, width) of the newest `width` positions, 0 or -inf; the same in every layer.
 
         None for a single row that sees everything."""
