@@ -379,7 +379,7 @@ def test_drafts_are_of_the_draft_vocabulary_and_its_ids_are_kept(tmp_path):
     config = (tmp_path / "config.json").read_text()
     for wrong in ("8", "-1"):
         (tmp_path / "config.json").write_text(config.replace('"draft_vocab": 5', f'"draft_vocab": {wrong}'))
-        with pytest.raises(ValueError, match=f"draft_vocab {wrong} is out of range; the target has 8 tokens, 0 is all"):
+        with pytest.raises(ValueError, match=f"draft_vocab {wrong} is out of range"):
             prism.load(tmp_path)
 
 
