@@ -85,7 +85,8 @@ class Lanes:
         t = max(lengths)
         distance = math.gcd(*bases) or t
         n_lanes = 1 + max(bases) // distance
-        if len(some) == 1 or max(bases) + t > pools[0].shape[2] or n_lanes * t > FILL * sum(lengths):
+        alone = len(set(bases)) < max(len(some), 2)      # one request, or one with several segments
+        if alone or max(bases) + t > pools[0].shape[2] or n_lanes * t > FILL * sum(lengths):
             return None
 
         lane = torch.tensor(bases, device=pools[0].device) // distance
