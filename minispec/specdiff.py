@@ -21,9 +21,9 @@ the next round:
                      f_0   ..  f_n-1 | f_n-1 ..  f_n-1     the target: the newest when the token is chosen
 
 A row guesses the token after its own, as the target does, whose weights the drafter starts from: t_n guesses
-slot 1 and gamma - 1 masks the others. The tapped form joins the ideas of DFlash (2602.06036), a diffusion drafter that reads the
-target, and of EAGLE, which pairs the state of a token with the next token: the row of t_n has what an EAGLE
-head has.
+slot 1 and gamma - 1 masks the others. The tapped form joins the ideas of DFlash (2602.06036), a diffusion
+drafter that reads the target, and of EAGLE, which pairs the state of a token with the next token: the row of
+t_n has what an EAGLE head has.
 
 What differs from the paper and why: the released drafter sees its prefix bidirectionally and encodes it again
 every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The

@@ -318,8 +318,8 @@ class SmallLM(Chained):
             raise ValueError(f"the draft model has {model.config.vocab_size} tokens in its vocabulary, "
                              f"the target {target.config.vocab_size}")
         if model.config.block_size < target.config.block_size:
-            raise ValueError(f"the draft model reads contexts of {model.config.block_size} tokens, the target "
-                             f"of {target.config.block_size}")
+            raise ValueError(f"the draft model reads contexts of {model.config.block_size} tokens, "
+                             f"the target of {target.config.block_size}")
         super().__init__(model.config, model, model.rope, MAX_K)
         self.words = Words(model)
 

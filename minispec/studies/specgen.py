@@ -183,9 +183,9 @@ STAGES = {              # {stage: (method, settings)}
 
 
 def scheduler(args, model, tokenizer):
-    """The parts of SpecGen's system, one after the other: on n chains of `size` lines, in a cache of a quarter
-    of what all of them may ask for, which is half of what they take; of a real model on chains of thought
-    that it goes on with. And how even the forwards of 40 requests are in steady state."""
+    """The parts of SpecGen's system, one after the other: on n chains of `size` lines, in a cache of a
+    quarter of what all of them may ask for, which is half of what they take; of a real model on chains of
+    thought that it goes on with. And how even the forwards of 40 requests are in steady state."""
     n, size, repeats = (8, 8, 1) if args.quick else (8, 50, 2)
     if tokenizer.ours:
         problems = [tasks.make("trace", 700 + i, "heldout", size) for i in range(n)]
