@@ -8,12 +8,12 @@ import pytest
 from conftest import ROOT
 
 GOOD = "import time\ndef test_good():\n    time.sleep(0.2)\n"
-# However long the second process takes to start, the first one does not get to the last file before it. That one
-# is run from its end.
-BEGIN = "def test_begun():\n    open('begun', 'w').close()\n"
+# However long the second process takes, the first one does not get to the last test before it: that begins with a
+# file for which the one before it waits.
+BEGIN = "import os\ndef test_d():\n    open('begun', 'w').close()\n"
 WAIT = "import os, time\ndef test_waits():\n    while not os.path.exists('begun'):\n        time.sleep(0.01)\n"
-FAILS = "import os\ndef test_d(): assert 'MINISPEC_TESTS_BESIDE' not in os.environ\n"
-DIES = "import os\ndef test_d():\n    if 'MINISPEC_TESTS_BESIDE' in os.environ:\n        os._exit(9)\n"
+FAILS = BEGIN + "    assert 'MINISPEC_TESTS_BESIDE' not in os.environ\n"
+DIES = BEGIN + "    if 'MINISPEC_TESTS_BESIDE' in os.environ:\n        os._exit(9)\n"
 
 pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core runs one process")
 
@@ -29,11 +29,11 @@ def run(folder, files):
 
 
 def test_failures_of_both_processes_are_reported(tmp_path):
-    p = run(tmp_path, {"a": "def test_a(): assert 0\n", "b": GOOD, "c": WAIT, "d": FAILS + BEGIN})
-    assert p.returncode == 1 and "2 failed, 3 passed" in p.stdout
+    p = run(tmp_path, {"a": "def test_a(): assert 0\n", "b": GOOD, "c": WAIT, "d": FAILS})
+    assert p.returncode == 1 and "2 failed, 2 passed" in p.stdout
     assert "test_a.py::test_a" in p.stdout and "test_d.py::test_d" in p.stdout
 
 
 def test_a_second_process_that_dies_is_a_failure(tmp_path):
-    p = run(tmp_path, {"a": GOOD, "b": GOOD, "c": WAIT, "d": DIES + BEGIN})
+    p = run(tmp_path, {"a": GOOD, "b": GOOD, "c": WAIT, "d": DIES})
     assert p.returncode == 1 and "the tests beside these ended with 9" in p.stdout + p.stderr
