@@ -206,7 +206,9 @@ def add_arguments(parser):
     add("--model", default=SHIPPED, metavar="MODEL",
         help="the target: a Hugging Face folder, a GGUF file, or smollm2 (default %(default)s)")
     add("--device", default="cpu", help="cpu or cuda (default cpu)")
-    add("--dtype", choices=("float32", "bfloat16"), help="default: float32 on the CPU, bfloat16 on a GPU")
+    add("--dtype", choices=("float32", "bfloat16"),
+        help="default: float32 on the CPU, bfloat16 on a GPU; bench.py takes bfloat16 for a real model "
+             "wherever it is multiplied")
 
     add("--drafter", metavar="DIR",
         help="what was trained for the method: a drafter, of draft a small model, of cdlm and dlm the "
