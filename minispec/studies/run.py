@@ -51,8 +51,8 @@ GRID = {"contexts": (64, 512), "prompts": (32, 256)}
 SHORT = Size(64, 2, ((1, 2),), ((1, 10), (4, 16), (16, 20)), 32, GRID)
 FINE = {"contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
 LONG = Size(128, 4, ((1, 4), (4, 4)), ((1, 10), (4, 20), (16, 40)), 32, FINE)
-MORE = ("--long takes perhaps three times as long: answers of 128 tokens, 4 problems of each workload instead "
-        "of 2, batches of 4 of each, and prices up to longer contexts")
+MORE = ("--long takes perhaps three times as long: answers of 128 tokens, 4 problems of each workload "
+        "instead of 2, batches of 4 of each, and prices up to longer contexts")
 QUICK = Size(32, 2, ((1, 1),), ((4, 8),), 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
 
