@@ -8,9 +8,11 @@ import numpy as np
 
 from minispec.bounds import AVERAGES
 from minispec.data.traces import read_traces
+from minispec.studies.tables import of_kinds
 from minispec.tools.files import blame, read_json, replaced
 
 WINDOW = 10                             # positions of an output that are averaged
+SELECTIONS = ("oracle", "ahead", "pillar", "window")
 STYLE = {
     "svg.hashsalt": "minispec",
     "svg.fonttype": "none",
@@ -62,6 +64,17 @@ def lines(axes, rows, x, y, by):
 
 # -- the papers ------------------------------------------------------------------------------------
 
+def by_context(axes, r):
+    """Accepted drafts of the usual setting at the first temperature against the context: means of the kinds
+    of text, with their 95 % intervals."""
+    contexts = next(iter(r["kinds"].values()))[0]
+    for select in SELECTIONS:
+        setting = (select, r["k"], r["sparsity"])
+        found = np.array([of_kinds(r["kinds"], context, setting, 0) for context in contexts])
+        axes.errorbar([int(c) for c in contexts], found[:, 0], found[:, 1], fmt=".-", capsize=3, label=select)
+    axes.set(xlabel="tokens of the context", ylabel=f"accepted of {r['k']} drafts")
+
+
 def schedule(axes, r):
     """Rows of each forward under the lock-step and the unified schedule."""
     for name, rows in r.get("evenness", {}).items():
@@ -75,6 +88,13 @@ def by_place(axes, r, arms, place):
     rows = [{"arm": arm.split(",")[0], place: i + 1, "accepted if all before were": share}
             for arm in arms for i, share in enumerate(r["arms"][arm]["at_0"]["by_depth"])]
     lines(axes, rows, place, "accepted if all before were", "arm")
+
+
+def by_minutes(axes, r):
+    """tau on held-out answers along the trainings."""
+    rows = [{"drafter": name, "minutes": x["seconds"] / 60, "tau, held-out": x["heldout_tau"]}
+            for name, arm in r["arms"].items() for x in arm.get("curve", ())]
+    lines(axes, rows, "minutes", "tau, held-out", "drafter")
 
 
 def by_chains(axes, r):
@@ -158,8 +178,12 @@ def winners(axes, traces):
 
 FIGURES = {
     "scheduler.json": {"specgen_schedule": schedule},
-    "prism_arms.json": {"prism_steps": partial(by_place, place="draft step", arms=[
-        f"{arm}, 1000 prompts" for arm in ("eagle2", "ttt1", "prism2", "stack2")])},
+    "acceptance.json": {"specgen_accepted": by_context},
+    "prism_arms.json": {
+        "prism_steps": partial(by_place, place="draft step", arms=[
+            f"{arm}, 1000 prompts" for arm in ("eagle2", "ttt1", "prism2", "stack2")]),
+        "prism_minutes": by_minutes,
+    },
     "specdiff_objectives.json": {"specdiff_slots": partial(
         by_place, place="slot of the window", arms=("start", "mdlm", "streak", "ships"))},
     "specdiff_chains.json": {"specdiff_chains": by_chains},

@@ -26,24 +26,36 @@ def cell(template, x):
         return ""
 
 
-def pick(text, columns="", rows=""):
+def pick(text, columns="", rows="", say=""):
     """Of the first table in `text`, the columns "a, b" and the rows "c; d" that begin so, in that order; all
-    where nothing is asked for. ValueError for what is not there."""
-    if not columns and not rows:
+    where nothing is asked for. Or the sentence `say`, in which {a @ c} becomes the cell of that column and
+    row. ValueError for what is not there."""
+    if not (columns or rows or say):
         return text
     head, rule, *body = text.split("\n\n")[0].splitlines()
+    heads = cells_of(head)
 
-    def those(names, lines):
-        for name in names:
-            some = [i for i, line in enumerate(lines) if line.startswith(name)]
-            if not some:
-                raise ValueError(f"a page asks for '{name}', which is not in the table: {lines}")
-            yield some[0]
+    def cell_at(match):
+        column, row = match[1].split(" @ ")
+        return cells_of(body[place(f"| {row}", body)])[place(column, heads)]
 
+    if say:
+        return re.sub("{(.+?)}", cell_at, say)
     if rows:
-        body = [body[i] for i in those([f"| {row}" for row in rows.split("; ")], body)]
-    cells = [line[2:-2].split(" | ") for line in (head, rule, *body)]
+        body = [body[place(f"| {row}", body)] for row in rows.split("; ")]
+    places = range(len(heads))
     if columns:
-        places = list(those(columns.split(", "), cells[0]))
-        cells = [[line[i] for i in places] for line in cells]
-    return join(cells)
+        places = [place(column, heads) for column in columns.split(", ")]
+    return join([[cells_of(line)[i] for i in places] for line in (head, rule, *body)])
+
+
+def cells_of(line):
+    return line[2:-2].split(" | ")
+
+
+def place(name, lines):
+    """Which one of `lines` is the first that begins so."""
+    for i, line in enumerate(lines):
+        if line.startswith(name):
+            return i
+    raise ValueError(f"a page asks for '{name}', which is not in the table: {lines}")

@@ -9,7 +9,7 @@ from minispec.studies.markdown import SAME, TIMES, table
 from minispec.studies.tables_bounds import costs_table, ladder_table, methods, run_table, trace_table
 
 # Tables of another study's file.
-SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance", "prism_curves": "prism_arms"}
+SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance"}
 
 
 def render(name, result):
@@ -41,7 +41,7 @@ def _accepted(text, context, setting):
     return next(x[3] for x in text[context]["rows"] if x[:3] == list(setting))
 
 
-def _of_kinds(kinds, context, setting, i):
+def of_kinds(kinds, context, setting, i):
     """Mean over the kinds of text at the i-th temperature, and half of its 95 % interval over the texts."""
     found = [[_accepted(text, context, setting)[i] for text in some] for some in kinds.values()]
     freedom = sum(len(texts) - 1 for texts in found)
@@ -62,7 +62,7 @@ def acceptance(r):
             columns[f"{context} tokens at T = {temperature:g}"] = shown
             for select, k, sparsity, *_ in at["rows"]:
                 row = rows.setdefault((select, k, sparsity), {"select": select, "k": k, "sparsity": sparsity})
-                row[name] = _of_kinds(r["kinds"], context, (select, k, sparsity), i)
+                row[name] = of_kinds(r["kinds"], context, (select, k, sparsity), i)
     return table(columns, rows.values())
 
 
@@ -127,17 +127,6 @@ def arms(r):
     return table(columns, rows)
 
 
-def curves(r):
-    """tau on held-out answers along the trainings: a row for each checkpoint."""
-    rows = []
-    for at in zip(*(x["curve"] for x in r["arms"].values())):
-        row = {"tokens": at[0]["tokens"]}
-        for name, record in zip(r["arms"], at):
-            row[name] = f"{record['heldout_tau']:.2f}, {record['seconds'] / 60:.0f} min"
-        rows.append(row)
-    return table({"trained tokens": "{tokens:,}", **{name: f"{{{name}}}" for name in r["arms"]}}, rows)
-
-
 CHAINS = {
     "chains": "{chains}",
     "rule": "{rule}",
@@ -174,7 +163,6 @@ TABLES = {                       # a function of the result, or the columns of i
     "serving": SERVING,
     "scheduler": STAGES,
     "prism_arms": arms,
-    "prism_curves": curves,
     "specdiff_objectives": arms,
     "specdiff_chains": CHAINS,
     "cdlm_accuracy": DECODERS,
