@@ -26,7 +26,7 @@ from minispec.core.words import Words, most_frequent, restrict
 from minispec.data import rollouts
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Run, bf16, divergence, fast_dtype, locked
+from minispec.tools.training import Run, bf16, cross_entropy, fast_dtype, locked, with_entropy
 
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
 
@@ -142,20 +142,22 @@ def unrolled_loss(prism, words, batch, steps):
     # 1. Every row drafts.
     states = unroll(prism, words, batch.ids, batch.features, steps)
 
-    # 2. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}.
+    # 2. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}. Both
+    # are distributions over the draft vocabulary, the target's renormalised, because that is the most that
+    # the drafter can become.
     judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
-    s = judged.nonzero()[:, 1]                                                 # (n,)
+    judged[:, :steps] = False                            # no row is so far before the first ones
     with torch.no_grad():
-        goal = words.logits(batch.hidden[judged])                              # (n, N)
+        p, entropy = with_entropy(words.logits(batch.hidden[judged]))          # (n, N), (n,)
+    best = batch.best[judged]
     loss, chains = 0.0, []
     right = whole = torch.ones_like(judged)              # are all guesses of a row right, and all judged?
     for k, a in enumerate(states, 1):
-        rows = F.pad(judged[:, k:], (0, k))                                    # (B, S): the same, as rows r
+        rows = judged.roll(-k, 1)                                              # (B, S): the same, as rows r
         guess = words.logits(a[rows])
-        # 3. Both are distributions over the draft vocabulary, the target's renormalised, because that is the
-        # most that the drafter can become.
-        loss = loss + divergence(goal[s >= k], guess).sum() / max(len(guess), 1)
-        hits = words.tokens(argmax(guess)) == batch.best[judged][s >= k]
+        loss = loss + (cross_entropy(p, guess) - entropy).sum() / max(len(guess), 1)
+        # 3. How far the guesses of each row are the target's argmax.
+        hits = words.tokens(argmax(guess)) == best
         right = right.masked_scatter(rows, right[rows] & hits)
         whole = whole & rows
         chains.append(right)

@@ -18,9 +18,9 @@ import train_prism
 from minispec import prism
 from minispec.core.words import most_frequent
 from minispec.core.words import Words
-from minispec.data import magpie, rollouts
+from minispec.data import magpie, rollouts, tasks
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
-from minispec.tools import checkpoints, methods
+from minispec.tools import checkpoints, methods, training
 
 script = functools.partial(run_script, train_prism)
 
@@ -119,6 +119,25 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(20)))
     with pytest.raises(ValueError, match="are to other prompts"):
         train(folder, "short", "--prompt-file", str(tmp_path / "p.jsonl"), "--prompts", "10", "--responses", str(folder / "r2"))
+
+
+def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, monkeypatch):
+    rows = [{"prompt": f"one {i}", "answer": f"two {i} three"} for i in range(20)]
+    (tmp_path / "g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = []
+    monkeypatch.setattr(train_prism, "most_frequent", lambda answers, *args: seen.extend(answers) or most_frequent(answers, *args))
+    train(folder, "given", "--tokens", "300", "--given", str(tmp_path / "g.jsonl"))
+    read = [row for row in rows if not tasks.is_heldout(row["prompt"] + "\n")]
+    assert f"{24 + len(read)} texts" in capsys.readouterr().out and len(seen) == 24            # drafts are of the target's own words
+    file = folder / "responses" / f"given-0-{len(read)}-last.safetensors"
+    states, target = load_file(file), checkpoints.load(folder / "target", "cpu", training.fast_dtype("cpu"))
+    tokenizer = Tokenizer.load(folder / "target")
+    prompt, answer = tokenizer.prompt_ids(read[0]["prompt"] + "\n"), tokenizer.encode(read[0]["answer"]) + [target.config.eos_id]
+    want = rollouts.read(target, prompt, answer, 1)
+    n = len(prompt) + len(answer)
+    assert torch.equal(states["best"][:n], want["best"]) and (states["log_p"][len(prompt):n] < 0).all()
+    with pytest.raises(ValueError, match="no such file|cannot read|No such file"):
+        train(folder, "given2", "--given", str(tmp_path / "not there"))
 
 
 def test_sources_of_prompts_come_in_turn(tmp_path):

@@ -24,6 +24,10 @@ from minispec.core.verify import Sampling, argmax, draw, warp
 from minispec.core.words import Words
 
 
+STOP = 0.3              # what the early stop of chains is by default; see Chained
+NONE = -1               # in the place of a draft
+
+
 class Drafter:
     """What the engine asks of a drafter. This one never drafts, which is plain decoding."""
     name = "target"         # shown next to the tokens that it proposed
@@ -149,8 +153,13 @@ class Chained(Cached):
 
     The drafter has `words` (Words); first_rows(request) -> Segment, or None if it cannot draft yet; and
     step(number, x, states (N, C) or None) -> states (N, C), one step of rows x. width: rows of a request in
-    every step but the first."""
+    every step but the first.
+
+    Early stop: while the product of the drafter's own probabilities of a chain's drafts is below `stop`, no
+    further one is worth its time. A low one ends the chain, it does not leave it: who was drawn must be
+    judged, or the drafts would not be drawn from q any more."""
     depth = MAX_K                                        # the most steps
+    stop = STOP
     steps = 0                                            # of the longest round on a GPU so far
 
     def prepare(self, batch, longest, features=0):
@@ -188,8 +197,9 @@ class Chained(Cached):
 
     def result(self, drafts, q, limit):
         """What the engine gets of a round's drafts."""
-        limit = min(limit, self.depth)
-        return drafts[:limit], None if q is None else q[:limit]
+        drafts = drafts[:min(limit, self.depth)]
+        n = drafts.index(NONE) if NONE in drafts else len(drafts)
+        return drafts[:n], None if q is None else q[:n]
 
     def draft(self, requests, work, depths, settings):
         """A round of requests that feed `work` first and take depths[i] steps, the deepest first."""
@@ -214,23 +224,32 @@ class Chained(Cached):
         return self.run_round(work, more, (tuple(n_steps), settings))
 
     def round(self, x):
-        """All steps of chains: the drafts (B, steps), and, where they are sampled, the distributions (B,
-        steps, V)."""
+        """All steps of chains: the drafts (B, steps), NONE behind a chain that ended early, and, where they
+        are sampled, the distributions (B, steps, V)."""
         n_steps, settings = x.how
         # The first step reads all new rows of a request; its last one guesses.
         states = self.step(1, x, x.features)[x.more["last"]]
         tokens, qs = [], []
+        reach = states.new_ones(len(n_steps), dtype=torch.float)     # of every request, see `stop`
         for number, n in enumerate(going_on(n_steps), 1):
+            reach = reach[:n]
+            ended = reach < self.stop
+            # A graph always takes all steps. Else a step must be worth it for the requests together.
+            if isinstance(x, Batch) and reach.where(~ended, 0).sum() < self.stop * len(n_steps):
+                break
             if number > 1:
                 # The drawn token is the next row of those who go on.
-                x = self.next_rows(x, number, tokens[-1][:n, None])
+                x = self.next_rows(x, number, token[:n, None])
                 states = self.step(number, x, states[:n])
             logits = self.words.logits(states)
             index = argmax(logits)
+            q = warp(logits, Sampling(*settings)) if settings[0] > 0 else logits.float().softmax(-1)
             if settings[0] > 0:
-                qs.append(warp(logits, Sampling(*settings)))
-                index = draw(qs[-1], x.more["coins"][:n, number - 1])
-            tokens.append(self.words.tokens(index))
+                qs.append(q)
+                index = draw(q, x.more["coins"][:n, number - 1])
+            token = self.words.tokens(index)
+            tokens.append(token.where(~ended, NONE))
+            reach = reach * q.gather(-1, index[:, None])[:, 0]
         out = [pad_sequence(tokens)]
         if qs:
             out.append(self.words.whole(pad_sequence(qs)))

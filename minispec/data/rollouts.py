@@ -1,9 +1,10 @@
-"""What drafters are trained on: the target's own answers, and what it knew at every token.
+"""What drafters are trained on: answers, most of all the target's own, and what it knew at every token.
 
 A folder holds three kinds of shards, each of which is there as a whole or not at all, so that an interrupted
 run goes on where it was:
 
     own-00000.json                prompts that the target wrote itself (magpie.py)
+    given-0-128-last.safetensors  the same as below of answers that others wrote (--given)
     train-0-128.json              answers to 128 prompts: [prompt ids, answer ids, temperature] of each
     train-0-128-last.safetensors  of every token of these texts: the target's final hidden state, its
                                   argmax, and the log-probability that it gave the token (`-three`: and the
@@ -53,6 +54,9 @@ def add_arguments(parser):
     add("--minutes", type=float, help="time for all: half for the answers, half for the training")
     add("--prompt-file", metavar="FILE", nargs="+", default=[],
         help="JSON lines of prompts to answer as well")
+    add("--given", metavar="FILE",
+        help="JSON lines with a prompt and an answer that somebody else wrote: the target reads them, which "
+             "takes a fifth of the time of an answer of its own")
     add("--prompts", type=int, default=4000,
         help="number of training prompts; fewer are a prefix of more (default 4000)")
     add("--heldout", type=int, default=40, help="number of held-out prompts for the estimates (default 40)")
@@ -71,7 +75,7 @@ def check_arguments(args, **least):
                              draft_vocab=0, minutes=0, **least)
     # What is wrong fails here, before the work.
     Sampling(args.temperature or 0)
-    for file in args.prompt_file:
+    for file in [*args.prompt_file, *([args.given] if args.given else [])]:
         prompts.load_prompts(file)
 
 
@@ -109,8 +113,9 @@ class Batch:
 
 
 class Texts:
-    """The texts of one split: `rows`, (prompt ids, answer ids, temperature) each, and of each `place`, the
-    mapped file of its states, its first row in there, and how many tokens of it are used."""
+    """The texts of one split: `rows`, (prompt ids, answer ids, temperature; None: another's answer) each, and
+    of each `place`, the mapped file of its states, its first row in there, and how many tokens of it are
+    used."""
 
     def __init__(self):
         self.rows = []
@@ -139,7 +144,8 @@ class Texts:
             yield self.batch(numbers.tolist(), device)
 
     def answers(self):
-        return [answer for _, answer, _ in self.rows]
+        """The target's own."""
+        return [answer for _, answer, temperature in self.rows if temperature is not None]
 
     def batch(self, numbers, device):
         """The Batch of the texts with these numbers."""
@@ -173,7 +179,8 @@ def padded(rows, seen, device="cpu"):
 def read(target, prompt, answer, temperature, taps=()):
     """What the target knew at each of the n tokens of a text: {"hidden": (n, C), "best": (n,), "log_p": (n,),
     "taps": (n, F) if layers are named}. log_p: of each token of the answer at this temperature; of a point
-    mass, at 0, it is 0."""
+    mass, at 0, it is 0. temperature None, of another's answer: 1."""
+    temperature = 1 if temperature is None else temperature
     ids = torch.tensor(prompt + answer, device=target.device)
     positions = torch.arange(len(ids), device=target.device)
     hidden, features = target.features(ids[None], positions[None], dense_attend(), taps)
@@ -205,6 +212,8 @@ def collect(args, target, taps=(), least=0):
     # What the target says to the prompts of both splits, and in which batches that is read.
     heldout = _texts(args, target, tokenizer, taps, "heldout", args.heldout, 0)
     texts = _texts(args, target, tokenizer, taps, "train", args.prompts, least)
+    if args.given:
+        _read_given(args, target, tokenizer, taps, least, texts)
     for name, some in (("training", texts), ("held-out", heldout)):
         if not some.rows:
             raise ValueError(f"there is no {name} prompt with an answer within {LONGEST} tokens")
@@ -234,13 +243,32 @@ def _texts(args, target, tokenizer, taps, split, n, least):
             break
         # What the target answers, and what it knows at every token of that.
         rows = _answers(args, target, tokenizer, texts, start, name + ".json")
-        states = name + ("-three" if taps else "-last") + ".safetensors"
-        if not os.path.exists(states):
-            seen = [read(target, *row, taps) for row in rows]
-            with replaced(states) as temporary:
-                save_file({key: torch.cat([one[key] for one in seen]) for key in seen[0]}, temporary)
-        out.add(rows, states, least)
+        out.add(rows, _states(target, rows, taps, name), least)
     return out
+
+
+def _states(target, rows, taps, name):
+    """The file of what the target knew at every token of a shard, made now if it is not there."""
+    file = name + ("-three" if taps else "-last") + ".safetensors"
+    if not os.path.exists(file):
+        seen = [read(target, *row, taps) for row in rows]
+        with replaced(file) as temporary:
+            save_file({key: torch.cat([one[key] for one in seen]) for key in seen[0]}, temporary)
+    return file
+
+
+def _read_given(args, target, tokenizer, taps, least, out):
+    """Add the texts of --given to `out`: a prompt, and an answer that somebody else wrote. The target's
+    distributions at every token are as good to learn from, though it would seldom come there by itself."""
+    rows = []
+    for p in prompts.load_prompts(args.given):
+        if not tasks.is_heldout(p.prompt):
+            answer = tokenizer.encode(p.answer) + [target.config.eos_id]
+            rows.append([tokenizer.prompt_ids(p.prompt), answer[:args.max_new_tokens], None])
+    for start in tqdm(range(0, len(rows), SHARD), desc="given answers", unit="shard"):
+        some = rows[start:start + SHARD]
+        name = os.path.join(args.responses, f"given-{start}-{start + len(some)}")
+        out.add(some, _states(target, some, taps, name), least)
 
 
 def _answers(args, target, tokenizer, texts, start, file):

@@ -92,15 +92,13 @@ def bf16(device):
     return torch.autocast(device.split(":")[0], torch.bfloat16, fast_dtype(device) == torch.bfloat16)
 
 
-class _Divergence(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
     """Its gradient, q - p, is made at once, which saves most of the passes over the vocabulary."""
 
     @staticmethod
-    def forward(ctx, target, logits):
-        log_p = target.log_softmax(-1, dtype=torch.float32)
+    def forward(ctx, p, logits):
         log_q = logits.log_softmax(-1, dtype=torch.float32)
-        p = log_p.exp()
-        loss = torch.linalg.vecdot(p, log_p - log_q)
+        loss = -torch.linalg.vecdot(p, log_q)
         ctx.save_for_backward(log_q.exp_().sub_(p).to(logits.dtype))
         return loss
 
@@ -110,10 +108,25 @@ class _Divergence(torch.autograd.Function):
         return None, difference * grad[..., None].to(difference.dtype)
 
 
+def cross_entropy(p, logits):
+    """-sum p log q (...) of distributions p (..., V) in fp32 and a model's logits (..., V). No gradient
+    reaches p."""
+    return _CrossEntropy.apply(p, logits)
+
+
+def with_entropy(logits):
+    """(distributions p (..., V) in fp32, their entropies (...)) of a target's logits."""
+    with torch.no_grad():
+        log_p = logits.log_softmax(-1, dtype=torch.float32)
+        p = log_p.exp()
+        return p, -torch.linalg.vecdot(p, log_p)
+
+
 def divergence(target, logits):
     """KL(target || model) (...) of two sets of logits (..., V), in fp32: it makes the model cover all of the
     target's mass. No gradient reaches the target."""
-    return _Divergence.apply(target, logits)
+    p, entropy = with_entropy(target)
+    return cross_entropy(p, logits) - entropy
 
 
 # -- one training in a folder --------------------------------------------------------------------------------
