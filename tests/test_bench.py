@@ -97,8 +97,8 @@ def test_bounds_of_own_files_need_no_torch(files):
         assert "L6 of all" in r.stdout if rc == 0 else r.stderr.startswith("bench.py: cannot read") and r.stderr.count("\n") == 1
 
 
-def test_the_recipe_of_the_lesson_makes_traces_of_an_engines_logs(tmp_path):
-    """Two logs of vLLM's acceptance branch, as docs/bounds.md assumes them; the recipe is run as it is printed there."""
+def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
+    """Two logs of vLLM's acceptance branch, as docs/own-traces.md assumes them; the recipe is run as it is printed there."""
     def log(name, lengths, ids):
         rows = [{"id": f"cmpl-{i}", "acc": {"acc_len": a, "acc_prob": [], "acc_entropy": []}, "prompt_token_ids": [1] * 30, "generated_token_ids": ids[i]}
                 for i, a in enumerate(lengths)]
@@ -106,7 +106,7 @@ def test_the_recipe_of_the_lesson_makes_traces_of_an_engines_logs(tmp_path):
 
     log("n.jsonl", [[1, 21, 3, 9], [1, 1], [1, 2]], [[5, 6, 7, 8], [5, 6], [5, 6]])
     log("e.jsonl", [[1, 2, 1, 1], [1, 2], [1, 1]], [[5, 6, 7, 8], [5, 9], [5, 6]])
-    with open(os.path.join(ROOT, "docs", "bounds.md"), encoding="utf-8") as f:
+    with open(os.path.join(ROOT, "docs", "own-traces.md"), encoding="utf-8") as f:
         recipe = re.search(r"```python\n(import json.*?)```", f.read(), re.S)[1]
     assert recipe.count("\n") <= 20
     r = subprocess.run([sys.executable, "-c", recipe, "ngram=n.jsonl", "eagle3=e.jsonl"], cwd=tmp_path, capture_output=True, text=True)

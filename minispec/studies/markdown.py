@@ -27,12 +27,13 @@ def cell(template, x):
 
 
 def pick(text, columns="", rows="", say=""):
-    """Of the first table in `text`, the columns "a, b" and the rows "c; d" that begin so, in that order; all
-    where nothing is asked for. Or the sentence `say`, in which {a @ c} becomes the cell of that column and
-    row. ValueError for what is not there."""
+    """Of the first table in `text`, the columns "a, b" and the rows "c; d" that begin so, in that order, with
+    what follows the table; all where nothing is asked for. Or the sentence `say`, in which {a @ c} becomes
+    the cell of that column and row. ValueError for what is not there."""
     if not (columns or rows or say):
         return text
-    head, rule, *body = text.split("\n\n")[0].splitlines()
+    shown, *notes = text.split("\n\n")
+    head, rule, *body = shown.splitlines()
     heads = cells_of(head)
 
     def cell_at(match):
@@ -46,7 +47,8 @@ def pick(text, columns="", rows="", say=""):
     places = range(len(heads))
     if columns:
         places = [place(column, heads) for column in columns.split(", ")]
-    return join([[cells_of(line)[i] for i in places] for line in (head, rule, *body)])
+    shown = join([[cells_of(line)[i] for i in places] for line in (head, rule, *body)])
+    return "\n\n".join([shown, *notes])
 
 
 def cells_of(line):
