@@ -101,14 +101,15 @@ def test_requests_of_irregular_runs_or_lengths_are_served_one_by_one(bases, leng
 
 
 @pytest.mark.parametrize("n", [1, 5])
-def test_long_contexts_in_bf16_are_read_by_products(n, monkeypatch):
+def test_prompts_and_long_contexts_in_bf16_are_read_by_products(n, monkeypatch):
+    monkeypatch.setattr(attention, "FEW", 16)
     monkeypatch.setattr(attention, "LONG", 26)
     monkeypatch.setattr(attention, "PACKED_TYPES", {torch.float32, torch.bfloat16})
     model = toy_model().bfloat16()
     ids = torch.randint(0, 64, (40,)).tolist()
     want = dense_logits(model.float(), ids)
     got, used = cached_logits(model.bfloat16(), KVCache(model.config, 40, torch.bfloat16), 0, ids, [20, 5, *[n] * (15 // n)])
-    assert [keys.in_steps for keys in used] == [False, False, *[True] * (15 // n)] and used[-1].scores is None
+    assert [keys.in_steps for keys in used] == [True, False, *[True] * (15 // n)] and used[-1].scores is None
     assert (got.float() - want).abs().max() < 0.05 * want.abs().max()
 
 

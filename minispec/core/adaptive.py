@@ -125,7 +125,10 @@ class Adaptive(Drafter):
             elif name:
                 out[i] = offers[i][name].drafts[:k], None
         for name, rows in asked.items():
-            drafted = self.drafters[name].propose([requests[i] for i in rows], [picks[i][1] for i in rows])
+            # One that ends its chains itself, where it is unsure, need not be told how deep.
+            drafter = self.drafters[name]
+            depths = [min(limits[i], self.k) if drafter.stop else picks[i][1] for i in rows]
+            drafted = drafter.propose([requests[i] for i in rows], depths)
             for i, proposal in zip(rows, drafted):
                 out[i] = proposal
                 r = requests[i]

@@ -28,7 +28,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 FEW = 64            # rows of a request up to which it may be served with others; a prompt has more
 FILL = 1.5          # read at most so many times the keys that are needed, to serve requests together
-LONG = 1024         # keys from which on products are faster in bf16 than torch's attention is, for few rows
+LONG = 1024         # keys from which on products are faster in bf16 than torch's attention is; of a prompt always
 
 
 # -- training ------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class FullKeys:
         self.tail = tail
         self.mask = None                                     # made in the first layer, the same in all
         low = cache.k.dtype == torch.bfloat16 in PACKED_TYPES and not cache.k.is_cuda
-        self.in_steps = record or low and tail is None and n <= FEW and start + n >= LONG
+        self.in_steps = record or low and tail is None and (n > FEW or start + n >= LONG)
         self.pool = None if self.in_steps or n > FEW else Lanes(cache, n)      # who is served together
         self.scores = None
         if record:

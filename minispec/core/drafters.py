@@ -34,6 +34,7 @@ class Drafter:
     max_k = MAX_K           # the most drafts of a round
     gamma = MAX_K           # the most that follow one another
     width = 1               # more: it may propose trees
+    stop = 0.0              # above 0: it ends a chain itself; see Chained
     taps = None             # hidden states of the target that it reads: layers, or () for the final one
     seconds = 0.0           # that captures of CUDA graphs took
 

@@ -88,6 +88,7 @@ def compare(kind, args, model, tokenizer, temperatures):
         settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
         engine = methods.make_engine(kind, model, settings, 16)
         drafter = engine.planner.drafter
+        drafter.stop = 0.0                               # all chains have 5 drafts
         module = drafter.prism if kind == "prism" else drafter.drafter
         log = checkpoints.records(folder)
         about = {"parameters": module.n_params(), "log": log[-1], "curve": log}

@@ -140,6 +140,8 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
     takes longer than one whose drafts come from nowhere: its own seconds, and what the target's forward loses
     because the drafter's weights have pushed out some of its own. A drafter of windows is timed up to the
     whole window (`gamma`), because it has no more drafts to give."""
+    for drafter in drafters.values():
+        drafter.stop = 0.0                               # all drafts are timed
     longest = (1 + REPEATS) * (sum(drafts) + len(drafts))
     contexts = [c for c in contexts if c + longest <= model.config.block_size]
     if not contexts:
@@ -237,6 +239,7 @@ def traces_of(drafters, model, texts, k_max=16):
     """
     out = [Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()]
     for name, drafter in tqdm(drafters.items(), desc="traces"):
+        drafter.stop = 0.0                               # all drafts are judged
         requests = [Request(prompt, len(output)) for prompt, output in texts.values()]
         asked = Onlooker(drafter)
         engine = Forced(model, lambda e: Lockstep(e, asked, k_max), 16)

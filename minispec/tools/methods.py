@@ -184,8 +184,7 @@ def ready(settings):
 
 
 def chain_drafters(model, settings, k):
-    """{name: drafter} of all methods that are ready and whose drafter proposes chains, of k drafts where it
-    can, without an early stop."""
+    """{name: drafter} of all methods that are ready and whose drafter proposes chains, of up to k drafts."""
     chains = argparse.Namespace(**{**vars(settings), "k": k, "depth": k, "tree": 0, "k_drafts": 1})
     found = {}
     for name in ready(settings):
@@ -193,7 +192,6 @@ def chain_drafters(model, settings, k):
             continue
         with contextlib.suppress(ValueError):            # trained for another target
             found[name] = make_engine(name, model, chains, 1).planner.drafter
-            found[name].stop = 0.0
     return found
 
 
