@@ -1,7 +1,7 @@
 """CUDA graphs of a forward on the kernels: launched once by the host, replayed ever after, one graph for
 every mix of phases.
 
-SpecGen / SparseSpec (arXiv 2512.01278). A forward is some thirty launches a layer, each a few microseconds of
+SpecGen / SparseSpec (arXiv 2512.01278). A forward is some ten launches a layer, each a few microseconds of
 host work; a small model's step, or a draft row's 5 % of attention, is over before the next one arrives. A
 graph replays all of them at once, but it is frozen: addresses, shapes, grids and every number that the host
 passed. Requests change phase from forward to forward, so all that changes must lie in memory, in places that

@@ -26,7 +26,6 @@ from minispec.core.cpu import Linear  # noqa: E402
 from minispec.core.drafters import Cached, NGram, SmallLM  # noqa: E402
 from minispec.core.engine import Engine, Lockstep  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
-from minispec.core import gpt  # noqa: E402
 from minispec.core.gpt import GPTConfig  # noqa: E402
 from minispec.core.kv_cache import KVCache  # noqa: E402
 from minispec.core.verify import Sampling  # noqa: E402
@@ -36,11 +35,6 @@ from minispec.studies import measure  # noqa: E402
 import references  # noqa: E402
 
 graphs.capture = references.capture                        # there is no GPU to capture on
-
-
-def norm_on_a_gpu(x, weight, eps):
-    """What takes the place of gpt.norm_of_a_row, which is for CPUs alone."""
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def check_engine():
@@ -88,7 +82,6 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(graphs, "capture", lambda *a, real=graphs.capture: captures.append(a) or real(*a)))
         stack.enter_context(mock.patch.object(graphs, "CHUNK", 32))
-        stack.enter_context(mock.patch.object(gpt, "norm_of_a_row", norm_on_a_gpu))
         stack.enter_context(mock.patch.object(att.make_plan, "__defaults__", (32, None)))
         def forward(x):
             return decode(model.blocks, model.norm, model.rope, model.embed(x.tokens), x, cache)
@@ -256,11 +249,27 @@ def counting(monkeypatch):
     """The kernels' references take their places, so that a GPU's path runs here, too."""
     mode = Counting()
     monkeypatch.setattr("kernels.available", lambda x: True)
-    monkeypatch.setattr(gpt, "norm_of_a_row", norm_on_a_gpu)
     monkeypatch.setattr(Linear, "forward", mode.counted(lambda m, x: F.linear(x, m.weight, m.bias)))      # one product on a GPU
     monkeypatch.setattr(fused, "attention", mode.counted(references.attention))
     monkeypatch.setattr(fused, "scores", mode.counted(references.scores))
+    for name in ("add_rms_norm", "rope_and_store", "silu_mul"):
+        monkeypatch.setattr(fused, name, mode.counted(getattr(references, name)))
     return mode
+
+
+def test_a_layer_is_few_kernels(counting):
+    """On a GPU a launch takes the host several microseconds, as long as a small model's whole product."""
+    def launches(n_layer):
+        engine = Engine(toy_model(head_dim=16, n_layer=n_layer), Lockstep, 1)
+        engine.fused = True
+        engine.generate([Request([3, 1, 4], 4)])
+        graph, _ = engine.graphs.graphs[1, ()]
+        counting.launches = 0
+        with counting, torch.inference_mode():
+            graph.function()
+        return counting.launches
+
+    assert launches(1) > 5 and (launches(3) - launches(1)) / 2 <= 11       # the parts of a long list are merged by one more
 
 
 TARGET, SMALL = (toy_model(vocab=32, head_dim=16, seed=seed) for seed in (0, 1))
