@@ -117,7 +117,7 @@ def arms(r):
         "trained tokens": "{log[tokens]:,.0f}",
     }
     for key in (key for key in rows[0] if key.startswith("at_")):
-        at = f", temperature {key[3:]}"
+        at = f" at temperature {key[3:]}"
         columns["tau" + at] = "{AT[tau]:.2f} ({AT[interval][0]:.2f}-{AT[interval][1]:.2f})".replace("AT", key)
         columns[f"ratio to {r['reference']}" + at] = (
             "{AT[ratio]:.3f} ({AT[ratio_interval][0]:.3f}-{AT[ratio_interval][1]:.3f})".replace("AT", key))
