@@ -16,11 +16,13 @@ import decode
 from minispec.core.verify import draw, rejection_chain
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import picture
+from minispec.studies.markdown import pick
 from minispec.tools import report
 from minispec.tools.files import read_json
 
 PAGES = [os.path.relpath(page, ROOT) for page in bench.pages()]
 LESSONS = ("00-start", "specgen", "prism", "specdiff", "cdlm", "bounds")
+FIGURES = {lesson: 2 for lesson in LESSONS[1:]} | {"bounds": 3}
 RENDERED = re.compile(r"<!-- (?:results:|computed by|output of).*?\n<!-- end -->", re.S)
 
 
@@ -42,6 +44,34 @@ def test_readme_fits_two_screens():
 @pytest.mark.parametrize("page", [p for p in PAGES if "appendix" not in p])
 def test_pages_stay_small(page):
     assert len(read(page).encode()) <= 12 * 1024
+
+
+@pytest.mark.parametrize("lesson", FIGURES)
+def test_lessons_have_one_table_and_few_figures(lesson):
+    text = read(f"docs/{lesson}.md")
+    tables = re.findall(r"^\| -.*\n((?:\|.*\n)+)", text, re.M)
+    assert len(tables) == 1 and tables[0].count("\n") <= 8
+    assert text.count("![") <= FIGURES[lesson]
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_long_sentences_are_rare(lesson):
+    text = re.sub(r"```.*?```|\]\([^)]*\)", "", RENDERED.sub("", read(f"docs/{lesson}.md")), flags=re.S)
+    prose = "\n".join(line for line in text.splitlines() if not line.startswith(("    ", "|", "#", "!")))
+    paragraphs = re.split(r"\n\n|\n(?=- |\d+\. )", prose)
+    sentences = [s.split() for p in paragraphs for s in re.split(r"(?<=[.?!])\s", " ".join(p.split())) if s]
+    long = [" ".join(s) for s in sentences if len(s) >= 25]
+    assert len(long) <= 0.03 * len(sentences), long
+
+
+def test_a_page_may_ask_for_a_part_of_a_table_or_a_sentence():
+    text = "| who | tau | of 8 |\n| --- | --- | --- |\n| a | 1.5 |  |\n| b | 2.5 | 7 |\n\nand more"
+    assert pick(text) == text
+    assert pick(text, "of, who", "b; a") == "| of 8 | who |\n| --- | --- |\n| 7 | b |\n|  | a |\n\nand more"
+    assert pick(text, say="{tau @ b} is more than {who @ a}.") == "2.5 is more than a."
+    for wrong in ({"columns": "no"}, {"rows": "no"}, {"say": "{tau @ no}"}, {"say": "{no @ a}"}):
+        with pytest.raises(ValueError, match="'.*no', which is not in the table"):
+            pick(text, **wrong)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -216,6 +246,31 @@ def test_point_masses_by_hand():
     assert torch.equal(token[n == 0], draw(left.expand(int((n == 0).sum()), 4), coins[n == 0, 1]))
     # The mistake: p / q for a drafter that always drafts `the`.
     assert f"with probability {P[2, 0] / Q[2, 0]:.2f}, twice as often" in page
+
+
+# -- the papers' lessons ---------------------------------------------------------------------------------
+
+def test_formulas_with_numbers_put_in():
+    page = read("docs/specgen.md")
+    for r in (0.8, 0.2):
+        assert f"7 / (9 * {1 - r:.1f} + 1.4 * {r}) = {7 / (9 * (1 - r) + 1.4 * r):.2f}" in page
+    page = read("docs/prism.md")
+    assert f"= {sum(0.8 ** i for i in range(6)):.2f} tokens" in page
+    assert f"= {1 + 0.8 * sum(0.9 ** i for i in range(5)):.2f} tokens" in page
+    page = read("docs/bounds.md")
+    for alpha in (0.8, 0.2):
+        tau = sum(alpha ** i for i in range(4))
+        assert f"= {tau:.2f} tokens    {tau:.2f} / 1.4 = {tau / 1.4:.2f}" in page
+    # One answer as jumps, and V from its end.
+    left = [0.0]
+    for gain in (1, 1, 3, 1, 1, 4):
+        left.insert(0, 1 + min(left[:gain]))
+    assert left == [2, 3, 2, 1, 2, 1, 0] and "V[4] = 1, V[3] = 2 and V[2] = 3" in page
+    page = read("docs/specdiff.md")
+    c = torch.tensor([0.9, 0.5, 0.1]).cumprod(0)
+    for k, said in re.findall(r"A_(\d) = ([\d.]+)", page):
+        assert (1 - (1 - c) ** int(k)).sum().item() == pytest.approx(float(said), abs=0.0051)
+    assert f"counts {c.sum() / c[2]:.0f} times as much" in page
 
 
 # -- docs/answers.md -------------------------------------------------------------------------------------
