@@ -15,7 +15,6 @@ tokens were guessed right, red ones replace a wrong guess, blue ones come free b
 All options: python decode.py --help. The model is SmolLM2-135M-Instruct where the package that carries it is
 installed, unless the method or the problem is made for the small model in checkpoints/target.
 """
-import os
 import sys
 
 import minispec  # before torch: it tunes the allocator
@@ -26,6 +25,7 @@ from minispec import cdlm
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
+from minispec.studies.workloads import QUESTIONS, STORY
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.answers import requests_of, schedule_view, verdict
 from minispec.tools.files import write_json
@@ -36,10 +36,8 @@ from minispec.tools.watch import Explain, Watch
 
 BUILT_IN = ("story", 5, 5)       # family, seed and size of the small model's problem if none is given
 
-# Of models that speak English: a question, and for SpecGen, which is made for long contexts, a story of
-# 4,400 tokens (the first three chapters of The Princess and the Goblin, George MacDonald, 1872).
-QUESTION = "Why is the sky blue, and why are sunsets red?"
-STORY = os.path.join(os.path.dirname(minispec.__file__), "data", "goblin.txt")
+# Models that speak English are asked a question, and SpecGen, which is made for long contexts, about a story
+# of 4,400 tokens (the first three chapters of The Princess and the Goblin, George MacDonald, 1872).
 TASK = "\n\nTell me in your own words what happens in this story, and who the old lady is."
 ANSWER = 256                     # tokens of an answer to one of these
 LONG = 10_000                    # characters of a prompt that are shown; of a longer one, its ends
@@ -134,7 +132,7 @@ def built_in(args, tokenizer):
         return [tasks.make(family, seed, "heldout", size)]
     args.max_new_tokens = args.max_new_tokens or ANSWER
     if args.method != "specgen":
-        return [tasks.Problem("prompt", QUESTION, "", "")]
+        return [tasks.Problem("prompt", QUESTIONS[0], "", "")]
     with open(STORY, encoding="utf-8") as f:
         return [tasks.Problem("prompt", f.read() + TASK, "", "")]
 

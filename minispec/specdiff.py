@@ -46,8 +46,8 @@ from minispec.core.attention import can_fuse
 from minispec.core.drafters import Cached
 from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.words import Words, buffer
-from minispec.core.verify import (LEAST_TEMPERATURE, argmax, draw, point_mass_tree, rejection_tree,
-                                  selection_tree, warp)
+from minispec.core.verify import (Sampling, argmax, draw, point_mass_tree, rejection_tree, selection_tree,
+                                  warp)
 
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
 RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point_mass_tree}
@@ -117,11 +117,7 @@ def for_target(target, n_layer=None, gamma=8, taps=None):
     """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
     the mean of all tokens. Where it reads the target's last state, that passes the projection as it is, and
     embeddings, small next to states in most models, are scaled to weigh as much."""
-    most = target.config.n_layer
-    n_layer = n_layer or most
-    if not 1 <= n_layer <= most:
-        raise ValueError(f"layers {n_layer} is out of range; the target has {most}")
-    shape = {**asdict(target.config), "n_layer": n_layer}
+    shape = {**asdict(target.config), "n_layer": n_layer or target.config.n_layer}
     if taps == ():
         size_of_states = target.norm.weight.norm() / target.config.d_model ** 0.5
         shape["embed_scale"] = (size_of_states / target.embed.weight.std()).item()
@@ -143,10 +139,8 @@ def for_target(target, n_layer=None, gamma=8, taps=None):
 def tapped(drafter, target, taps):
     """The same drafter, which from now on also reads the target: a projection of 0 changes nothing yet.
     ValueError if it reads the target already."""
-    reads = drafter.config.taps
-    if reads is not None or taps is None:
-        what = "nothing" if reads is None else reads or "the last state"
-        raise ValueError(f"the drafter reads {what} of the target; only one that reads nothing can begin to")
+    if drafter.config.taps is not None or taps is None:
+        raise ValueError("only a drafter that reads nothing of the target can begin to")
     out = Drafter(replace(drafter.config, taps=taps), target).to(target.device)
     with torch.no_grad():
         out.fuse.weight.zero_()
@@ -193,13 +187,9 @@ class SpecDiffDrafter(Cached):
             raise ValueError(f"gamma {gamma} is out of range; allowed is 1 to {MAX_K}")
         if not 1 <= k_drafts <= MAX_NODES // gamma:
             raise ValueError(f"k-drafts {k_drafts} is out of range; allowed is 1 to {MAX_NODES // gamma}")
-        if rule not in RULES:
-            raise ValueError(f"unknown rule '{rule}'; choose from {', '.join(RULES)}")
-        if temperature and not LEAST_TEMPERATURE <= temperature <= 100:
-            raise ValueError(f"draft-temperature {temperature} is out of range; "
-                             f"allowed is 0 (the argmax), or {LEAST_TEMPERATURE} to 100")
         if temperature is None and k_drafts > 1:
             temperature = 1.0                            # chains that are all alike would be one chain
+        Sampling(temperature or 0.0)                     # ValueError where it is out of range
         super().__init__(drafter.config, target, drafter.rope, gamma)
         self.drafter = drafter.to(target.dtype)
         self.words = drafter.words

@@ -425,8 +425,8 @@ def test_settings_reach_the_decoder(toy):
     for method, threshold in (("cdlm", cdlm.THRESHOLD), ("dlm", None)):
         plain = methods.make_engine(method, target, methods.settings(drafter=toy), 1)
         assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method][0])
-        other = methods.make_engine(method, target, methods.settings(drafter=toy, order="surest", threshold=0.5, block_size=16), 3)
-        assert (other.order, other.threshold, other.block_size, other.batch_size) == ("surest", 0.5, 16, 3)
+        other = methods.make_engine(method, target, methods.settings(drafter=toy, order="surest", threshold=0.5), 3)
+        assert (other.order, other.threshold, other.batch_size) == ("surest", 0.5, 3)
 
 
 def test_decode_json(toy, tmp_path, capsys):
@@ -440,9 +440,9 @@ def test_decode_json(toy, tmp_path, capsys):
 
 
 def test_watch_prints_a_line_a_step_with_new_tokens_in_green(toy, capsys):
-    args = ["--model", toy, "--method", "cdlm", "--drafter", toy, "--prompt", "hi", "--max-new-tokens", "8", "--block-size", "4", "--watch"]
+    args = ["--model", toy, "--method", "cdlm", "--drafter", toy, "--prompt", "hi", "--max-new-tokens", "8", "--watch"]
     decode.main(args)
     lines = [line for line in capsys.readouterr().out.splitlines() if " +1 " in line]
-    assert len(lines) == 8 and "·" in lines[0] and "·" not in lines[3] and "·" in lines[4]
+    assert len(lines) == 8 and "·" in lines[0] and "·" in lines[6] and "·" not in lines[7]
     shown = on_a_terminal(decode, *args)
     assert shown.count(b" +1 ") == 8 and shown.count(b"\033[32m") == 8 and "·".encode() in shown

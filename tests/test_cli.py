@@ -324,7 +324,7 @@ def test_built_in_problems_suit_the_model_and_the_method(shipped):
     english = SimpleNamespace(ours=False)
     ask = lambda tokenizer, *args: decode_script.built_in(decode_script.parse_args(["--model", "x", *args]), tokenizer)[0]
     assert ask(ours).family == ask(ours, "--method", "cdlm").family == "story"
-    assert ask(english).prompt == decode_script.QUESTION
+    assert ask(english).prompt == decode_script.QUESTIONS[0]
     story = ask(english, "--method", "specgen").prompt
     assert story.endswith(decode_script.TASK) and "princess" in story and 15_000 < len(story) < 25_000
 

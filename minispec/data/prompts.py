@@ -45,12 +45,10 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 def load_named(name, data=None):
     """The prompts of a known public file under the data folder. ValueError says where to get the file."""
     path, source = PROMPT_FILES[name]
-    if not data:
-        raise ValueError(f"'{name}' is read from a data folder: give --data DIR or set MINISPEC_DATA, "
-                         f"with {path} in it from {source}")
-    file = os.path.join(data, path)
+    file = os.path.join(data or "", path)
     if not os.path.exists(file):
-        raise ValueError(f"{file} is not there; get it from {source}")
+        raise ValueError(f"{file} is not there; get it from {source}, and give --data DIR or set "
+                         "MINISPEC_DATA to the folder that it is in")
     return load_prompts(file)
 
 

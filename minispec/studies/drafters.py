@@ -5,6 +5,7 @@ Accepted length is tau: tokens that a round commits, its own token included, sum
 divided by their number. Intervals are bootstraps over prompts; differences between drafters are paired by
 prompt.
 """
+import glob
 import itertools
 import os
 import statistics
@@ -75,7 +76,9 @@ def compare(kind, args, model, tokenizer, temperatures):
     Seeds of an arm are one: their tokens and rounds are added up prompt by prompt. An arm is held against
     the reference arm with as many training prompts.
     """
-    if not args.arms or not os.path.isdir(args.arms):
+    folders = sorted(glob.glob(os.path.join(glob.escape(args.arms or ""), "*")))
+    folders = [f for f in folders if checkpoints.kind_of(f) == kind]
+    if not folders:
         raise ValueError("this study compares trained drafters: --arms must be a folder with one folder each "
                          f"(train_{kind}.py), got {args.arms}")
     workload = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data, FIRST)
@@ -83,8 +86,7 @@ def compare(kind, args, model, tokenizer, temperatures):
 
     # {(arm, training prompts): [(what it is, accepted lengths by temperature) of each seed]}
     trained = {}
-    folders = [os.path.join(args.arms, arm) for arm in sorted(os.listdir(args.arms))]
-    for folder in tqdm([f for f in folders if checkpoints.kind_of(f) == kind], desc=kind):
+    for folder in tqdm(folders, desc=kind):
         settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
         engine = methods.make_engine(kind, model, settings, 16)
         drafter = engine.planner.drafter
@@ -94,8 +96,6 @@ def compare(kind, args, model, tokenizer, temperatures):
         about = {"parameters": module.n_params(), "log": log[-1], "curve": log}
         lengths = [accepted_lengths(engine, problems, tokenizer, t) for t in temperatures]
         trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append((about, lengths))
-    if not trained:
-        raise ValueError(f"{args.arms} holds no drafter made by train_{kind}.py")
 
     names = [name for name, _ in trained]
     reference = REFERENCE[kind] if REFERENCE[kind] in names else names[0]

@@ -137,7 +137,7 @@ def _diffusion(name, model, settings, batch_size):
         threshold = cdlm.THRESHOLD
     mask_id = cdlm.mask_id_of(Tokenizer.load(folder), folder)
     kind, _ = cdlm.METHODS[name]
-    return cdlm.Decoder(trained, mask_id, kind, settings.block_size, threshold, order=settings.order,
+    return cdlm.Decoder(trained, mask_id, kind, threshold=threshold, order=settings.order,
                         batch_size=batch_size)
 
 
@@ -251,8 +251,6 @@ def add_arguments(parser):
     add("--delayed", action="store_true", help="judge a verification while the next forward runs")
 
     add = parser.add_argument_group("diffusion models: cdlm, dlm").add_argument
-    add("--block-size", type=positive, default=cdlm.BLOCK_SIZE,
-        help="slots that are filled in together (default %(default)s)")
     add("--threshold", type=float, help="reveal every slot whose confidence is above this "
         f"(default: cdlm {cdlm.THRESHOLD}, dlm one token per step)")
     add("--order", default=cdlm.ORDER, choices=cdlm.ORDERS, help="what to reveal where no slot is above the "
