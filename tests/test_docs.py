@@ -76,10 +76,16 @@ def test_a_page_may_ask_for_a_part_of_a_table_or_a_sentence():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_resolve(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", read(page)):
-        target = "".join(target)
-        if not target.startswith("http"):
-            assert os.path.exists(os.path.join(ROOT, os.path.dirname(page), target)), target
+    """To a file, and to the heading in it that is named behind a #, spelled as GitHub does."""
+    for target in re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", read(page)):
+        target, _, heading = "".join(target).partition("#")
+        if target.startswith("http"):
+            continue
+        file = os.path.join(os.path.dirname(page), target) if target else page
+        assert os.path.exists(os.path.join(ROOT, file)), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)", read(file), re.M)
+            assert heading in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings], heading
 
 
 @pytest.mark.parametrize("page", PAGES)
