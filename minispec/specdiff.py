@@ -108,10 +108,6 @@ class Drafter(nn.Module):
         x = torch.where((tokens == MASK)[..., None], self.mask, x)
         return x if self.fuse is None else x + self.fuse(features)
 
-    def check(self, target):
-        """ValueError where this drafter was not made for a target of this shape."""
-        checkpoints.check_shapes(self.config, target.config)
-
 
 def for_target(target, n_layer=None, gamma=8, taps=None):
     """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
@@ -180,7 +176,6 @@ class SpecDiffDrafter(Cached):
     name = "specdiff"
 
     def __init__(self, drafter, target, gamma=None, k_drafts=1, rule="rejection", temperature=None):
-        drafter.check(target)
         if gamma is None:
             gamma = drafter.config.gamma
         if not 1 <= gamma <= MAX_K:
@@ -304,8 +299,8 @@ def load(folder, target):
     """The drafter in a folder, on the device and in the dtype of its target. ValueError, in one line, says
     what is wrong."""
     def make(**config):
-        drafter = Drafter(checkpoints.checked(SpecDiffConfig(**config)), target)
-        drafter.check(target)
-        return drafter
+        config = checkpoints.checked(SpecDiffConfig(**config))
+        checkpoints.check_shapes(config, target.config)
+        return Drafter(config, target)
     drafter = checkpoints.load_drafter(folder, "specdiff", make)
     return drafter.to(device=target.device, dtype=target.dtype).eval()
