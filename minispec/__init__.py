@@ -31,6 +31,13 @@ with contextlib.suppress(OSError, AttributeError):       # not glibc
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
 
 
+def trim():
+    """Give back what lies free between blocks in use: a long training with batches of changing shapes would
+    hold ever more of it."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
 def need_torch():
     """For scripts that are run first: without torch, say what to install and end (exit code 2)."""
     if importlib.util.find_spec("torch") is None:

@@ -1,5 +1,5 @@
 """`bench.py bounds --traces T --cost C`: what would have been possible, from traces and prices of your own.
-numpy alone, no torch. docs/bounds.md has a converter for the logs of an engine."""
+numpy alone, no torch. docs/own-traces.md has a converter for the logs of an engine."""
 import os
 import sys
 

@@ -31,11 +31,13 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import minispec
 from minispec.core.cpu import PACKED_TYPES
 from minispec.tools.files import blame, read_json, replaced, write_json, write_text
 from minispec.tools.script import check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
+TRIM = 20                   # steps between two returns of free memory
 
 
 # -- settings ------------------------------------------------------------------------------------------------
@@ -278,6 +280,8 @@ class Run:
         """One step of the optimiser, `progress` (0 to 1) being how much of all data is used up."""
         lr = learning_rate(step, self.progress(progress), self.lr, self.args.warmup)
         self.optimizer.step(lr)
+        if step % TRIM == 0:
+            minispec.trim()
 
     def log(self, **values):
         """Numbers or scalar tensors of this step: they are shown, and their means logged at the next
