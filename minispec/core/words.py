@@ -15,7 +15,7 @@ import torch.nn as nn
 
 from minispec.core.cpu import Linear
 
-DRAFT_VOCAB = 8000          # the default; a target with fewer tokens has no need of one
+DRAFT_VOCAB = 4000          # the default; a target with fewer tokens has no need of one
 
 
 class Words:

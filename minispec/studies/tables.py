@@ -127,6 +127,11 @@ def arms(r):
     return table(columns, rows)
 
 
+VOCABULARY = {
+    "tokens to draft": "{tokens:,}",
+    "tau at temperature 0": "{tau:.2f}",
+    "ms a draft": "{milliseconds:.2f}",
+}
 CHAINS = {
     "chains": "{chains}",
     "rule": "{rule}",
@@ -164,6 +169,7 @@ TABLES = {                       # a function of the result, or the columns of i
     "scheduler": STAGES,
     "prism_arms": arms,
     "specdiff_objectives": arms,
+    "draft_vocabulary": VOCABULARY,
     "specdiff_chains": CHAINS,
     "cdlm_accuracy": DECODERS,
     "cdlm_curves": DECODERS,
