@@ -11,7 +11,7 @@ from test_engine import PLANNERS, exact, prompts, sampled
 from minispec import bounds
 from minispec.tools import methods
 from minispec.core.adaptive import Adaptive, Counts, richest
-from minispec.core.drafters import NGram, SmallLM
+from minispec.core.drafters import Chained, NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.bounds import CostTable
@@ -23,6 +23,20 @@ CLOSE = toy_model(seed=0)
 with torch.no_grad():
     for p, noise in zip(CLOSE.parameters(), toy_model(seed=9).parameters()):
         p.add_(0.3 * noise)
+
+
+@pytest.fixture(autouse=True)
+def whole_chains(monkeypatch):
+    """Random models are unsure of every draft; here chains end where the prices say."""
+    monkeypatch.setattr(Chained, "stop", 0.0)
+
+
+def test_a_drafter_that_ends_its_chains_itself_is_not_told_how_deep(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Chained, "stop", 0.1)
+    monkeypatch.setattr(SmallLM, "propose", lambda self, requests, limits: asked.extend(limits) or [([], None)] * len(requests))
+    answer(adaptive(prices(draft=0.3), SmallLM(CLOSE, TARGET)), prompts(3), 1, 20)
+    assert max(asked) == 6                                          # as many as allowed, where one would be the best number
 
 
 def prices(draft=0.05, base=1.0, token=0.02, **more):

@@ -55,7 +55,7 @@ def run(planner, some, batch=4, max_new=30, temperature=0.0, stop=(), target=TAR
     return engine.generate([Request(p, max_new, Sampling(temperature, seed=i), stop) for i, p in enumerate(some)]), engine
 
 
-SHAPES = {"chain": (4, 1, 4), "early stop": (4, 1, 4, 0.1), "tree": (4, 2, 8)}         # depth, width, drafts
+SHAPES = {"chain": (4, 1, 4), "early stop": (4, 1, 4, 0.15), "tree": (4, 2, 8)}         # depth, width, drafts
 
 
 def texts(n, taps=()):

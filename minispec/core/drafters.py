@@ -235,19 +235,20 @@ class Chained(Cached):
         for number, n in enumerate(going_on(n_steps), 1):
             reach = reach[:n]
             ended = reach < self.stop
-            # A graph always takes all steps. Else a step must be worth it for the requests together.
-            if isinstance(x, Batch) and reach.where(~ended, 0).sum() < self.stop * len(n_steps):
+            if isinstance(x, Batch) and ended.all():     # a graph takes all steps
                 break
             if number > 1:
                 # The drawn token is the next row of those who go on.
                 x = self.next_rows(x, number, token[:n, None])
                 states = self.step(number, x, states[:n])
-            logits = self.words.logits(states)
-            index = argmax(logits)
-            q = warp(logits, Sampling(*settings)) if settings[0] > 0 else logits.float().softmax(-1)
+            logits = self.words.logits(states).float()
             if settings[0] > 0:
+                q = warp(logits, Sampling(*settings))
                 qs.append(q)
                 index = draw(q, x.more["coins"][:n, number - 1])
+            else:
+                q = logits.softmax(-1)
+                index = argmax(logits)
             token = self.words.tokens(index)
             tokens.append(token.where(~ended, NONE))
             reach = reach * q.gather(-1, index[:, None])[:, 0]
@@ -261,7 +262,7 @@ class Chained(Cached):
         newest rows, all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
         n, w = tokens.shape
         ends = x.more["ends"][:n] + number - 2           # the new rows' position, of chains their slot too
-        positions = ends.clamp(max=self.config.block_size - 1)[:, None].repeat(1, w).flatten()
+        positions = ends.clamp(max=self.config.block_size - 1)[:, None].expand(n, w).flatten().contiguous()
         x = replace(x, tokens=tokens.flatten(), positions=positions, features=None)
         if isinstance(x, Batch):
             masks = [None] * n if sees is None else sees
