@@ -38,6 +38,13 @@ def test_a_drafter_that_ends_its_chains_itself_is_not_told_how_deep(monkeypatch)
     answer(adaptive(prices(draft=0.3), SmallLM(CLOSE, TARGET)), prompts(3), 1, 20)
     assert max(asked) == 6                                          # as many as allowed, where one would be the best number
 
+    def stop(**prices_):
+        drafter = SmallLM(CLOSE, TARGET)
+        answer(adaptive(prices(**prices_), drafter), prompts(3), 1, 20)
+        return drafter.stop
+    # A draft must be the surer the dearer it is: (0.1 + 0.02) seconds of tokens that come at more than one a second.
+    assert 0.02 <= stop(draft=0.001, token=0.001) < 0.12 < stop(draft=0.1) < stop(draft=0.3) <= 1
+
 
 def prices(draft=0.05, base=1.0, token=0.02, **more):
     """A cost table: a step takes `base` and `token` for each token, a draft of the small model `draft`, a lookup nothing."""

@@ -42,6 +42,7 @@ WEIGHT = 4.0                # how many trials such an opinion is worth
 FADE = 0.9                  # what a round leaves of a request's counts
 FADE_ALL = 0.995            # what a round leaves of the counts of all requests
 MATCHES = (3, 4, 6, 8, 12, 16, 24, 32)  # match lengths that are told apart
+LEAST = 0.02                # of an early stop
 BUCKET = 256                # prices are looked up once per so many tokens of context
 
 
@@ -106,6 +107,7 @@ class Adaptive(Drafter):
         self.history = {}                                # request -> History
         self.prices = {}                                 # what was looked up in the cost table
         self.chosen = {}                                 # request -> the name of who proposes now
+        self.least = {}                                  # drafter -> its early stop in this round
 
     def propose(self, requests, limits):
         # 1. Learn what became of the last drafts.
@@ -125,9 +127,12 @@ class Adaptive(Drafter):
             elif name:
                 out[i] = offers[i][name].drafts[:k], None
         for name, rows in asked.items():
-            # One that ends its chains itself, where it is unsure, need not be told how deep.
             drafter = self.drafters[name]
-            depths = [min(limits[i], self.k) if drafter.stop else picks[i][1] for i in rows]
+            depths = [picks[i][1] for i in rows]
+            if drafter.stop:
+                # One that ends its chains itself is told what a draft must be worth, and not how deep.
+                drafter.stop = self.least[name]
+                depths = [min(limits[i], self.k) for i in rows]
             drafted = drafter.propose([requests[i] for i in rows], depths)
             for i, proposal in zip(rows, drafted):
                 out[i] = proposal
@@ -188,7 +193,15 @@ class Adaptive(Drafter):
         context = int(sum(len(r.tokens) for r in requests) / len(requests))
         step, price = self._prices(len(requests), context)
         names = list(self.drafters)
-        return [(names[j] if k else None, k) for j, k in richest(tokens, charge, step, price, self.asked)]
+        picks = richest(tokens, charge, step, price, self.asked)
+        # 4. A further draft is expected to give alpha tokens if all before it are right. So these must be right
+        #    with the probability at which that is worth the seconds: a row more, and a share of a draft step.
+        j, k = np.array(picks).T
+        worth = _tokens_per_second(j, k, tokens, charge, step, price, self.asked)
+        seconds = (step[-1] - step[1] + price[:, -1] - price[:, 1]) / (len(requests) * max(self.k - 1, 1))
+        least = np.clip(worth * seconds / alpha.mean(0), LEAST, 1)
+        self.least = dict(zip(names, least.tolist()))
+        return [(names[j] if k else None, k) for j, k in picks]
 
     def _alpha(self, r, name, offer):
         """The chance that a draft is accepted: the request's own counts lean on those of all requests, those
