@@ -10,7 +10,7 @@ happens.
 
 Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every number of rows and shape of
 weights, which takes time, and forgets all but the last 1,024. A batch in which every request verifies as many
-drafts as it likes has another number of rows in each round, times some ten shapes: so remember more.
+drafts as it likes has another number of rows in each round, times some ten shapes: so remember more. (A kernel takes up to a megabyte, so not too many.)
 """
 import contextlib
 import ctypes
@@ -28,7 +28,7 @@ with contextlib.suppress(OSError, AttributeError):       # not glibc
     libc.mallopt(M_TOP_PAD, 1 << 28)                     # grow it 256 MiB at a time
 
 # Remember so many of oneDNN's kernels, if the environment does not say otherwise.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "8192")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
 
 
 def trim():

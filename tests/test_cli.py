@@ -248,7 +248,7 @@ def test_main_job_solves_its_problem():
 def test_importing_the_package_keeps_more_kernels_unless_told_otherwise():
     capacity = lambda **env: subprocess.run([sys.executable, "-c", "import minispec, os; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"], cwd=ROOT,
                                             capture_output=True, text=True, env={**{k: v for k, v in os.environ.items() if not k.startswith("ONEDNN")}, **env}).stdout.strip()
-    assert capacity() == "8192" and capacity(ONEDNN_PRIMITIVE_CACHE_CAPACITY="5") == "5"
+    assert capacity() == "4096" and capacity(ONEDNN_PRIMITIVE_CACHE_CAPACITY="5") == "5"
 
 
 def test_without_torch_a_line_says_what_to_install():

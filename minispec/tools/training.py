@@ -37,7 +37,7 @@ from minispec.tools.files import blame, read_json, replaced, write_json, write_t
 from minispec.tools.script import check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
-TRIM = 20                   # steps between two returns of free memory
+TRIM = 100                  # steps between two returns of free memory
 
 
 # -- settings ------------------------------------------------------------------------------------------------
