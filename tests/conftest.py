@@ -120,6 +120,12 @@ def outcome(script, *args, cwd=ROOT, out=None, **env):
     return subprocess.CompletedProcess(args, code, shown, err.getvalue())
 
 
+def whole(drafter):
+    """A drafter without its early stop: random models are unsure of every draft."""
+    drafter.stop = 0.0
+    return drafter
+
+
 def train_toy(script, folder, out, *args):
     """A short training with an imported script, for the target in `folder`; returns its log. `args` have the last word."""
     with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, toy_model
+from conftest import ROOT, toy_model, whole
 
 from minispec import bounds
 from minispec.bounds import AVERAGES, CostTable, Round, deepest, replay
@@ -238,7 +238,7 @@ with torch.no_grad():
         p.add_(0.4 * noise)
 PROMPT = random.Random(6).choices(range(64), k=24)          # its output wanders, then repeats itself, twice
 K, N = 5, 60
-DRAFTERS = {"ngram": lambda: NGram(3, 1), "draft": lambda: SmallLM(DRAFT, TARGET)}
+DRAFTERS = {"ngram": lambda: NGram(3, 1), "draft": lambda: whole(SmallLM(DRAFT, TARGET))}
 
 
 def engine_run(name=None):

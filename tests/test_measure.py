@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import toy_model
+from conftest import toy_model, whole
 
 import train_prism
 from minispec import bounds, prism
@@ -47,7 +47,8 @@ def heads():
     return drafter.eval()
 
 
-DRAFTERS = {"ngram": lambda: NGram(3, 1), "draft": lambda: SmallLM(DRAFT, TARGET), "prism": lambda: prism.PrismDrafter(heads(), TARGET, K)}
+DRAFTERS = {"ngram": lambda: NGram(3, 1), "draft": lambda: whole(SmallLM(DRAFT, TARGET)),
+            "prism": lambda: whole(prism.PrismDrafter(heads(), TARGET, K))}
 
 
 @functools.cache

@@ -67,6 +67,9 @@ def observed_cells(traces, cost, runs):
     for plain in runs:
         if plain["method"] != "ar":
             continue
+        missing = [i for i in plain["ids"] if i not in by_id]
+        if missing:
+            raise ValueError(f"the run has a request '{missing[0]}' that has no trace; measure both again")
         some = [by_id[i] for i in plain["ids"]]
         about = {key: plain[key] for key in ("workload", "batch")}
         cell = about | bounds.ladder(some, cost, plain["batch"])

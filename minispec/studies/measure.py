@@ -92,6 +92,7 @@ def _rounds(model, drafter, rows, context, order):
     requests come as if their prompts were read already: what the cache holds makes no difference to the
     time."""
     most = max(1, *order)
+    drafter.stop = 0.0                                   # all drafts are timed
     engine = Half(model, lambda e: Lockstep(e, drafter, most), rows)
     gained = sum((k + 1) // 2 + 1 for k in order)
     context = max(1, context - gained // 2)
@@ -140,8 +141,6 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
     takes longer than one whose drafts come from nowhere: its own seconds, and what the target's forward loses
     because the drafter's weights have pushed out some of its own. A drafter of windows is timed up to the
     whole window (`gamma`), because it has no more drafts to give."""
-    for drafter in drafters.values():
-        drafter.stop = 0.0                               # all drafts are timed
     longest = (1 + REPEATS) * (sum(drafts) + len(drafts))
     contexts = [c for c in contexts if c + longest <= model.config.block_size]
     if not contexts:
