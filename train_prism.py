@@ -146,7 +146,7 @@ def unrolled_loss(prism, words, batch, steps):
     # are distributions over the draft vocabulary, the target's renormalised, because that is the most that
     # the drafter can become.
     judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
-    judged[:, :steps] = False                            # no row is so far before the first ones
+    judged[:, :steps] = False                            # too near the beginning to be guessed at every step
     with torch.no_grad():
         p, entropy = with_entropy(words.logits(batch.hidden[judged]))          # (n, N), (n,)
     best = batch.best[judged]

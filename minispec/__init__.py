@@ -10,7 +10,8 @@ happens.
 
 Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every number of rows and shape of
 weights, which takes time, and forgets all but the last 1,024. A batch in which every request verifies as many
-drafts as it likes has another number of rows in each round, times some ten shapes: so remember more. (A kernel takes up to a megabyte, so not too many.)
+drafts as it likes has another number of rows in each round, times some ten shapes: so remember more. Not too
+many, because a kernel may take a megabyte.
 """
 import contextlib
 import ctypes

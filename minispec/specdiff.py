@@ -46,8 +46,8 @@ from minispec.core.attention import can_fuse
 from minispec.core.drafters import Cached
 from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.words import Words, buffer
-from minispec.core.verify import (Sampling, argmax, draw, point_mass_tree, rejection_tree, selection_tree,
-                                  warp)
+from minispec.core.verify import (LEAST_TEMPERATURE, argmax, draw, point_mass_tree, rejection_tree,
+                                  selection_tree, warp)
 
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
 RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point_mass_tree}
@@ -135,8 +135,10 @@ def for_target(target, n_layer=None, gamma=8, taps=None):
 def tapped(drafter, target, taps):
     """The same drafter, which from now on also reads the target: a projection of 0 changes nothing yet.
     ValueError if it reads the target already."""
-    if drafter.config.taps is not None or taps is None:
-        raise ValueError("only a drafter that reads nothing of the target can begin to")
+    reads = drafter.config.taps
+    if reads is not None or taps is None:
+        what = "nothing" if reads is None else reads or "the last state"
+        raise ValueError(f"the drafter reads {what} of the target; only one that reads nothing can begin to")
     out = Drafter(replace(drafter.config, taps=taps), target).to(target.device)
     with torch.no_grad():
         out.fuse.weight.zero_()
@@ -184,7 +186,9 @@ class SpecDiffDrafter(Cached):
             raise ValueError(f"k-drafts {k_drafts} is out of range; allowed is 1 to {MAX_NODES // gamma}")
         if temperature is None and k_drafts > 1:
             temperature = 1.0                            # chains that are all alike would be one chain
-        Sampling(temperature or 0.0)                     # ValueError where it is out of range
+        if temperature and not LEAST_TEMPERATURE <= temperature <= 100:
+            raise ValueError(f"draft-temperature {temperature} is out of range; "
+                             f"allowed is 0 (the argmax), or {LEAST_TEMPERATURE} to 100")
         super().__init__(drafter.config, target, drafter.rope, gamma)
         self.drafter = drafter.to(target.dtype)
         self.words = drafter.words

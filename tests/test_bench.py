@@ -119,7 +119,7 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
 
 
 BAD = {"no traces": (lambda d: os.remove(d / "t.jsonl"), "cannot read .*t.jsonl"), "no costs": (lambda d: os.remove(d / "c.json"), "cannot read .*c.json"),
-       "a word": (lambda d: (d / "c.json").write_text('{"verify":\n{"kind": "linear", "base": "fast"}}'), r"c.json: verify: base: expected numbers"),
+       "a word": (lambda d: (d / "c.json").write_text('{"verify":\n{"kind": "linear", "base": "fast"}}'), r"c.json: verify.base: expected a number"),
        "empty": (lambda d: (d / "t.jsonl").write_text(""), "no trace in this file"),
        "another drafter": (lambda d: (d / "c.json").write_text('{"verify": {"kind": "linear", "base": 1}}'), "are not in the cost table")}
 

@@ -384,13 +384,14 @@ def test_prices_are_those_of_graphs(name, counting, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, counting):
-    """For requests that end at different times."""
+    """For requests that end at different times, and an early stop that changes from round to round."""
     make, k = DRAFTERS[name]
     runs = []
     for on_kernels in (False, True):
         drafter, proposed = make(), []
 
         def propose(requests, limits, real=drafter.propose, proposed=proposed):
+            drafter.stop = 0.9 * (len(proposed) % 2)
             out = real(requests, limits)
             proposed.append([(tokens, *rest[:1]) for tokens, _, *rest in out])
             return out
@@ -403,6 +404,24 @@ def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, count
         runs.append((proposed, [g.token_ids for g in answers]))
         assert (drafter.graphs is not None and len(drafter.graphs.graphs) > 0) == on_kernels
     assert runs[0] == runs[1]
+
+
+def test_the_early_stop_is_a_table_of_the_graph(counting):
+    """A graph replays numbers: an attribute that it read when it was captured would stay as it was then."""
+    make, k = DRAFTERS["prism"]
+    drafter = make()
+
+    def round(x, real=drafter.round):
+        stop, drafter.stop = drafter.stop, None
+        out = real(x)
+        drafter.stop = stop
+        return out
+
+    drafter.round = round
+    engine = Engine(TARGET, lambda e: Lockstep(e, drafter, k), 2)
+    engine.fused = True
+    engine.generate([Request([3, 1, 4, 1, 5], 6)])
+    assert drafter.graphs.graphs
 
 
 if __name__ == "__main__":

@@ -136,8 +136,16 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, monkeyp
     want = rollouts.read(target, prompt, answer, 1)
     n = len(prompt) + len(answer)
     assert torch.equal(states["best"][:n], want["best"]) and (states["log_p"][len(prompt):n] < 0).all()
-    with pytest.raises(ValueError, match="no such file|cannot read|No such file"):
-        train(folder, "given2", "--given", str(tmp_path / "not there"))
+    again = functools.partial(train, folder, "given2", "--tokens", "300", "--given")
+    with pytest.raises(ValueError, match="cannot read"):
+        again(str(tmp_path / "not there"))
+    # Other texts, as many: the states in the folder are not theirs.
+    (tmp_path / "h.jsonl").write_text("".join(json.dumps({**row, "answer": "four"}) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="has other texts; use another --responses folder"):
+        again(str(tmp_path / "h.jsonl"))
+    (tmp_path / "i.jsonl").write_text(json.dumps({"prompt": "one"}) + "\n")
+    with pytest.raises(ValueError, match="prompt 1 has no answer"):
+        again(str(tmp_path / "i.jsonl"))
 
 
 def test_sources_of_prompts_come_in_turn(tmp_path):

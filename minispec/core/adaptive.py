@@ -21,6 +21,9 @@ chooses among several drafters, and all together want the most tokens/s (`riches
 serve one row of sixteen is not worth its forward, and a row that drafts much deeper than the others must be
 worth the wait.
 
+A drafter that ends its chains itself (drafters.py, early stop) is told no k, but how probable a chain must be
+for one more draft to be worth its seconds, at the tokens/s of this round.
+
 A drafter that has not read a request's tokens must do so before it drafts, and on a long prompt that may take
 longer than the whole answer. The table's price of reading is spread over the tokens that the request may
 still get.
@@ -107,7 +110,6 @@ class Adaptive(Drafter):
         self.history = {}                                # request -> History
         self.prices = {}                                 # what was looked up in the cost table
         self.chosen = {}                                 # request -> the name of who proposes now
-        self.least = {}                                  # drafter -> its early stop in this round
 
     def propose(self, requests, limits):
         # 1. Learn what became of the last drafts.
@@ -128,11 +130,8 @@ class Adaptive(Drafter):
                 out[i] = offers[i][name].drafts[:k], None
         for name, rows in asked.items():
             drafter = self.drafters[name]
-            depths = [picks[i][1] for i in rows]
-            if drafter.stop:
-                # One that ends its chains itself is told what a draft must be worth, and not how deep.
-                drafter.stop = self.least[name]
-                depths = [min(limits[i], self.k) for i in rows]
+            # One that ends its chains itself was told what a draft must be worth, and need not know how deep.
+            depths = [min(limits[i], self.k) if drafter.stop else picks[i][1] for i in rows]
             drafted = drafter.propose([requests[i] for i in rows], depths)
             for i, proposal in zip(rows, drafted):
                 out[i] = proposal
@@ -200,7 +199,8 @@ class Adaptive(Drafter):
         worth = _tokens_per_second(j, k, tokens, charge, step, price, self.asked)
         seconds = (step[-1] - step[1] + price[:, -1] - price[:, 1]) / (len(requests) * max(self.k - 1, 1))
         least = np.clip(worth * seconds / alpha.mean(0), LEAST, 1)
-        self.least = dict(zip(names, least.tolist()))
+        for drafter, stop in zip(self.drafters.values(), least.tolist()):
+            drafter.stop = drafter.stop and stop
         return [(names[j] if k else None, k) for j, k in picks]
 
     def _alpha(self, r, name, offer):

@@ -169,7 +169,8 @@ class Chained(Cached):
             return
         device = self.target.device
         one_each = torch.zeros(batch, dtype=torch.long)
-        more = {"last": one_each, "ends": one_each, "coins": torch.zeros(batch, self.depth)}
+        more = {"last": one_each, "ends": one_each, "stop": torch.zeros(batch),
+                "coins": torch.zeros(batch, self.depth)}
         self.make_graphs(batch, longest, features, more=more)
         # The plan of a later step.
         trees = dict.fromkeys(range(batch), torch.ones(self.width, self.width)) if self.width > 1 else None
@@ -216,7 +217,8 @@ class Chained(Cached):
             absent = len(n_steps) - len(work)
             last += last[:1] * absent
             ends += ends[:1] * absent
-        more = {"last": torch.tensor(last), "ends": torch.tensor(ends)}
+        more = {"last": torch.tensor(last), "ends": torch.tensor(ends),
+                "stop": torch.full((len(n_steps),), self.stop)}          # a table, because it may change
         # 2. What it draws with.
         if settings[0] > 0:
             more["coins"] = torch.zeros(len(n_steps), n_steps[0])
@@ -234,7 +236,7 @@ class Chained(Cached):
         reach = states.new_ones(len(n_steps), dtype=torch.float)     # of every request, see `stop`
         for number, n in enumerate(going_on(n_steps), 1):
             reach = reach[:n]
-            ended = reach < self.stop
+            ended = reach < x.more["stop"][:n]
             if isinstance(x, Batch) and ended.all():     # a graph takes all steps
                 break
             if number > 1:

@@ -1,14 +1,14 @@
 """What drafters are trained on: answers, most of all the target's own, and what it knew at every token.
 
-A folder holds three kinds of shards, each of which is there as a whole or not at all, so that an interrupted
+A folder holds four kinds of shards, each of which is there as a whole or not at all, so that an interrupted
 run goes on where it was:
 
     own-00000.json                prompts that the target wrote itself (magpie.py)
-    given-0-128-last.safetensors  the same as below of answers that others wrote (--given)
     train-0-128.json              answers to 128 prompts: [prompt ids, answer ids, temperature] of each
     train-0-128-last.safetensors  of every token of these texts: the target's final hidden state, its
                                   argmax, and the log-probability that it gave the token (`-three`: and the
                                   inputs of three layers)
+    given-0-128.json, ..          the same of answers that others wrote (--given)
 
 They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch
 costs the drafter alone. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and
@@ -56,7 +56,7 @@ def add_arguments(parser):
         help="JSON lines of prompts to answer as well")
     add("--given", metavar="FILE",
         help="JSON lines with a prompt and an answer that somebody else wrote: the target reads them, which "
-             "takes a fifth of the time of an answer of its own")
+             "takes a fifth of the time of an answer of its own (not counted in --minutes)")
     add("--prompts", type=int, default=4000,
         help="number of training prompts; fewer are a prefix of more (default 4000)")
     add("--heldout", type=int, default=40, help="number of held-out prompts for the estimates (default 40)")
@@ -259,15 +259,23 @@ def _states(target, rows, taps, name):
 
 def _read_given(args, target, tokenizer, taps, least, out):
     """Add the texts of --given to `out`: a prompt, and an answer that somebody else wrote. The target's
-    distributions at every token are as good to learn from, though it would seldom come there by itself."""
+    distributions at every token are as good to learn from, though it would seldom come there by itself.
+    ValueError where an answer is missing, or the shards are of other texts."""
     rows = []
-    for p in prompts.load_prompts(args.given):
+    for i, p in enumerate(prompts.load_prompts(args.given), 1):
+        said = p.think + p.answer                        # of GSM8K, the steps and the result
+        if not said:
+            raise ValueError(f"{args.given}: prompt {i} has no answer")
         if not tasks.is_heldout(p.prompt):
-            answer = tokenizer.encode(p.answer) + [target.config.eos_id]
+            answer = tokenizer.encode(said) + [target.config.eos_id]
             rows.append([tokenizer.prompt_ids(p.prompt), answer[:args.max_new_tokens], None])
     for start in tqdm(range(0, len(rows), SHARD), desc="given answers", unit="shard"):
         some = rows[start:start + SHARD]
         name = os.path.join(args.responses, f"given-{start}-{start + len(some)}")
+        if not os.path.exists(name + ".json"):
+            write_json(name + ".json", some)
+        if read_json(name + ".json") != some:
+            raise ValueError(f"{name}.json has other texts; use another --responses folder")
         out.add(some, _states(target, some, taps, name), least)
 
 

@@ -63,45 +63,59 @@ class Trace:
     offered: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.id = str(self.id)
+        # 1. Every field is what it should be.
+        _expect(isinstance(self.id, str), "id", "a string", self.id)
         for name, least in (("prompt_len", 0), ("n_out", 1)):
             value = getattr(self, name)
-            if type(value) is not int or not least <= value <= MOST:
-                raise ValueError(f"{name}: expected an integer from {least}, got {value}")
+            _expect(type(value) is int and least <= value <= MOST, name, f"an integer from {least}", value)
         for name, kind in (("accept", int), ("censored", bool), ("offered", int)):
             columns = getattr(self, name)
+            _fields(columns, name, self.accept)
             setattr(self, name, {m: _column(c, self.n_out, kind, f"{name}.{m}") for m, c in columns.items()})
 
-        # A round gains at least one token, at most what is missing, and no more than was offered and one.
+        # 2. A round gains at least one token, at most what is missing, and no more than was offered and one.
         left = self.n_out - np.arange(self.n_out)
         for m, accept in self.accept.items():
-            offered = self.offered.get(m, accept)
-            possible = (1 <= accept) & (accept <= np.minimum(left, offered + 1))
-            wrong = 1 + np.flatnonzero(~possible[1:])                # entry 0 is not used
-            if len(wrong):
-                i = wrong[0]
-                raise ValueError(f"accept.{m}[{i}]: {accept[i]} is out of range; allowed is 1 to {left[i]}, "
-                                 "and at most one more than was offered")
+            for i in _wrong((accept < 1) | (accept > left)):
+                raise ValueError(f"accept.{m}[{i}]: expected an integer from 1 to {left[i]}, got {accept[i]}")
+        for m, offered in self.offered.items():
+            for i in _wrong((offered < 0) | (offered + 1 < self.accept[m])):
+                got = self.accept[m][i]
+                raise ValueError(f"offered.{m}[{i}]: {offered[i]} drafts cannot give accept {got}")
+
+
+def _wrong(mask):
+    """The positions that a mask names; entry 0 is not used."""
+    return 1 + np.flatnonzero(mask[1:])
 
 
 def _column(values, n, kind, where):
     """A list of n values of a kind as an array; entry 0 may be anything and becomes 0."""
+    possible = isinstance(values, (list, np.ndarray)) and len(values) == n
+    _expect(possible, where, f"a list of n_out = {n} values", values)
     rest = np.array(values[1:])
-    if len(values) != n or (n > 1 and (rest.dtype != kind or rest.ndim != 1)):
-        raise ValueError(f"{where}: expected a list of n_out = {n} values of the type {kind.__name__}")
+    possible = n == 1 or rest.dtype == kind and rest.ndim == 1
+    _expect(possible, where, "true or false" if kind is bool else "integers", values)
     return np.array([0, *rest], kind)
 
 
 def read_traces(path):
-    """List of Trace from a JSON-lines file. ValueError, in one line with file and line, if anything is
+    """List of Trace from a JSON-lines file. ValueError, in one line with file, line and field, if anything is
     wrong."""
-    traces = []
+    traces, seen = [], set()
     for where, row in read_rows(path):
         with blame(where):
-            traces.append(Trace(**row))
-            first, last = (", ".join(sorted(t.accept)) for t in (traces[0], traces[-1]))
-            if last != first:
-                raise ValueError(f"accept: the drafters are {last}, but {first} above")
+            _fields(row, "", Trace.__dataclass_fields__, ("id", "prompt_len", "n_out", "accept"))
+            trace = Trace(**row)
+            if not trace.accept:
+                raise ValueError("accept: no drafter in it")
+            if trace.id in seen:
+                raise ValueError(f"id: '{trace.id}' is in the file already")
+            if traces and set(trace.accept) != set(traces[0].accept):
+                first = ", ".join(traces[0].accept)
+                raise ValueError(f"accept: the drafters are {', '.join(trace.accept)}, but {first} above")
+        traces.append(trace)
+        seen.add(trace.id)
     if not traces:
         raise ValueError(f"{path}: no trace in this file")
     return traces
@@ -129,18 +143,20 @@ def read_costs(path):
 
 
 def check_costs(table):
-    """Return `table` if it is a valid cost table (already parsed), else ValueError that names the field."""
-    times = [(name, table[name]) for name in ("prefill", "overhead", "verify") if name in table]
-    for part in ("draft", "read"):
-        times += [(f"{part}.{name}", entry) for name, entry in table.get(part, {}).items()]
-    for where, entry in times:
-        with blame(where):
-            _check_time(entry, where.startswith("draft."))
+    """Return `table` if it is a valid cost table (already parsed), else ValueError that starts with the
+    field."""
+    known = ("about", "verify", "draft", "read", "prefill", "overhead", "accept")
+    _fields(table, "", known, ("verify",))
+    about = table.get("about", {})
+    _expect(isinstance(about, dict), "about", "an object", about)
+    for name in ("verify", "prefill", "overhead"):
+        if name in table:
+            _check_time(table[name], name, ("linear", "grid"))
+    for part, kinds in (("draft", ("linear", "grid", "share")), ("read", ("linear", "grid"))):
+        for name, entry in table.get(part, {}).items():
+            _check_time(entry, f"{part}.{name}", kinds)
     for name, chance in table.get("accept", {}).items():
-        if not 0 <= chance <= 1:
-            raise ValueError(f"accept.{name}: expected a chance from 0 to 1, got {chance}")
-    if not isinstance(table.get("about", {}), dict):
-        raise ValueError("about: expected an object")
+        _numbers(chance, 0, f"accept.{name}", 1)
     verify = table["verify"]
     paid = verify["seconds"] if verify["kind"] == "grid" else sum(verify.get(name, 0) for name in LINEAR)
     if np.min(paid) <= 0:
@@ -148,26 +164,54 @@ def check_costs(table):
     return table
 
 
-def _check_time(entry, drafter):
-    """ValueError where a TIME says what none can mean; only a drafter's may be a share."""
-    kind = entry["kind"]
-    if kind not in FIELDS or (kind == "share" and not drafter):
-        raise ValueError(f"the kind '{kind}' is not one of those that are allowed here")
-    known = {"kind", *FIELDS[kind]}
-    odd = set(entry) - known if kind == "linear" else set(entry) ^ known
-    if odd:
-        raise ValueError(f"{', '.join(sorted(odd))}: unknown or missing; a {kind} has "
-                         f"{', '.join(FIELDS[kind])}")
+def _check_time(entry, where, kinds):
+    kind = entry.get("kind") if isinstance(entry, dict) else entry
+    possible = isinstance(entry, dict) and kind in kinds
+    _expect(possible, where, f"an object whose kind is {' or '.join(kinds)}", kind)
+    names = FIELDS[kind]
+    _fields(entry, where, ("kind", *names), () if kind == "linear" else names)
+    if kind != "grid":
+        for name in names:
+            _numbers(entry.get(name, 0), 0, f"{where}.{name}")
+        return
+    shape = []
+    for name in GRID:
+        axis = _numbers(entry[name], 1, f"{where}.{name}")
+        _expect((np.diff(axis) > 0).all(), f"{where}.{name}", "increasing numbers", entry[name])
+        shape.append(len(axis))
+    found = _numbers(entry["seconds"], 3, f"{where}.seconds").shape
+    what = f"a number for each of {shape} rows, tokens and kv"
+    _expect(list(found) == shape, f"{where}.seconds", what, found)
 
-    # Every number alone, then the shape of a grid. The comparison also refuses NaN.
-    for name in entry.keys() - {"kind"}:
-        x = np.array(entry[name])
-        right = x.dtype.kind in "if" and (x.ndim == 0 or kind == "grid")
-        if not right or not ((0 <= x) & (x <= MOST)).all():
-            raise ValueError(f"{name}: expected numbers from 0 to {MOST:g}")
-    if kind == "grid":
-        shape = tuple(len(entry[name]) for name in GRID)
-        if np.shape(entry["seconds"]) != shape or 0 in shape:
-            raise ValueError(f"seconds: expected a number for each of {shape} rows, tokens and kv")
-        if any((np.diff(entry[name]) <= 0).any() for name in GRID):
-            raise ValueError("rows, tokens and kv must be increasing numbers")
+
+# -- what both kinds of files need -----------------------------------------------------------------
+
+def _fields(value, where, known, needed=()):
+    """ValueError where an object has other fields than the known ones, or lacks one that is needed."""
+    _expect(isinstance(value, dict), where or "the whole", "an object", value)
+    prefix = where + "." if where else ""
+    for name in [*value, *needed]:
+        if name not in known:
+            raise ValueError(f"{prefix}{name}: unknown field; known are {', '.join(known)}")
+        if name not in value:
+            raise ValueError(f"{prefix}{name}: missing")
+
+
+def _numbers(values, depth, where, most=MOST):
+    """Numbers from 0 to `most`, in lists `depth` deep, as an array. The comparison also refuses NaN."""
+    try:
+        array = np.array(values)
+    except ValueError:                       # lists of several lengths
+        array = np.array(None)
+    possible = array.dtype.kind in "if" and array.ndim == depth and array.size
+    possible = possible and ((0 <= array) & (array <= most)).all()
+    what = f"numbers in lists {depth} deep" if depth else "a number"
+    _expect(possible, where, f"{what} from 0 to {most:g}", values)
+    return array
+
+
+def _expect(condition, where, what, got):
+    """ValueError that names the field where the condition does not hold."""
+    if not condition:
+        shown = json.dumps(got, default=repr)
+        raise ValueError(f"{where}: expected {what}, got {shown if len(shown) <= 40 else shown[:37] + '...'}")

@@ -23,7 +23,7 @@ from minispec.tools.answers import requests_of
 
 FIRST = 30              # of the problems of a workload: those before are used elsewhere
 NEW = 192               # most tokens of an answer
-VOCABULARIES = (500, 1000, 2000, 4000)
+VOCABULARIES = (500, 1000, 2000, 4000)                  # tokens to draft
 REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others are held against
 
 

@@ -30,7 +30,7 @@ from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.verify import greedy_chain
-from minispec.data.traces import Trace
+from minispec.data.traces import Trace, check_costs
 
 DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
 PROMPTS = (32, 128, 512)  # prompt lengths for the prefill
@@ -175,13 +175,13 @@ def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, pro
         seconds = [[[seconds_of(b, c, t) for c in kv] for t in tokens] for b in rows]
         return {"kind": "grid", "rows": list(rows), "tokens": tokens, "kv": list(kv), "seconds": seconds}
 
-    return {
+    return check_costs({
         "verify": grid(verify, [1 + k for k in drafts]),
         "draft": {name: grid(partial(longer, name), ks) for name, ks in asked.items()},
         "read": {name: grid(partial(read, name), contexts, kv=[0]) for name in drafters},
         "prefill": grid(prefill, [n for n in prompts if n < model.config.block_size], rows[:2], [0]),
         "overhead": grid(overhead, [1], kv=[0]),
-    }
+    })
 
 
 def time_all(model, drafters, asked, drafts, rows, context):

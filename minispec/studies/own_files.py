@@ -8,7 +8,7 @@ from minispec.data.traces import read_costs, read_traces
 from minispec.studies import figures, ladder
 from minispec.studies.tables_bounds import ladder_table
 from minispec.tools.files import write_json
-from minispec.tools.script import Parser, check_writable, positive
+from minispec.tools.script import Parser, check_writable
 
 
 def asked():
@@ -33,11 +33,13 @@ def parse_args(argv=None):
                    help="prices of a round (the same file; default %(default)s; those of the paper are "
                    "results/costs_h100.json)")
     p.add_argument("--batches", default=",".join(map(str, BATCHES)), help="batch sizes (default %(default)s)")
-    p.add_argument("--k-max", type=positive, metavar="K",
+    p.add_argument("--k-max", type=int, metavar="K",
                    help="most drafts in a round (default: the most that a trace has accepted)")
     p.add_argument("--json", metavar="OUT", help="write all figures as JSON, and next to it drawings")
     args = p.parse_args(argv)
     args.batches = sizes(args.batches)
+    if args.k_max is not None and not 1 <= args.k_max <= 1000:
+        raise ValueError(f"k-max {args.k_max} is out of range; allowed is 1 to 1000")
     if args.json:
         check_writable(args.json, [args.traces, args.cost])
     return args

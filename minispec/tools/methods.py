@@ -228,7 +228,7 @@ def add_arguments(parser):
 
     add = parser.add_argument_group("trained drafters: prism, eagle, specdiff").add_argument
     add("--depth", type=positive,
-        help="prism, eagle: draft steps per round (default: as many as paid in training)")
+        help="prism, eagle: most draft steps per round (default: as many as paid in training)")
     add("--tree", type=int, default=0, metavar="N",
         help="prism, eagle: the N most probable drafts of a tree go to the target (default 0: a chain)")
     add("--gamma", type=int, help="specdiff: drafts of a chain (default: as the drafter was trained)")
