@@ -142,9 +142,9 @@ def unrolled_loss(prism, words, batch, steps):
     # 1. Every row drafts.
     states = unroll(prism, words, batch.ids, batch.features, steps)
 
-    # 2. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}. Both
-    # are distributions over the draft vocabulary, the target's renormalised, because that is the most that
-    # the drafter can become.
+    # 2. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}.
+    # Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
+    # that the drafter can become.
     judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
     judged[:, :steps] = False                            # too near the beginning to be guessed at every step
     with torch.no_grad():

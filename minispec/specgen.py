@@ -227,8 +227,8 @@ class SpecGen(Planner):
     """The planner of self-speculation.
 
     k: drafts a round; sparsity, min_budget: size of the selection; select: "pillar", the paper's; "ahead",
-    the same with `look_ahead`; "window", the first and the newest positions; schedule: "unified" or "lockstep"
-    (join the fullest place); delayed: judge next to the next forward. A round then has an
+    the same with `look_ahead`; "window", the first and the newest positions; schedule: "unified" or
+    "lockstep" (join the fullest place); delayed: judge next to the next forward. A round then has an
     iteration more, so this pays only where the host takes over 1 / (k + 2) of one: on a GPU. ValueError for
     settings out of range.
     """

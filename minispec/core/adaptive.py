@@ -193,8 +193,9 @@ class Adaptive(Drafter):
         step, price = self._prices(len(requests), context)
         names = list(self.drafters)
         picks = richest(tokens, charge, step, price, self.asked)
-        # 4. A further draft is expected to give alpha tokens if all before it are right. So these must be right
-        #    with the probability at which that is worth the seconds: a row more, and a share of a draft step.
+        # 4. A further draft is expected to give alpha tokens if all before it are right. So these must be
+        #    right with the probability at which that is worth the seconds: a row more, and a share of a draft
+        #    step.
         j, k = np.array(picks).T
         worth = _tokens_per_second(j, k, tokens, charge, step, price, self.asked)
         seconds = (step[-1] - step[1] + price[:, -1] - price[:, 1]) / (len(requests) * max(self.k - 1, 1))

@@ -28,7 +28,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 FEW = 64            # rows of a request up to which it may be served with others; a prompt has more
 FILL = 1.5          # read at most so many times the keys that are needed, to serve requests together
-LONG = 1024         # keys from which on products are faster in bf16 than torch's attention is; of a prompt always
+LONG = 1024         # keys from which on products are faster in bf16 than torch's attention; prompts: always
 
 
 # -- training ------------------------------------------------------------------------------------------------
