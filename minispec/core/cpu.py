@@ -1,5 +1,7 @@
 """What makes decoding fast on a CPU. Everything here computes what a plain torch operator does, in less time.
 """
+from functools import cache
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -55,10 +57,17 @@ class Linear(nn.Linear):
         return state
 
 
-def norm_of_a_row(x, weight, eps):
-    """F.rms_norm of a single row (.., C), in three operators.
+@cache
+def scalar(x):
+    """A number as a tensor, made once."""
+    return torch.tensor(x)
+
+
+def rms_norm(x, weight, eps):
+    """F.rms_norm of few rows (.., C), in five operators.
 
     torch makes it of eight. In decoding each takes longer to start than to compute, because the weights that
     were read since have pushed its code out of the processor's cache."""
-    length = torch.linalg.vector_norm(x, dtype=torch.float32).item()
-    return (x * weight).mul_((length * length / len(weight) + eps) ** -0.5)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    mean = torch.addcmul(scalar(eps), length, length, value=1 / len(weight))
+    return (x * weight).mul_(mean.rsqrt_())

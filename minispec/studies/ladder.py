@@ -61,7 +61,8 @@ def summary(cells, name):
 
 def observed_cells(traces, cost, runs):
     """A cell for each workload and batch that was run."""
-    runs = [r for r in runs if r["identical"] is not None]  # the diffusion models' answers are their own
+    # Answers of diffusion models and sampled ones are of their own.
+    runs = [r for r in runs if r["identical"] is not None]
     by_id = {t.id: t for t in traces}
     cells = []
     for plain in runs:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from minispec.bounds import CostTable, Round, by_workload, ladder, replay
 from minispec.core.engine import Engine
 from minispec.core.requests import Request
+from minispec.core.verify import Sampling
 from minispec.data import traces
 from minispec.studies import measure, results, workloads
 from minispec.studies.ladder import COMBINED, statistics
@@ -33,27 +34,29 @@ from minispec.tools.files import write_json
 @dataclass
 class Size:
     """new: most tokens of an answer. traced: problems of each workload. batches, mixed: (requests at once,
-    how many problems) of each workload, and of all together. deepest: drafts in traces. costs: the grid of
-    the cost table. repeats: runs in turn, of which the middle one counts."""
+    how many problems) of each workload, and of all together; sampled: the same of all at temperature 1.
+    deepest: drafts in traces. costs: the grid of the cost table. repeats: runs in turn, of which the middle
+    one counts."""
     new: int
     traced: int
     batches: tuple
     mixed: tuple
+    sampled: tuple
     deepest: int
     costs: dict = field(default_factory=dict)
     repeats: int = 1
 
 
-SMALL = Size(160, 16, ((1, 4), (4, 8), (16, 16)), ((1, 12), (4, 12), (16, 24)), 16, repeats=3)
+SMALL = Size(160, 16, ((1, 4), (4, 8), (16, 16)), ((1, 12), (4, 12), (16, 24)), ((1, 12),), 16, repeats=3)
 # Of SmolLM2; the short one takes eight minutes where two idle cores multiply bf16. No round of the engine has
 # more than 32 drafts, so nothing is censored that could be decoded.
 GRID = {"contexts": (64, 512), "prompts": (32, 256)}
-SHORT = Size(64, 2, ((1, 2),), ((1, 10), (4, 16), (16, 20)), 32, GRID)
+SHORT = Size(64, 2, ((1, 2),), ((1, 10), (4, 16), (16, 20)), ((1, 5),), 32, GRID)
 FINE = {"contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
-LONG = Size(128, 4, ((1, 4), (4, 4)), ((1, 10), (4, 20), (16, 40)), 32, FINE)
+LONG = Size(128, 4, ((1, 4), (4, 4)), ((1, 10), (4, 20), (16, 40)), ((1, 10), (8, 20)), 32, FINE)
 MORE = ("--long takes perhaps three times as long: answers of 128 tokens, 4 problems of each workload "
         "instead of 2, batches of 4 of each, and prices up to longer contexts")
-QUICK = Size(32, 2, ((1, 1),), ((4, 8),), 16,
+QUICK = Size(32, 2, ((1, 1),), ((4, 8),), ((4, 4),), 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
 
 
@@ -140,10 +143,9 @@ def run(args, model, tokenizer):
     prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else None
     lengths = prices.get("about", {}).get("best_k", {}) if prices else {}
 
-    def measured(workload, batch, ids):
-        timed = time_methods(names, args, model, requests, (workload, batch, ids), how.repeats,
-                             lengths.get(str(batch), {}))
-        return rows_of(timed, {"workload": workload, "batch": batch, "ids": ids}, prices)
+    def measured(*cell):
+        timed = time_methods(names, args, model, requests, cell, how.repeats, lengths.get(str(cell[1]), {}))
+        return rows_of(timed, dict(zip(("workload", "batch", "ids", "temperature"), cell)), prices)
 
     same = {"new_tokens": how.new, "methods": names, "prices": prices, "dtype": results.dtype_name(model)}
     each = results.each_kept("run", args, model, same)
@@ -154,13 +156,15 @@ def run(args, model, tokenizer):
 
 
 def cells_of(requests, how):
-    """[(workload, batch, ids)] of requests {"workload/i": ..}, and of all workloads together."""
+    """[(workload, batch, ids, temperature)] of requests {"workload/i": ..}, and of all workloads together.
+    """
     ids = list(requests)
     cells = []
     for w in dict.fromkeys(i.split("/")[0] for i in ids):
         own = [i for i in ids if i.startswith(w + "/")]
-        cells += [(w, batch, own[:n]) for batch, n in how.batches]
-    return cells + [("mixed", batch, ids[:n]) for batch, n in how.mixed]
+        cells += [(w, batch, own[:n], 0.0) for batch, n in how.batches]
+    cells += [("mixed", batch, ids[:n], 0.0) for batch, n in how.mixed]
+    return cells + [("mixed, T = 1", batch, ids[:n], 1.0) for batch, n in how.sampled]
 
 
 def suitable(args, model):
@@ -186,18 +190,19 @@ def engine_of(name, model, args, batch, lengths=None):
 
 
 def time_methods(names, args, model, requests, cell, repeats, lengths):
-    """{method: [Run of every repeat]} of one cell (workload, batch, ids), methods in turn. On a GPU a run
-    before those that count compiles the kernels."""
-    workload, batch, ids = cell
+    """{method: [Run of every repeat]} of one cell (see cells_of), methods in turn. On a GPU a run before those
+    that count compiles the kernels."""
+    workload, batch, ids, temperature = cell
 
     def build(name, ids):
         asked = [requests[i] for i in ids]
-        fresh = [Request(r.tokens, r.max_new_tokens, stop_ids=r.stop_ids) for r in asked]
+        fresh = [Request(r.tokens, r.max_new_tokens, Sampling(temperature, seed=i), r.stop_ids)
+                 for i, r in enumerate(asked)]
         return engine_of(name, model, args, batch, lengths), fresh
 
     cells = {}
     for name in names:
-        if name == "dlm" and (batch > 1 or workload == "mixed"):
+        if name == "dlm" and (batch > 1 or workload.startswith("mixed")):
             continue
         cells[name] = partial(build, name, ids[:1] if name == "dlm" else ids)
     return race(cells, repeats, f"{workload}, batch {batch}", args.device != "cpu",
@@ -232,7 +237,8 @@ def rows_of(timed, about, prices):
             "acceptance": None,
             "phases": run.phases,
             "modelled": None,
-            "identical": identical(plain, run) if lossless else None,
+            # Sampled answers differ: of the same distribution, not of the same coins.
+            "identical": identical(plain, run) if lossless and not about["temperature"] else None,
             "prompts": len(run.generations),
         }
         if lossless and name != "ar":
