@@ -30,7 +30,7 @@ import minispec  # before torch: it tunes the allocator
 import torch
 import torch.nn.functional as F
 
-from minispec import specdiff
+from minispec import prism, specdiff
 from minispec.core.attention import dense_attend
 from minispec.core.words import most_frequent, restrict
 from minispec.data import rollouts
@@ -42,7 +42,7 @@ from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator
 # kl learns from the target's distributions, the others from the answers' tokens.
 OBJECTIVES = ("kl", "mdlm", "ce", "streak", "log-streak", "streak-rs")
 LAYERS = 2                  # a new drafter starts as so many first layers of the target
-DECAY = 0.4                 # kl: a slot weighs so much of the one before, and counts only where that is right
+DECAY = 0.8                 # kl: a slot weighs so much of the one before, and counts only where that is right
 
 
 def parse_args():
@@ -52,7 +52,8 @@ def parse_args():
                    help="what to train for, see objective (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
                    help="start from this drafter; its shape is kept, but windows may be longer (--gamma), "
-                        "and it may begin to read the target (--taps)")
+                        "and it may begin to read the target (--taps). From one of train_prism.py: it drafts "
+                        "the first slot as that does, and learns the others")
     p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
     p.add_argument("--taps", choices=("none", "last", "three"),
                    help="what it reads of the target: nothing, the final state (default), or three layers")
@@ -69,6 +70,13 @@ def drafter_of(args, target):
         n_layer = min(LAYERS, target.config.n_layer)
         return specdiff.for_target(target, n_layer, args.gamma or 8, taps)
 
+    if checkpoints.kind_of(args.init) == "prism":
+        head = prism.load(args.init, args.device)
+        head.check(target)
+        if (head.config.taps, taps) != ((), ()):
+            raise ValueError(f"{args.init}: only a drafter that reads the last state starts another, and --taps "
+                             "must be last")
+        return specdiff.from_module(head.bank[0], target, args.gamma or 8)
     drafter = specdiff.load(args.init, target)
     gamma = args.gamma or drafter.config.gamma
     drafter.config = replace(drafter.config, gamma=gamma, target=checkpoints.fingerprint(target))

@@ -29,7 +29,8 @@ What differs from the paper and why: the released drafter sees its prefix bidire
 every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The
 released code trains the paper's loss, which fits point-mass acceptance, and decodes with multi-round
 rejection; here each rule has its loss (`streak`, `streak-rs`). The drafter starts as the first layers of the
-target, whose embedding and head it uses, and not from a diffusion model of its own.
+target, whose embedding and head it uses, or as a trained EAGLE head (`from_module`), and not from a diffusion
+model of its own. A single chain ends where it gets improbable.
 
 Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; `selection` <->
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
@@ -43,7 +44,7 @@ import torch.nn as nn
 from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.core.attention import can_fuse
-from minispec.core.drafters import Cached
+from minispec.core.drafters import STOP, Cached
 from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.words import Words, buffer
 from minispec.core.verify import (LEAST_TEMPERATURE, argmax, draw, point_mass_tree, rejection_tree,
@@ -60,7 +61,6 @@ class SpecDiffConfig(gpt.GPTConfig):
     taps: tuple = None      # layers of the target that it reads; (): the final state; None: none
     target: str = ""        # fingerprint of the target that it is trained for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
-    embed_scale: float = 1.0    # of the target's embeddings, so that they weigh as much as its states
 
     def __post_init__(self):
         if self.taps is not None:
@@ -70,8 +70,8 @@ class SpecDiffConfig(gpt.GPTConfig):
 
 
 class Drafter(nn.Module):
-    """Blocks of a GPT, one vector for an open slot, and, if it is tapped, a projection of the target's
-    features. Embedding and head are the target's, and not held here."""
+    """Blocks of a GPT, one vector for an open slot, and, if it is tapped, a projection of a token's embedding
+    and the target's features to one vector. Embedding and head are the target's, and not held here."""
     n_params = gpt.GPT.n_params
 
     def __init__(self, config, target):
@@ -82,10 +82,11 @@ class Drafter(nn.Module):
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
         self.mask = nn.Parameter(torch.zeros(c.d_model))
-        self.fuse = None
+        self.join = None
+        self.n_features = 0
         if c.taps is not None:
-            n_states = max(len(c.taps), 1)
-            self.fuse = gpt.Linear(n_states * target.config.d_model, c.d_model, bias=False)
+            self.n_features = max(len(c.taps), 1) * c.d_model
+            self.join = gpt.Linear(c.d_model + self.n_features, c.d_model)
         self.rope = gpt.Rope(c)
 
     @cached_property
@@ -104,9 +105,9 @@ class Drafter(nn.Module):
 
     def embed(self, tokens, features):
         # An open slot has no token, but a vector of its own.
-        x = self.target.embed(tokens.clamp(min=0)) * self.config.embed_scale
+        x = self.target.embed(tokens.clamp(min=0))
         x = torch.where((tokens == MASK)[..., None], self.mask, x)
-        return x if self.fuse is None else x + self.fuse(features)
+        return x if self.join is None else self.join(torch.cat([x, features], -1))
 
 
 def for_target(target, n_layer=None, gamma=8, taps=None):
@@ -114,9 +115,6 @@ def for_target(target, n_layer=None, gamma=8, taps=None):
     the mean of all tokens. Where it reads the target's last state, that passes the projection as it is, and
     embeddings, small next to states in most models, are scaled to weigh as much."""
     shape = {**asdict(target.config), "n_layer": n_layer or target.config.n_layer}
-    if taps == ():
-        size_of_states = target.norm.weight.norm() / target.config.d_model ** 0.5
-        shape["embed_scale"] = (size_of_states / target.embed.weight.std()).item()
     config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, target=checkpoints.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
     # Nothing starts at random: the target's own layers guess the first slot well from the beginning.
@@ -124,25 +122,52 @@ def for_target(target, n_layer=None, gamma=8, taps=None):
         drafter.norm.load_state_dict(target.norm.state_dict())
         for mine, theirs in zip(drafter.blocks, target.blocks):
             mine.load_state_dict(theirs.state_dict())
-        drafter.mask.copy_(target.embed.weight.mean(0) * config.embed_scale)
+        drafter.mask.copy_(target.embed.weight.mean(0))
         if taps == ():
-            nn.init.eye_(drafter.fuse.weight)
+            size_of_states = target.norm.weight.norm() / config.d_model ** 0.5
+            pass_on(drafter.join, size_of_states / target.embed.weight.std(), 1)
         elif taps is not None:
-            drafter.fuse.weight.zero_()                  # it starts as the plain form
+            pass_on(drafter.join, 1, 0)                  # it starts as the plain form
+    return drafter
+
+
+@torch.no_grad()
+def pass_on(join, of_token, of_state):
+    """Let a projection of an embedding and features give so many times the one plus the other."""
+    c = join.out_features
+    one = torch.eye(c, device=join.weight.device)
+    join.weight.zero_()
+    join.bias.zero_()
+    join.weight[:, :c] = of_token * one
+    join.weight[:, c:2 * c] = of_state * one
+
+
+@torch.no_grad()
+def from_module(module, target, gamma):
+    """A drafter that starts as a trained module of prism.py that reads the target's last state: its first
+    slot is drafted as an EAGLE head drafts it, and only the others are to be learned. A layer comes behind
+    the module's, which adds nothing yet: there, open slots can read what the row of t_n guesses."""
+    n_layer = len(module.blocks)
+    drafter = for_target(target, n_layer + 1, gamma, ())
+    drafter.norm.load_state_dict(module.norm.state_dict())
+    drafter.join.load_state_dict(module.join.state_dict())
+    for mine, trained in zip(drafter.blocks, module.blocks):
+        mine.load_state_dict(trained.state_dict())
+    drafter.blocks[n_layer].out.weight.zero_()
+    drafter.blocks[n_layer].down.weight.zero_()
     return drafter
 
 
 def tapped(drafter, target, taps):
-    """The same drafter, which from now on also reads the target: a projection of 0 changes nothing yet.
+    """The same drafter, which from now on also reads the target: its projection changes nothing yet.
     ValueError if it reads the target already."""
     reads = drafter.config.taps
     if reads is not None or taps is None:
         what = "nothing" if reads is None else reads or "the last state"
         raise ValueError(f"the drafter reads {what} of the target; only one that reads nothing can begin to")
     out = Drafter(replace(drafter.config, taps=taps), target).to(target.device)
-    with torch.no_grad():
-        out.fuse.weight.zero_()
-        out.load_state_dict({**out.state_dict(), **drafter.state_dict()})
+    pass_on(out.join, 1, 0)
+    out.load_state_dict({**out.state_dict(), **drafter.state_dict()})
     return out
 
 
@@ -174,7 +199,7 @@ class SpecDiffDrafter(Cached):
     gamma drafts per chain, k_drafts chains per round. Chains are drawn independently at temperature
     `temperature` (default: of one chain the request's own, of several 1); at 0 the chain is the argmax. rule:
     who judges them where the target samples, see RULES; with one chain, selection and walk both are the point
-    mass. """
+    mass. A single chain is cut where it gets improbable, like those of `Chained`. """
     name = "specdiff"
 
     def __init__(self, drafter, target, gamma=None, k_drafts=1, rule="rejection", temperature=None):
@@ -197,13 +222,13 @@ class SpecDiffDrafter(Cached):
         self.rule = rule
         self.temperature = temperature
         self.max_k = MAX_K if k_drafts == 1 else MAX_NODES
+        self.stop = STOP if k_drafts == 1 else 0.0
         self.taps = drafter.config.taps
 
     def prepare(self, batch, longest):
         if can_fuse(self.target):
-            width = 0 if self.taps is None else self.drafter.fuse.in_features
             # A request is there twice: its new tokens, and its window.
-            self.make_graphs(batch, longest, width, segments=2)
+            self.make_graphs(batch, longest, self.drafter.n_features, segments=2)
 
     def round(self, x):
         """One forward of all windows: hidden states (N, C)."""
@@ -213,8 +238,7 @@ class SpecDiffDrafter(Cached):
         new = request not in self.notes
         notes = super().note(request)
         if new and self.taps is not None:                # before the first token the target has no state
-            width = self.drafter.fuse.in_features
-            notes.features.append(notes.cache.k.new_zeros(1, width))
+            notes.features.append(notes.cache.k.new_zeros(1, self.drafter.n_features))
         return notes
 
     def observe(self, request, features):
@@ -272,7 +296,8 @@ class SpecDiffDrafter(Cached):
         if self.temperature is not None:
             sampling = replace(sampling, temperature=self.temperature)
         if sampling.temperature == 0:
-            return self.words.tokens(argmax(logits)).tolist(), None
+            index = argmax(logits)
+            return self._cut(index, logits.float().softmax(-1)), None
 
         # Draw k chains from the same marginals. Near the end of an answer, fewer fit into its cache.
         n = len(logits)
@@ -280,17 +305,24 @@ class SpecDiffDrafter(Cached):
         q = warp(logits, sampling)                                                        # (n, N)
         coins = request.coins(n * k).view(n, k).to(q.device)
         drawn = draw(q[:, None].expand(-1, k, -1), coins)                                 # (n, k)
-        chains = self.words.tokens(drawn).T.tolist()                                  # k lists of n tokens
-        q = self.words.whole(q)                                                           # (n, V)
         if k == 1:
-            return chains[0], q if self.rule == "rejection" else None
+            chain = self._cut(drawn[:, 0], q)
+            return chain, self.words.whole(q)[:len(chain)] if self.rule == "rejection" else None
 
         # Merge them to a trie, and say which rule judges it.
-        tokens, parents, rows = merge(chains)
+        q = self.words.whole(q)                                                           # (n, V)
+        tokens, parents, rows = merge(self.words.tokens(drawn).T.tolist())
         rule = RULES[self.rule]
         if self.rule == "rejection":
             rule = partial(rejection_tree, rows, q)
         return tokens, None, parents, rule
+
+    def _cut(self, index, q):
+        """The tokens of a chain of indices (n,) drawn from q (n, N), up to the first one that makes the
+        product of their probabilities less than `stop`; it stays, see Chained."""
+        reach = q.gather(-1, index[:, None])[:, 0].cumprod(0)
+        n = 1 + int((reach[:-1] >= self.stop).sum())
+        return self.words.tokens(index[:n]).tolist()
 
 
 # -- folders ---------------------------------------------------------------------------------------

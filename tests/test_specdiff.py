@@ -11,8 +11,9 @@ import pytest
 import torch
 from conftest import ROOT, chi_square, dense_logits, toy_model
 
+import train_prism
 import train_specdiff
-from minispec import specdiff
+from minispec import prism, specdiff
 from minispec.data import rollouts
 from minispec.core.attention import FullKeys, dense_attend
 from minispec.core.engine import Engine, Lockstep
@@ -34,8 +35,8 @@ def toy_drafter(target=TARGET, seed=5, gamma=4, n_layer=1, **changes):
     torch.manual_seed(seed)
     with torch.no_grad():
         drafter.mask.normal_()
-        if drafter.fuse is not None:
-            drafter.fuse.weight.normal_(std=0.2)
+        if drafter.join is not None:
+            drafter.join.weight[:, drafter.config.d_model:].normal_(std=0.2)
     return drafter
 
 
@@ -44,9 +45,10 @@ def prompts(n=8, seed=0, vocab=12):
     return [[rng.randrange(vocab) for _ in range(rng.choice([1, 2, 9, 16, 17, 40, 100]))] for _ in range(n)]
 
 
-def lockstep(drafter, target=TARGET, **settings):
+def lockstep(drafter, target=TARGET, stop=0.0, **settings):
     def planner(engine):
         drafts = SpecDiffDrafter(drafter, target, **settings)
+        drafts.stop = stop
         return Lockstep(engine, drafts, drafts.gamma * drafts.width)
     return planner
 
@@ -98,7 +100,7 @@ def obvious_logits(drafter, ids, start, shown=None, target=TARGET):
     mask[start:] = True
     features = None
     if c.taps is not None:                                         # what the target, which has not seen the last token, can say
-        seen = [torch.zeros(1, 1, drafter.fuse.in_features)]
+        seen = [torch.zeros(1, 1, drafter.n_features)]
         if start > 1:
             seen.append(target.features(torch.tensor([ids[:start - 1]]), torch.arange(start - 1)[None], dense_attend(), c.taps)[1])
         features = torch.cat([*seen, seen[-1][:, -1:].expand(-1, len(rows) - start, -1)], 1)
@@ -135,6 +137,7 @@ def test_cached_drafting_equals_a_forward_without_cache(form):
 
     def planner(engine):
         drafts = SpecDiffDrafter(drafter, TARGET)
+        drafts.stop = 0.0
         propose = drafts.propose
         def record(requests, limits):
             before = {r: (drafts.note(r).cached, list(drafts.note(r).features)) for r in requests}
@@ -361,7 +364,7 @@ def test_merged_chains_by_hand():
 
 # -- losslessness: the loop --------------------------------------------------------------------------------------------
 
-SETTINGS = {"one chain": dict(), "rejection": dict(k_drafts=3), "selection": dict(k_drafts=3, rule="selection", temperature=1.5),
+SETTINGS = {"one chain": dict(), "early stop": dict(stop=0.8), "rejection": dict(k_drafts=3), "selection": dict(k_drafts=3, rule="selection", temperature=1.5),
             "walk": dict(k_drafts=8, rule="walk", temperature=2.0)}
 
 
@@ -379,7 +382,8 @@ def test_greedy_is_identical_to_autoregressive(name, trained):
             steps = [s for g in got for s in g.steps]
             assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
             if n == many:
-                assert sum(s.accepted for s in steps) > len(steps) and any(s.accepted < s.proposed for s in steps)
+                assert sum(s.accepted for s in steps) > 0.6 * len(steps) and any(s.accepted < s.proposed for s in steps)
+                assert (name == "early stop") == any(s.proposed < 4 and s.position < 20 for s in steps)
 
 
 @pytest.mark.parametrize("name", ["one chain", "walk"])
@@ -464,6 +468,19 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
     monkeypatch.setattr(Words, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(some))))
     with pytest.raises(AssertionError, match="1e-06"):
         test_sampled_output_has_the_targets_distribution(name, some)
+
+
+def test_control_a_chain_that_leaves_an_improbable_draft_out_is_rejected(monkeypatch):
+    """To end before the draft that was improbable is to have chosen among the draws."""
+    honest = SpecDiffDrafter._chains
+
+    def wrong(self, *args):
+        chain, q = honest(self, *args)
+        n = len(chain) - (q[len(chain) - 1, chain[-1]].item() < 0.4)
+        return chain[:n], q[:n]
+    monkeypatch.setattr(SpecDiffDrafter, "_chains", wrong)
+    with pytest.raises(AssertionError, match="1e-06"):
+        test_sampled_output_has_the_targets_distribution("early stop")
 
 
 def test_control_a_drafter_that_reports_another_q_is_rejected(monkeypatch):
@@ -633,7 +650,23 @@ def test_the_state_that_a_drafter_reads_is_as_large_as_a_token():
     x = drafter.embed(ids, state)
     alone = drafter.embed(ids, torch.zeros_like(state))
     assert torch.allclose(x - alone, state, atol=1e-5)
-    assert 0.7 < alone.std() / state.std() < 1.4 and torch.allclose(drafter.mask, alone.mean(0), atol=1e-5)
+    assert 0.7 < alone.std() / state.std() < 1.4
+    slot = drafter.embed(torch.tensor([MASK]), torch.zeros_like(state[:1]))
+    assert torch.allclose(slot[0], alone.mean(0), atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_drafter_that_starts_as_an_eagle_head_drafts_the_first_slot_as_that_does():
+    head = prism.for_target(TARGET, (0,))
+    for p in head.parameters():
+        p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.1)
+    drafter = specdiff.from_module(head.bank[0], TARGET, 4)
+    ids = torch.randint(0, 12, (1, 40), generator=torch.Generator().manual_seed(1))
+    features = TARGET.features(ids, torch.arange(40)[None], dense_attend())[1]
+    # Row r of the head knows the state of token r and token r + 1; so does row r + 1 of the drafter, which begins a row earlier.
+    want, = train_prism.unroll(head, Words(TARGET), ids, features, 1)
+    got = drafter(ids[:, 1:], torch.arange(39)[None], dense_attend(), features[:, :-1])
+    assert torch.allclose(got, want[:, :-1], atol=1e-5)
 
 
 def fitted(name, p, steps=250):

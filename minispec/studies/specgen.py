@@ -68,8 +68,8 @@ def acceptance(args, model, tokenizer):
 # -- serving ---------------------------------------------------------------------------------------
 
 def serving(args, model, tokenizer):
-    """Several requests with long contexts: decoded tokens/s of SpecGen and of the autoregressive loop, greedy
-    and sampled, and what the cost model predicts from timings of single steps."""
+    """Several requests with long contexts: decoded tokens/s of SpecGen, of prompt lookup and of the
+    autoregressive loop, greedy and sampled, and what the cost model predicts from timings of single steps."""
     def measure(context, batch):
         return serving_rows(args, model, tokenizer, context, batch, 2 if batch == 1 else 1)
 
@@ -95,6 +95,9 @@ def serving_rows(args, model, tokenizer, context, batch, repeats, new=NEW):
         for method, timed in runs.items():
             row = {"context": context, "requests": batch, "method": method, "temperature": temperature,
                    "dtype": str(model.dtype).removeprefix("torch."), **ratio(timed, runs["ar"])}
+            # Sampled answers are of the same distribution, of other tokens.
+            if method != "ar" and not temperature:
+                row["identical"] = identical(runs["ar"][-1], timed[-1])
             if method == "specgen":
                 row |= against_prediction(row, timed[-1], runs["ar"][-1], costs, new)
             rows.append(row)
@@ -147,12 +150,13 @@ def resumed(method, model, settings, batch, kept):
 
 
 def warm_cells(model, args, kept, prompts, temperature, new):
-    """{method: build} for `race`: plain decoding and SpecGen behind prompts (ids) that were read once."""
+    """{method: build} for `race`: plain decoding, SpecGen and prompt lookup behind prompts (ids) that were
+    read once."""
     def build(method):
         requests = [Request(ids, new, Sampling(temperature, seed=i)) for i, ids in enumerate(prompts)]
         return resumed(method, model, args, len(prompts), kept), requests
 
-    return {method: partial(build, method) for method in ("ar", "specgen")}
+    return {method: partial(build, method) for method in ("ar", "specgen", "ngram")}
 
 
 def against_prediction(row, run, plain, costs, new):
@@ -160,8 +164,6 @@ def against_prediction(row, run, plain, costs, new):
     terms are timed step by step without CUDA graphs, so on a GPU there is no prediction."""
     accepted = statistics.mean(s.accepted for g in run.generations for s in g.steps if s.proposed == K)
     out = {"accepted": accepted}
-    if not row["temperature"]:                                   # else the same distribution, other tokens
-        out["identical"] = identical(plain, run)
     if costs:
         (_, host), (step, plain_host) = run.seen, plain.seen
         costs = {**costs, "host_cost": max(host - plain_host, 0.0) / step}
