@@ -8,7 +8,7 @@ forward computes every attention probability anyway, and those probabilities cho
 
 One round of a request that has N tokens in the cache and N + 1 committed:
     DRAFT    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the
-             round's own rows
+             round's own rows (with `lookup`, fewer times, some rows)
     VERIFY   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
     (judge)  greedy or rejection sampling with the draft's own distributions: a of k drafts, and one more
              token; then, for every layer and KV head, select the positions to draft with in the next round
@@ -31,8 +31,11 @@ so gathering it once is cheaper on a CPU than gathering it at every step, and th
 computed under sparse attention at all (the paper overwrites them at verification). All k + 1 rows count in
 the scores; the released kernel drops rows beyond its first tile. By default scores are handed on to the
 positions behind and remembered (`look_ahead`); select="pillar" is the paper's rule. Selections are positions,
-not slots, so a request may move or leave the device. On a GPU (kernels/fused.py) it is meant to be as in the
-paper, with CUDA graphs (kernels/graphs.py); it has not run on one yet.
+not slots, so a request may move or leave the device. With `lookup` a draft step has more rows than one, as
+long as rows cost little: what followed the last time that the text went like this. Sparse attention judges
+these copies, and full attention what passed, three levels as in TriForce (2404.11912). On a GPU
+(kernels/fused.py) it is meant to be as in the paper, with CUDA graphs (kernels/graphs.py); it has not run on
+one yet.
 """
 import math
 from enum import Enum
@@ -40,9 +43,11 @@ from enum import Enum
 import torch
 import torch.nn.functional as F
 
-from minispec.core.attention import FullKeys
+from minispec.core.attention import FullKeys, group_rows, ungroup_rows
+from minispec.core.drafters import NGram
 from minispec.core.engine import Planner
-from minispec.core.requests import Segment, check_k, draw_drafts
+from minispec.core.requests import Segment, check_k
+from minispec.core.verify import judge, warp
 
 SELECTIONS = ("ahead", "pillar", "window")
 SCHEDULES = ("unified", "lockstep")
@@ -59,9 +64,9 @@ N_SINKS = 4                                  # first positions that a plain wind
 class PillarKeys:
     """What the draft rows of a request may see in one round: selected (L, G, c) positions, chosen per layer
     and KV head, and the `recent` newest of `length` cached ones (selected None: all of them); then the rows
-    of the round itself. `base` is the request's first slot. One row at a time is drafted, so there is one
-    forward for each draft."""
+    of the round itself, of which a forward has `rows`. `base` is the request's first slot."""
     scores = None
+    rows = 1
 
     def __init__(self, pool, base, length, selected, recent):
         self.pool = pool
@@ -123,38 +128,43 @@ class DraftPool:
             self.k, self.v = (F.pad(x, padding) for x in (self.k, self.v))
 
     def attend(self, some):
-        """attend over one draft row of each of `some` keys: q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
+        """attend over the draft rows of `some` keys: q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
         for keys in some:
             if keys.row is None:
                 self.gather(keys)
-            keys.n += 1
-        n_rows = max(keys.row for keys in some) + 1        # those that do not draft now are computed too
+        n_lists = max(keys.row for keys in some) + 1       # those that do not draft now are computed too
+        most = max(keys.rows for keys in some)             # queries of every list; some are nobody's
         _, _, groups, width, d = self.k.shape              # all of it, because torch would copy a part
-        # Which of the queries a row has, and which row a query has.
-        query, row = [0] * n_rows, []
+        # Which row of the forward a list's query is, and which of these a row is.
+        query, place, new = [0] * (n_lists * most), [], []
         # Lists differ in length: what is behind the end of each is hidden.
-        hidden = torch.full((n_rows, groups, width, 1), float("-inf"), dtype=self.k.dtype)
-        for i, keys in enumerate(some):
-            query[keys.row] = i
-            row.append(keys.row)
-            hidden[keys.row, :, :keys.n] = 0.0
-        # Where each new key goes, the end of its list, of a layer seen as one table of rows (D,).
-        new = [(keys.row * groups + head) * width + keys.n - 1 for keys in some for head in range(groups)]
-        query, row, new = (torch.tensor(x, device=self.k.device) for x in (query, row, new))
-        hidden = hidden.flatten(0, 1).to(self.k.device)                        # (rows * G, width, 1)
+        hidden = torch.full((n_lists, groups, width, most), float("-inf"), dtype=self.k.dtype)
+        for keys in some:
+            for i in range(keys.rows):
+                place.append(keys.row * most + i)
+                query[place[-1]] = len(place) - 1
+                # The new key goes to the end of the list, of a layer seen as one table of rows (D,).
+                new += [(keys.row * groups + head) * width + keys.n for head in range(groups)]
+                keys.n += 1
+                hidden[keys.row, :, :keys.n, i] = 0.0
+        query, place, new = (torch.tensor(x, device=self.k.device) for x in (query, place, new))
+        hidden = hidden.flatten(0, 1).to(self.k.device)                        # (lists * G, width, most)
 
         def attend(layer, q, k, v):
-            # Append this step's key and value, then all rows read their lists in one product.
+            # Append this step's keys and values, then all queries read their lists in one product.
             lists = []
             for pool, x in ((self.k[layer], k), (self.v[layer], v)):
                 pool.view(-1, d).index_copy_(0, new, x.reshape(-1, d))
-                lists.append(pool[:n_rows].flatten(0, 1))                      # (rows * G, width, D)
+                lists.append(pool[:n_lists].flatten(0, 1))                     # (lists * G, width, D)
             keys, values = lists
-            q = q.index_select(0, query).view(len(keys), -1, d)                # (rows * G, H / G, D)
+            share = q.shape[1] // groups
+            q = q.index_select(0, query).view(n_lists, most, -1, d)
+            q = group_rows(q, groups).flatten(0, 1)                            # (lists * G, g * most, D)
             # With the keys first, torch need not turn them around.
-            logits = torch.baddbmm(hidden, keys, q.mT, alpha=d ** -0.5)        # (rows * G, width, H / G)
-            out = logits.mT.softmax(-1) @ values
-            return out.view(n_rows, -1, d).index_select(0, row)                # (n, H, D)
+            mask = hidden if most == 1 else hidden.repeat(1, 1, share)
+            logits = torch.baddbmm(mask, keys, q.mT, alpha=d ** -0.5)          # (lists * G, width, g * most)
+            out = (logits.mT.softmax(-1) @ values).unflatten(0, (n_lists, groups))
+            return ungroup_rows(out, most).flatten(0, 1).index_select(0, place)          # (n, H, D)
         return attend
 
 
@@ -187,7 +197,7 @@ class Phase(Enum):
 
     phase    rows it feeds                  then, by Round.advance
     START    none: the round is new         DRAFT, or VERIFY if the round has no drafts
-    DRAFT    1: t0, then d1, d2, ..         DRAFT until it has k drafts, then VERIFY
+    DRAFT    1 and copies: t0, then d1, ..  DRAFT until it has k drafts, then VERIFY
     VERIFY   k + 1: t0, d1 .. dk            STALL
     STALL    none: its verdict is due       START of the next round, a new Round with a new selection
 
@@ -229,17 +239,20 @@ class SpecGen(Planner):
     k: drafts a round; sparsity, min_budget: size of the selection; select: "pillar", the paper's; "ahead",
     the same with `look_ahead`; "window", the first and the newest positions; schedule: "unified" or
     "lockstep" (join the fullest place); delayed: judge next to the next forward. A round then has an
-    iteration more, so this pays only where the host takes over 1 / (k + 2) of one: on a GPU. ValueError for
-    settings out of range.
+    iteration more, so this pays only where the host takes over 1 / (k + 2) of one: on a GPU. lookup: rows
+    that a draft step may have besides, of all requests together, for tokens copied from the text (0: none, as
+    in the paper). ValueError for settings out of range.
     """
     name = "specgen"
     selections = SELECTIONS
 
     def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, select="ahead", schedule="unified",
-                 delayed=False):
+                 delayed=False, lookup=0):
         check_k(k)
         if not 0 < sparsity <= 1:
             raise ValueError(f"sparsity {sparsity} is out of range; allowed is above 0 up to 1 (everything)")
+        if lookup < 0:
+            raise ValueError(f"lookup {lookup} is out of range; allowed is 0 or more rows")
         choices = (("selection", select, self.selections), ("schedule", schedule, SCHEDULES))
         for what, value, allowed in choices:
             if value not in allowed:
@@ -255,6 +268,8 @@ class SpecGen(Planner):
         self.record_prompt = k + 1                         # the prompt's last rows choose for the first round
         self.record = select != "window"                   # whether verifications leave their scores
         self.pool = None
+        self.lookup = lookup
+        self.text = NGram()
 
     def extra_slots(self, r):
         """The round's buffer, the scores and the draft's distributions, in slots of the cache."""
@@ -278,7 +293,8 @@ class SpecGen(Planner):
                 r.state = Round()
             if r.state.phase is Phase.START:
                 self._start(r, ready)
-        drafting = [self._draft(r, r.state) for r in ready if r.state.phase is Phase.DRAFT]
+        drafting = [r for r in ready if r.state.phase is Phase.DRAFT]
+        drafting = [self._draft(r, r.state, self.lookup // len(drafting)) for r in drafting]
         verifying = [self._verify(r, r.state) for r in ready if r.state.phase is Phase.VERIFY]
         return drafting + verifying
 
@@ -300,12 +316,21 @@ class SpecGen(Planner):
                 loads[self.k if state.phase is Phase.VERIFY else state.place + len(state.drafts)] += 1
         return loads.index(max(loads) if self.schedule == "lockstep" else min(loads))
 
-    def _draft(self, r, state):
+    def _draft(self, r, state, spare):
         if state.keys is None:
             state.keys = PillarKeys(self.pool, 0, r.n_cached, state.selected, state.recent)
         state.keys.base = r.run.first                      # it moves while others come and go
         token = state.drafts[-1] if state.drafts else r.tokens[-1]
-        return Segment(r, [token], r.n_cached + len(state.drafts), state.keys, "draft", 1)
+        guesses = self._guesses(r, state, min(spare, state.k - len(state.drafts) - 1))
+        rows = [token, *guesses]
+        state.keys.rows = len(rows)
+        start = r.n_cached + len(state.drafts)
+        return Segment(r, rows, start, state.keys, "draft", len(rows), guesses)
+
+    def _guesses(self, r, state, n):
+        """What followed the last time that the text went like this: up to n tokens."""
+        at = self.text.find(r, state.drafts) if n > 0 else None
+        return [] if at is None else r.tokens[at:at + n]
 
     def _verify(self, r, state):
         self.pool.give_back(state.keys)                    # the drafts' list is not needed any more
@@ -316,14 +341,19 @@ class SpecGen(Planner):
 
     # -- settle: drafts, then verdicts and selections --------------------------------------------------------
 
-    def take_drafts(self, requests, logits):
-        """Draw the next draft of each request from the logits (n, V) of its draft row."""
-        tokens, qs = draw_drafts(requests, logits)
-        for r, token, q in zip(requests, tokens, qs):
-            r.state.drafts.append(token)
-            if q is not None:
-                r.state.q.append(q)
-            r.state.advance()
+    def take_drafts(self, segments, logits):
+        """Draw the next drafts of each request from the logits (n, V) of its rows. A guess is judged like any
+        draft, by the distribution that sparse attention gives: so each draft is drawn from that, whether it
+        was guessed or not."""
+        each = logits.split([len(s.tokens) for s in segments])
+        for s, own, (path, token) in zip(segments, each, judge(segments, logits)):
+            state = s.request.state
+            right = len(path)
+            state.drafts += [*s.drafts[:right], token]
+            if s.request.sampling.temperature > 0:
+                state.q += warp(own[:right + 1], s.request.sampling).unbind()
+            s.keys.n -= len(s.drafts) - right              # the next step overwrites the wrong ones
+            state.advance()
 
     def verified(self, segment):
         if segment.kind == "verify":
@@ -368,6 +398,7 @@ class SpecGen(Planner):
         if r.state:
             self.pool.give_back(r.state.keys)
         r.state = None
+        self.text.release(r)
 
 
 # -- when does it pay? ---------------------------------------------------------------------------------------

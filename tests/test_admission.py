@@ -14,7 +14,8 @@ from minispec.core.requests import Request
 from minispec.specgen import SpecGen
 
 MODEL = toy_model()
-PLANNERS = {"ar": Lockstep, "specgen": lambda e: SpecGen(e, 4, 0.1, 4), "delayed": lambda e: SpecGen(e, 4, 0.1, 4, delayed=True)}
+PLANNERS = {"ar": Lockstep, "specgen": lambda e: SpecGen(e, 4, 0.1, 4), "lookup": lambda e: SpecGen(e, 6, 0.1, 4, lookup=99),
+            "delayed": lambda e: SpecGen(e, 4, 0.1, 4, delayed=True)}
 
 
 def prompts(n, seed=0, longest=60):

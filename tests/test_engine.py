@@ -12,7 +12,7 @@ from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.specgen import SpecGen
-from minispec.core.verify import Sampling, warp
+from minispec.core.verify import Sampling, judge, warp
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1, n_layer=1)
 PLANNERS = {
@@ -20,6 +20,7 @@ PLANNERS = {
     "ngram": lambda model, other: lambda e: Lockstep(e, NGram(3, 1), 5),
     "draft": lambda model, other: lambda e: Lockstep(e, SmallLM(other, model), 4),
     "specgen": lambda model, other: lambda e: SpecGen(e, k=4, sparsity=0.2, min_budget=4),
+    "lookup": lambda model, other: lambda e: SpecGen(e, k=6, sparsity=0.2, min_budget=4, lookup=99),
 }
 METHODS = list(PLANNERS)
 PLANNERS["delayed"] = lambda model, other: lambda e: SpecGen(e, k=4, sparsity=0.2, min_budget=4, delayed=True)
@@ -59,7 +60,7 @@ def test_autoregressive_equals_dense_forwards():
     assert engine.cache.runs == []
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft", "specgen"])
+@pytest.mark.parametrize("name", ["ngram", "draft", "specgen", "lookup"])
 def test_greedy_is_identical_to_autoregressive(name):
     got, engine = run(name, prompts(8), batch=3)
     assert [g.token_ids for g in got] == plain(8)
@@ -73,7 +74,7 @@ def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
 
 
 # With sampling, where SpecGen's first round starts, and so which coin serves which token, depends on the neighbours.
-@pytest.mark.parametrize("name, temperature", [(m, 0.0) for m in METHODS] + [(m, 1.0) for m in METHODS if m != "specgen"])
+@pytest.mark.parametrize("name, temperature", [(m, 0.0) for m in METHODS] + [(m, 1.0) for m in METHODS if m not in ("specgen", "lookup")])
 def test_a_request_gets_the_same_alone_and_among_seven_others(name, temperature):
     some = prompts(8)
     together, _ = run(name, some, 8, temperature=temperature)
@@ -213,6 +214,7 @@ def test_a_drafter_identical_to_the_target_is_always_accepted():
 # -- sampling: chi-square over all outputs of three tokens, vocabulary 8 ------------------------------------------------
 
 PLANNERS["sparse"] = lambda model, other: lambda e: Arbitrary(e, k=3, sparsity=0.1, min_budget=1, select="random")
+PLANNERS["sparse, lookup"] = lambda model, other: lambda e: Arbitrary(e, k=3, sparsity=0.1, min_budget=1, select="random", lookup=999)
 SMALL, SMALL_OTHER = (toy_model(vocab=8, seed=s, gain=3.0, n_layer=1, n_head=2, n_kv_head=1) for s in (3, 4))
 with torch.no_grad():                                # sharp attention that counts, so that reading one position of eight is often wrong
     for small in (SMALL, SMALL_OTHER):
@@ -253,7 +255,7 @@ def sampled(name, sampling, rounds=ROUNDS):
 GRID = [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft", "sparse"])
+@pytest.mark.parametrize("name", ["ngram", "draft", "sparse", "sparse, lookup"])
 @pytest.mark.parametrize("sampling", GRID if FULL else GRID[1:2], ids=lambda s: f"T{s.temperature}-p{s.top_p}")
 def test_sampled_output_has_the_targets_distribution(name, sampling):
     """The whole engine; a correct one fails with probability 1e-6. MINISPEC_FULL=1 runs all settings, 100,000 rounds each
@@ -267,6 +269,15 @@ def test_control_drafts_by_argmax_judged_by_softmax_are_rejected(monkeypatch):
     """The classical mistake: the drafter takes its argmax, the rule divides by its softmax."""
     monkeypatch.setattr("minispec.core.drafters.draw", lambda q, coin: q.argmax(-1))
     counts, _ = sampled("draft", Sampling(1.0), 5_000)
+    assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
+
+
+def test_control_guesses_that_are_believed_are_rejected(monkeypatch):
+    """A draft that was copied and not judged was not drawn from sparse attention's distribution."""
+    def believe(segments, logits):
+        return [(list(range(1, len(s.drafts) + 1)), token) for s, (_, token) in zip(segments, judge(segments, logits))]
+    monkeypatch.setattr("minispec.specgen.judge", believe)
+    counts, _ = sampled("sparse, lookup", Sampling(1.0), 10_000)
     assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
 
 

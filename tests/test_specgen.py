@@ -181,6 +181,27 @@ def test_output_never_depends_on_the_selection(k, sparsity, select):
         assert all(s.accepted == s.proposed for s in rounds)    # sees everything, so accepts everything
 
 
+def test_copied_tokens_make_fewer_draft_steps_and_the_same_drafts():
+    """Of one request alone. What is copied is judged by what a draft step says, and the right ones count as steps that were made."""
+    text = (PROMPT[:12] * 20)[:200]
+    requests = [Request(text, 60) for _ in range(2)]
+    engines = [Engine(MODEL, lambda e: SpecGen(e, 6, 0.2, 8, lookup=n), 1) for n in (0, 5)]
+    without, copied = (e.generate([r])[0] for e, r in zip(engines, requests))
+    steps = [sum(i["draft"] > 0 for i in e.iterations) for e in engines]
+    assert steps[1] < 0.8 * steps[0] and max(i["draft"] for i in engines[1].iterations) == 6
+    assert [(s.proposed, s.accepted) for s in without.steps] == [(s.proposed, s.accepted) for s in copied.steps]
+    assert copied.token_ids == Engine(MODEL, Lockstep, 1).generate([Request(text, 60)])[0].token_ids
+
+
+def test_two_requests_share_the_rows_for_copies():
+    text = (PROMPT[:12] * 20)[:200]
+    engine = Engine(MODEL, lambda e: SpecGen(e, 6, 0.2, 8, lookup=5), 2)
+    got = engine.generate([Request(text, 60), Request(text[3:], 60)])
+    want = Engine(MODEL, Lockstep, 1).generate([Request(text, 60), Request(text[3:], 60)])
+    assert [g.token_ids for g in got] == [g.token_ids for g in want]
+    assert max(i["draft"] for i in engine.iterations if i["active"] == 2) == 6
+
+
 def test_a_tiny_budget_is_sometimes_wrong():
     generation, _, _ = generate(k=8, sparsity=0.02, min_budget=2)
     assert any(s.accepted < s.proposed for s in generation.steps)
@@ -328,9 +349,10 @@ def test_the_study_of_acceptance_runs_and_is_shown(tiny):
 
 
 def test_the_study_of_serving_continues_prompts_that_were_read_once(tiny):
-    rows = studies.serving_rows(tiny[0], MODEL, tiny[1], 60, 3, 1, 30)
-    assert [(r["method"], r["temperature"]) for r in rows] == [(m, t) for t in (0.0, 0.65) for m in ("ar", "specgen", "ngram")]
-    assert [r.get("identical") for r in rows] == [None, 3, 3, None, None, None] and [bool(r.get("predicted")) for r in rows] == [False, True, False] * 2
+    rows = studies.serving_rows(tiny[0], MODEL, tiny[1], 60, 3, 0, 1, 30)
+    assert [(r["method"], r["temperature"]) for r in rows] == [(m, t) for t in (0.0, 0.65) for m in ("ar", "ngram", studies.PAPER, "specgen")]
+    assert [r.get("identical") for r in rows] == [None, 3, 3, 3] + [None] * 4
+    assert [bool(r.get("predicted")) for r in rows] == [False, False, True, False] * 2
     assert "| 3 of 3 |" in render("serving", {"rows": rows})
     want = Engine(MODEL, Lockstep, 1).generate([Request(PROMPT[:60], 30)])[0].token_ids
     kept = studies.read_once(MODEL, [PROMPT[:60]])
@@ -475,7 +497,7 @@ def test_costs_of_a_model_whose_clock_is_known(monkeypatch):
     assert predicted_speedup(8, 6, **costs) == pytest.approx(7 * (rest + attention) / (9 * mixed + 8 * draft + verify + select))
 
 
-@pytest.mark.parametrize("bad", [dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5), dict(select="best"), dict(schedule="fair")])
+@pytest.mark.parametrize("bad", [dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5), dict(select="best"), dict(schedule="fair"), dict(lookup=-1)])
 def test_settings_out_of_range(bad):
     with pytest.raises(ValueError, match="allowed is|choose from"):
         SpecGen(None, **bad)

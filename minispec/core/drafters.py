@@ -309,8 +309,9 @@ class NGram(Drafter):
             out.append(([] if at is None else r.tokens[at:at + limit], None))
         return out
 
-    def find(self, request):
-        """The position of the first token to copy; None where nothing matches."""
+    def find(self, request, more=()):
+        """The position of the first token to copy, to go on with what was committed and then `more`; None
+        where nothing matches."""
         tokens = request.tokens
         # 1. Index what was committed since the last call. The n-grams that end at the very last token must
         #    wait, because they would find themselves.
@@ -320,8 +321,9 @@ class NGram(Drafter):
                 seen[tuple(tokens[end - n:end])] = end
         self.index[request] = len(tokens), seen
         # 2. Look up how the text ends, the longest n-gram first.
-        for n in range(min(self.max_n, len(tokens)), self.min_n - 1, -1):
-            at = seen.get(tuple(tokens[-n:]))
+        last = [*tokens[-self.max_n:], *more]
+        for n in range(min(self.max_n, len(last)), self.min_n - 1, -1):
+            at = seen.get(tuple(last[-n:]))
             if at is not None:
                 return at
         return None

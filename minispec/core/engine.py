@@ -206,12 +206,13 @@ class Engine:
                 self.planner.observe(s, range(len(s.tokens)))
                 if self.on_read:
                     self.on_read(len(s.tokens))
-        # A plan begins with its drafting segments, of one row each.
-        drafting = [s.request for s in plan if s.kind == "draft"]
+        # A plan begins with its drafting segments.
+        drafting = [s for s in plan if s.kind == "draft"]
+        n = sum(s.n_logits for s in drafting)
         if drafting:
-            self.planner.take_drafts(drafting, logits[:len(drafting)])
+            self.planner.take_drafts(drafting, logits[:n])
         self.unjudged = [s for s in plan if s.n_logits and s.kind != "draft"]
-        self.unjudged_logits = logits[len(drafting):] if self.unjudged else None
+        self.unjudged_logits = logits[n:] if self.unjudged else None
         for s in self.unjudged:
             self.planner.verified(s)
 

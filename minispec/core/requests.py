@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 from minispec.core.attention import packed_attend
-from minispec.core.verify import Sampling, argmax, draw, point_mass_tree, warp
+from minispec.core.verify import Sampling, point_mass_tree
 
 
 @dataclass
@@ -128,27 +128,6 @@ def check_requests(requests, config):
         if r.longest > config.block_size:
             raise ValueError(f"prompt of {len(r.tokens)} tokens and {r.max_new_tokens} new ones "
                              f"exceed the context of {config.block_size}")
-
-
-def draw_drafts(requests, logits):
-    """The next draft token of each request from its drafter's logits (n, V), by the request's own sampling
-    settings. Returns the tokens and the distributions they were drawn from: (V,) each, None for a greedy
-    argmax."""
-    # The argmax of all; those who sample get another token below.
-    tokens = argmax(logits).tolist()
-    q = [None] * len(requests)
-    # Rows with the same settings are warped and drawn together.
-    alike = {}
-    for i, r in enumerate(requests):
-        if r.sampling.temperature > 0:
-            alike.setdefault(r.sampling.settings, []).append(i)
-    for rows in alike.values():
-        probs = warp(logits[rows], requests[rows[0]].sampling)
-        coins = torch.cat([requests[i].coins(1) for i in rows]).to(logits.device)
-        for i, token, row in zip(rows, draw(probs, coins).tolist(), probs):
-            tokens[i] = token
-            q[i] = row
-    return tokens, q
 
 
 @dataclass

@@ -263,6 +263,7 @@ TREE = "prism --tree 8"
 WAYS = {
     "specgen --delayed": {"delayed": True},
     "specgen --schedule lockstep": {"schedule": "lockstep"},
+    "specgen --lookup 40": {"lookup": 40},
     "specgen --select pillar": {"select": "pillar"},
     "specgen --select window": {"select": "window"},
     "specgen --admission preempt": {"admission": "preempt", "cache_tokens": 2000},

@@ -31,7 +31,10 @@ VARIED_AT = 4000
 VARIED = [("pillar", k, SPARSITY) for k in (4, 16)] + [("pillar", K, s) for s in (0.01, 0.02, 0.1)]
 DISTINCT = 2                            # texts of a larger batch, because reading takes longer than decoding
 NEW = 160                               # tokens of an answer where throughput is measured
-SERVING = ((1000, 1), (4000, 1), (7000, 1), (1000, 8), (4000, 8), (7000, 8), (4000, 16))
+PAPER = "specgen --lookup 0"
+# Tokens of a context, requests, and from which kind of text on they are.
+SERVING = ((1000, 1, 0), (4000, 1, 0), (7000, 1, 0), (7000, 1, 1), (1000, 8, 0), (4000, 8, 0), (7000, 8, 0),
+           (4000, 16, 0))
 THOUGHTS = (1500, 4000)                 # tokens of chains of thought, the shortest and the longest
 MORE = 128                              # tokens that the model adds to each
 
@@ -69,20 +72,22 @@ def acceptance(args, model, tokenizer):
 
 def serving(args, model, tokenizer):
     """Several requests with long contexts: decoded tokens/s of SpecGen, of prompt lookup and of the
-    autoregressive loop, greedy and sampled, and what the cost model predicts from timings of single steps."""
-    def measure(context, batch):
-        return serving_rows(args, model, tokenizer, context, batch, 2 if batch == 1 else 1)
+    autoregressive loop, greedy and sampled, and what the cost model predicts of the paper's SpecGen from
+    timings of single steps."""
+    def measure(context, batch, first):
+        return serving_rows(args, model, tokenizer, context, batch, first, 2 if batch == 1 else 1)
 
     each = results.each_kept("serving", args, model, {"new": NEW})
-    rows = each(((1000, 2),) if args.quick else SERVING, measure)
+    rows = each(((1000, 2, 0),) if args.quick else SERVING, measure)
     return {"k": K, "sparsity": args.sparsity, "rows": sum(rows, [])}
 
 
-def serving_rows(args, model, tokenizer, context, batch, repeats, new=NEW):
-    """The rows of one context and batch."""
+def serving_rows(args, model, tokenizer, context, batch, first, repeats, new=NEW):
+    """The rows of one context and batch, of texts from kind number `first` on."""
     kinds = texts.kinds(tokenizer)
-    ids = [texts.text(kinds[i % len(kinds)], i // len(kinds), context, model, tokenizer, args.data)
-           for i in range(min(batch, DISTINCT))]
+    numbers = [divmod(first + i, len(kinds)) for i in range(min(batch, DISTINCT))]
+    ids = [texts.text(kinds[kind], i, context, model, tokenizer, args.data) for i, kind in numbers]
+    names = ", ".join(dict.fromkeys(kinds[kind] for _, kind in numbers))
     kept = read_once(model, ids)
     ids = (ids * batch)[:batch]
     costs = {}
@@ -93,12 +98,13 @@ def serving_rows(args, model, tokenizer, context, batch, repeats, new=NEW):
         cells = warm_cells(model, args, kept, ids, temperature, new)
         runs = race(cells, repeats, f"{batch} requests at {context}", see=seen)
         for method, timed in runs.items():
-            row = {"context": context, "requests": batch, "method": method, "temperature": temperature,
+            row = {"context": context, "requests": batch, "texts": names, "method": method,
+                   "temperature": temperature,
                    "dtype": str(model.dtype).removeprefix("torch."), **ratio(timed, runs["ar"])}
             # Sampled answers are of the same distribution, of other tokens.
             if method != "ar" and not temperature:
                 row["identical"] = identical(runs["ar"][-1], timed[-1])
-            if method == "specgen":
+            if method == PAPER:
                 row |= against_prediction(row, timed[-1], runs["ar"][-1], costs, new)
             rows.append(row)
     return rows
@@ -150,13 +156,17 @@ def resumed(method, model, settings, batch, kept):
 
 
 def warm_cells(model, args, kept, prompts, temperature, new):
-    """{method: build} for `race`: plain decoding, SpecGen and prompt lookup behind prompts (ids) that were
-    read once."""
-    def build(method):
+    """{method: build} for `race`: plain decoding, SpecGen, where it copies also the paper's, which does not,
+    and prompt lookup alone, behind prompts (ids) that were read once."""
+    def build(method, lookup=0):
         requests = [Request(ids, new, Sampling(temperature, seed=i)) for i, ids in enumerate(prompts)]
-        return resumed(method, model, args, len(prompts), kept), requests
+        settings = methods.settings(**{**vars(args), "lookup": lookup})
+        return resumed(method, model, settings, len(prompts), kept), requests
 
-    return {method: partial(build, method) for method in ("ar", "specgen", "ngram")}
+    cells = {"ar": partial(build, "ar"), "ngram": partial(build, "ngram"), PAPER: partial(build, "specgen")}
+    if args.lookup >= len(prompts):
+        cells["specgen"] = partial(build, "specgen", args.lookup)
+    return cells
 
 
 def against_prediction(row, run, plain, costs, new):
@@ -177,10 +187,10 @@ def against_prediction(row, run, plain, costs, new):
 
 STAGES = {              # {stage: (method, settings)}
     "autoregressive, reserve": ("ar", {}),
-    "naive self-speculation": ("specgen", {"schedule": "lockstep"}),
-    "+ unified schedule": ("specgen", {}),
-    "+ cache manager (offload)": ("specgen", {"admission": "offload"}),
-    "+ delayed verification": ("specgen", {"admission": "offload", "delayed": True}),
+    "naive self-speculation": ("specgen", {"lookup": 0, "schedule": "lockstep"}),
+    "+ unified schedule": ("specgen", {"lookup": 0}),
+    "+ cache manager (offload)": ("specgen", {"lookup": 0, "admission": "offload"}),
+    "+ delayed verification": ("specgen", {"lookup": 0, "admission": "offload", "delayed": True}),
 }
 
 
@@ -235,7 +245,7 @@ def evenness(args, model, tokenizer, batch):
     problems = [tasks.make("trace", i, "heldout", 12) for i in range(batch)]
     even = {}
     for schedule in SCHEDULES:
-        settings = methods.settings(**{**vars(args), "schedule": schedule})
+        settings = methods.settings(**{**vars(args), "lookup": 0, "schedule": schedule})
         engine = methods.make_engine("specgen", model, settings, batch)
         engine.generate(requests_of(problems, tokenizer, model, 120))
         full = [i for i in engine.iterations if i["active"] == batch and not i["prefill"]]

@@ -85,6 +85,7 @@ def kinds(r):
 
 SERVING = {
     "requests x context, temperature": "{requests} x {context}, {temperature:g}",
+    "texts": "{texts}",
     "method": "{method}",
     "dtype": "{dtype}",
     "tokens/s": "{tokens_per_second:.1f}",

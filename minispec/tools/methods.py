@@ -80,7 +80,7 @@ def self_speculation(model, settings):
     """the model drafts for itself with sparse attention (PillarAttn)"""
     return partial(specgen.SpecGen, k=settings.k or 8, sparsity=settings.sparsity,
                    min_budget=settings.min_budget, select=settings.select, schedule=settings.schedule,
-                   delayed=settings.delayed)
+                   delayed=settings.delayed, lookup=settings.lookup)
 
 
 def adaptive(model, settings):
@@ -249,6 +249,9 @@ def add_arguments(parser):
     add("--schedule", default="unified", choices=specgen.SCHEDULES,
         help="which phase requests start in (default %(default)s)")
     add("--delayed", action="store_true", help="judge a verification while the next forward runs")
+    add("--lookup", type=int, default=4, metavar="N",
+        help="rows of a draft step for tokens copied from the text, of all requests together (default "
+             "%(default)s; 0: none, the paper's)")
 
     add = parser.add_argument_group("diffusion models: cdlm, dlm").add_argument
     add("--threshold", type=float, help="reveal every slot whose confidence is above this "
