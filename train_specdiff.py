@@ -7,11 +7,11 @@ the same cost.
     python train_specdiff.py --out mine/specdiff --objective ce
     # the unaligned one: plain masked diffusion
     python train_specdiff.py --out /tmp/base --objective mdlm --taps none
-    # streak-distillation goes on from it, on the same answers; then longer windows that read the target
+    # streak-distillation goes on from it, on the same answers; then longer windows
     python train_specdiff.py --out /tmp/streak --objective streak --init /tmp/base \\
                              --responses /tmp/base/responses
-    python train_specdiff.py --out /tmp/more --objective log-streak --init /tmp/streak --taps last \\
-                             --gamma 16 --responses /tmp/base/responses
+    python train_specdiff.py --out /tmp/more --objective log-streak --init /tmp/streak --gamma 16 \\
+                             --responses /tmp/base/responses
     # answers sampled, for rejection sampling
     python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1
 
@@ -51,9 +51,8 @@ def parse_args():
     p.add_argument("--objective", default="kl", choices=OBJECTIVES,
                    help="what to train for, see objective (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
-                   help="start from this drafter; its shape is kept, but windows may be longer (--gamma), "
-                        "and it may begin to read the target (--taps). From one of train_prism.py: it drafts "
-                        "the first slot as that does, and learns the others")
+                   help="start from this drafter; its shape is kept, but windows may be longer (--gamma). One of "
+                        "train_prism.py drafts the first slot already, and learns the others")
     p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
     p.add_argument("--taps", choices=("none", "last", "three"),
                    help="what it reads of the target: nothing, the final state (default), or three layers")
@@ -73,15 +72,16 @@ def drafter_of(args, target):
     if checkpoints.kind_of(args.init) == "prism":
         head = prism.load(args.init, args.device)
         head.check(target)
-        if (head.config.taps, taps) != ((), ()):
-            raise ValueError(f"{args.init}: only a drafter that reads the last state starts another, and --taps "
-                             "must be last")
-        return specdiff.from_module(head.bank[0], target, args.gamma or 8)
-    drafter = specdiff.load(args.init, target)
-    gamma = args.gamma or drafter.config.gamma
-    drafter.config = replace(drafter.config, gamma=gamma, target=checkpoints.fingerprint(target))
-    if args.taps and taps != drafter.config.taps:
-        drafter = specdiff.tapped(drafter, target, taps)
+        drafter = specdiff.from_module(head.bank[0], target, args.gamma or 8)
+        reads = head.config.taps
+    else:
+        drafter = specdiff.load(args.init, target)
+        gamma = args.gamma or drafter.config.gamma
+        drafter.config = replace(drafter.config, gamma=gamma, target=checkpoints.fingerprint(target))
+        reads = drafter.config.taps
+    if reads != drafter.config.taps or (args.taps and taps != reads):
+        raise ValueError(f"the drafter in {args.init} reads taps {reads} of the target; --taps cannot change "
+                         "that")
     return drafter
 
 

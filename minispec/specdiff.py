@@ -123,23 +123,19 @@ def for_target(target, n_layer=None, gamma=8, taps=None):
         for mine, theirs in zip(drafter.blocks, target.blocks):
             mine.load_state_dict(theirs.state_dict())
         drafter.mask.copy_(target.embed.weight.mean(0))
+        if taps is None:
+            return drafter
+        # A projection starts as the plain form: of all that it gets it passes on the token alone.
+        c = config.d_model
+        one = torch.eye(c, device=target.device)
+        drafter.join.bias.zero_()
+        drafter.join.weight.zero_()
+        drafter.join.weight[:, :c] = one
         if taps == ():
-            size_of_states = target.norm.weight.norm() / config.d_model ** 0.5
-            pass_on(drafter.join, size_of_states / target.embed.weight.std(), 1)
-        elif taps is not None:
-            pass_on(drafter.join, 1, 0)                  # it starts as the plain form
+            size_of_states = target.norm.weight.norm() / c ** 0.5
+            drafter.join.weight[:, :c] *= size_of_states / target.embed.weight.std()
+            drafter.join.weight[:, c:] = one
     return drafter
-
-
-@torch.no_grad()
-def pass_on(join, of_token, of_state):
-    """Let a projection of an embedding and features give so many times the one plus the other."""
-    c = join.out_features
-    one = torch.eye(c, device=join.weight.device)
-    join.weight.zero_()
-    join.bias.zero_()
-    join.weight[:, :c] = of_token * one
-    join.weight[:, c:2 * c] = of_state * one
 
 
 @torch.no_grad()
@@ -156,19 +152,6 @@ def from_module(module, target, gamma):
     drafter.blocks[n_layer].out.weight.zero_()
     drafter.blocks[n_layer].down.weight.zero_()
     return drafter
-
-
-def tapped(drafter, target, taps):
-    """The same drafter, which from now on also reads the target: its projection changes nothing yet.
-    ValueError if it reads the target already."""
-    reads = drafter.config.taps
-    if reads is not None or taps is None:
-        what = "nothing" if reads is None else reads or "the last state"
-        raise ValueError(f"the drafter reads {what} of the target; only one that reads nothing can begin to")
-    out = Drafter(replace(drafter.config, taps=taps), target).to(target.device)
-    pass_on(out.join, 1, 0)
-    out.load_state_dict({**out.state_dict(), **drafter.state_dict()})
-    return out
 
 
 # -- drafting: K chains from one forward -----------------------------------------------------------

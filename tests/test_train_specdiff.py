@@ -14,7 +14,7 @@ from test_specdiff import toy_drafter
 import decode
 import train_specdiff
 from train_specdiff import OBJECTIVES
-from minispec import specdiff
+from minispec import prism, specdiff
 from minispec.tools import checkpoints
 from minispec.tools.training import fast_dtype
 from minispec.data import rollouts
@@ -106,22 +106,18 @@ def test_a_drafter_can_go_on_from_another(folder):
     assert [specdiff.load(folder / name, checkpoints.load(folder / "target")).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
 
 
-def test_a_drafter_can_begin_to_read_the_target(folder):
-    """At first that changes nothing; it learns from there, and does not begin twice."""
+def test_a_drafter_can_start_as_an_eagle_head(folder):
     target = checkpoints.load(folder / "target")
-    train(folder, "blind", "--objective", "ce", "--taps", "none", "--gamma", 4, "--tokens", "2000")
-    train(folder, "same", "--objective", "streak", "--init", folder / "blind", "--taps", "three", "--lr", "0", "--tokens", "1")
-    train(folder, "more", "--objective", "streak", "--init", folder / "blind", "--taps", "three", "--tokens", "2000")
-    blind, same, more = (specdiff.load(folder / name, target) for name in ("blind", "same", "more"))
-    assert same.config.taps == more.config.taps == (0, 1, 2)
-    assert not same.join.weight[:, same.config.d_model:].any() and more.join.weight[:, same.config.d_model:].any()
-    ids, starts = torch.arange(40)[None] % 30, torch.tensor([[9, 20]])
-    seen = target.features(ids, torch.arange(40)[None], dense_attend(), (0, 1, 2))[1]
-    logits = [d.words.logits(train_specdiff.window_states(d, ids, starts, f)[0])
-              for d, f in ((blind, None), (same, seen), (more, seen), (more, 0 * seen))]
-    assert torch.allclose(logits[0], logits[1], atol=1e-6) and not torch.allclose(logits[2], logits[3], atol=1e-4)
-    with pytest.raises(ValueError, match="reads \\(0, 1, 2\\) of the target; only one that reads nothing can begin to"):
-        train(folder, "twice", "--init", folder / "same", "--taps", "last")
+    for name, taps in (("head", ()), ("three", (0, 1, 2))):
+        prism.save(prism.for_target(target, (0,), taps=taps), folder / name)
+    train(folder, "from-head", "--init", folder / "head", "--lr", "0", "--gamma", 4, "--tokens", "1")
+    made, head = specdiff.load(folder / "from-head", target), prism.load(folder / "head")
+    assert made.config.n_layer == 2 and made.config.taps == () and made.config.gamma == 4
+    assert torch.equal(made.join.weight, head.bank[0].join.weight) and torch.equal(made.blocks[0].qkv.weight, head.bank[0].blocks[0].qkv.weight)
+    assert not made.blocks[1].out.weight.any() and not made.blocks[1].down.weight.any()
+    for init, taps in (("three", "last"), ("head", "three"), ("head", "none"), ("one", "none")):
+        with pytest.raises(ValueError, match="of the target; --taps cannot change"):
+            train(folder, "refused", "--init", folder / init, "--taps", taps)
 
 
 BAD = {"objective": (["--objective", "best"], "invalid choice"), "target": (["--target", "nowhere"], "cannot read nowhere/config.json"),

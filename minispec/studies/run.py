@@ -190,8 +190,8 @@ def engine_of(name, model, args, batch, lengths=None):
 
 
 def time_methods(names, args, model, requests, cell, repeats, lengths):
-    """{method: [Run of every repeat]} of one cell (see cells_of), methods in turn. On a GPU a run before those
-    that count compiles the kernels."""
+    """{method: [Run of every repeat]} of one cell (see cells_of), methods in turn. On a GPU a run before
+    those that count compiles the kernels."""
     workload, batch, ids, temperature = cell
 
     def build(name, ids):
