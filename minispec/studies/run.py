@@ -132,8 +132,8 @@ def run(args, model, tokenizer):
     ratios do not. The diffusion models give answers of their own and so are compared by tokens/s; `dlm`, a
     whole forward a token, gets one request of each workload.
 
-    A drafter proposes as many drafts a round as the prices call best for the batch, unless --k, --depth or
-    --gamma says how many. Trained drafters end a chain earlier where they are unsure.
+    A drafter proposes as many drafts a round as the prices call best for the batch, unless --k says how many.
+    Trained drafters end a chain by themselves, where they are unsure.
     """
     how = size(args, tokenizer)
     requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
@@ -184,8 +184,7 @@ def engine_of(name, model, args, batch, lengths=None):
     """The engine of a method, or of a way of one (WAYS). lengths: {method: drafts a round} where the settings
     ask for none."""
     chosen = {**vars(args), **WAYS.get(name, {})}
-    for setting in ("k", "depth", "gamma"):
-        chosen[setting] = chosen[setting] or (lengths or {}).get(name)
+    chosen["k"] = chosen["k"] or (lengths or {}).get(name)
     return methods.make_engine(name.split()[0], model, methods.settings(**chosen), batch)
 
 

@@ -122,6 +122,10 @@ def arms(r):
         columns["tau" + at] = "{AT[tau]:.2f} ({AT[interval][0]:.2f}-{AT[interval][1]:.2f})".replace("AT", key)
         columns[f"ratio to {r['reference']}" + at] = (
             "{AT[ratio]:.3f} ({AT[ratio_interval][0]:.3f}-{AT[ratio_interval][1]:.3f})".replace("AT", key))
+    # Diffusion drafters were estimated on held-out answers by each way of accepting.
+    if isinstance(rows[0]["log"].get("heldout_tau"), dict):
+        for way in ("greedy", "point_mass", "rejection"):
+            columns[f"held-out tau, {way}"] = f"{{log[heldout_tau][{way}]:.2f}}"
     # What was measured before workloads were kept apart lacks them.
     for w in rows[0]["at_0"].get("by_workload", ()):
         columns[w] = f"{{at_0[by_workload][{w}]:.2f}}"
