@@ -125,7 +125,7 @@ def arms(r):
     # Diffusion drafters were estimated on held-out answers by each way of accepting.
     if isinstance(rows[0]["log"].get("heldout_tau"), dict):
         for way in ("greedy", "point_mass", "rejection"):
-            columns[f"held-out tau, {way}"] = f"{{log[heldout_tau][{way}]:.2f}}"
+            columns[f"{way} held-out tau"] = f"{{log[heldout_tau][{way}]:.2f}}"
     # What was measured before workloads were kept apart lacks them.
     for w in rows[0]["at_0"].get("by_workload", ()):
         columns[w] = f"{{at_0[by_workload][{w}]:.2f}}"
