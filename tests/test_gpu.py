@@ -146,11 +146,11 @@ def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run(monkeypatch):
     for name in ("read_once", "warm_cells", "ratio", "identical"):
         monkeypatch.setattr(studies, name, lambda *_: {})
     monkeypatch.setattr(studies, "texts", SimpleNamespace(kinds=lambda _: ["a"], text=lambda *_: [1]))
-    monkeypatch.setattr(studies, "race", lambda *_, **__: {"ar": [run], "specgen": [run]})
+    monkeypatch.setattr(studies, "race", lambda *_, **__: {"ar": [run], studies.PAPER: [run]})
     monkeypatch.setattr(studies, "measure_costs", lambda *_: pytest.fail("timed"))
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    rows = studies.serving_rows(SimpleNamespace(data=None), model, None, 100, 2, 1)
-    assert [row["method"] for row in rows] == ["ar", "specgen"] * 2 and not any("predicted" in row for row in rows)
+    rows = studies.serving_rows(SimpleNamespace(data=None), model, None, 100, 2, 0, 1)
+    assert [row["method"] for row in rows] == ["ar", studies.PAPER] * 2 and not any("predicted" in row for row in rows)
 
 
 def test_a_draft_row_follows_its_request_to_another_place():

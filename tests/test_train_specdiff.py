@@ -110,12 +110,13 @@ def test_a_drafter_can_start_as_an_eagle_head(folder):
     target = checkpoints.load(folder / "target")
     for name, taps in (("head", ()), ("three", (0, 1, 2))):
         prism.save(prism.for_target(target, (0,), taps=taps), folder / name)
+    specdiff.save(specdiff.for_target(target, gamma=4, taps=()), folder / "trained")
     train(folder, "from-head", "--init", folder / "head", "--lr", "0", "--gamma", 4, "--tokens", "1")
     made, head = specdiff.load(folder / "from-head", target), prism.load(folder / "head")
     assert made.config.n_layer == 2 and made.config.taps == () and made.config.gamma == 4
     assert torch.equal(made.join.weight, head.bank[0].join.weight) and torch.equal(made.blocks[0].qkv.weight, head.bank[0].blocks[0].qkv.weight)
     assert not made.blocks[1].out.weight.any() and not made.blocks[1].down.weight.any()
-    for init, taps in (("three", "last"), ("head", "three"), ("head", "none"), ("one", "none")):
+    for init, taps in (("three", "last"), ("head", "three"), ("head", "none"), ("trained", "none")):
         with pytest.raises(ValueError, match="of the target; --taps cannot change"):
             train(folder, "refused", "--init", folder / init, "--taps", taps)
 

@@ -68,6 +68,7 @@ def rms_norm(x, weight, eps):
 
     torch makes it of eight. In decoding each takes longer to start than to compute, because the weights that
     were read since have pushed its code out of the processor's cache."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     mean = torch.addcmul(scalar(eps), length, length, value=1 / x.shape[-1])
     return (x * weight).mul_(mean.rsqrt_())
