@@ -42,7 +42,7 @@ from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator
 # kl learns from the target's distributions, the others from the answers' tokens.
 OBJECTIVES = ("kl", "mdlm", "ce", "streak", "log-streak", "streak-rs")
 LAYERS = 2                  # a new drafter starts as so many first layers of the target
-DECAY = 0.8                 # kl: a slot weighs so much of the one before, and counts only where that is right
+DECAY = 0.8                 # kl: a slot weighs so much of the one before
 
 
 def parse_args():
@@ -51,8 +51,8 @@ def parse_args():
     p.add_argument("--objective", default="kl", choices=OBJECTIVES,
                    help="what to train for, see objective (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
-                   help="start from this drafter; its shape is kept, but windows may be longer (--gamma). One of "
-                        "train_prism.py drafts the first slot already, and learns the others")
+                   help="start from this drafter; its shape is kept, but windows may be longer (--gamma). "
+                        "One of train_prism.py drafts the first slot already, and learns the others")
     p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
     p.add_argument("--taps", choices=("none", "last", "three"),
                    help="what it reads of the target: nothing, the final state (default), or three layers")

@@ -141,7 +141,8 @@ def for_target(target, n_layer=None, gamma=8, taps=None):
 @torch.no_grad()
 def from_module(module, target, gamma):
     """A drafter that starts as a trained module of prism.py that reads the target's last state: its first
-    slot is drafted as an EAGLE head drafts it, and only the others are to be learned. A layer comes behind
+    slot is drafted as an EAGLE head drafts it, but for a row more at the beginning of the text, and only the
+    others are to be learned. A layer comes behind
     the module's, which adds nothing yet: there, open slots can read what the row of t_n guesses."""
     n_layer = len(module.blocks)
     drafter = for_target(target, n_layer + 1, gamma, ())

@@ -149,19 +149,21 @@ class DraftPool:
                 hidden[keys.row, :, :keys.n, i] = 0.0
         query, place, new = (torch.tensor(x, device=self.k.device) for x in (query, place, new))
         hidden = hidden.flatten(0, 1).to(self.k.device)                        # (lists * G, width, most)
+        mask = None                                        # made in the first layer, the same in all
 
         def attend(layer, q, k, v):
+            nonlocal mask
             # Append this step's keys and values, then all queries read their lists in one product.
             lists = []
             for pool, x in ((self.k[layer], k), (self.v[layer], v)):
                 pool.view(-1, d).index_copy_(0, new, x.reshape(-1, d))
                 lists.append(pool[:n_lists].flatten(0, 1))                     # (lists * G, width, D)
             keys, values = lists
-            share = q.shape[1] // groups
+            if mask is None:                               # of a single row it fits all heads of a group
+                mask = hidden if most == 1 else hidden.repeat(1, 1, q.shape[1] // groups)
             q = q.index_select(0, query).view(n_lists, most, -1, d)
             q = group_rows(q, groups).flatten(0, 1)                            # (lists * G, g * most, D)
             # With the keys first, torch need not turn them around.
-            mask = hidden if most == 1 else hidden.repeat(1, 1, share)
             logits = torch.baddbmm(mask, keys, q.mT, alpha=d ** -0.5)          # (lists * G, width, g * most)
             out = (logits.mT.softmax(-1) @ values).unflatten(0, (n_lists, groups))
             return ungroup_rows(out, most).flatten(0, 1).index_select(0, place)          # (n, H, D)
@@ -269,7 +271,7 @@ class SpecGen(Planner):
         self.record = select != "window"                   # whether verifications leave their scores
         self.pool = None
         self.lookup = lookup
-        self.text = NGram()
+        self.ngram = NGram()
 
     def extra_slots(self, r):
         """The round's buffer, the scores and the draft's distributions, in slots of the cache."""
@@ -321,15 +323,15 @@ class SpecGen(Planner):
             state.keys = PillarKeys(self.pool, 0, r.n_cached, state.selected, state.recent)
         state.keys.base = r.run.first                      # it moves while others come and go
         token = state.drafts[-1] if state.drafts else r.tokens[-1]
-        guesses = self._guesses(r, state, min(spare, state.k - len(state.drafts) - 1))
-        rows = [token, *guesses]
+        copies = self._copies(r, state, min(spare, state.k - len(state.drafts) - 1))
+        rows = [token, *copies]
         state.keys.rows = len(rows)
         start = r.n_cached + len(state.drafts)
-        return Segment(r, rows, start, state.keys, "draft", len(rows), guesses)
+        return Segment(r, rows, start, state.keys, "draft", len(rows), copies)
 
-    def _guesses(self, r, state, n):
+    def _copies(self, r, state, n):
         """What followed the last time that the text went like this: up to n tokens."""
-        at = self.text.find(r, state.drafts) if n > 0 else None
+        at = self.ngram.find(r, state.drafts) if n > 0 else None
         return [] if at is None else r.tokens[at:at + n]
 
     def _verify(self, r, state):
@@ -342,9 +344,9 @@ class SpecGen(Planner):
     # -- settle: drafts, then verdicts and selections --------------------------------------------------------
 
     def take_drafts(self, segments, logits):
-        """Draw the next drafts of each request from the logits (n, V) of its rows. A guess is judged like any
+        """Draw the next drafts of each request from the logits (n, V) of its rows. A copy is judged like any
         draft, by the distribution that sparse attention gives: so each draft is drawn from that, whether it
-        was guessed or not."""
+        was copied or not."""
         each = logits.split([len(s.tokens) for s in segments])
         for s, own, (path, token) in zip(segments, each, judge(segments, logits)):
             state = s.request.state
@@ -398,7 +400,7 @@ class SpecGen(Planner):
         if r.state:
             self.pool.give_back(r.state.keys)
         r.state = None
-        self.text.release(r)
+        self.ngram.release(r)
 
 
 # -- when does it pay? ---------------------------------------------------------------------------------------
