@@ -314,11 +314,12 @@ def by_workload(traces):
 
 class Round(NamedTuple):
     """When `position` output tokens exist, drafter `name` (None: no drafter) proposes `proposed`; `emitted`
-    are gained."""
+    are gained. `copies` tokens are judged next to the drafts."""
     position: int
     name: str | None
     proposed: int
     emitted: int
+    copies: int = 0
 
 
 def replay(plans, prompts, cost, batch):
@@ -340,7 +341,7 @@ def replay(plans, prompts, cost, batch):
         room = batch - len(active)
         active, waiting = active + waiting[:room], waiting[room:]
         now = [(tokens + plan[0].position, plan.pop(0)) for tokens, plan in active]
-        proposed = sum(r.proposed for _, r in now)
+        proposed = sum(r.proposed + r.copies for _, r in now)
         total += float(cost.step(sum(kv for kv, _ in now), len(now) + proposed, len(now)))
         for name in {r.name for _, r in now if r.name}:
             own = [(kv, r.proposed) for kv, r in now if r.name == name]

@@ -47,7 +47,7 @@ from minispec.core.attention import can_fuse
 from minispec.core.drafters import STOP, Cached
 from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.words import Words, buffer
-from minispec.core.verify import (LEAST_TEMPERATURE, argmax, draw, point_mass_tree, rejection_tree,
+from minispec.core.verify import (LEAST_TEMPERATURE, argmax, draw, graft, point_mass_tree, rejection_tree,
                                   selection_tree, warp)
 
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
@@ -156,26 +156,6 @@ def from_module(module, target, gamma):
 
 
 # -- drafting: K chains from one forward -----------------------------------------------------------
-
-def merge(chains):
-    """K chains of tokens as a trie: (tokens, parents, rows of each chain); see verify.py. Row 0 is the root,
-    the last committed token; row i holds tokens[i - 1]."""
-    tokens, parents, rows = [], [], []
-    row = {}                                             # (row of the parent, token) -> row
-    # Chains that begin alike walk along the same rows; where one turns off, new rows begin.
-    for chain in chains:
-        path = []
-        at = 0
-        for token in chain:
-            if (at, token) not in row:
-                tokens.append(token)
-                parents.append(at)
-                row[at, token] = len(tokens)
-            at = row[at, token]
-            path.append(at)
-        rows.append(path)
-    return tokens, parents, rows
-
 
 class SpecDiffDrafter(Cached):
     """Drafts for the engine's Lockstep planner: Lockstep(engine, SpecDiffDrafter(..), gamma * k_drafts).
@@ -295,10 +275,11 @@ class SpecDiffDrafter(Cached):
 
         # Merge them to a trie, and say which rule judges it.
         q = self.words.whole(q)                                                           # (n, V)
-        tokens, parents, rows = merge(self.words.tokens(drawn).T.tolist())
+        tokens, parents = [], []
+        rows = [graft(chain, tokens, parents) for chain in self.words.tokens(drawn).T.tolist()]
         rule = RULES[self.rule]
         if self.rule == "rejection":
-            rule = partial(rejection_tree, rows, q)
+            rule = partial(rejection_tree, [(chain, q) for chain in rows])
         return tokens, None, parents, rule
 
     def _cut(self, index, q):

@@ -46,7 +46,7 @@ import torch.nn.functional as F
 from minispec.core.attention import FullKeys, group_rows, ungroup_rows
 from minispec.core.drafters import NGram
 from minispec.core.engine import Planner
-from minispec.core.requests import Segment, check_k
+from minispec.core.requests import Segment, check_k, check_lookup
 from minispec.core.verify import judge, warp
 
 SELECTIONS = ("ahead", "pillar", "window")
@@ -251,10 +251,9 @@ class SpecGen(Planner):
     def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, select="ahead", schedule="unified",
                  delayed=False, lookup=0):
         check_k(k)
+        check_lookup(lookup)
         if not 0 < sparsity <= 1:
             raise ValueError(f"sparsity {sparsity} is out of range; allowed is above 0 up to 1 (everything)")
-        if lookup < 0:
-            raise ValueError(f"lookup {lookup} is out of range; allowed is 0 or more rows")
         choices = (("selection", select, self.selections), ("schedule", schedule, SCHEDULES))
         for what, value, allowed in choices:
             if value not in allowed:
@@ -323,16 +322,11 @@ class SpecGen(Planner):
             state.keys = PillarKeys(self.pool, 0, r.n_cached, state.selected, state.recent)
         state.keys.base = r.run.first                      # it moves while others come and go
         token = state.drafts[-1] if state.drafts else r.tokens[-1]
-        copies = self._copies(r, state, min(spare, state.k - len(state.drafts) - 1))
+        copies = self.ngram.copies(r, min(spare, state.k - len(state.drafts) - 1), state.drafts)
         rows = [token, *copies]
         state.keys.rows = len(rows)
         start = r.n_cached + len(state.drafts)
         return Segment(r, rows, start, state.keys, "draft", len(rows), copies)
-
-    def _copies(self, r, state, n):
-        """What followed the last time that the text went like this: up to n tokens."""
-        at = self.ngram.find(r, state.drafts) if n > 0 else None
-        return [] if at is None else r.tokens[at:at + n]
 
     def _verify(self, r, state):
         self.pool.give_back(state.keys)                    # the drafts' list is not needed any more

@@ -102,6 +102,16 @@ def test_control_choosing_after_the_draw_is_rejected():
     assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
 
 
+def test_copies_that_are_worth_their_rows_are_judged_next_to_drafts():
+    got = answer(adaptive(prices(0.02), NGram(3, 1), SmallLM(CLOSE, TARGET)), [[1, 2, 3, 4] * 6], 1)
+    assert [g.token_ids for g in got] == [g.token_ids for g in answer(Lockstep, [[1, 2, 3, 4] * 6], 1)]
+    assert any(s.copies and s.drafted for s in got[0].steps) and all(s.copies + s.drafted <= 6 for s in got[0].steps)
+    # The drafter's alpha, then the lookup's. Right with 0.5, 0.25, 0.125; of the second request there are two copies.
+    chooser = Adaptive([SmallLM(CLOSE, TARGET), NGram(3, 1)], prices(), 4)
+    copied = chooser._copied(np.array([[0.9, 0.5], [0.9, 0.5]]), np.array([[4, 4], [4, 2]]), 0.1)
+    assert np.allclose(copied, [[0, 0.5, 0.25, 0.125, 0], [0, 0.5, 0.25, 0, 0]])
+
+
 def share(generations, who):
     steps = [s for g in generations for s in g.steps]
     return sum(s.proposer == who for s in steps) / len(steps)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import Arbitrary, chi_square, dense_logits, toy_model
 
+from minispec.core import drafters
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
@@ -15,10 +16,20 @@ from minispec.specgen import SpecGen
 from minispec.core.verify import Sampling, judge, warp
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1, n_layer=1)
+
+
+def copying(engine, drafter, k, max_n=3):
+    """A drafter next to which copies of any length of match are judged."""
+    planner = Lockstep(engine, drafter, k, lookup=999)
+    planner.ngram = NGram(max_n, 1)
+    return planner
+
+
 PLANNERS = {
     "ar": lambda model, other: Lockstep,
     "ngram": lambda model, other: lambda e: Lockstep(e, NGram(3, 1), 5),
     "draft": lambda model, other: lambda e: Lockstep(e, SmallLM(other, model), 4),
+    "draft, copies": lambda model, other: lambda e: copying(e, SmallLM(other, model), 4),
     "specgen": lambda model, other: lambda e: SpecGen(e, k=4, sparsity=0.2, min_budget=4),
     "lookup": lambda model, other: lambda e: SpecGen(e, k=6, sparsity=0.2, min_budget=4, lookup=99),
 }
@@ -60,11 +71,12 @@ def test_autoregressive_equals_dense_forwards():
     assert engine.cache.runs == []
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft", "specgen", "lookup"])
+@pytest.mark.parametrize("name", ["ngram", "draft", "draft, copies", "specgen", "lookup"])
 def test_greedy_is_identical_to_autoregressive(name):
     got, engine = run(name, prompts(8), batch=3)
     assert [g.token_ids for g in got] == plain(8)
     assert engine.cache.runs == [] and not engine.active
+    assert (name == "draft, copies") == any(s.copies and s.drafted for g in got for s in g.steps)
 
 
 def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
@@ -73,8 +85,9 @@ def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
     assert [g.token_ids for g in run("draft", prompts(8))[0]] != plain(8)
 
 
-# With sampling, where SpecGen's first round starts, and so which coin serves which token, depends on the neighbours.
-@pytest.mark.parametrize("name, temperature", [(m, 0.0) for m in METHODS] + [(m, 1.0) for m in METHODS if m not in ("specgen", "lookup")])
+# With sampling, where SpecGen's first round starts or how many copies there are, and so which coin serves which token, depends on
+# the neighbours.
+@pytest.mark.parametrize("name, temperature", [(m, 0.0) for m in METHODS] + [(m, 1.0) for m in METHODS if m not in ("draft, copies", "specgen", "lookup")])
 def test_a_request_gets_the_same_alone_and_among_seven_others(name, temperature):
     some = prompts(8)
     together, _ = run(name, some, 8, temperature=temperature)
@@ -255,13 +268,14 @@ def sampled(name, sampling, rounds=ROUNDS):
 GRID = [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft", "sparse", "sparse, lookup"])
+@pytest.mark.parametrize("name", ["ngram", "draft", "draft, copies", "sparse", "sparse, lookup"])
 @pytest.mark.parametrize("sampling", GRID if FULL else GRID[1:2], ids=lambda s: f"T{s.temperature}-p{s.top_p}")
 def test_sampled_output_has_the_targets_distribution(name, sampling):
     """The whole engine; a correct one fails with probability 1e-6. MINISPEC_FULL=1 runs all settings, 100,000 rounds each
     (test_verify.py always runs them on the rules alone)."""
     # Copies are rare here: as many rounds as their control needs.
-    counts, rate = sampled(name, sampling, max(ROUNDS, 10_000) if "lookup" in name else ROUNDS)
+    least = {"draft, copies": 15_000, "sparse, lookup": 10_000}
+    counts, rate = sampled(name, sampling, max(ROUNDS, least.get(name, 0)))
     assert chi_square(counts, exact(sampling)) > 1e-6
     assert 0.05 < rate < 0.98                          # drafts are accepted and rejected
 
@@ -279,6 +293,15 @@ def test_control_guesses_that_are_believed_are_rejected(monkeypatch):
         return [(list(range(1, len(s.drafts) + 1)), token) for s, (_, token) in zip(segments, judge(segments, logits))]
     monkeypatch.setattr("minispec.specgen.judge", believe)
     counts, _ = sampled("sparse, lookup", Sampling(1.0), 10_000)
+    assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
+
+
+def test_control_copies_judged_as_if_they_were_drawn_are_rejected(monkeypatch):
+    def as_drawn(chains, *args, real=drafters.rejection_tree):
+        (own, q), (rows, _) = chains
+        return real([(own, q), (rows[:len(own)], q)], *args)
+    monkeypatch.setattr(drafters, "rejection_tree", as_drawn)
+    counts, _ = sampled("draft, copies", Sampling(1.0), 15_000)
     assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
 
 

@@ -43,16 +43,20 @@ def check_engine():
     model = toy_model(n_head=2, n_kv_head=1, head_dim=16, n_layer=1)
     prompts = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 3)]
     few = toy_model(vocab=3, n_head=2, n_kv_head=1, head_dim=16, n_layer=1)            # so few words that draft steps copy
+    other = toy_model(vocab=3, n_head=2, n_kv_head=1, head_dim=16, n_layer=1, seed=1)
     again = [[0, 1] * 5, [1, 0, 0]]
     for planner, model, prompts in ((lambda e: Lockstep(e, NGram(3, 1), 3), model, prompts), (lambda e: SpecGen(e, 2, 0.1, 2), model, prompts),
-                                    (lambda e: SpecGen(e, 2, 0.1, 2, delayed=True), model, prompts), (lambda e: SpecGen(e, 6, 0.1, 2, lookup=99), few, again)):
+                                    (lambda e: SpecGen(e, 2, 0.1, 2, delayed=True), model, prompts), (lambda e: SpecGen(e, 6, 0.1, 2, lookup=99), few, again),
+                                    (lambda e: Lockstep(e, SmallLM(other, few), 2, lookup=99), few, again)):
         runs = []
         for fused in (False, True):
             engine = Engine(model, planner, 2, prefill_chunk=4)
             engine.fused = fused
-            runs.append([(g.token_ids, [s.accepted for s in g.steps]) for g in engine.generate([Request(p, 8) for p in prompts])])
+            answers = engine.generate([Request(p, 8) for p in prompts])
+            runs.append([(g.token_ids, [s.accepted for s in g.steps]) for g in answers])
             assert engine.graphs is None or len(engine.graphs.graphs) > 2
-            assert model is not few or max(i["draft"] for i in engine.iterations) > 2
+            copied = max(i["draft"] for i in engine.iterations) > 2 or any(s.copies for g in answers for s in g.steps)
+            assert model is not few or copied
         assert runs[0] == runs[1], runs
 
 

@@ -20,9 +20,9 @@ from minispec.core.drafters import STOP as STOP_AT
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
-from minispec.specdiff import MASK, RULES, SpecDiffDrafter, merge
+from minispec.specdiff import MASK, RULES, SpecDiffDrafter
 from minispec.core.words import Words, restrict
-from minispec.core.verify import Sampling, draw, greedy_tree, point_mass_tree, rejection_chain, rejection_tree, selection_tree, warp
+from minispec.core.verify import Sampling, draw, graft, greedy_tree, point_mass_tree, rejection_chain, rejection_tree, selection_tree, warp
 
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 TARGET = toy_model(vocab=12, seed=2)
@@ -246,11 +246,18 @@ def table(sampling=Sampling(1.0), seed=0, spread=1.2):
     return p, warp(torch.stack(marginals).log() * 0.7 + torch.randn(GAMMA, V, generator=g) * 0.5, Sampling(1.0))
 
 
+def merge(chains):
+    """K chains as a trie: (tokens, parents, rows of each chain)."""
+    tokens, parents = [], []
+    rows = [graft(chain, tokens, parents) for chain in chains]
+    return tokens, parents, rows
+
+
 def judge_by(rule, chains, q, p, coins):
     """(accepted tokens, next token) by a rule of RULES."""
     tokens, parents, rows = merge(chains)
     args = tokens, parents, p[[V, *tokens]], coins[:len(tokens) + 1]
-    path, token = rejection_tree(rows, q, *args) if rule == "rejection" else RULES[rule](*args)
+    path, token = rejection_tree([(row, q) for row in rows], *args) if rule == "rejection" else RULES[rule](*args)
     return [tokens[i - 1] for i in path], token
 
 
@@ -345,7 +352,7 @@ def test_rejection_at_the_edges():
         same = p[[V] * GAMMA]
         chains = draw(same[:, None].expand(-1, 3, -1), torch.rand(GAMMA, 3, generator=g)).T.tolist()
         tokens, parents, rows = merge(chains)
-        path, _ = rejection_tree(rows, same, tokens, parents, same[:1].expand(len(tokens) + 1, -1), torch.rand(len(tokens) + 1, generator=g))
+        path, _ = rejection_tree([(row, same) for row in rows], tokens, parents, same[:1].expand(len(tokens) + 1, -1), torch.rand(len(tokens) + 1, generator=g))
         assert path == rows[0]
     p, q = torch.tensor([0.5, 0.5, 0, 0]).expand(V + 1, V), torch.tensor([0, 0, 0.5, 0.5]).expand(GAMMA, V)
     counts = torch.zeros(V, dtype=torch.long)
@@ -356,7 +363,7 @@ def test_rejection_at_the_edges():
         counts[token] += 1
     assert chi_square(counts, p[0]) > 1e-6
     half = torch.tensor([[0.5, 0.5, 0, 0]])                        # no residual is left: the target's own row is the right draw
-    assert rejection_tree([[1]], half, [0], [0], half.expand(2, -1), torch.tensor([1.0, 0.7])) == ([], 1)
+    assert rejection_tree([([1], half)], [0], [0], half.expand(2, -1), torch.tensor([1.0, 0.7])) == ([], 1)
 
 
 def test_merged_chains_by_hand():

@@ -14,7 +14,8 @@ memory of its failure has faded. The hope is what the drafter reached on other t
 `accept`), but no more than START: some texts are new to every drafter, and a whole batch would try long
 drafts at once. An n-gram lookup costs nothing, so it is made in every round and learned from in every round,
 whichever drafter drafts. It also says how sure it is: the longer the text before the copied place agrees, the
-more likely it goes on to. So its alpha is one per match length.
+more likely it goes on to. So its alpha is one per match length. Copies that are likely enough to be worth
+their rows are judged next to whatever is drafted: a round is wrong only where both are.
 
 What differs from SmartSpec and why: it chooses k for one drafter and the whole batch. Here each request
 chooses among several drafters, and all together want the most tokens/s (`richest`): a drafter that would
@@ -37,7 +38,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minispec.core.drafters import Drafter, NGram
+from minispec.core.drafters import Drafter, NGram, with_copies
 
 START = 0.85                # most alpha hoped of a drafter that was never tried
 LOOKUP = 0.7                # the alpha hoped of a lookup
@@ -122,7 +123,7 @@ class Adaptive(Drafter):
         # 3. Collect the drafts: lookups are there already, other drafters draft for all who chose them.
         out = [([], None)] * len(requests)
         asked = {}                                       # drafter -> the rows that want it
-        for i, (name, k) in enumerate(picks):
+        for i, (name, k, _) in enumerate(picks):
             self.chosen[requests[i]] = name or "target"
             if name and offers[i][name].drafts is None:
                 asked.setdefault(name, []).append(i)
@@ -134,9 +135,10 @@ class Adaptive(Drafter):
             depths = [min(limits[i], self.k) if drafter.stop else picks[i][1] for i in rows]
             drafted = drafter.propose([requests[i] for i in rows], depths)
             for i, proposal in zip(rows, drafted):
-                out[i] = proposal
                 r = requests[i]
                 self.history[r].drafted.append((name, proposal[0], len(r.tokens)))
+                copies = next((offer.drafts for offer in offers[i].values() if offer.drafts), [])
+                out[i] = with_copies(proposal, copies[:min(picks[i][2], limits[i] - len(proposal[0]))])
         return out
 
     def _learn(self, r):
@@ -169,7 +171,8 @@ class Adaptive(Drafter):
         return offers
 
     def _choose(self, requests, limits, offers):
-        """[(name of the drafter or None, number of drafts)] of every request."""
+        """[(name of the drafter or None, number of drafts, how many copies to judge next to them)] of
+        every request."""
         # 1. Of every request and drafter: alpha, the most drafts there can be, and seconds of reading per
         #    token gained.
         shape = len(requests), len(self.drafters)
@@ -183,14 +186,20 @@ class Adaptive(Drafter):
                     reading[i, j] = self._reading_seconds(name, r) / r.remaining
                 else:
                     most[i, j] = len(offer.drafts)       # a lookup has read already
-        # 2. Expected tokens by number of drafts, and seconds that only this request costs.
-        ks = np.arange(self.k + 1)
-        tokens = np.cumsum(alpha[..., None] ** ks, -1)  # (rows, M, k + 1): 1 + alpha + ..
-        charge = reading[..., None] * tokens
-        tokens[ks > most[..., None]] = -np.inf
-        # 3. The choices that together give the most tokens/s.
         context = int(sum(len(r.tokens) for r in requests) / len(requests))
         step, price = self._prices(len(requests), context)
+        # 2. What copies would add to a drafter's drafts: a token is gained if the draft is right up to it, or
+        #    the copy is. So these are the expected tokens by number of drafts, and the seconds that only this
+        #    request costs.
+        ks = np.arange(self.k + 1)
+        row = (step[-1] - step[1]) / (len(requests) * max(self.k - 1, 1))      # seconds that it takes
+        copied = self._copied(alpha, most, row * len(requests) / step[0])
+        next_to = copied[:, None] * self.asked[:, None]                        # (rows, M, k + 1)
+        tokens = np.cumsum(alpha[..., None] ** ks * (1 - next_to), -1) + next_to.sum(-1, keepdims=True)
+        tokens[..., 0] = 1
+        charge = reading[..., None] * tokens + row * (next_to > 0).sum(-1, keepdims=True)
+        tokens[ks > most[..., None]] = -np.inf
+        # 3. The choices that together give the most tokens/s.
         names = list(self.drafters)
         picks = richest(tokens, charge, step, price, self.asked)
         # 4. A further draft is expected to give alpha tokens if all before it are right. So these must be
@@ -202,7 +211,17 @@ class Adaptive(Drafter):
         least = np.clip(worth * seconds / alpha.mean(0), LEAST, 1)
         for drafter, stop in zip(self.drafters.values(), least.tolist()):
             drafter.stop = drafter.stop and stop
-        return [(names[j] if k else None, k) for j, k in picks]
+        n_copies = (copied > 0).sum(1)
+        return [(names[j] if k else None, k, n) for (j, k), n in zip(picks, n_copies)]
+
+    def _copied(self, alpha, most, least):
+        """The chance (rows, k + 1) that the first 1, 2, .. copies are right, of as many as are right more
+        often than `least`; 0 behind them."""
+        ks = np.arange(self.k + 1)
+        lookups = np.flatnonzero(~self.asked)
+        chance = alpha[:, lookups, None] ** ks
+        chance[(ks > most[:, lookups, None]) | (ks == 0) | (chance < least)] = 0
+        return chance.max(1, initial=0)
 
     def _alpha(self, r, name, offer):
         """The chance that a draft is accepted: the request's own counts lean on those of all requests, those

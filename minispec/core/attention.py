@@ -134,7 +134,8 @@ class FullKeys:
         self.tail = tail
         self.mask = None                                     # made in the first layer, the same in all
         low = cache.k.dtype == torch.bfloat16 in PACKED_TYPES and not cache.k.is_cuda
-        self.in_steps = record or low and tail is None and (n > FEW or start + n >= LONG)
+        square = tail is None or tail.shape[1] == n          # all rows of a tree are here
+        self.in_steps = record or low and square and (n > FEW or start + n >= LONG)
         self.pool = None if self.in_steps or n > FEW else Lanes(cache, n)      # who is served together
         self.scores = None
         if record:

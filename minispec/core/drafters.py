@@ -12,6 +12,7 @@ A drafter sees what was accepted by reading `request.tokens`. Committed tokens n
 them with what it drafted before and knows which of its own keys and values are still right.
 """
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minispec.core.attention import TREE, FullKeys, can_fuse
 from minispec.core.kv_cache import KVCache, Run
 from minispec.core.requests import MAX_K, Batch, Segment, pack
-from minispec.core.verify import Sampling, argmax, draw, warp
+from minispec.core.verify import Sampling, argmax, draw, graft, point_mass_tree, rejection_tree, warp
 from minispec.core.words import Words
 
 
@@ -42,7 +43,7 @@ class Drafter:
         """For every request (tokens, q): at most limits[i] draft tokens, and the distributions (k, V) they
         were drawn from, or None if they are a point mass (copied, or an argmax). A tree has a third part,
         parents: the row that each draft hangs from (verify.py). It may have a fourth: the rule that judges
-        it, if that is not point_mass_tree."""
+        it, if that is not point_mass_tree; and a fifth: how many drafts, the last ones, are copies."""
         return [([], None)] * len(requests)
 
     def observe(self, request, features):
@@ -303,11 +304,12 @@ class NGram(Drafter):
         self.index = {}  # request -> (tokens indexed, {n-gram: position after its last occurrence})
 
     def propose(self, requests, limits):
-        out = []
-        for r, limit in zip(requests, limits):
-            at = self.find(r)
-            out.append(([] if at is None else r.tokens[at:at + limit], None))
-        return out
+        return [(self.copies(r, limit), None) for r, limit in zip(requests, limits)]
+
+    def copies(self, request, n, more=()):
+        """What followed the last time that the text went like this: up to n tokens."""
+        at = self.find(request, more) if n > 0 else None
+        return [] if at is None else request.tokens[at:at + n]
 
     def find(self, request, more=()):
         """The position of the first token to copy, to go on with what was committed and then `more`; None
@@ -330,6 +332,24 @@ class NGram(Drafter):
 
     def release(self, request):
         self.index.pop(request, None)
+
+
+def with_copies(proposal, copies):
+    """A proposal (see Drafter.propose) as a tree that a chain of copied tokens grows on, where it is a chain
+    or a tree without a rule of its own."""
+    drafts, q, *tree = proposal
+    if len(tree) > 1:
+        return proposal
+    tokens = list(drafts)
+    parents = list(tree[0]) if tree else list(range(len(drafts)))
+    rows = graft(copies, tokens, parents)
+    new = len(tokens) - len(drafts)
+    if not new:
+        return proposal
+    rule = point_mass_tree
+    if q is not None:
+        rule = partial(rejection_tree, [(range(1, len(drafts) + 1), q), (rows, None)])
+    return tokens, None, parents, rule, new
 
 
 class SmallLM(Chained):

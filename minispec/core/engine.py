@@ -30,9 +30,9 @@ import torch
 from minispec.core import verify
 from minispec.core.admission import Admission
 from minispec.core.attention import TREE, FullKeys, can_fuse, tree_mask
-from minispec.core.drafters import Drafter
+from minispec.core.drafters import Drafter, NGram, with_copies
 from minispec.core.kv_cache import KVCache, beside
-from minispec.core.requests import Segment, check_k, check_requests, pack
+from minispec.core.requests import Segment, check_k, check_lookup, check_requests, pack
 from minispec.core.verify import point_mass_tree
 
 PROMPT_ROWS = 2048  # of all prompts in one forward: enough to fill any device, and a bound of its memory
@@ -239,8 +239,7 @@ class Engine:
                 self.planner.observe(s, [0, *path])
                 proposer = self.planner.proposer(r)
             self.planner.judged(s, len(path))
-            depth = max(s.positions) - s.start if s.drafts else 0        # of a chain: its length
-            committed.append((r, r.commit(drafts + [token], depth, len(path), proposer)))
+            committed.append((r, r.commit(drafts + [token], s, proposer)))
         return committed
 
     def judge(self, segments, logits):
@@ -366,17 +365,22 @@ class Planner:
 class Lockstep(Planner):
     """The plan in which every request verifies in every iteration.
 
-    drafter None: autoregressive decoding. k: the most drafts a round, of a chain or of a tree.
+    drafter None: autoregressive decoding. k: the most drafts a round, of a chain or of a tree. lookup: rows
+    of a verification, of all requests together, for tokens copied from the text, which are judged next to
+    the drafts: where a row more costs little, a second opinion is almost free.
     """
 
-    def __init__(self, engine, drafter=None, k=0):
+    def __init__(self, engine, drafter=None, k=0, lookup=0):
         if drafter:
             check_k(k, drafter.max_k)
+        check_lookup(lookup)
         self.engine = engine
         self.drafter = drafter or Drafter()
         self.k = k
-        self.rows = k + 1
-        self.fusable = self.drafter.width == 1 or self.rows <= TREE
+        self.lookup = lookup
+        self.ngram = NGram()
+        self.rows = k + lookup + 1
+        self.fusable = self.drafter.width == 1 and not lookup or self.rows <= TREE
         self.taps = self.drafter.taps
 
     def plan(self, ready):
@@ -387,17 +391,21 @@ class Lockstep(Planner):
         # A round commits at least one token besides its drafts, so the last one needs no draft.
         drafts = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
         captured = self.drafter.seconds - captured
+        if spare := self.lookup // len(ready):
+            drafts = [with_copies(own, self.ngram.copies(r, min(spare, r.remaining - 1 - len(own[0]))))
+                      for r, own in zip(ready, drafts)]
         self.engine.warm_up += captured
         spent = time.perf_counter() - started - captured
         for r in ready:
             self.engine.charge(r, "draft", spent / len(ready))
         return [self._verify(r, *draft) for r, draft in zip(ready, drafts)]
 
-    def _verify(self, request, drafts, q, parents=None, rule=point_mass_tree):
+    def _verify(self, request, drafts, q, parents=None, rule=point_mass_tree, copies=0):
         rows = [request.tokens[-1], *drafts]
         tail = None if parents is None else tree_mask(parents)
         keys = FullKeys(self.engine.cache, request.run.first, request.n_cached, len(rows), tail=tail)
-        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, parents, rule)
+        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, parents, rule,
+                       copies)
 
     def observe(self, segment, rows):
         if self.taps is not None:
@@ -411,3 +419,4 @@ class Lockstep(Planner):
 
     def release(self, request):
         self.drafter.release(request)
+        self.ngram.release(request)

@@ -14,7 +14,7 @@ class Step:
     """One round of a request: `proposed` drafts (of a tree: its depth) by `proposer` when `position` tokens
     had been generated, `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the
     answer ended inside), and the request's share of the seconds spent on drafting and on the target's
-    verifying forward."""
+    verifying forward. `drafted` drafts were verified that are the proposer's, and `copies` next to them."""
     position: int
     proposed: int
     accepted: int
@@ -22,6 +22,8 @@ class Step:
     proposer: str
     draft_seconds: float
     verify_seconds: float
+    drafted: int = 0
+    copies: int = 0
 
 
 @dataclass
@@ -80,10 +82,13 @@ class Request:
         self.drawn = torch.rand(n, generator=self.rng)
         return self.drawn
 
-    def commit(self, tokens, proposed, accepted, proposer):
+    def commit(self, tokens, segment, proposer):
         """Append a round's tokens (accepted drafts, then one more), cut at the end of text and at the length
-        limit. Returns the tokens that were kept. proposer "": no round, but the end of a prompt."""
+        limit. Returns the tokens that were kept. segment: what was verified. proposer "": no round, but the
+        end of a prompt."""
         g = self.generation
+        accepted = len(tokens) - 1
+        proposed = max(segment.positions) - segment.start if segment.drafts else 0     # in a row
         # 1. What of it still belongs to the answer.
         kept = tokens[:self.remaining]
         stops = [i for i, token in enumerate(kept) if token in self.stop_ids]
@@ -96,8 +101,9 @@ class Request:
         if len(kept) <= accepted:
             proposed = accepted = len(kept)
         if proposer:
+            drafted = len(segment.drafts) - segment.copies
             g.steps.append(Step(len(g.token_ids), proposed, accepted, len(kept), proposer,
-                                self.spent["draft"], self.spent["verify"]))
+                                self.spent["draft"], self.spent["verify"], drafted, segment.copies))
         self.spent = dict.fromkeys(self.spent, 0.0)
         # 3. Accepted drafts come first; one token of the target follows them.
         g.who += ["draft"] * accepted
@@ -116,6 +122,12 @@ def check_k(k, most=MAX_K):
     """ValueError unless k is a number of draft tokens that a round may have."""
     if not 1 <= k <= most:
         raise ValueError(f"k {k} is out of range; allowed is 1 to {most} draft tokens a round")
+
+
+def check_lookup(rows):
+    """ValueError unless so many rows of a forward can be for copies."""
+    if rows < 0:
+        raise ValueError(f"lookup {rows} is out of range; allowed is 0 or more rows")
 
 
 def check_requests(requests, config):
@@ -144,6 +156,7 @@ class Segment:
     q: torch.Tensor = None               # (k, V) distributions the drafts were drawn from; None: point masses
     parents: list = None  # of a tree: the row that each draft hangs from (verify.py); None: a chain
     rule: object = point_mass_tree       # of a tree: the rule that judges it where tokens are sampled
+    copies: int = 0                      # of a tree: so many drafts, the last ones, are not the drafter's own
     features: torch.Tensor = None  # (n, F) hidden states of the target: a forward of it sets them where a
     #                                drafter asked to see them, and one of the drafter reads them
 

@@ -23,7 +23,7 @@ Siblings differ. Every tree rule returns the accepted path as a list of rows, an
                 walk).
     selection   keep the one path of the tree that the target likes best, then point mass on it
                 (SpecDiff-2 2511.00606)
-    rejection   of K chains that were drawn from the same q independently (multi-round, SpecInfer)
+    rejection   of K chains, each drawn from a q of its own or copied (multi-round, SpecInfer)
 
 The last two judge chains that were drawn at random. Selection may look at p but must then forget q: a path
 chosen by p was not drawn from q any more, and p / q would be wrong. Rejection must know q, and see all draws
@@ -214,30 +214,36 @@ def selection_tree(draft, parents, p, coins):
     return rows[:len(path)], token
 
 
-def rejection_tree(chains, q, draft, parents, p, coins):
-    """Multi-round rejection of K chains drawn independently, position j of each from q[j] (k, V).
+def rejection_tree(chains, draft, parents, p, coins):
+    """Multi-round rejection of K chains that were drawn independently.
 
-    chains: the rows of each chain, K lists of k; chains that begin alike share rows. The rest as for
-    point_mass_tree. At every position the chains that agree with the accepted path are tried in turn: accept
-    with probability min(1, p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no
-    mass left, so one coin a row is enough.)
+    chains: K pairs (rows, q): position j of a chain is row rows[j] and was drawn from q[j] (k, V); q None: it
+    was chosen without chance. Chains that begin alike share rows. The rest as for point_mass_tree. At every
+    position the chains that agree with the accepted path are tried in turn: accept with probability min(1,
+    p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so one coin a
+    row is enough.)
     """
     # Each draft's own numbers come to the host together; p and q stay on their device.
-    depth = {row: j for chain in chains for j, row in enumerate(chain)}
-    of_q = q[[depth[row] for row in range(1, len(p))], draft]
-    given, of_q = torch.stack([p[parents, draft], of_q]).tolist()
+    given = p[parents, draft].tolist()
     coin = coins.tolist()
+    live = []                                            # the chains that agree with the accepted path
+    for rows, q in chains:
+        if q is None:
+            tokens = torch.tensor([draft[row - 1] for row in rows], device=p.device)
+            q = torch.zeros_like(p[:len(rows)]).scatter_(-1, tokens[:, None], 1.0)
+        of_q = q[range(len(rows)), [draft[row - 1] for row in rows]].tolist()
+        live.append((rows, q, of_q))
     path = []
-    live = chains                                        # those that agree with the accepted path
     left = p[0].double()
-    for j in range(len(q)):
-        for i, chain in enumerate(live):
-            row = chain[j]
+    for j in range(max(len(rows) for rows, _ in chains)):
+        live = [chain for chain in live if len(chain[0]) > j]
+        for i, (rows, q, of_q) in enumerate(live):
+            row = rows[j]
             # After a rejection it is no longer p that judges, but what is left of it.
             chance = left[draft[row - 1]].item() if i else given[row - 1]
-            if coin[row - 1] * of_q[row - 1] < chance:
+            if coin[row - 1] * of_q[j] < chance:
                 path.append(row)
-                live = [c for c in live if c[j] == row]
+                live = [chain for chain in live if chain[0][j] == row]
                 left = p[row].double()
                 break
             rest = (left - q[j]).clamp(min=0)
@@ -246,6 +252,22 @@ def rejection_tree(chains, q, draft, parents, p, coins):
         else:
             break
     return path, draw(left, coins[-1]).item()
+
+
+def graft(chain, tokens, parents):
+    """Let a chain of tokens grow on a tree, `tokens` and `parents`, which gets the rows that it lacks.
+    Returns the rows of the chain."""
+    row = {place: i for i, place in enumerate(zip(parents, tokens), 1)}          # (parent, token) -> row
+    rows = []
+    at = 0
+    for token in chain:
+        if (at, token) not in row:
+            tokens.append(token)
+            parents.append(at)
+            row[at, token] = len(tokens)
+        at = row[at, token]
+        rows.append(at)
+    return rows
 
 
 # -- a batch of requests -------------------------------------------------------------------------------------

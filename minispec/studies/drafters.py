@@ -24,6 +24,7 @@ from minispec.tools.answers import requests_of
 FIRST = 30              # of the problems of a workload: those before are used elsewhere
 NEW = 192               # most tokens of an answer
 VOCABULARIES = (500, 1000, 2000, 4000)                  # tokens to draft
+COPIES = 8              # rows for copied tokens, next to the drafts
 REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others are held against
 
 
@@ -63,8 +64,9 @@ def accepted_lengths(engine, problems, tokenizer, temperature):
 # -- arms ------------------------------------------------------------------------------------------
 
 def prism_arms(args, model, tokenizer):
-    """Accepted lengths of the trained arms of the PRISM family, chains of 5."""
-    return compare("prism", args, model, tokenizer, (0.0,))
+    """Accepted lengths of the trained arms of the PRISM family, chains of 5; alone, and with copies next to
+    them."""
+    return compare("prism", args, model, tokenizer, (0.0,), COPIES)
 
 
 def specdiff_objectives(args, model, tokenizer):
@@ -72,8 +74,9 @@ def specdiff_objectives(args, model, tokenizer):
     return compare("specdiff", args, model, tokenizer, (0.0, 1.0))
 
 
-def compare(kind, args, model, tokenizer, temperatures):
-    """Every drafter of this kind in a folder of --arms, greedy and sampled, on the same held-out problems.
+def compare(kind, args, model, tokenizer, temperatures, copies=0):
+    """Every drafter of this kind in a folder of --arms, greedy and sampled, on the same held-out problems;
+    and greedy with so many rows for copies, one request at a time.
 
     Seeds of an arm are one: their tokens and rounds are added up prompt by prompt. An arm is held against
     the reference arm with as many training prompts.
@@ -89,14 +92,20 @@ def compare(kind, args, model, tokenizer, temperatures):
     # {(arm, training prompts): [(what it is, accepted lengths by temperature) of each seed]}
     trained = {}
     for folder in tqdm(folders, desc=kind):
-        settings = methods.settings(**{**vars(args), "drafter": folder, "depth": 5, "tree": 0})
-        engine = methods.make_engine(kind, model, settings, 16)
+        alone = {**vars(args), "drafter": folder, "depth": 5, "tree": 0, "lookup": 0}
+        engine = methods.make_engine(kind, model, methods.settings(**alone), 16)
         drafter = engine.planner.drafter
         drafter.stop = 0.0                               # all chains have 5 drafts
         module = drafter.prism if kind == "prism" else drafter.drafter
         log = checkpoints.records(folder)
         about = {"parameters": module.n_params(), "log": log[-1], "curve": log}
         lengths = [accepted_lengths(engine, problems, tokenizer, t) for t in temperatures]
+        if copies:
+            settings = methods.settings(**{**alone, "lookup": copies})
+            engine = methods.make_engine(kind, model, settings, 1)
+            engine.planner.drafter.stop = 0.0
+            some = accepted_lengths(engine, problems, tokenizer, 0.0)
+            about["copies"] = {"lookup": copies, **join_seeds([some], [], [p.family for p in problems])}
         trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append((about, lengths))
 
     names = [name for name, _ in trained]

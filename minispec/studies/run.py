@@ -138,8 +138,7 @@ def run(args, model, tokenizer):
     how = size(args, tokenizer)
     requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
     names = ["ar", *suitable(args, model)]
-    if "prism" in names:
-        names.append(TREE)
+    names += [way for way in ALONE if way.split()[0] in names]
     prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else None
     lengths = prices.get("about", {}).get("best_k", {}) if prices else {}
 
@@ -201,7 +200,7 @@ def time_methods(names, args, model, requests, cell, repeats, lengths):
 
     cells = {}
     for name in names:
-        if name == "dlm" and (batch > 1 or workload.startswith("mixed")):
+        if name == "dlm" and (batch > 1 or workload.startswith("mixed")) or name in ALONE and batch > 1:
             continue
         cells[name] = partial(build, name, ids[:1] if name == "dlm" else ids)
     return race(cells, repeats, f"{workload}, batch {batch}", args.device != "cpu",
@@ -242,7 +241,7 @@ def rows_of(timed, about, prices):
         }
         if lossless and name != "ar":
             row["acceptance"] = sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1)
-        if cost and name in ("ar", COMBINED, *cost.drafters):
+        if cost and name != TREE and name.split()[0] in ("ar", COMBINED, *cost.drafters):
             row["modelled"] = modelled(run.generations, cost, about["batch"])
         rows.append(row)
     return rows
@@ -250,7 +249,7 @@ def rows_of(timed, about, prices):
 
 def modelled(generations, cost, batch):
     """Seconds that the rounds of these answers take by the cost table."""
-    plans = [[Round(s.position, s.proposer if s.proposed else None, s.proposed, s.committed)
+    plans = [[Round(s.position, s.proposer if s.drafted else None, s.drafted, s.committed, s.copies)
               for s in g.steps] for g in generations]
     return replay(plans, [len(g.prompt_ids) for g in generations], cost, batch)
 
@@ -259,6 +258,8 @@ def modelled(generations, cost, batch):
 
 # Ways of a method that decide which rows are fed together, or what is judged.
 TREE = "prism --tree 8"
+COPYING = {f"{name} --lookup 8": {"lookup": 8} for name in methods.TRAINED}
+ALONE = (TREE, *COPYING)  # run with one request at a time: rows cost time where there are many
 WAYS = {
     "specgen --delayed": {"delayed": True},
     "specgen --schedule lockstep": {"schedule": "lockstep"},
@@ -269,6 +270,7 @@ WAYS = {
     "specgen --admission offload": {"admission": "offload", "cache_tokens": 2000},
     TREE: {"tree": 8},
     "specdiff --k-drafts 3": {"k_drafts": 3},
+    **COPYING,
 }
 LONGEST = 400           # tokens of a prompt of a real model, because reading takes longer than answering
 

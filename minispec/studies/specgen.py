@@ -164,8 +164,8 @@ def warm_cells(model, args, kept, prompts, temperature, new):
         return resumed(method, model, settings, len(prompts), kept), requests
 
     cells = {"ar": partial(build, "ar"), "ngram": partial(build, "ngram"), PAPER: partial(build, "specgen")}
-    if args.lookup >= len(prompts):
-        cells["specgen"] = partial(build, "specgen", args.lookup)
+    if methods.LOOKUP >= len(prompts):
+        cells["specgen"] = partial(build, "specgen", methods.LOOKUP)
     return cells
 
 

@@ -24,6 +24,7 @@ from minispec.tools.script import positive
 
 SHIPPED = "checkpoints/target"
 TREE_WIDTH = 4                                   # nodes opened per step, and children of each
+LOOKUP = 4                                       # of specgen
 FREE = ("ar", "ngram", "specgen")                # methods that need nothing but the target
 TRAINED = ("prism", "eagle", "specdiff")         # methods whose drafter is trained and lies in a folder
 DIFFUSION = {
@@ -47,7 +48,8 @@ def ngram(model, settings):
 def draft(model, settings):
     """a small model drafts, rejection sampling"""
     small = checkpoints.load(_folder("draft", settings), model.device, model.dtype)
-    return partial(Lockstep, drafter=drafters.SmallLM(small, model), k=settings.k or 4)
+    return partial(Lockstep, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
+                   lookup=settings.lookup or 0)
 
 
 def prism_chain_or_tree(model, settings, name="prism"):
@@ -58,7 +60,7 @@ def prism_chain_or_tree(model, settings, name="prism"):
     depth = settings.depth or trained.config.depth
     width = TREE_WIDTH if settings.tree else 1
     drafter = prism.PrismDrafter(trained, model, depth, width, name)
-    return partial(Lockstep, drafter=drafter, k=settings.tree or depth)
+    return partial(Lockstep, drafter=drafter, k=settings.tree or depth, lookup=settings.lookup or 0)
 
 
 def eagle(model, settings):
@@ -73,14 +75,15 @@ def specdiff_windows(model, settings):
     checkpoints.check_target(trained.config, model, folder)
     drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts, settings.rule,
                                        settings.draft_temperature)
-    return partial(Lockstep, drafter=drafter, k=drafter.gamma * drafter.width)
+    return partial(Lockstep, drafter=drafter, k=drafter.gamma * drafter.width, lookup=settings.lookup or 0)
 
 
 def self_speculation(model, settings):
     """the model drafts for itself with sparse attention (PillarAttn)"""
+    lookup = LOOKUP if settings.lookup is None else settings.lookup
     return partial(specgen.SpecGen, k=settings.k or 8, sparsity=settings.sparsity,
                    min_budget=settings.min_budget, select=settings.select, schedule=settings.schedule,
-                   delayed=settings.delayed, lookup=settings.lookup)
+                   delayed=settings.delayed, lookup=lookup)
 
 
 def adaptive(model, settings):
@@ -219,9 +222,13 @@ def add_arguments(parser):
         help="who enters the cache, and who leaves it when it is full (default %(default)s)")
     add("--cache-tokens", type=positive, help="slots of the cache (default: --batch of the longest request)")
 
-    add = parser.add_argument_group("drafting: ngram, draft, specgen, adaptive").add_argument
+    add = parser.add_argument_group("drafting").add_argument
     add("--k", type=positive,
         help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
+    add("--lookup", type=int, metavar="N",
+        help="rows of a forward, of all requests together, for tokens copied from the text: of the "
+             f"verifying one next to a drafter's, of specgen's draft steps (default: specgen {LOOKUP}, others "
+             "0, as in the papers)")
     add("--cost", metavar="FILE",
         help="adaptive: what a round costs, as bench.py profile measures it (default results/costs.json, "
              "for another model results/MODEL/costs.json)")
@@ -249,9 +256,6 @@ def add_arguments(parser):
     add("--schedule", default="unified", choices=specgen.SCHEDULES,
         help="which phase requests start in (default %(default)s)")
     add("--delayed", action="store_true", help="judge a verification while the next forward runs")
-    add("--lookup", type=int, default=4, metavar="N",
-        help="rows of a draft step for tokens copied from the text, of all requests together (default "
-             "%(default)s; 0: none, the paper's)")
 
     add = parser.add_argument_group("diffusion models: cdlm, dlm").add_argument
     add("--threshold", type=float, help="reveal every slot whose confidence is above this "
