@@ -41,7 +41,7 @@ from minispec.studies.drafters import (
     draft_vocabulary, prism_arms, specdiff_chains, specdiff_objectives,
 )
 from minispec.studies.markdown import pick
-from minispec.studies.run import MORE, lossless, profile, run, trace
+from minispec.studies.run import MORE, lossless, profile, run, speed, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render
 from minispec.tools import checkpoints, gguf_file, methods
@@ -60,7 +60,7 @@ def bounds(args, model, tokenizer):
 
 STUDIES = {study.__name__: study for study in (
     lossless, acceptance, serving, scheduler, specdiff_chains, cdlm_accuracy, cdlm_curves,
-    profile, trace, run, bounds,
+    profile, trace, run, bounds, speed,
     prism_arms, specdiff_objectives,                                # not in `all`: they need --arms,
     draft_vocabulary,                                               # or a drafter of a real model
 )}

@@ -106,6 +106,8 @@ def test_copies_that_are_worth_their_rows_are_judged_next_to_drafts():
     got = answer(adaptive(prices(0.02), NGram(3, 1), SmallLM(CLOSE, TARGET)), [[1, 2, 3, 4] * 6], 1)
     assert [g.token_ids for g in got] == [g.token_ids for g in answer(Lockstep, [[1, 2, 3, 4] * 6], 1)]
     assert any(s.copies and s.drafted for s in got[0].steps) and all(s.copies + s.drafted <= 6 for s in got[0].steps)
+    together = answer(adaptive(prices(0.02), NGram(3, 1), SmallLM(CLOSE, TARGET)), [[1, 2, 3, 4] * 6] * 2, 2)
+    assert [g.token_ids for g in together] == [got[0].token_ids] * 2 and not any(s.copies for g in together for s in g.steps)
     # The drafter's alpha, then the lookup's. Right with 0.5, 0.25, 0.125; of the second request there are two copies.
     chooser = Adaptive([SmallLM(CLOSE, TARGET), NGram(3, 1)], prices(), 4)
     copied = chooser._copied(np.array([[0.9, 0.5], [0.9, 0.5]]), np.array([[4, 4], [4, 2]]), 0.1)

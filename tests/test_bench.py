@@ -164,6 +164,7 @@ def measured(tmp_path_factory):
     out["trace"] = run.trace(args, model, tokenizer)
     out["run"] = run.run(args, model, tokenizer)
     args.quick = True
+    out["speed"] = run.speed(args, model, tokenizer)
     for name in ("trace", "run"):
         results.write(name, out[name], 1.0)
     out["bounds"] = bench.bounds(args, None, None)
@@ -185,6 +186,8 @@ def test_the_studies_fit_together(measured):
     for r in out["run"]["rows"]:                              # the phases are all of the time
         assert sum(r["phases"].values()) == pytest.approx(r["seconds"])
     assert len(traces.read_traces(folder / "traces.jsonl")) == 4
+    alone = [(r["method"], r["workload"]) for r in out["speed"]["rows"] if r["batch"] == 1]
+    assert alone == [(m, "revise") for m in ("ar", "ngram", "adaptive")] and out["speed"]["new_tokens"] == 32
 
 
 def test_new_tables_and_figures_come_from_files(measured, tmp_path):

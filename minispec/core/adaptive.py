@@ -193,7 +193,8 @@ class Adaptive(Drafter):
         #    request costs.
         ks = np.arange(self.k + 1)
         row = (step[-1] - step[1]) / (len(requests) * max(self.k - 1, 1))      # seconds that it takes
-        copied = self._copied(alpha, most, row * len(requests) / step[0])
+        # Alone. In a batch trees are not served in one call (attention.Lanes), so their rows take longer.
+        copied = self._copied(alpha, most, row / step[0] if len(requests) == 1 else np.inf)
         next_to = copied[:, None] * self.asked[:, None]                        # (rows, M, k + 1)
         tokens = np.cumsum(alpha[..., None] ** ks * (1 - next_to), -1) + next_to.sum(-1, keepdims=True)
         tokens[..., 0] = 1

@@ -3,6 +3,7 @@
     profile     what a round costs on this machine                               -> results/costs.json
     trace       what every drafter would get accepted at every position          -> results/traces.jsonl
     run         how fast every method is, next to plain decoding of the same batch
+    speed       the same for longer answers of one request at a time
     lossless    whether every method gives the very output of plain decoding, in fp32 and in bf16
 
 `bounds` (ladder.py) computes what is possible from the first two, and holds it against the third. A study is
@@ -54,6 +55,7 @@ GRID = {"contexts": (64, 512), "prompts": (32, 256)}
 SHORT = Size(64, 2, ((1, 2),), ((1, 10), (4, 16), (16, 20)), ((1, 5),), 32, GRID)
 FINE = {"contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
 LONG = Size(128, 4, ((1, 4), (4, 4)), ((1, 10), (4, 20), (16, 40)), ((1, 10), (8, 20)), 32, FINE)
+ANSWERS = Size(256, 4, ((1, 4),), (), (), 32)
 MORE = ("--long takes perhaps three times as long: answers of 128 tokens, 4 problems of each workload "
         "instead of 2, batches of 4 of each, and prices up to longer contexts")
 QUICK = Size(32, 2, ((1, 1),), ((4, 8),), ((4, 4),), 16,
@@ -136,9 +138,26 @@ def run(args, model, tokenizer):
     Trained drafters end a chain by themselves, where they are unsure.
     """
     how = size(args, tokenizer)
-    requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
-    names = ["ar", *suitable(args, model)]
+    names = suitable(args, model)
     names += [way for way in ALONE if way.split()[0] in names]
+    if how is SHORT:
+        print(MORE)
+    return observe("run", args, model, tokenizer, how, names)
+
+
+def speed(args, model, tokenizer):
+    """Long answers, one request at a time: trained drafters alone, with copies next to their drafts, and what
+    chooses among them."""
+    wanted = ("ngram", *methods.TRAINED, *COPYING, COMBINED)
+    ready = suitable(args, model)
+    names = [name for name in wanted if name.split()[0] in ready]
+    return observe("speed", args, model, tokenizer, QUICK if args.quick else ANSWERS, names)
+
+
+def observe(study, args, model, tokenizer, how, names):
+    """The rows of a study that times methods next to the plain loop; see `run`."""
+    names = ["ar", *names]
+    requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
     prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else None
     lengths = prices.get("about", {}).get("best_k", {}) if prices else {}
 
@@ -147,10 +166,8 @@ def run(args, model, tokenizer):
         return rows_of(timed, dict(zip(("workload", "batch", "ids", "temperature"), cell)), prices)
 
     same = {"new_tokens": how.new, "methods": names, "prices": prices, "dtype": results.dtype_name(model)}
-    each = results.each_kept("run", args, model, same)
+    each = results.each_kept(study, args, model, same)
     rows = [row for rows in each(cells_of(requests, how), measured) for row in rows]
-    if how is SHORT:
-        print(MORE)
     return {"new_tokens": how.new, "rows": rows}
 
 

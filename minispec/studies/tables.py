@@ -183,5 +183,6 @@ TABLES = {                       # a function of the result, or the columns of i
     "profile": costs_table,
     "trace": trace_table,
     "run": run_table,
+    "speed": methods,
     "bounds": ladder_table,
 }
