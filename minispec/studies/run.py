@@ -199,7 +199,7 @@ def suitable(args, model):
 def engine_of(name, model, args, batch, lengths=None):
     """The engine of a method, or of a way of one (WAYS). lengths: {method: drafts a round} where the settings
     ask for none."""
-    chosen = {**vars(args), **WAYS.get(name, {})}
+    chosen = {**vars(args), **(WAYS | COPYING).get(name, {})}
     chosen["k"] = chosen["k"] or (lengths or {}).get(name)
     return methods.make_engine(name.split()[0], model, methods.settings(**chosen), batch)
 
@@ -287,7 +287,8 @@ WAYS = {
     "specgen --admission offload": {"admission": "offload", "cache_tokens": 2000},
     TREE: {"tree": 8},
     "specdiff --k-drafts 3": {"k_drafts": 3},
-    **COPYING,
+    # As many rows for each of ten requests as COPYING has for one.
+    **{f"{name} --lookup 80": {"lookup": 80} for name in methods.TRAINED},
 }
 LONGEST = 400           # tokens of a prompt of a real model, because reading takes longer than answering
 
