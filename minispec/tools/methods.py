@@ -227,8 +227,8 @@ def add_arguments(parser):
         help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
     add("--lookup", type=int, metavar="N",
         help="rows of a forward, of all requests together, for tokens copied from the text: of the "
-             f"verifying one next to a drafter's, of specgen's draft steps (default: specgen {LOOKUP}, others "
-             "0, as in the papers)")
+             "verifying one next to a drafter's, of specgen's draft steps (default: "
+             f"specgen {LOOKUP}, others 0, as in the papers)")
     add("--cost", metavar="FILE",
         help="adaptive: what a round costs, as bench.py profile measures it (default results/costs.json, "
              "for another model results/MODEL/costs.json)")
