@@ -179,3 +179,27 @@ def test_kernels_are_used_for_the_head_sizes_they_take_alone(head_dim, fuses, mo
 def test_cudnn_never_plans_attention():
     """cuDNN's attention plans again for every new length, and in decoding every forward has one."""
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("start", [5, 1100])
+def test_rows_of_a_tree_see_their_paths_behind_few_and_many_keys_in_bf16(start):
+    """Behind many keys a processor that multiplies bf16 takes single products for a tree, too."""
+    from minispec.core.attention import FullKeys, tree_mask
+    from minispec.core.gpt import GPTConfig
+    from minispec.core.kv_cache import KVCache
+    g = torch.Generator().manual_seed(0)
+    c = GPTConfig(vocab_size=8, n_layer=1, n_head=4, n_kv_head=2, d_model=64, head_dim=16, d_ff=8, block_size=2048)
+    sees = tree_mask([0, 1, 0, 3])
+    q, k, v = torch.randn(5, 4, 16, generator=g), torch.randn(5, 2, 16, generator=g), torch.randn(5, 2, 16, generator=g)
+    old = torch.randn(2, 1, 2, start, 16, generator=g)
+    out = []
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = KVCache(c, 2048, dtype, "cpu")
+        cache.k[:, :, :start], cache.v[:, :, :start] = old.to(dtype)
+        out.append(FullKeys(cache, 0, start, 5, tail=sees).attend(0, q.to(dtype), k.to(dtype), v.to(dtype)).float())
+    keys, values = (torch.cat([x[0, :, :], y.transpose(0, 1)], 1).repeat_interleave(2, 0) for x, y in ((old[0], k), (old[1], v)))
+    hidden = torch.cat([torch.zeros(5, start), torch.where(sees, 0.0, float("-inf"))], 1)
+    want = ((q.transpose(0, 1) @ keys.mT / 4 + hidden).softmax(-1) @ values).transpose(0, 1)
+    assert torch.allclose(out[0], want, atol=1e-5) and torch.allclose(out[1], want, atol=0.05)
+    blind = ((q.transpose(0, 1) @ keys.mT / 4).softmax(-1) @ values).transpose(0, 1)
+    assert start > 5 or not torch.allclose(out[1], blind, atol=0.05)

@@ -367,7 +367,7 @@ class Lockstep(Planner):
 
     drafter None: autoregressive decoding. k: the most drafts a round, of a chain or of a tree. lookup: rows
     of a verification, of all requests together, for tokens copied from the text, which are judged next to
-    the drafts: where a row more costs little, a second opinion is almost free.
+    the drafts: where a row more costs little, a second opinion is cheap.
     """
 
     def __init__(self, engine, drafter=None, k=0, lookup=0):

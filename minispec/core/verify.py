@@ -223,15 +223,14 @@ def rejection_tree(chains, draft, parents, p, coins):
     p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so one coin a
     row is enough.)
     """
-    # Each draft's own numbers come to the host together; p and q stay on their device.
+    # The drafts' own numbers come to the host first; p and q stay on their device.
     given = p[parents, draft].tolist()
     coin = coins.tolist()
     live = []                                            # the chains that agree with the accepted path
     for rows, q in chains:
-        if q is None:
-            tokens = torch.tensor([draft[row - 1] for row in rows], device=p.device)
-            q = torch.zeros_like(p[:len(rows)]).scatter_(-1, tokens[:, None], 1.0)
-        of_q = q[range(len(rows)), [draft[row - 1] for row in rows]].tolist()
+        of_q = [1.0] * len(rows)
+        if q is not None:
+            of_q = q[range(len(rows)), [draft[row - 1] for row in rows]].tolist()
         live.append((rows, q, of_q))
     path = []
     left = p[0].double()
@@ -246,7 +245,11 @@ def rejection_tree(chains, draft, parents, p, coins):
                 live = [chain for chain in live if chain[0][j] == row]
                 left = p[row].double()
                 break
-            rest = (left - q[j]).clamp(min=0)
+            if q is None:
+                rest = left.clone()
+                rest[draft[row - 1]] = 0.0
+            else:
+                rest = (left - q[j]).clamp(min=0)
             # No rest: rejected by rounding alone, see rejection_chain.
             left = torch.where(rest.sum() > 0, rest / rest.sum(), left)
         else:
