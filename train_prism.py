@@ -49,8 +49,6 @@ def parse_args():
     rollouts.add_arguments(p)
     p.add_argument("--arm", default="prism2", choices=ARMS,
                    help="which member of the family (default prism2)")
-    p.add_argument("--taps", default="last", choices=("last", "three"),
-                   help="what it reads of the target: the final hidden state, or three layers")
     p.add_argument("--init", metavar="DIR",
                    help="start from this drafter; further modules begin as copies of its last")
     p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default 5; arm eagle2: 1)")
@@ -62,15 +60,14 @@ def parse_args():
 def drafter_of(args, target):
     """A new drafter for the arm; with --init its modules are copies of a trained one's."""
     arm = ARMS[args.arm]
-    taps = rollouts.taps_of(args.taps, target)
-    model = prism.for_target(target, arm["step_map"], arm["n_layer"], taps)
+    model = prism.for_target(target, arm["step_map"], arm["n_layer"])
     if not args.init:
         return model
     source = prism.load(args.init, args.device)
     source.check(target)
-    if (source.config.n_layer, source.config.taps) != (arm["n_layer"], taps):
-        raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers and reads taps "
-                         f"{source.config.taps}; this arm needs {arm['n_layer']} and {taps}")
+    if source.config.n_layer != arm["n_layer"]:
+        raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers; this arm needs "
+                         f"{arm['n_layer']}")
     prism.copy_modules(model, source)
     return model
 
@@ -113,12 +110,12 @@ def unrolled_attend():
 
 
 def unroll(prism, words, ids, features, steps):
-    """The states (B, S, C) of draft steps 1 .. `steps` from every row of ids (B, S) with features (B, S, F),
+    """The states (B, S, C) of draft steps 1 .. `steps` from every row of ids (B, S) with features (B, S, C),
     if the drafted tokens are those in ids. Row r of step k guesses t_{r+k+1}; the last k rows know too little
     and are to be ignored."""
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
     attend = unrolled_attend()
-    a = prism.fuse(features)
+    a = features
     states = []
     for step in range(1, steps + 1):
         # Row r reads the token drafted last, t_{r+k}, and the state that drafted it, one position further on.
@@ -140,7 +137,7 @@ def unrolled_loss(prism, words, batch, steps):
     says.
     """
     # 1. Every row drafts.
-    states = unroll(prism, words, batch.ids, batch.features, steps)
+    states = unroll(prism, words, batch.ids, batch.hidden, steps)
 
     # 2. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}.
     # Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
@@ -197,7 +194,7 @@ def main():
 def train(args, target, model):
     # 1. The data, which texts every step reads, and which tokens are drafted.
     unroll = ARMS[args.arm]["unroll"] or args.unroll
-    texts, heldout, plan = rollouts.collect(args, target, model.config.taps, unroll)
+    texts, heldout, plan = rollouts.collect(args, target, unroll)
     restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
     module = sum(p.numel() for p in model.bank[0].parameters())
     print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {module / 1e6:.2f}M read by a draft step, "

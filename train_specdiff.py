@@ -6,7 +6,7 @@ the same cost.
     # a window drafter that reads the target's states
     python train_specdiff.py --out mine/specdiff --objective ce
     # the unaligned one: plain masked diffusion
-    python train_specdiff.py --out /tmp/base --objective mdlm --taps none
+    python train_specdiff.py --out /tmp/base --objective mdlm --blind
     # streak-distillation goes on from it, on the same answers; then longer windows
     python train_specdiff.py --out /tmp/streak --objective streak --init /tmp/base \\
                              --responses /tmp/base/responses
@@ -54,8 +54,8 @@ def parse_args():
                    help="start from this drafter; its shape is kept, but windows may be longer (--gamma). "
                         "One of train_prism.py drafts the first slot already, and learns the others")
     p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
-    p.add_argument("--taps", choices=("none", "last", "three"),
-                   help="what it reads of the target: nothing, the final state (default), or three layers")
+    p.add_argument("--blind", action="store_true",
+                   help="it reads nothing of the target, as in the paper (default: the final hidden states)")
     p.add_argument("--windows", type=int, default=32, help="windows of a text per step (default %(default)s)")
     args = p.parse_args()
     rollouts.check_arguments(args, windows=1)
@@ -64,24 +64,20 @@ def parse_args():
 
 def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
-    taps = rollouts.taps_of(args.taps or "last", target)
     if not args.init:
         n_layer = min(LAYERS, target.config.n_layer)
-        return specdiff.for_target(target, n_layer, args.gamma or 8, taps)
+        return specdiff.for_target(target, n_layer, args.gamma or 8, reads=not args.blind)
 
     if checkpoints.kind_of(args.init) == "prism":
         head = prism.load(args.init, args.device)
         head.check(target)
         drafter = specdiff.from_module(head.bank[0], target, args.gamma or 8)
-        reads = head.config.taps
     else:
         drafter = specdiff.load(args.init, target)
         gamma = args.gamma or drafter.config.gamma
         drafter.config = replace(drafter.config, gamma=gamma, target=checkpoints.fingerprint(target))
-        reads = drafter.config.taps
-    if reads != drafter.config.taps or (args.taps and taps != reads):
-        raise ValueError(f"the drafter in {args.init} reads taps {reads} of the target; --taps cannot change "
-                         "that")
+    if args.blind and drafter.config.reads:
+        raise ValueError(f"the drafter in {args.init} reads the target's states; --blind cannot change that")
     return drafter
 
 
@@ -110,8 +106,8 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     of texts ids (B, S), and (B, S, C) of the texts themselves.
 
     shown: the contents of the slots (B, W, gamma), MASK where they are open (default: all are). features (B,
-    S, F): what the target makes of every token, for a tapped drafter. Texts are padded on the right; no
-    window may begin after that. """
+    S, C): the target's final states of every token, for a drafter that reads them. Texts are padded on the
+    right; no window may begin after that. """
     c = drafter.config
     n = ids.shape[1]
     rows = c.gamma - 1                              # the last committed token guesses slot 1
@@ -122,7 +118,7 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     # 1. One sequence: the text, then the rows of all windows, at the positions that they have in the text.
     tokens = torch.cat([ids, slots.flatten(1)], 1)
     positions = torch.cat([at.expand(len(ids), -1), places.flatten(1)], 1).clamp(max=c.block_size - 1)
-    if c.taps is not None:
+    if c.reads:
         features = F.pad(features, (0, 0, 1, 0))[:, :-1]        # of the token before
         newest = (starts - 1).repeat_interleave(rows, 1)
         features = torch.cat([features, _rows_of(features, newest)], 1)
@@ -224,7 +220,7 @@ def training_loss(drafter, name, batch, n_windows, generator):
     if name == "mdlm":
         shown, weight = _mask_at_random(tokens, generator)
     # 3. What it guesses, and how good that is.
-    windows, text = window_states(drafter, batch.ids, starts, batch.features, shown)
+    windows, text = window_states(drafter, batch.ids, starts, batch.hidden, shown)
     if name == "kl":
         return distillation(drafter, batch, starts, windows, text, valid)
     return objective(name, drafter.words.logits(windows), labels, valid, log_p, weight)
@@ -254,7 +250,7 @@ def estimate(drafter, batch, n_windows):
     from q under "point_mass" and "rejection"; their sums are mean accepted drafts."""
     starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
     _, labels, log_p, valid = _answers(drafter, batch, starts)
-    windows, _ = window_states(drafter, batch.ids, starts, batch.features)
+    windows, _ = window_states(drafter, batch.ids, starts, batch.hidden)
     all_q = drafter.words.logits(windows).float().log_softmax(-1)
     log_q = all_q.gather(-1, labels[..., None])[..., 0]
     right = (all_q.argmax(-1) == labels) & valid
@@ -291,7 +287,7 @@ def main():
 def train(args, target, model):
     # The target's own answers, the rows of every step, and which tokens are drafted.
     c = model.config
-    texts, heldout, plan = rollouts.collect(args, target, c.taps or ())
+    texts, heldout, plan = rollouts.collect(args, target)
     restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
     print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters of its own, "
           f"gamma {c.gamma}, {args.windows} windows a text")

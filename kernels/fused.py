@@ -131,18 +131,16 @@ def silu_mul(gate_up):
 
 # -- a forward -----------------------------------------------------------------------------------------------
 
-def decode(blocks, norm, rope, h, x, cache, taps=None):
+def decode(blocks, norm, rope, h, x, cache):
     """What blocks and their last norm make of rows h (N, C), x being the batch they are (graphs.Inputs).
 
-    Writes the rows' keys and values into the cache. Returns [hidden (N, C)], and with taps also the features
-    (N, F) as in GPT.features. Nothing in here may wait for the device or depend on anything but the
-    contents of tensors, because it is captured in a CUDA graph (graphs.py)."""
-    features = {}
+    Writes the rows' keys and values into the cache. Returns hidden (N, C). Nothing in here may wait for the
+    device or depend on anything but the contents of tensors, because it is captured in a CUDA graph
+    (graphs.py)."""
     delta = torch.zeros_like(h)
     for layer, block in enumerate(blocks):
         # Attention: project, turn and store, read.
         h, normed = add_rms_norm(h, delta, block.norm1)
-        features[layer] = h
         keys, values = cache.layers[layer]
         q = rope_and_store(block.qkv(normed), block, rope, x.positions, x.new, keys, values)
         out, lse = attention(q, keys, values, x.slots, x.selected[:, layer], x.plan)
@@ -151,7 +149,4 @@ def decode(blocks, norm, rope, h, x, cache, taps=None):
         # Feed-forward.
         h, normed = add_rms_norm(h, block.out(out.flatten(1)), block.norm2)
         delta = block.down(silu_mul(block.gate_up(normed)))
-    features[len(blocks)], hidden = add_rms_norm(h, delta, norm)
-    if taps is None:
-        return [hidden]
-    return [hidden, torch.cat([features[i] for i in taps], -1) if taps else hidden]
+    return add_rms_norm(h, delta, norm)[1]

@@ -20,15 +20,15 @@ the target's features, so every module must be able to read module 0's. When the
 are known, module 0 encodes them again.
 
 With M = 1 this is the EAGLE family: trained for one step like EAGLE and EAGLE-2 (2406.16858), for several
-like HASS (2408.15766) and EAGLE-3 (2503.01840, which reads three layers of the target). With `n_layer` 2 a
+like HASS (2408.15766) and EAGLE-3 (2503.01840). With `n_layer` 2 a
 step passes through a stack of two layers, the obvious way to grow, and reads both.
 
 Training, in train_prism.py, unrolls these steps from every row of a text at once.
 
 What differs from the papers and why: modules are plain Llama blocks with a norm before the attention and one
 at the end, so that an own state looks like the target's final one and training needs no warm-up by
-regression. Glossary, code <-> paper: module <-> processing module; `step_map` <-> f_map; `fuse` <-> fusion
-layer (MHI).
+regression. The feature is the target's final state; the variants of PRISM ("MHI") and EAGLE-3 that read three
+of its layers are left out. Glossary, code <-> paper: module <-> processing module; `step_map` <-> f_map.
 """
 from dataclasses import asdict, dataclass
 
@@ -48,7 +48,6 @@ class PrismConfig(gpt.GPTConfig):
     """The shape of the target's blocks, and what makes it a drafter."""
     n_layer: int = 1        # layers of a module
     step_map: tuple = (0, 1)    # draft step 1, 2, .. -> module; the last entry serves all later steps
-    taps: tuple = ()        # layers of the target whose inputs are the feature; none: its final hidden state
     target: str = ""        # fingerprint of the target that it is trained for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
     depth: int = 8          # draft steps of a round, where nothing else is asked
@@ -56,7 +55,6 @@ class PrismConfig(gpt.GPTConfig):
     def __post_init__(self):
         # JSON has lists only.
         self.step_map = tuple(self.step_map)
-        self.taps = tuple(self.taps)
         if not self.step_map or set(self.step_map) != set(range(max(self.step_map) + 1)):
             raise ValueError(f"step map {self.step_map} must use every module from 0 to the largest")
         if self.step_map[0] != 0:
@@ -97,7 +95,6 @@ class Prism(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
-        self.fuse = gpt.Linear(len(c.taps) * c.d_model, c.d_model) if c.taps else nn.Identity()
         self.bank = nn.ModuleList(Module(c) for _ in range(c.n_modules))
         self.rope = gpt.Rope(c)
         self.register_buffer("vocabulary", buffer(c))
@@ -114,12 +111,12 @@ class Prism(nn.Module):
         checkpoints.check_shapes(self.config, target.config)
 
 
-def for_target(target, step_map=(0, 1), n_layer=1, taps=()):
+def for_target(target, step_map=(0, 1), n_layer=1):
     """A new drafter with blocks of the target's shape, which begins near the target: the norm of its states
     is the target's last one, so that they have the right scale for the head; a state passes the projection
     as it is; and embeddings, small next to states in most models, weigh as much as they do."""
     shape = {**asdict(target.config), "n_layer": n_layer}
-    prism = Prism(PrismConfig(**shape, step_map=step_map, taps=taps, target=checkpoints.fingerprint(target)))
+    prism = Prism(PrismConfig(**shape, step_map=step_map, target=checkpoints.fingerprint(target)))
     c = prism.config.d_model
     with torch.no_grad():
         scale = target.norm.weight.norm() / c ** 0.5 / target.embed.weight.std()
@@ -135,7 +132,6 @@ def copy_modules(prism, source):
     last."""
     for i, module in enumerate(prism.bank):
         module.load_state_dict(source.bank[min(i, len(source.bank) - 1)].state_dict())
-    prism.fuse.load_state_dict(source.fuse.state_dict())
 
 
 # -- drafting: chains and trees ------------------------------------------------------------------------------
@@ -166,6 +162,8 @@ class PrismDrafter(Chained):
     of each; after `depth` steps the k most probable nodes of all go to the target. All requests take a step
     in one forward.
     """
+    reads = True
+
     def __init__(self, prism, target, depth=MAX_K, width=1, name="prism"):
         prism.check(target)
         if not 1 <= depth <= MAX_K:
@@ -178,11 +176,10 @@ class PrismDrafter(Chained):
         self.depth = depth
         self.width = min(width, self.words.size)
         self.name = name
-        self.taps = prism.config.taps
         self.max_k = MAX_K if width == 1 else MAX_NODES
 
     def prepare(self, batch, longest):
-        super().prepare(batch, longest, max(len(self.taps), 1) * self.config.d_model)
+        super().prepare(batch, longest, self.config.d_model)
 
     def observe(self, request, features):
         self.note(request).features.append(features)
@@ -201,8 +198,6 @@ class PrismDrafter(Chained):
 
     def step(self, number, x, states):
         """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
-        if number == 1:
-            states = self.prism.fuse(states)
         module = self.prism.bank[self.config.module_of(number)]
         h = module.join(torch.cat([self.words.embed(x.tokens), states], -1))
         return self.body(module, h, x)

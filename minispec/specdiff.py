@@ -16,12 +16,12 @@ Rows of a round: first the tokens committed since the last one, causal, whose ke
 for good. Then the window, whose rows see everything, each other included, and whose keys are overwritten by
 the next round:
 
-    plain      t_0   t_1   ..  t_n   | MASK  ..  MASK      a causal prefix: cached keys equal a new prefill's
-    tapped     t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row reads a hidden state f of
+    blind      t_0   t_1   ..  t_n   | MASK  ..  MASK      a causal prefix: cached keys equal a new prefill's
+    reading    t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row reads a hidden state f of
                      f_0   ..  f_n-1 | f_n-1 ..  f_n-1     the target: the newest when the token is chosen
 
 A row guesses the token after its own, as the target does, whose weights the drafter starts from: t_n guesses
-slot 1 and gamma - 1 masks the others. The tapped form joins the ideas of DFlash (2602.06036), a diffusion
+slot 1 and gamma - 1 masks the others. The reading form joins the ideas of DFlash (2602.06036), a diffusion
 drafter that reads the target, and of EAGLE, which pairs the state of a token with the next token: the row of
 t_n has what an EAGLE head has.
 
@@ -58,20 +58,18 @@ RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point
 class SpecDiffConfig(gpt.GPTConfig):
     """The shape of the model that the drafter starts from, and what makes it a drafter."""
     gamma: int = 8          # slots of a window in training; decoding may use another number
-    taps: tuple = None      # layers of the target that it reads; (): the final state; None: none
+    reads: bool = False     # whether it reads the target's final hidden states
     target: str = ""        # fingerprint of the target that it is trained for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
 
     def __post_init__(self):
-        if self.taps is not None:
-            self.taps = tuple(self.taps)
         if not 2 <= self.gamma <= MAX_K:
             raise ValueError(f"gamma {self.gamma} is out of range; allowed is 2 to {MAX_K} slots")
 
 
 class Drafter(nn.Module):
-    """Blocks of a GPT, one vector for an open slot, and, if it is tapped, a projection of a token's embedding
-    and the target's features to one vector. Embedding and head are the target's, and not held here."""
+    """Blocks of a GPT, one vector for an open slot, and, if it reads the target's states, a projection of a
+    token's embedding and a state to one vector. Embedding and head are the target's, and not held here."""
     n_params = gpt.GPT.n_params
 
     def __init__(self, config, target):
@@ -82,11 +80,7 @@ class Drafter(nn.Module):
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
         self.mask = nn.Parameter(torch.zeros(c.d_model))
-        self.join = None
-        self.n_features = 0
-        if c.taps is not None:
-            self.n_features = max(len(c.taps), 1) * c.d_model
-            self.join = gpt.Linear(c.d_model + self.n_features, c.d_model)
+        self.join = gpt.Linear(2 * c.d_model, c.d_model) if c.reads else None
         self.rope = gpt.Rope(c)
 
     @cached_property
@@ -95,8 +89,8 @@ class Drafter(nn.Module):
 
     def forward(self, tokens, positions, attend, features=None):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
-        F): for a tapped drafter, the target's of the token before, or of the last one that the target has
-        seen."""
+        C): for a drafter that reads them, the target's states of the token before, or of the last one that
+        the target has seen."""
         x = self.embed(tokens, features)
         cos, sin = self.rope(positions, x.dtype)
         for block in self.blocks:
@@ -110,12 +104,12 @@ class Drafter(nn.Module):
         return x if self.join is None else self.join(torch.cat([x, features], -1))
 
 
-def for_target(target, n_layer=None, gamma=8, taps=None):
+def for_target(target, n_layer=None, gamma=8, reads=False):
     """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
-    the mean of all tokens. Where it reads the target's last state, that passes the projection as it is, and
+    the mean of all tokens. Where it reads the target's states, these pass the projection as they are, and
     embeddings, small next to states in most models, are scaled to weigh as much."""
     shape = {**asdict(target.config), "n_layer": n_layer or target.config.n_layer}
-    config = SpecDiffConfig(**shape, gamma=gamma, taps=taps, target=checkpoints.fingerprint(target))
+    config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, target=checkpoints.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
     # Nothing starts at random: the target's own layers guess the first slot well from the beginning.
     with torch.no_grad():
@@ -123,29 +117,24 @@ def for_target(target, n_layer=None, gamma=8, taps=None):
         for mine, theirs in zip(drafter.blocks, target.blocks):
             mine.load_state_dict(theirs.state_dict())
         drafter.mask.copy_(target.embed.weight.mean(0))
-        if taps is None:
-            return drafter
-        # A projection starts as the plain form: of all that it gets it passes on the token alone.
-        c = config.d_model
-        one = torch.eye(c, device=target.device)
-        drafter.join.bias.zero_()
-        drafter.join.weight.zero_()
-        drafter.join.weight[:, :c] = one
-        if taps == ():
+        if reads:
+            c = config.d_model
+            one = torch.eye(c, device=target.device)
             size_of_states = target.norm.weight.norm() / c ** 0.5
-            drafter.join.weight[:, :c] *= size_of_states / target.embed.weight.std()
+            drafter.join.bias.zero_()
+            drafter.join.weight[:, :c] = one * size_of_states / target.embed.weight.std()
             drafter.join.weight[:, c:] = one
     return drafter
 
 
 @torch.no_grad()
 def from_module(module, target, gamma):
-    """A drafter that starts as a trained module of prism.py that reads the target's last state: its first
-    slot is drafted as an EAGLE head drafts it, but for a row more at the beginning of the text, and only the
-    others are to be learned. A layer comes behind
-    the module's, which adds nothing yet: there, open slots can read what the row of t_n guesses."""
+    """A drafter that starts as a trained module of prism.py: its first slot is drafted as an EAGLE head
+    drafts it, but for a row more at the beginning of the text, and only the others are to be learned. A layer
+    comes behind the module's, which adds nothing yet: there, open slots can read what the row of t_n guesses.
+    """
     n_layer = len(module.blocks)
-    drafter = for_target(target, n_layer + 1, gamma, ())
+    drafter = for_target(target, n_layer + 1, gamma, reads=True)
     drafter.norm.load_state_dict(module.norm.state_dict())
     drafter.join.load_state_dict(module.join.state_dict())
     for mine, trained in zip(drafter.blocks, module.blocks):
@@ -187,12 +176,12 @@ class SpecDiffDrafter(Cached):
         self.temperature = temperature
         self.max_k = MAX_K if k_drafts == 1 else MAX_NODES
         self.stop = STOP if k_drafts == 1 else 0.0
-        self.taps = drafter.config.taps
+        self.reads = drafter.config.reads
 
     def prepare(self, batch, longest):
         if can_fuse(self.target):
             # A request is there twice: its new tokens, and its window.
-            self.make_graphs(batch, longest, self.drafter.n_features, segments=2)
+            self.make_graphs(batch, longest, self.config.d_model if self.reads else 0, segments=2)
 
     def round(self, x):
         """One forward of all windows: hidden states (N, C)."""
@@ -201,12 +190,11 @@ class SpecDiffDrafter(Cached):
     def note(self, request):
         new = request not in self.notes
         notes = super().note(request)
-        if new and self.taps is not None:                # before the first token the target has no state
-            notes.features.append(notes.cache.k.new_zeros(1, self.drafter.n_features))
+        if new and self.reads:                           # before the first token the target has no state
+            notes.features.append(notes.cache.k.new_zeros(1, self.config.d_model))
         return notes
 
     def observe(self, request, features):
-        """The target's features (n, F) of its next n cached positions; called for tapped drafters alone."""
         self.note(request).features.append(features)
 
     def propose(self, requests, limits):
@@ -241,7 +229,7 @@ class SpecDiffDrafter(Cached):
         # The row of the last token guesses the first slot.
         masks = [MASK] * (slots - 1)
         of_new, of_masks = None, None
-        if self.taps is not None:
+        if self.reads:
             # Each new token reads the state of the token before it, each mask the newest state there is.
             of_new = notes.take_features()
             of_masks = of_new[-1:].expand(len(masks), -1)

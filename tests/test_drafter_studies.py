@@ -39,7 +39,7 @@ def toy(tmp_path_factory):
     arms = folder / "arms"
     for name, step_map in (("ttt1", (0,)), ("prism2", (0, 1))):
         prism.save(prism.for_target(target, step_map), arms / name)
-    specdiff.save(specdiff.for_target(target, n_layer=1, gamma=3, taps=()), arms / "ce")
+    specdiff.save(specdiff.for_target(target, n_layer=1, gamma=3, reads=True), arms / "ce")
     for name in ("ttt1", "prism2", "ce"):
         (arms / name / "log.jsonl").write_text(json.dumps({"tokens": 1e6, "seconds": 60}) + "\n")
     (arms / "notes.txt").write_text("not a drafter")

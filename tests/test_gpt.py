@@ -31,14 +31,6 @@ def test_attention_is_causal_and_grouped():
     assert torch.equal(full[:10], changed[:10]) and not torch.allclose(full[10:], changed[10:], atol=1e-3)
 
 
-def test_taps_are_inputs_of_the_layers():
-    model, x = toy_model(), torch.tensor([[3, 1, 4]])
-    hidden, features = model.features(x, torch.arange(3)[None], dense_attend(), (0, 1, 2))
-    first, middle, last = features.chunk(3, -1)
-    assert torch.equal(first, model.embed(x)) and torch.equal(model.norm(last), hidden)
-    assert not torch.equal(first, middle)
-
-
 SHAPES = [dict(), dict(tied=True), dict(qk_norm=True), dict(qkv_bias=True, n_kv_head=1)]
 
 

@@ -92,7 +92,7 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
         stack.enter_context(mock.patch.object(graphs, "CHUNK", 32))
         stack.enter_context(mock.patch.object(att.make_plan, "__defaults__", (32, None)))
         def forward(x):
-            return decode(model.blocks, model.norm, model.rope, model.embed(x.tokens), x, cache)
+            return [decode(model.blocks, model.norm, model.rope, model.embed(x.tokens), x, cache)]
 
         run, eager = (graphs.Graphs(forward, cache, 4, 60, 20, 2) for _ in range(2))
         for i, shapes in enumerate(steps):

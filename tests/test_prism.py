@@ -58,10 +58,10 @@ def run(planner, some, batch=4, max_new=30, temperature=0.0, stop=(), target=TAR
 SHAPES = {"chain": (4, 1, 4), "early stop": (4, 1, 4, 0.15), "tree": (4, 2, 8)}         # depth, width, drafts
 
 
-def texts(n, taps=()):
+def texts(n):
     """Answers of TARGET to n prompts, and what it knew of them."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(Lockstep, prompts(n), 10)[0]]
-    return rollouts.padded(rows, [rollouts.read(TARGET, *row, 0, taps) for row in rows])
+    return rollouts.padded(rows, [rollouts.read(TARGET, *row, 0) for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +85,10 @@ def sequential_states(drafter, target, ids, row, steps):
     """States of drafting from one row as decoding does it: rows 0 .. row enter a one-layer cache with module 0, then one row
     a step, tokens as they stand in ids."""
     positions = torch.arange(len(ids))
-    _, features = target.features(positions.new_tensor(ids)[None], positions[None], dense_attend(), drafter.config.taps)
+    features = target(positions.new_tensor(ids)[None], positions[None], dense_attend())
     cache, x = KVCache(drafter.config, row + steps + 1), torch.tensor(ids)
     assert cache.k.shape[0] == drafter.config.n_layer
-    a = drafter(1, target.embed(x[1:row + 2]), drafter.fuse(features[0, :row + 1]), positions[:row + 1], FullKeys(cache, 0, 0, row + 1).attend)[-1:]
+    a = drafter(1, target.embed(x[1:row + 2]), features[0, :row + 1], positions[:row + 1], FullKeys(cache, 0, 0, row + 1).attend)[-1:]
     states = [a]
     for step in range(2, steps + 1):
         at = row + step - 1
@@ -99,7 +99,7 @@ def sequential_states(drafter, target, ids, row, steps):
 
 def recomputed_states(drafter, target, ids, features, steps):
     """States as the released trainer computes them: at every step its module encodes all earlier inputs again."""
-    inputs, states, a = [], [], drafter.fuse(features)
+    inputs, states, a = [], [], features
     for step in range(1, steps + 1):
         inputs.append((target.embed(ids.roll(-step, 1)), a, torch.arange(ids.shape[1])[None] + step - 1))
         attend = train_prism.unrolled_attend()
@@ -110,12 +110,12 @@ def recomputed_states(drafter, target, ids, features, steps):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("step_map, layers, taps", [((0,), 1, ()), ((0, 1), 1, ()), ((0, 1, 2), 1, (0, 1, 2)), ((0,), 2, ()), ((0, 0, 1), 1, (0, 1, 2))])
-def test_states_in_training_equal_states_in_drafting(step_map, layers, taps):
-    drafter, steps = toy_drafter(TARGET, step_map, n_layer=layers, taps=taps), 5
+@pytest.mark.parametrize("step_map, layers", [((0,), 1), ((0, 1), 1), ((0, 1, 2), 1), ((0,), 2), ((0, 0, 1), 1)])
+def test_states_in_training_equal_states_in_drafting(step_map, layers):
+    drafter, steps = toy_drafter(TARGET, step_map, n_layer=layers), 5
     ids = prompts(60)[-1][:1] + [int(t) for t in torch.randint(0, 12, (600,), generator=torch.Generator().manual_seed(1))][:330]
     x = torch.tensor([ids])
-    _, features = TARGET.features(x, torch.arange(len(ids))[None], dense_attend(), taps)
+    features = TARGET(x, torch.arange(len(ids))[None], dense_attend())
     states = train_prism.unroll(drafter, TARGET, x, features, steps)
     again = recomputed_states(drafter, TARGET, x, features, steps)
     wrong = 0.0
@@ -133,7 +133,7 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers, taps):
 @pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 2, 3, 5, 7, 8])], ids=["all tokens", "some"])
 def test_the_loss_is_a_divergence(vocabulary):
     """Against the plain formula, row by row; and what is accepted. The target's first rows judge nobody."""
-    drafter, batch, steps = restrict(toy_drafter(TARGET, taps=(0, 2)), vocabulary), texts(3, (0, 2)), 3
+    drafter, batch, steps = restrict(toy_drafter(TARGET), vocabulary), texts(3), 3
     batch.best = torch.randint(0, 12, batch.ids.shape, generator=torch.Generator().manual_seed(0))      # or no draft would be right
     words = Words(TARGET, vocabulary)
     loss, accepted = train_prism.unrolled_loss(drafter, words, batch, steps)
@@ -142,7 +142,7 @@ def test_the_loss_is_a_divergence(vocabulary):
     drafter.zero_grad()
     want, hits = 0, torch.zeros(steps, *batch.ids.shape)
     ids = torch.arange(12) if vocabulary is None else vocabulary
-    for k, a in enumerate(train_prism.unroll(drafter, words, batch.ids, batch.features, steps), 1):
+    for k, a in enumerate(train_prism.unroll(drafter, words, batch.ids, batch.hidden, steps), 1):
         log_q, rows = TARGET.logits(a)[..., ids].log_softmax(-1), []
         for b, r in itertools.product(*map(range, batch.ids.shape)):
             if steps <= r + k < batch.ids.shape[1] - 1 and batch.learn[b, r + k + 1]:
@@ -480,7 +480,7 @@ def test_caches_hold_what_was_accepted_and_nothing_else(shape, trained):
             continue
         n, note = r.n_cached, notes[r]
         fresh, positions, x = KVCache(TARGET.config, n), torch.arange(n), torch.tensor(r.tokens[:n + 1])
-        _, features = TARGET.features(x[:n], positions, FullKeys(fresh, 0, 0, n).attend, ())
+        features = TARGET(x[:n], positions, FullKeys(fresh, 0, 0, n).attend)
         held = slice(r.run.first, r.run.first + n)
         assert (engine.cache.k[:, :, held] - fresh.k).abs().max() < 1e-4 and (engine.cache.v[:, :, held] - fresh.v).abs().max() < 1e-4
         assert sum(len(f) for f in note.features) == n - note.cached           # what the target cached, and nothing else
@@ -496,7 +496,7 @@ def test_caches_hold_what_was_accepted_and_nothing_else(shape, trained):
 
 
 def test_features_of_decoding_are_those_of_training():
-    drafter, seen = toy_drafter(TARGET, taps=(0, 1, 2), gain=2.0), {}
+    drafter, seen = toy_drafter(TARGET, gain=2.0), {}
 
     def planner(engine):
         drafts = PrismDrafter(drafter, TARGET, 3, 2)
@@ -508,10 +508,10 @@ def test_features_of_decoding_are_those_of_training():
     for r, features in seen.items():
         x = torch.tensor(r.tokens)[None]
         with torch.no_grad():
-            _, want = TARGET.features(x, torch.arange(x.shape[1])[None], dense_attend(), drafter.config.taps)
+            want = TARGET(x, torch.arange(x.shape[1])[None], dense_attend())
         got = torch.cat(features)
         n = min(len(got), x.shape[1])                                          # an answer may end inside an accepted run
-        assert got.shape[1] == 96 and n >= x.shape[1] - 1 and (got[:n] - want[0, :n]).abs().max() < 1e-4
+        assert got.shape[1] == 32 and n >= x.shape[1] - 1 and (got[:n] - want[0, :n]).abs().max() < 1e-4
 
 
 # -- what a step reads -------------------------------------------------------------------------------------------------
@@ -536,8 +536,7 @@ def test_a_draft_step_reads_one_module(modules):
 
 def test_total_parameters_and_the_stacked_arm():
     one = toy_drafter(TARGET, (0,)).n_params()
-    fused = toy_drafter(TARGET, (0, 1), taps=(0, 1, 2))
-    assert fused.n_params() == 2 * one + 3 * 32 * 32 + 32
+    assert toy_drafter(TARGET, (0, 1)).n_params() == 2 * one
     stack = toy_drafter(TARGET, (0,), n_layer=2)
     assert one < stack.n_params() < 2 * one and KVCache(stack.config, 4).k.shape[0] == 2
 
@@ -566,15 +565,13 @@ def in_bf16(x):
 
 
 def test_save_and_load(tmp_path):
-    drafter = toy_drafter(TARGET, (0, 1, 1, 2), taps=(0, 1, 2))
+    drafter = toy_drafter(TARGET, (0, 1, 1, 2))
     prism.save(drafter, tmp_path / "d")
     again = prism.load(tmp_path / "d")
     assert again.config == drafter.config and not os.path.exists(tmp_path / "d" / "model.safetensors.tmp")
     assert all(torch.equal(in_bf16(a), b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values()))
     with pytest.raises(ValueError, match="made for a target with vocab_size 12, this one has 8"):
         PrismDrafter(again, SMALL)
-    with pytest.raises(ValueError, match="reads layer 2 of the target, which has 1"):
-        PrismDrafter(again, toy_model(vocab=12, n_layer=1))
 
 
 def test_damaged_folders_are_named(tmp_path):

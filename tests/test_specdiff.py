@@ -27,7 +27,7 @@ from minispec.core.verify import Sampling, draw, graft, greedy_tree, point_mass_
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 TARGET = toy_model(vocab=12, seed=2)
 SMALLER = toy_model(vocab=12, seed=3, n_layer=1, d_model=16, n_head=2, n_kv_head=1)     # a target of another width
-FORMS = {"plain": dict(), "tapped": dict(taps=(0, 1, 2)), "tapped last": dict(taps=())}
+FORMS = {"blind": dict(), "reading": dict(reads=True)}
 
 
 def toy_drafter(target=TARGET, seed=5, gamma=4, n_layer=1, **changes):
@@ -84,7 +84,7 @@ def fit(drafter, name, batch, steps, lr=0.01, windows=32):
 @pytest.fixture(scope="module")
 def trained():
     """A drafter that has learned some answers of the target by heart: long windows of it are accepted."""
-    drafter, batch = toy_drafter(taps=(), n_layer=2), texts(prompts(10))
+    drafter, batch = toy_drafter(reads=True, n_layer=2), texts(prompts(10))
     fit(drafter, "ce", batch, 80)
     assert train_specdiff.estimate(drafter, batch, 32)["greedy"].sum() > 2
     return drafter.eval()
@@ -100,10 +100,10 @@ def obvious_logits(drafter, ids, start, shown=None, target=TARGET):
     mask = torch.ones(len(rows), len(rows)).tril().bool()
     mask[start:] = True
     features = None
-    if c.taps is not None:                                         # what the target, which has not seen the last token, can say
-        seen = [torch.zeros(1, 1, drafter.n_features)]
+    if c.reads:                                         # what the target, which has not seen the last token, can say
+        seen = [torch.zeros(1, 1, c.d_model)]
         if start > 1:
-            seen.append(target.features(torch.tensor([ids[:start - 1]]), torch.arange(start - 1)[None], dense_attend(), c.taps)[1])
+            seen.append(target(torch.tensor([ids[:start - 1]]), torch.arange(start - 1)[None], dense_attend()))
         features = torch.cat([*seen, seen[-1][:, -1:].expand(-1, len(rows) - start, -1)], 1)
     hidden = drafter(torch.tensor([rows]), torch.arange(len(rows))[None], dense_attend(mask), features)
     return drafter.words.logits(hidden[0, -len(slots):])
@@ -120,7 +120,7 @@ def test_packed_windows_equal_one_window_at_a_time(form):
         row[:len(text)] = torch.tensor(text)
     starts = torch.tensor([[1, 2, 17, 56, 56], [290, 1, 256, 30, 296]])
     shown = torch.tensor([[MASK, 3, MASK, 1]]).repeat(2, 5, 1).view(2, 5, 4)
-    features = None if drafter.config.taps is None else TARGET.features(ids, torch.arange(300)[None], dense_attend(), drafter.config.taps)[1]
+    features = TARGET(ids, torch.arange(300)[None], dense_attend()) if drafter.config.reads else None
     for slots in (None, shown):
         windows, _ = train_specdiff.window_states(drafter, ids, starts, features, slots)
         got = drafter.words.logits(windows)
@@ -175,7 +175,7 @@ def test_the_drafters_cache_holds_what_a_new_prefill_gives(form):
             continue
         n, own = note.cached, KVCache(drafter.config, note.cached)
         x, positions = torch.tensor(r.tokens[:n]), torch.arange(n)
-        features = None if drafter.config.taps is None else TARGET.features(x[None], positions[None], dense_attend(), drafter.config.taps)[1][0]
+        features = TARGET(x[None], positions[None], dense_attend())[0] if drafter.config.reads else None
         features = features if features is None else torch.cat([torch.zeros_like(features[:1]), features[:-1]])
         drafter(x, positions, FullKeys(own, 0, 0, n).attend, features)
         assert (note.cache.k[:, :, :n] - own.k).abs().max() < 1e-4 and (note.cache.v[:, :, :n] - own.v).abs().max() < 1e-4
@@ -186,10 +186,10 @@ def test_the_drafters_cache_holds_what_a_new_prefill_gives(form):
     assert rounds > 15
 
 
-@pytest.mark.parametrize("taps", [None, ()])
-def test_one_forward_of_drafter_and_target_a_round(taps):
+@pytest.mark.parametrize("reads", [False, True])
+def test_one_forward_of_drafter_and_target_a_round(reads):
     """A1, F3, G1: whatever gamma and K are."""
-    drafter, calls = toy_drafter(taps=taps), {"drafter": 0, "target": 0}
+    drafter, calls = toy_drafter(reads=reads), {"drafter": 0, "target": 0}
     hooks = [drafter.norm.register_forward_hook(lambda *_: calls.update(drafter=calls["drafter"] + 1)),
              TARGET.norm.register_forward_hook(lambda *_: calls.update(target=calls["target"] + 1))]
     for settings in (dict(gamma=4), dict(gamma=16), dict(gamma=4, k_drafts=8)):
@@ -210,7 +210,7 @@ def test_windows_are_where_they_should_be(form):
     drafter, ids = toy_drafter(n_layer=2, **FORMS[form]), torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.no_grad():
         drafter.norm.weight.mul_(3)                                # the toy head's small weights could not be sure of anything
-    batch = rollouts.padded([(ids[:8], ids[8:])], [rollouts.read(TARGET, ids[:8], ids[8:], 0, drafter.config.taps or ())])
+    batch = rollouts.padded([(ids[:8], ids[8:])], [rollouts.read(TARGET, ids[:8], ids[8:], 0)])
     fit(drafter, "ce", batch, 60, windows=12)
     assert fit(drafter, "streak", batch, 30, 0.003, windows=12) < -3.3             # at most 3.5: a text's last three windows end early
     right = {shift: 0 for shift in (-1, 0, 1)}
@@ -439,7 +439,7 @@ def test_sampled_output_has_the_targets_distribution(name, vocabulary=None):
     """B1 and B5 through the engine: answers of up to three tokens, the second and third from one round, ended by a token of the
     vocabulary. A correct rule fails with probability 1e-6."""
     sampling, rounds = Sampling(0.9, 0, 0.95), 40_000 if FULL else 1_000
-    drafter = toy_drafter(TINY, gamma=2, taps=None if name == "rejection" else ())
+    drafter = toy_drafter(TINY, gamma=2, reads=name != "rejection")
     restrict(drafter, vocabulary)
     want, cells = torch.zeros(216), {}
     for out in itertools.product(range(6), repeat=3):              # an answer that ends early goes to one of its cells
@@ -480,7 +480,7 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
 
 def test_one_chain_ends_early_and_several_do_not():
     """The default, and what it cuts: the first draft stays, however improbable."""
-    drafter = toy_drafter(taps=())
+    drafter = toy_drafter(reads=True)
     assert [SpecDiffDrafter(drafter, TARGET, k_drafts=k).stop for k in (1, 3)] == [STOP_AT, 0.0]
     drafts = SpecDiffDrafter(drafter, TARGET)
     q = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [1.0, 0.0]])
@@ -637,7 +637,7 @@ def test_objectives_by_hand():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", ("plain", "tapped last"))
+@pytest.mark.parametrize("form", FORMS)
 def test_distillation_is_a_kl_divergence_slot_by_slot(form):
     """Mean by slot, decaying along the window; where rows guess the next token, every row of an answer is a first slot."""
     drafter, batch = toy_drafter(**FORMS[form]), texts(prompts(3, seed=4))
@@ -663,9 +663,9 @@ def test_distillation_is_a_kl_divergence_slot_by_slot(form):
 
 def test_the_state_that_a_drafter_reads_is_as_large_as_a_token():
     """A new drafter that reads the target's last state starts with it as it is, and embeddings of the same size."""
-    drafter = specdiff.for_target(TARGET, gamma=4, taps=())
+    drafter = specdiff.for_target(TARGET, gamma=4, reads=True)
     ids = torch.arange(12)
-    state = TARGET.features(ids[None], ids[None], dense_attend())[1][0]
+    state = TARGET(ids[None], ids[None], dense_attend())[0]
     x = drafter.embed(ids, state)
     alone = drafter.embed(ids, torch.zeros_like(state))
     assert torch.allclose(x - alone, state, atol=1e-5)
@@ -681,7 +681,7 @@ def test_a_drafter_that_starts_as_an_eagle_head_drafts_the_first_slot_as_that_do
         p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())) * 0.1)
     drafter = specdiff.from_module(head.bank[0], TARGET, 4)
     ids = torch.randint(0, 12, (1, 40), generator=torch.Generator().manual_seed(1))
-    features = TARGET.features(ids, torch.arange(40)[None], dense_attend())[1]
+    features = TARGET(ids, torch.arange(40)[None], dense_attend())
     # Row r of the head knows the state of token r and token r + 1; so does row r + 1 of the drafter, which begins a row earlier.
     want, = train_prism.unroll(head, Words(TARGET), ids, features, 1)
     got = drafter(ids[:, 1:], torch.arange(39)[None], dense_attend(), features[:, :-1])
@@ -771,8 +771,5 @@ def test_save_and_load(tmp_path):
     for target, message in ((TINY, "vocab_size 12, this one has 6"), (toy_model(vocab=12, block_size=1024), "contexts of 512 tokens, the target's are 1024")):
         with pytest.raises(ValueError, match=message):
             specdiff.load(tmp_path, target)
-    specdiff.save(toy_drafter(taps=(2,)), tmp_path)
-    with pytest.raises(ValueError, match="reads layer 2 of the target, which has 1"):
-        specdiff.load(tmp_path, toy_model(vocab=12, n_layer=1))
     with pytest.raises(ValueError, match="made for a target with d_model 32, this one has 16"):
         specdiff.load(tmp_path, SMALLER)

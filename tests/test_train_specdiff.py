@@ -58,11 +58,11 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
-    shape = {"mdlm": ["--taps", "none"], "ce": ["--taps", "three", "--draft-vocab", 500]}.get(name, [])
+    shape = {"mdlm": ["--blind"], "ce": ["--draft-vocab", 500]}.get(name, [])
     log = train(folder, name, "--objective", name, *shape, "--gamma", 4, "--tokens", "2000")
     assert all(math.isfinite(x) for x in (log[-1]["loss"], *log[-1]["heldout_tau"].values()))
     made = specdiff.load(folder / name, checkpoints.load(folder / "target"))
-    assert made.config.taps == {"mdlm": None, "ce": (0, 1, 2)}.get(name, ())
+    assert made.config.reads == (name != "mdlm")
     assert made.config.draft_vocab == (500 if name == "ce" else 0)
     rule = {"mdlm": ["--rule", "walk"], "ce": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
             "streak-rs": ["--k-drafts", 3, "--draft-temperature", 0.7]}.get(name, [])
@@ -90,11 +90,11 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
     assert not rollouts.read(target, prompt, answer, 0)["log_p"].any()             # greedy: a point mass
     eos = target.config.eos_id                                     # an end of text is a token like any other, and nothing follows it
     rows = [([5, 6], [7, eos], 1), ([5], [7, 8, 9, 4], 1)]
-    seen = [rollouts.read(target, *row, (0, 2)) for row in rows]
+    seen = [rollouts.read(target, *row) for row in rows]
     seen[1] = {name: x[:4] for name, x in seen[1].items()}         # a text that was cut
     batch = rollouts.padded([rows[0], rows[1]], seen)
     assert batch.ids.tolist() == [[5, 6, 7, eos], [5, 7, 8, 9]] and batch.learn.tolist() == [[False, False, True, True], [False, True, True, True]]
-    assert batch.log_p[0, :2].tolist() == [0, 0] and (batch.log_p[0, 2:] < 0).all() and batch.hidden.shape == (2, 4, 32) and batch.features.shape == (2, 4, 64)
+    assert batch.log_p[0, :2].tolist() == [0, 0] and (batch.log_p[0, 2:] < 0).all() and batch.hidden.shape == (2, 4, 32)
 
 
 def test_a_drafter_can_go_on_from_another(folder):
@@ -108,17 +108,16 @@ def test_a_drafter_can_go_on_from_another(folder):
 
 def test_a_drafter_can_start_as_an_eagle_head(folder):
     target = checkpoints.load(folder / "target")
-    for name, taps in (("head", ()), ("three", (0, 1, 2))):
-        prism.save(prism.for_target(target, (0,), taps=taps), folder / name)
-    specdiff.save(specdiff.for_target(target, gamma=4, taps=()), folder / "trained")
+    prism.save(prism.for_target(target, (0,)), folder / "head")
+    specdiff.save(specdiff.for_target(target, gamma=4, reads=True), folder / "trained")
     train(folder, "from-head", "--init", folder / "head", "--lr", "0", "--gamma", 4, "--tokens", "1")
     made, head = specdiff.load(folder / "from-head", target), prism.load(folder / "head")
-    assert made.config.n_layer == 2 and made.config.taps == () and made.config.gamma == 4
+    assert made.config.n_layer == 2 and made.config.reads and made.config.gamma == 4
     assert torch.equal(made.join.weight, head.bank[0].join.weight) and torch.equal(made.blocks[0].qkv.weight, head.bank[0].blocks[0].qkv.weight)
     assert not made.blocks[1].out.weight.any() and not made.blocks[1].down.weight.any()
-    for init, taps in (("three", "last"), ("head", "three"), ("head", "none"), ("trained", "none")):
-        with pytest.raises(ValueError, match="of the target; --taps cannot change"):
-            train(folder, "refused", "--init", folder / init, "--taps", taps)
+    for init in ("head", "trained"):
+        with pytest.raises(ValueError, match="reads the target's states; --blind cannot change"):
+            train(folder, "refused", "--init", folder / init, "--blind")
 
 
 BAD = {"objective": (["--objective", "best"], "invalid choice"), "target": (["--target", "nowhere"], "cannot read nowhere/config.json"),

@@ -91,16 +91,14 @@ class History(Counts):
 
 class Adaptive(Drafter):
     """A drafter that asks other drafters; for the engine's Lockstep planner. drafters: a list, all of them
-    with a price in the cost table; those that read the target's states must all read the same. k: the most
-    drafts a round."""
+    with a price in the cost table. k: the most drafts a round."""
     name = "adaptive"
 
     def __init__(self, drafters, cost, k=16):
         if not drafters:
             there = ", ".join(cost.drafters)
             raise ValueError(f"no drafter is ready that the cost table has a price for: {there}")
-        readers = [d.taps for d in drafters if d.taps is not None]
-        self.taps = readers[0] if readers else None
+        self.reads = any(d.reads for d in drafters)
         self.drafters = {d.name: d for d in drafters}
         self.cost = cost
         self.k = k
@@ -256,7 +254,7 @@ class Adaptive(Drafter):
 
     def observe(self, request, features):
         for drafter in self.drafters.values():
-            if drafter.taps is not None:
+            if drafter.reads:
                 drafter.observe(request, features)
 
     @property

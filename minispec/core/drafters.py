@@ -36,7 +36,7 @@ class Drafter:
     gamma = MAX_K           # the most that follow one another
     width = 1               # more: it may propose trees
     stop = 0.0              # above 0: it ends a chain itself; see Chained
-    taps = None             # hidden states of the target that it reads: layers, or () for the final one
+    reads = False           # whether it reads the target's final hidden states
     seconds = 0.0           # that captures of CUDA graphs took
 
     def propose(self, requests, limits):
@@ -47,8 +47,8 @@ class Drafter:
         return [([], None)] * len(requests)
 
     def observe(self, request, features):
-        """features (n, F) of the next n positions that the target has cached for good. Asked of those that
-        have taps."""
+        """features (n, C): the target's final hidden states of the next n positions that it has cached for
+        good. Asked of drafters that read them."""
 
     def prepare(self, batch, longest):
         """On a GPU: make the graphs, for so many requests of so many tokens (see Cached)."""
@@ -70,7 +70,7 @@ class Notes:
     cache: KVCache
     run: Run
     cached: int = 0                                      # rows of the cache that hold committed tokens
-    features: list = field(default_factory=list)         # the target's, (n, F) each, of rows still to be fed
+    features: list = field(default_factory=list)         # the target's, (n, C) each, of rows still to be fed
     drafts: list = field(default_factory=list)           # tokens fed behind the committed rows
 
     def rows(self, tokens, features=None, tail=None):
@@ -118,8 +118,8 @@ class Cached(Drafter):
             notes.cache.close(notes.run)
 
     def make_graphs(self, batch, longest, width=0, segments=1, more=None):
-        """Graphs of rounds for requests of so many tokens, which have so many segments in a forward. width: F
-        of the features (N, F) that it reads. more: see Graphs."""
+        """Graphs of rounds for requests of so many tokens, which have so many segments in a forward. width: C
+        of the features (N, C) that it reads. more: see Graphs."""
         from kernels.graphs import Graphs
         c = self.config
         self.size = longest + self.room
@@ -142,7 +142,7 @@ class Cached(Drafter):
         """What the blocks and the norm of a module make of rows h (N, C) of a batch x."""
         if not isinstance(x, Batch):
             from kernels.fused import decode
-            return decode(module.blocks, module.norm, self.rope, h, x, self.pool)[0]
+            return decode(module.blocks, module.norm, self.rope, h, x, self.pool)
         cos, sin = self.rope(x.positions, h.dtype)
         for block in module.blocks:
             h = block(h, cos, sin, x.attend)

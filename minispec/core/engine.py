@@ -173,19 +173,17 @@ class Engine:
         started = time.perf_counter()
         # The model, on the kernels or on torch operators.
         if self.fused:
-            (hidden, *features), capturing = self.graphs(plan)
+            (hidden,), capturing = self.graphs(plan)
             self.warm_up += capturing
             started += capturing
         else:
             x = pack(plan, self.model.device)
-            taps = self.planner.taps
-            hidden, *features = self.model.features(x.tokens, x.positions, x.attend, taps or ())
+            hidden = self.model(x.tokens, x.positions, x.attend)
         # The rows of all segments lie one after the other.
         n = 0
         wanted = []
         for s in plan:
-            if features:
-                s.features = features[0][n:n + len(s.tokens)]
+            s.features = hidden[n:n + len(s.tokens)]
             n += len(s.tokens)
             wanted += range(n - s.n_logits, n)
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
@@ -307,7 +305,7 @@ class Engine:
 
         def function(x):
             h = model.embed(x.tokens)
-            return decode(model.blocks, model.norm, model.rope, h, x, self.cache, self.planner.taps)
+            return [decode(model.blocks, model.norm, model.rope, h, x, self.cache)]
 
         group = model.config.n_head // model.config.n_kv_head
         widest = self.planner.widest(longest)
@@ -329,7 +327,6 @@ class Planner:
     delayed = False                      # True: the engine judges beside the next forward
     record_prompt = 0                    # how many last rows of a prompt are recorded, to choose keys by
     fusable = True                       # whether the kernels serve all of its rows
-    taps = None                          # hidden states of the target to report; see Drafter
     rows = 1                             # the most that a verification writes
 
     def plan(self, ready):
@@ -381,7 +378,6 @@ class Lockstep(Planner):
         self.ngram = NGram()
         self.rows = k + lookup + 1
         self.fusable = self.drafter.width == 1 and not lookup or self.rows <= TREE
-        self.taps = self.drafter.taps
 
     def plan(self, ready):
         if not (self.k and ready):
@@ -408,7 +404,7 @@ class Lockstep(Planner):
                        copies)
 
     def observe(self, segment, rows):
-        if self.taps is not None:
+        if self.drafter.reads:
             self.drafter.observe(segment.request, segment.features[list(rows)])
 
     def prepare(self, batch, longest):

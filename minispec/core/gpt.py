@@ -191,25 +191,11 @@ class GPT(nn.Module):
 
         attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already
         applied to q and k."""
-        hidden, _ = self.features(tokens, positions, attend)
-        return hidden
-
-    def features(self, tokens, positions, attend, layers=()):
-        """What a drafter reads of this model: (final hidden states (..., C), features (..., F)).
-
-        The features are the inputs of `layers` (layer n_layer: the output of the last one, before the norm),
-        concatenated, or the final hidden states where no layer is named. Training and decoding both ask here,
-        so that a drafter sees the same in both."""
         x = self.embed(tokens)
         cos, sin = self.rope(positions, x.dtype)
-        taps = {}
         for block in self.blocks:
-            if block.layer in layers:
-                taps[block.layer] = x
             x = block(x, cos, sin, attend)
-        taps[len(self.blocks)] = x
-        hidden = self.norm(x)
-        return hidden, torch.cat([taps[i] for i in layers], dim=-1) if layers else hidden
+        return self.norm(x)
 
     def logits(self, hidden):
         """(..., C) -> (..., V)."""
@@ -218,8 +204,3 @@ class GPT(nn.Module):
     def n_params(self):
         """Number of parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
-
-
-def three_taps(n_layer):
-    """A low, a middle and a high layer, for drafters that read more than the target's last state."""
-    return n_layer // 6, n_layer // 2, n_layer - n_layer // 6

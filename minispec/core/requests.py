@@ -157,8 +157,8 @@ class Segment:
     parents: list = None  # of a tree: the row that each draft hangs from (verify.py); None: a chain
     rule: object = point_mass_tree       # of a tree: the rule that judges it where tokens are sampled
     copies: int = 0                      # of a tree: so many drafts, the last ones, are not the drafter's own
-    features: torch.Tensor = None  # (n, F) hidden states of the target: a forward of it sets them where a
-    #                                drafter asked to see them, and one of the drafter reads them
+    features: torch.Tensor = None  # (n, C) final hidden states of the target: a forward of it sets them, one
+    #                                of a drafter may read them
 
     @property
     def positions(self):
@@ -175,7 +175,7 @@ class Segment:
 class Batch:
     """Rows of several requests packed for torch's operators, as kernels.graphs.Inputs are for the kernels:
     tokens (N,), positions (N,), and of each request (first row, last row + 1, keys). A drafter may read more:
-    features (N, F) of each row, tensors of each request, and what is no tensor."""
+    features (N, C) of each row, tensors of each request, and what is no tensor."""
     tokens: torch.Tensor
     positions: torch.Tensor
     segments: list

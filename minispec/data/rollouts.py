@@ -6,8 +6,7 @@ run goes on where it was:
     own-00000.json                prompts that the target wrote itself (magpie.py)
     train-0-128.json              answers to 128 prompts: [prompt ids, answer ids, temperature] of each
     train-0-128-last.safetensors  of every token of these texts: the target's final hidden state, its
-                                  argmax, and the log-probability that it gave the token (`-three`: and the
-                                  inputs of three layers)
+                                  argmax, and the log-probability that it gave the token
     given-0-128.json, ..          the same of answers that others wrote (--given)
 
 They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch
@@ -29,7 +28,6 @@ from tqdm import tqdm
 
 from minispec.core.attention import dense_attend
 from minispec.core.engine import Engine, Lockstep
-from minispec.core.gpt import three_taps
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling, argmax
 from minispec.core.words import DRAFT_VOCAB
@@ -109,7 +107,6 @@ class Batch:
     log_p: torch.Tensor                  # (B, S) of each token to learn, under the target
     best: torch.Tensor                   # (B, S) what the target would say next
     hidden: torch.Tensor                 # (B, S, C) its final hidden states
-    features: torch.Tensor               # (B, S, F) what the drafter reads of it: these, or its taps
 
 
 class Texts:
@@ -170,20 +167,18 @@ def padded(rows, seen, device="cpu"):
         n = len(seen[i]["best"])
         ids[i, :n] = torch.tensor(prompt + answer)[:n]
         learn[i, len(prompt):n] = True
-    hidden = stack("hidden")
-    features = stack("taps") if "taps" in seen[0] else hidden
-    return Batch(ids.to(device), learn.to(device), stack("log_p"), best, hidden, features)
+    return Batch(ids.to(device), learn.to(device), stack("log_p"), best, stack("hidden"))
 
 
 @torch.inference_mode()
-def read(target, prompt, answer, temperature, taps=()):
-    """What the target knew at each of the n tokens of a text: {"hidden": (n, C), "best": (n,), "log_p": (n,),
-    "taps": (n, F) if layers are named}. log_p: of each token of the answer at this temperature; of a point
-    mass, at 0, it is 0. temperature None, of another's answer: 1."""
+def read(target, prompt, answer, temperature):
+    """What the target knew at each of the n tokens of a text: {"hidden": (n, C), "best": (n,), "log_p": (n,)}.
+    log_p: of each token of the answer at this temperature; of a point mass, at 0, it is 0. temperature None,
+    of another's answer: 1."""
     temperature = 1 if temperature is None else temperature
     ids = torch.tensor(prompt + answer, device=target.device)
     positions = torch.arange(len(ids), device=target.device)
-    hidden, features = target.features(ids[None], positions[None], dense_attend(), taps)
+    hidden = target(ids[None], positions[None], dense_attend())
     best = torch.zeros_like(ids)
     log_p = torch.zeros(len(ids), device=target.device)
     # The logits of all rows at once would take more memory than all the rest.
@@ -196,12 +191,10 @@ def read(target, prompt, answer, temperature, taps=()):
             log_p[i + 1:i + 1 + len(following)] = -F.cross_entropy(logits, following, reduction="none")
     log_p[:len(prompt)] = 0
     out = {"hidden": hidden[0].bfloat16(), "best": best.int(), "log_p": log_p}
-    if taps:
-        out["taps"] = features[0].bfloat16()
     return {name: x.cpu() for name, x in out.items()}
 
 
-def collect(args, target, taps=(), least=0):
+def collect(args, target, least=0):
     """(training Texts, held-out Texts, plan). Cut, each training text has more than `least` tokens of an
     answer. plan: see schedule."""
     args.responses = args.responses or os.path.join(args.out, "responses")
@@ -210,10 +203,10 @@ def collect(args, target, taps=(), least=0):
     training.same_settings(args.responses, target=checkpoints.fingerprint(target),
                            temperature=args.temperature, max_new_tokens=args.max_new_tokens)
     # What the target says to the prompts of both splits, and in which batches that is read.
-    heldout = _texts(args, target, tokenizer, taps, "heldout", args.heldout, 0)
-    texts = _texts(args, target, tokenizer, taps, "train", args.prompts, least)
+    heldout = _texts(args, target, tokenizer, "heldout", args.heldout, 0)
+    texts = _texts(args, target, tokenizer, "train", args.prompts, least)
     if args.given:
-        _read_given(args, target, tokenizer, taps, least, texts)
+        _read_given(args, target, tokenizer, least, texts)
     for name, some in (("training", texts), ("held-out", heldout)):
         if not some.rows:
             raise ValueError(f"there is no {name} prompt with an answer within {LONGEST} tokens")
@@ -222,7 +215,7 @@ def collect(args, target, taps=(), least=0):
     return texts, heldout, plan
 
 
-def _texts(args, target, tokenizer, taps, split, n, least):
+def _texts(args, target, tokenizer, split, n, least):
     """The target's answers to n prompts, or to as many as it can answer in half of the minutes, from the
     shards or made now."""
     # What an interrupted run had made is used; once its training has begun, no more is made.
@@ -243,21 +236,21 @@ def _texts(args, target, tokenizer, taps, split, n, least):
             break
         # What the target answers, and what it knows at every token of that.
         rows = _answers(args, target, tokenizer, texts, start, name + ".json")
-        out.add(rows, _states(target, rows, taps, name), least)
+        out.add(rows, _states(target, rows, name), least)
     return out
 
 
-def _states(target, rows, taps, name):
+def _states(target, rows, name):
     """The file of what the target knew at every token of a shard, made now if it is not there."""
-    file = name + ("-three" if taps else "-last") + ".safetensors"
+    file = name + "-last.safetensors"
     if not os.path.exists(file):
-        seen = [read(target, *row, taps) for row in rows]
+        seen = [read(target, *row) for row in rows]
         with replaced(file) as temporary:
             save_file({key: torch.cat([one[key] for one in seen]) for key in seen[0]}, temporary)
     return file
 
 
-def _read_given(args, target, tokenizer, taps, least, out):
+def _read_given(args, target, tokenizer, least, out):
     """Add the texts of --given to `out`: a prompt, and an answer that somebody else wrote. The target's
     distributions at every token are as good to learn from, though it would seldom come there by itself.
     ValueError where an answer is missing, or the shards are of other texts."""
@@ -276,7 +269,7 @@ def _read_given(args, target, tokenizer, taps, least, out):
             write_json(name + ".json", some)
         if read_json(name + ".json") != some:
             raise ValueError(f"{name}.json has other texts; use another --responses folder")
-        out.add(some, _states(target, some, taps, name), least)
+        out.add(some, _states(target, some, name), least)
 
 
 def _answers(args, target, tokenizer, texts, start, file):
@@ -338,8 +331,3 @@ def _epoch(rng, lengths, batch_tokens):
         batches.append(batch)
     rng.shuffle(batches)
     return batches
-
-
-def taps_of(name, target):
-    """The layers that --taps names: none, last, three."""
-    return {"none": None, "last": (), "three": three_taps(target.config.n_layer)}[name]

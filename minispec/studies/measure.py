@@ -106,8 +106,8 @@ def _rounds(model, drafter, rows, context, order):
     engine.waiting.clear()
     for r in requests:
         r.n_cached = context
-        if engine.planner.taps is not None:
-            width = model.config.d_model * max(1, len(engine.planner.taps))
+        if drafter.reads:
+            width = model.config.d_model
             drafter.observe(r, torch.zeros(context, width, dtype=model.dtype, device=model.device))
     for _ in engine.stream(requests):
         done = len(engine.iterations)

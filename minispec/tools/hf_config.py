@@ -19,7 +19,7 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 # The largest that a number can be. Beyond it a file is damaged, and believing it could take all memory.
 MOST = {"n_layer": 1 << 10, "head_dim": 1 << 8, "rope_theta": 1e12, "norm_eps": 1e-2}
 MILLION = 1 << 20                                        # of all others
-FROM_ZERO = ("bos_id", "eos_id", "draft_vocab", "taps")
+FROM_ZERO = ("bos_id", "eos_id", "draft_vocab")
 
 
 def weight_names(c):
@@ -99,7 +99,6 @@ def checked(c):
     divisors = scaling.pop("divisors", None)
     # Every number alone: its name, itself, and the kind that it must be of.
     numbers = [(name, x, float) for name, x in scaling.items()]
-    numbers += [("taps", x, int) for x in getattr(c, "taps", None) or ()]
     numbers += [(field.name, getattr(c, field.name), type(field.default)) for field in fields(c)]
     for name, x, kind in numbers:
         if kind not in (int, float, bool) or (x is None and name in FROM_ZERO):

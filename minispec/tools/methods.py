@@ -94,16 +94,12 @@ def adaptive(model, settings):
                          f"{settings.model}")
     cost = CostTable(read_costs(file))
     k = settings.k or 16
-    candidates, taps = [], None
+    candidates = []
     for name, drafter in chain_drafters(model, settings, k).items():
-        if name not in cost.drafters:
-            print(f"adaptive: {file} has no price of '{name}', which is left out", file=sys.stderr)
-            continue
-        # One forward of the target reports one set of hidden states: all drafters must read the same.
-        if taps is None:
-            taps = drafter.taps
-        if drafter.taps in (None, taps):
+        if name in cost.drafters:
             candidates.append(drafter)
+        else:
+            print(f"adaptive: {file} has no price of '{name}', which is left out", file=sys.stderr)
     chooser = Adaptive(candidates, cost, k)
     return partial(Lockstep, drafter=chooser, k=chooser.k)
 
