@@ -30,6 +30,7 @@ at the end, so that an own state looks like the target's final one and training 
 regression. The feature is the target's final state; the variants of PRISM ("MHI") and EAGLE-3 that read three
 of its layers are left out. Glossary, code <-> paper: module <-> processing module; `step_map` <-> f_map.
 """
+import math
 from dataclasses import asdict, dataclass
 
 import torch
@@ -38,7 +39,7 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.drafters import Chained, going_on
-from minispec.core.requests import MAX_K, MAX_NODES
+from minispec.core.requests import MAX_K, MAX_NODES, Batch
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
 
@@ -160,7 +161,8 @@ class PrismDrafter(Chained):
     width 1: chains of k drafts (at most `depth`), drawn like the target draws, with temperature. width > 1:
     EAGLE-2's dynamic trees. Every step opens the `width` most probable new nodes and drafts `width` children
     of each; after `depth` steps the k most probable nodes of all go to the target. All requests take a step
-    in one forward.
+    in one forward. A tree ends early like a chain: where the path to no new node is as probable as `stop`. A
+    row of the target costs less than a step, so nodes go to it that are a quarter as probable.
     """
     reads = True
 
@@ -212,7 +214,9 @@ class PrismDrafter(Chained):
             return super().result(drafts, q, limit)
         # This draft's steps may be fewer.
         n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
-        return prune(*(some[:n] for some in drafts), limit)
+        tokens, parents, scores = (some[:n] for some in drafts)
+        worth = sum(math.exp(score) >= self.stop / 4 for score in scores)
+        return prune(tokens, parents, scores, max(min(limit, worth), 1))
 
     def round(self, x):
         """All steps: of trees token, parent and score (B, 3, n) of all n nodes."""
@@ -230,6 +234,9 @@ class PrismDrafter(Chained):
         n_nodes = 0                                                            # before the new ones
 
         for number, n in enumerate(going_on(n_steps)[1:], 2):
+            ended = scores[:n].amax(1) < x.more["stop"][:n].log()
+            if isinstance(x, Batch) and ended.all():     # a graph takes all steps
+                break
             # The best of the new nodes are opened, in order of creation. Each sees its parent's path and
             # itself, and goes on from its parent's state.
             best = scores[:n].sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
@@ -243,6 +250,7 @@ class PrismDrafter(Chained):
             parents = (best + n_nodes)[..., None].expand(-1, -1, width).flatten(1)
             n_nodes += tokens.shape[1]
             tokens, scores = self._children(states, scores[:n].gather(1, best))
+            scores = scores.masked_fill(ended[:, None], float("-inf"))
             created = torch.stack([tokens.double(), parents.double(), scores], 1)
             out.append(F.pad(created, (0, 0, 0, 0, 0, len(n_steps) - n)))
         return [torch.cat(out, 2)]

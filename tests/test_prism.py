@@ -55,7 +55,8 @@ def run(planner, some, batch=4, max_new=30, temperature=0.0, stop=(), target=TAR
     return engine.generate([Request(p, max_new, Sampling(temperature, seed=i), stop) for i, p in enumerate(some)]), engine
 
 
-SHAPES = {"chain": (4, 1, 4), "early stop": (4, 1, 4, 0.15), "tree": (4, 2, 8)}         # depth, width, drafts
+SHAPES = {"chain": (4, 1, 4), "early stop": (4, 1, 4, 0.15), "tree": (4, 2, 8),
+          "early tree": (4, 2, 8, 0.08)}                             # depth, width, drafts, early stop
 
 
 def texts(n):
@@ -174,9 +175,9 @@ def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
         assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
     assert sum(s.accepted for s in steps) > 0.05 * len(steps) and any(s.accepted < s.proposed for s in steps)
     if modules == "trained" and len(some) == 10:                   # those it has learned by heart
-        assert sum(s.accepted for s in steps) > (0.8 if shape == "early stop" else 1.2) * len(steps)
+        assert sum(s.accepted for s in steps) > (0.8 if shape.startswith("early") else 1.2) * len(steps)
         assert max(s.accepted for s in steps) >= (4 if shape == "chain" else 2)
-    if shape == "early stop":                                      # chains end where the drafter is unsure, not all at once
+    if shape.startswith("early"):                                  # they end where the drafter is unsure, not all at once
         assert len({s.proposed for s in steps if 0 < s.position < 25}) > 1
 
 
@@ -320,7 +321,7 @@ GRID = [Sampling(t, 0, top_p) for t in (1.0, 0.7) for top_p in (0.9, 1.0)]
 
 
 @pytest.mark.parametrize("sampling", GRID if os.environ.get("MINISPEC_FULL") else GRID[:1], ids=lambda s: f"T{s.temperature}-p{s.top_p}")
-@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 1, 2, 0.15), (2, 3, 3)], ids=["chain", "early stop", "tree"])
+@pytest.mark.parametrize("shape", [(2, 1, 2), (2, 1, 2, 0.15), (2, 3, 3), (2, 3, 6, 0.3)], ids=["chain", "early stop", "tree", "early tree"])
 def test_sampled_output_has_the_targets_distribution(shape, sampling):
     """A correct rule fails with probability 1e-6. MINISPEC_FULL=1 runs all settings, with 100 times as many answers."""
     counts, rate = sampled(shape, sampling)
