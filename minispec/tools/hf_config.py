@@ -70,7 +70,7 @@ def from_hf_config(d):
     """GPTConfig of a Llama, Qwen2 or Qwen3 `config.json`. ValueError names what this model does not do."""
     kind = d.get("model_type")
     if kind not in KINDS:
-        raise ValueError(f"model_type '{kind}' is not supported; supported are {', '.join(KINDS)}")
+        raise ValueError(f"architecture '{kind}' is not supported; supported are {', '.join(KINDS)}")
     for key, only in ONLY.items():
         if d.get(key) not in (None, only):
             raise ValueError(f"{key} {d[key]} is not supported")
@@ -79,7 +79,7 @@ def from_hf_config(d):
     rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
     d = {"rope_theta": 10000.0, **d, **rope}
     scaling = rope.get("rope_type") or rope.get("type") or "default"
-    if scaling not in ("default", "llama3"):
+    if scaling not in ("none", "default", "llama3"):
         raise ValueError(f"rope scaling '{scaling}' is not supported; supported is llama3")
 
     c = {ours: d.get(theirs) for ours, theirs in FIELDS.items()}
