@@ -137,17 +137,14 @@ def _problem(row):
         raise ValueError("'answer' must be a text or a number")
     answer = "" if answer is None else str(answer)
     if "\n#### " in answer:
-        think, answer = split_gsm8k(answer)
+        # Of GSM8K: a chain of thought with <<calculator>> marks, which are dropped, and the final answer.
+        think, _, answer = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
+        think += "\n"
+        answer = answer.strip().replace(",", "")
         check = "number"
         if "turns" not in row:
             family = "gsm8k"
     return Problem(family, prompt + "\n", think, answer, {"check": check})
-
-
-def split_gsm8k(answer):
-    """GSM8K's answer field into (chain of thought, final answer); its <<calculator>> marks are dropped."""
-    think, _, final = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
-    return think + "\n", final.strip().replace(",", "")
 
 
 # -- checking ------------------------------------------------------------------------------------------------

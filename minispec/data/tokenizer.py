@@ -54,13 +54,13 @@ class Tokenizer:
     file = "tokenizer"                                           # where it came from, for errors
 
     def __init__(self, ranks, special, pattern, form=None, chat_template=None, bos="", eos=""):
-        if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
+        ids = [*ranks.values(), *special.values()]
+        if len(set(ids)) < len(ids):
             raise ValueError("two tokens of the vocabulary have the same id")
         self.special, self.form, self.bos, self.eos = special, form, bos, eos
-        self.vocab_size = 1 + max(max(ranks.values()), max(special.values(), default=0))
+        self.vocab_size = 1 + max(ids)
         # Some vocabularies lack bytes. These get ids after the last one, which `encode` drops.
-        lacking = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
-        whole = ranks | {byte: self.vocab_size + i for i, byte in enumerate(lacking)}
+        whole = {bytes([b]): self.vocab_size + b for b in range(256)} | ranks
         self.encoding = tiktoken.Encoding(
             "minispec", pat_str=pattern, mergeable_ranks=whole, special_tokens=special)
         self.ours = "<|answer|>" in special
@@ -158,11 +158,10 @@ class Tokenizer:
     def answer_text(self, ids):
         """The answer without its chain of thought, up to the end of text: what comes after <|answer|> (our
         models; "" where there is none), or after </think>."""
-        ids = list(itertools.takewhile(lambda token: token not in self.ends, ids))
-        if not self.ours:
-            return self.decode(ids).rpartition("</think>")[2]
-        mark = self.special["<|answer|>"]
-        return self.decode(ids[ids.index(mark) + 1:]) if mark in ids else ""
+        text = self.decode(itertools.takewhile(lambda token: token not in self.ends, ids))
+        if self.ours:
+            return text.partition("<|answer|>")[2]
+        return text.rpartition("</think>")[2]
 
 
 # -- formats ---------------------------------------------------------------------------------------------
@@ -244,7 +243,7 @@ def _ranks(vocab, merges, special):
 
 # -- templates -------------------------------------------------------------------------------------------
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def _compiled(template):
     """A chat template, in a sandbox: it is code from a file that somebody else wrote."""
     import jinja2

@@ -102,11 +102,11 @@ def checked(c):
     numbers += [("taps", x, int) for x in getattr(c, "taps", None) or ()]
     numbers += [(field.name, getattr(c, field.name), type(field.default)) for field in fields(c)]
     for name, x, kind in numbers:
-        if kind not in (int, float, bool) or (x is None and name in FROM_ZERO):
+        if kind not in (int, float) or (x is None and name in FROM_ZERO):
             continue
         most = MOST.get(name, MILLION)
-        right = type(x) is kind or (kind is float and type(x) is int)
-        if not right or not 0 <= x <= most or (x == 0 and kind is not bool and name not in FROM_ZERO):
+        possible = type(x) in (int, kind) and 0 <= x <= most
+        if not possible or (x == 0 and name not in FROM_ZERO):
             raise ValueError(f"{name} {x} is out of range; allowed are numbers up to {most:.7g}")
 
     # Then what must fit together.
