@@ -178,9 +178,8 @@ def _from_json(file):
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             raise ValueError(f"{key} {model[key]} is not supported")
-    merges = ["".join(m) if isinstance(m, list) else m.replace(" ", "", 1) for m in model["merges"]]
     special = {t["content"]: t["id"] for t in data["added_tokens"]}
-    ranks = _ranks(model["vocab"], merges, special)
+    ranks = _ranks(model["vocab"], model["merges"], special)
     return ranks, special, _pattern(data["pre_tokenizer"]), form, *_template_of(os.path.dirname(file))
 
 
@@ -225,16 +224,16 @@ def _from_gguf(file):
         raise ValueError(f"pre-tokenizer '{pre}' is not supported; supported are {', '.join(SPLITS)}")
     tokens, types = source.field("tokenizer.ggml.tokens"), source.field("tokenizer.ggml.token_type")
     special = {t: i for i, (t, kind) in enumerate(zip(tokens, types)) if kind in SPECIAL_TYPES}
-    merges = [m.replace(" ", "", 1) for m in source.field("tokenizer.ggml.merges")]
-    ranks = _ranks({t: i for i, t in enumerate(tokens)}, merges, special)
+    vocab = {t: i for i, t in enumerate(tokens)}
+    ranks = _ranks(vocab, source.field("tokenizer.ggml.merges"), special)
     names = [tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id)]
     form = "NFC" if pre == "qwen2" else None
     return ranks, special, SPLITS[pre], form, source.field("tokenizer.chat_template"), *names
 
 
 def _ranks(vocab, merges, special):
-    """{bytes: id} of the plain tokens of a vocabulary {spelled token: id}."""
-    ids = [vocab[m] for m in merges]
+    """{bytes: id} of the plain tokens of a vocabulary {spelled token: id}. merges: "a b" or ["a", "b"]."""
+    ids = [vocab["".join(m) if isinstance(m, list) else m.replace(" ", "", 1)] for m in merges]
     if any(a > b for a, b in zip(ids, ids[1:])):
         raise ValueError("the merges are not in the order of their ids, by which tiktoken merges")
     byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
