@@ -288,9 +288,9 @@ def story(rng, size):
         # Write it down, and what it does to the count.
         events[event] = line = f" {LABELS[len(events)]} {event}"
         if change:
-            after = count + change
-            why = f"From {count} I {'add' if change > 0 else 'take away'} {n}, which makes {after}"
-            count = after
+            word = "add" if change > 0 else "take away"
+            why = f"From {count} I {word} {n}, which makes {count + change}"
+            count += change
         think += f"{line} {why}, so {hero} has {count} {thing}.\n"
     think += f"In the end {hero} has {count} {thing}.\n"
     ask = rng.choice(["How many {t} does {h} have in the end?",

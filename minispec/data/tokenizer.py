@@ -106,7 +106,7 @@ class Tokenizer:
 
         messages: [{"role", "content"}]. The content of "user" and "system" is plain text, that of "assistant"
         is the ids of an earlier answer. ValueError where the template does not render."""
-        said = [{"role": m["role"], "content": self._spell(m["content"])} for m in messages]
+        said = [{**m, "content": self._spell(m["content"])} for m in messages]
         try:
             rendered = _compiled(self.chat_template).render(
                 messages=said, add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos)

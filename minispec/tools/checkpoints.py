@@ -87,7 +87,7 @@ def _stacked(source, names, shapes, device, dtype):
             raise ValueError(f"{source.file} lacks {name}") from None
         if part.shape != shape:
             raise ValueError(f"{source.file}: {name} has shape {tuple(part.shape)}, its config says "
-                             f"{tuple(shape)}")
+                             f"{shape}")
         if not (part.is_floating_point() and all(math.isfinite(x) for x in torch.aminmax(part))):
             raise ValueError(f"{source.file}: {name} holds values that are not finite numbers with a point")
         parts.append(part.to(dtype or part.dtype))

@@ -72,21 +72,21 @@ class Source:
         # The package's table from a Hugging Face folder's names to GGUF's. Qwen3 has all there are.
         self.names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.n_layer)
 
-    def field(self, key, default=None):
-        """The value of a metadata field."""
+    def field(self, key):
+        """The value of a metadata field; None where it is not there."""
         field = self.reader.get_field(key)
-        return default if field is None else field.contents()
+        return field and field.contents()
 
     def _config(self):
         """The metadata under a Hugging Face folder's names, as such a folder is read."""
         self.kind = kind = self.field("general.architecture")
 
-        def get(key, default=None):
-            return self.field(f"{kind}.{key}", default)
+        def get(key):
+            return self.field(f"{kind}.{key}")
 
         config = from_hf_config({
             "model_type": kind,
-            "vocab_size": len(self.field("tokenizer.ggml.tokens", [])),
+            "vocab_size": len(self.field("tokenizer.ggml.tokens") or []),
             "num_hidden_layers": get("block_count"),
             "num_attention_heads": get("attention.head_count"),
             "num_key_value_heads": get("attention.head_count_kv"),
@@ -94,7 +94,7 @@ class Source:
             "head_dim": get("attention.key_length"),
             "intermediate_size": get("feed_forward_length"),
             "max_position_embeddings": get("context_length"),
-            "rope_theta": get("rope.freq_base", 10000.0),
+            "rope_theta": get("rope.freq_base") or 10000.0,
             "rope_scaling": {"type": get("rope.scaling.type")},
             "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in self.tensors,
