@@ -27,21 +27,18 @@ from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies.workloads import QUESTIONS, STORY
 from minispec.tools import checkpoints, gguf_file, methods
-from minispec.tools.answers import requests_of, schedule_view, verdict
+from minispec.tools.answers import UNKNOWN, requests_of, schedule_view, verdict
 from minispec.tools.files import write_json
 from minispec.tools.report import compare, figures, table
 from minispec.tools.script import Parser, check_device, check_writable, in_colour, positive, run_main, visible
 from minispec.tools.terminal import Printer, chat, stream
 from minispec.tools.watch import Explain, Watch
 
-BUILT_IN = ("story", 5, 5)       # family, seed and size of the small model's problem if none is given
-
 # Models that speak English are asked a question, and SpecGen, which is made for long contexts, about a story
 # of 4,400 tokens (the first three chapters of The Princess and the Goblin, George MacDonald, 1872).
 TASK = "\n\nTell me in your own words what happens in this story, and who the old lady is."
 ANSWER = 256                     # tokens of an answer to one of these
 LONG = 10_000                    # characters of a prompt that are shown; of a longer one, its ends
-CHAT = 1024                      # the same of --chat, unless --max-new-tokens says otherwise
 
 
 # -- arguments -------------------------------------------------------------------------------------------
@@ -84,6 +81,7 @@ def parse_args(argv=None):
     parser.set_defaults(model=None)
     args = parser.parse_args(argv)
     args.model = args.model or default_model(args)
+    args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     check(args)
     return args
 
@@ -128,8 +126,7 @@ def problems_of(args):
 def built_in(args, tokenizer):
     """The problem that is solved if none is given."""
     if tokenizer.ours:
-        family, seed, size = BUILT_IN
-        return [tasks.make(family, seed, "heldout", size)]
+        return [tasks.make("story", 5, "heldout", 5)]
     args.max_new_tokens = args.max_new_tokens or ANSWER
     if args.method != "specgen":
         return [tasks.Problem("prompt", QUESTIONS[0], "", "")]
@@ -144,11 +141,13 @@ def load(args):
     return checkpoints.load(args.model, args.device, getattr(torch, name)), Tokenizer.load(args.model)
 
 
-def answer(engine, problems, requests, tokenizer, args, quiet):
-    """Answer the problems' requests: together, or at batch 1 one after the other with their text. Returns the
-    seconds to the first token of each."""
+def answer(engine, problems, model, tokenizer, args, quiet):
+    """Answer the problems: together, or at batch 1 one after the other with their text. Returns their
+    generations, and the seconds to the first token of each."""
+    requests = requests_of(problems, tokenizer, model, args.max_new_tokens, args.sampling)
+    generations = [r.generation for r in requests]
     if args.batch > 1 and len(requests) > 1:
-        return stream(engine, requests, quiet=quiet)
+        return generations, stream(engine, requests, quiet=quiet)
     first_token = []
     for i, (problem, request) in enumerate(zip(problems, requests)):
         printer = None
@@ -164,7 +163,7 @@ def answer(engine, problems, requests, tokenizer, args, quiet):
         correct = verdict(problem, request.generation, tokenizer)
         if not quiet and len(requests) > 1 and correct is not None:
             print("answer: " + ("correct" if correct else "wrong"))
-    return first_token
+    return generations, first_token
 
 
 def shown(prompt):
@@ -186,7 +185,6 @@ def main(argv=None):
     diffusion = args.method in methods.DIFFUSION
     if diffusion and args.max_new_tokens is None:
         args.max_new_tokens = cdlm.GEN_LENGTH
-    sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     problems = problems_of(args)                         # what cannot be read fails before a model is loaded
     model, tokenizer = load(args)
     if not args.quiet:
@@ -194,20 +192,14 @@ def main(argv=None):
               f"--method {args.method}\n".replace("torch.", ""))
     engine = methods.make_engine(args.method, model, args, args.batch)
     if args.chat:
-        return chat(engine, tokenizer, sampling, args.max_new_tokens or CHAT)
+        return chat(engine, tokenizer, args.sampling, args.max_new_tokens or UNKNOWN)
     problems = problems or built_in(args, tokenizer)
-
-    def ask(engine, quiet):
-        """The generations of all problems, and the seconds to the first token of each."""
-        requests = requests_of(problems, tokenizer, model, args.max_new_tokens, sampling)
-        first_token = answer(engine, problems, requests, tokenizer, args, quiet)
-        return [r.generation for r in requests], first_token
 
     # Decode.
     if args.watch and not args.quiet:
         engine.on_step = Watch(tokenizer)
     explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
-    generations, first_token = ask(engine, args.quiet)
+    generations, first_token = answer(engine, problems, model, tokenizer, args, args.quiet)
 
     # Report.
     result = figures(args, model, tokenizer, engine, problems, generations, first_token)
@@ -217,7 +209,7 @@ def main(argv=None):
         if not args.quiet:
             print("\nonce more, by the plain loop ..", flush=True)
         ar = methods.make_engine("ar", model, args, args.batch)
-        plain, _ = ask(ar, quiet=True)
+        plain, _ = answer(ar, problems, model, tokenizer, args, quiet=True)
         compare(result, generations, plain, ar, model)
     if len(problems) == 1:
         result |= result.pop("requests")[0]

@@ -11,6 +11,7 @@ import torch
 from minispec.data import tasks
 
 WEIGHTS = (0.40, 0.12, 0.12, 0.20, 0.16)       # how often each of tasks.FAMILIES is drawn
+TOKENS_PER_LINE = 48                           # of a `trace` program: 10 in the prompt, 38 in the chain
 
 
 def draw(rng, max_tokens, longest=False):
@@ -23,7 +24,7 @@ def draw(rng, max_tokens, longest=False):
     low, high = tasks.SIZES[family]
     if family == "trace":
         low = 3
-        lines = int(max_tokens / (tasks.TOKENS_PER_LINE + 10))            # 10: its prompt line
+        lines = int(max_tokens / TOKENS_PER_LINE)
         high = max(min(lines, tasks.TRACE_MAX), 4)
         size = high if longest else int(low * (high / low) ** rng.random())
     else:

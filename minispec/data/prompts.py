@@ -13,6 +13,10 @@ A file holds JSON lines or one JSON array of objects; it may be gzipped (.gz) an
 mark. Any other object with a prompt, question or instruction will do; its `answer` is compared like that of
 MATH. Of several turns the first is asked.
 
+PROMPT_FILES has the sources of what is read by name. The others are at huggingface.co/datasets/
+HuggingFaceH4/MATH-500, github.com/google-research/google-research (mbpp) and github.com/lm-sys/FastChat
+(fastchat/llm_judge/data/mt_bench).
+
 The papers use HumanEval and MBPP to measure speed. Running what a model wrote needs a real sandbox, so it is
 not done. """
 import gzip
@@ -26,12 +30,9 @@ from minispec.tools.files import blame
 
 PROMPT_FILES = {    # name: (path under the data folder, public source)
     "gsm8k": ("gsm8k/test.jsonl", "github.com/openai/grade-school-math, grade_school_math/data"),
-    "math500": ("math500/test.jsonl", "huggingface.co/datasets/HuggingFaceH4/MATH-500"),
     "aime": ("aime/qwq_aime24.jsonl", "github.com/QwenLM/QwQ, eval/data (aime24.jsonl)"),
     "humaneval": ("humaneval/HumanEval.jsonl",
                   "github.com/openai/human-eval, data (unpack HumanEval.jsonl.gz)"),
-    "mbpp": ("mbpp/mbpp.jsonl", "github.com/google-research/google-research, mbpp"),
-    "mt_bench": ("mt_bench/question.jsonl", "github.com/lm-sys/FastChat, fastchat/llm_judge/data/mt_bench"),
     "spec_bench": ("spec_bench/question.jsonl", "github.com/hemingkx/Spec-Bench, data/spec_bench"),
 }
 # The categories of MT-bench are one block of Spec-Bench.
@@ -137,17 +138,14 @@ def _problem(row):
         raise ValueError("'answer' must be a text or a number")
     answer = "" if answer is None else str(answer)
     if "\n#### " in answer:
-        think, answer = split_gsm8k(answer)
+        # Of GSM8K: a chain of thought with <<calculator>> marks, which are dropped, and the final answer.
+        think, _, answer = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
+        think += "\n"
+        answer = answer.strip().replace(",", "")
         check = "number"
         if "turns" not in row:
             family = "gsm8k"
     return Problem(family, prompt + "\n", think, answer, {"check": check})
-
-
-def split_gsm8k(answer):
-    """GSM8K's answer field into (chain of thought, final answer); its <<calculator>> marks are dropped."""
-    think, _, final = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
-    return think + "\n", final.strip().replace(",", "")
 
 
 # -- checking ------------------------------------------------------------------------------------------------

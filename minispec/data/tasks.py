@@ -45,12 +45,11 @@ PEOPLE = """Mia Tom Ana Ben Eva Max Ida Leo Amy Sam Zoe Dan
 Kim Ned Uma Raj Lia Jon Fay Gus Ivy Hal Meg Ron""".split()
 ITEMS = """shells books coins apples stamps cards pens marbles
 stones tickets beads nuts plums cups eggs buttons""".split()
-FAMILIES = ("trace", "arith", "story", "search", "revise")
 TRACE_MAX = 210             # lines of the longest program: prompt and chain have about 9,900 tokens
-TOKENS_PER_LINE = 38        # of a `trace` chain, on average, with the shipped tokenizer
 # The trained range of sizes, and all that may be asked: lists are lettered, so they have 25 lines at most.
 SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}
 ALLOWED = {"trace": (1, TRACE_MAX), "arith": (1, 25), "story": (1, 25), "search": (2, 60), "revise": (2, 24)}
+FAMILIES = tuple(SIZES)
 
 
 def lines_for(tokens):
@@ -132,7 +131,7 @@ def trace(rng, size):
 
     def says(name):
         """A value comes right behind its name: lamp4. A number is itself."""
-        return f"{name}{value[name]}" if name in value else name
+        return f"{name}{value.get(name, '')}"
 
     def operand(i, taken=()):
         """A name known in line i: mostly a recent result. That of the line before is always free."""
@@ -140,14 +139,13 @@ def trace(rng, size):
             if i > given and rng.random() >= 0.15:
                 name = names[max(i - 1 - int(rng.expovariate(1 / 4)), 0)]
             else:
-                name = names[rng.randrange(given)]
+                name = rng.choice(names[:given])
             if name not in taken:
                 return name
 
     lines, firsts = [], set()
     think, before = "", "start"
-    for i in range(given, len(names)):
-        name = names[i]
+    for i, name in enumerate(names[given:], given):
         op = rng.choice("+-")
         a = operand(i, firsts)
         firsts.add(a)
@@ -156,7 +154,7 @@ def trace(rng, size):
 
         # The chain: which line is next, what it says, the values put in, the result.
         word = "plus" if op == "+" else "minus"
-        total, value[name] = _apply(value[a], op, value[b] if b in value else int(b))
+        total, value[name] = _apply(value[a], op, int(value.get(b, b)))
         think += opens.format(before, name, f"{a} {word} {b}")
         think += recalls.format(f"{says(a)} {word} {says(b)}")
         think += f". Then {total}, so {says(name)}.\n"
@@ -262,7 +260,7 @@ def story(rng, size):
     opening = [f"{hero} has {count} {thing}.", f"{hero} also has {rng.randint(2, 9)} {other_thing}.",
                f"{others[0].capitalize()} has {rng.randint(5, 20)} {thing}."]
     scenery = rng.sample(SCENERY, len(SCENERY))
-    seen, events = set(), []
+    events = {}                                          # as drawn: with their labels
     think = f"I follow the {thing} of {hero}, who starts with {count}, through{labels(range(size))}.\n"
     while len(events) < size:
         # Draw an event: scenery, another thing, another person, or what counts.
@@ -284,22 +282,20 @@ def story(rng, size):
                 event, change = rng.choice(down), -n
             else:
                 event, change = rng.choice(up), n
-        if event in seen:
+        if event in events:
             continue
-        seen.add(event)
 
         # Write it down, and what it does to the count.
-        event = f" {LABELS[len(events)]} {event}"
-        events.append(event)
+        events[event] = line = f" {LABELS[len(events)]} {event}"
         if change:
-            after = count + change
-            why = f"From {count} I {'add' if change > 0 else 'take away'} {n}, which makes {after}"
-            count = after
-        think += f"{event} {why}, so {hero} has {count} {thing}.\n"
+            word = "add" if change > 0 else "take away"
+            why = f"From {count} I {word} {n}, which makes {count + change}"
+            count += change
+        think += f"{line} {why}, so {hero} has {count} {thing}.\n"
     think += f"In the end {hero} has {count} {thing}.\n"
     ask = rng.choice(["How many {t} does {h} have in the end?",
                       "What is the number of {t} that {h} has now?"])
-    prompt = "\n".join([" ".join(opening), *events, ask.format(t=thing, h=hero)]) + "\n"
+    prompt = "\n".join([" ".join(opening), *events.values(), ask.format(t=thing, h=hero)]) + "\n"
     return prompt, think, str(count), {}
 
 

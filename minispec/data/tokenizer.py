@@ -54,13 +54,13 @@ class Tokenizer:
     file = "tokenizer"                                           # where it came from, for errors
 
     def __init__(self, ranks, special, pattern, form=None, chat_template=None, bos="", eos=""):
-        if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
+        ids = [*ranks.values(), *special.values()]
+        if len(set(ids)) < len(ids):
             raise ValueError("two tokens of the vocabulary have the same id")
         self.special, self.form, self.bos, self.eos = special, form, bos, eos
-        self.vocab_size = 1 + max(max(ranks.values()), max(special.values(), default=0))
+        self.vocab_size = 1 + max(ids)
         # Some vocabularies lack bytes. These get ids after the last one, which `encode` drops.
-        lacking = [bytes([b]) for b in range(256) if bytes([b]) not in ranks]
-        whole = ranks | {byte: self.vocab_size + i for i, byte in enumerate(lacking)}
+        whole = {bytes([b]): self.vocab_size + b for b in range(256)} | ranks
         self.encoding = tiktoken.Encoding(
             "minispec", pat_str=pattern, mergeable_ranks=whole, special_tokens=special)
         self.ours = "<|answer|>" in special
@@ -106,7 +106,7 @@ class Tokenizer:
 
         messages: [{"role", "content"}]. The content of "user" and "system" is plain text, that of "assistant"
         is the ids of an earlier answer. ValueError where the template does not render."""
-        said = [{"role": m["role"], "content": self._spell(m["content"])} for m in messages]
+        said = [{**m, "content": self._spell(m["content"])} for m in messages]
         try:
             rendered = _compiled(self.chat_template).render(
                 messages=said, add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos)
@@ -158,11 +158,10 @@ class Tokenizer:
     def answer_text(self, ids):
         """The answer without its chain of thought, up to the end of text: what comes after <|answer|> (our
         models; "" where there is none), or after </think>."""
-        ids = list(itertools.takewhile(lambda token: token not in self.ends, ids))
-        if not self.ours:
-            return self.decode(ids).rpartition("</think>")[2]
-        mark = self.special["<|answer|>"]
-        return self.decode(ids[ids.index(mark) + 1:]) if mark in ids else ""
+        text = self.decode(itertools.takewhile(lambda token: token not in self.ends, ids))
+        if self.ours:
+            return text.partition("<|answer|>")[2]
+        return text.rpartition("</think>")[2]
 
 
 # -- formats ---------------------------------------------------------------------------------------------
@@ -179,9 +178,8 @@ def _from_json(file):
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             raise ValueError(f"{key} {model[key]} is not supported")
-    merges = ["".join(m) if isinstance(m, list) else m.replace(" ", "", 1) for m in model["merges"]]
     special = {t["content"]: t["id"] for t in data["added_tokens"]}
-    ranks = _ranks(model["vocab"], merges, special)
+    ranks = _ranks(model["vocab"], model["merges"], special)
     return ranks, special, _pattern(data["pre_tokenizer"]), form, *_template_of(os.path.dirname(file))
 
 
@@ -226,16 +224,16 @@ def _from_gguf(file):
         raise ValueError(f"pre-tokenizer '{pre}' is not supported; supported are {', '.join(SPLITS)}")
     tokens, types = source.field("tokenizer.ggml.tokens"), source.field("tokenizer.ggml.token_type")
     special = {t: i for i, (t, kind) in enumerate(zip(tokens, types)) if kind in SPECIAL_TYPES}
-    merges = [m.replace(" ", "", 1) for m in source.field("tokenizer.ggml.merges")]
-    ranks = _ranks({t: i for i, t in enumerate(tokens)}, merges, special)
+    vocab = {t: i for i, t in enumerate(tokens)}
+    ranks = _ranks(vocab, source.field("tokenizer.ggml.merges"), special)
     names = [tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id)]
     form = "NFC" if pre == "qwen2" else None
     return ranks, special, SPLITS[pre], form, source.field("tokenizer.chat_template"), *names
 
 
 def _ranks(vocab, merges, special):
-    """{bytes: id} of the plain tokens of a vocabulary {spelled token: id}."""
-    ids = [vocab[m] for m in merges]
+    """{bytes: id} of the plain tokens of a vocabulary {spelled token: id}. merges: "a b" or ["a", "b"]."""
+    ids = [vocab["".join(m) if isinstance(m, list) else m.replace(" ", "", 1)] for m in merges]
     if any(a > b for a, b in zip(ids, ids[1:])):
         raise ValueError("the merges are not in the order of their ids, by which tiktoken merges")
     byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
@@ -244,7 +242,7 @@ def _ranks(vocab, merges, special):
 
 # -- templates -------------------------------------------------------------------------------------------
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
 def _compiled(template):
     """A chat template, in a sandbox: it is code from a file that somebody else wrote."""
     import jinja2

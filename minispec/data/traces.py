@@ -125,12 +125,8 @@ def write_traces(path, traces):
     """Write a list of Trace so that `read_traces` returns it again."""
     with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for t in traces:
-            row = {"id": t.id, "prompt_len": t.prompt_len, "n_out": t.n_out}
-            for name in ("accept", "censored", "offered"):
-                columns = {m: column.tolist() for m, column in getattr(t, name).items()}
-                if columns:
-                    row[name] = columns
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            row = {name: value for name, value in vars(t).items() if value != {}}
+            file.write(json.dumps(row, separators=(",", ":"), default=np.ndarray.tolist) + "\n")
 
 
 # -- cost tables -----------------------------------------------------------------------------------
@@ -165,9 +161,9 @@ def check_costs(table):
 
 
 def _check_time(entry, where, kinds):
-    kind = entry.get("kind") if isinstance(entry, dict) else entry
-    possible = isinstance(entry, dict) and kind in kinds
-    _expect(possible, where, f"an object whose kind is {' or '.join(kinds)}", kind)
+    possible = isinstance(entry, dict) and entry.get("kind") in kinds
+    _expect(possible, where, f"an object whose kind is {' or '.join(kinds)}", entry)
+    kind = entry["kind"]
     names = FIELDS[kind]
     _fields(entry, where, ("kind", *names), () if kind == "linear" else names)
     if kind != "grid":

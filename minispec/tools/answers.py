@@ -9,7 +9,7 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 
-UNKNOWN = 512            # tokens expected of an answer whose solution is not known
+UNKNOWN = 1024           # new tokens at most where no solution is known
 
 
 # -- from problems to requests ----------------------------------------
@@ -26,15 +26,15 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
     requests = []
     for i, problem in enumerate(problems):
         ids = tokenizer.prompt_ids(problem.prompt)
-        expected = UNKNOWN
-        if problem.think and tokenizer.ours:             # other models write chains of their own
-            expected = len(tokenizer.response_ids(problem.think, problem.answer))
+        most = limit or UNKNOWN
+        if not limit and problem.think and tokenizer.ours:       # other models write chains of their own
+            most = 2 * len(tokenizer.response_ids(problem.think, problem.answer))
         room = c.block_size - len(ids)
         if room < (limit or 1):
-            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {limit or 2 * expected} "
-                             f"more; the context of this model is {c.block_size}")
+            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {most} more; the context "
+                             f"of this model is {c.block_size}")
         seeded = replace(sampling, seed=sampling.seed + i)
-        requests.append(Request(ids, limit or min(2 * expected, room), seeded, [c.eos_id, *tokenizer.ends]))
+        requests.append(Request(ids, min(most, room), seeded, [c.eos_id, *tokenizer.ends]))
     return requests
 
 
@@ -55,22 +55,19 @@ def summary(generations, engine):
     """The figures of one run, over all its requests, as a dict (docs/glossary.md has the words)."""
     # A step is a round of one request.
     steps = [s for g in generations for s in g.steps]
-    rounds = max(len(steps), 1)
     tokens = sum(len(g.token_ids) for g in generations)
     seconds = sum(engine.seconds.values())
 
     # Of the rounds that proposed a draft at this position, how many accepted it?
     by_position = []
     for i in range(max((s.proposed for s in steps), default=0)):
-        tried = [s for s in steps if s.proposed > i]
-        by_position.append(round(sum(s.accepted > i for s in tried) / len(tried), 4))
+        by_position.append(round(statistics.fmean(s.accepted > i for s in steps if s.proposed > i), 4))
     return {
         "new_tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": ratio(tokens, seconds) or 0.0,
         **phase_rates(generations, engine),
-        "tau": sum(s.committed for s in steps) / rounds,
-        "accepted_per_round": sum(s.accepted for s in steps) / rounds,
+        "tau": sum(s.committed for s in steps) / max(len(steps), 1),
         "acceptance_by_position": by_position,
         "phase_seconds": dict(engine.seconds),
         "warm_up_seconds": getattr(engine, "warm_up", 0.0),

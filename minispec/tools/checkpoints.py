@@ -70,10 +70,11 @@ class _Shapes(TorchFunctionMode):
     the "meta" device, torch would import 900 modules, which takes seconds.)"""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if func is torch.empty:
-            return func(*args, **{**(kwargs or {}), "device": "meta"})
+            kwargs["device"] = "meta"
         if func.__name__ != "normal_":
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
 def _stacked(source, names, shapes, device, dtype):
@@ -81,20 +82,20 @@ def _stacked(source, names, shapes, device, dtype):
     parts = []
     for name, shape in zip(names, shapes):
         try:
-            part = source.tensor(name, dtype)
+            part = source.tensor(name)
         except KeyError:
             raise ValueError(f"{source.file} lacks {name}") from None
         if part.shape != shape:
             raise ValueError(f"{source.file}: {name} has shape {tuple(part.shape)}, its config says "
-                             f"{tuple(shape)}")
+                             f"{shape}")
         if not (part.is_floating_point() and all(math.isfinite(x) for x in torch.aminmax(part))):
             raise ValueError(f"{source.file}: {name} holds values that are not finite numbers with a point")
-        parts.append(part)
-    return torch.cat(parts).to(device, dtype)
+        parts.append(part.to(dtype or part.dtype))
+    return torch.cat(parts).to(device)
 
 
 class Folder:
-    """A Hugging Face folder as `load` reads it: `config`, and `tensor(name, dtype)`, or a KeyError."""
+    """A Hugging Face folder as `load` reads it: `config`, and `tensor(name)`, or a KeyError."""
 
     def __init__(self, path):
         self.file = path
@@ -111,8 +112,8 @@ class Folder:
             raise ValueError(f"{path} holds no model.safetensors (.bin and .pt are pickles, which could run "
                              "anything and are never read)")
 
-    def tensor(self, name, dtype=None):
-        """The tensor as it is stored (`load` converts it where it copies it)."""
+    def tensor(self, name):
+        """The tensor as it is stored."""
         # Files are mapped again for each tensor, because closing a map is what frees its pages.
         with opened(self.files[name]) as tensors:
             return tensors.get_tensor(name)

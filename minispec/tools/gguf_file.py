@@ -13,9 +13,8 @@ import os
 import numpy as np
 import torch
 
-from minispec.core.gpt import GPTConfig
 from minispec.tools.files import blame
-from minispec.tools.hf_config import KINDS, checked
+from minispec.tools.hf_config import checked, from_hf_config
 
 # The model that a Python package carries, and its file there.
 SMOLLM2 = "smollm2"
@@ -62,8 +61,8 @@ def open_gguf(path):
 
 
 class Source:
-    """A GGUF file as `checkpoints.load` reads it: `config`, and by Hugging Face names `tensor(name, dtype)`,
-    or a KeyError. The tokenizer reads `field(key)`."""
+    """A GGUF file as `checkpoints.load` reads it: `config`, and by Hugging Face names `tensor(name)`, or
+    a KeyError. The tokenizer reads `field(key)`."""
 
     def __init__(self, path, reader):
         import gguf
@@ -73,61 +72,55 @@ class Source:
         # The package's table from a Hugging Face folder's names to GGUF's. Qwen3 has all there are.
         self.names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.n_layer)
 
-    def field(self, key, default=None):
-        """The value of a metadata field."""
+    def field(self, key):
+        """The value of a metadata field; None where it is not there."""
         field = self.reader.get_field(key)
-        return default if field is None else field.contents()
+        return field and field.contents()
 
     def _config(self):
-        kind = self.field("general.architecture")
-        if kind not in KINDS:
-            raise ValueError(f"architecture '{kind}' is not supported; supported are {', '.join(KINDS)}")
-        self.kind = kind
+        """The metadata under a Hugging Face folder's names, as such a folder is read."""
+        self.kind = kind = self.field("general.architecture")
 
-        def get(key, default=None):
-            return self.field(f"{kind}.{key}", default)
+        def get(key):
+            return self.field(f"{kind}.{key}")
 
-        n_head, d_model = get("attention.head_count"), get("embedding_length")
-        scaling = self.field(f"{kind}.rope.scaling.type", "none")
-        if scaling != "none":
-            raise ValueError(f"rope scaling '{scaling}' is not supported")
-        # How much slower each rotary dimension turns.
-        slowed = None
+        config = from_hf_config({
+            "model_type": kind,
+            "vocab_size": len(self.field("tokenizer.ggml.tokens") or []),
+            "num_hidden_layers": get("block_count"),
+            "num_attention_heads": get("attention.head_count"),
+            "num_key_value_heads": get("attention.head_count_kv"),
+            "hidden_size": get("embedding_length"),
+            "head_dim": get("attention.key_length"),
+            "intermediate_size": get("feed_forward_length"),
+            "max_position_embeddings": get("context_length"),
+            "rope_theta": get("rope.freq_base") or 10000.0,
+            "rope_scaling": {"type": get("rope.scaling.type")},
+            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self.field("tokenizer.ggml.eos_token_id"),
+        })
+        # What the tensors say: also a llama may have a bias, and how much slower each rotary dimension turns.
+        config.qkv_bias = "blk.0.attn_q.bias" in self.tensors
         if "rope_freqs.weight" in self.tensors:
-            slowed = {"divisors": self._dequantised("rope_freqs.weight").flatten().tolist()}
-        return GPTConfig(
-            vocab_size=len(self.field("tokenizer.ggml.tokens", [])),
-            n_layer=get("block_count"),
-            n_head=n_head,
-            n_kv_head=get("attention.head_count_kv", n_head),
-            d_model=d_model,
-            head_dim=get("attention.key_length", d_model // n_head),
-            d_ff=get("feed_forward_length"),
-            block_size=get("context_length"),
-            rope_theta=get("rope.freq_base", 10000.0),
-            rope_scaling=slowed,
-            norm_eps=get("attention.layer_norm_rms_epsilon"),
-            qk_norm=kind == "qwen3",
-            qkv_bias="blk.0.attn_q.bias" in self.tensors,
-            tied="output.weight" not in self.tensors,
-            bos_id=self.field("tokenizer.ggml.bos_token_id"),
-            eos_id=self.field("tokenizer.ggml.eos_token_id"),
-        )
+            config.rope_scaling = {"divisors": self._dequantised("rope_freqs.weight").flatten().tolist()}
+        return config
 
-    def tensor(self, name, dtype=None):
-        """The weights called `name` in a Hugging Face folder, dequantised, in `dtype` (default: float32)."""
+    def tensor(self, name):
+        """The weights called `name` in a Hugging Face folder, dequantised, in float32."""
         # model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight
         own = self.names.get_name(name, (".weight", ".bias"))
-        out = self._dequantised(own, dtype or torch.float32)
+        out = self._dequantised(own)
         if self.kind == "llama" and name.split(".")[-2] in ("q_proj", "k_proj"):
             out = halves(out, self.config.head_dim)
         return out
 
-    def _dequantised(self, name, dtype=torch.float32):
+    def _dequantised(self, name):
         import gguf
         t = self.tensors[name]
         try:
-            return torch.tensor(gguf.dequantize(t.data, t.tensor_type), dtype=dtype)
+            return torch.tensor(gguf.dequantize(t.data, t.tensor_type), dtype=torch.float32)
         except (NotImplementedError, ValueError, LookupError) as e:
             kind = t.tensor_type.name
             raise ValueError(f"{self.file}: {name}, of type {kind}, cannot be dequantised: {e}") from None

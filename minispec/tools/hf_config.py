@@ -70,7 +70,7 @@ def from_hf_config(d):
     """GPTConfig of a Llama, Qwen2 or Qwen3 `config.json`. ValueError names what this model does not do."""
     kind = d.get("model_type")
     if kind not in KINDS:
-        raise ValueError(f"model_type '{kind}' is not supported; supported are {', '.join(KINDS)}")
+        raise ValueError(f"architecture '{kind}' is not supported; supported are {', '.join(KINDS)}")
     for key, only in ONLY.items():
         if d.get(key) not in (None, only):
             raise ValueError(f"{key} {d[key]} is not supported")
@@ -79,7 +79,7 @@ def from_hf_config(d):
     rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
     d = {"rope_theta": 10000.0, **d, **rope}
     scaling = rope.get("rope_type") or rope.get("type") or "default"
-    if scaling not in ("default", "llama3"):
+    if scaling not in ("none", "default", "llama3"):
         raise ValueError(f"rope scaling '{scaling}' is not supported; supported is llama3")
 
     c = {ours: d.get(theirs) for ours, theirs in FIELDS.items()}
@@ -101,11 +101,11 @@ def checked(c):
     numbers = [(name, x, float) for name, x in scaling.items()]
     numbers += [(field.name, getattr(c, field.name), type(field.default)) for field in fields(c)]
     for name, x, kind in numbers:
-        if kind not in (int, float, bool) or (x is None and name in FROM_ZERO):
+        if kind not in (int, float) or (x is None and name in FROM_ZERO):
             continue
         most = MOST.get(name, MILLION)
-        right = type(x) is kind or (kind is float and type(x) is int)
-        if not right or not 0 <= x <= most or (x == 0 and kind is not bool and name not in FROM_ZERO):
+        possible = type(x) in (int, kind) and 0 <= x <= most
+        if not possible or (x == 0 and name not in FROM_ZERO):
             raise ValueError(f"{name} {x} is out of range; allowed are numbers up to {most:.7g}")
 
     # Then what must fit together.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from minispec.tools.files import written_to
 
-CLOSED_PIPE = 128 + signal.SIGPIPE       # the exit code of a program whose reader has gone, as in `| head -1`
 CONTROLS = {i: f"\\x{i:02x}" for i in [*range(0x20), *range(0x7f, 0xa0)] if chr(i) not in "\t\n"}
 
 
@@ -105,7 +104,7 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
             sys.stdout.flush()                           # a full disk fails here, not when Python is gone
     except BrokenPipeError:
         _forget_output()
-        sys.exit(CLOSED_PIPE)
+        sys.exit(128 + signal.SIGPIPE)                   # the reader has gone, as in `| head -1`
     except (ValueError, OSError, MemoryError, RuntimeError) as e:
         line = fault(e, smaller)
         if line is None:

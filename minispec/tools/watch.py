@@ -19,19 +19,15 @@ class Watch:
 
     def __call__(self, a, revealed):
         block = ""
+        names = {**self.names, a.mask_id: "·"}
         for i in range(a.first, a.last):
-            text = self.spell(a.tokens[i], a.mask_id)
+            text = names.get(a.tokens[i]) or self.tokenizer.decode([a.tokens[i]])
+            text = visible(text.replace("\n", "|"))
             if self.colour and i in revealed:
                 text = COLOURS["draft"] + text + RESET
             block += text
         step = len(a.request.generation.steps) + 1
         print(f"{step:4d} +{len(revealed):<2d} {block}")
-
-    def spell(self, token, mask_id):
-        if token == mask_id:
-            return "·"
-        text = self.names.get(token) or self.tokenizer.decode([token])
-        return visible(text.replace("\n", "|"))
 
 
 class Explain:
