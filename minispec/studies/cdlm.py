@@ -116,7 +116,7 @@ def compare(study, args, model, tokenizer, cells, n):
         return {"decoder": name, "steps_a_block": settings.get("steps"),
                 "threshold": settings.get("threshold"), "order": settings.get("order"), **row}, answers
 
-    measured = results.each_kept(study, args, model, {})(cells, measure)
+    measured = results.each_kept(study, args, model, cells, measure)
     reference = next(answers for row, answers in measured if row["decoder"] == "teacher")
     for row, answers in measured:
         row["same"] = None

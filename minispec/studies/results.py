@@ -4,7 +4,6 @@ import os
 import platform
 import sys
 import time
-from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -88,9 +87,9 @@ def resumable(name, about, cells, measure):
     return done
 
 
-def each_kept(name, args, model, more):
-    """each(cells, measure) -> [measure(*cell)] for a long study that goes on where it was interrupted, if
-    its settings, the target, the machine and `more` are the same. Runs that write no result keep no cells
+def each_kept(name, args, model, cells, measure, **more):
+    """[measure(*cell) for every cell] of a long study, which goes on where it was interrupted, if its
+    settings, the target, the machine and `more` are the same. Runs that write no result keep no cells
     either."""
     settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "arms")}
     about = {
@@ -99,4 +98,4 @@ def each_kept(name, args, model, more):
         "target": checkpoints.fingerprint(model),
         "machine": [processor(), torch.get_num_threads(), torch.__version__],
     }
-    return partial(resumable, None if args.quick else name, about)
+    return resumable(None if args.quick else name, about, cells, measure)

@@ -18,13 +18,11 @@ import torch
 from tqdm import tqdm
 
 from minispec.bounds import CostTable, Round, by_workload, ladder, replay
-from minispec.core.engine import Engine
-from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import traces
 from minispec.studies import measure, results, workloads
 from minispec.studies.ladder import COMBINED, statistics
-from minispec.studies.timing import identical, race
+from minispec.studies.timing import engine_of, identical, race
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap
 from minispec.tools.files import write_json
@@ -80,9 +78,8 @@ def profile(args, model, tokenizer):
     drafters = methods.chain_drafters(model, args, how.deepest)
     table = measure.cost_table(model, drafters, **how.costs)
 
-    problems = workloads.problems_of(tokenizer, 1, args.data, first=how.traced)
-    requests = requests_of(sum(problems.values(), []), tokenizer, model, how.new)
-    some = traces_of(drafters, model, args, dict(enumerate(requests)), how.deepest)
+    problems = workloads.numbered(tokenizer, 1, args.data, first=how.traced)
+    some = traces_of(drafters, model, args, tokenizer, problems, how)
     # Prompt lookup says itself what it expects.
     table["accept"] = {name: measure.acceptance(some, name) for name in drafters if name != "ngram"}
     table["about"] = {
@@ -108,20 +105,21 @@ def trace(args, model, tokenizer):
     """What every drafter would get accepted at every position of one frozen greedy output. Without --quick
     also traces.jsonl."""
     how = size(args, tokenizer)
-    requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
+    problems = workloads.numbered(tokenizer, how.traced, args.data)
     drafters = methods.chain_drafters(model, args, how.deepest)
-    some = traces_of(drafters, model, args, requests, how.deepest)
+    some = traces_of(drafters, model, args, tokenizer, problems, how)
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
     accepted = {w: statistics(t, list(drafters), 8) for w, t in by_workload(some).items()}
     return {"k_max": how.deepest, "k": 8, "accept": accepted}
 
 
-def traces_of(drafters, model, args, requests, deepest):
-    """The traces of the target's own answers to {id: request}."""
-    answers = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
-    texts = {str(id): (g.prompt_ids, g.token_ids) for id, g in zip(requests, answers)}
-    return measure.traces_of(drafters, model, texts, deepest)
+def traces_of(drafters, model, args, tokenizer, problems, how):
+    """The traces of the target's own answers to {id: problem}."""
+    requests = requests_of(problems.values(), tokenizer, model, how.new)
+    answers = engine_of("ar", model, args, 16).generate(requests)
+    texts = {id: (g.prompt_ids, g.token_ids) for id, g in zip(problems, answers)}
+    return measure.traces_of(drafters, model, texts, how.deepest)
 
 
 # -- run -------------------------------------------------------------------------------------------
@@ -138,43 +136,42 @@ def run(args, model, tokenizer):
     Trained drafters end a chain by themselves, where they are unsure.
     """
     how = size(args, tokenizer)
-    names = suitable(args, model)
-    names += [way for way in ALONE if way.split()[0] in names]
     if how is SHORT:
         print(MORE)
-    return observe("run", args, model, tokenizer, how, names)
+    return observe("run", args, model, tokenizer, how, suitable(args, model, ALONE))
 
 
 def speed(args, model, tokenizer):
     """Long answers, one request at a time: trained drafters alone, with copies next to their drafts, and what
     chooses among them."""
     wanted = ("ngram", *methods.TRAINED, *COPYING, COMBINED)
-    ready = suitable(args, model)
-    names = [name for name in wanted if name.split()[0] in ready]
+    names = [name for name in suitable(args, model, COPYING) if name in wanted]
     return observe("speed", args, model, tokenizer, QUICK if args.quick else ANSWERS, names)
 
 
 def observe(study, args, model, tokenizer, how, names):
     """The rows of a study that times methods next to the plain loop; see `run`."""
     names = ["ar", *names]
-    requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
+    problems = workloads.numbered(tokenizer, how.traced, args.data)
     prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else None
     lengths = prices.get("about", {}).get("best_k", {}) if prices else {}
+
+    def requests(ids, temperature):
+        """Fresh ones."""
+        some = [problems[i] for i in ids]
+        return requests_of(some, tokenizer, model, how.new, Sampling(temperature))
 
     def measured(*cell):
         timed = time_methods(names, args, model, requests, cell, how.repeats, lengths.get(str(cell[1]), {}))
         return rows_of(timed, dict(zip(("workload", "batch", "ids", "temperature"), cell)), prices)
 
-    same = {"new_tokens": how.new, "methods": names, "prices": prices, "dtype": results.dtype_name(model)}
-    each = results.each_kept(study, args, model, same)
-    rows = [row for rows in each(cells_of(requests, how), measured) for row in rows]
-    return {"new_tokens": how.new, "rows": rows}
+    rows = results.each_kept(study, args, model, cells_of(list(problems), how), measured, new_tokens=how.new,
+                             methods=names, prices=prices, dtype=results.dtype_name(model))
+    return {"new_tokens": how.new, "rows": sum(rows, [])}
 
 
-def cells_of(requests, how):
-    """[(workload, batch, ids, temperature)] of requests {"workload/i": ..}, and of all workloads together.
-    """
-    ids = list(requests)
+def cells_of(ids, how):
+    """[(workload, batch, ids, temperature)] of ids "workload/i", and of all workloads together."""
     cells = []
     for w in dict.fromkeys(i.split("/")[0] for i in ids):
         own = [i for i in ids if i.startswith(w + "/")]
@@ -183,9 +180,9 @@ def cells_of(requests, how):
     return cells + [("mixed, T = 1", batch, ids[:n], 1.0) for batch, n in how.sampled]
 
 
-def suitable(args, model):
-    """Of the methods that are ready, those that run with this target and these settings; a line for each
-    other one says why not."""
+def suitable(args, model, ways=()):
+    """Of the methods that are ready, those that run with this target and these settings, and the `ways` of
+    theirs; a line for each other one says why not."""
     fitting = []
     for name in methods.ready(args):
         try:
@@ -193,15 +190,7 @@ def suitable(args, model):
             fitting.append(name)
         except ValueError as e:
             print(f"{name} is left out: {e}")
-    return fitting
-
-
-def engine_of(name, model, args, batch, lengths=None):
-    """The engine of a method, or of a way of one (WAYS). lengths: {method: drafts a round} where the settings
-    ask for none."""
-    chosen = {**vars(args), **(WAYS | COPYING).get(name, {})}
-    chosen["k"] = chosen["k"] or (lengths or {}).get(name)
-    return methods.make_engine(name.split()[0], model, methods.settings(**chosen), batch)
+    return fitting + [way for way in ways if way.split()[0] in fitting]
 
 
 def time_methods(names, args, model, requests, cell, repeats, lengths):
@@ -210,18 +199,15 @@ def time_methods(names, args, model, requests, cell, repeats, lengths):
     workload, batch, ids, temperature = cell
 
     def build(name, ids):
-        asked = [requests[i] for i in ids]
-        fresh = [Request(r.tokens, r.max_new_tokens, Sampling(temperature, seed=i), r.stop_ids)
-                 for i, r in enumerate(asked)]
-        return engine_of(name, model, args, batch, lengths), fresh
+        engine = engine_of(name, model, args, batch, k=args.k or lengths.get(name))
+        return engine, requests(ids, temperature)
 
     cells = {}
     for name in names:
         if name == "dlm" and (batch > 1 or workload.startswith("mixed")) or name in ALONE and batch > 1:
             continue
         cells[name] = partial(build, name, ids[:1] if name == "dlm" else ids)
-    return race(cells, repeats, f"{workload}, batch {batch}", args.device != "cpu",
-                lambda engine: engine.planner.k if isinstance(engine, Engine) else None)
+    return race(cells, repeats, f"{workload}, batch {batch}", args.device != "cpu")
 
 
 def middle(runs):
@@ -242,7 +228,6 @@ def rows_of(timed, about, prices):
         row = {
             **about,
             "method": name,
-            "k": run.seen,
             "seconds": run.seconds,
             "tokens": run.tokens,
             "tokens_per_second": run.tokens / run.seconds,
@@ -275,21 +260,21 @@ def modelled(generations, cost, batch):
 
 # Ways of a method that decide which rows are fed together, or what is judged.
 TREE = "prism --tree 8"
-COPYING = {f"{name} --lookup 8": {"lookup": 8} for name in methods.TRAINED}
-ALONE = (TREE, *COPYING)  # run with one request at a time: rows cost time where there are many
-WAYS = {
-    "specgen --delayed": {"delayed": True},
-    "specgen --schedule lockstep": {"schedule": "lockstep"},
-    "specgen --lookup 40": {"lookup": 40},
-    "specgen --select pillar": {"select": "pillar"},
-    "specgen --select window": {"select": "window"},
-    "specgen --admission preempt": {"admission": "preempt", "cache_tokens": 2000},
-    "specgen --admission offload": {"admission": "offload", "cache_tokens": 2000},
-    TREE: {"tree": 8},
-    "specdiff --k-drafts 3": {"k_drafts": 3},
+COPYING = [f"{name} --lookup 8" for name in methods.TRAINED]
+ALONE = [TREE, *COPYING]  # run with one request at a time: rows cost time where there are many
+WAYS = [
+    "specgen --delayed",
+    "specgen --schedule lockstep",
+    "specgen --lookup 40",
+    "specgen --select pillar",
+    "specgen --select window",
+    "specgen --admission preempt --cache-tokens 2000",
+    "specgen --admission offload --cache-tokens 2000",
+    TREE,
+    "specdiff --k-drafts 3",
     # As many rows for each of ten requests as COPYING has for one.
-    **{f"{name} --lookup 80": {"lookup": 80} for name in methods.TRAINED},
-}
+    *(f"{name} --lookup 80" for name in methods.TRAINED),
+]
 LONGEST = 400           # tokens of a prompt of a real model, because reading takes longer than answering
 
 
@@ -301,8 +286,7 @@ def lossless(args, model, tokenizer):
     problems = [p for some in problems.values() for p in some]
     if not tokenizer.ours:
         problems = [p for p in problems if len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
-    ready = [name for name in suitable(args, model) if name in methods.METHODS]
-    names = [*ready, *(way for way in WAYS if way.split()[0] in ready)]
+    names = [name for name in suitable(args, model, WAYS) if name.split()[0] in methods.METHODS]
 
     rows = []
     for dtype, some in (("float32", problems), ("bfloat16", problems[::5])):

@@ -63,7 +63,7 @@ def acceptance(args, model, tokenizer):
 
     kinds = texts.kinds(tokenizer)
     cells = [(kind, i) for i in range(1 if args.quick else TEXTS) for kind in kinds]
-    found = results.each_kept("acceptance", args, model, {})(cells, along)
+    found = results.each_kept("acceptance", args, model, cells, along)
     by_kind = {kind: [text for cell, text in zip(cells, found) if cell[0] == kind] for kind in kinds}
     return {"k": K, "sparsity": SPARSITY, "temperatures": TEMPERATURES, "kinds": by_kind}
 
@@ -77,8 +77,8 @@ def serving(args, model, tokenizer):
     def measure(context, batch, first):
         return serving_rows(args, model, tokenizer, context, batch, first, 2 if batch == 1 else 1)
 
-    each = results.each_kept("serving", args, model, {"new": NEW})
-    rows = each(((1000, 2, 0),) if args.quick else SERVING, measure)
+    cells = [(1000, 2, 0)] if args.quick else SERVING
+    rows = results.each_kept("serving", args, model, cells, measure, new=NEW)
     return {"k": K, "sparsity": args.sparsity, "rows": sum(rows, [])}
 
 
