@@ -349,7 +349,7 @@ def test_the_study_of_acceptance_runs_and_is_shown(tiny):
 
 
 def test_the_study_of_serving_continues_prompts_that_were_read_once(tiny):
-    rows = studies.serving_rows(tiny[0], MODEL, tiny[1], 60, 3, 0, 1, 30)
+    rows = studies.serving_rows(tiny[0], MODEL, tiny[1], 60, 3, 0, 30)
     assert [(r["method"], r["temperature"]) for r in rows] == [(m, t) for t in (0.0, 0.65) for m in ("ar", "ngram", studies.PAPER, "specgen")]
     assert [r.get("identical") for r in rows] == [None, 3, 3, 3] + [None] * 4
     assert [bool(r.get("predicted")) for r in rows] == [False, False, True, False] * 2
