@@ -15,7 +15,6 @@ samples: the emitted token has distribution p and was accepted with probability 
 """
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 
@@ -108,9 +107,8 @@ class Replay:
     state = None
 
     def __init__(self, text, context, select, k, sparsity, temperatures=TEMPERATURES):
-        engine = SimpleNamespace(cache=text.cache, model=text.model)
         self.oracle = select == "oracle"
-        self.planner = SpecGen(engine, k, sparsity, 0, select="window" if self.oracle else select)
+        self.planner = SpecGen(text, k, sparsity, 0, select="window" if self.oracle else select)
         self.text = text
         self.k = k
         self.temperatures = temperatures

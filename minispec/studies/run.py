@@ -83,7 +83,7 @@ def profile(args, model, tokenizer):
     # Prompt lookup says itself what it expects.
     table["accept"] = {name: measure.acceptance(some, name) for name in drafters if name != "ngram"}
     table["about"] = {
-        "device": results.device_name(),
+        "device": results.device_name(args.device),
         "dtype": results.dtype_name(model),
         "torch": torch.__version__,
         "best_k": {str(rows): best_k(some, table, rows) for rows in table["verify"]["rows"]},
@@ -153,17 +153,25 @@ def observe(study, args, model, tokenizer, how, names):
     """The rows of a study that times methods next to the plain loop; see `run`."""
     names = ["ar", *names]
     problems = workloads.numbered(tokenizer, how.traced, args.data)
-    prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else None
-    lengths = prices.get("about", {}).get("best_k", {}) if prices else {}
+    prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else {}
+    best_k = prices.get("about", {}).get("best_k", {})
 
-    def requests(ids, temperature):
-        """Fresh ones."""
+    def build(name, batch, ids, temperature):
+        k = args.k or best_k.get(str(batch), {}).get(name)
         some = [problems[i] for i in ids]
-        return requests_of(some, tokenizer, model, how.new, Sampling(temperature))
+        requests = requests_of(some, tokenizer, model, how.new, Sampling(temperature))
+        return engine_of(name, model, args, batch, k=k), requests
 
-    def measured(*cell):
-        timed = time_methods(names, args, model, requests, cell, how.repeats, lengths.get(str(cell[1]), {}))
-        return rows_of(timed, dict(zip(("workload", "batch", "ids", "temperature"), cell)), prices)
+    def measured(workload, batch, ids, temperature):
+        ways = {}
+        for name in names:
+            if name == "dlm" and workload.startswith("mixed") or batch > 1 and name in ("dlm", *ALONE):
+                continue
+            ways[name] = partial(build, name, batch, ids[:1] if name == "dlm" else ids, temperature)
+        # On a GPU a run before those that count compiles the kernels.
+        timed = race(ways, how.repeats, f"{workload}, batch {batch}", args.device != "cpu")
+        about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
+        return rows_of(timed, about, prices)
 
     rows = results.each_kept(study, args, model, cells_of(list(problems), how), measured, new_tokens=how.new,
                              methods=names, prices=prices, dtype=results.dtype_name(model))
@@ -193,39 +201,24 @@ def suitable(args, model, ways=()):
     return fitting + [way for way in ways if way.split()[0] in fitting]
 
 
-def time_methods(names, args, model, requests, cell, repeats, lengths):
-    """{method: [Run of every repeat]} of one cell (see cells_of), methods in turn. On a GPU a run before
-    those that count compiles the kernels."""
-    workload, batch, ids, temperature = cell
-
-    def build(name, ids):
-        engine = engine_of(name, model, args, batch, k=args.k or lengths.get(name))
-        return engine, requests(ids, temperature)
-
-    cells = {}
-    for name in names:
-        if name == "dlm" and (batch > 1 or workload.startswith("mixed")) or name in ALONE and batch > 1:
-            continue
-        cells[name] = partial(build, name, ids[:1] if name == "dlm" else ids)
-    return race(cells, repeats, f"{workload}, batch {batch}", args.device != "cpu")
-
-
 def middle(runs):
     """The one of the median time; of an even number the faster of the two."""
     return sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
 
 
 def rows_of(timed, about, prices):
-    """The rows of a cell, one for each method. about: what they have in common. prices: a cost table or None.
-    """
+    """The rows of a cell, one for each method. about: what they have in common. prices: a cost table or {}."""
     plain = middle(timed["ar"])
     cost = CostTable(prices) if prices else None
     rows = []
     for name, runs in timed.items():
         run = middle(runs)
         steps = [s for g in run.generations for s in g.steps]
-        lossless = name.split()[0] in methods.METHODS
-        row = {
+        proposed = sum(s.proposed for s in steps)
+        method = name.split()[0]
+        priced = cost and name != TREE and method in ("ar", COMBINED, *cost.drafters)
+        compared = method in methods.METHODS and not about["temperature"]
+        rows.append({
             **about,
             "method": name,
             "seconds": run.seconds,
@@ -234,18 +227,13 @@ def rows_of(timed, about, prices):
             "speedup": run.tokens / run.seconds * plain.seconds / plain.tokens,
             "rate_speedup": run.request_rate / plain.request_rate,
             "tau": run.tau,
-            "acceptance": None,
+            "acceptance": sum(s.accepted for s in steps) / proposed if proposed else None,
             "phases": run.phases,
-            "modelled": None,
+            "modelled": modelled(run.generations, cost, about["batch"]) if priced else None,
             # Sampled answers differ: of the same distribution, not of the same coins.
-            "identical": identical(plain, run) if lossless and not about["temperature"] else None,
+            "identical": identical(plain, run) if compared else None,
             "prompts": len(run.generations),
-        }
-        if lossless and name != "ar":
-            row["acceptance"] = sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1)
-        if cost and name != TREE and name.split()[0] in ("ar", COMBINED, *cost.drafters):
-            row["modelled"] = modelled(run.generations, cost, about["batch"])
-        rows.append(row)
+        })
     return rows
 
 
@@ -282,19 +270,18 @@ def lossless(args, model, tokenizer):
     """Greedy output against autoregressive output: identical in fp32; in bf16, where the number of rows
     changes rounding, a first difference must sit at a near-tie."""
     new = 160 if tokenizer.ours else 48
-    problems = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data)
-    problems = [p for some in problems.values() for p in some]
-    if not tokenizer.ours:
-        problems = [p for p in problems if len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
+    workload = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data)
+    problems = [p for p in sum(workload.values(), [])
+                if tokenizer.ours or len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
     names = [name for name in suitable(args, model, WAYS) if name.split()[0] in methods.METHODS]
 
     rows = []
     for dtype, some in (("float32", problems), ("bfloat16", problems[::5])):
         target = checkpoints.load(args.model, dtype=getattr(torch, dtype))
-        requests = partial(requests_of, some, tokenizer, target, new)
 
         def answers(name):
-            return engine_of(name, target, args, 10).generate(requests())
+            requests = requests_of(some, tokenizer, target, new)
+            return engine_of(name, target, args, 10).generate(requests)
 
         plain = answers("ar")
         for name in tqdm(names, desc=dtype):
