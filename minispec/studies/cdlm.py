@@ -27,13 +27,13 @@ def decoders(args, target, tokenizer):
     """{name: build}, where build(batch_size=n, **settings) makes a new engine or decoder: of the target,
     "ar"; of the shipped teacher, also as "dual" with stale keys; of the shipped student."""
     mask_id = cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1])
-    target, student, teacher = (checkpoints.load(folder, target.device, BF16) for folder in (
-        args.model, cdlm.METHODS["cdlm"][1], cdlm.METHODS["dlm"][1]))
+    folders = {**dict(cdlm.METHODS.values()), "target": args.model}
+    models = {kind: checkpoints.load(folder, target.device, BF16) for kind, folder in folders.items()}
     return {
-        "ar": partial(methods.make_engine, "ar", target, methods.settings()),
-        "teacher": partial(cdlm.Decoder, teacher, mask_id, "teacher"),
-        "dual": partial(cdlm.Decoder, teacher, mask_id, "dual"),
-        "student": partial(cdlm.Decoder, student, mask_id, "student"),
+        "ar": partial(methods.make_engine, "ar", models["target"], methods.settings()),
+        "teacher": partial(cdlm.Decoder, models["teacher"], mask_id, "teacher"),
+        "dual": partial(cdlm.Decoder, models["teacher"], mask_id, "dual"),
+        "student": partial(cdlm.Decoder, models["student"], mask_id, "student"),
     }
 
 
@@ -72,13 +72,12 @@ def answer(decoder, problems, tokenizer):
     """Decode and judge: {"problems", "solved", "by_family", "steps", "tokens"}, and the answers."""
     generations = decoder.generate(requests_of(problems, decoder.model))
     right = [verdict(p, g, tokenizer) for (p, _), g in zip(problems, generations)]
-    by_family = {}
-    for family in tasks.FAMILIES:
-        by_family[family] = statistics.mean(r for r, (p, _) in zip(right, problems) if p.family == family)
     answers = [g.token_ids for g in generations]
+    by_family = {family: statistics.mean(r for r, (p, _) in zip(right, problems) if p.family == family)
+                 for family in tasks.FAMILIES}
     return {"problems": len(problems), "solved": statistics.mean(right), "by_family": by_family,
             "steps": statistics.mean(len(g.steps) for g in generations),
-            "tokens": statistics.mean(len(ids) for ids in answers)}, answers
+            "tokens": statistics.mean(map(len, answers))}, answers
 
 
 # -- studies -------------------------------------------------------------------------------------------------

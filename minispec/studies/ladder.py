@@ -36,14 +36,10 @@ def analyse(traces, table, runs=None, batches=bounds.BATCHES, k_max=None):
     if runs:
         cells = observed_cells(traces, cost, runs)
     else:
-        cells = []
-        for workload, some in bounds.by_workload(traces).items():
-            for rows in batches:
-                about = {"workload": workload, "batch": rows}
-                cells.append(about | bounds.ladder(some, cost, rows, k_max))
+        cells = [{"workload": workload, "batch": rows, **bounds.ladder(some, cost, rows, k_max)}
+                 for workload, some in bounds.by_workload(traces).items() for rows in batches]
     return {
         "about": table.get("about", {}),
-        "observed": bool(runs),
         "left_out": [m for m in traces[0].accept if m not in names],
         "cells": cells,
         "model_error": summary(cells, "error"),
@@ -65,9 +61,7 @@ def observed_cells(traces, cost, runs):
     runs = [r for r in runs if r["identical"] is not None]
     by_id = {t.id: t for t in traces}
     cells = []
-    for plain in runs:
-        if plain["method"] != "ar":
-            continue
+    for plain in (r for r in runs if r["method"] == "ar"):
         missing = [i for i in plain["ids"] if i not in by_id]
         if missing:
             raise ValueError(f"the run has a request '{missing[0]}' that has no trace; measure both again")
