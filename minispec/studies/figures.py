@@ -158,13 +158,12 @@ def winners(axes, traces):
         wins.append((gain[:-1] == most) & (most > second))
     starts = range(1, max(t.n_out for t in traces) - WINDOW + 1, WINDOW)
     for i, name in enumerate(traces[0].accept):
-        share, error = [], []
-        for start in starts:
-            some = [w[i, start:start + WINDOW].mean() for w in wins if w.shape[1] >= start + WINDOW]
-            share.append(np.mean(some))
-            error.append(2 * np.std(some) / len(some) ** 0.5)
+        some = [[w[i, start:start + WINDOW].mean() for w in wins if w.shape[1] >= start + WINDOW]
+                for start in starts]
+        share = np.array([np.mean(x) for x in some])
+        error = np.array([2 * np.std(x) / len(x) ** 0.5 for x in some])
         axes.plot(starts, share, label=name)
-        axes.fill_between(starts, np.subtract(share, error), np.add(share, error), alpha=0.2)
+        axes.fill_between(starts, share - error, share + error, alpha=0.2)
     axes.set(xlabel="position in the output", ylabel="share of positions where it gains most")
 
 

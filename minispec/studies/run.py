@@ -32,31 +32,31 @@ from minispec.tools.files import write_json
 
 @dataclass
 class Size:
-    """new: most tokens of an answer. traced: problems of each workload. batches, mixed: (requests at once,
-    how many problems) of each workload, and of all together; sampled: the same of all at temperature 1.
+    """new: most tokens of an answer. traced: problems of each workload. batches, mixed: {requests at once:
+    how many problems} of each workload, and of all together; sampled: the same of all at temperature 1.
     deepest: drafts in traces. costs: the grid of the cost table. repeats: runs in turn, of which the middle
     one counts."""
     new: int
     traced: int
-    batches: tuple
-    mixed: tuple
-    sampled: tuple
+    batches: dict
+    mixed: dict
+    sampled: dict
     deepest: int
     costs: dict = field(default_factory=dict)
     repeats: int = 1
 
 
-SMALL = Size(160, 16, ((1, 4), (4, 8), (16, 16)), ((1, 12), (4, 12), (16, 24)), ((1, 12),), 16, repeats=3)
+SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, repeats=3)
 # Of SmolLM2; the short one takes eight minutes where two idle cores multiply bf16. No round of the engine has
 # more than 32 drafts, so nothing is censored that could be decoded.
 GRID = {"contexts": (64, 512), "prompts": (32, 256)}
-SHORT = Size(64, 2, ((1, 2),), ((1, 10), (4, 16), (16, 20)), ((1, 5),), 32, GRID)
+SHORT = Size(64, 2, {1: 2}, {1: 10, 4: 16, 16: 20}, {1: 5}, 32, GRID)
 FINE = {"contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
-LONG = Size(128, 4, ((1, 4), (4, 4)), ((1, 10), (4, 20), (16, 40)), ((1, 10), (8, 20)), 32, FINE)
-ANSWERS = Size(256, 4, ((1, 4),), (), (), 32)
+LONG = Size(128, 4, {1: 4, 4: 4}, {1: 10, 4: 20, 16: 40}, {1: 10, 8: 20}, 32, FINE)
+ANSWERS = Size(256, 4, {1: 4}, {}, {}, 32)
 MORE = ("--long takes perhaps three times as long: answers of 128 tokens, 4 problems of each workload "
         "instead of 2, batches of 4 of each, and prices up to longer contexts")
-QUICK = Size(32, 2, ((1, 1),), ((4, 8),), ((4, 4),), 16,
+QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
 
 
@@ -82,21 +82,20 @@ def profile(args, model, tokenizer):
     some = traces_of(drafters, model, args, tokenizer, problems, how)
     # Prompt lookup says itself what it expects.
     table["accept"] = {name: measure.acceptance(some, name) for name in drafters if name != "ngram"}
+    # By rows, the drafts a round that would have cost least time for these traces.
+    best_k = {}
+    for rows in table["verify"]["rows"]:
+        fixed = ladder(some, CostTable(table), rows)["total time"]["L2"]
+        best_k[str(rows)] = {name: best["k"] for name, best in fixed.items()}
     table["about"] = {
         "device": results.device_name(args.device),
         "dtype": results.dtype_name(model),
         "torch": torch.__version__,
-        "best_k": {str(rows): best_k(some, table, rows) for rows in table["verify"]["rows"]},
+        "best_k": best_k,
     }
     if not args.quick:
         write_json(results.path("costs.json"), table)
     return {"table": table}
-
-
-def best_k(some, table, rows):
-    """{drafter: drafts a round} that cost least time for these traces in a batch of so many rows."""
-    fixed = ladder(some, CostTable(table), rows)["total time"]["L2"]
-    return {name: best["k"] for name, best in fixed.items()}
 
 
 # -- trace -----------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ def observe(study, args, model, tokenizer, how, names):
         return rows_of(timed, about, prices)
 
     rows = results.each_kept(study, args, model, cells_of(list(problems), how), measured, new_tokens=how.new,
-                             methods=names, prices=prices, dtype=results.dtype_name(model))
+                             methods=names, prices=prices)
     return {"new_tokens": how.new, "rows": sum(rows, [])}
 
 
@@ -183,9 +182,9 @@ def cells_of(ids, how):
     cells = []
     for w in dict.fromkeys(i.split("/")[0] for i in ids):
         own = [i for i in ids if i.startswith(w + "/")]
-        cells += [(w, batch, own[:n], 0.0) for batch, n in how.batches]
-    cells += [("mixed", batch, ids[:n], 0.0) for batch, n in how.mixed]
-    return cells + [("mixed, T = 1", batch, ids[:n], 1.0) for batch, n in how.sampled]
+        cells += [(w, batch, own[:n], 0.0) for batch, n in how.batches.items()]
+    cells += [("mixed", batch, ids[:n], 0.0) for batch, n in how.mixed.items()]
+    return cells + [("mixed, T = 1", batch, ids[:n], 1.0) for batch, n in how.sampled.items()]
 
 
 def suitable(args, model, ways=()):
