@@ -252,7 +252,7 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
 
 def test_gap_is_left_out_where_there_is_none():
     cell = {"seconds": 1.0, "total time": {"L5": {"ngram": 1.0}, "L6": 1.0}}
-    rows = [{"method": m, "batch": 1, "seconds": 1.0, "tokens": 2, "modelled": 1.0} for m in ("ar", "ngram", "adaptive")]
+    rows = [{"method": m, "batch": 1, "seconds": 1.0, "tokens": 2, "modelled": 1.0, "speedup": 1.0} for m in ("ar", "ngram", "adaptive")]
     assert "gap" not in ladder.observed(rows, cell, 2)
 
 

@@ -335,7 +335,7 @@ def test_repeated_grams():
 def tiny(monkeypatch):
     """(settings, tokenizer) of studies on texts of the toy model."""
     monkeypatch.setattr(texts, "text", lambda kind, number, length, *_: (PROMPT + AR.token_ids)[number:number + length])
-    for name, value in dict(CONTEXTS=(60,), AFTER=60).items():
+    for name, value in dict(CONTEXTS=(60,), AFTER=60, NEW=30).items():
         monkeypatch.setattr(studies, name, value)
     return methods.settings(quick=True, data=None), types.SimpleNamespace(ours=True)
 
@@ -349,14 +349,14 @@ def test_the_study_of_acceptance_runs_and_is_shown(tiny):
 
 
 def test_the_study_of_serving_continues_prompts_that_were_read_once(tiny):
-    rows = studies.serving_rows(tiny[0], MODEL, tiny[1], 60, 3, 0, 30)
+    rows = studies.serving_rows(tiny[0], MODEL, tiny[1], 60, 3, 0)
     assert [(r["method"], r["temperature"]) for r in rows] == [(m, t) for t in (0.0, 0.65) for m in ("ar", "ngram", studies.PAPER, "specgen")]
     assert [r.get("identical") for r in rows] == [None, 3, 3, 3] + [None] * 4
     assert [bool(r.get("predicted")) for r in rows] == [False, False, True, False] * 2
     assert "| 3 of 3 |" in render("serving", {"rows": rows})
     want = Engine(MODEL, Lockstep, 1).generate([Request(PROMPT[:60], 30)])[0].token_ids
     kept = studies.read_once(MODEL, [PROMPT[:60]])
-    engine, requests = studies.warm_cells(MODEL, tiny[0], kept, [PROMPT[:60]], 0.0, 30)["ar"]()
+    engine, requests = studies.warm_cells(MODEL, tiny[0], kept, [PROMPT[:60]], 0.0)["ar"]()
     assert engine.generate(requests)[0].token_ids == want and engine.iterations[0]["prefill"] == 9
 
 

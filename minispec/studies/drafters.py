@@ -184,13 +184,10 @@ def specdiff_chains(args, model, tokenizer):
         builders[k, rule, draft_temperature, temperature] = partial(build, way, temperature)
     runs = race(builders, n, "chains")
     plain = runs.pop("ar")
-    rows = []
-    for (k, rule, draft_temperature, temperature), timed in runs.items():
-        rows.append({
-            "chains": k, "rule": rule, "draft_temperature": draft_temperature, "temperature": temperature,
-            **ratio(timed, plain),
-            "tau": timed[-1].tau,
-            "identical": None if temperature else identical(plain[-1], timed[-1]),
-            "prompts": len(problems),
-        })
-    return {"rows": rows}
+    return {"rows": [{
+        "chains": k, "rule": rule, "draft_temperature": draft_temperature, "temperature": temperature,
+        **ratio(timed, plain),
+        "tau": timed[-1].tau,
+        "identical": None if temperature else identical(plain[-1], timed[-1]),
+        "prompts": len(problems),
+    } for (k, rule, draft_temperature, temperature), timed in runs.items()]}

@@ -78,8 +78,7 @@ def profile(args, model, tokenizer):
     drafters = methods.chain_drafters(model, args, how.deepest)
     table = measure.cost_table(model, drafters, **how.costs)
 
-    problems = workloads.numbered(tokenizer, 1, args.data, first=how.traced)
-    some = traces_of(drafters, model, args, tokenizer, problems, how)
+    some = traces_of(drafters, model, args, tokenizer, how, 1, first=how.traced)
     # Prompt lookup says itself what it expects.
     table["accept"] = {name: measure.acceptance(some, name) for name in drafters if name != "ngram"}
     # By rows, the drafts a round that would have cost least time for these traces.
@@ -104,17 +103,17 @@ def trace(args, model, tokenizer):
     """What every drafter would get accepted at every position of one frozen greedy output. Without --quick
     also traces.jsonl."""
     how = size(args, tokenizer)
-    problems = workloads.numbered(tokenizer, how.traced, args.data)
     drafters = methods.chain_drafters(model, args, how.deepest)
-    some = traces_of(drafters, model, args, tokenizer, problems, how)
+    some = traces_of(drafters, model, args, tokenizer, how, how.traced)
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
     accepted = {w: statistics(t, list(drafters), 8) for w, t in by_workload(some).items()}
     return {"k_max": how.deepest, "k": 8, "accept": accepted}
 
 
-def traces_of(drafters, model, args, tokenizer, problems, how):
-    """The traces of the target's own answers to {id: problem}."""
+def traces_of(drafters, model, args, tokenizer, how, n, first=0):
+    """The traces of the target's own answers to n problems of each workload, from the first-th on."""
+    problems = workloads.numbered(tokenizer, n, args.data, first)
     requests = requests_of(problems.values(), tokenizer, model, how.new)
     answers = engine_of("ar", model, args, 16).generate(requests)
     texts = {id: (g.prompt_ids, g.token_ids) for id, g in zip(problems, answers)}

@@ -77,11 +77,11 @@ def serving(args, model, tokenizer):
     timings of single steps."""
     measure = partial(serving_rows, args, model, tokenizer)
     cells = [(1000, 2, 0)] if args.quick else SERVING
-    rows = results.each_kept("serving", args, model, cells, measure, new=NEW)
+    rows = results.each_kept("serving", args, model, cells, measure)
     return {"rows": sum(rows, [])}
 
 
-def serving_rows(args, model, tokenizer, context, batch, first, new=NEW):
+def serving_rows(args, model, tokenizer, context, batch, first):
     """The rows of one context and batch, of texts from kind number `first` on."""
     repeats = 2 if batch == 1 else 1
     kinds = texts.kinds(tokenizer)
@@ -95,17 +95,16 @@ def serving_rows(args, model, tokenizer, context, batch, first, new=NEW):
         costs = measure_costs(model, context, batch, K, args.sparsity, args.min_budget)
     rows = []
     for temperature in (0.0, TEMPERATURES[0]):
-        cells = warm_cells(model, args, kept, ids, temperature, new)
+        cells = warm_cells(model, args, kept, ids, temperature)
         runs = race(cells, repeats, f"{batch} requests at {context}", see=seen)
         for method, timed in runs.items():
             row = {"context": context, "requests": batch, "texts": names, "method": method,
-                   "temperature": temperature,
-                   "dtype": dtype_name(model), **ratio(timed, runs["ar"])}
+                   "temperature": temperature, "dtype": dtype_name(model), **ratio(timed, runs["ar"])}
             # Sampled answers are of the same distribution, of other tokens.
             if method != "ar" and not temperature:
                 row["identical"] = identical(runs["ar"][-1], timed[-1])
             if method == PAPER:
-                row |= against_prediction(row, timed[-1], runs["ar"][-1], costs, new)
+                row |= against_prediction(row, timed[-1], runs["ar"][-1], costs)
             rows.append(row)
     return rows
 
@@ -156,18 +155,18 @@ def resumed(way, model, args, batch, kept, **changes):
     return engine
 
 
-def warm_cells(model, args, kept, prompts, temperature, new):
+def warm_cells(model, args, kept, prompts, temperature):
     """{method: build} for `race`: plain decoding, SpecGen, where it copies also the paper's, which does not,
     and prompt lookup alone, behind prompts (ids) that were read once."""
     def build(way):
-        requests = [Request(ids, new, Sampling(temperature, seed=i)) for i, ids in enumerate(prompts)]
+        requests = [Request(ids, NEW, Sampling(temperature, seed=i)) for i, ids in enumerate(prompts)]
         return resumed(way, model, args, len(prompts), kept, lookup=None), requests
 
     ways = ["ar", "ngram", PAPER] + ["specgen"] * (methods.LOOKUP >= len(prompts))
     return {way: partial(build, way) for way in ways}
 
 
-def against_prediction(row, run, plain, costs, new):
+def against_prediction(row, run, plain, costs):
     """What SpecGen did next to plain decoding, and what the cost model says that it should do. The model's
     terms are timed step by step without CUDA graphs, so on a GPU there is no prediction."""
     accepted = statistics.mean(s.accepted for g in run.generations for s in g.steps if s.proposed == K)
@@ -175,7 +174,7 @@ def against_prediction(row, run, plain, costs, new):
         return {"accepted": accepted}
     (_, host), (step, plain_host) = run.seen, plain.seen
     costs = {**costs, "host_cost": max(host - plain_host, 0.0) / step}
-    rounds = new / (accepted + 1)
+    rounds = NEW / (accepted + 1)
     predicted = predicted_speedup(K, accepted, **costs, rounds=rounds, batch=row["requests"])
     return {"accepted": accepted, **costs, "predicted": predicted}
 
