@@ -264,9 +264,10 @@ def read_text():
 
 
 @pytest.mark.parametrize("select, k, sparsity", [("window", 4, 0.1), ("window", 8, 0.3), ("pillar", 8, 1.0), ("pillar", 3, 0.1), ("ahead", 8, 0.1)])
-def test_a_replay_accepts_what_decoding_accepts(read_text, select, k, sparsity):
+def test_a_replay_accepts_what_decoding_accepts(read_text, select, k, sparsity, monkeypatch):
     """Along the model's greedy answer, round by round: rows behind a rejected draft are the same, too, which count in the scores."""
-    r = Replay(read_text, 100, select, k, sparsity, temperatures=(0.0,))
+    monkeypatch.setattr("minispec.studies.replay.TEMPERATURES", (0.0,))
+    r = Replay(read_text, 100, select, k, sparsity)
     replay(read_text, [r], 175)
     engine = Engine(MODEL, lambda e: SpecGen(e, k, sparsity, 0, select=select), 1)
     # The engine's first token is the last one of the text that was read.
@@ -299,9 +300,10 @@ def test_replays_leave_the_text_as_it_was_read(read_text):
     assert torch.equal(read_text.cache.k, kept)
 
 
-def test_replayed_chances_are_the_rejection_rules_own(read_text):
+def test_replayed_chances_are_the_rejection_rules_own(read_text, monkeypatch):
     """sum of min(p, q) is how often sampled drafts are accepted."""
-    r = Replay(read_text, 100, "window", 1, 0.05, temperatures=(1.0,))
+    monkeypatch.setattr("minispec.studies.replay.TEMPERATURES", (1.0,))
+    r = Replay(read_text, 100, "window", 1, 0.05)
     p = read_text.logits[0].softmax(-1)
     q = torch.rand(64, generator=torch.Generator().manual_seed(0)).softmax(0)
     r.judge(q.log()[None])

@@ -88,8 +88,8 @@ def compare(kind, args, model, tokenizer, settings):
     Seeds of an arm are one: their tokens and rounds are added up prompt by prompt. An arm is held against
     the reference arm with as many training prompts.
     """
-    folders = sorted(glob.glob(os.path.join(glob.escape(args.arms or ""), "*")))
-    folders = [f for f in folders if checkpoints.kind_of(f) == kind]
+    there = sorted(glob.glob(os.path.join(glob.escape(args.arms or ""), "*")))
+    folders = [folder for folder in there if checkpoints.kind_of(folder) == kind]
     if not folders:
         raise ValueError("this study compares trained drafters: --arms must be a folder with one folder each "
                          f"(train_{kind}.py), got {args.arms}")
