@@ -90,7 +90,8 @@ def observed(rows, cell, traced):
         "L1": by_model,
         "error": {m: s / runs[m]["seconds"] - 1 for m, s in modelled.items()},
         "speedup_error": {m: s / by_clock[m] - 1 for m, s in by_model.items() if m != "ar"},
-        "above": {m: r["seconds"] / r["tokens"] * optimum[m] / plain for m, r in runs.items() if m in optimum},
+        "above": {m: r["seconds"] / r["tokens"] * optimum[m] / plain
+                  for m, r in runs.items() if m in optimum},
     }
     for gained, name in ((by_clock, "gap"), (by_model, "gap_modelled")):
         single = max((s for m, s in gained.items() if m in ("ar", *alone)), default=1.0)
