@@ -91,9 +91,9 @@ def cdlm_curves(args, model, tokenizer):
 
 
 def compare(study, args, model, tokenizer, cells, n):
-    """A row for each of `cells` (decoder, settings), on n problems a family: "ar" is the target, "teacher" and
-    "student" are what ships, "dual" is the teacher with stale keys. "same": the share of answers that are
-    those of the first teacher."""
+    """A row for each of `cells` (decoder, settings), on n problems a family. "ar" is the target, "teacher"
+    and "student" are what ships, "dual" is the teacher with stale keys. "same": the share of answers that
+    are those of the first teacher."""
     mask_id = cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1])
     folders = {**dict(cdlm.METHODS.values()), "ar": args.model}
     models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}

@@ -89,8 +89,8 @@ def resumable(name, about, cells, measure):
 
 def each_kept(name, args, model, cells, measure, **more):
     """[measure(*cell) for every cell] of a long study, which goes on where it was interrupted, if its
-    settings, the target, its dtype, the machine and `more` are the same. Runs that write no result keep no cells
-    either."""
+    settings, the target, its dtype, the machine and `more` are the same. Runs that write no result keep no
+    cells either."""
     settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "arms")}
     about = {
         **more,

@@ -205,7 +205,8 @@ def middle(runs):
 
 
 def rows_of(timed, about, prices):
-    """The rows of a cell, one for each method. about: what they have in common. prices: a cost table or {}."""
+    """The rows of a cell, one for each method. about: what they have in common. prices: a cost table, or {}
+    where there is none."""
     plain = middle(timed["ar"])
     cost = CostTable(prices) if prices else None
     rows = []
