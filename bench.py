@@ -86,7 +86,7 @@ def parser():
     p.add_argument("--traces", metavar="FILE", help="bounds: of accept traces of your own; see "
                    "bench.py bounds --traces FILE --help")
     methods.add_arguments(p)
-    p.set_defaults(model=None, cost=None)
+    p.set_defaults(model=None)
     return p
 
 

@@ -118,7 +118,7 @@ def gpu(args, model):
     if available(torch.empty(0, device=args.device)):
         cells += [("kernels", kind, *shape) for shape in s.kernels for kind in KINDS]
     out = {"out_of_memory": []}
-    for cell, row in zip(cells, results.each_kept("gpu", args, model, {})(cells, measured)):
+    for cell, row in zip(cells, results.each_kept("gpu", args, model, cells, measured)):
         if row is None:
             out["out_of_memory"].append(" ".join(map(str, cell)))
         else:

@@ -252,7 +252,7 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
 
 def test_gap_is_left_out_where_there_is_none():
     cell = {"seconds": 1.0, "total time": {"L5": {"ngram": 1.0}, "L6": 1.0}}
-    rows = [{"method": m, "batch": 1, "seconds": 1.0, "tokens": 2, "modelled": 1.0} for m in ("ar", "ngram", "adaptive")]
+    rows = [{"method": m, "batch": 1, "seconds": 1.0, "tokens": 2, "modelled": 1.0, "speedup": 1.0} for m in ("ar", "ngram", "adaptive")]
     assert "gap" not in ladder.observed(rows, cell, 2)
 
 
@@ -373,7 +373,7 @@ def test_a_requests_rate_counts_from_its_entry():
     assert rate == pytest.approx((6 / 2 + 6 / 1 + 6 / 4) / 3) and len(generations) == 3
 
 
-def test_a_real_model_gets_real_prompts(tmp_path, monkeypatch):
+def test_a_real_model_gets_real_prompts(tmp_path):
     """Spec-Bench's blocks, HumanEval and rewriting tasks of a data folder; without one, what ships. Workloads in turn, no problem twice."""
     def put(name, rows):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -390,8 +390,7 @@ def test_a_real_model_gets_real_prompts(tmp_path, monkeypatch):
     later = workloads.problems_of(real, 1, str(tmp_path), first=2)
     assert not {p.prompt for p in some["qa"]} & {p.prompt for p in later["qa"]} and later["edit"] == some["edit"]        # there is only one
     assert some["edit"][0].prompt == "Rewrite it in the passive.\n\nHe ate.\n"
-    monkeypatch.setattr(workloads, "requests_of", lambda problems, *_: problems)
-    in_turn = workloads.requests(SimpleNamespace(data=str(tmp_path)), None, real, 2, 8)
+    in_turn = workloads.numbered(real, 2, str(tmp_path))
     assert list(in_turn) == [f"{w}/{i}" for i in range(2) for w in some if i < len(some[w])]
     shipped, later = workloads.problems_of(real, 2), workloads.problems_of(real, 2, first=2)
     assert list(shipped) == ["questions", "story", "edit"] and all(len(own) == 2 for own in shipped.values())

@@ -716,7 +716,7 @@ def test_censored_positions_are_counted():
 def test_a_bound_of_censored_traces_is_marked():
     rungs = lambda x, k: {"L2": {"a": {"k": k, "speedup": x + 0.25}}, "L4": {"a": 1.0, "all": 1.0}, "L5": {"a": x + 0.5}, "L6": x + 0.75, "L7": x + 1, "L9": x + 2}
     text = lambda share: tables_bounds.ladder_table({
-        "observed": False, "model_error": None, "speedup_error": None, "left_out": [],
+        "model_error": None, "speedup_error": None, "left_out": [],
         "cells": [{"workload": "w", "batch": 1, "censored": {"a": share, "all": share}, "total time": rungs(1, 2), "mean rate": rungs(3, 4)}]})
     assert "| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50* / 3.50* a | 1.75* / 3.75* | 2.00* / 4.00* | 3.00 / 5.00 | 6 % |" in text(0.06) and "only bounds rounds" in text(0.06)
     assert "| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50 / 3.50 a | 1.75 / 3.75 | 2.00 / 4.00 | 3.00 / 5.00 | 5 % |" in text(0.05) and "only bounds rounds" not in text(0.05)

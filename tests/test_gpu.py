@@ -149,7 +149,7 @@ def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run(monkeypatch):
     monkeypatch.setattr(studies, "race", lambda *_, **__: {"ar": [run], studies.PAPER: [run]})
     monkeypatch.setattr(studies, "measure_costs", lambda *_: pytest.fail("timed"))
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    rows = studies.serving_rows(SimpleNamespace(data=None), model, None, 100, 2, 0, 1)
+    rows = studies.serving_rows(SimpleNamespace(data=None), model, None, 100, 2, 0)
     assert [row["method"] for row in rows] == ["ar", studies.PAPER] * 2 and not any("predicted" in row for row in rows)
 
 

@@ -214,7 +214,7 @@ def test_a_window_is_priced_by_the_drafts_that_it_has(monkeypatch):
 
 
 def test_price_of_reading_is_the_first_round_beside_the_second(monkeypatch):
-    rounds = iter([{"seconds": {"draft": s}} for s in (9.0, 1.0, 5.0, 1.0, 9.0, 1.0, 1.0, 2.0)])           # each time after one that does not count
+    rounds = iter([{"draft": s} for s in (9.0, 1.0, 5.0, 1.0, 9.0, 1.0, 1.0, 2.0)])           # each time after one that does not count
     monkeypatch.setattr(measure, "_rounds", lambda *args: [next(rounds), next(rounds)])
     assert measure.read_seconds(TARGET, None, 1, 16) == 4.0 and measure.read_seconds(TARGET, None, 1, 16) == 0.0
     assert CostTable({"verify": {"kind": "linear", "base": 1}, "read": {"a": {"kind": "linear", "base": 1, "token": 0.5}}}).read("a", 10) == 6.0

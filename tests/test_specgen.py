@@ -264,9 +264,10 @@ def read_text():
 
 
 @pytest.mark.parametrize("select, k, sparsity", [("window", 4, 0.1), ("window", 8, 0.3), ("pillar", 8, 1.0), ("pillar", 3, 0.1), ("ahead", 8, 0.1)])
-def test_a_replay_accepts_what_decoding_accepts(read_text, select, k, sparsity):
+def test_a_replay_accepts_what_decoding_accepts(read_text, select, k, sparsity, monkeypatch):
     """Along the model's greedy answer, round by round: rows behind a rejected draft are the same, too, which count in the scores."""
-    r = Replay(read_text, 100, select, k, sparsity, temperatures=(0.0,))
+    monkeypatch.setattr("minispec.studies.replay.TEMPERATURES", (0.0,))
+    r = Replay(read_text, 100, select, k, sparsity)
     replay(read_text, [r], 175)
     engine = Engine(MODEL, lambda e: SpecGen(e, k, sparsity, 0, select=select), 1)
     # The engine's first token is the last one of the text that was read.
@@ -299,9 +300,10 @@ def test_replays_leave_the_text_as_it_was_read(read_text):
     assert torch.equal(read_text.cache.k, kept)
 
 
-def test_replayed_chances_are_the_rejection_rules_own(read_text):
+def test_replayed_chances_are_the_rejection_rules_own(read_text, monkeypatch):
     """sum of min(p, q) is how often sampled drafts are accepted."""
-    r = Replay(read_text, 100, "window", 1, 0.05, temperatures=(1.0,))
+    monkeypatch.setattr("minispec.studies.replay.TEMPERATURES", (1.0,))
+    r = Replay(read_text, 100, "window", 1, 0.05)
     p = read_text.logits[0].softmax(-1)
     q = torch.rand(64, generator=torch.Generator().manual_seed(0)).softmax(0)
     r.judge(q.log()[None])
@@ -335,7 +337,7 @@ def test_repeated_grams():
 def tiny(monkeypatch):
     """(settings, tokenizer) of studies on texts of the toy model."""
     monkeypatch.setattr(texts, "text", lambda kind, number, length, *_: (PROMPT + AR.token_ids)[number:number + length])
-    for name, value in dict(CONTEXTS=(60,), AFTER=60).items():
+    for name, value in dict(CONTEXTS=(60,), AFTER=60, NEW=30).items():
         monkeypatch.setattr(studies, name, value)
     return methods.settings(quick=True, data=None), types.SimpleNamespace(ours=True)
 
@@ -349,14 +351,14 @@ def test_the_study_of_acceptance_runs_and_is_shown(tiny):
 
 
 def test_the_study_of_serving_continues_prompts_that_were_read_once(tiny):
-    rows = studies.serving_rows(tiny[0], MODEL, tiny[1], 60, 3, 0, 1, 30)
+    rows = studies.serving_rows(tiny[0], MODEL, tiny[1], 60, 3, 0)
     assert [(r["method"], r["temperature"]) for r in rows] == [(m, t) for t in (0.0, 0.65) for m in ("ar", "ngram", studies.PAPER, "specgen")]
     assert [r.get("identical") for r in rows] == [None, 3, 3, 3] + [None] * 4
     assert [bool(r.get("predicted")) for r in rows] == [False, False, True, False] * 2
     assert "| 3 of 3 |" in render("serving", {"rows": rows})
     want = Engine(MODEL, Lockstep, 1).generate([Request(PROMPT[:60], 30)])[0].token_ids
     kept = studies.read_once(MODEL, [PROMPT[:60]])
-    engine, requests = studies.warm_cells(MODEL, tiny[0], kept, [PROMPT[:60]], 0.0, 30)["ar"]()
+    engine, requests = studies.warm_cells(MODEL, tiny[0], kept, [PROMPT[:60]], 0.0)["ar"]()
     assert engine.generate(requests)[0].token_ids == want and engine.iterations[0]["prefill"] == 9
 
 

@@ -5,7 +5,6 @@ All decoders answer the same held-out problems, which fit the answer slots. A st
 request took part, whatever the batch; the decoder counts it. """
 import random
 import statistics
-from functools import partial
 
 import torch
 
@@ -13,7 +12,8 @@ from minispec import cdlm
 from minispec.core.requests import Request
 from minispec.data import tasks
 from minispec.studies import results
-from minispec.tools import checkpoints, methods
+from minispec.studies.timing import engine_of
+from minispec.tools import checkpoints
 from minispec.tools.answers import verdict
 
 LONGEST_PROMPT = 160            # tokens
@@ -21,20 +21,6 @@ FIRST = 3000                    # seed of the first held-out problem used here
 BF16 = torch.bfloat16           # it takes half the time
 STRICT = 0.999                  # at this threshold the shipped student is as good as its teacher
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
-
-
-def decoders(args, target, tokenizer):
-    """{name: build}, where build(batch_size=n, **settings) makes a new engine or decoder: of the target,
-    "ar"; of the shipped teacher, also as "dual" with stale keys; of the shipped student."""
-    mask_id = cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1])
-    target, student, teacher = (checkpoints.load(folder, target.device, BF16) for folder in (
-        args.model, cdlm.METHODS["cdlm"][1], cdlm.METHODS["dlm"][1]))
-    return {
-        "ar": partial(methods.make_engine, "ar", target, methods.settings()),
-        "teacher": partial(cdlm.Decoder, teacher, mask_id, "teacher"),
-        "dual": partial(cdlm.Decoder, teacher, mask_id, "dual"),
-        "student": partial(cdlm.Decoder, student, mask_id, "student"),
-    }
 
 
 # -- problems ------------------------------------------------------------------------------------------------
@@ -72,13 +58,12 @@ def answer(decoder, problems, tokenizer):
     """Decode and judge: {"problems", "solved", "by_family", "steps", "tokens"}, and the answers."""
     generations = decoder.generate(requests_of(problems, decoder.model))
     right = [verdict(p, g, tokenizer) for (p, _), g in zip(problems, generations)]
-    by_family = {}
-    for family in tasks.FAMILIES:
-        by_family[family] = statistics.mean(r for r, (p, _) in zip(right, problems) if p.family == family)
     answers = [g.token_ids for g in generations]
+    by_family = {family: statistics.mean(r for r, (p, _) in zip(right, problems) if p.family == family)
+                 for family in tasks.FAMILIES}
     return {"problems": len(problems), "solved": statistics.mean(right), "by_family": by_family,
             "steps": statistics.mean(len(g.steps) for g in generations),
-            "tokens": statistics.mean(len(ids) for ids in answers)}, answers
+            "tokens": statistics.mean(map(len, answers))}, answers
 
 
 # -- studies -------------------------------------------------------------------------------------------------
@@ -106,17 +91,25 @@ def cdlm_curves(args, model, tokenizer):
 
 
 def compare(study, args, model, tokenizer, cells, n):
-    """A row for each of `cells` (decoder, settings), on n problems a family. "same": the share of answers
-    that are those of the first teacher."""
-    build = decoders(args, model, tokenizer)
+    """A row for each of `cells` (decoder, settings), on n problems a family. "ar" is the target, "teacher"
+    and "student" are what ships, "dual" is the teacher with stale keys. "same": the share of answers that
+    are those of the first teacher."""
+    mask_id = cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1])
+    folders = {**dict(cdlm.METHODS.values()), "ar": args.model}
+    models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
+    models["dual"] = models["teacher"]
     problems = held_out(tokenizer, n)
 
     def measure(name, settings):
-        row, answers = answer(build[name](batch_size=16, **settings), problems, tokenizer)
+        if name == "ar":
+            decoder = engine_of("ar", models["ar"], args, 16)
+        else:
+            decoder = cdlm.Decoder(models[name], mask_id, name, batch_size=16, **settings)
+        row, answers = answer(decoder, problems, tokenizer)
         return {"decoder": name, "steps_a_block": settings.get("steps"),
                 "threshold": settings.get("threshold"), "order": settings.get("order"), **row}, answers
 
-    measured = results.each_kept(study, args, model, {})(cells, measure)
+    measured = results.each_kept(study, args, model, cells, measure)
     reference = next(answers for row, answers in measured if row["decoder"] == "teacher")
     for row, answers in measured:
         row["same"] = None

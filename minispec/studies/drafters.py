@@ -17,8 +17,8 @@ from tqdm import tqdm
 from minispec.core.verify import Sampling
 from minispec.core.words import Words
 from minispec.studies import workloads
-from minispec.studies.timing import identical, race, ratio
-from minispec.tools import checkpoints, methods
+from minispec.studies.timing import engine_of, identical, race, ratio
+from minispec.tools import checkpoints
 from minispec.tools.answers import requests_of
 
 FIRST = 30              # of the problems of a workload: those before are used elsewhere
@@ -29,6 +29,13 @@ REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others ar
 
 
 # -- accepted lengths ------------------------------------------------------------------------------
+
+def chains_of_5(way, model, args, batch, **changes):
+    """The engine of a method whose chains all have 5 drafts."""
+    engine = engine_of(way, model, args, batch, depth=5, **changes)
+    engine.planner.drafter.stop = 0.0
+    return engine
+
 
 def tau(prompts):
     """Committed tokens a round, of prompts (.., n, 2): how much was committed in how many rounds."""
@@ -66,46 +73,42 @@ def accepted_lengths(engine, problems, tokenizer, temperature):
 def prism_arms(args, model, tokenizer):
     """Accepted lengths of the trained arms of the PRISM family, chains of 5; alone, and with copies next to
     them."""
-    return compare("prism", args, model, tokenizer, (0.0,), COPIES)
+    return compare("prism", args, model, tokenizer, {"at_0": (0.0, 0, 16), "copies": (0.0, COPIES, 1)})
 
 
 def specdiff_objectives(args, model, tokenizer):
     """Tokens a verification by training objective, one chain, at temperature 0 and 1."""
-    return compare("specdiff", args, model, tokenizer, (0.0, 1.0))
+    return compare("specdiff", args, model, tokenizer, {"at_0": (0.0, 0, 16), "at_1": (1.0, 0, 16)})
 
 
-def compare(kind, args, model, tokenizer, temperatures, copies=0):
-    """Every drafter of this kind in a folder of --arms, greedy and sampled, on the same held-out problems;
-    and greedy with so many rows for copies, one request at a time.
+def compare(kind, args, model, tokenizer, settings):
+    """Every drafter of this kind in a folder of --arms, on the same held-out problems. settings: {name:
+    (temperature, rows for copies, requests at a time)}.
 
     Seeds of an arm are one: their tokens and rounds are added up prompt by prompt. An arm is held against
     the reference arm with as many training prompts.
     """
-    folders = sorted(glob.glob(os.path.join(glob.escape(args.arms or ""), "*")))
-    folders = [f for f in folders if checkpoints.kind_of(f) == kind]
+    there = sorted(glob.glob(os.path.join(glob.escape(args.arms or ""), "*")))
+    folders = [folder for folder in there if checkpoints.kind_of(folder) == kind]
     if not folders:
         raise ValueError("this study compares trained drafters: --arms must be a folder with one folder each "
                          f"(train_{kind}.py), got {args.arms}")
     workload = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data, FIRST)
     problems = sum(workload.values(), [])
+    families = [p.family for p in problems]
 
-    # {(arm, training prompts): [(what it is, accepted lengths by temperature) of each seed]}
+    # {(arm, training prompts): [(what it is, accepted lengths by setting) of each seed]}
     trained = {}
     for folder in tqdm(folders, desc=kind):
-        alone = {**vars(args), "drafter": folder, "depth": 5, "tree": 0, "lookup": 0}
-        engine = methods.make_engine(kind, model, methods.settings(**alone), 16)
+        lengths = {}
+        for setting, (temperature, lookup, batch) in settings.items():
+            way = f"{kind} --lookup {lookup}"
+            engine = chains_of_5(way, model, args, batch, drafter=folder, tree=0)
+            lengths[setting] = accepted_lengths(engine, problems, tokenizer, temperature)
         drafter = engine.planner.drafter
-        drafter.stop = 0.0                               # all chains have 5 drafts
         module = drafter.prism if kind == "prism" else drafter.drafter
         log = checkpoints.records(folder)
         about = {"parameters": module.n_params(), "log": log[-1], "curve": log}
-        lengths = [accepted_lengths(engine, problems, tokenizer, t) for t in temperatures]
-        if copies:
-            settings = methods.settings(**{**alone, "lookup": copies})
-            engine = methods.make_engine(kind, model, settings, 1)
-            engine.planner.drafter.stop = 0.0
-            some = accepted_lengths(engine, problems, tokenizer, 0.0)
-            about["copies"] = {"lookup": copies, **join_seeds([some], [], [p.family for p in problems])}
         trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append((about, lengths))
 
     names = [name for name, _ in trained]
@@ -114,9 +117,9 @@ def compare(kind, args, model, tokenizer, temperatures, copies=0):
     for (name, n_prompts), seeds in sorted(trained.items(), key=lambda x: (-x[0][1], x[0][0])):
         record = {**seeds[0][0], "seeds": len(seeds)}
         others = trained.get((reference, n_prompts), [])
-        for i, t in enumerate(temperatures):
-            own, its = ([lengths[i] for _, lengths in some] for some in (seeds, others))
-            record[f"at_{t:g}"] = join_seeds(own, its, [p.family for p in problems])
+        for setting, (_, lookup, _) in settings.items():
+            own, its = ([lengths[setting] for _, lengths in some] for some in (seeds, others))
+            record[setting] = {"lookup": lookup, **join_seeds(own, its, families)}
         out[f"{name}, {n_prompts} prompts" if n_prompts else name] = record
     return {"prompts": len(problems), "reference": reference, "arms": out}
 
@@ -147,12 +150,10 @@ def draft_vocabulary(args, model, tokenizer):
     problems = sum(workloads.problems_of(tokenizer, 1 if args.quick else 2, args.data, FIRST).values(), [])
     rows = []
     for size in tqdm(VOCABULARIES, desc="vocabularies"):
-        settings = methods.settings(**{**vars(args), "depth": 5})
-        engine = methods.make_engine("eagle", model, settings, 1)
+        engine = chains_of_5("eagle", model, args, 1)
         drafter = engine.planner.drafter
         if drafter.words.ids is None:
             raise ValueError("the drafter of this model drafts all tokens; there is nothing to compare")
-        drafter.stop = 0.0                               # all chains have 5 drafts
         drafter.words = Words(model, drafter.words.ids[:size])
         answers = engine.generate(requests_of(problems, tokenizer, model, NEW // 2))
         steps = [s for g in answers for s in g.steps if s.proposed]
@@ -172,24 +173,21 @@ def specdiff_chains(args, model, tokenizer):
     n = 1 if args.quick else 2
     problems = sum(workloads.problems_of(tokenizer, n, args.data, FIRST).values(), [])
 
-    def build(method, k=1, rule="rejection", draft_temperature=None, temperature=0.0):
-        settings = methods.settings(**{
-            **vars(args), "k_drafts": k, "rule": rule, "draft_temperature": draft_temperature})
+    def build(way, temperature=0.0):
         requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature))
-        return methods.make_engine(method, model, settings, 1), requests
+        return engine_of(way, model, args, 1), requests
 
-    rules = ("rejection", "selection", "walk")
-    cells = list(itertools.product((1, 2, 4, 8), rules, (0.7, 1.0), (0.0, 1.0)))
-    builders = {cell: partial(build, "specdiff", *cell) for cell in (cells[:3] if args.quick else cells)}
-    runs = race({"ar": partial(build, "ar"), **builders}, n, "chains")
+    cells = list(itertools.product((1, 2, 4, 8), ("rejection", "selection", "walk"), (0.7, 1.0), (0.0, 1.0)))
+    builders = {"ar": partial(build, "ar")}
+    for k, rule, draft_temperature, temperature in cells[:3] if args.quick else cells:
+        way = f"specdiff --k-drafts {k} --rule {rule} --draft-temperature {draft_temperature}"
+        builders[k, rule, draft_temperature, temperature] = partial(build, way, temperature)
+    runs = race(builders, n, "chains")
     plain = runs.pop("ar")
-    rows = []
-    for (k, rule, draft_temperature, temperature), timed in runs.items():
-        rows.append({
-            "chains": k, "rule": rule, "draft_temperature": draft_temperature, "temperature": temperature,
-            **ratio(timed, plain),
-            "tau": timed[-1].tau,
-            "identical": None if temperature else identical(plain[-1], timed[-1]),
-            "prompts": len(problems),
-        })
-    return {"rows": rows}
+    return {"rows": [{
+        "chains": k, "rule": rule, "draft_temperature": draft_temperature, "temperature": temperature,
+        **ratio(timed, plain),
+        "tau": timed[-1].tau,
+        "identical": None if temperature else identical(plain[-1], timed[-1]),
+        "prompts": len(problems),
+    } for (k, rule, draft_temperature, temperature), timed in runs.items()]}

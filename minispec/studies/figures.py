@@ -1,6 +1,7 @@
 """The lessons' figures, drawn from results/: functions of (axes, result of a study). matplotlib is optional:
 without it nothing is drawn and nothing is lost, because every figure has its numbers in results/."""
 import os
+from collections import defaultdict
 from functools import partial
 from importlib.util import find_spec
 
@@ -54,11 +55,13 @@ def draw(found, prefix):
             pyplot.close(canvas)
 
 
-def lines(axes, rows, x, y, by):
-    """Column y of rows, dicts, against their column x: a line for each value of the column `by`."""
-    for label in dict.fromkeys(row[by] for row in rows):
-        some = [row for row in rows if row[by] == label]
-        axes.plot([row[x] for row in some], [row[y] for row in some], ".-", label=label)
+def lines(axes, rows, x, y, style=".-"):
+    """Rows (name of a line, x, y), a line for each name. x, y: what the axes are called."""
+    points = defaultdict(list)
+    for name, *point in rows:
+        points[name].append(point)
+    for name, some in points.items():
+        axes.plot(*zip(*some), style, label=name)
     axes.set(xlabel=x, ylabel=y)
 
 
@@ -85,46 +88,43 @@ def schedule(axes, r):
 def by_place(axes, r, arms, place):
     """How often a draft is accepted, by its place in the chain or window, where all before it were."""
     arms = [arm for arm in arms if arm in r["arms"]] or list(r["arms"])
-    rows = [{"arm": arm.split(",")[0], place: i + 1, "accepted if all before were": share}
-            for arm in arms for i, share in enumerate(r["arms"][arm]["at_0"]["by_depth"])]
-    lines(axes, rows, place, "accepted if all before were", "arm")
+    rows = [(arm.split(",")[0], i, share)
+            for arm in arms for i, share in enumerate(r["arms"][arm]["at_0"]["by_depth"], 1)]
+    lines(axes, rows, place, "accepted if all before were")
 
 
 def by_minutes(axes, r):
     """tau on held-out answers along the trainings."""
-    rows = [{"drafter": name, "minutes": x["seconds"] / 60, "tau, held-out": x["heldout_tau"]}
+    rows = [(name, x["seconds"] / 60, x["heldout_tau"])
             for name, arm in r["arms"].items() for x in arm.get("curve", ())]
-    lines(axes, rows, "minutes", "tau, held-out", "drafter")
+    lines(axes, rows, "minutes", "tau, held-out")
 
 
 def by_chains(axes, r):
     """tau of K chains, judged by the walk."""
     # With one chain, selection is the walk.
-    rows = [{**x, "judged": f"temperature {x['temperature']:g}"} for x in r["rows"]
+    rows = [(f"temperature {x['temperature']:g}", x["chains"], x["tau"]) for x in r["rows"]
             if x["rule"] == ("walk" if x["chains"] > 1 else "selection") and x["draft_temperature"] != 0.7]
-    lines(axes, rows, "chains", "tau", "judged")
+    lines(axes, rows, "chains", "tau")
 
 
 def by_steps(axes, r):
     """What is solved against the steps of an answer."""
-    rows = []
-    for x in r["rows"]:
-        if x["steps_a_block"]:
-            rows.append({**x, "decoder": "teacher, cut"})
-        elif x["order"] != "surest":
-            rows.append(x)
-    lines(axes, rows, "steps", "solved", "decoder")
+    rows = [("teacher, cut" if x["steps_a_block"] else x["decoder"], x["steps"], x["solved"])
+            for x in r["rows"] if x["steps_a_block"] or x["order"] != "surest"]
+    lines(axes, rows, "steps", "solved")
     axes.set(xscale="log")
 
 
 # -- performance or illusion -----------------------------------------------------------------------
 
-def best(r):
-    """Of each batch of the mixed workload, or of the first one if nothing was mixed, the best of every rung
-    by total time."""
-    mixed = [c for c in r["cells"] if c["workload"] == "mixed"]
+def speedup_by_batch(axes, r):
+    """What was observed and the best of every rung, by total time, against the batch size: of the mixed
+    workload, or of the first one if nothing was mixed."""
     rows = []
-    for cell in mixed or [c for c in r["cells"] if c["workload"] == r["cells"][0]["workload"]]:
+    workloads = [c["workload"] for c in r["cells"]]
+    shown = "mixed" if "mixed" in workloads else workloads[0]
+    for cell in (c for c in r["cells"] if c["workload"] == shown):
         c = cell[AVERAGES[0]]
         observed = c.get("L0", {})
         rungs = {
@@ -135,25 +135,17 @@ def best(r):
             "L6 all drafters": c["L6"],
             "L7 free drafters": c["L7"],
         }
-        rows += [{"rung": name, "batch": cell["batch"], "speed-up": x} for name, x in rungs.items() if x]
-    return rows
-
-
-def speedup_by_batch(axes, r):
-    """What was observed and the rungs against the batch size."""
-    lines(axes, best(r), "batch", "speed-up", "rung")
+        rows += [(name, cell["batch"], x) for name, x in rungs.items() if x]
+    lines(axes, rows, "batch", "speed-up")
 
 
 def modelled(axes, r):
     """What the prices say of every method and cell against what the clock said."""
-    cells = [c for c in r["cells"] if "L1" in c]
-    for method in dict.fromkeys(m for c in cells for m in c["L1"] if m != "ar"):
-        some = [c for c in cells if method in c["L1"]]
-        observed = [c[AVERAGES[0]]["L0"][method] for c in some]
-        axes.plot(observed, [c["L1"][method] for c in some], ".", label=method)
-    if cells:
+    rows = [(method, c[AVERAGES[0]]["L0"][method], x)
+            for c in r["cells"] for method, x in c.get("L1", {}).items() if method != "ar"]
+    lines(axes, rows, "observed speed-up", "modelled speed-up", ".")
+    if rows:
         axes.axline((1, 1), slope=1, color="gray", linewidth=0.5)
-        axes.set(xlabel="observed speed-up", ylabel="modelled speed-up")
 
 
 def winners(axes, traces):
@@ -166,13 +158,12 @@ def winners(axes, traces):
         wins.append((gain[:-1] == most) & (most > second))
     starts = range(1, max(t.n_out for t in traces) - WINDOW + 1, WINDOW)
     for i, name in enumerate(traces[0].accept):
-        share, error = [], []
-        for start in starts:
-            some = [w[i, start:start + WINDOW].mean() for w in wins if w.shape[1] >= start + WINDOW]
-            share.append(np.mean(some))
-            error.append(2 * np.std(some) / len(some) ** 0.5)
+        some = [[w[i, start:start + WINDOW].mean() for w in wins if w.shape[1] >= start + WINDOW]
+                for start in starts]
+        share = np.array([np.mean(x) for x in some])
+        error = np.array([2 * np.std(x) / len(x) ** 0.5 for x in some])
         axes.plot(starts, share, label=name)
-        axes.fill_between(starts, np.subtract(share, error), np.add(share, error), alpha=0.2)
+        axes.fill_between(starts, share - error, share + error, alpha=0.2)
     axes.set(xlabel="position in the output", ylabel="share of positions where it gains most")
 
 

@@ -36,14 +36,10 @@ def analyse(traces, table, runs=None, batches=bounds.BATCHES, k_max=None):
     if runs:
         cells = observed_cells(traces, cost, runs)
     else:
-        cells = []
-        for workload, some in bounds.by_workload(traces).items():
-            for rows in batches:
-                about = {"workload": workload, "batch": rows}
-                cells.append(about | bounds.ladder(some, cost, rows, k_max))
+        cells = [{"workload": workload, "batch": rows, **bounds.ladder(some, cost, rows, k_max)}
+                 for workload, some in bounds.by_workload(traces).items() for rows in batches]
     return {
         "about": table.get("about", {}),
-        "observed": bool(runs),
         "left_out": [m for m in traces[0].accept if m not in names],
         "cells": cells,
         "model_error": summary(cells, "error"),
@@ -65,9 +61,7 @@ def observed_cells(traces, cost, runs):
     runs = [r for r in runs if r["identical"] is not None]
     by_id = {t.id: t for t in traces}
     cells = []
-    for plain in runs:
-        if plain["method"] != "ar":
-            continue
+    for plain in (r for r in runs if r["method"] == "ar"):
         missing = [i for i in plain["ids"] if i not in by_id]
         if missing:
             raise ValueError(f"the run has a request '{missing[0]}' that has no trace; measure both again")
@@ -85,22 +79,19 @@ def observed_cells(traces, cost, runs):
 def observed(rows, cell, traced):
     """L1, error, above and gap of one cell (see the module). rows: what was run, one row for each method;
     traced: the tokens of the traces, because in bf16 answers may part from them at near-ties."""
-    clock = {r["method"]: r["seconds"] for r in rows}
-    modelled = {r["method"]: r["modelled"] for r in rows if r.get("modelled")}
-    tokens = {r["method"]: r["tokens"] for r in rows}
-
-    def speedups(seconds):
-        return {m: tokens[m] / s * seconds["ar"] / tokens["ar"] for m, s in seconds.items()}
-
-    by_clock, by_model = speedups(clock), speedups(modelled)
+    by_clock = {r["method"]: r["speedup"] for r in rows}
+    runs = {r["method"]: r for r in rows}
+    modelled = {m: r["modelled"] for m, r in runs.items() if r.get("modelled")}
+    by_model = {m: runs[m]["tokens"] / s * modelled["ar"] / runs["ar"]["tokens"] for m, s in modelled.items()}
     alone, together = (cell["total time"][rung] for rung in ("L5", "L6"))
     optimum = {**alone, COMBINED: together, "ar": 1.0}
-    plain = cell["seconds"]
+    plain = cell["seconds"] / traced                     # of a token, by the model
     out = {
         "L1": by_model,
-        "error": {m: s / clock[m] - 1 for m, s in modelled.items()},
+        "error": {m: s / runs[m]["seconds"] - 1 for m, s in modelled.items()},
         "speedup_error": {m: s / by_clock[m] - 1 for m, s in by_model.items() if m != "ar"},
-        "above": {m: s / tokens[m] * traced * optimum[m] / plain for m, s in clock.items() if m in optimum},
+        "above": {m: r["seconds"] / r["tokens"] * optimum[m] / plain
+                  for m, r in runs.items() if m in optimum},
     }
     for gained, name in ((by_clock, "gap"), (by_model, "gap_modelled")):
         single = max((s for m, s in gained.items() if m in ("ar", *alone)), default=1.0)

@@ -70,12 +70,9 @@ def round_seconds(model, drafter, rows, context, drafts, repeats=1):
     """
     turn = 1 + repeats
     order = [max(drafts)] + [k for k in drafts for _ in range(turn)]
-    iterations = _rounds(model, drafter, rows, context, order)
-    out = {k: [] for k in drafts}
-    for i in range(1, len(order)):
-        if (i - 1) % turn:                               # not the first of its turn
-            out[order[i]].append(iterations[i]["seconds"])
-    return out
+    seconds = _rounds(model, drafter, rows, context, order)
+    # Without the first of each turn.
+    return {k: seconds[2 + i * turn:1 + (i + 1) * turn] for i, k in enumerate(drafts)}
 
 
 def read_seconds(model, drafter, rows, context):
@@ -83,12 +80,12 @@ def read_seconds(model, drafter, rows, context):
     of `rows` requests. The first time it does so, kernels for so many rows are compiled, which is no part of
     the price."""
     for _ in range(2):
-        first, second = (i["seconds"]["draft"] for i in _rounds(model, drafter, rows, context, [1, 1]))
-    return max(first - second, 0.0)
+        first, second = _rounds(model, drafter, rows, context, [1, 1])
+    return max(first["draft"] - second["draft"], 0.0)
 
 
 def _rounds(model, drafter, rows, context, order):
-    """The engine's record of rounds with `order` drafts, `context` cached tokens in the middle of them. The
+    """{phase: seconds} of rounds with `order` drafts, `context` cached tokens in the middle of them. The
     requests come as if their prompts were read already: what the cache holds makes no difference to the
     time."""
     most = max(1, *order)
@@ -97,26 +94,23 @@ def _rounds(model, drafter, rows, context, order):
     gained = sum((k + 1) // 2 + 1 for k in order)
     context = max(1, context - gained // 2)
     longest = sum(order) + len(order) + most + 1
-    requests = []
-    for row in range(rows):
-        prompt = [(7 * i + 3 * row) % model.config.vocab_size for i in range(context + 1)]
-        requests.append(Request(prompt, longest))
+    c = model.config
+    prompts = [[(7 * i + 3 * row) % c.vocab_size for i in range(context + 1)] for row in range(rows)]
+    requests = [Request(prompt, longest) for prompt in prompts]
     # On a GPU this makes the pool of a drafter's graphs, in which its notes of the prompts must lie.
     engine._prepare(requests)
     engine.waiting.clear()
     for r in requests:
         r.n_cached = context
         if drafter.reads:
-            width = model.config.d_model
-            drafter.observe(r, torch.zeros(context, width, dtype=model.dtype, device=model.device))
+            states = torch.zeros(context, c.d_model, dtype=model.dtype, device=model.device)
+            drafter.observe(r, states)
     for _ in engine.stream(requests):
         done = len(engine.iterations)
         if done == len(order):
-            for r in requests:
-                r.cancel()
-        else:
-            engine.planner.k = order[done]
-    return engine.iterations
+            break
+        engine.planner.k = order[done]
+    return [i["seconds"] for i in engine.iterations]
 
 
 def prefill_seconds(model, rows, prompt_len, repeats):
@@ -245,13 +239,12 @@ def traces_of(drafters, model, texts, k_max=16):
         engine.answers = dict(zip(requests, (output for _, output in texts.values())))
         engine.generate(requests)
         for trace, (r, output) in zip(out, engine.answers.items()):
-            accept, offered = np.ones(len(output), int), np.zeros(len(output), int)
+            trace.accept[name] = accept = np.ones(len(output), int)
+            trace.offered[name] = offered = np.zeros(len(output), int)
             for i, drafts in asked.drafts[r].items():
                 hits, _ = greedy_chain(drafts, output[i:i + len(drafts) + 1])        # the engine's rule
                 accept[i] = hits + 1
                 offered[i] = len(drafts)
-            trace.accept[name] = accept
-            trace.offered[name] = offered
             if (accept > k_max).any():
                 trace.censored[name] = accept > k_max
     return out

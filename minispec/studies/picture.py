@@ -3,7 +3,7 @@ answer is what decode.py wrote; tokens/s are those of the study `run` on problem
 methods take turns.
 
     python decode.py --method prism --task story --size 10 --quiet --json results/answers/prism.json
-    python -m minispec.studies.picture             # all of results/answers/ into docs/figures/answers.svg
+    python bench.py report                         # all of results/answers/ into docs/figures/answers.svg
 """
 import glob
 import itertools
@@ -92,7 +92,3 @@ def draw():
     """Write the picture, if its answers are there."""
     if drawn := picture():
         write_text(FIGURE, drawn)
-
-
-if __name__ == "__main__":
-    draw()

@@ -15,7 +15,6 @@ samples: the emitted token has distribution p and was accepted with probability 
 """
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import torch
 
@@ -107,64 +106,60 @@ class Replay:
     the request. select: SpecGen's, or "oracle", BestKeys."""
     state = None
 
-    def __init__(self, text, context, select, k, sparsity, temperatures=TEMPERATURES):
-        engine = SimpleNamespace(cache=text.cache, model=text.model)
+    def __init__(self, text, context, select, k, sparsity):
         self.oracle = select == "oracle"
-        self.planner = SpecGen(engine, k, sparsity, 0, select="window" if self.oracle else select)
+        self.planner = SpecGen(text, k, sparsity, 0, select="window" if self.oracle else select)
         self.text = text
         self.k = k
-        self.temperatures = temperatures
         self.coins = torch.Generator().manual_seed(0)
         self.accepted = []                                 # of every round, by temperature
         # The prompt's last rows choose for the first round.
         self.n_cached = context - k - 1
         self.n_accepted = k
-        self.drafts = self.text_drafts()
+        self.rows = self.of_text(k + 1)                    # t0 and the drafts
         self.end_round()
 
-    def text_drafts(self):
-        """The text's tokens behind t0, which is at position n_cached, that count as accepted drafts."""
-        return self.text.ids[self.n_cached + 1:self.n_cached + 1 + self.n_accepted]
+    def of_text(self, n):
+        """n tokens of the text from t0 on, which is at position n_cached."""
+        return self.text.ids[self.n_cached:self.n_cached + n]
 
     def rows_of_text(self):
         """What the round feeds first, for `feed`: t0 and all drafts but the last, as the text has them."""
-        ids = self.text.ids[self.n_cached:self.n_cached + self.k]
         if self.oracle:
             keys = BestKeys(self.text.cache, self.n_cached, self.k, self.planner.widest(self.n_cached))
         else:
             keys = FullKeys(self.seen, 0, self.n_seen, self.k)
-        return ids, self.n_cached, keys
+        return self.of_text(self.k), self.n_cached, keys
 
     def judge(self, logits):
         """Count what the round accepts, logits (k, V) of its rows, and draw the draft that is rejected."""
         first = self.n_cached - self.text.first
         wanted = self.text.logits[first:first + self.k]
-        ways = [Sampling(temperature) for temperature in self.temperatures]
+        ways = [Sampling(temperature) for temperature in TEMPERATURES]
         chances = [torch.minimum(warp(wanted, way), warp(logits, way)).sum(-1) for way in ways]
         self.accepted.append([chance.cumprod(0).sum().item() for chance in chances])
         coins = torch.rand(self.k, generator=self.coins)
         self.n_accepted = n = int((coins < chances[0].cpu()).cumprod(0).sum())
-        self.drafts = self.text_drafts()
+        self.rows = self.of_text(n + 1)
         if n < self.k:
             self.draft((warp(logits[n], ways[0]) - warp(wanted[n], ways[0])).clamp(min=0))
 
     def draft(self, weights):
         coin = torch.rand((), generator=self.coins).to(weights.device)
-        self.drafts = torch.cat([self.drafts, draw(weights, coin)[None]])
+        self.rows = torch.cat([self.rows, draw(weights, coin)[None]])
 
     def row_behind(self):
         """What it feeds behind a rejected draft, for `feed`: the last draft."""
-        n = len(self.drafts)
-        return self.drafts[-1:], self.n_cached + n, FullKeys(self.seen, 0, self.n_seen + n, 1)
+        n = len(self.rows) - 1
+        return self.rows[-1:], self.n_cached + n, FullKeys(self.seen, 0, self.n_seen + n, 1)
 
     @torch.inference_mode()
     def end_round(self):
         """Verify t0 and the drafts, and choose what the next round sees."""
-        rows = torch.cat([self.text.ids[self.n_cached, None], self.drafts])
-        keys = FullKeys(self.text.cache, 0, self.n_cached, len(rows), record=True)
+        keys = FullKeys(self.text.cache, 0, self.n_cached, len(self.rows), record=True)
         if self.planner.record:
             with self.text.lent(keys.new):
-                feed(self.text.model, [(rows, self.n_cached, keys)])
+                feed(self.text.model, [(self.rows, self.n_cached, keys)])
         self.n_cached += self.n_accepted + 1
 
         # Draft rows see a little cache: the selection, and room for their own keys.
@@ -188,9 +183,9 @@ def replay(text, replays, end):
             r.judge(logits)
 
         # Behind a rejected draft one row at a time, of selections that go by scores.
-        while more := [r for r in live if r.planner.record and len(r.drafts) < r.k]:
+        while more := [r for r in live if r.planner.record and len(r.rows) <= r.k]:
             logits = model.logits(feed(model, [r.row_behind() for r in more]))
             for r, row in zip(more, logits):
-                r.draft(warp(row, Sampling(r.temperatures[0])))
+                r.draft(warp(row, Sampling(TEMPERATURES[0])))
         for r in live:
             r.end_round()

@@ -4,7 +4,6 @@ import os
 import platform
 import sys
 import time
-from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -13,7 +12,7 @@ from minispec.core.cpu import PACKED_TYPES
 from minispec.tools import checkpoints
 from minispec.tools.files import blame, read_json, write_json
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+ROOT = os.path.abspath(os.path.join(__file__, "..", "..", ".."))
 FOLDER = os.path.join(ROOT, "results")
 
 
@@ -88,15 +87,15 @@ def resumable(name, about, cells, measure):
     return done
 
 
-def each_kept(name, args, model, more):
-    """each(cells, measure) -> [measure(*cell)] for a long study that goes on where it was interrupted, if
-    its settings, the target, the machine and `more` are the same. Runs that write no result keep no cells
-    either."""
+def each_kept(name, args, model, cells, measure, **more):
+    """[measure(*cell) for every cell] of a long study, which goes on where it was interrupted, if its
+    settings, the target, its dtype, the machine and `more` are the same. Runs that write no result keep no
+    cells either."""
     settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "arms")}
     about = {
         **more,
         "settings": settings,
-        "target": checkpoints.fingerprint(model),
-        "machine": [processor(), torch.get_num_threads(), torch.__version__],
+        "target": [checkpoints.fingerprint(model), dtype_name(model)],
+        "machine": [device_name(), torch.__version__],
     }
-    return partial(resumable, None if args.quick else name, about)
+    return resumable(None if args.quick else name, about, cells, measure)

@@ -18,13 +18,11 @@ import torch
 from tqdm import tqdm
 
 from minispec.bounds import CostTable, Round, by_workload, ladder, replay
-from minispec.core.engine import Engine
-from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import traces
 from minispec.studies import measure, results, workloads
 from minispec.studies.ladder import COMBINED, statistics
-from minispec.studies.timing import identical, race
+from minispec.studies.timing import engine_of, identical, race
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap
 from minispec.tools.files import write_json
@@ -34,31 +32,31 @@ from minispec.tools.files import write_json
 
 @dataclass
 class Size:
-    """new: most tokens of an answer. traced: problems of each workload. batches, mixed: (requests at once,
-    how many problems) of each workload, and of all together; sampled: the same of all at temperature 1.
+    """new: most tokens of an answer. traced: problems of each workload. batches, mixed: {requests at once:
+    how many problems} of each workload, and of all together; sampled: the same of all at temperature 1.
     deepest: drafts in traces. costs: the grid of the cost table. repeats: runs in turn, of which the middle
     one counts."""
     new: int
     traced: int
-    batches: tuple
-    mixed: tuple
-    sampled: tuple
+    batches: dict
+    mixed: dict
+    sampled: dict
     deepest: int
     costs: dict = field(default_factory=dict)
     repeats: int = 1
 
 
-SMALL = Size(160, 16, ((1, 4), (4, 8), (16, 16)), ((1, 12), (4, 12), (16, 24)), ((1, 12),), 16, repeats=3)
+SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, repeats=3)
 # Of SmolLM2; the short one takes eight minutes where two idle cores multiply bf16. No round of the engine has
 # more than 32 drafts, so nothing is censored that could be decoded.
 GRID = {"contexts": (64, 512), "prompts": (32, 256)}
-SHORT = Size(64, 2, ((1, 2),), ((1, 10), (4, 16), (16, 20)), ((1, 5),), 32, GRID)
+SHORT = Size(64, 2, {1: 2}, {1: 10, 4: 16, 16: 20}, {1: 5}, 32, GRID)
 FINE = {"contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
-LONG = Size(128, 4, ((1, 4), (4, 4)), ((1, 10), (4, 20), (16, 40)), ((1, 10), (8, 20)), 32, FINE)
-ANSWERS = Size(256, 4, ((1, 4),), (), (), 32)
+LONG = Size(128, 4, {1: 4, 4: 4}, {1: 10, 4: 20, 16: 40}, {1: 10, 8: 20}, 32, FINE)
+ANSWERS = Size(256, 4, {1: 4}, {}, {}, 32)
 MORE = ("--long takes perhaps three times as long: answers of 128 tokens, 4 problems of each workload "
         "instead of 2, batches of 4 of each, and prices up to longer contexts")
-QUICK = Size(32, 2, ((1, 1),), ((4, 8),), ((4, 4),), 16,
+QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
 
 
@@ -80,26 +78,23 @@ def profile(args, model, tokenizer):
     drafters = methods.chain_drafters(model, args, how.deepest)
     table = measure.cost_table(model, drafters, **how.costs)
 
-    problems = workloads.problems_of(tokenizer, 1, args.data, first=how.traced)
-    requests = requests_of(sum(problems.values(), []), tokenizer, model, how.new)
-    some = traces_of(drafters, model, args, dict(enumerate(requests)), how.deepest)
+    some = traces_of(drafters, model, args, tokenizer, how, 1, first=how.traced)
     # Prompt lookup says itself what it expects.
     table["accept"] = {name: measure.acceptance(some, name) for name in drafters if name != "ngram"}
+    # By rows, the drafts a round that would have cost least time for these traces.
+    best_k = {}
+    for rows in table["verify"]["rows"]:
+        fixed = ladder(some, CostTable(table), rows)["total time"]["L2"]
+        best_k[str(rows)] = {name: best["k"] for name, best in fixed.items()}
     table["about"] = {
-        "device": results.device_name(),
+        "device": results.device_name(args.device),
         "dtype": results.dtype_name(model),
         "torch": torch.__version__,
-        "best_k": {str(rows): best_k(some, table, rows) for rows in table["verify"]["rows"]},
+        "best_k": best_k,
     }
     if not args.quick:
         write_json(results.path("costs.json"), table)
     return {"table": table}
-
-
-def best_k(some, table, rows):
-    """{drafter: drafts a round} that cost least time for these traces in a batch of so many rows."""
-    fixed = ladder(some, CostTable(table), rows)["total time"]["L2"]
-    return {name: best["k"] for name, best in fixed.items()}
 
 
 # -- trace -----------------------------------------------------------------------------------------
@@ -108,20 +103,21 @@ def trace(args, model, tokenizer):
     """What every drafter would get accepted at every position of one frozen greedy output. Without --quick
     also traces.jsonl."""
     how = size(args, tokenizer)
-    requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
     drafters = methods.chain_drafters(model, args, how.deepest)
-    some = traces_of(drafters, model, args, requests, how.deepest)
+    some = traces_of(drafters, model, args, tokenizer, how, how.traced)
     if not args.quick:
         traces.write_traces(results.path("traces.jsonl"), some)
     accepted = {w: statistics(t, list(drafters), 8) for w, t in by_workload(some).items()}
     return {"k_max": how.deepest, "k": 8, "accept": accepted}
 
 
-def traces_of(drafters, model, args, requests, deepest):
-    """The traces of the target's own answers to {id: request}."""
-    answers = methods.make_engine("ar", model, args, 16).generate(list(requests.values()))
-    texts = {str(id): (g.prompt_ids, g.token_ids) for id, g in zip(requests, answers)}
-    return measure.traces_of(drafters, model, texts, deepest)
+def traces_of(drafters, model, args, tokenizer, how, n, first=0):
+    """The traces of the target's own answers to n problems of each workload, from the first-th on."""
+    problems = workloads.numbered(tokenizer, n, args.data, first)
+    requests = requests_of(problems.values(), tokenizer, model, how.new)
+    answers = engine_of("ar", model, args, 16).generate(requests)
+    texts = {id: (g.prompt_ids, g.token_ids) for id, g in zip(problems, answers)}
+    return measure.traces_of(drafters, model, texts, how.deepest)
 
 
 # -- run -------------------------------------------------------------------------------------------
@@ -138,54 +134,61 @@ def run(args, model, tokenizer):
     Trained drafters end a chain by themselves, where they are unsure.
     """
     how = size(args, tokenizer)
-    names = suitable(args, model)
-    names += [way for way in ALONE if way.split()[0] in names]
     if how is SHORT:
         print(MORE)
-    return observe("run", args, model, tokenizer, how, names)
+    return observe("run", args, model, tokenizer, how, suitable(args, model, ALONE))
 
 
 def speed(args, model, tokenizer):
     """Long answers, one request at a time: trained drafters alone, with copies next to their drafts, and what
     chooses among them."""
     wanted = ("ngram", *methods.TRAINED, *COPYING, COMBINED)
-    ready = suitable(args, model)
-    names = [name for name in wanted if name.split()[0] in ready]
+    names = [name for name in suitable(args, model, COPYING) if name in wanted]
     return observe("speed", args, model, tokenizer, QUICK if args.quick else ANSWERS, names)
 
 
 def observe(study, args, model, tokenizer, how, names):
     """The rows of a study that times methods next to the plain loop; see `run`."""
     names = ["ar", *names]
-    requests = workloads.requests(args, model, tokenizer, how.traced, how.new)
-    prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else None
-    lengths = prices.get("about", {}).get("best_k", {}) if prices else {}
+    problems = workloads.numbered(tokenizer, how.traced, args.data)
+    prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else {}
+    best_k = prices.get("about", {}).get("best_k", {})
 
-    def measured(*cell):
-        timed = time_methods(names, args, model, requests, cell, how.repeats, lengths.get(str(cell[1]), {}))
-        return rows_of(timed, dict(zip(("workload", "batch", "ids", "temperature"), cell)), prices)
+    def build(name, batch, ids, temperature):
+        k = args.k or best_k.get(str(batch), {}).get(name)
+        some = [problems[i] for i in ids]
+        requests = requests_of(some, tokenizer, model, how.new, Sampling(temperature))
+        return engine_of(name, model, args, batch, k=k), requests
 
-    same = {"new_tokens": how.new, "methods": names, "prices": prices, "dtype": results.dtype_name(model)}
-    each = results.each_kept(study, args, model, same)
-    rows = [row for rows in each(cells_of(requests, how), measured) for row in rows]
-    return {"new_tokens": how.new, "rows": rows}
+    def measured(workload, batch, ids, temperature):
+        ways = {}
+        for name in names:
+            if name == "dlm" and workload.startswith("mixed") or batch > 1 and name in ("dlm", *ALONE):
+                continue
+            ways[name] = partial(build, name, batch, ids[:1] if name == "dlm" else ids, temperature)
+        # On a GPU a run before those that count compiles the kernels.
+        timed = race(ways, how.repeats, f"{workload}, batch {batch}", args.device != "cpu")
+        about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
+        return rows_of(timed, about, prices)
+
+    rows = results.each_kept(study, args, model, cells_of(list(problems), how), measured, new_tokens=how.new,
+                             methods=names, prices=prices)
+    return {"new_tokens": how.new, "rows": sum(rows, [])}
 
 
-def cells_of(requests, how):
-    """[(workload, batch, ids, temperature)] of requests {"workload/i": ..}, and of all workloads together.
-    """
-    ids = list(requests)
+def cells_of(ids, how):
+    """[(workload, batch, ids, temperature)] of ids "workload/i", and of all workloads together."""
     cells = []
     for w in dict.fromkeys(i.split("/")[0] for i in ids):
         own = [i for i in ids if i.startswith(w + "/")]
-        cells += [(w, batch, own[:n], 0.0) for batch, n in how.batches]
-    cells += [("mixed", batch, ids[:n], 0.0) for batch, n in how.mixed]
-    return cells + [("mixed, T = 1", batch, ids[:n], 1.0) for batch, n in how.sampled]
+        cells += [(w, batch, own[:n], 0.0) for batch, n in how.batches.items()]
+    cells += [("mixed", batch, ids[:n], 0.0) for batch, n in how.mixed.items()]
+    return cells + [("mixed, T = 1", batch, ids[:n], 1.0) for batch, n in how.sampled.items()]
 
 
-def suitable(args, model):
-    """Of the methods that are ready, those that run with this target and these settings; a line for each
-    other one says why not."""
+def suitable(args, model, ways=()):
+    """Of the methods that are ready, those that run with this target and these settings, and the `ways` of
+    theirs; a line for each other one says why not."""
     fitting = []
     for name in methods.ready(args):
         try:
@@ -193,35 +196,7 @@ def suitable(args, model):
             fitting.append(name)
         except ValueError as e:
             print(f"{name} is left out: {e}")
-    return fitting
-
-
-def engine_of(name, model, args, batch, lengths=None):
-    """The engine of a method, or of a way of one (WAYS). lengths: {method: drafts a round} where the settings
-    ask for none."""
-    chosen = {**vars(args), **(WAYS | COPYING).get(name, {})}
-    chosen["k"] = chosen["k"] or (lengths or {}).get(name)
-    return methods.make_engine(name.split()[0], model, methods.settings(**chosen), batch)
-
-
-def time_methods(names, args, model, requests, cell, repeats, lengths):
-    """{method: [Run of every repeat]} of one cell (see cells_of), methods in turn. On a GPU a run before
-    those that count compiles the kernels."""
-    workload, batch, ids, temperature = cell
-
-    def build(name, ids):
-        asked = [requests[i] for i in ids]
-        fresh = [Request(r.tokens, r.max_new_tokens, Sampling(temperature, seed=i), r.stop_ids)
-                 for i, r in enumerate(asked)]
-        return engine_of(name, model, args, batch, lengths), fresh
-
-    cells = {}
-    for name in names:
-        if name == "dlm" and (batch > 1 or workload.startswith("mixed")) or name in ALONE and batch > 1:
-            continue
-        cells[name] = partial(build, name, ids[:1] if name == "dlm" else ids)
-    return race(cells, repeats, f"{workload}, batch {batch}", args.device != "cpu",
-                lambda engine: engine.planner.k if isinstance(engine, Engine) else None)
+    return fitting + [way for way in ways if way.split()[0] in fitting]
 
 
 def middle(runs):
@@ -230,37 +205,34 @@ def middle(runs):
 
 
 def rows_of(timed, about, prices):
-    """The rows of a cell, one for each method. about: what they have in common. prices: a cost table or None.
-    """
+    """The rows of a cell, one for each method. about: what they have in common. prices: a cost table, or {}
+    where there is none."""
     plain = middle(timed["ar"])
     cost = CostTable(prices) if prices else None
     rows = []
     for name, runs in timed.items():
         run = middle(runs)
         steps = [s for g in run.generations for s in g.steps]
-        lossless = name.split()[0] in methods.METHODS
-        row = {
+        proposed = sum(s.proposed for s in steps)
+        method = name.split()[0]
+        priced = cost and name != TREE and method in ("ar", COMBINED, *cost.drafters)
+        compared = method in methods.METHODS and not about["temperature"]
+        rows.append({
             **about,
             "method": name,
-            "k": run.seen,
             "seconds": run.seconds,
             "tokens": run.tokens,
             "tokens_per_second": run.tokens / run.seconds,
             "speedup": run.tokens / run.seconds * plain.seconds / plain.tokens,
             "rate_speedup": run.request_rate / plain.request_rate,
             "tau": run.tau,
-            "acceptance": None,
+            "acceptance": sum(s.accepted for s in steps) / proposed if proposed else None,
             "phases": run.phases,
-            "modelled": None,
+            "modelled": modelled(run.generations, cost, about["batch"]) if priced else None,
             # Sampled answers differ: of the same distribution, not of the same coins.
-            "identical": identical(plain, run) if lossless and not about["temperature"] else None,
+            "identical": identical(plain, run) if compared else None,
             "prompts": len(run.generations),
-        }
-        if lossless and name != "ar":
-            row["acceptance"] = sum(s.accepted for s in steps) / (sum(s.proposed for s in steps) or 1)
-        if cost and name != TREE and name.split()[0] in ("ar", COMBINED, *cost.drafters):
-            row["modelled"] = modelled(run.generations, cost, about["batch"])
-        rows.append(row)
+        })
     return rows
 
 
@@ -275,21 +247,21 @@ def modelled(generations, cost, batch):
 
 # Ways of a method that decide which rows are fed together, or what is judged.
 TREE = "prism --tree 8"
-COPYING = {f"{name} --lookup 8": {"lookup": 8} for name in methods.TRAINED}
-ALONE = (TREE, *COPYING)  # run with one request at a time: rows cost time where there are many
-WAYS = {
-    "specgen --delayed": {"delayed": True},
-    "specgen --schedule lockstep": {"schedule": "lockstep"},
-    "specgen --lookup 40": {"lookup": 40},
-    "specgen --select pillar": {"select": "pillar"},
-    "specgen --select window": {"select": "window"},
-    "specgen --admission preempt": {"admission": "preempt", "cache_tokens": 2000},
-    "specgen --admission offload": {"admission": "offload", "cache_tokens": 2000},
-    TREE: {"tree": 8},
-    "specdiff --k-drafts 3": {"k_drafts": 3},
+COPYING = [f"{name} --lookup 8" for name in methods.TRAINED]
+ALONE = [TREE, *COPYING]  # run with one request at a time: rows cost time where there are many
+WAYS = [
+    "specgen --delayed",
+    "specgen --schedule lockstep",
+    "specgen --lookup 40",
+    "specgen --select pillar",
+    "specgen --select window",
+    "specgen --admission preempt --cache-tokens 2000",
+    "specgen --admission offload --cache-tokens 2000",
+    TREE,
+    "specdiff --k-drafts 3",
     # As many rows for each of ten requests as COPYING has for one.
-    **{f"{name} --lookup 80": {"lookup": 80} for name in methods.TRAINED},
-}
+    *(f"{name} --lookup 80" for name in methods.TRAINED),
+]
 LONGEST = 400           # tokens of a prompt of a real model, because reading takes longer than answering
 
 
@@ -297,20 +269,18 @@ def lossless(args, model, tokenizer):
     """Greedy output against autoregressive output: identical in fp32; in bf16, where the number of rows
     changes rounding, a first difference must sit at a near-tie."""
     new = 160 if tokenizer.ours else 48
-    problems = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data)
-    problems = [p for some in problems.values() for p in some]
-    if not tokenizer.ours:
-        problems = [p for p in problems if len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
-    ready = [name for name in suitable(args, model) if name in methods.METHODS]
-    names = [*ready, *(way for way in WAYS if way.split()[0] in ready)]
+    workload = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data)
+    problems = [p for p in sum(workload.values(), [])
+                if tokenizer.ours or len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
+    names = [name for name in suitable(args, model, WAYS) if name.split()[0] in methods.METHODS]
 
     rows = []
     for dtype, some in (("float32", problems), ("bfloat16", problems[::5])):
         target = checkpoints.load(args.model, dtype=getattr(torch, dtype))
-        requests = partial(requests_of, some, tokenizer, target, new)
 
         def answers(name):
-            return engine_of(name, target, args, 10).generate(requests())
+            requests = requests_of(some, tokenizer, target, new)
+            return engine_of(name, target, args, 10).generate(requests)
 
         plain = answers("ar")
         for name in tqdm(names, desc=dtype):

@@ -9,9 +9,11 @@ from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.kv_cache import KVCache
 from minispec.specgen import DraftPool, PillarKeys, budget, look_ahead
 
+REPEATS = 5
+
 
 @torch.inference_mode()
-def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
+def measure_costs(model, context, batch, k, sparsity, min_budget):
     """The arguments of specgen.predicted_speedup by name, measured (medians) on a batch of requests that have
     `context` tokens.
 
@@ -20,7 +22,7 @@ def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
     draft rows share and which more rows do not repeat. Everything short is timed behind a step that reads all
     keys, as it happens in serving: nothing is left in the processor's caches.
     """
-    samples = list(timed_steps(model, context, batch, k, budget(context, sparsity, min_budget) - 1, repeats))
+    samples = list(timed_steps(model, context, batch, k, budget(context, sparsity, min_budget) - 1))
     t = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
     attention = max(t["step"] - t["rest"], 1e-9)
     return {"attention_share": attention / (t["rest"] + attention),
@@ -30,8 +32,8 @@ def measure_costs(model, context, batch, k, sparsity, min_budget, repeats=5):
             "select_cost": max(t["select"], 0) / attention}
 
 
-def timed_steps(model, context, batch, k, selected, repeats):
-    """Yields, once a repeat, the seconds of single steps by name, on a cache of their own. Draft rows see
+def timed_steps(model, context, batch, k, selected):
+    """Yields, REPEATS times, the seconds of single steps by name, on a cache of their own. Draft rows see
     `selected` positions."""
     c = model.config
     room = context + k + 1
@@ -63,7 +65,7 @@ def timed_steps(model, context, batch, k, selected, repeats):
         full(1)
         return forward(rows, lambda: lambda layer, q, k, v: q)
 
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         t = {
             "step": full(1),
             "rest": rest(batch),

@@ -17,7 +17,8 @@ from minispec.specgen import SCHEDULES, predicted_speedup
 from minispec.studies import results, texts
 from minispec.studies.replay import TEMPERATURES, Replay, Text, read, replay
 from minispec.studies.sparse import measure_costs
-from minispec.studies.timing import identical, race, ratio
+from minispec.studies.results import dtype_name
+from minispec.studies.timing import engine_of, identical, race, ratio
 from minispec.tools import methods
 from minispec.tools.answers import requests_of, schedule_view
 
@@ -47,7 +48,7 @@ def acceptance(args, model, tokenizer):
 
     def along(kind, number):
         """Of one text by context: how repetitive it is, and [[select, k, sparsity, mean accepted at each of
-        TEMPERATURES, rounds]]."""
+        TEMPERATURES]]."""
         ids = texts.text(kind, number, contexts[-1] + AFTER, model, tokenizer, args.data)
         text = Text(model, ids)
         out = {}
@@ -55,7 +56,7 @@ def acceptance(args, model, tokenizer):
             settings = [*product(SELECTIONS, (K,), (SPARSITY,))] + VARIED * (context == VARIED_AT)
             replays = [Replay(text, context, *setting) for setting in settings]
             replay(text, replays, context + AFTER)
-            rows = [[*setting, [statistics.mean(x) for x in zip(*r.accepted)], len(r.accepted)]
+            rows = [[*setting, [statistics.mean(x) for x in zip(*r.accepted)]]
                     for setting, r in zip(settings, replays)]
             repeated = texts.repeated(ids[:context + AFTER], AFTER)
             out[str(context)] = {"repeated": repeated, "rows": rows}
@@ -63,7 +64,7 @@ def acceptance(args, model, tokenizer):
 
     kinds = texts.kinds(tokenizer)
     cells = [(kind, i) for i in range(1 if args.quick else TEXTS) for kind in kinds]
-    found = results.each_kept("acceptance", args, model, {})(cells, along)
+    found = results.each_kept("acceptance", args, model, cells, along)
     by_kind = {kind: [text for cell, text in zip(cells, found) if cell[0] == kind] for kind in kinds}
     return {"k": K, "sparsity": SPARSITY, "temperatures": TEMPERATURES, "kinds": by_kind}
 
@@ -74,16 +75,15 @@ def serving(args, model, tokenizer):
     """Several requests with long contexts: decoded tokens/s of SpecGen, of prompt lookup and of the
     autoregressive loop, greedy and sampled, and what the cost model predicts of the paper's SpecGen from
     timings of single steps."""
-    def measure(context, batch, first):
-        return serving_rows(args, model, tokenizer, context, batch, first, 2 if batch == 1 else 1)
-
-    each = results.each_kept("serving", args, model, {"new": NEW})
-    rows = each(((1000, 2, 0),) if args.quick else SERVING, measure)
-    return {"k": K, "sparsity": args.sparsity, "rows": sum(rows, [])}
+    measure = partial(serving_rows, args, model, tokenizer)
+    cells = [(1000, 2, 0)] if args.quick else SERVING
+    rows = results.each_kept("serving", args, model, cells, measure)
+    return {"rows": sum(rows, [])}
 
 
-def serving_rows(args, model, tokenizer, context, batch, first, repeats, new=NEW):
+def serving_rows(args, model, tokenizer, context, batch, first):
     """The rows of one context and batch, of texts from kind number `first` on."""
+    repeats = 2 if batch == 1 else 1
     kinds = texts.kinds(tokenizer)
     numbers = [divmod(first + i, len(kinds)) for i in range(min(batch, DISTINCT))]
     ids = [texts.text(kinds[kind], i, context, model, tokenizer, args.data) for i, kind in numbers]
@@ -95,17 +95,16 @@ def serving_rows(args, model, tokenizer, context, batch, first, repeats, new=NEW
         costs = measure_costs(model, context, batch, K, args.sparsity, args.min_budget)
     rows = []
     for temperature in (0.0, TEMPERATURES[0]):
-        cells = warm_cells(model, args, kept, ids, temperature, new)
+        cells = warm_cells(model, args, kept, ids, temperature)
         runs = race(cells, repeats, f"{batch} requests at {context}", see=seen)
         for method, timed in runs.items():
             row = {"context": context, "requests": batch, "texts": names, "method": method,
-                   "temperature": temperature,
-                   "dtype": str(model.dtype).removeprefix("torch."), **ratio(timed, runs["ar"])}
+                   "temperature": temperature, "dtype": dtype_name(model), **ratio(timed, runs["ar"])}
             # Sampled answers are of the same distribution, of other tokens.
             if method != "ar" and not temperature:
                 row["identical"] = identical(runs["ar"][-1], timed[-1])
             if method == PAPER:
-                row |= against_prediction(row, timed[-1], runs["ar"][-1], costs, new)
+                row |= against_prediction(row, timed[-1], runs["ar"][-1], costs)
             rows.append(row)
     return rows
 
@@ -137,60 +136,57 @@ class Resumed(Admission):
         self.kept = kept
 
     def _enter(self, r):
-        if not super()._enter(r):
-            return False
-        started = time.perf_counter()
-        r.n_cached = len(r.tokens) - K - 1
-        slots = slice(r.run.first, r.run.first + r.n_cached)
-        for x, old in zip((self.engine.cache.k, self.engine.cache.v), self.kept[tuple(r.tokens)]):
-            x[:, :, slots] = old[:, :, :r.n_cached]
-        self.engine.charge(r, "prefill", time.perf_counter() - started)
-        return True
+        entered = super()._enter(r)
+        old = self.kept.get(tuple(r.tokens))
+        if entered and old:
+            started = time.perf_counter()
+            r.n_cached = len(r.tokens) - K - 1
+            slots = slice(r.run.first, r.run.first + r.n_cached)
+            for x, kept in zip((self.engine.cache.k, self.engine.cache.v), old):
+                x[:, :, slots] = kept[:, :, :r.n_cached]
+            self.engine.charge(r, "prefill", time.perf_counter() - started)
+        return entered
 
 
-def resumed(method, model, settings, batch, kept):
+def resumed(way, model, args, batch, kept, **changes):
     """An engine whose requests enter with what was kept of their prompts."""
-    engine = methods.make_engine(method, model, settings, batch)
+    engine = engine_of(way, model, args, batch, **changes)
     engine.admission = Resumed(engine, kept)
     return engine
 
 
-def warm_cells(model, args, kept, prompts, temperature, new):
+def warm_cells(model, args, kept, prompts, temperature):
     """{method: build} for `race`: plain decoding, SpecGen, where it copies also the paper's, which does not,
     and prompt lookup alone, behind prompts (ids) that were read once."""
-    def build(method, lookup=0):
-        requests = [Request(ids, new, Sampling(temperature, seed=i)) for i, ids in enumerate(prompts)]
-        settings = methods.settings(**{**vars(args), "lookup": lookup})
-        return resumed(method, model, settings, len(prompts), kept), requests
+    def build(way):
+        requests = [Request(ids, NEW, Sampling(temperature, seed=i)) for i, ids in enumerate(prompts)]
+        return resumed(way, model, args, len(prompts), kept, lookup=None), requests
 
-    cells = {"ar": partial(build, "ar"), "ngram": partial(build, "ngram"), PAPER: partial(build, "specgen")}
-    if methods.LOOKUP >= len(prompts):
-        cells["specgen"] = partial(build, "specgen", methods.LOOKUP)
-    return cells
+    ways = ["ar", "ngram", PAPER] + ["specgen"] * (methods.LOOKUP >= len(prompts))
+    return {way: partial(build, way) for way in ways}
 
 
-def against_prediction(row, run, plain, costs, new):
+def against_prediction(row, run, plain, costs):
     """What SpecGen did next to plain decoding, and what the cost model says that it should do. The model's
     terms are timed step by step without CUDA graphs, so on a GPU there is no prediction."""
     accepted = statistics.mean(s.accepted for g in run.generations for s in g.steps if s.proposed == K)
-    out = {"accepted": accepted}
-    if costs:
-        (_, host), (step, plain_host) = run.seen, plain.seen
-        costs = {**costs, "host_cost": max(host - plain_host, 0.0) / step}
-        rounds = new / (accepted + 1)
-        out |= costs
-        out["predicted"] = predicted_speedup(K, accepted, **costs, rounds=rounds, batch=row["requests"])
-    return out
+    if not costs:
+        return {"accepted": accepted}
+    (_, host), (step, plain_host) = run.seen, plain.seen
+    costs = {**costs, "host_cost": max(host - plain_host, 0.0) / step}
+    rounds = NEW / (accepted + 1)
+    predicted = predicted_speedup(K, accepted, **costs, rounds=rounds, batch=row["requests"])
+    return {"accepted": accepted, **costs, "predicted": predicted}
 
 
 # -- the system ------------------------------------------------------------------------------------
 
-STAGES = {              # {stage: (method, settings)}
-    "autoregressive, reserve": ("ar", {}),
-    "naive self-speculation": ("specgen", {"lookup": 0, "schedule": "lockstep"}),
-    "+ unified schedule": ("specgen", {"lookup": 0}),
-    "+ cache manager (offload)": ("specgen", {"lookup": 0, "admission": "offload"}),
-    "+ delayed verification": ("specgen", {"lookup": 0, "admission": "offload", "delayed": True}),
+STAGES = {
+    "autoregressive, reserve": "ar",
+    "naive self-speculation": PAPER + " --schedule lockstep",
+    "+ unified schedule": PAPER,
+    "+ cache manager (offload)": PAPER + " --admission offload",
+    "+ delayed verification": PAPER + " --admission offload --delayed",
 }
 
 
@@ -198,7 +194,8 @@ def scheduler(args, model, tokenizer):
     """The parts of SpecGen's system, one after the other: on n chains of `size` lines, in a cache of a
     quarter of what all of them may ask for, which is half of what they take; of a real model on chains of
     thought that it goes on with. And how even the forwards of 40 requests are in steady state."""
-    n, size, repeats = (8, 8, 1) if args.quick else (8, 50, 2)
+    n = 8
+    size, repeats = (8, 1) if args.quick else (50, 2)
     if tokenizer.ours:
         problems = [tasks.make("trace", 700 + i, "heldout", size) for i in range(n)]
         kept, requests = {}, partial(requests_of, problems, tokenizer, model)
@@ -206,12 +203,10 @@ def scheduler(args, model, tokenizer):
     else:
         kept, requests, slots = thoughts(args, model, tokenizer, n)
 
-    def build(method, changes):
-        settings = methods.settings(**{**vars(args), "cache_tokens": slots, **changes})
-        make = partial(resumed, kept=kept) if kept else methods.make_engine
-        return make(method, model, settings, n), requests()
+    def build(way):
+        return resumed(way, model, args, n, kept, cache_tokens=slots), requests()
 
-    cells = {stage: partial(build, *cell) for stage, cell in STAGES.items()}
+    cells = {stage: partial(build, way) for stage, way in STAGES.items()}
     runs = race(cells, repeats, "scheduler", warm_up=False, see=schedule_view)
     plain, *_ = runs.values()
     rows = [{"stage": stage, "prompts": n, **ratio(timed, plain), **timed[-1].seen,
@@ -245,8 +240,7 @@ def evenness(args, model, tokenizer, batch):
     problems = [tasks.make("trace", i, "heldout", 12) for i in range(batch)]
     even = {}
     for schedule in SCHEDULES:
-        settings = methods.settings(**{**vars(args), "lookup": 0, "schedule": schedule})
-        engine = methods.make_engine("specgen", model, settings, batch)
+        engine = engine_of(f"{PAPER} --schedule {schedule}", model, args, batch)
         engine.generate(requests_of(problems, tokenizer, model, 120))
         full = [i for i in engine.iterations if i["active"] == batch and not i["prefill"]]
         # Without the first and the last round.

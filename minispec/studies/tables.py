@@ -54,15 +54,16 @@ def of_kinds(kinds, context, setting, i):
 def acceptance(r):
     """Selections and settings by context and temperature: mean of the kinds of text, with its interval."""
     first, *_ = next(iter(r["kinds"].values()))
-    rows, columns = {}, {"selection, k, budget s": "{select}, {k}, {sparsity:.0%}"}
+    rows, columns = {}, {"selection, k, budget s": "{setting}"}
     for i, temperature in enumerate(r["temperatures"]):
         for context, at in first.items():
             name = f"at_{context}_{i}"
-            shown = "{N[0]:.2f} ± {N[1]:.2f}".replace("N", name)
-            columns[f"{context} tokens at T = {temperature:g}"] = shown
+            columns[f"{context} tokens at T = {temperature:g}"] = f"{{{name}}}"
             for select, k, sparsity, *_ in at["rows"]:
-                row = rows.setdefault((select, k, sparsity), {"select": select, "k": k, "sparsity": sparsity})
-                row[name] = of_kinds(r["kinds"], context, (select, k, sparsity), i)
+                setting = f"{select}, {k}, {sparsity:.0%}"
+                row = rows.setdefault(setting, {"setting": setting})
+                found = of_kinds(r["kinds"], context, (select, k, sparsity), i)
+                row[name] = "{:.2f} ± {:.2f}".format(*found)
     return table(columns, rows.values())
 
 
@@ -73,13 +74,13 @@ def kinds(r):
     contexts = next(iter(r["kinds"].values()))[0]
     rows = []
     for context, (kind, some) in product(contexts, r["kinds"].items()):
-        row = {"text": f"{kind}, {context} tokens"}
-        row["repeated"] = np.mean([text[context]["repeated"] for text in some])
+        repeated = np.mean([text[context]["repeated"] for text in some])
+        row = {"text": f"{kind}, {context} tokens", "repeated": repeated}
         for select in selections:
             found = [_accepted(text, context, (select, r["k"], r["sparsity"]))[0] for text in some]
-            row[select] = [np.mean(found), min(found), max(found)]
+            row[select] = f"{np.mean(found):.2f} ({min(found):.2f}-{max(found):.2f})"
         rows.append(row)
-    shown = {select: "{N[0]:.2f} ({N[1]:.2f}-{N[2]:.2f})".replace("N", select) for select in selections}
+    shown = {select: f"{{{select}}}" for select in selections}
     return table({"text": "{text}", "repeated 8-grams": "{repeated:.0%}", **shown}, rows)
 
 

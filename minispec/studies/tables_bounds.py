@@ -22,9 +22,10 @@ def costs_table(r):
     rows = []
     for i, batch in enumerate(grid["rows"]):
         for c in sorted({0, len(grid["kv"]) - 1}):
-            verify = [1000 * seconds[c] for seconds in grid["seconds"][i]]
-            drafting = {name: 1000 * own["seconds"][i][-1][c] for name, own in drafts.items()}
-            rows.append({"batch": batch, "context": grid["kv"][c], "verify": verify, **drafting})
+            row = {"batch": batch, "context": grid["kv"][c]}
+            row["verify"] = [1000 * seconds[c] for seconds in grid["seconds"][i]]
+            row |= {name: 1000 * own["seconds"][i][-1][c] for name, own in drafts.items()}
+            rows.append(row)
     return table(columns, rows)
 
 
@@ -50,7 +51,9 @@ def run_table(r):
     for x in r["rows"]:
         total = sum(x["phases"].values())
         shares = {phase: x["phases"][phase] / total for phase in PHASES}
-        rows.append({**x, **shares, "gained": gained(x)})
+        # Older results have the speed-up of the total time alone.
+        gained = cell("{speedup:.2f} / {rate_speedup:.2f}", x) or cell("{speedup:.2f}", x)
+        rows.append({**x, **shares, "gained": gained})
     return table({
         "workload": "{workload}",
         "batch": "{batch}",
@@ -62,11 +65,6 @@ def run_table(r):
         **{phase: f"{{{phase}:.0%}}" for phase in PHASES},
         "identical to ar": SAME,
     }, rows)
-
-
-def gained(x):
-    """The observed speed-up of a row of `run`; older results have that of the total time alone."""
-    return cell("{speedup:.2f} / {rate_speedup:.2f}", x) or f"{x['speedup']:.2f}"
 
 
 def methods(r):
@@ -81,8 +79,7 @@ def methods(r):
     rows = []
     for method in dict.fromkeys(x["method"] for x in alone):
         some = {x["workload"]: x for x in alone if x["method"] == method}
-        row = {"method": method}
-        row["mean"] = sum(some[w]["speedup"] for w in families) / len(families)
+        row = {"method": method, "mean": sum(some[w]["speedup"] for w in families) / len(families)}
         for w, x in some.items():
             row[w] = f"{x['speedup']:.2f}, tau {x['tau']:.1f}"
             if method == "ar":
@@ -91,8 +88,7 @@ def methods(r):
             row[key] = sum(x[key] for x in some.values())
         rows.append(row)
     cells = {w: f"{{{w}}}" for w in workloads}
-    return table({"method": "{method}", "mean": "{mean:.2f}", **cells,
-                  "identical to ar": SAME}, rows)
+    return table({"method": "{method}", "mean": "{mean:.2f}", **cells, "identical to ar": SAME}, rows)
 
 
 # -- bounds ----------------------------------------------------------------------------------------

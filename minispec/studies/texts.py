@@ -52,7 +52,7 @@ def text(kind, number, length, model, tokenizer, data):
     else:
         turns = _reasoning(data) if kind == "reasoning" else _instructions(data)
         random.Random(0).shuffle(turns)
-        turns = [(asked, tokenizer.encode(said)) for asked, said in turns[number::SHARES]]
+        turns = ((asked, tokenizer.encode(said)) for asked, said in turns[number::SHARES])
         ids = conversation(turns, tokenizer, length)
     if len(ids) < length:
         raise ValueError(f"the text of the kind {kind} has {len(ids)} tokens; {length} are needed")
@@ -94,7 +94,6 @@ def own_answers(number, length, model, tokenizer, data):
                 for i, text in enumerate(asked)]
     for _ in Engine(model, Lockstep, len(asked)).stream(requests):
         if sum(len(r.generation.token_ids) for r in requests) >= length:
-            for r in requests:
-                r.cancel()
+            break
     answers = [r.generation.token_ids for r in requests]
     return conversation(zip(asked, answers), tokenizer, length)

@@ -1,11 +1,23 @@
-"""How the studies time engines: in turn, in one process, after a warm-up, so that a slow minute of the
-machine slows all."""
+"""How the studies make engines and time them: in turn, in one process, after a warm-up, so that a slow minute
+of the machine slows all."""
+import argparse
 import statistics
 from dataclasses import dataclass
 
 from tqdm import tqdm
 
+from minispec.tools import methods
 from minispec.tools.answers import summary
+
+
+def engine_of(way, model, args, batch, **changes):
+    """The engine of a method with the options behind its name, like "prism --tree 8". args: all other
+    settings, but for `changes`."""
+    method, *options = way.split()
+    parser = argparse.ArgumentParser()
+    methods.add_arguments(parser)
+    settings = parser.parse_args(options, argparse.Namespace(**{**vars(args), **changes}))
+    return methods.make_engine(method, model, settings, batch)
 
 
 @dataclass

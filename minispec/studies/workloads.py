@@ -1,4 +1,4 @@
-"""What the study `run` asks: {"workload/i": request}, the first problem of every workload, then the second.
+"""What the study `run` asks: {"workload/i": problem}, the first problem of every workload, then the second.
 
 The small model gets held-out problems of the families that it was trained on, and GSM8K where a data folder
 is given. A real one gets Spec-Bench's blocks, GSM8K, HumanEval and rewriting tasks, each in random order;
@@ -9,7 +9,6 @@ import random
 
 import minispec
 from minispec.data import prompts, tasks
-from minispec.tools.answers import requests_of
 from minispec.tools.files import blame
 
 FIRST = 800             # seed of the first held-out problem used here
@@ -66,8 +65,7 @@ def edits(file):
     return out
 
 
-def requests(args, model, tokenizer, n, new):
-    """{"workload/i": request} for answers of up to `new` tokens."""
-    problems = problems_of(tokenizer, n, args.data)
-    some = {f"{w}/{i}": own[i] for i in range(n) for w, own in problems.items() if i < len(own)}
-    return dict(zip(some, requests_of(list(some.values()), tokenizer, model, new)))
+def numbered(tokenizer, n, data=None, first=0):
+    """{"workload/i": problem} of n problems of each workload, from the first-th on."""
+    problems = problems_of(tokenizer, n, data, first)
+    return {f"{w}/{i}": own[i] for i in range(n) for w, own in problems.items() if i < len(own)}
