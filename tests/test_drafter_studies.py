@@ -60,7 +60,7 @@ def test_arms_are_compared_on_the_same_prompts(toy, small):
     assert one["ratio"] == 1 and one["ratio_interval"] == [1, 1]
     assert one["interval"][0] <= one["tau"] <= one["interval"][1] and len(one["by_depth"]) == 5
     assert 2 * out["arms"]["ttt1"]["parameters"] == out["arms"]["prism2"]["parameters"]
-    assert bench.render("prism_arms", json.loads(json.dumps(out))).count("\n") == 5
+    assert bench.render("prism_arms", json.loads(json.dumps(out))).count("\n") == 7           # each alone, in trees, with copies
     out = drafters.specdiff_objectives(args, target, tokenizer)
     assert set(out["arms"]) == {"ce"} and {"at_0", "at_1"} <= set(out["arms"]["ce"])
     assert "temperature 1" in bench.render("specdiff_objectives", json.loads(json.dumps(out)))

@@ -24,15 +24,15 @@ from minispec.tools.answers import requests_of
 FIRST = 30              # of the problems of a workload: those before are used elsewhere
 NEW = 192               # most tokens of an answer
 VOCABULARIES = (500, 1000, 2000, 4000)                  # tokens to draft
-COPIES = 8              # rows for copied tokens, next to the drafts
+WAYS = ["--depth 8 --tree 60", "--lookup 8"]            # of a drafter, besides chains of 5
 REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others are held against
 
 
 # -- accepted lengths ------------------------------------------------------------------------------
 
-def chains_of_5(way, model, args, batch, **changes):
-    """The engine of a method whose chains all have 5 drafts."""
-    engine = engine_of(way, model, args, batch, depth=5, **changes)
+def whole_rounds(way, model, args, batch, **changes):
+    """The engine of a method whose chains and trees do not end early: chains have 5 drafts."""
+    engine = engine_of(way, model, args, batch, **{"depth": 5, **changes})
     engine.planner.drafter.stop = 0.0
     return engine
 
@@ -54,7 +54,7 @@ def interval(prompts, other=None, draws=2000):
 
 
 def accepted_lengths(engine, problems, tokenizer, temperature):
-    """Decode the problems with chains: (prompts (n, 2) as `tau` takes them, how often draft 1, 2, .. is
+    """Decode the problems: (prompts (n, 2) as `tau` takes them, how often draft 1, 2, .. is
     accepted where those before it are)."""
     requests = requests_of(problems, tokenizer, engine.model, NEW, Sampling(temperature))
     answers = [g.steps for g in engine.generate(requests)]
@@ -71,19 +71,19 @@ def accepted_lengths(engine, problems, tokenizer, temperature):
 # -- arms ------------------------------------------------------------------------------------------
 
 def prism_arms(args, model, tokenizer):
-    """Accepted lengths of the trained arms of the PRISM family, chains of 5; alone, and with copies next to
-    them."""
-    return compare("prism", args, model, tokenizer, {"at_0": (0.0, 0, 16), "copies": (0.0, COPIES, 1)})
+    """Accepted lengths of the trained arms of the PRISM family: of chains of 5, of trees as large as the
+    papers', and with copies next to the chains."""
+    return compare("prism", args, model, tokenizer, (0.0,), WAYS)
 
 
 def specdiff_objectives(args, model, tokenizer):
     """Tokens a verification by training objective, one chain, at temperature 0 and 1."""
-    return compare("specdiff", args, model, tokenizer, {"at_0": (0.0, 0, 16), "at_1": (1.0, 0, 16)})
+    return compare("specdiff", args, model, tokenizer, (0.0, 1.0))
 
 
-def compare(kind, args, model, tokenizer, settings):
-    """Every drafter of this kind in a folder of --arms, on the same held-out problems. settings: {name:
-    (temperature, rows for copies, requests at a time)}.
+def compare(kind, args, model, tokenizer, temperatures, ways=()):
+    """Every drafter of this kind in a folder of --arms, on the same held-out problems, at some temperatures;
+    and in some ways, which are options, greedy and one request at a time.
 
     Seeds of an arm are one: their tokens and rounds are added up prompt by prompt. An arm is held against
     the reference arm with as many training prompts.
@@ -97,13 +97,14 @@ def compare(kind, args, model, tokenizer, settings):
     problems = sum(workload.values(), [])
     families = [p.family for p in problems]
 
+    # What is measured: name -> (options, temperature, requests at a time).
+    settings = {f"at_{t:g}": ("", t, 16) for t in temperatures} | {way: (way, 0.0, 1) for way in ways}
     # {(arm, training prompts): [(what it is, accepted lengths by setting) of each seed]}
     trained = {}
     for folder in tqdm(folders, desc=kind):
         lengths = {}
-        for setting, (temperature, lookup, batch) in settings.items():
-            way = f"{kind} --lookup {lookup}"
-            engine = chains_of_5(way, model, args, batch, drafter=folder, tree=0)
+        for setting, (way, temperature, batch) in settings.items():
+            engine = whole_rounds(f"{kind} {way}", model, args, batch, drafter=folder, tree=0)
             lengths[setting] = accepted_lengths(engine, problems, tokenizer, temperature)
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
@@ -117,11 +118,11 @@ def compare(kind, args, model, tokenizer, settings):
     for (name, n_prompts), seeds in sorted(trained.items(), key=lambda x: (-x[0][1], x[0][0])):
         record = {**seeds[0][0], "seeds": len(seeds)}
         others = trained.get((reference, n_prompts), [])
-        for setting, (_, lookup, _) in settings.items():
+        for setting in settings:
             own, its = ([lengths[setting] for _, lengths in some] for some in (seeds, others))
-            record[setting] = {"lookup": lookup, **join_seeds(own, its, families)}
+            record[setting] = join_seeds(own, its, families)
         out[f"{name}, {n_prompts} prompts" if n_prompts else name] = record
-    return {"prompts": len(problems), "reference": reference, "arms": out}
+    return {"prompts": len(problems), "reference": reference, "ways": list(ways), "arms": out}
 
 
 def join_seeds(seeds, others, families):
@@ -150,7 +151,7 @@ def draft_vocabulary(args, model, tokenizer):
     problems = sum(workloads.problems_of(tokenizer, 1 if args.quick else 2, args.data, FIRST).values(), [])
     rows = []
     for size in tqdm(VOCABULARIES, desc="vocabularies"):
-        engine = chains_of_5("eagle", model, args, 1)
+        engine = whole_rounds("eagle", model, args, 1)
         drafter = engine.planner.drafter
         if drafter.words.ids is None:
             raise ValueError("the drafter of this model drafts all tokens; there is nothing to compare")

@@ -53,7 +53,7 @@ GRID = {"contexts": (64, 512), "prompts": (32, 256)}
 SHORT = Size(64, 2, {1: 2}, {1: 10, 4: 16, 16: 20}, {1: 5}, 32, GRID)
 FINE = {"contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
 LONG = Size(128, 4, {1: 4, 4: 4}, {1: 10, 4: 20, 16: 40}, {1: 10, 8: 20}, 32, FINE)
-ANSWERS = Size(256, 4, {1: 4}, {}, {}, 32)
+ANSWERS = Size(256, 6, {1: 6}, {8: 18}, {1: 9}, 32)
 MORE = ("--long takes perhaps three times as long: answers of 128 tokens, 4 problems of each workload "
         "instead of 2, batches of 4 of each, and prices up to longer contexts")
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
@@ -140,10 +140,11 @@ def run(args, model, tokenizer):
 
 
 def speed(args, model, tokenizer):
-    """Long answers, one request at a time: trained drafters alone, with copies next to their drafts, and what
-    chooses among them."""
-    wanted = ("ngram", *methods.TRAINED, *COPYING, COMBINED)
-    names = [name for name in suitable(args, model, COPYING) if name in wanted]
+    """Long answers, mostly one request at a time: trained drafters alone, in trees, with copies next to their
+    drafts, and what chooses among them."""
+    ways = [*TREES, *COPYING]
+    wanted = ("ngram", *methods.TRAINED, *ways, COMBINED)
+    names = [name for name in suitable(args, model, ways) if name in wanted]
     return observe("speed", args, model, tokenizer, QUICK if args.quick else ANSWERS, names)
 
 
@@ -215,7 +216,7 @@ def rows_of(timed, about, prices):
         steps = [s for g in run.generations for s in g.steps]
         proposed = sum(s.proposed for s in steps)
         method = name.split()[0]
-        priced = cost and name != TREE and method in ("ar", COMBINED, *cost.drafters)
+        priced = cost and name not in TREES and method in ("ar", COMBINED, *cost.drafters)
         compared = method in methods.METHODS and not about["temperature"]
         rows.append({
             **about,
@@ -246,9 +247,9 @@ def modelled(generations, cost, batch):
 # -- losslessness ----------------------------------------------------------------------------------
 
 # Ways of a method that decide which rows are fed together, or what is judged.
-TREE = "prism --tree 8"
+TREES = ["eagle --tree 8", "prism --tree 8"]
 COPYING = [f"{name} --lookup 8" for name in methods.TRAINED]
-ALONE = [TREE, *COPYING]  # run with one request at a time: rows cost time where there are many
+ALONE = [*TREES, *COPYING]  # run with one request at a time: rows cost time where there are many
 WAYS = [
     "specgen --delayed",
     "specgen --schedule lockstep",
@@ -257,7 +258,7 @@ WAYS = [
     "specgen --select window",
     "specgen --admission preempt --cache-tokens 2000",
     "specgen --admission offload --cache-tokens 2000",
-    TREE,
+    *TREES,
     "specdiff --k-drafts 3",
     # As many rows for each of ten requests as COPYING has for one.
     *(f"{name} --lookup 80" for name in methods.TRAINED),

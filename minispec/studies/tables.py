@@ -112,8 +112,8 @@ STAGES = {
 def arms(r):
     """Trained drafters next to each other; intervals are 95 % bootstraps over prompts."""
     rows = [{"drafter": name, **x} for name, x in r["arms"].items()]
-    rows += [{**x, "drafter": f"{x['drafter']} --lookup {x['copies']['lookup']}", "at_0": x["copies"]}
-             for x in rows if "copies" in x]
+    rows += [{**x, "drafter": f"{x['drafter']} {way}", "at_0": x[way]}
+             for x in rows for way in r.get("ways", ())]
     columns = {
         "drafter": "{drafter}",
         "seeds": "{seeds}",

@@ -23,7 +23,6 @@ from minispec.tools import checkpoints
 from minispec.tools.script import positive
 
 SHIPPED = "checkpoints/target"
-TREE_WIDTH = 4                                   # nodes opened per step, and children of each
 LOOKUP = 4                                       # of specgen
 FREE = ("ar", "ngram", "specgen")                # methods that need nothing but the target
 TRAINED = ("prism", "eagle", "specdiff")         # methods whose drafter is trained and lies in a folder
@@ -58,7 +57,7 @@ def prism_chain_or_tree(model, settings, name="prism"):
     trained = prism.load(folder, model.device, model.dtype)
     checkpoints.check_target(trained.config, model, folder)
     depth = settings.depth or trained.config.depth
-    width = TREE_WIDTH if settings.tree else 1
+    width = max(round(settings.tree ** 0.5), 2) if settings.tree else 1
     drafter = prism.PrismDrafter(trained, model, depth, width, name)
     return partial(Lockstep, drafter=drafter, k=settings.tree or depth, lookup=settings.lookup or 0)
 
