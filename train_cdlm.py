@@ -190,12 +190,10 @@ def train_teacher(args, folder, tokenizer, mask_id):
             loss = reference_loss(model, batch, args, mask_id, block_causal, generator, IN_ORDER)
         # One step of the optimiser.
         loss.backward()
-        run.update(step, step / args.steps)
-        run.log(loss=loss)
-        if run.checkpoint_due(step):
-            results = evaluate(model, tokenizer, args, mask_id, block_causal)
+        run.update(step / args.steps, loss=loss)
+        if run.checkpoint_due():
             checkpoints.save(model, folder, args.target)
-            run.checkpoint(step, **results)
+            run.checkpoint(heldout=evaluate(model, tokenizer, args, mask_id, block_causal))
 
 
 def collect(model, mask_id, requests, block_size=cdlm.BLOCK_SIZE, batch_size=8, order=cdlm.ORDER):
@@ -274,16 +272,14 @@ def train_student(args, folder, tokenizer, mask_id):
         # One step of the optimiser on their weighted sum.
         loss = sum(weights[name] * x for name, x in losses.items())
         loss.backward()
-        run.update(step, step / args.steps)
-        run.log(**losses, loss=loss)
-        if run.checkpoint_due(step):
-            results = evaluate(model, tokenizer, args, mask_id, block_causal=True)
+        run.update(step / args.steps, **losses, loss=loss)
+        if run.checkpoint_due():
             checkpoints.save(model, folder, teacher)
-            run.checkpoint(step, **results)
+            run.checkpoint(heldout=evaluate(model, tokenizer, args, mask_id, block_causal=True))
 
 
 def evaluate(model, tokenizer, args, mask_id, block_causal):
-    """For the log: the held-out losses, by family."""
+    """The held-out losses, by family."""
     heldout = {}
     for family in tasks.FAMILIES:
         # Always the same problems, rates and masks, as long as the objective is the same.
@@ -292,7 +288,7 @@ def evaluate(model, tokenizer, args, mask_id, block_causal):
             generator = torch.Generator().manual_seed(0)
             loss = reference_loss(model, batch, args, mask_id, block_causal, generator)
         heldout[family] = round(loss.item(), 4)
-    return {"heldout": heldout}
+    return heldout
 
 
 STAGES = {"teacher": train_teacher, "trajectories": collect_trajectories, "student": train_student}

@@ -185,13 +185,11 @@ def train(args, teacher):
 
         # One step of the optimiser.
         loss.backward()
-        run.update(step, tokens / args.tokens)
-        run.log(loss=loss)
+        run.update(tokens / args.tokens, loss=loss)
 
-        if run.checkpoint_due(step):
-            heldout = evaluate(model, tokenizer)
+        if run.checkpoint_due():
             checkpoints.save(model, args.out, source)
-            run.checkpoint(step, tokens=tokens, heldout=heldout)
+            run.checkpoint(tokens=tokens, heldout=evaluate(model, tokenizer))
 
 
 if __name__ == "__main__":

@@ -173,14 +173,15 @@ def evaluate(model, words, heldout, args):
     for batch in heldout.batches(args.device):
         with bf16(args.device):
             _, accepted = unrolled_loss(model, words, batch, 5)
-        total += accepted.cpu() * batch.learn.sum().item()
-        n += batch.learn.sum().item()
+        tokens = batch.learn.sum().item()
+        total += accepted.cpu() * tokens
+        n += tokens
     share = total / n
     # Steps whose draft is accepted less often cost more than they give. If all five pay, so may further ones.
     model.config.depth = max(int((share > WORTH).sum()), 1)
     if model.config.depth == len(share):
         model.config.depth = prism.PrismConfig.depth
-    return {"heldout_tau": round(1 + share.sum().item(), 4)}
+    return round(1 + share.sum().item(), 4)
 
 
 # -- training ------------------------------------------------------------------------------------------------
@@ -215,12 +216,11 @@ def train(args, target, model):
             loss, accepted = unrolled_loss(model, words, batch, unroll)
         loss = loss / unroll
         loss.backward()
-        run.update(step, tokens / plan[-1][1])
-        run.log(loss=loss, tau=1 + accepted.sum())
-        if run.checkpoint_due(step):
-            results = evaluate(model, words, heldout, args)
+        run.update(tokens / plan[-1][1], loss=loss, tau=1 + accepted.sum())
+        if run.checkpoint_due():
+            tau = evaluate(model, words, heldout, args)              # also sets the depth, which is saved
             prism.save(model, args.out)
-            run.checkpoint(step, tokens=tokens, **results)
+            run.checkpoint(tokens=tokens, heldout_tau=tau)
 
 
 if __name__ == "__main__":

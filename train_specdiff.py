@@ -167,6 +167,11 @@ def _answers(drafter, batch, starts):
     return tokens, index.clamp(min=0), log_p, inside & written & (index >= 0)
 
 
+def log_probability(logits, labels):
+    """log q (...) of the tokens with indices `labels` (...), under the logits (..., N)."""
+    return logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
 def log_streak(log_q, valid):
     """log c_m (..., gamma), the log-probability that the first m drafts are all right, from those of each
     one; -inf from the first slot on that is not valid. log J is its logsumexp, J the sum of its exp: in fp32
@@ -186,7 +191,7 @@ def objective(name, logits, labels, valid, log_p=None, weight=None):
     mdlm         cross-entropy of slots masked at random; weight (..., gamma): 1 / rate where masked, else 0
     ce           cross-entropy of all slots
     """
-    log_q = logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]      # of the target's tokens
+    log_q = log_probability(logits, labels)
 
     if name == "streak":
         return -log_streak(log_q, valid).exp().sum(-1).mean()
@@ -255,9 +260,9 @@ def estimate(drafter, batch, n_windows):
     starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
     _, labels, log_p, valid = _answers(drafter, batch, starts)
     windows, _ = window_states(drafter, batch.ids, starts, batch.features)
-    all_q = drafter.words.logits(windows).float().log_softmax(-1)
-    log_q = all_q.gather(-1, labels[..., None])[..., 0]
-    right = (all_q.argmax(-1) == labels) & valid
+    logits = drafter.words.logits(windows)
+    log_q = log_probability(logits, labels)
+    right = (logits.argmax(-1) == labels) & valid
     per_window = {
         "greedy": right.long().cumprod(-1),
         "point_mass": log_streak(log_q, valid).exp(),
@@ -276,7 +281,7 @@ def evaluate(model, heldout, args):
             total[name] += mean * len(batch.ids)
     n = len(heldout.rows)
     # 1 is the bonus token.
-    return {"heldout_tau": {name: round(1 + (x / n).sum().item(), 4) for name, x in total.items()}}
+    return {name: round(1 + (x / n).sum().item(), 4) for name, x in total.items()}
 
 
 def main():
@@ -307,13 +312,11 @@ def train(args, target, model):
         with bf16(args.device):
             loss = training_loss(model, args.objective, batch, args.windows, generator)
         loss.backward()
-        run.update(step, tokens / plan[-1][1])
-        run.log(loss=loss)
+        run.update(tokens / plan[-1][1], loss=loss)
 
-        if run.checkpoint_due(step):
-            results = evaluate(model, heldout, args)
+        if run.checkpoint_due():
             specdiff.save(model, args.out)
-            run.checkpoint(step, tokens=tokens, **results)
+            run.checkpoint(tokens=tokens, heldout_tau=evaluate(model, heldout, args))
 
 
 if __name__ == "__main__":
