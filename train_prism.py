@@ -30,17 +30,17 @@ from minispec.tools.training import Run, bf16, cross_entropy, fast_dtype, locked
 
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
 
-# unroll: draft steps in the loss (None: as --unroll says). All arms but the first draft from own states too.
+# unroll: draft steps in the loss, if not those of --unroll. All arms but the first draft from own states too.
 ARMS = {
     # One module, one step: EAGLE and EAGLE-2.
     "eagle2": {"step_map": (0,), "n_layer": 1, "unroll": 1},
     # One module, many steps: HASS, EAGLE-3.
-    "ttt1": {"step_map": (0,), "n_layer": 1, "unroll": None},
+    "ttt1": {"step_map": (0,), "n_layer": 1},
     # The paper's: step 1 reads module 0, all later ones module 1.
-    "prism2": {"step_map": (0, 1), "n_layer": 1, "unroll": None},
-    "prism3": {"step_map": (0, 1, 2), "n_layer": 1, "unroll": None},
+    "prism2": {"step_map": (0, 1), "n_layer": 1},
+    "prism3": {"step_map": (0, 1, 2), "n_layer": 1},
     # As many parameters as prism2, all of them read at every step.
-    "stack2": {"step_map": (0,), "n_layer": 2, "unroll": None},
+    "stack2": {"step_map": (0,), "n_layer": 2},
 }
 
 
@@ -197,7 +197,7 @@ def main():
 
 def train(args, target, model):
     # 1. The data, which texts every step reads, and which tokens are drafted.
-    unroll = ARMS[args.arm]["unroll"] or args.unroll
+    unroll = ARMS[args.arm].get("unroll", args.unroll)
     texts, heldout, plan = rollouts.collect(args, target, model.config.taps, unroll)
     restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
     module = sum(p.numel() for p in model.bank[0].parameters())

@@ -193,14 +193,13 @@ def objective(name, logits, labels, valid, log_p=None, weight=None):
     """
     log_q = log_probability(logits, labels)
 
-    if name == "streak":
+    if name == "streak-rs":
+        log_q = (log_q - log_p).clamp(max=0)             # of being accepted
+    if name in ("streak", "streak-rs"):
         return -log_streak(log_q, valid).exp().sum(-1).mean()
     if name == "log-streak":
         started = valid[..., 0]                          # elsewhere J is 0 whatever the drafter does
         return -log_streak(log_q, valid)[started].logsumexp(-1).sum() / started.sum().clamp(min=1)
-    if name == "streak-rs":
-        log_accept = (log_q - log_p).clamp(max=0)
-        return -log_streak(log_accept, valid).exp().sum(-1).mean()
     # Masked slots count 1 / rate each, so all slots of a window count 1 on average.
     counts = valid if weight is None else valid * weight
     return -(log_q * counts).sum() / valid.sum()
@@ -254,9 +253,9 @@ def distillation(drafter, batch, starts, windows, text, valid):
 
 @torch.no_grad()
 def estimate(drafter, batch, n_windows):
-    """What windows of a rollouts.Batch would have accepted, {name: (gamma,)}: how often, on average over
-    windows, the first 1, 2, .. drafts are, for the argmax at temperature 0 ("greedy"), and for a chain drawn
-    from q under "point_mass" and "rejection"; their sums are mean accepted drafts."""
+    """How many drafts windows of a rollouts.Batch would have accepted on average: {"greedy"}, the argmax at
+    temperature 0, and {"point_mass", "rejection"}, a chain drawn from q. It is the sum of how often the first
+    1, 2, .. are."""
     starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
     _, labels, log_p, valid = _answers(drafter, batch, starts)
     windows, _ = window_states(drafter, batch.ids, starts, batch.features)
@@ -268,7 +267,7 @@ def estimate(drafter, batch, n_windows):
         "point_mass": log_streak(log_q, valid).exp(),
         "rejection": log_streak((log_q - log_p).clamp(max=0), valid).exp(),
     }
-    return {name: x.float().mean((0, 1)).cpu() for name, x in per_window.items()}
+    return {name: x.float().sum(-1).mean().item() for name, x in per_window.items()}
 
 
 def evaluate(model, heldout, args):
@@ -279,9 +278,8 @@ def evaluate(model, heldout, args):
             means = estimate(model, batch, args.windows)
         for name, mean in means.items():
             total[name] += mean * len(batch.ids)
-    n = len(heldout.rows)
     # 1 is the bonus token.
-    return {name: round(1 + (x / n).sum().item(), 4) for name, x in total.items()}
+    return {name: round(1 + x / len(heldout), 4) for name, x in total.items()}
 
 
 def main():

@@ -28,6 +28,7 @@ import time
 import zipfile
 from argparse import Namespace
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -70,8 +71,8 @@ def same_settings(folder, **settings):
     """Note in a folder of training data what they are made with. ValueError where they were begun otherwise.
     """
     os.makedirs(folder, exist_ok=True)
-    file = os.path.join(folder, "settings.json")
-    old = read_json(file) if os.path.exists(file) else {}
+    file = Path(folder, "settings.json")
+    old = read_json(file) if file.exists() else {}
     with blame(file):
         for name, value in settings.items():
             if old.get(name, value) != value:
@@ -143,10 +144,10 @@ def locked(folder):
     that the model in the folder is of no training here. ValueError for such a model, which would be replaced,
     and where another training is at work. """
     os.makedirs(folder, exist_ok=True)
-    has = [os.path.exists(os.path.join(folder, name)) for name in ("model.safetensors", "lock")]
-    if has == [True, False]:
+    lock = Path(folder, "lock")
+    if Path(folder, "model.safetensors").exists() and not lock.exists():
         raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
-    with open(os.path.join(folder, "lock"), "a+", encoding="utf-8") as file:
+    with lock.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -236,13 +237,13 @@ class Run:
         self.optimizer = Optimizer(self.model, self.muon)
         self.lines = []               # of log.jsonl
         self.recent = []              # what the steps since the last checkpoint logged
-        self.log_file = os.path.join(self.folder, "log.jsonl")
-        self.resume_file = os.path.join(self.folder, "resume.pt")
+        self.log_file = Path(self.folder, "log.jsonl")
+        self.resume_file = Path(self.folder, "resume.pt")
         seconds = 0.0
-        if os.path.exists(self.resume_file):
+        if self.resume_file.exists():
             self.step, seconds = load_state(self.resume_file, self.model, self.optimizer)
             # The log is written before resume.pt, so it may be one record ahead.
-            with blame(self.log_file), open(self.log_file, encoding="utf-8") as f:
+            with blame(self.log_file), self.log_file.open(encoding="utf-8") as f:
                 self.lines = [line for line in f if json.loads(line)["step"] <= self.step]
             print(f"resuming at step {self.step} of {self.n_steps}")
         self.started = time.time() - seconds
@@ -255,14 +256,14 @@ class Run:
             print(f"the training in {self.folder} is complete")
             return
         self.model.train()
-        name = os.path.basename(os.path.abspath(self.folder))
+        name = Path(self.folder).absolute().name
         self.bar = tqdm(range(first, self.n_steps), name, initial=first, total=self.n_steps, unit="step")
         for self.step in self.bar:
             yield self.step
             if self.last:
                 break
-        command = shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]])
-        write_text(os.path.join(self.folder, "command.txt"), command + "\n")
+        command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+        write_text(Path(self.folder, "command.txt"), command + "\n")
 
     def progress(self, done):
         """How much of the run is over, 0 to 1: `done`, or the part of its minutes, if that is more."""
