@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from minispec import cdlm
+from minispec.cdlm import BLOCK_SIZE, mask_free
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import masks, tasks
@@ -100,7 +101,7 @@ def dlm_loss(model, batch, masked, rate, counted, mask_id, block_size, mask):
     else:
         hidden = cdlm.answer_hidden(model, batch["prompt"], batch["length"], noisy, block_size, mask)
     # A slot that is masked with probability t counts 1 / t, so that every slot weighs the same in the mean.
-    logits = cdlm.mask_free(model.logits(hidden[where]), mask_id)
+    logits = mask_free(model.logits(hidden[where]), mask_id)
     loss = F.cross_entropy(logits, answer[where], reduction="none")
     return (loss / (rate * counted.sum(-1, keepdim=True))[where]).sum() / len(answer)
 
@@ -113,12 +114,12 @@ def reference_loss(model, batch, args, mask_id, block_causal, generator, in_orde
     if block_causal:
         states, mask = masks.all_blocks, cdlm.two_copies
         # No block behind the text is counted, or seen by one that is.
-        longest = masks.text_blocks(answer, model.config.eos_id, cdlm.BLOCK_SIZE).max() * cdlm.BLOCK_SIZE
+        longest = masks.text_blocks(answer, model.config.eos_id, BLOCK_SIZE).max() * BLOCK_SIZE
         answer = answer[:, :longest]
-    rate, counted = states(answer, model.config.eos_id, cdlm.BLOCK_SIZE, generator)
-    masked = masks.turns(answer.shape, cdlm.BLOCK_SIZE, generator, in_order) < rate
+    rate, counted = states(answer, model.config.eos_id, BLOCK_SIZE, generator)
+    masked = masks.turns(answer.shape, BLOCK_SIZE, generator, in_order) < rate
     batch = to(args.device, {**batch, "answer": answer})
-    return dlm_loss(model, batch, masked, rate, counted, mask_id, cdlm.BLOCK_SIZE, mask)
+    return dlm_loss(model, batch, masked, rate, counted, mask_id, BLOCK_SIZE, mask)
 
 
 def draw_states(live, gen_length, block_size, generator):
@@ -144,8 +145,8 @@ def distillation_loss(model, teacher_head, batch, k, mask_id, block_size):
     hidden = cdlm.blocks_hidden(model, batch["prompt"], batch["length"], tokens, noisy, block_size)
     # What the teacher thought of each slot when it revealed it.
     with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
-        goal = cdlm.mask_free(batch["hidden"][masked].to(teacher_head.dtype) @ teacher_head.T, mask_id)
-    values = divergence(goal, cdlm.mask_free(model.logits(hidden[masked]), mask_id))
+        goal = mask_free(batch["hidden"][masked].to(teacher_head.dtype) @ teacher_head.T, mask_id)
+    values = divergence(goal, mask_free(model.logits(hidden[masked]), mask_id))
     # The mean over the masked slots of a block, of all blocks with text.
     ends = torch.arange(block_size, length + block_size, block_size, device=k.device).clamp(max=length)
     count = masks.per_slot(ends - k, length, block_size)
@@ -166,7 +167,7 @@ def consistency_loss(model, batch, k, mask_id, block_size, generator):
     def logits(step):
         y = tokens.masked_fill(rank >= step[:, None], mask_id)
         hidden = cdlm.answer_hidden(model, batch["prompt"], batch["length"], y, block_size)
-        return cdlm.mask_free(model.logits(hidden[s]), mask_id)
+        return mask_free(model.logits(hidden[s]), mask_id)
 
     with torch.no_grad():
         goal = logits(k_star)
@@ -180,25 +181,10 @@ def train_teacher(args, folder, tokenizer, mask_id):
     """First block-causally, all blocks of an answer in one forward, because most of what a mask must learn is
     the same when every slot sees all others. Then as the teacher is used."""
     model = checkpoints.load(args.target, args.device, torch.float32)
-    run = Run(args, folder, model, args.steps, args.lr or 1e-3, muon=True)
-    for step in run.steps():
-        # Fresh problems, with masks drawn for this step.
-        block_causal = step < args.steps * BLOCK_WARMUP
-        batch = examples_of_step(tokenizer, args, step)
-        generator = generator_of(args, step)
-        with bf16(args.device):
-            loss = reference_loss(model, batch, args, mask_id, block_causal, generator, IN_ORDER)
-        # One step of the optimiser.
-        loss.backward()
-        run.update(step, step / args.steps)
-        run.log(loss=loss)
-        if run.checkpoint_due(step):
-            results = evaluate(model, tokenizer, args, mask_id, block_causal)
-            checkpoints.save(model, folder, args.target)
-            run.checkpoint(step, **results)
+    train(args, folder, tokenizer, mask_id, model, args.target, 1e-3, (0, 0, 1))
 
 
-def collect(model, mask_id, requests, block_size=cdlm.BLOCK_SIZE, batch_size=8, order=cdlm.ORDER):
+def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, order=cdlm.ORDER):
     """The teacher's trajectories, one token a step: tokens and rank (n, L), live (n,) slots that were
     decoded, and hidden (n, L, C) in 16 bit, the row from which each token was revealed, as it enters the
     head. Behind the block that ends the text, every token is an end of text, its rank is its place, and its
@@ -224,12 +210,12 @@ def collect(model, mask_id, requests, block_size=cdlm.BLOCK_SIZE, batch_size=8, 
 
 
 def collect_trajectories(args, folder, tokenizer, mask_id):
-    model = checkpoints.load(os.path.join(args.out, "teacher"), args.device, fast_dtype(args.device))
+    model = checkpoints.load(f"{args.out}/teacher", args.device, fast_dtype(args.device))
     training.same_settings(folder, prompts=args.prompts, seed=args.seed, gen_length=cdlm.GEN_LENGTH,
-                           block_size=cdlm.BLOCK_SIZE, teacher=checkpoints.fingerprint(model))
+                           block_size=BLOCK_SIZE, teacher=checkpoints.fingerprint(model))
     cells = [(number, temperature) for number in range(args.prompts) for temperature in TEMPERATURES]
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
-        file = os.path.join(folder, f"{start // SHARD:05d}.safetensors")
+        file = f"{folder}/{start // SHARD:05d}.safetensors"
         if os.path.exists(file):
             continue
         # The teacher answers the problems of a shard.
@@ -246,44 +232,51 @@ def collect_trajectories(args, folder, tokenizer, mask_id):
 
 
 def train_student(args, folder, tokenizer, mask_id):
-    teacher = os.path.join(args.out, "teacher")
+    teacher = f"{args.out}/teacher"
     model = checkpoints.load(teacher, args.device, torch.float32)
-    trajectories = os.path.join(args.out, "trajectories")
+    trajectories = f"{args.out}/trajectories"
     data = load_trajectories(trajectories)
     training.same_settings(trajectories, teacher=checkpoints.fingerprint(model))
+    train(args, folder, tokenizer, mask_id, model, teacher, 2e-4, args.weights, data)
+
+
+def train(args, folder, tokenizer, mask_id, model, source, lr, weights, data=None):
+    """The loop of teacher and student. model: from the folder `source`; weights: of the three losses, of which
+    a teacher has the last one alone; data: a student's trajectories."""
+    weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()
-    beyond = args.prompts * 1000             # reference answers of other problems than the trajectories'
-    weights = dict(zip(("distill", "cons", "dlm"), args.weights))
-    run = Run(args, folder, model, args.steps, args.lr or 2e-4, muon=True)
+    # A student's reference answers are of other problems than the trajectories.
+    first = 0 if data is None else args.prompts * 1000
+    run = Run(args, folder, model, args.steps, args.lr or lr, muon=True)
     for step in run.steps():
         generator = generator_of(args, step)
-        # States of the teacher's trajectories.
-        batch = batch_of(data, numbers_of_step(step, args.batch, len(data["live"]), args.seed))
-        k = draw_states(batch["live"], batch["tokens"].shape[1], cdlm.BLOCK_SIZE, generator)
-        batch = to(args.device, batch)
+        block_causal = data is not None or step < args.steps * BLOCK_WARMUP
+        if data is not None:
+            # States of the teacher's trajectories.
+            batch = batch_of(data, numbers_of_step(step, args.batch, len(data["live"]), args.seed))
+            k = draw_states(batch["live"], batch["tokens"].shape[1], BLOCK_SIZE, generator)
+            batch = to(args.device, batch)
         # The losses; one of weight 0 is not computed.
         losses = {}
         with bf16(args.device):
             if weights["distill"]:
-                losses["distill"] = distillation_loss(model, teacher_head, batch, k, mask_id, cdlm.BLOCK_SIZE)
+                losses["distill"] = distillation_loss(model, teacher_head, batch, k, mask_id, BLOCK_SIZE)
             if weights["cons"]:
-                losses["cons"] = consistency_loss(model, batch, k, mask_id, cdlm.BLOCK_SIZE, generator)
+                losses["cons"] = consistency_loss(model, batch, k, mask_id, BLOCK_SIZE, generator)
             if weights["dlm"]:
-                batch = examples_of_step(tokenizer, args, beyond + step)
-                losses["dlm"] = reference_loss(model, batch, args, mask_id, True, generator, IN_ORDER)
+                batch = examples_of_step(tokenizer, args, first + step)
+                losses["dlm"] = reference_loss(model, batch, args, mask_id, block_causal, generator, IN_ORDER)
         # One step of the optimiser on their weighted sum.
         loss = sum(weights[name] * x for name, x in losses.items())
         loss.backward()
-        run.update(step, step / args.steps)
-        run.log(**losses, loss=loss)
-        if run.checkpoint_due(step):
-            results = evaluate(model, tokenizer, args, mask_id, block_causal=True)
-            checkpoints.save(model, folder, teacher)
-            run.checkpoint(step, **results)
+        run.update(step / args.steps, **losses, loss=loss)
+        if run.checkpoint_due():
+            checkpoints.save(model, folder, source)
+            run.checkpoint(heldout=evaluate(model, tokenizer, args, mask_id, block_causal))
 
 
 def evaluate(model, tokenizer, args, mask_id, block_causal):
-    """For the log: the held-out losses, by family."""
+    """The held-out losses, by family."""
     heldout = {}
     for family in tasks.FAMILIES:
         # Always the same problems, rates and masks, as long as the objective is the same.
@@ -292,7 +285,7 @@ def evaluate(model, tokenizer, args, mask_id, block_causal):
             generator = torch.Generator().manual_seed(0)
             loss = reference_loss(model, batch, args, mask_id, block_causal, generator)
         heldout[family] = round(loss.item(), 4)
-    return {"heldout": heldout}
+    return heldout
 
 
 STAGES = {"teacher": train_teacher, "trajectories": collect_trajectories, "student": train_student}
@@ -301,14 +294,15 @@ STAGES = {"teacher": train_teacher, "trajectories": collect_trajectories, "stude
 def main():
     args = parse_args()
     stages = [args.stage] if args.stage in STAGES else list(STAGES)
-    source = args.target if stages[0] == "teacher" else os.path.join(args.out, "teacher")
+    source = args.target if stages[0] == "teacher" else f"{args.out}/teacher"
     tokenizer, context = Tokenizer.load(source), checkpoints.load(source).config.block_size
     if cdlm.GEN_LENGTH + study.LONGEST_PROMPT > context:
         raise ValueError(f"prompts of {study.LONGEST_PROMPT} and answers of {cdlm.GEN_LENGTH} tokens exceed "
                          f"the context of {context}")
     mask_id = cdlm.mask_id_of(tokenizer, source)
     for stage in stages:
-        folder = os.path.join(args.out, args.name if stage == "student" else stage)
+        name = args.name if stage == "student" else stage
+        folder = f"{args.out}/{name}"
         with locked(folder):
             STAGES[stage](args, folder, tokenizer, mask_id)
 

@@ -35,9 +35,10 @@ CURRICULUM = ((0.06, {256: 1.0}),
               (0.14, {512: 1.0}),
               (0.85, {1024: 1.0}),
               (1.0, {1024: 0.4, 6144: 0.4, 10240: 0.2}))
-# Tokens of an optimiser step. Larger steps are fewer steps, and a small model wants many; a GPU wants 8 times
-# as many tokens, or more.
-BATCH_TOKENS = {256: 2048, 512: 2048, 1024: 2048, 6144: 6144, 10240: 10240}
+LONGEST = 10240
+# Tokens of an optimiser step, or one sequence, if that is longer. Larger steps are fewer steps, and a small
+# model wants many; a GPU wants 8 times as many tokens, or more.
+BATCH_TOKENS = 2048
 LOGIT_LIMIT = 20.0          # largest attention logit, see clip_attention
 CLIP_EVERY = 20             # steps between two looks at them
 
@@ -50,12 +51,12 @@ def parse_args():
     add("--teacher",
         help="folder of a target to distil from: the loss is the KL divergence to its distribution")
     add("--tokens", type=float, default=32e6, help="training tokens in all")
-    add("--max-length", type=int, default=10240,
+    add("--max-length", type=int, default=LONGEST,
         help="longest sequence; longer ones of the curriculum are cut to it")
     args = p.parse_args()
     training.check_arguments(args, tokens=1, max_length=1)
-    if args.max_length > max(BATCH_TOKENS):
-        raise ValueError(f"max-length {args.max_length} is out of range; allowed is 1 to {max(BATCH_TOKENS)}")
+    if args.max_length > LONGEST:
+        raise ValueError(f"max-length {args.max_length} is out of range; allowed is 1 to {LONGEST}")
     return args
 
 
@@ -70,8 +71,8 @@ def schedule(seed, tokens, longest):
     while used < tokens:
         shares = next(shares for until, shares in CURRICULUM if used / tokens <= until)
         # Steps of long sequences hold more tokens; dividing keeps `shares` shares of tokens.
-        weights = [share / BATCH_TOKENS[length] for length, share in shares.items()]
-        drawn = rng.choices(list(shares), weights)[0]
+        weights = [share / (rows_of(length) * length) for length, share in shares.items()]
+        drawn, = rng.choices(list(shares), weights)
         length = min(drawn, longest)
         used += rows_of(length) * length
         plan.append((length, used))
@@ -80,7 +81,7 @@ def schedule(seed, tokens, longest):
 
 def rows_of(length):
     """How many sequences of this length an optimiser step has."""
-    return BATCH_TOKENS[min(n for n in BATCH_TOKENS if n >= length)] // length
+    return max(BATCH_TOKENS // length, 1)
 
 
 def batch_of_step(tokenizer, args, step, length):
@@ -185,13 +186,11 @@ def train(args, teacher):
 
         # One step of the optimiser.
         loss.backward()
-        run.update(step, tokens / args.tokens)
-        run.log(loss=loss)
+        run.update(tokens / args.tokens, loss=loss)
 
-        if run.checkpoint_due(step):
-            heldout = evaluate(model, tokenizer)
+        if run.checkpoint_due():
             checkpoints.save(model, args.out, source)
-            run.checkpoint(step, tokens=tokens, heldout=heldout)
+            run.checkpoint(tokens=tokens, heldout=evaluate(model, tokenizer))
 
 
 if __name__ == "__main__":

@@ -30,17 +30,17 @@ from minispec.tools.training import Run, bf16, cross_entropy, fast_dtype, locked
 
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
 
-# unroll: draft steps in the loss (None: as --unroll says). All arms but the first draft from own states too.
+# unroll: draft steps in the loss, if not those of --unroll. All arms but the first draft from own states too.
 ARMS = {
     # One module, one step: EAGLE and EAGLE-2.
     "eagle2": {"step_map": (0,), "n_layer": 1, "unroll": 1},
     # One module, many steps: HASS, EAGLE-3.
-    "ttt1": {"step_map": (0,), "n_layer": 1, "unroll": None},
+    "ttt1": {"step_map": (0,), "n_layer": 1},
     # The paper's: step 1 reads module 0, all later ones module 1.
-    "prism2": {"step_map": (0, 1), "n_layer": 1, "unroll": None},
-    "prism3": {"step_map": (0, 1, 2), "n_layer": 1, "unroll": None},
+    "prism2": {"step_map": (0, 1), "n_layer": 1},
+    "prism3": {"step_map": (0, 1, 2), "n_layer": 1},
     # As many parameters as prism2, all of them read at every step.
-    "stack2": {"step_map": (0,), "n_layer": 2, "unroll": None},
+    "stack2": {"step_map": (0,), "n_layer": 2},
 }
 
 
@@ -170,14 +170,15 @@ def evaluate(model, words, heldout, args):
     for batch in heldout.batches(args.device):
         with bf16(args.device):
             _, accepted = unrolled_loss(model, words, batch, 5)
-        total += accepted.cpu() * batch.learn.sum().item()
-        n += batch.learn.sum().item()
+        tokens = batch.learn.sum().item()
+        total += accepted.cpu() * tokens
+        n += tokens
     share = total / n
     # Steps whose draft is accepted less often cost more than they give. If all five pay, so may further ones.
     model.config.depth = max(int((share > WORTH).sum()), 1)
     if model.config.depth == len(share):
         model.config.depth = prism.PrismConfig.depth
-    return {"heldout_tau": round(1 + share.sum().item(), 4)}
+    return round(1 + share.sum().item(), 4)
 
 
 # -- training ------------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ def main():
 
 def train(args, target, model):
     # 1. The data, which texts every step reads, and which tokens are drafted.
-    unroll = ARMS[args.arm]["unroll"] or args.unroll
+    unroll = ARMS[args.arm].get("unroll", args.unroll)
     texts, heldout, plan = rollouts.collect(args, target, unroll)
     restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
     module = sum(p.numel() for p in model.bank[0].parameters())
@@ -212,12 +213,11 @@ def train(args, target, model):
             loss, accepted = unrolled_loss(model, words, batch, unroll)
         loss = loss / unroll
         loss.backward()
-        run.update(step, tokens / plan[-1][1])
-        run.log(loss=loss, tau=1 + accepted.sum())
-        if run.checkpoint_due(step):
-            results = evaluate(model, words, heldout, args)
+        run.update(tokens / plan[-1][1], loss=loss, tau=1 + accepted.sum())
+        if run.checkpoint_due():
+            tau = evaluate(model, words, heldout, args)              # also sets the depth, which is saved
             prism.save(model, args.out)
-            run.checkpoint(step, tokens=tokens, **results)
+            run.checkpoint(tokens=tokens, heldout_tau=tau)
 
 
 if __name__ == "__main__":

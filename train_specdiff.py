@@ -163,6 +163,11 @@ def _answers(drafter, batch, starts):
     return tokens, index.clamp(min=0), log_p, inside & written & (index >= 0)
 
 
+def log_probability(logits, labels):
+    """log q (...) of the tokens with indices `labels` (...), under the logits (..., N)."""
+    return logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
 def log_streak(log_q, valid):
     """log c_m (..., gamma), the log-probability that the first m drafts are all right, from those of each
     one; -inf from the first slot on that is not valid. log J is its logsumexp, J the sum of its exp: in fp32
@@ -182,16 +187,15 @@ def objective(name, logits, labels, valid, log_p=None, weight=None):
     mdlm         cross-entropy of slots masked at random; weight (..., gamma): 1 / rate where masked, else 0
     ce           cross-entropy of all slots
     """
-    log_q = logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]      # of the target's tokens
+    log_q = log_probability(logits, labels)
 
-    if name == "streak":
+    if name == "streak-rs":
+        log_q = (log_q - log_p).clamp(max=0)             # of being accepted
+    if name in ("streak", "streak-rs"):
         return -log_streak(log_q, valid).exp().sum(-1).mean()
     if name == "log-streak":
         started = valid[..., 0]                          # elsewhere J is 0 whatever the drafter does
         return -log_streak(log_q, valid)[started].logsumexp(-1).sum() / started.sum().clamp(min=1)
-    if name == "streak-rs":
-        log_accept = (log_q - log_p).clamp(max=0)
-        return -log_streak(log_accept, valid).exp().sum(-1).mean()
     # Masked slots count 1 / rate each, so all slots of a window count 1 on average.
     counts = valid if weight is None else valid * weight
     return -(log_q * counts).sum() / valid.sum()
@@ -245,21 +249,21 @@ def distillation(drafter, batch, starts, windows, text, valid):
 
 @torch.no_grad()
 def estimate(drafter, batch, n_windows):
-    """What windows of a rollouts.Batch would have accepted, {name: (gamma,)}: how often, on average over
-    windows, the first 1, 2, .. drafts are, for the argmax at temperature 0 ("greedy"), and for a chain drawn
-    from q under "point_mass" and "rejection"; their sums are mean accepted drafts."""
+    """How many drafts windows of a rollouts.Batch would have accepted on average: {"greedy"}, the argmax at
+    temperature 0, and {"point_mass", "rejection"}, a chain drawn from q. It is the sum of how often the first
+    1, 2, .. are."""
     starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
     _, labels, log_p, valid = _answers(drafter, batch, starts)
     windows, _ = window_states(drafter, batch.ids, starts, batch.hidden)
-    all_q = drafter.words.logits(windows).float().log_softmax(-1)
-    log_q = all_q.gather(-1, labels[..., None])[..., 0]
-    right = (all_q.argmax(-1) == labels) & valid
+    logits = drafter.words.logits(windows)
+    log_q = log_probability(logits, labels)
+    right = (logits.argmax(-1) == labels) & valid
     per_window = {
         "greedy": right.long().cumprod(-1),
         "point_mass": log_streak(log_q, valid).exp(),
         "rejection": log_streak((log_q - log_p).clamp(max=0), valid).exp(),
     }
-    return {name: x.float().mean((0, 1)).cpu() for name, x in per_window.items()}
+    return {name: x.float().sum(-1).mean().item() for name, x in per_window.items()}
 
 
 def evaluate(model, heldout, args):
@@ -270,9 +274,8 @@ def evaluate(model, heldout, args):
             means = estimate(model, batch, args.windows)
         for name, mean in means.items():
             total[name] += mean * len(batch.ids)
-    n = len(heldout.rows)
     # 1 is the bonus token.
-    return {"heldout_tau": {name: round(1 + (x / n).sum().item(), 4) for name, x in total.items()}}
+    return {name: round(1 + x / len(heldout), 4) for name, x in total.items()}
 
 
 def main():
@@ -303,13 +306,11 @@ def train(args, target, model):
         with bf16(args.device):
             loss = training_loss(model, args.objective, batch, args.windows, generator)
         loss.backward()
-        run.update(step, tokens / plan[-1][1])
-        run.log(loss=loss)
+        run.update(tokens / plan[-1][1], loss=loss)
 
-        if run.checkpoint_due(step):
-            results = evaluate(model, heldout, args)
+        if run.checkpoint_due():
             specdiff.save(model, args.out)
-            run.checkpoint(step, tokens=tokens, **results)
+            run.checkpoint(tokens=tokens, heldout_tau=evaluate(model, heldout, args))
 
 
 if __name__ == "__main__":

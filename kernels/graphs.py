@@ -35,6 +35,8 @@ from math import prod
 
 import torch
 
+from minispec.core.requests import pack
+
 from .attention import CHUNK, LARGE, Plan, make_plan
 
 # Rows; a larger forward reads prompts, which take long enough to hide its launches.
@@ -93,6 +95,7 @@ def capture(function, pool):
     return graph, out
 
 
+@dataclass(eq=False)
 class Graphs:
     """Runs function(Inputs) -> [tensors of N rows each] on the kernels. It must depend on its inputs and on
     fixed tensors alone, and running it twice must do what running it once does (a capture runs it more than
@@ -101,23 +104,26 @@ class Graphs:
     cache: a KVCache with a spare slot, for pad rows; batch requests at most, of `longest` positions at most;
     widest: how many positions a planner selects at most (0: it selects none, and wants no scores); group =
     H / G; features: F of Inputs.features; more: zeros of the shapes of Inputs.more."""
+    function: object
+    cache: object
+    batch: int
+    longest: int
+    widest: int
+    group: int
+    features: int = 0
+    more: dict = None
 
-    def __init__(self, function, cache, batch, longest, widest, group, features=0, more=None):
-        layers, groups, _, _ = cache.k.shape
-        self.function = function
-        self.cache = cache
-        self.batch = batch
-        self.longest = longest
-        self.group = group
-        self.n_features = features
-        self.more = more or {}
-        self.padding = {"new": cache.n_slots, "items": -1, "merges": -1, "which": -1}          # others: 0
-        self.n_scored = batch if widest else 0
-        self.selected = torch.zeros(batch, layers, groups, widest, dtype=torch.int32, device=cache.k.device)
-        self.scores = torch.zeros(layers, self.n_scored, groups, longest, device=cache.k.device)
-        self.lists = [None] * batch                      # place -> the keys whose list lies there
+    def __post_init__(self):
+        k = self.cache.k
+        layers, groups, _, _ = k.shape
+        self.more = self.more or {}
+        self.padding = {"new": self.cache.n_slots, "items": -1, "merges": -1, "which": -1}     # others: 0
+        self.n_scored = self.batch if self.widest else 0
+        self.selected = k.new_zeros(self.batch, layers, groups, self.widest, dtype=torch.int32)
+        self.scores = k.new_zeros(layers, self.n_scored, groups, self.longest, dtype=torch.float32)
+        self.lists = [None] * self.batch                 # place -> the keys whose list lies there
         self.statics = {}                                # padded rows -> see `static`
-        self.pool = torch.cuda.graph_pool_handle() if cache.k.is_cuda else None
+        self.pool = torch.cuda.graph_pool_handle() if k.is_cuda else None
         self.graphs = {}                                 # (padded rows, how) -> (graph, what it fills)
         self.compiled = False
 
@@ -130,28 +136,26 @@ class Graphs:
             return tiles, 0, 0
         return tiles * parts, tiles, rows * self.group * parts
 
-    def shapes(self, rows):
-        """{name: (shape, dtype)} of all tables of a forward of so many rows; first those of 64 bits."""
-        items, merges, _ = self.room(rows)
-        of_rows = dict.fromkeys(("tokens", "positions", "new", "sees"), ((rows,), torch.int64))
-        more = {name: (table.shape, table.dtype) for name, table in self.more.items()}
-        of_work = {"first": (self.batch,), "requests": (self.batch, 6), "items": (items, 4),
-                   "merges": (merges, 5), "which": (self.n_scored,)}
-        return {**of_rows, **more, **{name: (shape, torch.int32) for name, shape in of_work.items()}}
-
     def static(self, rows):
         """What all forwards of so many rows have in common: the host's buffer and its tables, the device's
         buffer, and the Inputs that lie there."""
         if rows in self.statics:
             return self.statics[rows]
-        shapes = self.shapes(rows)
+        # 1. The tables, {name: (shape, dtype)}; first those of 64 bits.
+        items, merges, part_rows = self.room(rows)
+        shapes = dict.fromkeys(("tokens", "positions", "new", "sees"), ((rows,), torch.int64))
+        shapes |= {name: (table.shape, table.dtype) for name, table in self.more.items()}
+        of_work = {"first": (self.batch,), "requests": (self.batch, 6), "items": (items, 4),
+                   "merges": (merges, 5), "which": (self.n_scored,)}
+        shapes |= {name: (shape, torch.int32) for name, shape in of_work.items()}
+        # 2. A buffer on either side.
         n = sum(prod(shape) * dtype.itemsize // 4 + 3 for shape, dtype in shapes.values())
         host = torch.zeros(n, dtype=torch.int32, pin_memory=self.cache.k.is_cuda)
-        buffer = torch.zeros(n, dtype=torch.int32, device=self.cache.k.device)
+        buffer = torch.zeros_like(host, device=self.cache.k.device)
         t = tables(buffer, shapes)
-        *_, part_rows = self.room(rows)
+        # 3. What a forward reads of it.
         plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], part_rows, CHUNK)
-        features = self.cache.k.new_zeros(rows, self.n_features)
+        features = self.cache.k.new_zeros(rows, self.features)
         x = Inputs(t["tokens"], t["positions"], t["new"], t["first"], None, self.selected, t["which"], plan,
                    self.scores, features, {name: t[name] for name in self.more})
         static = host, tables(host, shapes), buffer, x
@@ -200,9 +204,10 @@ class Graphs:
         for work in (plan.items, plan.merges):
             work[:, 0] = place[work[:, 0]]
         scored = [i for i, s in zip(places, segments) if s.keys.scores is not None]
+        batch = pack(segments, "cpu", more)
         given = {
-            "tokens": torch.tensor([token for s in segments for token in s.tokens]),
-            "positions": torch.tensor([position for s in segments for position in s.positions]),
+            "tokens": batch.tokens,
+            "positions": batch.positions,
             "new": torch.cat([torch.arange(s.start, end) + s.keys.base for s, end in zip(segments, ends)]),
             "sees": plan.sees,
             "first": first,
@@ -210,7 +215,7 @@ class Graphs:
             "items": plan.items,
             "merges": plan.merges,
             "which": torch.tensor(scored, dtype=torch.int32),
-            **(more or {}),
+            **batch.more,
         }
         # All of it in one copy: each takes the host as long as a launch.
         host, filled, buffer, x = self.static(rows)
@@ -218,9 +223,8 @@ class Graphs:
             filled[name].fill_(self.padding.get(name, 0))
             filled[name][tuple(map(slice, new.shape))] = new
         buffer.copy_(host, non_blocking=True)
-        if segments[0].features is not None:
-            features = torch.cat([s.features for s in segments])
-            x.features[:len(features)] = features
+        if batch.features is not None:
+            x.features[:len(batch.features)] = batch.features
         return x
 
     def __call__(self, segments, more=None, how=()):
@@ -230,25 +234,26 @@ class Graphs:
         the host."""
         # Pad, and send what changes to where the graph reads it.
         n = sum(len(s.tokens) for s in segments)
-        started = time.perf_counter()
         rows = next((size for size in SIZES if size >= n), n)
         places = self.places(segments)
         x = self.fill(rows, segments, places, more)
-        spent = 0.0
 
         def function():
             return self.function(replace(x, slots=slots_of(x.first, self.longest), how=how))
 
-        if (rows, how) not in self.graphs and (rows in SIZES or not self.compiled):
-            if rows in SIZES:
-                self.graphs[rows, how] = capture(function, self.pool)
-            else:
-                function()                               # compiles kernels
+        # Capture it, or compile the kernels of what is too large for a graph.
+        started = time.perf_counter()
+        spent = 0.0
+        if rows in SIZES and (rows, how) not in self.graphs:
+            self.graphs[rows, how] = capture(function, self.pool)
+            spent = time.perf_counter() - started
+        elif not (self.graphs or self.compiled):
+            function()
             self.compiled = True
             spent = time.perf_counter() - started
-        # Replay, or run what is too large for a graph.
-        if rows in SIZES:
-            graph, out = self.graphs[rows, how]
+        # Replay, or run it.
+        graph, out = self.graphs.get((rows, how), (None, None))
+        if graph:
             graph.replay()
         else:
             out = function()

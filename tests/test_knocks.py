@@ -38,7 +38,7 @@ WRITERS = {     # what is written: (file, writer of something small or large)
     "json": ("a.json", lambda folder, n: files.write_json(f"{folder}/a.json", [1] * n)),
     "weights": ("model.safetensors", lambda folder, n: checkpoints.save(toy_model(vocab=n // 10), folder)),
     "drafter": ("model.safetensors", lambda folder, n: checkpoints.save_drafter(prism.for_target(toy_model(d_model=n // 25, vocab=9)), folder, "prism")),
-    "checkpoint": ("resume.pt", lambda folder, n: training.save_state(f"{folder}/resume.pt", model := toy_model(vocab=n // 10), training.Optimizer(model), 1, 1)),
+    "checkpoint": ("resume.pt", lambda folder, n: training.save_state(f"{folder}/resume.pt", model := toy_model(vocab=n // 10), training.Optimizer(model))),
 }
 
 
@@ -151,10 +151,9 @@ def trained(tmp_path_factory):
         for step in run.steps():
             loss = model(torch.tensor([[1, 2, 3]]), torch.arange(3)[None], lambda layer, q, k, v: q).square().mean()
             loss.backward()
-            run.update(step, 0.0)
-            run.log(loss=loss)
-            if run.checkpoint_due(step):
-                run.checkpoint(step)
+            run.update(0.0, loss=loss)
+            if run.checkpoint_due():
+                run.checkpoint()
     again(folder)
     return folder, again
 
@@ -186,8 +185,8 @@ def test_weights_that_are_no_numbers_are_not_kept(trained, tmp_path):
     with pytest.raises(ValueError, match="after 1 steps the weights are not finite numbers any more; try a smaller --lr"):
         for step in run.steps():
             (model.embed.weight.sum() * float("nan")).backward()
-            run.update(step, 0.0)
-            run.checkpoint_due(step)
+            run.update(0.0)
+            run.checkpoint_due()
     assert os.listdir(tmp_path) == []
 
 

@@ -56,8 +56,8 @@ def test_curriculum_keeps_its_shares():
     plan = train_gpt.schedule(0, 20e6, 10240)
     assert plan[-1][1] >= 20e6 and plan[0][0] == 256 and all(length <= 1024 for length, used in plan if used < 0.5 * 20e6)
     late = [length for length, used in plan if used > train_gpt.CURRICULUM[-2][0] * 20e6]
-    tokens = sum(train_gpt.BATCH_TOKENS[length] for length in late)
-    share = sum(train_gpt.BATCH_TOKENS[length] for length in late if length == 10240) / tokens
+    tokens = [train_gpt.rows_of(length) * length for length in late]
+    share = sum(n for n in tokens if n == 10240) / sum(tokens)
     assert abs(share - train_gpt.CURRICULUM[-1][1][10240]) < 0.08
     for longest in (1024, 700, 100):
         plan = train_gpt.schedule(0, 1e6, longest)

@@ -18,6 +18,7 @@ import os
 import random
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,7 @@ def check_arguments(args, **least):
                              draft_vocab=0, minutes=0, **least)
     # What is wrong fails here, before the work.
     Sampling(args.temperature or 0)
-    for file in [*args.prompt_file, *([args.given] if args.given else [])]:
+    for file in filter(None, [*args.prompt_file, args.given]):
         prompts.load_prompts(file)
 
 
@@ -109,14 +110,18 @@ class Batch:
     hidden: torch.Tensor                 # (B, S, C) its final hidden states
 
 
-class Texts:
-    """The texts of one split: `rows`, (prompt ids, answer ids, temperature; None: another's answer) each, and
-    of each `place`, the mapped file of its states, its first row in there, and how many tokens of it are
-    used."""
+class Text(NamedTuple):
+    """One text, and the mapped file of a shard's states: `used` tokens of it, from row `first` on."""
+    prompt: list
+    answer: list
+    temperature: float                   # None: another's answer
+    states: object
+    first: int
+    used: int
 
-    def __init__(self):
-        self.rows = []
-        self.places = []
+
+class Texts(list):
+    """The texts of one split."""
 
     def add(self, rows, file, least):
         """The rows of a shard, with the file of their states, that have more than `least` tokens of an answer
@@ -128,46 +133,41 @@ class Texts:
             n = len(prompt) + len(answer)
             used = min(n, LONGEST)
             if used > len(prompt) + least:
-                self.rows.append((prompt, answer, temperature))
-                self.places.append((states, first, used))
+                self.append(Text(prompt, answer, temperature, states, first, used))
             first += n
 
-    def lengths(self):
-        return [used for _, _, used in self.places]
-
-    def batches(self, device, size=4):
-        """All texts, `size` at a time."""
-        for numbers in torch.arange(len(self.rows)).split(size):
-            yield self.batch(numbers.tolist(), device)
+    def batches(self, device):
+        """All texts, a few at a time."""
+        for numbers in torch.arange(len(self)).split(4):
+            yield self.batch(numbers, device)
 
     def answers(self):
         """The target's own."""
-        return [answer for _, answer, temperature in self.rows if temperature is not None]
+        return [text.answer for text in self if text.temperature is not None]
 
     def batch(self, numbers, device):
         """The Batch of the texts with these numbers."""
+        rows = [self[i] for i in numbers]
         seen = []
-        for i in numbers:
-            states, first, used = self.places[i]
-            part = slice(first, first + used)
-            seen.append({name: states.get_slice(name)[part] for name in states.keys()})
-        return padded([self.rows[i] for i in numbers], seen, device)
+        for text in rows:
+            part = slice(text.first, text.first + text.used)
+            seen.append({name: text.states.get_slice(name)[part] for name in text.states.keys()})
+        return padded(rows, seen, device)
 
 
 def padded(rows, seen, device="cpu"):
     """A Batch of rows (prompt ids, answer ids, ..), with what the target saw of each (see `read`)."""
-    def stack(name):
-        out = pad_sequence([one[name] for one in seen], batch_first=True).to(device)
-        return out.float() if out.is_floating_point() else out.long()
+    def stack(parts):
+        out = pad_sequence(parts, batch_first=True).to(device)
+        return out.float() if out.is_floating_point() else out
 
-    best = stack("best")
-    ids = torch.zeros(best.shape, dtype=torch.long)
-    learn = torch.zeros(best.shape, dtype=torch.bool)
-    for i, (prompt, answer, *_) in enumerate(rows):
-        n = len(seen[i]["best"])
-        ids[i, :n] = torch.tensor(prompt + answer)[:n]
-        learn[i, len(prompt):n] = True
-    return Batch(ids.to(device), learn.to(device), stack("log_p"), best, stack("hidden"))
+    best, log_p, hidden = (stack([one[name] for one in seen]) for name in ("best", "log_p", "hidden"))
+    ids, learn = [], []
+    for (prompt, answer, *_), one in zip(rows, seen):
+        n = len(one["best"])
+        ids.append(torch.tensor(prompt + answer)[:n])
+        learn.append(torch.arange(n) >= len(prompt))
+    return Batch(stack(ids), stack(learn), log_p, best.long(), hidden)
 
 
 @torch.inference_mode()
@@ -179,25 +179,25 @@ def read(target, prompt, answer, temperature):
     ids = torch.tensor(prompt + answer, device=target.device)
     positions = torch.arange(len(ids), device=target.device)
     hidden = target(ids[None], positions[None], dense_attend())
-    best = torch.zeros_like(ids)
-    log_p = torch.zeros(len(ids), device=target.device)
+    best, log_p = [], []
     # The logits of all rows at once would take more memory than all the rest.
-    for i in range(0, len(ids), LOGITS):
-        logits = target.logits(hidden[0, i:i + LOGITS]).float()
-        best[i:i + LOGITS] = argmax(logits)
-        following = ids[i + 1:i + 1 + LOGITS]
+    for rows, following in zip(hidden[0].split(LOGITS), ids.roll(-1).split(LOGITS)):
+        logits = target.logits(rows).float()
+        best.append(argmax(logits))
         if temperature:
-            logits = logits[:len(following)] / temperature
-            log_p[i + 1:i + 1 + len(following)] = -F.cross_entropy(logits, following, reduction="none")
+            log_p.append(-F.cross_entropy(logits / temperature, following, reduction="none"))
+        else:
+            log_p.append(torch.zeros(len(rows)))
+    log_p = torch.cat(log_p).roll(1)                     # of each token, no longer of the one behind
     log_p[:len(prompt)] = 0
-    out = {"hidden": hidden[0].bfloat16(), "best": best.int(), "log_p": log_p}
+    out = {"hidden": hidden[0].bfloat16(), "best": torch.cat(best).int(), "log_p": log_p}
     return {name: x.cpu() for name, x in out.items()}
 
 
 def collect(args, target, least=0):
     """(training Texts, held-out Texts, plan). Cut, each training text has more than `least` tokens of an
     answer. plan: see schedule."""
-    args.responses = args.responses or os.path.join(args.out, "responses")
+    args.responses = args.responses or f"{args.out}/responses"
     tokenizer = Tokenizer.load(args.target)
     # Answers in the folder must be the same target's.
     training.same_settings(args.responses, target=checkpoints.fingerprint(target),
@@ -208,10 +208,11 @@ def collect(args, target, least=0):
     if args.given:
         _read_given(args, target, tokenizer, least, texts)
     for name, some in (("training", texts), ("held-out", heldout)):
-        if not some.rows:
+        if not some:
             raise ValueError(f"there is no {name} prompt with an answer within {LONGEST} tokens")
-    plan = schedule(args.seed, texts.lengths(), args.batch_tokens, args.tokens)
-    print(f"{len(texts.rows)} texts, {sum(texts.lengths()):,} tokens, {len(plan)} steps")
+    lengths = [text.used for text in texts]
+    plan = schedule(args.seed, lengths, args.batch_tokens, args.tokens)
+    print(f"{len(texts)} texts, {sum(lengths):,} tokens, {len(plan)} steps")
     return texts, heldout, plan
 
 
@@ -221,20 +222,18 @@ def _texts(args, target, tokenizer, split, n, least):
     # What an interrupted run had made is used; once its training has begun, no more is made.
     over = float("inf")
     if args.minutes:
-        begun = os.path.exists(os.path.join(args.out, "resume.pt"))
+        begun = os.path.exists(f"{args.out}/resume.pt")
         over = 0 if begun else time.time() + 30 * args.minutes
     own = procedural(split) if tokenizer.ours else magpie.written(target, tokenizer, args.responses)
     asked = prompts_of(args.prompt_file, split, own)
     out = Texts()
     for start in tqdm(range(0, n, SHARD), desc=f"{split} answers", unit="shard"):
         end = min(start + SHARD, n)
-        name = os.path.join(args.responses, f"{split}-{start}-{end}")
-        if out.rows and time.time() > over and not os.path.exists(name + ".json"):
-            break
-        texts = list(itertools.islice(asked, end - start))
-        if not texts:
+        name = f"{args.responses}/{split}-{start}-{end}"
+        if out and time.time() > over and not os.path.exists(name + ".json"):
             break
         # What the target answers, and what it knows at every token of that.
+        texts = list(itertools.islice(asked, end - start))
         rows = _answers(args, target, tokenizer, texts, start, name + ".json")
         out.add(rows, _states(target, rows, name), least)
     return out
@@ -264,7 +263,7 @@ def _read_given(args, target, tokenizer, least, out):
             rows.append([tokenizer.prompt_ids(p.prompt), answer[:args.max_new_tokens], None])
     for start in tqdm(range(0, len(rows), SHARD), desc="given answers", unit="shard"):
         some = rows[start:start + SHARD]
-        name = os.path.join(args.responses, f"given-{start}-{start + len(some)}")
+        name = f"{args.responses}/given-{start}-{start + len(some)}"
         if not os.path.exists(name + ".json"):
             write_json(name + ".json", some)
         if read_json(name + ".json") != some:
@@ -272,32 +271,30 @@ def _read_given(args, target, tokenizer, least, out):
         out.add(some, _states(target, some, name), least)
 
 
-def _answers(args, target, tokenizer, texts, start, file):
-    """The rows of a shard, which begins with prompt number `start`."""
+def _answers(args, target, tokenizer, texts, first, file):
+    """The rows of a shard, made now if it is not there, of prompts number `first` and following. A prompt's
+    number is the seed of its answer."""
+    asked = [tokenizer.prompt_ids(text) for text in texts]
     if not os.path.exists(file):
-        write_json(file, _generate(args, target, tokenizer, texts, start))
+        context = target.config.block_size
+        ends = [target.config.eos_id, *tokenizer.ends]
+        requests = []
+        for i, ids in enumerate(asked, first):
+            room = min(args.max_new_tokens, context - len(ids))
+            if room < 2:
+                raise ValueError(f"prompt {i + 1} has {len(ids)} tokens; "
+                                 f"the context of this target is {context}")
+            temperature = i % 2 if args.temperature is None else args.temperature
+            requests.append(Request(ids, room, Sampling(temperature, seed=i), ends))
+        made = Engine(target, Lockstep, magpie.TOGETHER).generate(requests)
+        rows = [[g.prompt_ids, g.token_ids, r.sampling.temperature] for g, r in zip(made, requests)]
+        write_json(file, rows)
     rows = read_json(file)
     with blame(file):
-        same = [prompt for prompt, _, _ in rows] == [tokenizer.prompt_ids(text) for text in texts]
+        same = [prompt for prompt, _, _ in rows] == asked
     if not same:
         raise ValueError(f"the answers in {file} are to other prompts; use another --responses folder")
     return rows
-
-
-def _generate(args, target, tokenizer, texts, first):
-    """New rows of prompts number `first` and following; a prompt's number is the seed of its answer."""
-    requests = []
-    for i, text in enumerate(texts, first):
-        ids = tokenizer.prompt_ids(text)
-        context = target.config.block_size
-        room = min(args.max_new_tokens, context - len(ids))
-        if room < 2:
-            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens; the context of this target is {context}")
-        temperature = i % 2 if args.temperature is None else args.temperature
-        ends = [target.config.eos_id, *tokenizer.ends]
-        requests.append(Request(ids, room, Sampling(temperature, seed=i), ends))
-    generations = Engine(target, Lockstep, magpie.TOGETHER).generate(requests)
-    return [[g.prompt_ids, g.token_ids, r.sampling.temperature] for g, r in zip(generations, requests)]
 
 
 # -- batches -------------------------------------------------------------------------------------------------
@@ -323,7 +320,7 @@ def _epoch(rng, lengths, batch_tokens):
     for i in range(0, len(order), 64):
         # Sort only 64 at a time, so that batches differ from epoch to epoch.
         batch = []
-        for row in sorted(order[i:i + 64], key=lambda row: lengths[row]):
+        for row in sorted(order[i:i + 64], key=lengths.__getitem__):
             if batch and (len(batch) + 1) * lengths[row] > batch_tokens:
                 batches.append(batch)
                 batch = []

@@ -8,11 +8,10 @@ The loop itself stands in each script:
         for step in run.steps():                    # only the steps that are still missing
             loss = ...
             loss.backward()
-            run.update(step, progress)              # of the weights
-            run.log(loss=loss)
-            if run.checkpoint_due(step):
+            run.update(progress, loss=loss)         # of the weights, and what is shown and logged
+            if run.checkpoint_due():
                 ...                                 # the script saves the model in its own format
-                run.checkpoint(step)                # log.jsonl and resume.pt
+                run.checkpoint()                    # log.jsonl and resume.pt
 
 A folder then holds the model, log.jsonl (one record per checkpoint), resume.pt (weights and the optimiser's
 state, from which the same command continues on the same loss curve), command.txt once it is finished, and the
@@ -23,9 +22,13 @@ import json
 import math
 import os
 import shlex
+import statistics
 import sys
 import time
 import zipfile
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +71,8 @@ def same_settings(folder, **settings):
     """Note in a folder of training data what they are made with. ValueError where they were begun otherwise.
     """
     os.makedirs(folder, exist_ok=True)
-    file = os.path.join(folder, "settings.json")
-    old = read_json(file) if os.path.exists(file) else {}
+    file = Path(folder, "settings.json")
+    old = read_json(file) if file.exists() else {}
     with blame(file):
         for name, value in settings.items():
             if old.get(name, value) != value:
@@ -94,8 +97,10 @@ def bf16(device):
     return torch.autocast(device.split(":")[0], torch.bfloat16, fast_dtype(device) == torch.bfloat16)
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Its gradient, q - p, is made at once, which saves most of the passes over the vocabulary."""
+class CrossEntropy(torch.autograd.Function):
+    """-sum p log q (...) of distributions p (..., V) in fp32 and a model's logits (..., V). No gradient
+    reaches p. That of the logits, q - p, is made at once, which saves most of the passes over the
+    vocabulary."""
 
     @staticmethod
     def forward(ctx, p, logits):
@@ -110,10 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
         return None, difference * grad[..., None].to(difference.dtype)
 
 
-def cross_entropy(p, logits):
-    """-sum p log q (...) of distributions p (..., V) in fp32 and a model's logits (..., V). No gradient
-    reaches p."""
-    return _CrossEntropy.apply(p, logits)
+cross_entropy = CrossEntropy.apply
 
 
 def with_entropy(logits):
@@ -142,10 +144,10 @@ def locked(folder):
     that the model in the folder is of no training here. ValueError for such a model, which would be replaced,
     and where another training is at work. """
     os.makedirs(folder, exist_ok=True)
-    has = [os.path.exists(os.path.join(folder, name)) for name in ("model.safetensors", "lock")]
-    if has == [True, False]:
+    lock = Path(folder, "lock")
+    if Path(folder, "model.safetensors").exists() and not lock.exists():
         raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
-    with open(os.path.join(folder, "lock"), "a+", encoding="utf-8") as file:
+    with lock.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -189,21 +191,13 @@ class Optimizer:
             for group in part.param_groups:
                 group["lr"] = lr
             part.step()
-            part.zero_grad(set_to_none=True)
+            part.zero_grad()
 
 
-def learning_rate(step, progress, peak, warmup):
-    """Linear warm-up over `warmup` steps, then a cosine over `progress` (0 to 1) down to a twentieth of the
-    peak."""
-    rising = (step + 1) / max(warmup, 1)
-    falling = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
-    return peak * min(rising, falling)
-
-
-def save_state(path, model, optimizer, step, seconds):
+def save_state(path, model, optimizer, **progress):
     """Everything that a resumed run starts from, in one file."""
     optimizers = [part.state_dict() for part in optimizer.parts]
-    state = {"step": step, "seconds": seconds, "model": model.state_dict(), "optimizers": optimizers}
+    state = {"model": model.state_dict(), "optimizers": optimizers, **progress}
     with replaced(path) as temporary, open(temporary, "wb") as file:
         torch.save(state, file)
 
@@ -214,8 +208,7 @@ def load_state(path, model, optimizer):
     try:
         if zipfile.ZipFile(path).testzip():                    # torch.load does not look at the check sums
             raise ValueError("a check sum is wrong")
-        device = next(model.parameters()).device
-        saved = torch.load(path, map_location=device, weights_only=True)     # unpickles nothing but tensors
+        saved = torch.load(path, map_location="cpu", weights_only=True)      # unpickles nothing but tensors
         model.load_state_dict(saved["model"])
         for part, state in zip(optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
@@ -225,50 +218,52 @@ def load_state(path, model, optimizer):
         raise ValueError(f"{text} ({type(e).__name__}: {e})"[:600]) from None
 
 
+@dataclass
 class Run:
     """One training in a folder: which steps are missing, what is shown and logged, and its checkpoints. If
     the folder has a resume.pt, the weights and the optimiser's state are loaded from it at once (errors: see
     load_state)."""
+    args: Namespace
+    folder: str
+    model: torch.nn.Module
+    n_steps: int
+    lr: float                         # at the peak
+    muon: bool = False
+    minutes: float = None             # of all steps; None: as many as they take
+    step = 0                          # the one at work; before the first one, how many earlier runs did
+    last = False                      # whether it is the last one, because of its number or the time
 
-    def __init__(self, args, folder, model, n_steps, lr, muon=False, minutes=None):
-        self.args = args
-        self.folder = folder
-        self.model = model
-        self.optimizer = Optimizer(model, muon)
-        self.n_steps = n_steps
-        self.lr = lr                      # at the peak
-        self.minutes = minutes            # of all steps; None: as many as they take
-        self.last = False                 # whether the time is over
-        self.first = 0                    # steps done by earlier runs of the same command
-        self.lines = []                   # of log.jsonl
-        self.recent = []                  # what the steps since the last checkpoint logged
-        self.log_file = os.path.join(folder, "log.jsonl")
-        self.resume_file = os.path.join(folder, "resume.pt")
+    def __post_init__(self):
+        self.optimizer = Optimizer(self.model, self.muon)
+        self.lines = []               # of log.jsonl
+        self.recent = []              # what the steps since the last checkpoint logged
+        self.log_file = Path(self.folder, "log.jsonl")
+        self.resume_file = Path(self.folder, "resume.pt")
         seconds = 0.0
-        if os.path.exists(self.resume_file):
-            self.first, seconds = load_state(self.resume_file, model, self.optimizer)
+        if self.resume_file.exists():
+            self.step, seconds = load_state(self.resume_file, self.model, self.optimizer)
             # The log is written before resume.pt, so it may be one record ahead.
-            with blame(self.log_file), open(self.log_file, encoding="utf-8") as f:
-                self.lines = [line for line in f if json.loads(line)["step"] <= self.first]
-            print(f"resuming at step {self.first} of {n_steps}")
+            with blame(self.log_file), self.log_file.open(encoding="utf-8") as f:
+                self.lines = [line for line in f if json.loads(line)["step"] <= self.step]
+            print(f"resuming at step {self.step} of {self.n_steps}")
         self.started = time.time() - seconds
 
     def steps(self):
         """The numbers of the steps that are still missing, with a progress bar; the end is noted in
         command.txt."""
-        if self.first and (self.first >= self.n_steps or self.progress(0) >= 1):
+        first = self.step
+        if first and (first >= self.n_steps or self.progress(0) >= 1):
             print(f"the training in {self.folder} is complete")
             return
         self.model.train()
-        name = os.path.basename(os.path.abspath(self.folder))
-        missing = range(self.first, self.n_steps)
-        self.bar = tqdm(missing, initial=self.first, total=self.n_steps, unit="step", desc=name)
-        for step in self.bar:
-            yield step
+        name = Path(self.folder).absolute().name
+        self.bar = tqdm(range(first, self.n_steps), name, initial=first, total=self.n_steps, unit="step")
+        for self.step in self.bar:
+            yield self.step
             if self.last:
                 break
-        command = shlex.join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]])
-        write_text(os.path.join(self.folder, "command.txt"), command + "\n")
+        command = shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+        write_text(Path(self.folder, "command.txt"), command + "\n")
 
     def progress(self, done):
         """How much of the run is over, 0 to 1: `done`, or the part of its minutes, if that is more."""
@@ -276,40 +271,40 @@ class Run:
             done = max(done, (time.time() - self.started) / (60 * self.minutes))
         return min(done, 1)
 
-    def update(self, step, progress):
-        """One step of the optimiser, `progress` (0 to 1) being how much of all data is used up."""
-        lr = learning_rate(step, self.progress(progress), self.lr, self.args.warmup)
-        self.optimizer.step(lr)
-        if step % TRIM == 0:
-            minispec.trim()
-
-    def log(self, **values):
-        """Numbers or scalar tensors of this step: they are shown, and their means logged at the next
+    def update(self, progress, **values):
+        """One step of the optimiser, `progress` (0 to 1) being how much of all data is used up. values:
+        numbers or scalar tensors of this step; they are shown, and their means logged at the next
         checkpoint."""
+        # Linear warm-up, then a cosine down to a twentieth of the peak.
+        rising = (self.step + 1) / max(self.args.warmup, 1)
+        falling = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * self.progress(progress)))
+        self.optimizer.step(self.lr * min(rising, falling))
+        if self.step % TRIM == 0:
+            minispec.trim()
         self.recent.append({name: torch.as_tensor(x).item() for name, x in values.items()})
         self.bar.set_postfix(self.recent[-1])
 
-    def checkpoint_due(self, step):
+    def checkpoint_due(self):
         """Whether a checkpoint follows this step: every save_every steps and after the last one. ValueError
         where the weights are no longer finite, so that the last good checkpoint is kept."""
-        # The last step is the last of all, or the one in which the time ran out.
-        self.last = step + 1 == self.n_steps or self.progress(0) >= 1
-        due = (step + 1) % self.args.save_every == 0 or self.last
+        done = self.step + 1
+        self.last = done == self.n_steps or self.progress(0) >= 1
+        due = done % self.args.save_every == 0 or self.last
         if due and not all(p.isfinite().all() for p in self.model.parameters()):
-            raise ValueError(f"after {step + 1} steps the weights are not finite numbers any more; "
+            raise ValueError(f"after {done} steps the weights are not finite numbers any more; "
                              "try a smaller --lr (the last checkpoint is kept)")
         return due
 
-    def checkpoint(self, step, **results):
+    def checkpoint(self, **results):
         """Write the log, with `results` in this record, and last what a resumed run starts from: killed in
         between, it does these steps again."""
         means = {}
         for name in self.recent[-1]:
-            means[name] = round(sum(values[name] for values in self.recent) / len(self.recent), 5)
+            means[name] = round(statistics.fmean(values[name] for values in self.recent), 5)
         seconds = round(time.time() - self.started)
-        record = {"step": step + 1, **means, **results, "seconds": seconds}
+        record = {"step": self.step + 1, **means, **results, "seconds": seconds}
         self.lines.append(json.dumps(record) + "\n")
         write_text(self.log_file, "".join(self.lines))
-        save_state(self.resume_file, self.model, self.optimizer, step + 1, seconds)
+        save_state(self.resume_file, self.model, self.optimizer, step=self.step + 1, seconds=seconds)
         self.recent = []                  # a resumed run starts without them too, so both log the same means
         self.model.train()                # evaluation may have left it in eval mode
