@@ -92,35 +92,24 @@ class Answer:
 
 @dataclass
 class Window:
-    """What one answer feeds in a forward: positions [start, end), the first n_clean of them final.
-
-    Clean rows see everything up to the last of them, and their keys stay in the cache. The rows of the open
-    block see the first `seen` positions. The next forward overwrites their keys, because a token that is
-    revealed in this step was itself still a mask when its key was computed."""
-    answer: Answer
-    start: int
-    n_clean: int
-    end: int
-    seen: int
+    """The keys of rows at positions `start` on, which all see the first `seen` positions of their request: so
+    no mask is needed. base: the request's first slot."""
     cache: KVCache
+    base: int
+    start: int
+    seen: int
     pool = None
 
     def attend(self, layer, q, k, v):
         """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
-        base = self.answer.request.run.first
-        new = slice(base + self.start, base + self.end)
+        new = slice(self.base + self.start, self.base + self.start + len(q))
         keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
         keys[:, new] = k.transpose(0, 1)
         values[:, new] = v.transpose(0, 1)
-        # No mask is needed: all clean rows see the same keys, and so do all rows of the block.
-        out = []
-        for a, b, n_keys in ((0, self.n_clean, self.start + self.n_clean), (self.n_clean, len(q), self.seen)):
-            see = slice(base, base + n_keys)
-            if a < b:
-                rows = group_rows(q[a:b], k.shape[1])                          # (G, g * rows, D)
-                rows = F.scaled_dot_product_attention(rows[None], keys[None, :, see], values[None, :, see])
-                out.append(ungroup_rows(rows[0], b - a))
-        return torch.cat(out)
+        see = slice(self.base, self.base + self.seen)
+        rows = group_rows(q, len(keys))                                        # (G, g * n, D)
+        out = F.scaled_dot_product_attention(rows[None], keys[None, :, see], values[None, :, see])
+        return ungroup_rows(out[0], len(q))
 
 
 def choose(logits, request):
@@ -210,8 +199,7 @@ class Decoder:
                 answer.request.run = self.cache.open(len(answer.tokens))
                 active.append(answer)
             # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
-            windows = [self.window(a) for a in active]
-            hidden, logits, seconds = self.forward(windows)
+            hidden, logits, seconds = self.forward(active)
             committed = self.settle(active, hidden, logits, seconds / len(active))
             self.seconds["other"] += time.perf_counter() - started - seconds
             yield from committed
@@ -227,34 +215,44 @@ class Decoder:
         return [r.state for r in requests]
 
     def window(self, a):
-        """What this answer feeds now: the only place in which student, teacher and dual cache differ."""
+        """The segments that this answer feeds now: the only place in which student, teacher and dual cache
+        differ."""
         everything = len(a.tokens)
         if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
-            return Window(a, 0, 0, everything, everything, self.cache)
+            return [self._segment(a, 0, everything, everything)]
         if self.kind == "dual":
-            return Window(a, a.first - 1, 0, a.last, everything, self.cache)
+            return [self._segment(a, a.first - 1, a.last, everything)]
         # When a block opens, the cached keys of the finished block are those of its last step, in which it
-        # still had masks. Feed it again, clean, in the same forward (at first: the prompt).
+        # still had masks. Feed it again, clean, in the same forward (at first: the prompt). Clean keys stay.
+        # Those of the open block are overwritten by the next forward: a token that this step reveals was
+        # itself still a mask when its key was computed.
         start = min(a.n_cached, a.first - 1)
-        return Window(a, start, a.first - start, a.last, a.last, self.cache)
+        return [self._segment(a, start, a.first, a.first, "prefill"),
+                self._segment(a, a.first, a.last, a.last)]
 
-    def forward(self, windows):
+    def _segment(self, a, start, end, seen, kind="verify"):
+        keys = Window(self.cache, a.request.run.first, start, seen)
+        return Segment(a.request, a.tokens[start:end], start, keys, kind)
+
+    def forward(self, active):
         """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open
-        blocks, in the order of `windows`, and the seconds that it took."""
+        blocks, in the order of `active`, and the seconds that it took."""
         started = time.perf_counter()
-        segments = [Segment(w.answer.request, w.answer.tokens[w.start:w.end], w.start, w) for w in windows]
+        segments = [s for a in active for s in self.window(a)]
         x = pack(segments, self.model.device)
         # The row before a slot predicts it.
-        rows = [first + slot - 1 - w.start for first, _, w in x.segments for slot in w.answer.masked()]
+        rows = []
+        for s, (first, _, _) in zip(segments, x.segments):
+            if s.kind == "verify":
+                rows += [first + slot - 1 - s.start for slot in s.request.state.masked()]
         hidden = self.model(x.tokens, x.positions, x.attend)[rows]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
         # What it took: clean rows are prefill, the others find tokens.
         if hidden.is_cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        clean = sum(w.n_clean for w in windows) / len(x.tokens)
-        self.seconds["prefill"] += seconds * clean
-        self.seconds["verify"] += seconds * (1 - clean)
+        for s in segments:
+            self.seconds[s.kind] += seconds * len(s.tokens) / len(x.tokens)
         self.counts["forwards"] += 1
         self.counts["tokens_fed"] += len(x.tokens)
         return hidden, logits, seconds
@@ -290,7 +288,7 @@ class Decoder:
         """Hand on what is final, up to the first mask or end of text. Then see if the block or the answer is
         done."""
         g, eos = a.request.generation, a.request.stop_ids
-        done = a.prompt + len(g.token_ids)
+        done = len(a.request.tokens)
         # Slots are revealed in any order; what is handed on is the text up to the first gap.
         stop = next((i for i in range(a.prompt, a.last) if a.tokens[i] in eos), len(a.tokens))
         mask = next((i for i in range(done, a.last) if a.tokens[i] == self.mask_id), a.last)
@@ -351,8 +349,7 @@ def two_copies(blocks, gen_length):
     row, key = blocks[:, :, None], blocks[:, None, :]
     noisy_sees = noisy[:, None] & (key == row)
     clean_sees = key < row + (~noisy)[:, None]                   # a clean row sees its own block too
-    sees = torch.where(noisy, noisy_sees, clean_sees) & (key >= 0)
-    return (sees | torch.eye(len(noisy), dtype=torch.bool, device=blocks.device))[:, None]
+    return bidirectional(blocks) & torch.where(noisy, noisy_sees, clean_sees)[:, None]
 
 
 def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal):
