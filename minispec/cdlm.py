@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core.attention import dense_attend, group_rows, ungroup_rows
+from minispec.core.engine import Engine
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request, Segment, Step, check_requests, pack
@@ -164,6 +165,7 @@ class Decoder:
     batch_size: int = 1
     record: bool = False
     on_step = None
+    generate = Engine.generate
 
     def __post_init__(self):
         if self.threshold is not None and not 0 <= self.threshold <= 1:
@@ -171,12 +173,6 @@ class Decoder:
                              "allowed is 0 (a block per step) to 1 (a token per step)")
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}   # prefill: all clean rows
         self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}       # one forward for a whole batch
-
-    def generate(self, requests):
-        """Answer the requests and return their generations, in order."""
-        for _ in self.stream(requests):
-            pass
-        return [r.generation for r in requests]
 
     @torch.inference_mode()
     def stream(self, requests):
@@ -323,15 +319,15 @@ def layout(lengths, width, gen_length, block_size):
     columns. Blocks: -1 padding, 0 the prompt, then 1, 2, ... of B slots each."""
     column = torch.arange(width + gen_length, device=lengths.device) - width            # 0: the first slot
     positions = column + lengths[:, None]
-    blocks = (column.div(block_size, rounding_mode="floor") + 1).clamp(min=0).expand_as(positions)
-    return positions.clamp(min=0), blocks.masked_fill(positions < 0, -1)
+    blocks = (column // block_size + 1).clamp(min=0)
+    return positions.clamp(min=0), torch.where(positions < 0, -1, blocks)
 
 
 def bidirectional(blocks):
     """Mask (n, 1, T, T) of the teacher: every row sees all but padding. Padding sees itself: no row may be
     empty."""
     own = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
-    return ((blocks >= 0)[:, None, :] | own)[:, None].expand(-1, -1, blocks.shape[1], -1)
+    return ((blocks >= 0)[:, None, :] | own)[:, None]
 
 
 def block_causal(blocks):
@@ -355,10 +351,8 @@ def two_copies(blocks, gen_length):
 def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal):
     """Hidden states (n, L, C) that predict the slots (n, L) behind left-padded prompts (n, width)."""
     positions, blocks = layout(lengths, prompt.shape[1], answer.shape[1], block_size)
-    first = prompt.shape[1] - 1                                  # its row predicts the first slot
-    attend = dense_attend(mask(blocks))
-    hidden = model(torch.cat([prompt, answer], 1), positions, attend)
-    return hidden[:, first:first + answer.shape[1]]
+    hidden = model(torch.cat([prompt, answer], 1), positions, dense_attend(mask(blocks)))
+    return hidden[:, prompt.shape[1] - 1:-1]                     # the row before a slot predicts it
 
 
 def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
@@ -369,5 +363,5 @@ def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
     positions = torch.cat([positions, positions[:, -length:]], 1)
     slot = torch.arange(length, device=clean.device)
     row = prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)
-    attend = dense_attend(two_copies(blocks, length))
-    return model(torch.cat([prompt, clean, noisy], 1), positions, attend)[:, row]
+    hidden = model(torch.cat([prompt, clean, noisy], 1), positions, dense_attend(two_copies(blocks, length)))
+    return hidden[:, row]
