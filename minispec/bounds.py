@@ -141,58 +141,55 @@ def rung_seconds(traces, cost, names, rows, k_max):
 
     L5 and L7 take this minimum; the other rungs are given one round for every position.
     """
-    # 1. Requests as arrays, the longest first: those that have a position i are then the first ones. Behind
-    #    the drafters comes nobody, who drafts nothing and gains one token.
-    order = sorted(range(len(traces)), key=lambda r: -traces[r].n_out)
-    traces = [traces[r] for r in order]
+    # 1. Requests as arrays. Behind the drafters comes nobody, who drafts nothing and gains one token.
     n_out = np.array([t.n_out for t in traces])
     prompts = np.array([t.prompt_len for t in traces])
+    request = np.arange(len(traces))[:, None]
     accept = _columns(traces, [*names, None], "accept", 1)
     offered = _columns(traces, names, "offered", k_max)
     drafts = np.arange(k_max + 1)
     nobody = np.arange(len(names) + 1)[:, None] == len(names)
 
-    # 2. V of every rung. A round reaches k_max + 1 positions ahead, so that many are kept.
+    # 2. The rungs that are given one round for every position, then those that may choose, and V of all. A
+    #    round reaches k_max + 1 positions ahead, so that many are kept.
     groups = {m: [i] for i, m in enumerate(names)}
     groups["all"] = list(range(len(names)))
     given = ["plain"]
     given += itertools.product(["L2"], names, range(1, k_max + 1))
     given += itertools.product(["L4"], groups)
-    free = [*itertools.product(["L5"], groups), "L7"]
+    rungs = [*given, *itertools.product(["L5"], groups), "L7"]
     kept = k_max + 2
-    given_left = np.zeros((kept, len(traces), len(given)))
-    free_left = np.zeros((kept, len(traces), len(free)))
+    left = np.zeros((kept, len(traces), len(rungs)))
 
-    for i in tqdm(range(n_out[0] - 1, 0, -1), desc=f"{len(traces)} requests", delay=1, leave=False):
-        # 3. What every round costs (live, drafters, drafts), and where it lands.
-        live = int((n_out > i).sum())
-        request = np.arange(live)[:, None]
-        room = n_out[:live, None] - i - 1                                # a bonus token is left out
-        gain = accept[:live, :, i]
-        paid, unpaid = _prices(cost, names, rows, prompts[:live, None] + i, drafts)
+    for i in tqdm(range(n_out.max() - 1, 0, -1), desc=f"{len(traces)} requests", delay=1, leave=False):
+        # 3. What every round costs (requests, drafters, drafts), and where it lands.
+        room = np.maximum(n_out - i - 1, 0)[:, None]                     # a bonus token is left out
+        gain = accept[:, :, i]
+        paid, unpaid = _prices(cost, names, rows, prompts[:, None] + i, drafts)
         landing = (i + np.minimum(drafts + 1, gain[..., None])) % kept
+        now = left[i % kept]
 
         # 4. One round is given: who proposes how much.
-        who, proposed = _given_rounds(gain, offered[:live, :, i], room, k_max, groups.values())
-        left = given_left[landing[request, who, proposed], request, np.arange(len(given))]
-        given_left[i % kept, :live] = paid[request, who, proposed] + left
+        who, proposed = _given_rounds(gain, offered[:, :, i], room, k_max, groups.values())
+        behind = left[landing[request, who, proposed], request, np.arange(len(given))]
+        now[:, :len(given)] = paid[request, who, proposed] + behind
 
         # 5. Any round that there is room for may be chosen, also that of nobody, who comes last.
         possible = (drafts <= room)[:, None] & ((drafts == 0) == nobody)
         paid, unpaid = (np.where(possible, price, np.inf) for price in (paid, unpaid))
         choices = [(paid, own) for own in groups.values()] + [(unpaid, groups["all"])]
-        for column, (price, own) in enumerate(choices):
+        for column, (price, own) in enumerate(choices, len(given)):
             who = [*own, -1]
-            left = free_left[landing[:, who], request[..., None], column]
-            free_left[i % kept, :live, column] = (price[:, who] + left).min((1, 2))
+            behind = left[landing[:, who], request[..., None], column]
+            now[:, column] = (price[:, who] + behind).min((1, 2))
+        now[n_out <= i] = 0.0                                            # these have no such position
 
     # 6. The prompts come on top. L9 verifies the whole output in one forward.
-    seconds = dict(zip(given + free, np.concatenate([given_left[1 % kept], free_left[1 % kept]], 1).T))
+    seconds = dict(zip(rungs, left[1].T))
     one_pass = cost.step(rows * (prompts + 1), rows * np.maximum(n_out - 1, 1), rows)
     seconds["L9"] = np.where(n_out > 1, one_pass, 0.0)
     prefill = [float(cost.prefill(t.prompt_len, rows)) for t in traces]
-    back = np.argsort(order)
-    return {rung: np.maximum(s + prefill, 1e-30)[back] for rung, s in seconds.items()}
+    return {rung: np.maximum(s + prefill, 1e-30) for rung, s in seconds.items()}
 
 
 def _prices(cost, names, rows, context, drafts):
@@ -205,9 +202,9 @@ def _prices(cost, names, rows, context, drafts):
 
 def _given_rounds(gain, offered, room, k_max, groups):
     """The rounds of plain decoding, of every drafter with every k, and of the greedy oracle of every group:
-    (who, proposed), each (live, rungs)."""
-    live, nobody = len(gain), gain.shape[1] - 1
-    plain = np.full((live, 1), nobody), np.zeros((live, 1), int)
+    (who, proposed), each (requests, rungs)."""
+    nobody = gain.shape[1] - 1
+    plain = np.full_like(room, nobody), np.zeros_like(room)
 
     # A fixed k, or as many as the drafter has and there is room for; for the last token nobody is asked.
     k = np.tile(np.arange(1, k_max + 1), nobody)
@@ -296,7 +293,7 @@ def censored_share(traces, names):
     hit = 0
     for t in traces:
         columns = [t.censored[m][1:] for m in names if m in t.censored]
-        hit += int(np.any(columns, axis=0).sum()) if columns else 0
+        hit += int(np.any(columns, axis=0).sum())
     return hit / max(1, sum(t.n_out - 1 for t in traces))
 
 

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core.attention import dense_attend, group_rows, ungroup_rows
+from minispec.core.engine import Engine
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request, Segment, Step, check_requests, pack
@@ -92,35 +93,24 @@ class Answer:
 
 @dataclass
 class Window:
-    """What one answer feeds in a forward: positions [start, end), the first n_clean of them final.
-
-    Clean rows see everything up to the last of them, and their keys stay in the cache. The rows of the open
-    block see the first `seen` positions. The next forward overwrites their keys, because a token that is
-    revealed in this step was itself still a mask when its key was computed."""
-    answer: Answer
-    start: int
-    n_clean: int
-    end: int
-    seen: int
+    """The keys of rows at positions `start` on, which all see the first `seen` positions of their request: so
+    no mask is needed. base: the request's first slot."""
     cache: KVCache
+    base: int
+    start: int
+    seen: int
     pool = None
 
     def attend(self, layer, q, k, v):
         """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
-        base = self.answer.request.run.first
-        new = slice(base + self.start, base + self.end)
+        new = slice(self.base + self.start, self.base + self.start + len(q))
         keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
         keys[:, new] = k.transpose(0, 1)
         values[:, new] = v.transpose(0, 1)
-        # No mask is needed: all clean rows see the same keys, and so do all rows of the block.
-        out = []
-        for a, b, n_keys in ((0, self.n_clean, self.start + self.n_clean), (self.n_clean, len(q), self.seen)):
-            see = slice(base, base + n_keys)
-            if a < b:
-                rows = group_rows(q[a:b], k.shape[1])                          # (G, g * rows, D)
-                rows = F.scaled_dot_product_attention(rows[None], keys[None, :, see], values[None, :, see])
-                out.append(ungroup_rows(rows[0], b - a))
-        return torch.cat(out)
+        see = slice(self.base, self.base + self.seen)
+        rows = group_rows(q, len(keys))                                        # (G, g * n, D)
+        out = F.scaled_dot_product_attention(rows[None], keys[None, :, see], values[None, :, see])
+        return ungroup_rows(out[0], len(q))
 
 
 def choose(logits, request):
@@ -175,6 +165,7 @@ class Decoder:
     batch_size: int = 1
     record: bool = False
     on_step = None
+    generate = Engine.generate
 
     def __post_init__(self):
         if self.threshold is not None and not 0 <= self.threshold <= 1:
@@ -182,12 +173,6 @@ class Decoder:
                              "allowed is 0 (a block per step) to 1 (a token per step)")
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}   # prefill: all clean rows
         self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}       # one forward for a whole batch
-
-    def generate(self, requests):
-        """Answer the requests and return their generations, in order."""
-        for _ in self.stream(requests):
-            pass
-        return [r.generation for r in requests]
 
     @torch.inference_mode()
     def stream(self, requests):
@@ -210,8 +195,7 @@ class Decoder:
                 answer.request.run = self.cache.open(len(answer.tokens))
                 active.append(answer)
             # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
-            windows = [self.window(a) for a in active]
-            hidden, logits, seconds = self.forward(windows)
+            hidden, logits, seconds = self.forward(active)
             committed = self.settle(active, hidden, logits, seconds / len(active))
             self.seconds["other"] += time.perf_counter() - started - seconds
             yield from committed
@@ -227,34 +211,44 @@ class Decoder:
         return [r.state for r in requests]
 
     def window(self, a):
-        """What this answer feeds now: the only place in which student, teacher and dual cache differ."""
+        """The segments that this answer feeds now: the only place in which student, teacher and dual cache
+        differ."""
         everything = len(a.tokens)
         if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
-            return Window(a, 0, 0, everything, everything, self.cache)
+            return [self._segment(a, 0, everything, everything)]
         if self.kind == "dual":
-            return Window(a, a.first - 1, 0, a.last, everything, self.cache)
+            return [self._segment(a, a.first - 1, a.last, everything)]
         # When a block opens, the cached keys of the finished block are those of its last step, in which it
-        # still had masks. Feed it again, clean, in the same forward (at first: the prompt).
+        # still had masks. Feed it again, clean, in the same forward (at first: the prompt). Clean keys stay.
+        # Those of the open block are overwritten by the next forward: a token that this step reveals was
+        # itself still a mask when its key was computed.
         start = min(a.n_cached, a.first - 1)
-        return Window(a, start, a.first - start, a.last, a.last, self.cache)
+        return [self._segment(a, start, a.first, a.first, "prefill"),
+                self._segment(a, a.first, a.last, a.last)]
 
-    def forward(self, windows):
+    def _segment(self, a, start, end, seen, kind="verify"):
+        keys = Window(self.cache, a.request.run.first, start, seen)
+        return Segment(a.request, a.tokens[start:end], start, keys, kind)
+
+    def forward(self, active):
         """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open
-        blocks, in the order of `windows`, and the seconds that it took."""
+        blocks, in the order of `active`, and the seconds that it took."""
         started = time.perf_counter()
-        segments = [Segment(w.answer.request, w.answer.tokens[w.start:w.end], w.start, w) for w in windows]
+        segments = [s for a in active for s in self.window(a)]
         x = pack(segments, self.model.device)
         # The row before a slot predicts it.
-        rows = [first + slot - 1 - w.start for first, _, w in x.segments for slot in w.answer.masked()]
+        rows = []
+        for s, (first, _, _) in zip(segments, x.segments):
+            if s.kind == "verify":
+                rows += [first + slot - 1 - s.start for slot in s.request.state.masked()]
         hidden = self.model(x.tokens, x.positions, x.attend)[rows]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
         # What it took: clean rows are prefill, the others find tokens.
         if hidden.is_cuda:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-        clean = sum(w.n_clean for w in windows) / len(x.tokens)
-        self.seconds["prefill"] += seconds * clean
-        self.seconds["verify"] += seconds * (1 - clean)
+        for s in segments:
+            self.seconds[s.kind] += seconds * len(s.tokens) / len(x.tokens)
         self.counts["forwards"] += 1
         self.counts["tokens_fed"] += len(x.tokens)
         return hidden, logits, seconds
@@ -290,7 +284,7 @@ class Decoder:
         """Hand on what is final, up to the first mask or end of text. Then see if the block or the answer is
         done."""
         g, eos = a.request.generation, a.request.stop_ids
-        done = a.prompt + len(g.token_ids)
+        done = len(a.request.tokens)
         # Slots are revealed in any order; what is handed on is the text up to the first gap.
         stop = next((i for i in range(a.prompt, a.last) if a.tokens[i] in eos), len(a.tokens))
         mask = next((i for i in range(done, a.last) if a.tokens[i] == self.mask_id), a.last)
@@ -325,15 +319,15 @@ def layout(lengths, width, gen_length, block_size):
     columns. Blocks: -1 padding, 0 the prompt, then 1, 2, ... of B slots each."""
     column = torch.arange(width + gen_length, device=lengths.device) - width            # 0: the first slot
     positions = column + lengths[:, None]
-    blocks = (column.div(block_size, rounding_mode="floor") + 1).clamp(min=0).expand_as(positions)
-    return positions.clamp(min=0), blocks.masked_fill(positions < 0, -1)
+    blocks = (column // block_size + 1).clamp(min=0)
+    return positions.clamp(min=0), torch.where(positions < 0, -1, blocks)
 
 
 def bidirectional(blocks):
     """Mask (n, 1, T, T) of the teacher: every row sees all but padding. Padding sees itself: no row may be
     empty."""
     own = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
-    return ((blocks >= 0)[:, None, :] | own)[:, None].expand(-1, -1, blocks.shape[1], -1)
+    return ((blocks >= 0)[:, None, :] | own)[:, None]
 
 
 def block_causal(blocks):
@@ -351,17 +345,14 @@ def two_copies(blocks, gen_length):
     row, key = blocks[:, :, None], blocks[:, None, :]
     noisy_sees = noisy[:, None] & (key == row)
     clean_sees = key < row + (~noisy)[:, None]                   # a clean row sees its own block too
-    sees = torch.where(noisy, noisy_sees, clean_sees) & (key >= 0)
-    return (sees | torch.eye(len(noisy), dtype=torch.bool, device=blocks.device))[:, None]
+    return bidirectional(blocks) & torch.where(noisy, noisy_sees, clean_sees)[:, None]
 
 
 def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal):
     """Hidden states (n, L, C) that predict the slots (n, L) behind left-padded prompts (n, width)."""
     positions, blocks = layout(lengths, prompt.shape[1], answer.shape[1], block_size)
-    first = prompt.shape[1] - 1                                  # its row predicts the first slot
-    attend = dense_attend(mask(blocks))
-    hidden = model(torch.cat([prompt, answer], 1), positions, attend)
-    return hidden[:, first:first + answer.shape[1]]
+    hidden = model(torch.cat([prompt, answer], 1), positions, dense_attend(mask(blocks)))
+    return hidden[:, prompt.shape[1] - 1:-1]                     # the row before a slot predicts it
 
 
 def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
@@ -372,5 +363,5 @@ def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
     positions = torch.cat([positions, positions[:, -length:]], 1)
     slot = torch.arange(length, device=clean.device)
     row = prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)
-    attend = dense_attend(two_copies(blocks, length))
-    return model(torch.cat([prompt, clean, noisy], 1), positions, attend)[:, row]
+    hidden = model(torch.cat([prompt, clean, noisy], 1), positions, dense_attend(two_copies(blocks, length)))
+    return hidden[:, row]

@@ -199,28 +199,24 @@ class SpecDiffDrafter(Cached):
 
     def propose(self, requests, limits):
         """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""
-        # A request near its end has a shorter window, or none.
-        sizes = [min(self.gamma, limit) for limit in limits]               # slots of each window
-        live = [(r, size) for r, size in zip(requests, sizes) if size > 0]
-        logits = iter(self._forward(live)) if live else None
-        out = []
-        for r, size, limit in zip(requests, sizes, limits):
-            out.append(self._chains(r, next(logits), limit) if size > 0 else ([], None))
-        return out
-
-    def _forward(self, live):
-        """One forward for all (request, slots of its window): the logits (slots, N) of each."""
+        out = [([], None)] * len(requests)
+        # All windows of the batch share one forward, and all K chains of a request share its window. A
+        # request near its end has a shorter window, or none.
+        live = [i for i, limit in enumerate(limits) if limit > 0]
+        sizes = [min(self.gamma, limits[i]) for i in live]                 # slots of each window
+        if not live:
+            return out
         work, wanted, n = [], [], 0
-        # The last `slots` rows of each request guess its slots.
-        for request, slots in live:
-            for rows in self._rows(request, slots):
+        for i, slots in zip(live, sizes):
+            for rows in self._rows(requests[i], slots):
                 work.append(rows)
                 n += len(rows.tokens)
-            wanted += range(n - slots, n)                # that of t_n and the masks
-        # All windows of the batch share one forward, and all K chains of a request share its window.
+            wanted += range(n - slots, n)                # the rows of t_n and of the masks
         hidden, = self.run_round(work)
-        logits = self.words.logits(hidden[wanted])
-        return logits.split([slots for _, slots in live])
+        logits = self.words.logits(hidden[wanted]).split(sizes)
+        for i, own in zip(live, logits):
+            out[i] = self._chains(requests[i], own, limits[i])
+        return out
 
     def _rows(self, request, slots):
         """What a request feeds: first its new committed tokens, causal; then the window's masks, which see

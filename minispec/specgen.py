@@ -13,8 +13,7 @@ One round of a request that has N tokens in the cache and N + 1 committed:
     (judge)  greedy or rejection sampling with the draft's own distributions: a of k drafts, and one more
              token; then, for every layer and KV head, select the positions to draft with in the next round
 Before the first round the prompt is read. With delayed verification the host judges while the next forward
-already runs; the request sits that iteration out (STALL), the others do not wait. See Phase for the state
-machine.
+already runs; the request sits that iteration out (a stall), the others do not wait.
 
 Unified schedule: requests in all phases share one forward. If all drafted together and verified together,
 forwards would have B rows k times and then (k + 1) B rows; with the phases spread evenly each has about (2k +
@@ -38,7 +37,7 @@ these copies, and full attention what passed, three levels as in TriForce (2404.
 one yet.
 """
 import math
-from enum import Enum
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -61,21 +60,23 @@ N_SINKS = 4                                  # first positions that a plain wind
 
 # -- what draft rows see -------------------------------------------------------------------------------------
 
+@dataclass(eq=False)
 class PillarKeys:
     """What the draft rows of a request may see in one round: selected (L, G, c) positions, chosen per layer
     and KV head, and the `recent` newest of `length` cached ones (selected None: all of them); then the rows
     of the round itself, of which a forward has `rows`. `base` is the request's first slot."""
+    pool: object
+    base: int
+    length: int
+    selected: torch.Tensor
+    recent: int
+    rows: int = 1
+    row: int = None  # in the pool, once it is gathered
     scores = None
-    rows = 1
 
-    def __init__(self, pool, base, length, selected, recent):
-        self.pool = pool
-        self.base = base
-        self.length = length
-        self.selected = selected
-        self.recent = recent
-        self.n = length if selected is None else selected.shape[-1] + recent   # entries of the list so far
-        self.row = None  # in the pool, once it is gathered
+    def __post_init__(self):
+        # Entries of the list so far.
+        self.n = self.length if self.selected is None else self.selected.shape[-1] + self.recent
 
 
 class DraftPool:
@@ -194,45 +195,32 @@ def look_ahead(scores, memory):
 
 # -- the state of a request ----------------------------------------------------------------------------------
 
-class Phase(Enum):
-    """What a request does in an iteration. The engine reads its prompt first, like a verification.
-
-    phase    rows it feeds                  then, by Round.advance
-    START    none: the round is new         DRAFT, or VERIFY if the round has no drafts
-    DRAFT    1 and copies: t0, then d1, ..  DRAFT until it has k drafts, then VERIFY
-    VERIFY   k + 1: t0, d1 .. dk            STALL
-    STALL    none: its verdict is due       START of the next round, a new Round with a new selection
-
-    START takes no iteration. STALL takes one if verification is delayed, else none.
-    """
-    START, DRAFT, VERIFY, STALL = range(4)
-
-
+@dataclass
 class Round:
     """A request's notes: the selection that its drafts use, the drafts so far, and where it is in its round.
 
     selected (L, G, c): positions, or None for all. recent: how many of the newest are seen besides. memory
     (L, G, T): scores that the next selection remembers. place: the first iteration of the schedule's k + 1
-    that it has; None for the first round of a request, which gets its place when it starts.
+    that it has; None for the first round of a request, which gets its place when it starts. k: drafts of this
+    round, set at its start. q: the distributions that the drafts were drawn from.
+
+    In an iteration a request feeds
+
+        DRAFT   1 row and copies: t0, then d1, ..    while it has less than k drafts
+        VERIFY  k + 1 rows: t0, d1 .. dk             then; its verdict begins a new Round, with a new selection
     """
+    selected: torch.Tensor = None
+    recent: int = 0
+    memory: torch.Tensor = None
+    place: int = None
+    k: int = None
+    drafts: list = field(default_factory=list)
+    q: list = field(default_factory=list)
+    keys: PillarKeys = None
 
-    def __init__(self, selected=None, recent=0, memory=None):
-        self.selected = selected
-        self.recent = recent
-        self.memory = memory
-        self.place = None
-        self.phase = Phase.START
-        self.k = None                                      # drafts of this round, set at its start
-        self.drafts = []
-        self.q = []                                        # the distributions they were drawn from
-        self.keys = None
-
-    def advance(self):
-        """To the phase of the next iteration: see Phase."""
-        if self.phase in (Phase.START, Phase.DRAFT):
-            self.phase = Phase.DRAFT if len(self.drafts) < self.k else Phase.VERIFY
-        elif self.phase is Phase.VERIFY:
-            self.phase = Phase.STALL
+    @property
+    def is_drafted(self):
+        return len(self.drafts) == self.k
 
 
 class SpecGen(Planner):
@@ -292,19 +280,17 @@ class SpecGen(Planner):
         for r in ready:
             if r.state is None:                            # a prompt of one token leaves nothing to choose by
                 r.state = Round()
-            if r.state.phase is Phase.START:
+            if r.state.k is None:
                 self._start(r, ready)
-        drafting = [r for r in ready if r.state.phase is Phase.DRAFT]
+        drafting = [r for r in ready if not r.state.is_drafted]
         drafting = [self._draft(r, r.state, self.lookup // len(drafting)) for r in drafting]
-        verifying = [self._verify(r, r.state) for r in ready if r.state.phase is Phase.VERIFY]
-        return drafting + verifying
+        return drafting + [self._verify(r, r.state) for r in ready if r.state.is_drafted]
 
     def _start(self, r, ready):
         """Begin a round: so many drafts as its place leaves, and one token comes besides them."""
         if r.state.place is None:
             r.state.place = self._first_place(ready)
         r.state.k = min(self.k - r.state.place, r.remaining - 1)
-        r.state.advance()
 
     def _first_place(self, ready):
         """Where in the schedule a request starts: the emptiest place, so that all forwards have about as
@@ -314,7 +300,7 @@ class SpecGen(Planner):
         for other in ready:
             state = other.state
             if state is not None and state.place is not None:
-                loads[self.k if state.phase is Phase.VERIFY else state.place + len(state.drafts)] += 1
+                loads[self.k if state.is_drafted else state.place + len(state.drafts)] += 1
         return loads.index(max(loads) if self.schedule == "lockstep" else min(loads))
 
     def _draft(self, r, state, spare):
@@ -349,11 +335,6 @@ class SpecGen(Planner):
             if s.request.sampling.temperature > 0:
                 state.q += warp(own[:right + 1], s.request.sampling).unbind()
             s.keys.n -= len(s.drafts) - right              # the next step overwrites the wrong ones
-            state.advance()
-
-    def verified(self, segment):
-        if segment.kind == "verify":
-            segment.request.state.advance()
 
     def judged(self, segment, accepted):
         """So many drafts were accepted: choose what the next round drafts with."""
@@ -365,27 +346,21 @@ class SpecGen(Planner):
     def _select(self, r, keys, accepted):
         """The next round's positions: the accepted + 2 newest (not every row saw those, so their averages do
         not compare), then the top scores of this verification."""
-        length = r.n_cached
-        b = self.widest(length)
+        b = self.widest(r.n_cached)
         # All of it fits into the budget: nothing to choose.
-        if b == length:
+        if b == r.n_cached:
             return Round()
         recent = min(b, accepted + 2)
         if self.select == "window":
-            recent = min(b, max(accepted + 2, b - N_SINKS))
-        selected, memory = self._choose(r, keys, length, length - recent, b - recent)
-        return Round(selected, recent, memory)
-
-    def _choose(self, r, keys, length, older, n):
-        """n of the first `older` of all `length` positions, (L, G, n), and the scores to remember."""
-        if self.select == "window":
-            layers, groups = self.engine.cache.k.shape[:2]
-            return torch.arange(n, device=self.engine.model.device).expand(layers, groups, n), None
-        scores = keys.scores[:, :, :length]
+            recent = max(recent, b - N_SINKS)
+            layers, groups, *_ = self.engine.cache.k.shape
+            sinks = torch.arange(b - recent, device=self.engine.model.device)
+            return Round(sinks.expand(layers, groups, -1), recent)
+        scores = keys.scores[:, :, :r.n_cached]
         if self.select == "ahead":
             scores = look_ahead(scores, r.state.memory if r.state else None)
-        # Only "ahead" looks at what is remembered.
-        return scores[:, :, :older].topk(n, dim=-1, sorted=False).indices, scores
+        older = scores[:, :, :-recent]
+        return Round(older.topk(b - recent, dim=-1, sorted=False).indices, recent, scores)
 
     def proposer(self, request):
         return self.name

@@ -180,7 +180,9 @@ class Arbitrary(SpecGen):
     """SpecGen that may also select at random: its output must not change."""
     selections = (*SpecGen.selections, "random")
 
-    def _choose(self, r, keys, length, older, n):
-        if self.select == "random":
-            return torch.rand(*keys.scores.shape[:2], older, generator=r.rng).topk(n, dim=-1).indices, None
-        return super()._choose(r, keys, length, older, n)
+    def _select(self, r, keys, accepted):
+        state = super()._select(r, keys, accepted)
+        if self.select == "random" and state.selected is not None:
+            scores = torch.rand(*keys.scores.shape[:2], r.n_cached - state.recent, generator=r.rng)
+            state.selected = scores.topk(state.selected.shape[-1], dim=-1).indices
+        return state

@@ -141,10 +141,10 @@ class Compared(cdlm.Decoder):
     """A student that compares every forward with one that has no cache."""
     worst = 0.0
 
-    def forward(self, plan):
-        hidden, logits, spent = super().forward(plan)
-        want = [dense(self.model, w.answer.tokens[:w.answer.prompt], w.answer.tokens[w.answer.prompt:], block_size=self.block_size)
-                [[i - w.answer.prompt for i in w.answer.masked()]] for w in plan]
+    def forward(self, active):
+        hidden, logits, spent = super().forward(active)
+        want = [dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:], block_size=self.block_size)
+                [[i - a.prompt for i in a.masked()]] for a in active]
         self.worst = max(self.worst, (logits - torch.cat(want)).abs().max().item())
         assert self.stale or torch.equal(logits.argmax(-1), torch.cat(want).argmax(-1))
         return hidden, logits, spent

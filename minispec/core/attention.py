@@ -164,15 +164,9 @@ class FullKeys:
                 self.scores[layer] = probs.mean(1)
             return out
         if self.start == 0 and self.n > 1 and self.tail is None:
-            return self._prompt(q, keys, values)
+            # A prompt from its beginning: torch knows the mask.
+            return dense_attend()(layer, q[None], k[None], v[None])[0]
         return self._fused(q, keys, values)
-
-    def _prompt(self, q, keys, values):
-        """A prompt from its beginning, where torch knows the mask."""
-        q = q.transpose(0, 1)
-        out = F.scaled_dot_product_attention(q[None], keys[None], values[None], is_causal=True,
-                                             enable_gqa=True)
-        return out[0].transpose(0, 1)
 
     def _fused(self, q, keys, values):
         """A few rows after many keys. The heads of a group are rows of one call, so they share its keys."""
@@ -209,9 +203,8 @@ class FullKeys:
             if sees is None:
                 # The rows' own positions are causal.
                 sees = torch.ones(self.n, self.n, dtype=torch.bool).tril()
-            unseen = F.pad(~sees.to(q.device), (width - sees.shape[1], 0))     # (n, width)
-            mask = torch.zeros(self.n, width, dtype=q.dtype, device=q.device)
-            mask.masked_fill_(unseen, float("-inf"))
+            sees = F.pad(sees, (width - sees.shape[1], 0), value=True)         # (n, width)
+            mask = torch.where(sees, 0.0, float("-inf")).to(q)
             self.mask = mask.repeat(q.shape[1] // n_groups, 1)                 # (g * n, width)
         return self.mask
 

@@ -211,8 +211,6 @@ class Engine:
             self.planner.take_drafts(drafting, logits[:n])
         self.unjudged = [s for s in plan if s.n_logits and s.kind != "draft"]
         self.unjudged_logits = logits[n:] if self.unjudged else None
-        for s in self.unjudged:
-            self.planner.verified(s)
 
     def settle(self):
         """Judge what was verified, commit, roll back. Returns [(request, newly committed tokens)]."""
@@ -342,9 +340,6 @@ class Planner:
 
     def prepare(self, batch, longest):
         """On a GPU: make graphs of its own, for so many requests of so many tokens."""
-
-    def verified(self, segment):
-        """This segment was fed and waits for its verdict."""
 
     def observe(self, segment, rows):
         """These rows of a segment are in the cache for good."""

@@ -8,7 +8,6 @@ and the next tokens overwrite the rest; of a draft tree, `keep` moves the accept
 paid when a run must grow where no room is left beside it: then it moves. (The papers' systems use page size 1
 and a slot table instead, which never moves and always gathers; a GPU hides the gather, a CPU does not.)
 """
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,16 +15,12 @@ import torch
 MOST = 1 << 40              # slots; a larger number does not even fit into the error of an allocator
 
 
-@contextmanager
 def beside(stream):
-    """What this thread asks of a GPU in the block goes to another stream (None: to the current one), behind
-    what the current one was asked before."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
+    """A block in which what this thread asks of a GPU goes to another stream (None: to the current one),
+    behind what the current one was asked before."""
+    if stream:
+        stream.wait_stream(torch.cuda.current_stream())
+    return torch.cuda.stream(stream)
 
 
 @dataclass(eq=False)
@@ -77,11 +72,8 @@ class KVCache:
 
     def open(self, n):
         """A run of n slots, or None when there is no room now."""
-        if n > self.free:
-            return None
         run = Run(0, 0)
-        self.resize(run, n)
-        return run
+        return run if self.resize(run, n) else None
 
     def close(self, run):
         """Give a run back, and what it had on the host."""
@@ -109,20 +101,21 @@ class KVCache:
         return (self.runs[i + 1].first if i + 1 < len(self.runs) else self.n_slots) - run.first
 
     def _move(self, run, n):
-        """Put a run where n slots are free: into the smallest gap that takes them, else pack all others to
-        the left."""
+        """Put a run where n slots are free: into the first gap that takes them, else pack all others to the
+        left."""
         # 1. What it holds leaves first, because others may move over it.
         others = [r for r in self.runs if r is not run]
         content = [x[:, :, run.first:run.end].clone() for x in (self.k, self.v)]
         # 2. Where is room?
-        gaps = []                                        # (size, first slot)
         start = 0
         for r in [*others, Run(self.n_slots, 0)]:
             if r.first - start >= n:
-                gaps.append((r.first - start, start))
+                break
             start = r.end
-        run.first = min(gaps)[1] if gaps else self._pack(others)
+        else:
+            start = self._pack(others)
         # 3. There it goes.
+        run.first = start
         for x, old in zip((self.k, self.v), content):
             x[:, :, run.first:run.end] = old
         self.moved += run.size

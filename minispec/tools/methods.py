@@ -263,4 +263,4 @@ def settings(**changes):
     """The settings above with their defaults, as a namespace, except for `changes`."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return argparse.Namespace(**{**vars(parser.parse_args([])), **changes})
+    return parser.parse_args([], argparse.Namespace(**changes))
