@@ -241,8 +241,8 @@ def train_student(args, folder, tokenizer, mask_id):
 
 
 def train(args, folder, tokenizer, mask_id, model, source, lr, weights, data=None):
-    """The loop of teacher and student. model: from the folder `source`; weights: of the three losses, of which
-    a teacher has the last one alone; data: a student's trajectories."""
+    """The loop of teacher and student. model: from the folder `source`; weights: of the three losses, of
+    which a teacher has the last one alone; data: a student's trajectories."""
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()
     # A student's reference answers are of other problems than the trajectories.

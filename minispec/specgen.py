@@ -207,7 +207,7 @@ class Round:
     In an iteration a request feeds
 
         DRAFT   1 row and copies: t0, then d1, ..    while it has less than k drafts
-        VERIFY  k + 1 rows: t0, d1 .. dk             then; its verdict begins a new Round, with a new selection
+        VERIFY  k + 1 rows: t0, d1 .. dk             then; its verdict begins a new Round and selection
     """
     selected: torch.Tensor = None
     recent: int = 0

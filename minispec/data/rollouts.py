@@ -172,9 +172,9 @@ def padded(rows, seen, device="cpu"):
 
 @torch.inference_mode()
 def read(target, prompt, answer, temperature):
-    """What the target knew at each of the n tokens of a text: {"hidden": (n, C), "best": (n,), "log_p": (n,)}.
-    log_p: of each token of the answer at this temperature; of a point mass, at 0, it is 0. temperature None,
-    of another's answer: 1."""
+    """What the target knew at each of the n tokens of a text: {"hidden": (n, C), "best": (n,), "log_p":
+    (n,)}. log_p: of each token of the answer at this temperature; of a point mass, at 0, it is 0. temperature
+    None, of another's answer: 1."""
     temperature = 1 if temperature is None else temperature
     ids = torch.tensor(prompt + answer, device=target.device)
     positions = torch.arange(len(ids), device=target.device)
