@@ -83,7 +83,7 @@ def specdiff_objectives(args, model, tokenizer):
 
 def compare(kind, args, model, tokenizer, temperatures, ways=()):
     """Every drafter of this kind in a folder of --arms, on the same held-out problems, at some temperatures;
-    and in some ways, which are options, greedy and one request at a time.
+    and on half of them, greedy and one request at a time, in some ways, which are options.
 
     Seeds of an arm are one: their tokens and rounds are added up prompt by prompt. An arm is held against
     the reference arm with as many training prompts.
@@ -95,17 +95,17 @@ def compare(kind, args, model, tokenizer, temperatures, ways=()):
                          f"(train_{kind}.py), got {args.arms}")
     workload = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data, FIRST)
     problems = sum(workload.values(), [])
-    families = [p.family for p in problems]
 
-    # What is measured: name -> (options, temperature, requests at a time).
-    settings = {f"at_{t:g}": ("", t, 16) for t in temperatures} | {way: (way, 0.0, 1) for way in ways}
+    # What is measured: name -> (options, temperature, requests at a time, problems).
+    settings = {f"at_{t:g}": ("", t, 16, problems) for t in temperatures}
+    settings |= {way: (way, 0.0, 1, problems[::2]) for way in ways}
     # {(arm, training prompts): [(what it is, accepted lengths by setting) of each seed]}
     trained = {}
     for folder in tqdm(folders, desc=kind):
         lengths = {}
-        for setting, (way, temperature, batch) in settings.items():
+        for setting, (way, temperature, batch, asked) in settings.items():
             engine = whole_rounds(f"{kind} {way}", model, args, batch, drafter=folder, tree=0)
-            lengths[setting] = accepted_lengths(engine, problems, tokenizer, temperature)
+            lengths[setting] = accepted_lengths(engine, asked, tokenizer, temperature)
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
         log = checkpoints.records(folder)
@@ -118,9 +118,9 @@ def compare(kind, args, model, tokenizer, temperatures, ways=()):
     for (name, n_prompts), seeds in sorted(trained.items(), key=lambda x: (-x[0][1], x[0][0])):
         record = {**seeds[0][0], "seeds": len(seeds)}
         others = trained.get((reference, n_prompts), [])
-        for setting in settings:
+        for setting, (*_, asked) in settings.items():
             own, its = ([lengths[setting] for _, lengths in some] for some in (seeds, others))
-            record[setting] = join_seeds(own, its, families)
+            record[setting] = join_seeds(own, its, [p.family for p in asked])
         out[f"{name}, {n_prompts} prompts" if n_prompts else name] = record
     return {"prompts": len(problems), "reference": reference, "ways": list(ways), "arms": out}
 
