@@ -1,5 +1,7 @@
 """The tables of docs/bounds.md: what rounds cost, what was accepted, what was observed, and the ladder of
 bounds."""
+import statistics
+
 from minispec.bounds import AVERAGES
 from minispec.data import tasks
 from minispec.studies.markdown import SAME, cell, table
@@ -68,18 +70,27 @@ def run_table(r):
 
 
 def methods(r):
-    """One request at a time, from the study `run`: a row a method whose answers are the target's, a column a
-    workload."""
+    """From the studies `run` and `speed`: a row a method whose answers are the target's, a column a workload,
+    one request at a time; behind them the mix sampled, and in batches."""
     # The mix asks the other workloads' requests once more.
     alone = [x for x in r["rows"]
              if x["batch"] == 1 and x["identical"] is not None and x["workload"] != "mixed"]
     workloads = list(dict.fromkeys(x["workload"] for x in alone))
     # Of the small model GSM8K is left out of the mean: text that it never learned.
     families = [w for w in workloads if w in tasks.FAMILIES] or workloads
+    mixed = {}  # (column, method) -> speed-up
+    for x in r["rows"]:
+        if x["batch"] > 1 or x["temperature"]:
+            mixed[f"{x['workload']}, batch {x['batch']}", x["method"]] = x["speedup"]
+    columns = list(dict.fromkeys(column for column, _ in mixed if column.startswith("mixed")))
+    plain = {x["workload"]: _decoding_rate(x) for x in alone if x["method"] == "ar"}
     rows = []
     for method in dict.fromkeys(x["method"] for x in alone):
         some = {x["workload"]: x for x in alone if x["method"] == method}
-        row = {"method": method, "mean": sum(some[w]["speedup"] for w in families) / len(families)}
+        row = {column: mixed.get((column, method)) for column in columns}
+        row["method"] = method
+        row["mean"] = statistics.mean(some[w]["speedup"] for w in families)
+        row["decoding"] = statistics.mean(_decoding_rate(some[w]) / plain[w] for w in families)
         for w, x in some.items():
             row[w] = f"{x['speedup']:.2f}, tau {x['tau']:.1f}"
             if method == "ar":
@@ -87,8 +98,14 @@ def methods(r):
         for key in ("identical", "prompts"):
             row[key] = sum(x[key] for x in some.values())
         rows.append(row)
-    cells = {w: f"{{{w}}}" for w in workloads}
-    return table({"method": "{method}", "mean": "{mean:.2f}", **cells, "identical to ar": SAME}, rows)
+    head = {"method": "{method}", "mean": "{mean:.2f}", "in decoding": "{decoding:.2f}"}
+    cells = {w: f"{{{w}}}" for w in workloads} | {column: f"{{{column}:.2f}}" for column in columns}
+    return table({**head, **cells, "identical to ar": SAME}, rows)
+
+
+def _decoding_rate(x):
+    """Tokens/s of a row of `run` without reading the prompts."""
+    return x["tokens"] / (x["seconds"] - x["phases"]["prefill"])
 
 
 # -- bounds ----------------------------------------------------------------------------------------
