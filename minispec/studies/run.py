@@ -53,7 +53,7 @@ GRID = {"contexts": (64, 512), "prompts": (32, 256)}
 SHORT = Size(64, 2, {1: 2}, {1: 10, 4: 16, 16: 20}, {1: 5}, 32, GRID)
 FINE = {"contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
 LONG = Size(128, 4, {1: 4, 4: 4}, {1: 10, 4: 20, 16: 40}, {1: 10, 8: 20}, 32, FINE)
-ANSWERS = Size(256, 4, {1: 4}, {8: 18}, {1: 9}, 32)
+ANSWERS = Size(256, 4, {1: 4}, {8: 18}, {1: 6}, 32)
 MORE = ("--long takes perhaps three times as long: answers of 128 tokens, 4 problems of each workload "
         "instead of 2, batches of 4 of each, and prices up to longer contexts")
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
