@@ -80,7 +80,7 @@ def methods(r):
     families = [w for w in workloads if w in tasks.FAMILIES] or workloads
     mixed = {}  # (column, method) -> speed-up
     for x in r["rows"]:
-        if x["batch"] > 1 or x["temperature"]:
+        if x["batch"] > 1 or x.get("temperature"):
             mixed[f"{x['workload']}, batch {x['batch']}", x["method"]] = x["speedup"]
     columns = list(dict.fromkeys(column for column, _ in mixed if column.startswith("mixed")))
     plain = {x["workload"]: _decoding_rate(x) for x in alone if x["method"] == "ar"}
