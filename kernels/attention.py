@@ -63,7 +63,7 @@ def settings(dtype, d):
 
 @jit
 def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part,
-                p_part_lse, scale, chunk, group, s_kv, s_slot, s_request, s_group,
+                p_part_lse, scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group,
                 D: tl.constexpr, M: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
                 PRECISION: tl.constexpr):
     """M packed rows of one request and KV head over one chunk of their list."""
@@ -92,9 +92,8 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
     o_d = tl.arange(0, D)
     row = (first_packed + o_m) // group
     head = i_g * group + (first_packed + o_m) % group
-    o_head = (first_row + row) * (n_groups * group) + head
-    o_q = o_head[:, None] * D + o_d[None, :]                               # the output has its shape
     valid = row < n_rows
+    o_q = (first_row + row)[:, None] * s_q + head[:, None] * D + o_d[None, :]
     b_q = tl.load(p_q + o_q, mask=valid[:, None], other=0.0)               # (M, D)
     b_sees = tl.load(p_sees + first_row + row, mask=valid, other=-1)       # (M,), two words of 32 bits
     b_low = b_sees.to(tl.int32)
@@ -141,8 +140,10 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
     b_lse = b_max + tl.log2(b_sum)                # -inf for a row that sees nothing of this chunk
     if part < 0:
         # The only chunk: this is the result.
-        tl.store(p_out + o_q, b_out.to(p_out.dtype.element_ty), mask=valid[:, None])
-        tl.store(p_lse + o_head, b_lse / 1.4426950408889634, mask=valid)
+        o_out = (first_row + row) * (n_groups * group) + head
+        tl.store(p_out + o_out[:, None] * D + o_d[None, :], b_out.to(p_out.dtype.element_ty),
+                 mask=valid[:, None])
+        tl.store(p_lse + o_out, b_lse / 1.4426950408889634, mask=valid)
     else:
         o_part = (part + o_m) * n_groups + i_g
         tl.store(p_part + o_part[:, None] * D + o_d[None, :], b_out, mask=valid[:, None])
@@ -151,7 +152,7 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
 
 @jit
 def packed_attention(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part,
-                     p_part_lse, scale, chunk, group, s_kv, s_slot, s_request, s_group,
+                     p_part_lse, scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group,
                      D: tl.constexpr, SMALL: tl.constexpr, LARGE: tl.constexpr,
                      N_SMALL: tl.constexpr, N_LARGE: tl.constexpr,
                      STAGES_SMALL: tl.constexpr, STAGES_LARGE: tl.constexpr, PRECISION: tl.constexpr):
@@ -162,7 +163,7 @@ def packed_attention(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_ite
     if request < 0:                               # padding: all plans of a CUDA graph are equally long
         return
     tile = (p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_out, p_lse, p_part, p_part_lse,
-            scale, chunk, group, s_kv, s_slot, s_request, s_group)
+            scale, chunk, group, s_q, s_kv, s_slot, s_request, s_group)
     if tl.load(p_request + request * 6 + 1) * group <= SMALL:
         attend_tile(*tile, D, SMALL, N_SMALL, STAGES_SMALL, PRECISION)
     else:
@@ -231,7 +232,7 @@ class Plan:
 
     def to(self, device):
         names = "requests", "sees", "items", "merges"
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 def make_plan(requests, group, chunk=CHUNK, trees=None):
@@ -285,7 +286,7 @@ def attention(q, k, v, slots, selected, plan):
     """Every row's attention over what the plan lets it see.
 
     q (N, H, D), k and v (G, n_slots, D) of one layer, slots (B, T) int32: the slot of every position,
-    selected (B, G, C) int32 positions, all on the plan's device. Queries and lists are contiguous, and lists
+    selected (B, G, C) int32 positions, all on the plan's device. Heads and lists are contiguous, and lists
     hold all that the plan reads. Keys and values of the rows are already in the pool.
 
     Returns (N, H, D), and the natural logarithm (N, H), in fp32, of every row's sum of exp(q . k / sqrt(D)).
@@ -293,11 +294,11 @@ def attention(q, k, v, slots, selected, plan):
     n, h, d = q.shape
     groups = k.shape[0]
     # Results, and results of parts where lists are split.
-    out = torch.empty_like(q)
-    lse = torch.empty(n, h, device=q.device)
-    part = torch.empty(plan.n_part_rows, groups, d, device=q.device)
-    part_lse = torch.empty(plan.n_part_rows, groups, device=q.device)
-    strides = k.stride(0), slots.stride(0), selected.stride(0), selected.stride(1)
+    out = torch.empty(n, h, d, dtype=q.dtype, device=q.device)
+    lse = torch.empty(n, h, dtype=torch.float32, device=q.device)
+    part = torch.empty(plan.n_part_rows, groups, d, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(plan.n_part_rows, groups, dtype=torch.float32, device=q.device)
+    strides = q.stride(0), k.stride(0), slots.stride(0), selected.stride(0), selected.stride(1)
     scale = d ** -0.5 * LOG2E
     if len(plan.items):
         packed_attention[(len(plan.items), groups)](

@@ -39,7 +39,7 @@ def settings(dtype, d):
 
 @jit
 def pillar_scores(p_q, p_k, p_lse, p_slot, p_request, p_which, p_scores, scale, group,
-                  s_kv, s_slot, s_request, s_group,
+                  s_q, s_kv, s_slot, s_request, s_group,
                   D: tl.constexpr, N: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr):
     """Grid (scored requests, G, blocks of N positions). Positions are the rows of the product here, so that
     a position's sum stays within a few threads and the packed rows need no padding to a large tile."""
@@ -68,10 +68,10 @@ def pillar_scores(p_q, p_k, p_lse, p_slot, p_request, p_which, p_scores, scale, 
         row = o_m // group
         head = i_g * group + o_m % group
         valid = row < n_rows
-        o_head = (first_row + row) * (n_groups * group) + head
-        o_q = o_head[:, None] * D + o_d[None, :]
+        o_q = (first_row + row)[:, None] * s_q + head[:, None] * D + o_d[None, :]
         b_q = tl.load(p_q + o_q, mask=valid[:, None], other=0.0)           # (M, D)
-        b_lse = tl.load(p_lse + o_head, mask=valid, other=0.0) * 1.4426950408889634
+        o_lse = (first_row + row) * (n_groups * group) + head
+        b_lse = tl.load(p_lse + o_lse, mask=valid, other=0.0) * 1.4426950408889634
         b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION) * scale                     # (N, M)
         seen = valid[None, :] & (o_n[:, None] <= (length - n_rows + row)[None, :])
         b_sum += tl.sum(tl.where(seen, tl.exp2(b_s - b_lse[None, :]), 0.0), 1)
@@ -86,7 +86,7 @@ def scores(q, k, lse, slots, plan, which, out):
     groups = k.shape[0]
     constants = settings(q.dtype, d)
     scale = d ** -0.5 * LOG2E
-    strides = k.stride(0), slots.stride(0), out.stride(0), out.stride(1)
+    strides = q.stride(0), k.stride(0), slots.stride(0), out.stride(0), out.stride(1)
     pillar_scores[(len(which), groups, -(-out.shape[2] // constants["N"]))](
         q, k, lse, slots, plan.requests, which, out, scale, h // groups, *strides, D=d, **constants)
     return out

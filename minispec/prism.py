@@ -180,12 +180,6 @@ class PrismDrafter(Chained):
         self.name = name
         self.max_k = MAX_K if width == 1 else MAX_NODES
 
-    def prepare(self, batch, longest):
-        super().prepare(batch, longest, self.config.d_model)
-
-    def observe(self, request, features):
-        self.note(request).features.append(features)
-
     def first_rows(self, request):
         """Rows for the tokens accepted since the last round, from the target's features. Row r reads
         t_{r+1}."""

@@ -181,7 +181,7 @@ class SpecDiffDrafter(Cached):
     def prepare(self, batch, longest):
         if can_fuse(self.target):
             # A request is there twice: its new tokens, and its window.
-            self.make_graphs(batch, longest, self.config.d_model if self.reads else 0, segments=2)
+            self.make_graphs(batch, longest, segments=2)
 
     def round(self, x):
         """One forward of all windows: hidden states (N, C)."""
@@ -193,9 +193,6 @@ class SpecDiffDrafter(Cached):
         if new and self.reads:                           # before the first token the target has no state
             notes.features.append(notes.cache.k.new_zeros(1, self.config.d_model))
         return notes
-
-    def observe(self, request, features):
-        self.note(request).features.append(features)
 
     def propose(self, requests, limits):
         """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""

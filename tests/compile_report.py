@@ -70,7 +70,7 @@ def signature(kernel, dtype, constants):
             types[p.name] = "*" + dtype
         else:
             types[p.name] = "fp32" if p.name in ("scale", "eps") else "i32"
-        if p.name.startswith("p_") or p.name == "s_kv":        # strides of lists may be anything
+        if p.name.startswith("p_") or p.name in ("s_q", "s_kv"):        # strides of lists may be anything
             aligned[(p.num,)] = [["tt.divisibility", 16]]
     return types, aligned
 

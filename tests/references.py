@@ -13,7 +13,7 @@ def side_by_side(*tensors):
 
 def attention(q, k, v, slots, selected, plan):
     """kernels/attention.py by definition: one row, one head, one list at a time, in fp32."""
-    side_by_side(q, plan.requests, plan.sees, plan.items, plan.merges)
+    side_by_side(plan.requests, plan.sees, plan.items, plan.merges)
     (_, h, d), groups = q.shape, k.shape[0]
     out = torch.zeros_like(q)
     lse = torch.zeros(q.shape[:2], device=q.device)

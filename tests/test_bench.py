@@ -347,11 +347,12 @@ def test_methods_are_compared_in_one_table_of_one_request_at_a_time():
         return {"workload": workload, "batch": batch, "method": method, "tokens_per_second": 100 * speedup, "speedup": speedup, "tau": 2.0, "identical": 3, "prompts": 4,
                 "tokens": 100 * speedup, "seconds": 2, "phases": {"prefill": 1}, **more}
 
-    rows = [row("trace", "ar", 1.0), row("trace", "ngram", 1.2, rate_speedup=1.3), row("arith", "ar", 1.0), row("arith", "ngram", 1.6), row("arith", "ngram", 9.0, 4),
+    rows = [row("trace", "ar", 1.0), row("trace", "ngram", 1.2, seconds=1.5), row("arith", "ar", 1.0), row("arith", "ngram", 1.6), row("arith", "ngram", 9.0, 4), row("mixed", "ngram", 5.0, 4),
             row("gsm8k", "ar", 1.0), row("gsm8k", "ngram", 3.0), row("trace", "dlm", 0.2, identical=None)]
     assert bench.render("methods", {"rows": rows}).split("\n") == [
-        "| method | mean | in decoding | trace | arith | gsm8k | identical to ar |", "| --- | --- | --- | --- | --- | --- | --- |",
-        "| ar | 1.00 | 1.00 | 1, 100 tokens/s | 1, 100 tokens/s | 1, 100 tokens/s | 9 of 12 |", "| ngram | 1.40 | 1.40 | 1.20, tau 2.0 | 1.60, tau 2.0 | 3.00, tau 2.0 | 9 of 12 |"]
+        "| method | mean | in decoding | trace | arith | gsm8k | mixed, batch 4 | identical to ar |", "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| ar | 1.00 | 1.00 | 1, 100 tokens/s | 1, 100 tokens/s | 1, 100 tokens/s |  | 9 of 12 |",
+        "| ngram | 1.40 | 2.00 | 1.20, tau 2.0 | 1.60, tau 2.0 | 3.00, tau 2.0 | 5.00 | 9 of 12 |"]
 
 
 class Slow:

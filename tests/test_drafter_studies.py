@@ -66,6 +66,15 @@ def test_arms_are_compared_on_the_same_prompts(toy, small):
     assert "temperature 1" in bench.render("specdiff_objectives", json.loads(json.dumps(out)))
 
 
+def test_a_way_is_a_command_line_that_outweighs_the_settings(toy):
+    target, _, args = toy
+    args = methods.settings(**{**vars(args), "drafter": os.path.join(args.arms, "ttt1"), "lookup": 3})
+    planner = drafters.whole_rounds("prism --depth 8 --tree 60", target, args, 1, tree=0, lookup=0).planner
+    assert (planner.k, planner.lookup, planner.drafter.depth, planner.drafter.width, planner.drafter.stop) == (60, 0, 8, 8, 0)
+    planner = drafters.whole_rounds("prism --lookup 8", target, args, 1, tree=0, lookup=0).planner
+    assert (planner.k, planner.lookup, planner.drafter.width) == (5, 8, 1)
+
+
 def test_seeds_of_an_arm_are_added_up_and_sizes_kept_apart(toy, small, tmp_path):
     """Names say which is which; an arm is held against the reference of its own size, and has no ratio where there is none."""
     assert [checkpoints.arm_of(x) for x in ("prism2", "ttt1-125", "ttt1-125-s3", "exp-ce-s1", "mdlm_more")] == [("prism2", 0), ("ttt1", 125), ("ttt1", 125), ("exp-ce", 0), ("mdlm_more", 0)]

@@ -39,7 +39,8 @@ class Batch:
     def __init__(self, g, d, dtype=torch.float32, seed=0):
         torch.manual_seed(seed)
         b, n = len(MIXED), sum(r[0] for r in MIXED)
-        self.q = (3 * torch.randn(n, KV_HEADS * g, d)).to(dtype)
+        # Queries arrive as part of a fused projection: their rows are not contiguous, their heads are.
+        self.q = (3 * torch.randn(n, KV_HEADS * (g + 2), d)).to(dtype)[:, :KV_HEADS * g]
         self.k, self.v = torch.randn(2, KV_HEADS, b * ROOM, d).to(dtype)
         self.slots = torch.randperm(b * ROOM).view(b, ROOM).int()
         self.selected = torch.zeros(b, KV_HEADS, 12, dtype=torch.int32)

@@ -1,6 +1,7 @@
 """The PRISM family on toy models: training equals drafting, drafting is lossless, a step reads one module, caches hold what
 they should, and folders are checked. Section numbers and statements are those of our notes on the paper."""
 import itertools
+import math
 import os
 import random
 
@@ -465,6 +466,45 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
         scores = [score for _, _, score in nodes]
         kept = sorted(prism.best_nodes(scores, n), key=lambda i: -scores[i])
         assert [scores[i] for i in kept] == sorted(scores, reverse=True)[:n]   # and they are the best
+
+
+def first_tree(prompt, stop):
+    """Of the first round that drafts a tree: all nodes, what the engine gets, and how many steps were taken."""
+    drafter, seen, steps = PrismDrafter(DRAFTERS[2], TARGET, 4, 2), [], []
+    drafter.stop, step, result = stop, drafter.step, drafter.result
+
+    def counted(number, x, states):
+        steps.append(number)
+        return step(number, x, states)
+
+    def noted(drafts, q, limit):
+        seen.append((drafts, result(drafts, q, limit), len(steps)))
+        return seen[-1][1]
+
+    drafter.step, drafter.result = counted, noted
+    run(lambda e: Lockstep(e, drafter, 28), [prompt], 1)
+    return seen[0]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("stop", [0.05, 0.1, 0.2])
+def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
+    """Behind the first level in which no path is as probable as `stop` there are no steps; of the levels before, the nodes that
+    are at least a quarter as probable go to the target, and one in any case."""
+    depths, left_out = set(), 0
+    for prompt in prompts(12):
+        (tokens, parents, scores), _, steps = first_tree(prompt, 0.0)
+        assert steps == 4 and len(scores) == 14
+        levels = [range(2), range(2, 6), range(6, 10), range(10, 14)]
+        likely = [max(scores[i] for i in level) >= math.log(stop) for level in levels]
+        depth = min([*likely, False].index(False) + 1, 4)
+        nodes = range(levels[depth - 1].stop)
+        n = sum(math.exp(scores[i]) >= stop / 4 for i in nodes)
+        want = prism.prune(*([x[i] for i in nodes] for x in (tokens, parents, scores)), max(n, 1))
+        assert first_tree(prompt, stop)[1:] == (want, depth)
+        depths.add(depth)
+        left_out += len(nodes) - n
+    assert min(depths) < 4 and left_out
 
 
 # -- caches ------------------------------------------------------------------------------------------------------------

@@ -164,8 +164,8 @@ class FullKeys:
                 self.scores[layer] = probs.mean(1)
             return out
         if self.start == 0 and self.n > 1 and self.tail is None:
-            # A prompt from its beginning: torch knows the mask.
-            return dense_attend()(layer, q[None], k[None], v[None])[0]
+            # A prompt from its beginning: torch knows the mask. (Of the cache, whose heads lie together.)
+            return dense_attend()(layer, q[None], *(x.transpose(0, 1)[None] for x in (keys, values)))[0]
         return self._fused(q, keys, values)
 
     def _fused(self, q, keys, values):

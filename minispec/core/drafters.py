@@ -117,15 +117,20 @@ class Cached(Drafter):
         if notes := self.notes.pop(request, None):
             notes.cache.close(notes.run)
 
-    def make_graphs(self, batch, longest, width=0, segments=1, more=None):
-        """Graphs of rounds for requests of so many tokens, which have so many segments in a forward. width: C
-        of the features (N, C) that it reads. more: see Graphs."""
+    def observe(self, request, features):
+        """Kept until the rows that read them are fed."""
+        self.note(request).features.append(features)
+
+    def make_graphs(self, batch, longest, segments=1, more=None):
+        """Graphs of rounds for requests of so many tokens, which have so many segments in a forward. more:
+        see Graphs."""
         from kernels.graphs import Graphs
         c = self.config
         self.size = longest + self.room
         self.pool = KVCache(c, batch * self.size, self.target.dtype, self.target.device, spare=1)
         group = c.n_head // c.n_kv_head
-        self.graphs = Graphs(self.round, self.pool, segments * batch, self.size, 0, group, width, more)
+        features = c.d_model if self.reads else 0
+        self.graphs = Graphs(self.round, self.pool, segments * batch, self.size, 0, group, features, more)
 
     def in_pool(self, work):
         return self.graphs is not None and all(rows.keys.cache is self.pool for rows in work)
@@ -164,7 +169,7 @@ class Chained(Cached):
     stop = STOP
     steps = 0                                            # of the longest round on a GPU so far
 
-    def prepare(self, batch, longest, features=0):
+    def prepare(self, batch, longest):
         from kernels.attention import make_plan
         if not can_fuse(self.target) or (self.width > 1 and self.room > TREE):
             return
@@ -172,7 +177,7 @@ class Chained(Cached):
         one_each = torch.zeros(batch, dtype=torch.long)
         more = {"last": one_each, "ends": one_each, "stop": torch.zeros(batch),
                 "coins": torch.zeros(batch, self.depth)}
-        self.make_graphs(batch, longest, features, more=more)
+        self.make_graphs(batch, longest, more=more)
         # The plan of a later step.
         trees = dict.fromkeys(range(batch), torch.ones(self.width, self.width)) if self.width > 1 else None
         plan = make_plan([(self.width, self.size, 0, 0)] * batch, self.graphs.group, trees=trees)

@@ -32,7 +32,7 @@ REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others ar
 
 def whole_rounds(way, model, args, batch, **changes):
     """The engine of a method whose chains and trees do not end early: chains have 5 drafts."""
-    engine = engine_of(way, model, args, batch, **{"depth": 5, **changes})
+    engine = engine_of(way, model, args, batch, depth=5, **changes)
     engine.planner.drafter.stop = 0.0
     return engine
 
@@ -104,7 +104,7 @@ def compare(kind, args, model, tokenizer, temperatures, ways=()):
     for folder in tqdm(folders, desc=kind):
         lengths = {}
         for setting, (way, temperature, batch, asked) in settings.items():
-            engine = whole_rounds(f"{kind} {way}", model, args, batch, drafter=folder, tree=0)
+            engine = whole_rounds(f"{kind} {way}", model, args, batch, drafter=folder, tree=0, lookup=0)
             lengths[setting] = accepted_lengths(engine, asked, tokenizer, temperature)
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter

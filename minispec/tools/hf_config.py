@@ -101,6 +101,8 @@ def checked(c):
     numbers = [(name, x, float) for name, x in scaling.items()]
     numbers += [(field.name, getattr(c, field.name), type(field.default)) for field in fields(c)]
     for name, x, kind in numbers:
+        if kind is bool and type(x) is not bool:
+            raise ValueError(f"{name} {x} is no truth value; allowed are true and false")
         if kind not in (int, float) or (x is None and name in FROM_ZERO):
             continue
         most = MOST.get(name, MILLION)
