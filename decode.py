@@ -27,10 +27,10 @@ from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies.workloads import QUESTIONS, STORY
 from minispec.tools import checkpoints, gguf_file, methods
-from minispec.tools.answers import UNKNOWN, requests_of, schedule_view, verdict
+from minispec.tools.answers import UNKNOWN, requests_of, schedule_view
 from minispec.tools.files import write_json
 from minispec.tools.report import compare, figures, table
-from minispec.tools.script import Parser, check_device, check_writable, in_colour, positive, run_main, visible
+from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
 from minispec.tools.terminal import Printer, chat, stream
 from minispec.tools.watch import Explain, Watch
 
@@ -146,7 +146,7 @@ def answer(engine, problems, model, tokenizer, args, quiet):
     generations, and the seconds to the first token of each."""
     requests = requests_of(problems, tokenizer, model, args.max_new_tokens, args.sampling)
     generations = [r.generation for r in requests]
-    if args.batch > 1 and len(requests) > 1:
+    if args.batch > 1:
         return generations, stream(engine, requests, quiet=quiet)
     first_token = []
     for i, (problem, request) in enumerate(zip(problems, requests)):
@@ -156,13 +156,10 @@ def answer(engine, problems, model, tokenizer, args, quiet):
                 print(f"--- {i + 1} of {len(requests)}")
             print(shown(problem.prompt))
             if not args.watch:
-                printer = Printer(tokenizer, in_colour(sys.stdout))
+                printer = Printer(tokenizer)
         first_token += stream(engine, [request], printer, quiet)
         if printer:
-            printer.end_line()
-        correct = verdict(problem, request.generation, tokenizer)
-        if not quiet and len(requests) > 1 and correct is not None:
-            print("answer: " + ("correct" if correct else "wrong"))
+            print()
     return generations, first_token
 
 
@@ -211,12 +208,12 @@ def main(argv=None):
         ar = methods.make_engine("ar", model, args, args.batch)
         plain, _ = answer(ar, problems, model, tokenizer, args, quiet=True)
         compare(result, generations, plain, ar, model)
-    if len(problems) == 1:
-        result |= result.pop("requests")[0]
     if not args.quiet and args.batch == 1:
         print()
     print("\n".join([*explained, table(result)]))
     if args.json:
+        if len(problems) == 1:
+            result |= result.pop("requests")[0]
         write_json(args.json, result)
 
 

@@ -238,7 +238,7 @@ def run(folder, tmp_path, *args):
 def test_other_models_are_decoded(family, made, tmp_path):
     ours = Tokenizer.load(made[family])
     got = run(made[family], tmp_path, "--method", "specgen", "--prompt", "🙂 <|im_end|>", "--max-new-tokens", 30, "--compare")
-    assert got["prompt_token_ids"] == ours.prompt_ids("🙂 <|im_end|>") and got["identical"] and got["correct"] is None
+    assert got["prompt_ids"] == ours.prompt_ids("🙂 <|im_end|>") and got["identical"] and got["correct"] is None
     got = run(made[family], tmp_path, "--task", "story", "--n", 2, "--batch", 2, "--max-new-tokens", 5)
     assert got["correct"] is None and len(got["requests"]) == 2
 
@@ -268,7 +268,7 @@ def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"prompt": "\xff\xfe"}\n')
     cases = [(["--prompts", file], "cannot read")]
-    cases += [(["--prompt", text], "the context of this model is 512") for text in ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)]
+    cases += [(["--prompt", text], "exceed the context of 512") for text in ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)]
     cases += [(["--prompt", " \n" * 100_000], "more than 100,000 spaces or line ends in a row")]
     for args, message in cases:
         with pytest.raises(ValueError) as e:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from minispec.core.attention import dense_attend
-from minispec.core.requests import Request
+from minispec.core.requests import Request, check_requests
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 
@@ -17,8 +17,8 @@ UNKNOWN = 1024           # new tokens at most where no solution is known
 def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
     """One engine request per problem, the i-th with the i-th seed after sampling's.
 
-    limit: new tokens at most (default: twice a known solution). ValueError if a prompt does not fit the
-    context, or the tokenizer is another model's."""
+    limit: new tokens at most (default: twice a known solution, or what the context has room for). ValueError
+    if a prompt does not fit the context, or the tokenizer is another model's."""
     c = model.config
     if tokenizer.vocab_size > c.vocab_size:
         raise ValueError(f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, "
@@ -26,15 +26,13 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
     requests = []
     for i, problem in enumerate(problems):
         ids = tokenizer.prompt_ids(problem.prompt)
-        most = limit or UNKNOWN
-        if not limit and problem.think and tokenizer.ours:       # other models write chains of their own
+        most = UNKNOWN
+        if problem.think and tokenizer.ours:             # other models write chains of their own
             most = 2 * len(tokenizer.response_ids(problem.think, problem.answer))
-        room = c.block_size - len(ids)
-        if room < (limit or 1):
-            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {most} more; the context "
-                             f"of this model is {c.block_size}")
+        most = min(most, max(c.block_size - len(ids), 1))
         seeded = replace(sampling, seed=sampling.seed + i)
-        requests.append(Request(ids, min(most, room), seeded, [c.eos_id, *tokenizer.ends]))
+        requests.append(Request(ids, limit or most, seeded, [c.eos_id, *tokenizer.ends]))
+    check_requests(requests, c)
     return requests
 
 

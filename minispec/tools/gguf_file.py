@@ -42,8 +42,6 @@ def open_gguf(path):
         path = packaged()
         if path is None:
             raise ValueError(f"the model {SMOLLM2} is not installed; {HINT}")
-    if not os.path.isfile(path):
-        raise ValueError(f"no model file {path}")
     try:
         import gguf
     except ImportError:

@@ -59,8 +59,7 @@ def to_hf_config(c, dtype="float32"):
         kind = "Qwen2"
     out = {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(),
            **{theirs: getattr(c, ours) for ours, theirs in FIELDS.items()},
-           "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02,
-           "torch_dtype": dtype}
+           "hidden_act": "silu", "torch_dtype": dtype}
     if c.rope_scaling:
         out["rope_scaling"] = {"rope_type": "llama3", **c.rope_scaling}
     return out

@@ -259,8 +259,8 @@ def add_arguments(parser):
         "threshold: the first masked slot, or the most confident, as in the papers (default %(default)s)")
 
 
-def settings(**changes):
-    """The settings above with their defaults, as a namespace, except for `changes`."""
+def settings(*options, **changes):
+    """The settings above as a namespace: as the options say, else as `changes` do, else their defaults."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser.parse_args([], argparse.Namespace(**changes))
+    return parser.parse_args(options, argparse.Namespace(**changes))

@@ -1,5 +1,6 @@
 """What decode.py says of a finished run: one dict, which --json writes, and the closing lines made of it."""
 import statistics
+from dataclasses import asdict
 
 from minispec.tools.answers import ratio, summary, tie_gap, verdict
 
@@ -26,12 +27,8 @@ def figures(args, model, tokenizer, engine, problems, generations, first_token):
 def describe(problem, generation, tokenizer):
     """All there is to know about one answer."""
     return {
-        "prompt_token_ids": generation.prompt_ids,
-        "token_ids": generation.token_ids,
+        **asdict(generation),
         "text": tokenizer.decode(generation.token_ids),
-        "who": generation.who,
-        "finish": generation.finish,
-        "steps": [vars(s) for s in generation.steps],
         "correct": verdict(problem, generation, tokenizer),
     }
 
@@ -94,10 +91,8 @@ def table(r):
     # What only some methods and problems have.
     if "schedule" in r:
         lines += schedule_lines(r["schedule"])
-    if r["correct"] is not None and "requests" in r:
+    if r["correct"] is not None:
         lines.append(f"answer: {r['correct']} of {len(r['requests'])} correct")
-    elif r["correct"] is not None:
-        lines.append("answer: " + ("correct" if r["correct"] else "wrong"))
     return "\n".join(lines)
 
 
