@@ -75,12 +75,13 @@ def parse_args(argv=None):
         help="show the first N rounds that have drafts: p, q, the coin, the verdict, what the cache keeps")
     add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
     add("--json", metavar="PATH", help="write the result as JSON")
-    add("--quiet", action="store_true", help="no streamed text, only the table")
 
     methods.add_arguments(parser)
     parser.set_defaults(model=None)
     args = parser.parse_args(argv)
     args.model = args.model or default_model(args)
+    if args.method in methods.DIFFUSION:
+        args.max_new_tokens = args.max_new_tokens or cdlm.GEN_LENGTH
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     check(args)
     return args
@@ -100,8 +101,8 @@ def default_model(args):
 def check(args):
     """ValueError for what can be known to be wrong before anything is loaded."""
     diffusion = args.method in methods.DIFFUSION
-    if args.chat and (args.json or args.compare or args.batch > 1 or args.quiet or diffusion):
-        raise ValueError("--chat goes with one request at a time and no --json, --compare, --quiet; "
+    if args.chat and (args.json or args.compare or args.batch > 1 or diffusion):
+        raise ValueError("--chat goes with one request at a time and no --json, --compare; "
                          "not with --method cdlm or dlm, which do not chat")
     if args.watch and (not diffusion or args.batch > 1):
         raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
@@ -115,7 +116,7 @@ def check(args):
 def problems_of(args):
     """What was asked for, or None: then a built-in problem is solved. ValueError names what is wrong."""
     if args.prompt is not None:
-        return [tasks.Problem("prompt", args.prompt, "", "")]
+        return [tasks.Problem("prompt", args.prompt)]
     if args.prompts:
         return prompts.load_prompts(args.prompts)[:args.n]
     if args.task:
@@ -129,25 +130,18 @@ def built_in(args, tokenizer):
         return [tasks.make("story", 5, "heldout", 5)]
     args.max_new_tokens = args.max_new_tokens or ANSWER
     if args.method != "specgen":
-        return [tasks.Problem("prompt", QUESTIONS[0], "", "")]
+        return [tasks.Problem("prompt", QUESTIONS[0])]
     with open(STORY, encoding="utf-8") as f:
-        return [tasks.Problem("prompt", f.read() + TASK, "", "")]
+        return [tasks.Problem("prompt", f.read() + TASK)]
 
 
-def load(args):
-    """(model, tokenizer) of the target."""
-    check_device(args.device)
-    name = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
-    return checkpoints.load(args.model, args.device, getattr(torch, name)), Tokenizer.load(args.model)
-
-
-def answer(engine, problems, model, tokenizer, args, quiet):
+def answer(engine, problems, model, tokenizer, args, quiet=False):
     """Answer the problems: together, or at batch 1 one after the other with their text. Returns their
     generations, and the seconds to the first token of each."""
     requests = requests_of(problems, tokenizer, model, args.max_new_tokens, args.sampling)
     generations = [r.generation for r in requests]
     if args.batch > 1:
-        return generations, stream(engine, requests, quiet=quiet)
+        return generations, stream(engine, requests)
     first_token = []
     for i, (problem, request) in enumerate(zip(problems, requests)):
         printer = None
@@ -157,7 +151,7 @@ def answer(engine, problems, model, tokenizer, args, quiet):
             print(shown(problem.prompt))
             if not args.watch:
                 printer = Printer(tokenizer)
-        first_token += stream(engine, [request], printer, quiet)
+        first_token += stream(engine, [request], printer)
         if printer:
             print()
     return generations, first_token
@@ -179,36 +173,34 @@ def main(argv=None):
         print(__doc__)
         return
     args = parse_args(argv)
-    diffusion = args.method in methods.DIFFUSION
-    if diffusion and args.max_new_tokens is None:
-        args.max_new_tokens = cdlm.GEN_LENGTH
     problems = problems_of(args)                         # what cannot be read fails before a model is loaded
-    model, tokenizer = load(args)
-    if not args.quiet:
-        print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {model.dtype} on {args.device}, "
-              f"--method {args.method}\n".replace("torch.", ""))
+    check_device(args.device)
+    dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    model = checkpoints.load(args.model, args.device, getattr(torch, dtype))
+    tokenizer = Tokenizer.load(args.model)
+    print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {dtype} on {args.device}, "
+          f"--method {args.method}\n")
     engine = methods.make_engine(args.method, model, args, args.batch)
     if args.chat:
         return chat(engine, tokenizer, args.sampling, args.max_new_tokens or UNKNOWN)
     problems = problems or built_in(args, tokenizer)
 
     # Decode.
-    if args.watch and not args.quiet:
+    if args.watch:
         engine.on_step = Watch(tokenizer)
     explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
-    generations, first_token = answer(engine, problems, model, tokenizer, args, args.quiet)
+    generations, first_token = answer(engine, problems, model, tokenizer, args)
 
     # Report.
     result = figures(args, model, tokenizer, engine, problems, generations, first_token)
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)
     if args.compare:
-        if not args.quiet:
-            print("\nonce more, by the plain loop ..", flush=True)
+        print("\nonce more, by the plain loop ..", flush=True)
         ar = methods.make_engine("ar", model, args, args.batch)
         plain, _ = answer(ar, problems, model, tokenizer, args, quiet=True)
         compare(result, generations, plain, ar, model)
-    if not args.quiet and args.batch == 1:
+    if args.batch == 1:
         print()
     print("\n".join([*explained, table(result)]))
     if args.json:

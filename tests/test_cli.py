@@ -129,7 +129,6 @@ def test_streams_and_is_seeded(toy):
     text = lambda r: r.stdout.split("tokens/s")[0].rsplit("\n", 1)[0]
     assert a.returncode == 0 and text(a) == text(b) and len(text(a)) > 20
     assert text(a) != text(decode(*args[:-1], 4))
-    assert decode(*args, "--quiet").stdout.startswith("ar on cpu")
 
 
 def test_colours_on_a_terminal_only(toy):
@@ -183,7 +182,7 @@ def test_prefill_and_decoding_are_reported_apart(toy, tmp_path, capsys):
     out = tmp_path / "o.json"
     for method, batch in (("ngram", 1), ("specgen", 2)):
         run_script(decode_script, "--model", toy, "--method", method, "--task", "arith", "--n", 2, "--batch", batch, "--max-new-tokens", 20,
-                   "--compare", "--json", out, "--quiet")
+                   "--compare", "--json", out)
         d = json.loads(out.read_text())
         prefill = d["phase_seconds"]["prefill"]
         assert d["prompt_tokens"] == sum(len(r["prompt_ids"]) for r in d["requests"])
@@ -201,9 +200,9 @@ def test_rates_of_the_phases_are_what_they_say():
     """100 prompt tokens in 2 s, then 9 + 19 tokens in 7 s; 50 of 150 prefilled rows were read again after preemption."""
     generations = [Generation([0] * 60, [1] * 10), Generation([0] * 40, [1] * 20)]
     engine = SimpleNamespace(seconds={"prefill": 3.0, "draft": 2.0, "verify": 3.0, "other": 1.0}, iterations=[{"prefill": 100}, {"prefill": 50}])
-    rates = answers.phase_rates(generations, engine)
-    assert rates == {"prompt_tokens": 100, "prefill_tokens_per_second": 50.0, "decode_tokens_per_second": 4.0}
-    one = answers.phase_rates([Generation([0] * 60, [1])], SimpleNamespace(seconds={"prefill": 3.0, "other": 0.1}, iterations=[{"prefill": 60}]))
+    rates = answers.summary(generations, engine)
+    assert [rates[name] for name in ("prompt_tokens", "prefill_tokens_per_second", "decode_tokens_per_second")] == [100, 50.0, 4.0]
+    one = answers.summary([Generation([0] * 60, [1])], SimpleNamespace(seconds={"prefill": 3.0, "other": 0.1}, iterations=[{"prefill": 60}]))
     assert one["decode_tokens_per_second"] is None                      # the only token came out of prefill
 
 
@@ -283,7 +282,7 @@ def test_explained_rounds_are_those_that_were_decoded(method, tmp_path, capsys):
     args = ["--model", TARGET, "--method", method, "--task", "revise", "--max-new-tokens", "24", *EXPLAINED[method]]
     decode_script.main([*args, "--explain", "2", "--json", str(out)])
     explained, d = capsys.readouterr().out, json.loads(out.read_text())
-    decode_script.main([*args, "--quiet", "--json", str(out)])
+    decode_script.main([*args, "--json", str(out)])
     assert json.loads(out.read_text())["token_ids"] == d["token_ids"]           # looking changes nothing
     rounds = explained.split("\nat ")[1:]
     assert len(rounds) == 2
@@ -398,6 +397,6 @@ def test_a_conversation_that_is_too_long_begins_again(toy, monkeypatch, capsys):
 
 
 def test_chat_is_for_one_request_at_a_time(toy):
-    for more in (["--batch", "2"], ["--compare"], ["--method", "cdlm"], ["--quiet"]):
+    for more in (["--batch", "2"], ["--compare"], ["--method", "cdlm"]):
         with pytest.raises(ValueError, match="--chat goes with one request at a time"):
             decode_script.parse_args(["--model", str(toy), "--chat", *more])

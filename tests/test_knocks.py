@@ -118,10 +118,10 @@ def test_bugs_are_still_shown(monkeypatch):
 
 def test_a_cache_larger_than_all_memory(toy):
     with pytest.raises(RuntimeError) as e:
-        decode.main(["--model", toy, "--prompt", "x", "--max-new-tokens", "4", "--cache-tokens", str(10 ** 12), "--quiet"])
+        decode.main(["--model", toy, "--prompt", "x", "--max-new-tokens", "4", "--cache-tokens", str(10 ** 12)])
     assert script.fault(e.value, "--batch") == "out of memory; try a smaller --batch"
     with pytest.raises(ValueError, match="a cache of 10000000000000000000000000 tokens is out of range"):
-        decode.main(["--model", toy, "--prompt", "x", "--max-new-tokens", "4", "--cache-tokens", str(10 ** 25), "--quiet"])
+        decode.main(["--model", toy, "--prompt", "x", "--max-new-tokens", "4", "--cache-tokens", str(10 ** 25)])
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_prompts_of_any_text(text, toy, tmp_path, capsys):
 def test_a_prompt_of_100_000_characters_names_the_context(toy):
     for text in ("a" * 100_000, "🙂" * 100_000, "1 " * 50_000):
         with pytest.raises(ValueError, match="prompt of [0-9]+ tokens and 1 new ones exceed the context of 512"):
-            decode.main(["--model", toy, "--prompt", text, "--quiet"])
+            decode.main(["--model", toy, "--prompt", text])
 
 
 @pytest.mark.parametrize("policy", ["reserve", "offload", "preempt"])

@@ -50,11 +50,25 @@ def verdict(problem, generation, tokenizer):
 # -- from a finished run to figures ----------------------------------------
 
 def summary(generations, engine):
-    """The figures of one run, over all its requests, as a dict (docs/glossary.md has the words)."""
+    """The figures of one run, over all its requests, as a dict (docs/glossary.md has the words). A rate is
+    None if there was no such phase.
+
+    Prefill is the target's forwards over the prompts. Its last row yields the first token of an answer, so
+    decoding is credited with the others. It is charged with everything else: drafting (a drafter reads the
+    prompt too), verification, acceptance, and reading again what had to leave a full cache. A
+    diffusion model reads the prompt together with its first block of masks: all of its time is decoding."""
     # A step is a round of one request.
     steps = [s for g in generations for s in g.steps]
-    tokens = sum(len(g.token_ids) for g in generations)
+    tokens = decoded = sum(len(g.token_ids) for g in generations)
     seconds = sum(engine.seconds.values())
+
+    # Prefill and decoding.
+    prompt = sum(len(g.prompt_ids) for g in generations)
+    prefill = 0.0
+    fed = sum(i["prefill"] for i in getattr(engine, "iterations", []))
+    if fed:
+        prefill = engine.seconds["prefill"] * prompt / fed
+        decoded -= sum(bool(g.token_ids) for g in generations)
 
     # Of the rounds that proposed a draft at this position, how many accepted it?
     by_position = []
@@ -63,34 +77,14 @@ def summary(generations, engine):
     return {
         "new_tokens": tokens,
         "seconds": seconds,
-        "tokens_per_second": ratio(tokens, seconds) or 0.0,
-        **phase_rates(generations, engine),
+        "tokens_per_second": ratio(tokens, seconds),
+        "prompt_tokens": prompt,
+        "prefill_tokens_per_second": ratio(prompt, prefill),
+        "decode_tokens_per_second": ratio(decoded, seconds - prefill),
         "tau": sum(s.committed for s in steps) / max(len(steps), 1),
         "acceptance_by_position": by_position,
         "phase_seconds": dict(engine.seconds),
         "warm_up_seconds": getattr(engine, "warm_up", 0.0),
-    }
-
-
-def phase_rates(generations, engine):
-    """Prompt tokens, and the tokens/s of prefill and of decoding; a rate is None if there was no such phase.
-
-    Prefill is the target's forwards over the prompts. Its last row yields the first token of an answer, so
-    decoding is credited with the others. It is charged with everything else: drafting (a drafter reads the
-    prompt too), verification, acceptance, and reading again what had to leave a full cache. A
-    diffusion model reads the prompt together with its first block of masks: all of its time is decoding."""
-    prompt = sum(len(g.prompt_ids) for g in generations)
-    decoded = sum(len(g.token_ids) for g in generations)
-    prefill = 0.0
-    fed = sum(i["prefill"] for i in getattr(engine, "iterations", []))
-    if fed:
-        prefill = engine.seconds["prefill"] * prompt / fed
-        decoded -= sum(bool(g.token_ids) for g in generations)
-    decode = sum(engine.seconds.values()) - prefill
-    return {
-        "prompt_tokens": prompt,
-        "prefill_tokens_per_second": ratio(prompt, prefill),
-        "decode_tokens_per_second": ratio(decoded, decode),
     }
 
 

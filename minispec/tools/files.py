@@ -2,7 +2,6 @@
 import contextlib
 import json
 import os
-import shutil
 import uuid
 
 
@@ -26,8 +25,6 @@ def replaced(path):
     temporary = os.path.join(os.path.dirname(path), f"{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
-        if os.path.exists(path):
-            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except Exception as e:
         from safetensors import SafetensorError          # here, because bounds.py works without it

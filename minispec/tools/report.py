@@ -15,22 +15,17 @@ def figures(args, model, tokenizer, engine, problems, generations, first_token):
         "dtype": str(model.dtype).removeprefix("torch."),
         **summary(generations, engine),
         "time_to_first_token": statistics.mean(first_token),
-        "requests": [describe(*pair, tokenizer) for pair in zip(problems, generations)],
+        "requests": [{
+            **asdict(generation),
+            "text": tokenizer.decode(generation.token_ids),
+            "correct": verdict(problem, generation, tokenizer),
+        } for problem, generation in zip(problems, generations)],
     }
     known = [one["correct"] for one in result["requests"] if one["correct"] is not None]
     result["correct"] = sum(known) if known else None
     if hasattr(engine, "counts"):                        # of a diffusion model
         result["counts"] = engine.counts
     return result
-
-
-def describe(problem, generation, tokenizer):
-    """All there is to know about one answer."""
-    return {
-        **asdict(generation),
-        "text": tokenizer.decode(generation.token_ids),
-        "correct": verdict(problem, generation, tokenizer),
-    }
 
 
 def compare(result, generations, plain, ar, model):

@@ -42,7 +42,7 @@ class Printer:
         sys.stdout.flush()
 
 
-def stream(engine, requests, printer=None, quiet=False):
+def stream(engine, requests, printer=None):
     """Decode the requests together. Returns the seconds from the beginning to each one's first token, by the
     engine's clock, which stops while text is shown. Waiting for a place in the batch counts. On a terminal a
     bar shows how far the prompts are read, if that takes two seconds."""
@@ -53,7 +53,7 @@ def stream(engine, requests, printer=None, quiet=False):
     first = {}
     # Prompts are read, then tokens come, of one request or of many in turn.
     total = sum(len(r.tokens) for r in requests)
-    with tqdm(total=total, desc="reading", unit="token", delay=2, leave=False, disable=quiet or None) as bar:
+    with tqdm(total=total, desc="reading", unit="token", delay=2, leave=False, disable=None) as bar:
         engine.on_read = bar.update
         for request, tokens in engine.stream(requests):
             if tokens:

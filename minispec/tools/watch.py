@@ -52,10 +52,8 @@ class Explain:
             p, coins = warp(logits, r.sampling), r.drawn
         parents = range(n - 1) if s.parents is None else s.parents
         depths = [position - s.start for position in s.positions]
-        draft_ms, verify_ms = 1000 * r.spent["draft"], 1000 * r.spent["verify"]
-        self.lines += [
-            f"at {len(r.tokens)} tokens: {n - 1} drafts in {draft_ms:.1f} ms, verified in {verify_ms:.1f} ms",
-            "  row after  token                 q       p    coin"]
+        self.lines += [f"at {len(r.tokens)} tokens: {n - 1} drafts",
+                       "  row after  token                 q       p    coin"]
 
         # The drafts. Of a tree, those that hang from the accepted path were tried, in order.
         for row, (draft, parent) in enumerate(zip(s.drafts, parents), 1):
