@@ -89,12 +89,11 @@ def parse_args(argv=None):
 
 def default_model(args):
     """SmolLM2 where it is installed, unless the method's drafter or the problem is of the shipped model."""
-    if args.method not in methods.FREE or args.task:
-        return methods.SHIPPED
-    if gguf_file.packaged():
-        return gguf_file.SMOLLM2
-    print(f"SmolLM2 is not installed; this is the small model of {methods.SHIPPED}. For the real one: "
-          f"{gguf_file.HINT}", file=sys.stderr)
+    if args.method in methods.FREE and not args.task:
+        if gguf_file.packaged():
+            return gguf_file.SMOLLM2
+        print(f"SmolLM2 is not installed; this is the small model of {methods.SHIPPED}. For the real one: "
+              f"{gguf_file.HINT}", file=sys.stderr)
     return methods.SHIPPED
 
 
@@ -148,21 +147,16 @@ def answer(engine, problems, model, tokenizer, args, quiet=False):
         if not quiet:
             if len(requests) > 1:
                 print(f"--- {i + 1} of {len(requests)}")
-            print(shown(problem.prompt))
+            text = problem.prompt
+            if len(text) > LONG:
+                text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
+            print(visible(text))
             if not args.watch:
                 printer = Printer(tokenizer)
         first_token += stream(engine, [request], printer)
         if printer:
             print()
     return generations, first_token
-
-
-def shown(prompt):
-    """A prompt as a terminal can show it."""
-    text = prompt.encode("utf-8", "replace").decode()    # half a character cannot be shown
-    if len(text) > LONG:
-        text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
-    return visible(text)
 
 
 # -- main ------------------------------------------------------------------------------------------------
@@ -175,10 +169,10 @@ def main(argv=None):
     args = parse_args(argv)
     problems = problems_of(args)                         # what cannot be read fails before a model is loaded
     check_device(args.device)
-    dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
-    model = checkpoints.load(args.model, args.device, getattr(torch, dtype))
+    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    model = checkpoints.load(args.model, args.device, getattr(torch, args.dtype))
     tokenizer = Tokenizer.load(args.model)
-    print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {dtype} on {args.device}, "
+    print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {args.dtype} on {args.device}, "
           f"--method {args.method}\n")
     engine = methods.make_engine(args.method, model, args, args.batch)
     if args.chat:
@@ -192,7 +186,7 @@ def main(argv=None):
     generations, first_token = answer(engine, problems, model, tokenizer, args)
 
     # Report.
-    result = figures(args, model, tokenizer, engine, problems, generations, first_token)
+    result = figures(args, tokenizer, engine, problems, generations, first_token)
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)
     if args.compare:

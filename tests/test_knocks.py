@@ -215,7 +215,7 @@ def test_a_damaged_drafter_is_named(kind, how, tmp_path):
 def test_json_of_every_bad_kind_is_named(tmp_path):
     for content, message in ((b"{", "Expecting"), (b"\xff\xfe", "codec"), (b"[" * 100_000, "recursion"), (b"9" * 5000, "digits")):
         (tmp_path / "a.json").write_bytes(content)
-        with pytest.raises(ValueError, match=f"a.json is damaged: .*{message}"):
+        with pytest.raises(ValueError, match=f"a.json.*: .*{message}"):
             files.read_json(tmp_path / "a.json")
     with pytest.raises(ValueError, match="cannot read .*: No such file"):
         files.read_json(tmp_path / "b.json")

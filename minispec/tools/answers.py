@@ -18,11 +18,8 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
     """One engine request per problem, the i-th with the i-th seed after sampling's.
 
     limit: new tokens at most (default: twice a known solution, or what the context has room for). ValueError
-    if a prompt does not fit the context, or the tokenizer is another model's."""
+    if a prompt does not fit the context, or has ids that the model does not know."""
     c = model.config
-    if tokenizer.vocab_size > c.vocab_size:
-        raise ValueError(f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, "
-                         f"the model a vocabulary of {c.vocab_size}; they do not belong together")
     requests = []
     for i, problem in enumerate(problems):
         ids = tokenizer.prompt_ids(problem.prompt)

@@ -96,9 +96,8 @@ class Folder:
     def __init__(self, path):
         self.file = path
         config_file = os.path.join(path, "config.json")
-        data = read_json(config_file)
         with blame(config_file):
-            self.config = checked(from_hf_config(data))
+            self.config = checked(from_hf_config(read_json(config_file)))
         # The weights are in model.safetensors, or in shards model-00001-of-00002.safetensors, ..
         self.files = {}                                  # of each tensor
         for file in sorted(glob.glob(os.path.join(glob.escape(path), "model*.safetensors"))):

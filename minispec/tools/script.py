@@ -13,8 +13,10 @@ from minispec.tools.files import written_to
 # -- the terminal ----------------------------------------
 
 def visible(text):
-    """The text with control characters spelled out, so that a terminal shows them and does not obey them."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda control: f"\\x{ord(control[0]):02x}", text)
+    """The text with control characters spelled out, so that a terminal shows them and does not obey them; and
+    halves of characters, which it cannot show."""
+    unseen = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
+    return re.sub(unseen, lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 # -- arguments ----------------------------------------
@@ -97,8 +99,7 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
         line = fault(e, smaller)
         if line is None:
             raise
-        if isinstance(e, OSError):
-            _forget_output()
+        _forget_output()
         print(visible(f"{os.path.basename(sys.argv[0])}: {line}"), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
