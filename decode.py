@@ -139,23 +139,18 @@ def answer(engine, problems, model, tokenizer, args, quiet=False):
     generations, and the seconds to the first token of each."""
     requests = requests_of(problems, tokenizer, model, args.max_new_tokens, args.sampling)
     generations = [r.generation for r in requests]
-    if args.batch > 1:
+    if quiet or args.batch > 1:
         return generations, stream(engine, requests)
     first_token = []
     for i, (problem, request) in enumerate(zip(problems, requests)):
-        printer = None
-        if not quiet:
-            if len(requests) > 1:
-                print(f"--- {i + 1} of {len(requests)}")
-            text = problem.prompt
-            if len(text) > LONG:
-                text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
-            print(visible(text))
-            if not args.watch:
-                printer = Printer(tokenizer)
-        first_token += stream(engine, [request], printer)
-        if printer:
-            print()
+        if len(requests) > 1:
+            print(f"--- {i + 1} of {len(requests)}")
+        text = problem.prompt
+        if len(text) > LONG:
+            text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
+        print(visible(text))
+        first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
+        print()
     return generations, first_token
 
 
@@ -194,9 +189,7 @@ def main(argv=None):
         ar = methods.make_engine("ar", model, args, args.batch)
         plain, _ = answer(ar, problems, model, tokenizer, args, quiet=True)
         compare(result, generations, plain, ar, model)
-    if args.batch == 1:
-        print()
-    print("\n".join([*explained, table(result)]))
+    print("\n".join(["", *explained, table(result)]))
     if args.json:
         if len(problems) == 1:
             result |= result.pop("requests")[0]
