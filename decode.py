@@ -27,10 +27,10 @@ from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies.workloads import QUESTIONS, STORY
 from minispec.tools import checkpoints, gguf_file, methods
-from minispec.tools.answers import UNKNOWN, requests_of, schedule_view, verdict
+from minispec.tools.answers import UNKNOWN, requests_of, schedule_view
 from minispec.tools.files import write_json
 from minispec.tools.report import compare, figures, table
-from minispec.tools.script import Parser, check_device, check_writable, in_colour, positive, run_main, visible
+from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
 from minispec.tools.terminal import Printer, chat, stream
 from minispec.tools.watch import Explain, Watch
 
@@ -75,12 +75,13 @@ def parse_args(argv=None):
         help="show the first N rounds that have drafts: p, q, the coin, the verdict, what the cache keeps")
     add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
     add("--json", metavar="PATH", help="write the result as JSON")
-    add("--quiet", action="store_true", help="no streamed text, only the table")
 
     methods.add_arguments(parser)
     parser.set_defaults(model=None)
     args = parser.parse_args(argv)
     args.model = args.model or default_model(args)
+    if args.method in methods.DIFFUSION:
+        args.max_new_tokens = args.max_new_tokens or cdlm.GEN_LENGTH
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     check(args)
     return args
@@ -88,20 +89,19 @@ def parse_args(argv=None):
 
 def default_model(args):
     """SmolLM2 where it is installed, unless the method's drafter or the problem is of the shipped model."""
-    if args.method not in methods.FREE or args.task:
-        return methods.SHIPPED
-    if gguf_file.packaged():
-        return gguf_file.SMOLLM2
-    print(f"SmolLM2 is not installed; this is the small model of {methods.SHIPPED}. For the real one: "
-          f"{gguf_file.HINT}", file=sys.stderr)
+    if args.method in methods.FREE and not args.task:
+        if gguf_file.packaged():
+            return gguf_file.SMOLLM2
+        print(f"SmolLM2 is not installed; this is the small model of {methods.SHIPPED}. For the real one: "
+              f"{gguf_file.HINT}", file=sys.stderr)
     return methods.SHIPPED
 
 
 def check(args):
     """ValueError for what can be known to be wrong before anything is loaded."""
     diffusion = args.method in methods.DIFFUSION
-    if args.chat and (args.json or args.compare or args.batch > 1 or args.quiet or diffusion):
-        raise ValueError("--chat goes with one request at a time and no --json, --compare, --quiet; "
+    if args.chat and (args.json or args.compare or args.batch > 1 or diffusion):
+        raise ValueError("--chat goes with one request at a time and no --json, --compare; "
                          "not with --method cdlm or dlm, which do not chat")
     if args.watch and (not diffusion or args.batch > 1):
         raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
@@ -115,7 +115,7 @@ def check(args):
 def problems_of(args):
     """What was asked for, or None: then a built-in problem is solved. ValueError names what is wrong."""
     if args.prompt is not None:
-        return [tasks.Problem("prompt", args.prompt, "", "")]
+        return [tasks.Problem("prompt", args.prompt)]
     if args.prompts:
         return prompts.load_prompts(args.prompts)[:args.n]
     if args.task:
@@ -129,49 +129,29 @@ def built_in(args, tokenizer):
         return [tasks.make("story", 5, "heldout", 5)]
     args.max_new_tokens = args.max_new_tokens or ANSWER
     if args.method != "specgen":
-        return [tasks.Problem("prompt", QUESTIONS[0], "", "")]
+        return [tasks.Problem("prompt", QUESTIONS[0])]
     with open(STORY, encoding="utf-8") as f:
-        return [tasks.Problem("prompt", f.read() + TASK, "", "")]
+        return [tasks.Problem("prompt", f.read() + TASK)]
 
 
-def load(args):
-    """(model, tokenizer) of the target."""
-    check_device(args.device)
-    name = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
-    return checkpoints.load(args.model, args.device, getattr(torch, name)), Tokenizer.load(args.model)
-
-
-def answer(engine, problems, model, tokenizer, args, quiet):
+def answer(engine, problems, model, tokenizer, args, quiet=False):
     """Answer the problems: together, or at batch 1 one after the other with their text. Returns their
     generations, and the seconds to the first token of each."""
     requests = requests_of(problems, tokenizer, model, args.max_new_tokens, args.sampling)
     generations = [r.generation for r in requests]
-    if args.batch > 1 and len(requests) > 1:
-        return generations, stream(engine, requests, quiet=quiet)
+    if quiet or args.batch > 1:
+        return generations, stream(engine, requests)
     first_token = []
     for i, (problem, request) in enumerate(zip(problems, requests)):
-        printer = None
-        if not quiet:
-            if len(requests) > 1:
-                print(f"--- {i + 1} of {len(requests)}")
-            print(shown(problem.prompt))
-            if not args.watch:
-                printer = Printer(tokenizer, in_colour(sys.stdout))
-        first_token += stream(engine, [request], printer, quiet)
-        if printer:
-            printer.end_line()
-        correct = verdict(problem, request.generation, tokenizer)
-        if not quiet and len(requests) > 1 and correct is not None:
-            print("answer: " + ("correct" if correct else "wrong"))
+        if len(requests) > 1:
+            print(f"--- {i + 1} of {len(requests)}")
+        text = problem.prompt
+        if len(text) > LONG:
+            text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
+        print(visible(text))
+        first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
+        print()
     return generations, first_token
-
-
-def shown(prompt):
-    """A prompt as a terminal can show it."""
-    text = prompt.encode("utf-8", "replace").decode()    # half a character cannot be shown
-    if len(text) > LONG:
-        text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
-    return visible(text)
 
 
 # -- main ------------------------------------------------------------------------------------------------
@@ -182,41 +162,37 @@ def main(argv=None):
         print(__doc__)
         return
     args = parse_args(argv)
-    diffusion = args.method in methods.DIFFUSION
-    if diffusion and args.max_new_tokens is None:
-        args.max_new_tokens = cdlm.GEN_LENGTH
     problems = problems_of(args)                         # what cannot be read fails before a model is loaded
-    model, tokenizer = load(args)
-    if not args.quiet:
-        print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {model.dtype} on {args.device}, "
-              f"--method {args.method}\n".replace("torch.", ""))
+    check_device(args.device)
+    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    model = checkpoints.load(args.model, args.device, getattr(torch, args.dtype))
+    tokenizer = Tokenizer.load(args.model)
+    print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {args.dtype} on {args.device}, "
+          f"--method {args.method}\n")
     engine = methods.make_engine(args.method, model, args, args.batch)
     if args.chat:
         return chat(engine, tokenizer, args.sampling, args.max_new_tokens or UNKNOWN)
     problems = problems or built_in(args, tokenizer)
 
     # Decode.
-    if args.watch and not args.quiet:
+    if args.watch:
         engine.on_step = Watch(tokenizer)
     explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
-    generations, first_token = answer(engine, problems, model, tokenizer, args, args.quiet)
+    generations, first_token = answer(engine, problems, model, tokenizer, args)
 
     # Report.
-    result = figures(args, model, tokenizer, engine, problems, generations, first_token)
+    result = figures(args, tokenizer, engine, problems, generations, first_token)
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)
     if args.compare:
-        if not args.quiet:
-            print("\nonce more, by the plain loop ..", flush=True)
+        print("\nonce more, by the plain loop ..", flush=True)
         ar = methods.make_engine("ar", model, args, args.batch)
         plain, _ = answer(ar, problems, model, tokenizer, args, quiet=True)
         compare(result, generations, plain, ar, model)
-    if len(problems) == 1:
-        result |= result.pop("requests")[0]
-    if not args.quiet and args.batch == 1:
-        print()
-    print("\n".join([*explained, table(result)]))
+    print("\n".join(["", *explained, table(result)]))
     if args.json:
+        if len(problems) == 1:
+            result |= result.pop("requests")[0]
         write_json(args.json, result)
 
 

@@ -53,7 +53,7 @@ TRACES = [{"id": f"{w}/{i}", "prompt_len": 40, "n_out": 7, "accept": {"ngram": [
 COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8}, "overhead": {"kind": "linear", "base": 1e-3},
          "draft": {"ngram": {"kind": "share", "of_verify": 0.006}, "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
 SMALL = {   # what keeps a valid case short
-    "decode": ["--model", "checkpoints/target", "--max-new-tokens", "6", "--quiet"], "bench": ["bounds", "--quick"],
+    "decode": ["--model", "checkpoints/target", "--max-new-tokens", "6"], "bench": ["bounds", "--quick"],
     "train_gpt": ["--out", "out", "--size", "tiny", "--tokens", "4e3", "--max-length", "256"],
     "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300"],
     "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300"],
@@ -199,7 +199,7 @@ def command_line(rng, known):
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
-DECODE = ["--model", "checkpoints/target", "--max-new-tokens", "6", "--prompt", "one two", "--quiet"]
+DECODE = ["--model", "checkpoints/target", "--max-new-tokens", "6", "--prompt", "one two"]
 FILES = [   # (weight, file, script, arguments that read it)
     (10, "prompts.jsonl", "decode", ["--model", "checkpoints/target", "--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--batch", "4"]),
     (6, "many.jsonl", "train_prism", ["--prompt-file", "many.jsonl", *SMALL["train_prism"]]),
@@ -214,7 +214,7 @@ FILES = [   # (weight, file, script, arguments that read it)
     (3, "checkpoints/prism/model.safetensors", "decode", ["--method", "prism", *DECODE]),
     (5, "checkpoints/specdiff/config.json", "decode", ["--method", "specdiff", *DECODE]),
     (3, "checkpoints/specdiff/model.safetensors", "decode", ["--method", "specdiff", *DECODE]),
-    (3, "checkpoints/cdlm/student/config.json", "decode", ["--method", "cdlm", "--prompt", "x", "--max-new-tokens", "32", "--quiet"]),
+    (3, "checkpoints/cdlm/student/config.json", "decode", ["--method", "cdlm", "--prompt", "x", "--max-new-tokens", "32"]),
     *[(2, f"results/{name}", "bench", ["report"]) for name in ("lossless.json", "scheduler.json", "bounds.json", "run.json", "checkpoints.json")],
     (3, "results/run.json", "bench", ["bounds", "--quick"]),
     (3, "results/trace.json", "bench", ["bounds", "--quick"]),

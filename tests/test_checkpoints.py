@@ -128,7 +128,7 @@ DAMAGE = {      # what is wrong: (how it gets so, what the line must say)
     "a shard is cut": (cut_shard, "model-1.safetensors is damaged"),
     "a shard is lost": (lost_shard, "lacks model.layers.0.mlp.gate_proj.weight"),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json is damaged"),
-    "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json is damaged"),
+    "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json: 'utf-8' codec can't decode"),
     "no heads": (lambda f: change_config(f, num_attention_heads=0, head_dim=None), "config.json"),
     "words for numbers": (lambda f: change_config(f, vocab_size="many"), "vocab_size many is out of range"),
     "words for a base": (lambda f: change_config(f, rope_theta="wide"), "rope_theta wide is out of range"),
@@ -230,7 +230,7 @@ def test_tokenizers_that_tiktoken_cannot_be_are_refused(what, tmp_path):
 
 def run(folder, tmp_path, *args):
     """What decode.py writes for --json."""
-    run_script(decode, "--model", folder, "--quiet", "--json", tmp_path / "o.json", *args)
+    run_script(decode, "--model", folder, "--json", tmp_path / "o.json", *args)
     return json.loads((tmp_path / "o.json").read_text())
 
 
@@ -238,7 +238,7 @@ def run(folder, tmp_path, *args):
 def test_other_models_are_decoded(family, made, tmp_path):
     ours = Tokenizer.load(made[family])
     got = run(made[family], tmp_path, "--method", "specgen", "--prompt", "🙂 <|im_end|>", "--max-new-tokens", 30, "--compare")
-    assert got["prompt_token_ids"] == ours.prompt_ids("🙂 <|im_end|>") and got["identical"] and got["correct"] is None
+    assert got["prompt_ids"] == ours.prompt_ids("🙂 <|im_end|>") and got["identical"] and got["correct"] is None
     got = run(made[family], tmp_path, "--task", "story", "--n", 2, "--batch", 2, "--max-new-tokens", 5)
     assert got["correct"] is None and len(got["requests"]) == 2
 
@@ -246,7 +246,7 @@ def test_other_models_are_decoded(family, made, tmp_path):
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     checkpoints.save(toy_model(), tmp_path)
     shutil.copy(os.path.join(TARGET, "tokenizer.json"), tmp_path)
-    with pytest.raises(ValueError, match="ids up to 2047, the model a vocabulary of 64"):
+    with pytest.raises(ValueError, match="the vocabulary of this model is 0 to 63"):
         run_script(decode, "--model", tmp_path, "--prompt", "x")
 
 
@@ -268,7 +268,7 @@ def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
     file = tmp_path / "p.jsonl"
     file.write_bytes(b'{"prompt": "\xff\xfe"}\n')
     cases = [(["--prompts", file], "cannot read")]
-    cases += [(["--prompt", text], "the context of this model is 512") for text in ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)]
+    cases += [(["--prompt", text], "exceed the context of 512") for text in ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)]
     cases += [(["--prompt", " \n" * 100_000], "more than 100,000 spaces or line ends in a row")]
     for args, message in cases:
         with pytest.raises(ValueError) as e:
@@ -276,7 +276,7 @@ def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
         assert message in str(e.value) and "\n" not in str(e.value)
     tokenizer = Tokenizer.load(TARGET)
     tokenizer.chat_template, tokenizer.ours = TEXT_ALONE, False                        # no family that is known: text alone
-    make = lambda text: answers.requests_of([tasks.Problem("prompt", text, "", "")], tokenizer, toy_model(vocab=2048), 2)
+    make = lambda text: answers.requests_of([tasks.Problem("prompt", text)], tokenizer, toy_model(vocab=2048), 2)
     assert len(make("x")[0].tokens) == 1
     with pytest.raises(ValueError, match="an empty prompt"):
         make("")
@@ -293,8 +293,6 @@ def test_a_drafter_of_another_target_is_refused_by_name(tmp_path):
         with pytest.raises(ValueError) as e:
             methods.make_engine(method, other, settings, 1)
         assert f"trained for the target {checkpoints.fingerprint(target)}, this one is {checkpoints.fingerprint(other)}" in str(e.value)
-        change_config(tmp_path, target="")                                        # a folder from before fingerprints does not say
-        methods.make_engine(method, other, settings, 1)
 
 
 def test_fingerprints_tell_weights_apart_and_not_dtypes(tmp_path):

@@ -49,9 +49,6 @@ def test_files_get_the_mode_that_a_plain_open_gives(umask, tmp_path):
         os.umask(before)
     assert stat.S_IMODE(os.stat(tmp_path / "new.json").st_mode) == 0o666 & ~umask
     assert os.stat(tmp_path / "new.json").st_mode == os.stat(tmp_path / "plain").st_mode
-    os.chmod(tmp_path / "new.json", 0o604)
-    files.write_json(tmp_path / "new.json", 2)
-    assert stat.S_IMODE(os.stat(tmp_path / "new.json").st_mode) == 0o604
 
 
 def test_outputs_inside_a_model_folder_are_refused(tmp_path):

@@ -84,7 +84,7 @@ def damage_shape(folder):
 
 def damage_config(folder):
     (folder / "config.json").write_text("{")
-    return "config.json is damaged"
+    return "config.json: Expecting"
 
 
 def damage_family(folder):

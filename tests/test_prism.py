@@ -634,4 +634,4 @@ def test_damaged_folders_are_named(tmp_path):
         f.truncate(3000)
     assert "damaged" in message(tmp_path)
     os.remove(tmp_path / "model.safetensors")
-    assert "there is no " in message(tmp_path)
+    assert "No such file" in message(tmp_path)

@@ -186,7 +186,7 @@ def test_special_tokens_of_a_prompt_stay_text():
 
 def test_code_has_no_verdict(tmp_path, toy):
     (tmp_path / "p.jsonl").write_text(json.dumps(EVAL) + "\n" + json.dumps(MBPP))
-    decode.main(["--model", toy, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "5", "--quiet", "--json", str(tmp_path / "o.json")])
+    decode.main(["--model", toy, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "5", "--json", str(tmp_path / "o.json")])
     with open(tmp_path / "o.json") as f:
         assert [x["correct"] for x in json.load(f)["requests"]] == [None, None]
 

@@ -768,7 +768,7 @@ def test_save_and_load(tmp_path):
         again = specdiff.load(tmp_path, TARGET)
         assert again.config == drafter.config and drafter.state_dict().keys() == again.state_dict().keys()
         assert all(torch.equal(in_bf16(a), b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values()))
-    for target, message in ((TINY, "vocab_size 12, this one has 6"), (toy_model(vocab=12, block_size=1024), "contexts of 512 tokens, the target's are 1024")):
+    for target, message in ((TINY, "vocab_size 12, this one has 6"), (toy_model(vocab=12, block_size=1024), "block_size 512, this one has 1024")):
         with pytest.raises(ValueError, match=message):
             specdiff.load(tmp_path, target)
     with pytest.raises(ValueError, match="made for a target with d_model 32, this one has 16"):

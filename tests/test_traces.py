@@ -133,7 +133,7 @@ def test_unreadable_files_are_named(tmp_path):
 
 GRID = {"kind": "grid", "rows": [1, 2], "tokens": [1], "kv": [0], "seconds": [[[1.0]], [[2.0]]]}
 BAD_COSTS = {                                # what replaces table["draft"]["b"], or the whole; message
-    "not json": ('{\n "verify": {\n', "is damaged: Expecting property name enclosed in double quotes: line 3"),
+    "not json": ('{\n "verify": {\n', ": Expecting property name enclosed in double quotes: line 3"),
     "not an object": ("[]", "expected an object"),
     "no verify": ("{}", "verify: missing"),
     "unknown": ('{\n "verify": {"kind": "linear", "base": 1},\n "verfy": 1}', "verfy: unknown field"),

@@ -91,7 +91,7 @@ def test_every_arm_trains_and_decodes(arm, folder, capsys, tmp_path):
     method = "prism" if arm.startswith("prism") else "eagle"
     for shape in ([], ["--tree", "12"]):
         decode.main(["--model", str(folder / "target"), "--method", method, "--drafter", str(folder / arm), "--prompt", "one two", "--max-new-tokens", "16",
-                     "--compare", "--quiet", "--json", str(tmp_path / "o.json"), *shape])
+                     "--compare", "--json", str(tmp_path / "o.json"), *shape])
         d = json.loads((tmp_path / "o.json").read_text())
         assert d["identical"] and d["new_tokens"] == 16 and "output: identical to autoregressive" in capsys.readouterr().out
 
@@ -195,7 +195,7 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, monkeypatch, tm
     drafter = prism.load(tmp_path / "whole")
     answers = [a for part in ("0-4", "4-8", "8-12") for _, a, _ in json.loads((tmp_path / "whole" / "responses" / f"train-{part}.json").read_text())]
     assert drafter.config.draft_vocab == 100 and torch.equal(drafter.vocabulary, most_frequent(answers, 100, 300))
-    decode.main(["--model", str(qwen3), "--method", "prism", "--drafter", str(tmp_path / "whole"), "--prompt", "hello", "--max-new-tokens", "30", "--compare", "--quiet"])
+    decode.main(["--model", str(qwen3), "--method", "prism", "--drafter", str(tmp_path / "whole"), "--prompt", "hello", "--max-new-tokens", "30", "--compare"])
     assert "output: identical to autoregressive" in capsys.readouterr().out
 
     # Stopped at a second write of every kind, then continued.

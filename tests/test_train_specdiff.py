@@ -67,7 +67,7 @@ def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
     rule = {"mdlm": ["--rule", "walk"], "ce": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
             "streak-rs": ["--k-drafts", 3, "--draft-temperature", 0.7]}.get(name, [])
     decode.main([str(x) for x in ("--model", folder / "target", "--method", "specdiff", "--drafter", folder / name, "--prompt", "one two", "--max-new-tokens", 20,
-                                  "--compare", "--quiet", "--json", tmp_path / "o.json", *rule)])
+                                  "--compare", "--json", tmp_path / "o.json", *rule)])
     d = json.loads((tmp_path / "o.json").read_text())
     assert d["identical"] and d["new_tokens"] == 20 and "output: identical to autoregressive" in capsys.readouterr().out
 

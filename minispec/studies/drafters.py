@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from minispec.core.verify import Sampling
 from minispec.core.words import Words
+from minispec.data.prompts import read_rows
 from minispec.studies import workloads
 from minispec.studies.timing import engine_of, identical, race, ratio
 from minispec.tools import checkpoints
@@ -108,7 +109,7 @@ def compare(kind, args, model, tokenizer, temperatures, ways=()):
             lengths[setting] = accepted_lengths(engine, asked, tokenizer, temperature)
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
-        log = checkpoints.records(folder)
+        log = [row for _, row in read_rows(os.path.join(folder, "log.jsonl"))]
         about = {"parameters": module.n_params(), "log": log[-1], "curve": log}
         trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append((about, lengths))
 

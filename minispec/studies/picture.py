@@ -2,7 +2,7 @@
 answer is what decode.py wrote; tokens/s are those of the study `run` on problems of this kind, where all
 methods take turns.
 
-    python decode.py --method prism --task story --size 10 --quiet --json results/answers/prism.json
+    python decode.py --method prism --task story --size 10 --json results/answers/prism.json
     python bench.py report                         # all of results/answers/ into docs/figures/answers.svg
 """
 import glob

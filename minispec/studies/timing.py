@@ -1,6 +1,5 @@
 """How the studies make engines and time them: in turn, in one process, after a warm-up, so that a slow minute
 of the machine slows all."""
-import argparse
 import statistics
 from dataclasses import dataclass
 
@@ -14,9 +13,7 @@ def engine_of(way, model, args, batch, **changes):
     """The engine of a method with the options behind its name, like "prism --tree 8". args: all other
     settings, but for `changes`."""
     method, *options = way.split()
-    parser = argparse.ArgumentParser()
-    methods.add_arguments(parser)
-    settings = parser.parse_args(options, argparse.Namespace(**{**vars(args), **changes}))
+    settings = methods.settings(*options, **{**vars(args), **changes})
     return methods.make_engine(method, model, settings, batch)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from minispec.core.attention import dense_attend
-from minispec.core.requests import Request
+from minispec.core.requests import Request, check_requests
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 
@@ -17,24 +17,19 @@ UNKNOWN = 1024           # new tokens at most where no solution is known
 def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
     """One engine request per problem, the i-th with the i-th seed after sampling's.
 
-    limit: new tokens at most (default: twice a known solution). ValueError if a prompt does not fit the
-    context, or the tokenizer is another model's."""
+    limit: new tokens at most (default: twice a known solution, or what the context has room for). ValueError
+    if a prompt does not fit the context, or has ids that the model does not know."""
     c = model.config
-    if tokenizer.vocab_size > c.vocab_size:
-        raise ValueError(f"tokenizer.json has ids up to {tokenizer.vocab_size - 1}, "
-                         f"the model a vocabulary of {c.vocab_size}; they do not belong together")
     requests = []
     for i, problem in enumerate(problems):
         ids = tokenizer.prompt_ids(problem.prompt)
-        most = limit or UNKNOWN
-        if not limit and problem.think and tokenizer.ours:       # other models write chains of their own
+        most = UNKNOWN
+        if problem.think and tokenizer.ours:             # other models write chains of their own
             most = 2 * len(tokenizer.response_ids(problem.think, problem.answer))
-        room = c.block_size - len(ids)
-        if room < (limit or 1):
-            raise ValueError(f"prompt {i + 1} has {len(ids)} tokens and asks for {most} more; the context "
-                             f"of this model is {c.block_size}")
+        most = min(most, max(c.block_size - len(ids), 1))
         seeded = replace(sampling, seed=sampling.seed + i)
-        requests.append(Request(ids, min(most, room), seeded, [c.eos_id, *tokenizer.ends]))
+        requests.append(Request(ids, limit or most, seeded, [c.eos_id, *tokenizer.ends]))
+    check_requests(requests, c)
     return requests
 
 
@@ -52,11 +47,25 @@ def verdict(problem, generation, tokenizer):
 # -- from a finished run to figures ----------------------------------------
 
 def summary(generations, engine):
-    """The figures of one run, over all its requests, as a dict (docs/glossary.md has the words)."""
+    """The figures of one run, over all its requests, as a dict (docs/glossary.md has the words). A rate is
+    None if there was no such phase.
+
+    Prefill is the target's forwards over the prompts. Its last row yields the first token of an answer, so
+    decoding is credited with the others. It is charged with everything else: drafting (a drafter reads the
+    prompt too), verification, acceptance, and reading again what had to leave a full cache. A
+    diffusion model reads the prompt together with its first block of masks: all of its time is decoding."""
     # A step is a round of one request.
     steps = [s for g in generations for s in g.steps]
-    tokens = sum(len(g.token_ids) for g in generations)
+    tokens = decoded = sum(len(g.token_ids) for g in generations)
     seconds = sum(engine.seconds.values())
+
+    # Prefill and decoding.
+    prompt = sum(len(g.prompt_ids) for g in generations)
+    prefill = 0.0
+    fed = sum(i["prefill"] for i in getattr(engine, "iterations", []))
+    if fed:
+        prefill = engine.seconds["prefill"] * prompt / fed
+        decoded -= sum(bool(g.token_ids) for g in generations)
 
     # Of the rounds that proposed a draft at this position, how many accepted it?
     by_position = []
@@ -65,34 +74,14 @@ def summary(generations, engine):
     return {
         "new_tokens": tokens,
         "seconds": seconds,
-        "tokens_per_second": ratio(tokens, seconds) or 0.0,
-        **phase_rates(generations, engine),
+        "tokens_per_second": ratio(tokens, seconds),
+        "prompt_tokens": prompt,
+        "prefill_tokens_per_second": ratio(prompt, prefill),
+        "decode_tokens_per_second": ratio(decoded, seconds - prefill),
         "tau": sum(s.committed for s in steps) / max(len(steps), 1),
         "acceptance_by_position": by_position,
         "phase_seconds": dict(engine.seconds),
         "warm_up_seconds": getattr(engine, "warm_up", 0.0),
-    }
-
-
-def phase_rates(generations, engine):
-    """Prompt tokens, and the tokens/s of prefill and of decoding; a rate is None if there was no such phase.
-
-    Prefill is the target's forwards over the prompts. Its last row yields the first token of an answer, so
-    decoding is credited with the others. It is charged with everything else: drafting (a drafter reads the
-    prompt too), verification, acceptance, and reading again what had to leave a full cache. A
-    diffusion model reads the prompt together with its first block of masks: all of its time is decoding."""
-    prompt = sum(len(g.prompt_ids) for g in generations)
-    decoded = sum(len(g.token_ids) for g in generations)
-    prefill = 0.0
-    fed = sum(i["prefill"] for i in getattr(engine, "iterations", []))
-    if fed:
-        prefill = engine.seconds["prefill"] * prompt / fed
-        decoded -= sum(bool(g.token_ids) for g in generations)
-    decode = sum(engine.seconds.values()) - prefill
-    return {
-        "prompt_tokens": prompt,
-        "prefill_tokens_per_second": ratio(prompt, prefill),
-        "decode_tokens_per_second": ratio(decoded, decode),
     }
 
 

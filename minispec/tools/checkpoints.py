@@ -6,7 +6,6 @@ drafter, and `model.safetensors`: `load_drafter`, `save_drafter`.
 """
 import glob
 import hashlib
-import json
 import math
 import os
 import re
@@ -28,14 +27,11 @@ from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weig
 def save(model, folder, tokenizer_of=None):
     """Write `config.json`, `model.safetensors` and, if named, the two files of another folder's tokenizer."""
     # A parameter of ours is several of theirs, stacked.
-    c = model.config
-    config = to_hf_config(c, str(model.dtype).removeprefix("torch."))
     state = model.state_dict()
     tensors = {}
-    for ours, theirs, rows in weight_names(c):
-        for name, part in zip(theirs, state[ours].split(rows)):
-            tensors[name] = part.contiguous()
-    _write_folder(folder, tensors, config)
+    for ours, theirs, rows in weight_names(model.config):
+        tensors.update(zip(theirs, state[ours].split(rows)))
+    _write_folder(folder, tensors, to_hf_config(model.config, str(model.dtype).removeprefix("torch.")))
     if tokenizer_of:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             with replaced(os.path.join(folder, name)) as temporary:
@@ -100,9 +96,8 @@ class Folder:
     def __init__(self, path):
         self.file = path
         config_file = os.path.join(path, "config.json")
-        data = read_json(config_file)
         with blame(config_file):
-            self.config = checked(from_hf_config(data))
+            self.config = checked(from_hf_config(read_json(config_file)))
         # The weights are in model.safetensors, or in shards model-00001-of-00002.safetensors, ..
         self.files = {}                                  # of each tensor
         for file in sorted(glob.glob(os.path.join(glob.escape(path), "model*.safetensors"))):
@@ -130,9 +125,10 @@ def _write_folder(folder, tensors, config):
 
 def save_drafter(module, folder, kind):
     """Write a module with a dataclass `config`, in bf16: half of the file, and any drafter is lossless."""
-    tensors = {}
-    for name, x in module.state_dict().items():
-        tensors[name] = (x.bfloat16() if x.is_floating_point() else x).contiguous()
+    tensors = module.state_dict()
+    for name, x in tensors.items():
+        if x.is_floating_point():
+            tensors[name] = x.bfloat16()
     _write_folder(folder, tensors, {"model_type": kind, **asdict(module.config)})
 
 
@@ -155,15 +151,11 @@ def load_drafter(folder, kind, make):
 
 
 def check_shapes(drafter, target):
-    """ValueError where a drafter's config does not go with a target's: width and vocabulary must be equal,
-    and it must reach as far."""
-    for what in ("d_model", "vocab_size"):
+    """ValueError where a drafter's config does not go with a target's."""
+    for what in ("d_model", "vocab_size", "block_size"):
         mine, theirs = getattr(drafter, what), getattr(target, what)
         if mine != theirs:
             raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has {theirs}")
-    if drafter.block_size < target.block_size:
-        raise ValueError(f"the drafter was made for contexts of {drafter.block_size} tokens, the target's "
-                         f"are {target.block_size}")
 
 
 @torch.no_grad()
@@ -184,10 +176,9 @@ def fingerprint(target):
 
 
 def check_target(drafter, target, folder):
-    """ValueError where a drafter was trained for another target. One from before fingerprints does not
-    say."""
+    """ValueError where a drafter was trained for another target."""
     this = fingerprint(target)
-    if drafter.target and drafter.target != this:
+    if drafter.target != this:
         raise ValueError(f"the drafter in {folder} was trained for the target {drafter.target}, this one is "
                          f"{this}")
 
@@ -202,13 +193,6 @@ def kind_of(folder):
 
 
 # -- what a training leaves next to its weights --------------------------------------------------------------
-
-def records(folder):
-    """The lines of log.jsonl."""
-    file = os.path.join(folder, "log.jsonl")
-    with blame(file), open(file, encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
-
 
 def arm_of(folder):
     """(arm, number of prompts or 0) of a folder called ARM or ARM-PROMPTS; -sSEED at the end is one of

@@ -2,7 +2,6 @@
 import contextlib
 import json
 import os
-import shutil
 import uuid
 
 
@@ -26,8 +25,6 @@ def replaced(path):
     temporary = os.path.join(os.path.dirname(path), f"{uuid.uuid4().hex}.tmp")
     try:
         yield temporary
-        if os.path.exists(path):
-            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except Exception as e:
         from safetensors import SafetensorError          # here, because bounds.py works without it
@@ -57,26 +54,23 @@ def write_json(path, data):
 
 @contextlib.contextmanager
 def blame(path):
-    """Data of another form than expected raises all sorts of errors; inside the block they become one
-    ValueError that names the file."""
+    """A file that cannot be read or has another form than expected raises all sorts of errors; inside the
+    block they become one ValueError that names the file."""
     try:
         yield
+    except OSError as e:
+        raise ValueError(f"cannot read {path}: {e.strerror}") from None
     except ValueError as e:
         line = str(e)
         raise ValueError(line if str(path) in line else f"{path}: {line}") from None
-    except (LookupError, TypeError, AttributeError, ArithmeticError) as e:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as e:
         raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from None
 
 
 def read_json(path):
     """What a JSON file holds. ValueError names the file and what is wrong with it."""
-    try:
-        with open(path, encoding="utf-8-sig") as f:      # -sig: with or without a byte-order mark
-            return json.load(f)
-    except OSError as e:
-        raise ValueError(f"cannot read {path}: {e.strerror}") from None
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path} is damaged: {e}") from None
+    with blame(path), open(path, encoding="utf-8-sig") as f:     # -sig: with or without a byte-order mark
+        return json.load(f)
 
 
 @contextlib.contextmanager
@@ -86,8 +80,6 @@ def opened(file):
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
-    except FileNotFoundError:
-        raise ValueError(f"there is no {file}") from None
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{file} is damaged: {e}") from None
 

@@ -50,7 +50,7 @@ def weight_names(c):
     return out
 
 
-def to_hf_config(c, dtype="float32"):
+def to_hf_config(c, dtype):
     """The `config.json` of the family whose shape c has: Llama, Qwen2 (QKV bias) or Qwen3 (QK-norm)."""
     kind = "Llama"
     if c.qk_norm:
@@ -59,8 +59,7 @@ def to_hf_config(c, dtype="float32"):
         kind = "Qwen2"
     out = {"architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(),
            **{theirs: getattr(c, ours) for ours, theirs in FIELDS.items()},
-           "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02,
-           "torch_dtype": dtype}
+           "hidden_act": "silu", "torch_dtype": dtype}
     if c.rope_scaling:
         out["rope_scaling"] = {"rope_type": "llama3", **c.rope_scaling}
     return out
@@ -97,10 +96,10 @@ def checked(c):
     """The config c of a model or a drafter. ValueError where a file says what none can mean."""
     scaling = dict(c.rope_scaling or {})
     divisors = scaling.pop("divisors", None)
-    # Every number alone: its name, itself, and the kind that it must be of.
-    numbers = [(name, x, float) for name, x in scaling.items()]
-    numbers += [(field.name, getattr(c, field.name), type(field.default)) for field in fields(c)]
-    for name, x, kind in numbers:
+    # Every number alone; those of `scaling` are floats.
+    kinds = {field.name: type(field.default) for field in fields(c)}
+    for name, x in {**scaling, **vars(c)}.items():
+        kind = kinds.get(name, float)
         if kind is bool and type(x) is not bool:
             raise ValueError(f"{name} {x} is no truth value; allowed are true and false")
         if kind not in (int, float) or (x is None and name in FROM_ZERO):

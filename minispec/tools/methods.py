@@ -25,7 +25,11 @@ from minispec.tools.script import positive
 SHIPPED = "checkpoints/target"
 LOOKUP = 4                                       # of specgen
 FREE = ("ar", "ngram", "specgen")                # methods that need nothing but the target
-TRAINED = ("prism", "eagle", "specdiff")         # methods whose drafter is trained and lies in a folder
+TRAINED = {                                      # methods whose drafter lies in a folder, and what trains it
+    "prism": "train_prism.py",
+    "eagle": "train_prism.py --arm ttt1",
+    "specdiff": "train_specdiff.py",
+}
 DIFFUSION = {
     "cdlm": "a block-causal diffusion model, many tokens a step",
     "dlm": "its bidirectional teacher, without a cache",
@@ -165,10 +169,8 @@ def _trained(name, settings):
     folder = _folder(name, settings)
     if os.path.exists(folder):
         return folder
-    script = "train_specdiff.py" if name == "specdiff" else "train_prism.py"
-    arm = " --arm ttt1" if name == "eagle" else ""
     raise ValueError(f"there is no drafter for {settings.model} in {folder}; this trains one: python "
-                     f"{script}{arm} --target {settings.model} --out {folder} --minutes 60")
+                     f"{TRAINED[name]} --target {settings.model} --out {folder} --minutes 60")
 
 
 # -- which of them can run here ----------------------------------------
@@ -201,7 +203,7 @@ def add_arguments(parser):
     add = parser.add_argument_group("method and model").add_argument
     add("--method", default="ar", metavar="NAME", choices=(*METHODS, *DIFFUSION),
         help="; ".join(f"{name}: {text}" for name, text in about.items()))
-    add("--model", default=SHIPPED, metavar="MODEL",
+    add("--model", default=SHIPPED,
         help="the target: a Hugging Face folder, a GGUF file, or smollm2 (default %(default)s)")
     add("--device", default="cpu", help="cpu or cuda (default cpu)")
     add("--dtype", choices=("float32", "bfloat16"),
@@ -220,7 +222,7 @@ def add_arguments(parser):
     add = parser.add_argument_group("drafting").add_argument
     add("--k", type=positive,
         help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
-    add("--lookup", type=int, metavar="N",
+    add("--lookup", type=int,
         help="rows of a forward, of all requests together, for tokens copied from the text: of the "
              "verifying one next to a drafter's, of specgen's draft steps (default: "
              f"specgen {LOOKUP}, others 0, as in the papers)")
@@ -231,14 +233,13 @@ def add_arguments(parser):
     add = parser.add_argument_group("trained drafters: prism, eagle, specdiff").add_argument
     add("--depth", type=positive,
         help="prism, eagle: most draft steps per round (default: as many as paid in training)")
-    add("--tree", type=int, default=0, metavar="N",
-        help="prism, eagle: the N most probable drafts of a tree go to the target (default 0: a chain)")
+    add("--tree", type=int, default=0,
+        help="prism, eagle: so many drafts of a tree, the likeliest, go to the target (default 0: a chain)")
     add("--gamma", type=int, help="specdiff: drafts of a chain (default: as the drafter was trained)")
-    add("--k-drafts", type=int, default=1, metavar="K",
-        help="specdiff: chains per round (default %(default)s)")
+    add("--k-drafts", type=int, default=1, help="specdiff: chains per round (default %(default)s)")
     add("--rule", default="rejection", choices=specdiff.RULES,
         help="specdiff: who judges sampled chains (default %(default)s)")
-    add("--draft-temperature", type=float, metavar="T",
+    add("--draft-temperature", type=float,
         help="specdiff: of the drafts (default: the target's; of several chains 1)")
 
     add = parser.add_argument_group("self-speculation: specgen").add_argument
@@ -259,8 +260,8 @@ def add_arguments(parser):
         "threshold: the first masked slot, or the most confident, as in the papers (default %(default)s)")
 
 
-def settings(**changes):
-    """The settings above with their defaults, as a namespace, except for `changes`."""
+def settings(*options, **changes):
+    """The settings above as a namespace: as the options say, else as `changes` do, else their defaults."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return parser.parse_args([], argparse.Namespace(**changes))
+    return parser.parse_args(options, argparse.Namespace(**changes))

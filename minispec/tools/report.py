@@ -1,39 +1,31 @@
 """What decode.py says of a finished run: one dict, which --json writes, and the closing lines made of it."""
 import statistics
+from dataclasses import asdict
 
 from minispec.tools.answers import ratio, summary, tie_gap, verdict
 
 
-def figures(args, model, tokenizer, engine, problems, generations, first_token):
+def figures(args, tokenizer, engine, problems, generations, first_token):
     """The figures of a run. first_token: seconds to the first token of every answer."""
     result = {
         "method": args.method,
         "model": args.model,
         "temperature": args.temperature,
         "device": args.device,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": args.dtype,
         **summary(generations, engine),
         "time_to_first_token": statistics.mean(first_token),
-        "requests": [describe(*pair, tokenizer) for pair in zip(problems, generations)],
+        "requests": [{
+            **asdict(generation),
+            "text": tokenizer.decode(generation.token_ids),
+            "correct": verdict(problem, generation, tokenizer),
+        } for problem, generation in zip(problems, generations)],
     }
     known = [one["correct"] for one in result["requests"] if one["correct"] is not None]
     result["correct"] = sum(known) if known else None
     if hasattr(engine, "counts"):                        # of a diffusion model
         result["counts"] = engine.counts
     return result
-
-
-def describe(problem, generation, tokenizer):
-    """All there is to know about one answer."""
-    return {
-        "prompt_token_ids": generation.prompt_ids,
-        "token_ids": generation.token_ids,
-        "text": tokenizer.decode(generation.token_ids),
-        "who": generation.who,
-        "finish": generation.finish,
-        "steps": [vars(s) for s in generation.steps],
-        "correct": verdict(problem, generation, tokenizer),
-    }
 
 
 def compare(result, generations, plain, ar, model):
@@ -58,10 +50,10 @@ def table(r):
     # What it was, and how fast.
     lines = [
         f"{r['method']} on {r['device']}, {r['dtype']}: {r['new_tokens']} tokens in {r['seconds']:.2f} s, "
-        f"{rate(r['tokens_per_second'])} end to end",
-        f"prefill: {r['prompt_tokens']} prompt tokens, {rate(r['prefill_tokens_per_second'])}; "
+        f"{known(r['tokens_per_second'])} end to end",
+        f"prefill: {r['prompt_tokens']} prompt tokens, {known(r['prefill_tokens_per_second'])}; "
         f"first token after {r['time_to_first_token']:.3f} s; "
-        f"decoding: {rate(r['decode_tokens_per_second'])}",
+        f"decoding: {known(r['decode_tokens_per_second'])}",
     ]
     # What a forward gave, and where time went.
     if diffusion:
@@ -84,9 +76,10 @@ def table(r):
 
     # What --compare adds.
     if "speedup" in r:
-        lines.append(f"autoregressive: {rate(r['ar_tokens_per_second'])} end to end, "
-                     f"decoding {rate(r['ar_decode_tokens_per_second'])}; speed-up {times(r['speedup'])} in "
-                     f"decoding, {times(r['speedup_end_to_end'])} end to end")
+        lines.append(f"autoregressive: {known(r['ar_tokens_per_second'])} end to end, "
+                     f"decoding {known(r['ar_decode_tokens_per_second'])}; "
+                     f"speed-up {known(r['speedup'], '{:.2f}x')} in decoding, "
+                     f"{known(r['speedup_end_to_end'], '{:.2f}x')} end to end")
     if "identical" in r and not diffusion:
         differs = f"differs from autoregressive (top-2 logit gap there: {r['tie_gap']:.2g})"
         lines.append("output: " + ("identical to autoregressive" if r["identical"] else differs))
@@ -94,19 +87,14 @@ def table(r):
     # What only some methods and problems have.
     if "schedule" in r:
         lines += schedule_lines(r["schedule"])
-    if r["correct"] is not None and "requests" in r:
+    if r["correct"] is not None:
         lines.append(f"answer: {r['correct']} of {len(r['requests'])} correct")
-    elif r["correct"] is not None:
-        lines.append("answer: " + ("correct" if r["correct"] else "wrong"))
     return "\n".join(lines)
 
 
-def rate(tokens_per_second):
-    return "-" if tokens_per_second is None else f"{tokens_per_second:.1f} tokens/s"
-
-
-def times(speedup):
-    return "-" if speedup is None else f"{speedup:.2f}x"
+def known(x, form="{:.1f} tokens/s"):
+    """A figure as text, if there is one."""
+    return "-" if x is None else form.format(x)
 
 
 def schedule_lines(v):

@@ -1,6 +1,7 @@
 """What the scripts share: arguments and outputs that fail in one line before the work, exits that say why."""
 import argparse
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -8,19 +9,14 @@ from pathlib import Path
 
 from minispec.tools.files import written_to
 
-CONTROLS = {i: f"\\x{i:02x}" for i in [*range(0x20), *range(0x7f, 0xa0)] if chr(i) not in "\t\n"}
-
 
 # -- the terminal ----------------------------------------
 
 def visible(text):
-    """The text with control characters spelled out, so that a terminal shows them and does not obey them."""
-    return text.translate(CONTROLS)
-
-
-def in_colour(out):
-    """Whether `out` is a terminal whose user has not asked for plain text (no-color.org)."""
-    return out.isatty() and not os.environ.get("NO_COLOR")
+    """The text with control characters spelled out, so that a terminal shows them and does not obey them; and
+    halves of characters, which it cannot show."""
+    unseen = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
+    return re.sub(unseen, lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 # -- arguments ----------------------------------------
@@ -62,16 +58,14 @@ def check_writable(path, inputs=()):
 def check_device(name):
     """Work on this device. ValueError unless it is the CPU or a CUDA device of this machine."""
     import torch
+    if name == "cpu":
+        return
     try:
-        probe = torch.zeros(1, device=name)
-        probe.item()
-    except (RuntimeError, AssertionError) as e:
+        # Kernels and streams go to the current device.
+        torch.cuda.set_device(torch.zeros(1, device=name).device)
+    except (ValueError, RuntimeError, AssertionError) as e:
         raise ValueError(f"no device {name} on this machine; choose cpu or cuda "
                          f"({str(e).splitlines()[0]})") from None
-    if not probe.is_cuda and name != "cpu":
-        raise ValueError(f"device {name} is none that this runs on; choose cpu or cuda")
-    if probe.is_cuda:
-        torch.cuda.set_device(probe.device)            # kernels and streams go to the current device
 
 
 # -- exits ----------------------------------------
@@ -79,12 +73,8 @@ def check_device(name):
 def fault(error, smaller):
     """What a user is told of an error that is no bug: of bad input, files and memory. None for all others."""
     text = " ".join(str(error).split())                  # one line, whatever it quotes
-    torch = sys.modules.get("torch")                     # bench.py bounds does without it
-    memory = (MemoryError, torch.OutOfMemoryError) if torch else MemoryError
-    if isinstance(error, memory) or "can't allocate memory" in text:
+    if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
         return f"out of memory; try a smaller {smaller}"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename or 'the output'}"
     if isinstance(error, (ValueError, OSError)):
         return text
     return None
@@ -109,8 +99,7 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
         line = fault(e, smaller)
         if line is None:
             raise
-        if isinstance(e, OSError):
-            _forget_output()
+        _forget_output()
         print(visible(f"{os.path.basename(sys.argv[0])}: {line}"), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -1,54 +1,48 @@
 """What decode.py shows while it decodes: text in colour by who proposed each token, and --chat."""
 import codecs
-import itertools
+import os
 import sys
 
 from tqdm import tqdm
 
 from minispec.core.requests import Request
 from minispec.tools.answers import summary
-from minispec.tools.script import in_colour, visible
+from minispec.tools.script import visible
 
 # A guess that was right, the model's own token in place of a wrong one, and its own after right ones alone.
-COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m", "plain": ""}
+COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m"}
 RESET = "\033[0m"
 
 
 # -- text as it comes ------------------------------------------------------------------------------------
 
+def coloured(text, who):
+    """The text in the colour of who proposed it, if stdout is a terminal whose user has not asked for plain
+    text (no-color.org)."""
+    text = visible(text)
+    if who in COLOURS and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+        text = COLOURS[who] + text + RESET
+    return text
+
+
 class Printer:
     """Streams the text of one request, in colour by who proposed each token."""
 
-    def __init__(self, tokenizer, colour):
-        self.tokenizer, self.colour = tokenizer, colour
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")     # a character may span tokens
-        self.marks = {tokenizer.special.get("<|answer|>"): "\n=> ", **dict.fromkeys(tokenizer.ends, "\n")}
-        self.last = "\n"                                 # the last character shown
+        self.marks = {tokenizer.special.get("<|answer|>"): "\n=> ", **dict.fromkeys(tokenizer.ends, "")}
 
     def __call__(self, tokens, who):
-        for by, some in itertools.groupby(zip(tokens, who), lambda pair: pair[1]):
-            text = "".join(self._spell(token) for token, _ in some)
-            if not text:
-                continue
-            self.last = text[-1]
-            text = visible(text)
-            if self.colour and COLOURS[by]:
-                text = COLOURS[by] + text + RESET
-            sys.stdout.write(text)
+        for token, by in zip(tokens, who):
+            text = self.marks.get(token)
+            if text is None:
+                text = self.utf8.decode(self.tokenizer.decode_bytes([token]))
+            sys.stdout.write(coloured(text, by))
         sys.stdout.flush()
 
-    def _spell(self, token):
-        if token in self.marks:
-            return self.marks[token]
-        return self.utf8.decode(self.tokenizer.decode_bytes([token]))
 
-    def end_line(self):
-        """What is printed next begins a line."""
-        if self.last != "\n":
-            print()
-
-
-def stream(engine, requests, printer=None, quiet=False):
+def stream(engine, requests, printer=None):
     """Decode the requests together. Returns the seconds from the beginning to each one's first token, by the
     engine's clock, which stops while text is shown. Waiting for a place in the batch counts. On a terminal a
     bar shows how far the prompts are read, if that takes two seconds."""
@@ -59,15 +53,14 @@ def stream(engine, requests, printer=None, quiet=False):
     first = {}
     # Prompts are read, then tokens come, of one request or of many in turn.
     total = sum(len(r.tokens) for r in requests)
-    with tqdm(total=total, desc="reading", unit="token", delay=2, leave=False, disable=quiet or None) as bar:
+    with tqdm(total=total, desc="reading", unit="token", delay=2, leave=False, disable=None) as bar:
         engine.on_read = bar.update
         for request, tokens in engine.stream(requests):
             if tokens:
                 first.setdefault(request, clock() - began)
             if printer:
                 bar.close()
-                who = request.generation.who
-                printer(tokens, who[len(who) - len(tokens):])
+                printer(tokens, request.generation.who[-len(tokens):])
     return list(first.values())
 
 
@@ -97,7 +90,7 @@ def chat(engine, tokenizer, sampling, limit):
             continue
         ends = [engine.model.config.eos_id, *tokenizer.ends]
         request = Request(ids, min(limit, block_size - len(ids)), sampling, ends)
-        printer = Printer(tokenizer, in_colour(sys.stdout))
+        printer = Printer(tokenizer)
         # The clock of this answer alone.
         engine.seconds = dict.fromkeys(engine.seconds, 0.0)
         engine.iterations.clear()
@@ -105,7 +98,7 @@ def chat(engine, tokenizer, sampling, limit):
             stream(engine, [request], printer)
         except KeyboardInterrupt:
             request.cancel()                             # what was said stays in the conversation
-        printer.end_line()
+        print()
         answer = request.generation
         figures = summary([answer], engine)
         print(f"[{figures['new_tokens']} tokens, tau {figures['tau']:.2f}, "

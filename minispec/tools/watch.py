@@ -1,10 +1,8 @@
 """decode.py --watch: a diffusion model's answer while it fills in. --explain: the first rounds, draft by
 draft."""
-import sys
-
 from minispec.core.verify import warp
-from minispec.tools.script import in_colour, visible
-from minispec.tools.terminal import COLOURS, RESET
+from minispec.tools.script import visible
+from minispec.tools.terminal import coloured
 
 
 class Watch:
@@ -13,7 +11,6 @@ class Watch:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.colour = in_colour(sys.stdout)
         special = tokenizer.special
         self.names = {special.get("<|answer|>"): "|=> ", special.get("<|eos|>"): "<end>"}
 
@@ -22,10 +19,7 @@ class Watch:
         names = {**self.names, a.mask_id: "·"}
         for i in range(a.first, a.last):
             text = names.get(a.tokens[i]) or self.tokenizer.decode([a.tokens[i]])
-            text = visible(text.replace("\n", "|"))
-            if self.colour and i in revealed:
-                text = COLOURS["draft"] + text + RESET
-            block += text
+            block += coloured(text.replace("\n", "|"), "draft" if i in revealed else "plain")
         step = len(a.request.generation.steps) + 1
         print(f"{step:4d} +{len(revealed):<2d} {block}")
 
@@ -58,10 +52,8 @@ class Explain:
             p, coins = warp(logits, r.sampling), r.drawn
         parents = range(n - 1) if s.parents is None else s.parents
         depths = [position - s.start for position in s.positions]
-        draft_ms, verify_ms = 1000 * r.spent["draft"], 1000 * r.spent["verify"]
-        self.lines += [
-            f"at {len(r.tokens)} tokens: {n - 1} drafts in {draft_ms:.1f} ms, verified in {verify_ms:.1f} ms",
-            "  row after  token                 q       p    coin"]
+        self.lines += [f"at {len(r.tokens)} tokens: {n - 1} drafts",
+                       "  row after  token                 q       p    coin"]
 
         # The drafts. Of a tree, those that hang from the accepted path were tried, in order.
         for row, (draft, parent) in enumerate(zip(s.drafts, parents), 1):
