@@ -93,7 +93,7 @@ def test_training_on_a_full_disk_stops_in_a_line_and_goes_on(tmp_path, full_disk
 def test_a_full_disk_behind_stdout(toy):
     with open("/dev/full", "w") as full:
         r = subprocess.run([sys.executable, os.path.join(ROOT, "decode.py"), "--model", toy, "--prompt", "x", "--max-new-tokens", "4"], stdout=full, stderr=subprocess.PIPE, text=True)
-    assert r.returncode == 2 and r.stderr == "decode.py: [Errno 28] No space left on device\n"
+    assert r.returncode == 2 and r.stderr == "decode.py: No space left on device: the output\n"
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_bugs_are_still_shown(monkeypatch):
         raise RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
         script.run_main(main)
-    assert script.fault(KeyError("x"), "") is None and script.fault(OSError(errno.ENOSPC, "No space left on device", "f"), "") == "[Errno 28] No space left on device: 'f'"
+    assert script.fault(KeyError("x"), "") is None and script.fault(OSError(errno.ENOSPC, "No space left on device", "f"), "") == "No space left on device: f"
 
 
 def test_a_cache_larger_than_all_memory(toy):

@@ -75,6 +75,8 @@ def fault(error, smaller):
     text = " ".join(str(error).split())                  # one line, whatever it quotes
     if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
         return f"out of memory; try a smaller {smaller}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename or 'the output'}"
     if isinstance(error, (ValueError, OSError)):
         return text
     return None
