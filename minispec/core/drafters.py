@@ -71,7 +71,6 @@ class Notes:
     run: Run
     cached: int = 0                                      # rows of the cache that hold committed tokens
     features: list = field(default_factory=list)         # the target's, (n, C) each, of rows still to be fed
-    drafts: list = field(default_factory=list)           # tokens fed behind the committed rows
 
     def rows(self, tokens, features=None, tail=None):
         """Rows behind those that are cached. They are causal, unless tail (n, m) says which of the last m
@@ -377,23 +376,10 @@ class SmallLM(Chained):
         """One step; see Chained."""
         return self.body(self.target, self.words.embed(x.tokens), x)
 
-    def propose(self, requests, limits):
-        out = super().propose(requests, limits)
-        # Note which drafts are cached now. The last one was never fed.
-        for r, (drafts, _) in zip(requests, out):
-            if drafts:
-                self.notes[r].drafts = drafts[:-1]
-        return out
-
     def first_rows(self, request):
-        """The committed tokens that are not cached here, at least the last one: its logits are needed."""
+        """The tokens committed since the last round, at least the last one: its logits are needed. Accepted
+        drafts are fed once more, because a row more costs next to nothing."""
         notes = self.note(request)
-        # Drafts that were accepted are cached already.
-        for token, draft in zip(request.tokens[notes.cached:], notes.drafts):
-            if token != draft:
-                break
-            notes.cached += 1
-        notes.drafts = []
         notes.cached = min(notes.cached, len(request.tokens) - 1)
         rows = notes.rows(request.tokens[notes.cached:])
         notes.cached = len(request.tokens)

@@ -1,5 +1,5 @@
-"""The key/value cache: one pool of token slots, a run of them for every request, and a host pool for what
-must leave.
+"""The key/value cache: one pool of token slots, a run of them for every request, and host memory for
+what must leave.
 
 A slot holds the keys and values of one token in all layers; position p of a request lies in slot `run.first +
 p`. A run is contiguous, so appending is a slice assignment and reading is a view: decoding never copies the
@@ -43,28 +43,24 @@ class Run:
 
 class KVCache:
     """Pool of n_slots token slots. k and v: (L, G, n_slots, D), heads before slots, so that the keys of one
-    head are contiguous and the products with them are plain matrix products. host_slots: how many tokens the
-    host pool takes. `charged` slots are kept free for buffers that live elsewhere but count against the same
-    memory. spare: slots more, behind the others, that are nobody's; rows that pad a CUDA graph write
-    there."""
+    head are contiguous and the products with them are plain matrix products. `charged` slots are kept free
+    for buffers that live elsewhere but count against the same memory. spare: slots more, behind the others,
+    that are nobody's; rows that pad a CUDA graph write there."""
 
-    def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", host_slots=0, spare=0):
-        for slots in (n_slots, host_slots):
-            if not 0 <= slots <= MOST:
-                raise ValueError(f"a cache of {slots} tokens is out of range; allowed is 0 to {MOST}")
+    def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", spare=0):
+        if not 0 <= n_slots <= MOST:
+            raise ValueError(f"a cache of {n_slots} tokens is out of range; allowed is 0 to {MOST}")
         shape = (config.n_layer, config.n_kv_head, n_slots + spare, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         # (G, n_slots, D) views, made once
         self.layers = [(self.k[i], self.v[i]) for i in range(config.n_layer)]
         self.n_slots = n_slots
-        self.host_slots = host_slots
         self.runs = []                                   # in use, by first slot
         self.used = 0
         self.charged = 0
-        self.on_host = 0
         self.moved = self.offloaded = 0                  # tokens copied so far
-        self.side = torch.cuda.Stream(self.k.device) if host_slots and self.k.is_cuda else None
+        self.side = torch.cuda.Stream(self.k.device) if self.k.is_cuda else None
 
     @property
     def free(self):
@@ -76,9 +72,8 @@ class KVCache:
         return run if self.resize(run, n) else None
 
     def close(self, run):
-        """Give a run back, and what it had on the host."""
+        """Give a run back."""
         self.resize(run, 0)
-        self.on_host -= run.on_host
 
     def resize(self, run, n):
         """Make a run n slots long; it keeps what it holds, perhaps in another place. False when there is no
@@ -144,17 +139,12 @@ class KVCache:
     # -- host memory -----------------------------------------------------------------------------------------
 
     def offload(self, run, chunk):
-        """Move the last `chunk` slots of a run (all, if it is shorter) to the host. ValueError when the host
-        pool is full."""
+        """Move the last `chunk` slots of a run (all, if it is shorter) to the host."""
         n = min(chunk, run.size)
-        if self.on_host + n > self.host_slots:
-            raise ValueError(f"the host pool of {self.host_slots} tokens is full: "
-                             "give it more, or the cache more slots, or decode fewer requests together")
         # The newest tokens leave; those before them stay where they are.
         tail = slice(run.end - n, run.end)
         run.host.append(tuple(self._to_host(x[:, :, tail].clone()) for x in (self.k, self.v)))
         self.resize(run, run.size - n)
-        self.on_host += n
         self.offloaded += n
 
     def _to_host(self, x):
@@ -180,5 +170,4 @@ class KVCache:
         for x, chunk in ((self.k, k), (self.v, v)):
             x[:, :, run.first + old:run.end].copy_(chunk, non_blocking=True)
         run.host.pop()
-        self.on_host -= n
         return True
