@@ -124,8 +124,6 @@ def rejection_chain(draft, q, p, coins):
     draft i, the last one draws the token that follows. Returns (accepted (B,), next token (B,)).
     """
     b, k = draft.shape
-    if k == 0:
-        return torch.zeros(b, dtype=torch.long, device=p.device), draw(p[:, 0], coins[:, 0])
     if q is None:
         q = torch.zeros_like(p[:, :k]).scatter_(-1, draft[..., None], 1.0)
     # Accept draft i if coin < p / q (without dividing), and only behind accepted ones.
@@ -172,13 +170,12 @@ def point_mass_tree(draft, parents, p, coins):
     # right draw.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
     next_token = draw(rest, coins[-1])
-    mass = p.sum(-1, dtype=torch.double)
-    numbers = torch.cat([given.double(), mass, next_token.double()]).tolist()
-    given, mass, next_token = numbers[:len(draft)], numbers[len(draft):-len(p)], numbers[-len(p):]
+    numbers = torch.cat([given.double(), next_token.double()]).tolist()
+    given, next_token = numbers[:len(draft)], numbers[len(draft):]
     coin = coins.tolist()
 
     path = [0]
-    left = mass[0]                                       # of the row where the path ends
+    left = 1.0                                           # mass of the row where the path ends
     # Siblings come in order, after their parent.
     for row, parent in enumerate(parents, 1):
         if parent != path[-1]:
@@ -186,7 +183,7 @@ def point_mass_tree(draft, parents, p, coins):
         chance = given[row - 1]
         if coin[row - 1] * left < chance:
             path.append(row)
-            left = mass[row]
+            left = 1.0
         else:
             left = max(left - chance, 0.0)
     return path[1:], int(next_token[path[-1]])
@@ -283,31 +280,27 @@ def judge(segments, logits):
     them.
     """
     verdicts = [None] * len(segments)
-    best = None
+    sizes = [len(s.drafts) + 1 for s in segments]
+    rows = logits.split(sizes)
     if any(s.request.sampling.temperature == 0 for s in segments):
-        best = argmax(logits).tolist()
-    alike = {}  # sampled chains of one length and setting: [(index, segment, rows)]
-    end = 0
-    for i, s in enumerate(segments):
+        best = argmax(logits).cpu().split(sizes)
+    alike = {}  # sampled chains of one length and setting: their indices
+    for i, (s, n) in enumerate(zip(segments, sizes)):
         sampling = s.request.sampling
-        n = len(s.drafts) + 1
-        rows = range(end, end + n)
-        end = rows.stop
         if sampling.temperature == 0:
-            verdicts[i] = _judge_greedily(s, best[rows.start:end])
+            verdicts[i] = _judge_greedily(s, best[i].tolist())
         elif s.parents is not None:
-            p = warp(logits[rows.start:end], sampling)
-            verdicts[i] = s.rule(s.drafts, s.parents, p, s.request.coins(n))
+            verdicts[i] = s.rule(s.drafts, s.parents, warp(rows[i], sampling), s.request.coins(n))
         else:
-            alike.setdefault((n, s.q is None, sampling.settings), []).append((i, s, list(rows)))
+            alike.setdefault((n, s.q is None, sampling.settings), []).append(i)
     for (n, point_masses, _), group in alike.items():
-        indices, some, rows = zip(*group)
-        p = warp(logits[torch.tensor(rows, device=logits.device)], some[0].request.sampling)    # (B, n, V)
+        some = [segments[i] for i in group]
+        p = warp(torch.stack([rows[i] for i in group]), some[0].request.sampling)               # (B, n, V)
         draft = torch.tensor([s.drafts for s in some], dtype=torch.long, device=logits.device)
         q = None if point_masses else torch.stack([s.q for s in some])
         coins = torch.stack([s.request.coins(n) for s in some]).to(logits.device)
         accepted, token = rejection_chain(draft.view(len(some), n - 1), q, p, coins)
-        for i, (a, t) in zip(indices, torch.stack([accepted, token], 1).tolist()):
+        for i, (a, t) in zip(group, torch.stack([accepted, token], 1).tolist()):
             verdicts[i] = list(range(1, a + 1)), t
     return verdicts
 
