@@ -35,10 +35,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.drafters import Chained, going_on
+from minispec.core.drafters import Chained
 from minispec.core.requests import MAX_K, MAX_NODES, Batch
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
@@ -206,7 +205,7 @@ class PrismDrafter(Chained):
     def result(self, drafts, q, limit):
         if self.width == 1:
             return super().result(drafts, q, limit)
-        # This draft's steps may be fewer.
+        # Other requests may have gone deeper.
         n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
         tokens, parents, scores = (some[:n] for some in drafts)
         worth = sum(math.exp(score) >= self.stop / 4 for score in scores)
@@ -216,7 +215,7 @@ class PrismDrafter(Chained):
         """All steps: of trees token, parent and score (B, 3, n) of all n nodes."""
         if self.width == 1:
             return super().round(x)
-        n_steps, _ = x.how
+        steps, _ = x.how
         width = self.width
         itself = torch.eye(width, dtype=torch.bool, device=x.tokens.device)
         # Step 1: the children of the last committed token.
@@ -227,26 +226,25 @@ class PrismDrafter(Chained):
         out = [torch.stack([tokens.double(), torch.full_like(scores, -1), scores], 1)]
         n_nodes = 0                                                            # before the new ones
 
-        for number, n in enumerate(going_on(n_steps)[1:], 2):
-            ended = scores[:n].amax(1) < x.more["stop"][:n].log()
+        for number in range(2, steps + 1):
+            ended = scores.amax(1) < x.more["stop"].log()
             if isinstance(x, Batch) and ended.all():     # a graph takes all steps
                 break
             # The best of the new nodes are opened, in order of creation. Each sees its parent's path and
             # itself, and goes on from its parent's state.
-            best = scores[:n].sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
+            best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
             parent = (best // width)[..., None]                                # among those open before
-            path = sees[:n].gather(1, parent.expand(-1, -1, sees.shape[2]))
-            sees = torch.cat([path, itself.expand(n, -1, -1)], 2)
-            x = self.next_rows(x, number, tokens[:n].gather(1, best), sees)
-            states = states[:n].gather(1, parent.expand(-1, -1, states.shape[2]))
-            states = self.step(number, x, states.flatten(0, 1)).unflatten(0, (n, width))
-            # Their children are the next new ones. Requests that stopped before are padded.
+            path = sees.gather(1, parent.expand(-1, -1, sees.shape[2]))
+            sees = torch.cat([path, itself.expand(len(path), -1, -1)], 2)
+            x = self.next_rows(x, number, tokens.gather(1, best), sees)
+            states = states.gather(1, parent.expand(-1, -1, states.shape[2]))
+            states = self.step(number, x, states.flatten(0, 1)).unflatten(0, (-1, width))
+            # Their children are the next new ones.
             parents = (best + n_nodes)[..., None].expand(-1, -1, width).flatten(1)
             n_nodes += tokens.shape[1]
-            tokens, scores = self._children(states, scores[:n].gather(1, best))
+            tokens, scores = self._children(states, scores.gather(1, best))
             scores = scores.masked_fill(ended[:, None], float("-inf"))
-            created = torch.stack([tokens.double(), parents.double(), scores], 1)
-            out.append(F.pad(created, (0, 0, 0, 0, 0, len(n_steps) - n)))
+            out.append(torch.stack([tokens.double(), parents.double(), scores], 1))
         return [torch.cat(out, 2)]
 
     def _children(self, states, so_far):
