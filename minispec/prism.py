@@ -71,7 +71,7 @@ class PrismConfig(gpt.GPTConfig):
 
 
 class Module(nn.Module):
-    """What one draft step reads: (embedding, state) -> state."""
+    """What one draft step reads. The module itself joins embedding and state; its blocks follow."""
 
     def __init__(self, c):
         super().__init__()
@@ -79,11 +79,8 @@ class Module(nn.Module):
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
 
-    def forward(self, e, a, cos, sin, attend):
-        x = self.join(torch.cat([e, a], dim=-1))                               # (..., 2C) -> (..., C)
-        for block in self.blocks:
-            x = block(x, cos, sin, attend)
-        return self.norm(x)
+    def forward(self, e, a):
+        return self.join(torch.cat([e, a], dim=-1))                            # (..., 2C) -> (..., C)
 
 
 class Prism(nn.Module):
@@ -103,8 +100,7 @@ class Prism(nn.Module):
     def forward(self, step, e, a, positions, attend):
         """Draft step 1, 2, ..: embeddings e and states a (..., C) at positions (...) -> states (..., C)."""
         module = self.bank[self.config.module_of(step)]
-        cos, sin = self.rope(positions, a.dtype)
-        return module(e, a, cos, sin, attend)
+        return gpt.body(module, self.rope, module(e, a), positions, attend)
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
@@ -139,7 +135,7 @@ def copy_modules(prism, source):
 def best_nodes(scores, n):
     """The n nodes of largest score, in order of creation. A child's score is at most its parent's, and where
     they tie the parent is older. So the best n of all nodes always include the parents of all of them."""
-    by_score = sorted(range(len(scores)), key=lambda node: (-scores[node], node))
+    by_score = sorted(range(len(scores)), key=lambda node: -scores[node])      # ties: as created
     return sorted(by_score[:n])
 
 
@@ -194,8 +190,7 @@ class PrismDrafter(Chained):
     def step(self, number, x, states):
         """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
         module = self.prism.bank[self.config.module_of(number)]
-        h = module.join(torch.cat([self.words.embed(x.tokens), states], -1))
-        return self.body(module, h, x)
+        return self.body(module, module(self.words.embed(x.tokens), states), x)
 
     # -- trees -----------------------------------------------------------------------------------------------
 

@@ -91,11 +91,7 @@ class Drafter(nn.Module):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
         C): for a drafter that reads them, the target's states of the token before, or of the last one that
         the target has seen."""
-        x = self.embed(tokens, features)
-        cos, sin = self.rope(positions, x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin, attend)
-        return self.norm(x)
+        return gpt.body(self, self.rope, self.embed(tokens, features), positions, attend)
 
     def embed(self, tokens, features):
         # An open slot has no token, but a vector of its own.

@@ -236,10 +236,7 @@ class Adaptive(Drafter):
         tokens = len(r.tokens) - (notes.cached if notes else 0)
         if tokens <= 2 * self.k:
             return 0.0
-        key = name, tokens // BUCKET
-        if key not in self.prices:
-            self.prices[key] = float(self.cost.read(name, tokens))
-        return self.prices[key]
+        return float(self.cost.read(name, tokens))
 
     def _prices(self, rows, context):
         """Seconds of a step (k + 1,) by drafts per row, and of drafting (drafters, k + 1)."""

@@ -17,6 +17,7 @@ from itertools import accumulate
 
 import torch
 
+from minispec.core import gpt
 from minispec.core.attention import TREE, FullKeys, can_fuse
 from minispec.core.kv_cache import KVCache, Run
 from minispec.core.requests import MAX_K, Batch, Segment, pack
@@ -146,10 +147,7 @@ class Cached(Drafter):
         if not isinstance(x, Batch):
             from kernels.fused import decode
             return decode(module.blocks, module.norm, self.rope, h, x, self.pool)
-        cos, sin = self.rope(x.positions, h.dtype)
-        for block in module.blocks:
-            h = block(h, cos, sin, x.attend)
-        return module.norm(h)
+        return gpt.body(module, self.rope, h, x.positions, x.attend)
 
 
 class Chained(Cached):

@@ -118,6 +118,14 @@ class Block(nn.Module):
         return q, k, v
 
 
+def body(module, rope, x, positions, attend):
+    """What the blocks of a module, and its last norm, make of x (..., C) at positions (...)."""
+    cos, sin = rope(positions, x.dtype)
+    for block in module.blocks:
+        x = block(x, cos, sin, attend)
+    return module.norm(x)
+
+
 # -- the model -----------------------------------------------------------------------------------------------
 
 @dataclass
@@ -191,11 +199,7 @@ class GPT(nn.Module):
 
         attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already
         applied to q and k."""
-        x = self.embed(tokens)
-        cos, sin = self.rope(positions, x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin, attend)
-        return self.norm(x)
+        return body(self, self.rope, self.embed(tokens), positions, attend)
 
     def logits(self, hidden):
         """(..., C) -> (..., V)."""
