@@ -39,6 +39,7 @@ import torch.nn as nn
 from minispec.core import gpt
 from minispec.core.drafters import Chained
 from minispec.core.requests import MAX_K, MAX_NODES, Batch
+from minispec.core.verify import Sampling
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
 
@@ -165,8 +166,6 @@ class PrismDrafter(Chained):
         prism.check(target)
         if not 1 <= depth <= MAX_K:
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
-        if not 1 <= width <= MAX_K:
-            raise ValueError(f"width {width} is out of range; allowed is 1 (a chain) to {MAX_K}")
         super().__init__(prism.config, target, prism.rope, width * depth)
         self.prism = prism.to(target.dtype)
         self.words = Words(target, prism.vocabulary)
@@ -195,7 +194,7 @@ class PrismDrafter(Chained):
     # -- trees -----------------------------------------------------------------------------------------------
 
     def draws_like(self, request):
-        return super().draws_like(request) if self.width == 1 else (0,)        # without chance
+        return super().draws_like(request) if self.width == 1 else Sampling()  # without chance
 
     def result(self, drafts, q, limit):
         if self.width == 1:

@@ -21,7 +21,7 @@ from minispec.core import gpt
 from minispec.core.attention import TREE, FullKeys, can_fuse
 from minispec.core.kv_cache import KVCache, Run
 from minispec.core.requests import MAX_K, Batch, Segment, pack
-from minispec.core.verify import Sampling, argmax, draw, graft, point_mass_tree, rejection_tree, warp
+from minispec.core.verify import argmax, draw, graft, point_mass_tree, rejection_tree, warp
 from minispec.core.words import Words
 
 
@@ -222,7 +222,7 @@ class Chained(Cached):
         more = {"last": torch.tensor(last), "ends": torch.tensor(ends),
                 "stop": torch.full((len(last),), self.stop)}             # a table, because it may change
         # 2. What it draws with.
-        if settings[0] > 0:
+        if settings.temperature > 0:
             more["coins"] = torch.zeros(len(last), steps)
             for i, (r, depth) in enumerate(zip(requests, depths)):
                 more["coins"][i, :depth] = r.coins(depth)
@@ -245,8 +245,8 @@ class Chained(Cached):
                 x = self.next_rows(x, number, token[:, None])
                 states = self.step(number, x, states)
             logits = self.words.logits(states).float()
-            if settings[0] > 0:
-                q = warp(logits, Sampling(*settings))
+            if settings.temperature > 0:
+                q = warp(logits, settings)
                 qs.append(q)
                 index = draw(q, x.more["coins"][:, number - 1])
             else:

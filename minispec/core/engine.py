@@ -48,9 +48,6 @@ class Engine:
 
     def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512,
                  admission="reserve"):
-        for what, value in (("batch", batch_size), ("prefill chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"{what} {value} is out of range; allowed is 1 or more")
         self.model = model
         self.batch_size = batch_size
         self.prefill_chunk = prefill_chunk

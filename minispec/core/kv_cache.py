@@ -53,8 +53,6 @@ class KVCache:
         shape = (config.n_layer, config.n_kv_head, n_slots + spare, config.head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
-        # (G, n_slots, D) views, made once
-        self.layers = [(self.k[i], self.v[i]) for i in range(config.n_layer)]
         self.n_slots = n_slots
         self.runs = []                                   # in use, by first slot
         self.used = 0
@@ -92,8 +90,8 @@ class KVCache:
         """Slots from the run's first one up to the next run; an empty run has no place yet."""
         if not run.size:
             return 0
-        i = self.runs.index(run)
-        return (self.runs[i + 1].first if i + 1 < len(self.runs) else self.n_slots) - run.first
+        behind = [r.first for r in self.runs if r.first > run.first]
+        return min(behind, default=self.n_slots) - run.first
 
     def _move(self, run, n):
         """Put a run where n slots are free: into the first gap that takes them, else pack all others to the
