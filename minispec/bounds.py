@@ -69,13 +69,10 @@ class CostTable:
         """T_verify: one target forward of `queries` tokens over `kv` cached ones."""
         return seconds(self.table["verify"], rows, queries / rows, kv)
 
-    def overhead(self, rows=1):
-        """T_ovh: all that a round needs besides the two models, sampling included."""
-        return seconds(self.table["overhead"], rows, 1, 0)
-
     def step(self, kv, queries, rows=1):
-        """Verification and overhead: what every round pays."""
-        return self.verify(kv, queries, rows) + self.overhead(rows)
+        """What every round pays: verification and the overhead T_ovh, all that a round needs besides the two
+        models, sampling included."""
+        return self.verify(kv, queries, rows) + seconds(self.table["overhead"], rows, 1, 0)
 
     def draft(self, name, kv, drafts, rows=1):
         """T_draft: drafter `name` proposes `drafts` tokens for each row."""
@@ -188,7 +185,7 @@ def rung_seconds(traces, cost, names, rows, k_max):
     seconds = dict(zip(rungs, left[1].T))
     one_pass = cost.step(rows * (prompts + 1), rows * np.maximum(n_out - 1, 1), rows)
     seconds["L9"] = np.where(n_out > 1, one_pass, 0.0)
-    prefill = [float(cost.prefill(t.prompt_len, rows)) for t in traces]
+    prefill = cost.prefill(prompts, rows)
     return {rung: np.maximum(s + prefill, 1e-30) for rung, s in seconds.items()}
 
 

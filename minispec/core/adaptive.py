@@ -197,6 +197,7 @@ class Adaptive(Drafter):
         tokens = np.cumsum(alpha[..., None] ** ks * (1 - next_to), -1) + next_to.sum(-1, keepdims=True)
         tokens[..., 0] = 1
         charge = reading[..., None] * tokens + row * (next_to > 0).sum(-1, keepdims=True)
+        charge[..., 0] = 0
         tokens[ks > most[..., None]] = -np.inf
         # 3. The choices that together give the most tokens/s.
         names = list(self.drafters)
@@ -205,7 +206,7 @@ class Adaptive(Drafter):
         #    right with the probability at which that is worth the seconds: a row more, and a share of a draft
         #    step.
         j, k = np.array(picks).T
-        worth = _tokens_per_second(j, k, tokens, charge, step, price, self.asked)
+        worth = _tokens_per_second(j, k, tokens, charge, step, price)
         seconds = (step[-1] - step[1] + price[:, -1] - price[:, 1]) / (len(requests) * max(self.k - 1, 1))
         least = np.clip(worth * seconds / alpha.mean(0), LEAST, 1)
         for drafter, stop in zip(self.drafters.values(), least.tolist()):
@@ -246,7 +247,10 @@ class Adaptive(Drafter):
             ks = np.arange(self.k + 1)
             step = np.broadcast_to(self.cost.step(kv, rows * (1 + ks), rows), ks.shape)
             price = [np.broadcast_to(self.cost.draft(name, kv, ks, rows), ks.shape) for name in self.drafters]
-            self.prices[key] = step, np.array(price)
+            price = np.array(price)
+            price[~self.asked] = 0                       # lookups are made anyway
+            price[:, 0] = 0
+            self.prices[key] = step, price
         return self.prices[key]
 
     def observe(self, request, features):
@@ -280,8 +284,8 @@ def richest(tokens, charge, step, price, asked):
 
     tokens (rows, M, k + 1): expected of a request by drafter and number of drafts, -inf for more than there
     can be. charge, of the same shape: seconds that only this request costs. step (k + 1,): seconds of
-    verifying so many drafts a request. price (M, k + 1): seconds of drafting. asked (M,): False for lookups,
-    which are made anyway.
+    verifying so many drafts a request. price (M, k + 1): seconds of drafting. Both are 0 for no drafts.
+    asked (M,): False for lookups, which are made anyway, at no price.
 
     Next to the lookups one drafter drafts, for all requests that want it, as deep as one of them wants: a
     draft costs almost the same for one row as for the batch.
@@ -291,25 +295,18 @@ def richest(tokens, charge, step, price, asked):
     difference by itself, which it could not for a quotient. If the choices so found have a quotient above
     `worth`, it is the next `worth`. If they do not, no choices have: what was found last is the best.
     """
-    if len(tokens) == 1:
-        return [_richest_alone(tokens[0], charge[0], step, price, asked)]
+    if len(tokens) == 1:                                 # the largest of all quotients
+        quotient = tokens[0] / (step + price + charge[0])
+        return [divmod(int(quotient.argmax()), len(step))]
     best = [(0, 0)] * len(tokens)
     worth = len(tokens) / step[0]                        # begin with nothing drafted
     while True:
         j, k = _most_left(tokens, charge, step, price, asked, worth)
-        quotient = _tokens_per_second(j, k, tokens, charge, step, price, asked)
+        quotient = _tokens_per_second(j, k, tokens, charge, step, price)
         if quotient <= worth * (1 + 1e-9):
             return best
         worth = quotient
         best = list(zip(j.tolist(), k.tolist()))
-
-
-def _richest_alone(tokens, charge, step, price, asked):
-    """(drafter, drafts) of a single request: the largest of all quotients (M, k + 1)."""
-    quotient = tokens / (step + price * asked[:, None] + charge)
-    quotient[:, 0] = 1 / step[0]
-    j, k = divmod(int(quotient.argmax()), len(step))
-    return j, k
 
 
 def _most_left(tokens, charge, step, price, asked, worth):
@@ -322,7 +319,6 @@ def _most_left(tokens, charge, step, price, asked, worth):
     first = step[1] - step[0] - each * rows
     # 2. What a choice leaves its request, apart from the drafting that requests share.
     left = tokens - worth * (charge + each * ks)
-    left[..., 0] = 1.0
     # 3. Which one drafter should draft, and how deep? Up to that depth every request takes what suits it, or
     #    keeps its lookup.
     allowed = np.where(asked[:, None], ks == 0, True)                          # (M, k + 1)
@@ -338,13 +334,13 @@ def _most_left(tokens, charge, step, price, asked, worth):
     return np.divmod(left.argmax(-1), n)
 
 
-def _tokens_per_second(j, k, tokens, charge, step, price, asked):
+def _tokens_per_second(j, k, tokens, charge, step, price):
     """Expected tokens/s of the batch if request i gets k[i] drafts of drafter j[i]."""
     request = np.arange(len(k))
     # The drafter that is asked takes as long as its deepest row.
-    drafting = (price[j, k] * asked[j] * (k > 0)).max()
+    drafting = price[j, k].max()
     verifying = np.interp(k.mean(), np.arange(len(step)), step)
-    own = (charge[request, j, k] * (k > 0)).sum()
+    own = charge[request, j, k].sum()
     return tokens[request, j, k].sum() / (verifying + drafting + own)
 
 
