@@ -109,12 +109,11 @@ class Block(nn.Module):
         c = self.config
         qkv = self.qkv(self.norm1(x)).view(*x.shape[:-1], -1, c.head_dim)     # (..., H + 2G, D)
         qk, v = qkv.split_with_sizes([c.n_head + c.n_kv_head, c.n_kv_head], -2)
-        if not c.qk_norm:
-            # Without a norm in between, the heads of q and k turn in one operation.
-            qk = rotate(qk, cos, sin)
-        q, k = qk.split_with_sizes([c.n_head, c.n_kv_head], -2)
+        heads = [c.n_head, c.n_kv_head]
         if c.qk_norm:
-            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+            q, k = qk.split_with_sizes(heads, -2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
+        q, k = rotate(qk, cos, sin).split_with_sizes(heads, -2)                # both turn in one operation
         return q, k, v
 
 
@@ -153,7 +152,6 @@ SIZES = {
     "tiny": dict(n_layer=2, n_head=4, n_kv_head=2, d_model=32, head_dim=8, d_ff=64),
     "micro": dict(n_layer=2, n_head=2, n_kv_head=1, d_model=96, head_dim=48, d_ff=256),
     "nano": dict(n_layer=6, n_head=4, n_kv_head=2, d_model=256, head_dim=64, d_ff=768),
-    "small": dict(vocab_size=4096, n_layer=10, n_head=7, n_kv_head=7, d_model=448, head_dim=64, d_ff=1344),
 }
 
 

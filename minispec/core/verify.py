@@ -205,10 +205,7 @@ def selection_tree(draft, parents, p, coins):
     while row:
         rows.insert(0, row)
         row = parents[row - 1]
-    chosen = [draft[row - 1] for row in rows]
-    its_coins = coins[[*(row - 1 for row in rows), -1]]
-    path, token = point_mass_tree(chosen, range(len(rows)), p[[0, *rows]], its_coins)
-    return rows[:len(path)], token
+    return rejection_tree([(rows, None)], draft, parents, p, coins)
 
 
 def rejection_tree(chains, draft, parents, p, coins):
