@@ -34,6 +34,7 @@ target's own, greedy or sampled.
 
 Glossary: situation <-> what an alpha is counted for: a drafter, or a lookup with so long a match.
 """
+from collections import defaultdict
 from typing import NamedTuple
 
 import numpy as np
@@ -55,23 +56,16 @@ class Counts:
 
     def __init__(self, fade):
         self.fade = fade
-        self.now = 0                                     # the round
-        self.cells = {}  # situation -> (accepted, judged, round of the last change)
+        self.cells = defaultdict(lambda: np.zeros(2))    # situation -> accepted, judged
 
-    def add(self, situation, accepted, judged):
-        a, n = self.read(situation)
-        self.cells[situation] = a + accepted, n + judged, self.now
-
-    def read(self, situation):
-        """(accepted, judged), faded to now."""
-        a, n, when = self.cells.get(situation, (0.0, 0.0, self.now))
-        left = self.fade ** (self.now - when)
-        return a * left, n * left
+    def begin_round(self):
+        for cell in self.cells.values():
+            cell *= self.fade
 
     def rate(self, situation, belief):
         """The estimate of alpha: WEIGHT trials went as `belief` says, the others as counted."""
-        a, n = self.read(situation)
-        return (a + WEIGHT * belief) / (n + WEIGHT)
+        accepted, judged = self.cells[situation]
+        return (accepted + WEIGHT * belief) / (judged + WEIGHT)
 
 
 class Offer(NamedTuple):
@@ -106,13 +100,13 @@ class Adaptive(Drafter):
         self.asked = np.array([not isinstance(d, NGram) for d in drafters])
         self.hope = {name: min(START, cost.accept.get(name, START)) for name in self.drafters}
         self.counts = Counts(FADE_ALL)                   # of all requests
-        self.history = {}                                # request -> History
+        self.history = defaultdict(History)              # of each request
         self.prices = {}                                 # what was looked up in the cost table
         self.chosen = {}                                 # request -> the name of who proposes now
 
     def propose(self, requests, limits):
         # 1. Learn what became of the last drafts.
-        self.counts.now += 1
+        self.counts.begin_round()
         for r in requests:
             self._learn(r)
         # 2. See what every drafter offers, and choose.
@@ -130,7 +124,7 @@ class Adaptive(Drafter):
         for name, rows in asked.items():
             drafter = self.drafters[name]
             # One that ends its chains itself was told what a draft must be worth, and need not know how deep.
-            depths = [min(limits[i], self.k) if drafter.stop else picks[i][1] for i in rows]
+            depths = [limits[i] if drafter.stop else picks[i][1] for i in rows]
             drafted = drafter.propose([requests[i] for i in rows], depths)
             for i, proposal in zip(rows, drafted):
                 r = requests[i]
@@ -142,15 +136,15 @@ class Adaptive(Drafter):
     def _learn(self, r):
         """Count how many of a request's last drafts were right. The first wrong one was judged too, those
         after it were not."""
-        history = self.history.setdefault(r, History())
-        history.now += 1
+        history = self.history[r]
+        history.begin_round()
         for situation, drafts, at in history.drafted:
             true = r.tokens[at:at + len(drafts)]
             hits = 0
             while hits < len(true) and drafts[hits] == true[hits]:
                 hits += 1
             for counts in (history, self.counts):
-                counts.add(situation, hits, min(hits + 1, len(true)))
+                counts.cells[situation] += hits, min(hits + 1, len(true))
         history.drafted = []
 
     def _look(self, r, limit):
