@@ -329,17 +329,14 @@ def replay(plans, prompts, cost, batch):
 
     # One forward of the target for all, and one call of every drafter that somebody asks, as deep as the
     # deepest of its rows.
-    waiting = [(tokens, list(plan)) for plan, tokens in zip(plans, prompts) if plan]
-    active = []
-    while waiting or active:
-        room = batch - len(active)
-        active, waiting = active + waiting[:room], waiting[room:]
-        now = [(tokens + plan[0].position, plan.pop(0)) for tokens, plan in active]
+    left = [(tokens, list(plan)) for plan, tokens in zip(plans, prompts) if plan]
+    while left:
+        now = [(tokens + plan[0].position, plan.pop(0)) for tokens, plan in left[:batch]]
         proposed = sum(r.proposed + r.copies for _, r in now)
         total += float(cost.step(sum(kv for kv, _ in now), len(now) + proposed, len(now)))
         for name in {r.name for _, r in now if r.name}:
             own = [(kv, r.proposed) for kv, r in now if r.name == name]
             kv, drafts = zip(*own)
             total += float(cost.draft(name, sum(kv), max(drafts), len(own)))
-        active = [request for request in active if request[1]]
+        left = [request for request in left if request[1]]
     return total

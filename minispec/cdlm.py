@@ -168,22 +168,20 @@ class Decoder:
     def stream(self, requests):
         """Answer the requests, `max_new_tokens` slots each. Yields (request, tokens that are final up to the
         first mask). Raises ValueError where a request does not fit the context."""
-        waiting, active = self._prepare(requests), []
+        left = self._prepare(requests)
         while True:
             started = time.perf_counter()
             # 0. Finished answers make room; the caller may have cancelled others.
-            for a in active:
-                if a.request.finished:
+            for a in left:
+                if a.request.finished and a.request.run:
                     self.cache.close(a.request.run)
-            active = [a for a in active if not a.request.finished]
-            waiting = [a for a in waiting if not a.request.finished]
-            if not waiting and not active:
+            left = [a for a in left if not a.request.finished]
+            if not left:
                 return
             # 1. Fill the batch.
-            while waiting and len(active) < self.batch_size:
-                answer = waiting.pop(0)
-                answer.request.run = self.cache.open(len(answer.tokens))
-                active.append(answer)
+            active = left[:self.batch_size]
+            for a in active:
+                a.request.run = a.request.run or self.cache.open(len(a.tokens))
             # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
             hidden, logits, seconds = self.forward(active)
             committed = self.settle(active, hidden, logits, seconds / len(active))
@@ -194,6 +192,7 @@ class Decoder:
         check_requests(requests, self.model.config)
         for r in requests:
             r.state = Answer(r, self.mask_id, self.block_size)
+            r.run = None
         # A cache for this stream alone: one that was left in the middle cannot be in the way.
         longest = max((r.longest for r in requests), default=0)
         n_slots = longest * min(self.batch_size, len(requests))
