@@ -35,7 +35,6 @@ target's own, greedy or sampled.
 Glossary: situation <-> what an alpha is counted for: a drafter, or a lookup with so long a match.
 """
 from collections import defaultdict
-from typing import NamedTuple
 
 import numpy as np
 
@@ -66,12 +65,6 @@ class Counts:
         """The estimate of alpha: WEIGHT trials went as `belief` says, the others as counted."""
         accepted, judged = self.cells[situation]
         return (accepted + WEIGHT * belief) / (judged + WEIGHT)
-
-
-class Offer(NamedTuple):
-    """What a drafter offers a request in this round. drafts None: it must be asked for them."""
-    situation: object
-    drafts: list | None
 
 
 class History(Counts):
@@ -109,18 +102,19 @@ class Adaptive(Drafter):
         self.counts.begin_round()
         for r in requests:
             self._learn(r)
-        # 2. See what every drafter offers, and choose.
-        offers = [self._look(r, limit) for r, limit in zip(requests, limits)]
-        picks = self._choose(requests, limits, offers)
+        # 2. See what lookups find, and choose.
+        found = [self._look(r, limit) for r, limit in zip(requests, limits)]
+        picks = self._choose(requests, limits, found)
         # 3. Collect the drafts: lookups are there already, other drafters draft for all who chose them.
         out = [([], None)] * len(requests)
         asked = {}                                       # drafter -> the rows that want it
         for i, (name, k, _) in enumerate(picks):
             self.chosen[requests[i]] = name or "target"
-            if name and offers[i][name].drafts is None:
-                asked.setdefault(name, []).append(i)
+            if name in found[i]:
+                _, copies = found[i][name]
+                out[i] = copies[:k], None
             elif name:
-                out[i] = offers[i][name].drafts[:k], None
+                asked.setdefault(name, []).append(i)
         for name, rows in asked.items():
             drafter = self.drafters[name]
             # One that ends its chains itself was told what a draft must be worth, and need not know how deep.
@@ -129,7 +123,7 @@ class Adaptive(Drafter):
             for i, proposal in zip(rows, drafted):
                 r = requests[i]
                 self.history[r].drafted.append((name, proposal[0], len(r.tokens)))
-                copies = next((offer.drafts for offer in offers[i].values() if offer.drafts), [])
+                copies = next((copies for _, copies in found[i].values() if copies), [])
                 out[i] = with_copies(proposal, copies[:min(picks[i][2], limits[i] - len(proposal[0]))])
         return out
 
@@ -148,21 +142,20 @@ class Adaptive(Drafter):
         history.drafted = []
 
     def _look(self, r, limit):
-        """{name: Offer} of all drafters. Lookups are made, and noted as drafted: they are judged whoever
+        """{name: (situation, copies)} of all lookups. They are noted as drafted: they are judged whoever
         drafts."""
-        offers = {}
+        found = {}
         for name, drafter in self.drafters.items():
-            offers[name] = Offer(name, None)
             if isinstance(drafter, NGram):
                 at = drafter.find(r)
-                drafts = [] if at is None else r.tokens[at:at + limit]
-                length = _agreement(r.tokens, at) if drafts else 0
+                copies = [] if at is None else r.tokens[at:at + limit]
+                length = _agreement(r.tokens, at) if copies else 0
                 situation = name, sum(length >= m for m in MATCHES)
-                offers[name] = Offer(situation, drafts)
-                self.history[r].drafted.append((situation, drafts, len(r.tokens)))
-        return offers
+                found[name] = situation, copies
+                self.history[r].drafted.append((situation, copies, len(r.tokens)))
+        return found
 
-    def _choose(self, requests, limits, offers):
+    def _choose(self, requests, limits, found):
         """[(name of the drafter or None, number of drafts, how many copies to judge next to them)] of
         every request."""
         # 1. Of every request and drafter: alpha, the most drafts there can be, and seconds of reading per
@@ -171,13 +164,14 @@ class Adaptive(Drafter):
         alpha, most, reading = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for i, r in enumerate(requests):
             for j, (name, drafter) in enumerate(self.drafters.items()):
-                offer = offers[i][name]
-                alpha[i, j] = self._alpha(r, name, offer)
-                if offer.drafts is None:
+                if name in found[i]:                     # a lookup, which has read already
+                    situation, copies = found[i][name]
+                    alpha[i, j] = self._alpha(r, situation, LOOKUP)
+                    most[i, j] = len(copies)
+                else:
+                    alpha[i, j] = self._alpha(r, name, self.hope[name])
                     most[i, j] = min(limits[i], drafter.gamma)
                     reading[i, j] = self._reading_seconds(name, r) / r.remaining
-                else:
-                    most[i, j] = len(offer.drafts)       # a lookup has read already
         context = int(sum(len(r.tokens) for r in requests) / len(requests))
         step, price = self._prices(len(requests), context)
         # 2. What copies would add to a drafter's drafts: a token is gained if the draft is right up to it, or
@@ -217,12 +211,10 @@ class Adaptive(Drafter):
         chance[(ks > most[:, lookups, None]) | (ks == 0) | (chance < least)] = 0
         return chance.max(1, initial=0)
 
-    def _alpha(self, r, name, offer):
+    def _alpha(self, r, situation, hope):
         """The chance that a draft is accepted: the request's own counts lean on those of all requests, those
         on a hope."""
-        hope = self.hope[name] if offer.drafts is None else LOOKUP
-        common = self.counts.rate(offer.situation, hope)
-        return self.history[r].rate(offer.situation, common)
+        return self.history[r].rate(situation, self.counts.rate(situation, hope))
 
     def _reading_seconds(self, name, r):
         """Seconds that a drafter takes to read what it does not know of a request. The tokens of a round or
