@@ -117,7 +117,7 @@ def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log
     run = cache.open(30)
     before = cache.k[:, :, :30].clone()
     cache.offload(run, 10)
-    assert pinned == [True] * 2 and log == ["waits", "begin", "end", "kept for it"] * 2
+    assert pinned == [True] and log == ["waits", "begin", "end", "kept for it"]
     cache.k[:, :, 20:] = 0                                                 # the slots are free at once
     assert cache.restore(run) and torch.equal(cache.k[:, :, :30], before)
 
