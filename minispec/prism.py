@@ -56,11 +56,9 @@ class PrismConfig(gpt.GPTConfig):
     def __post_init__(self):
         # JSON has lists only.
         self.step_map = tuple(self.step_map)
-        if not self.step_map or set(self.step_map) != set(range(max(self.step_map) + 1)):
-            raise ValueError(f"step map {self.step_map} must use every module from 0 to the largest")
-        if self.step_map[0] != 0:
-            raise ValueError(f"step map {self.step_map} must begin with module 0, "
-                             "which encodes accepted tokens")
+        if self.step_map[:1] != (0,) or set(self.step_map) != set(range(self.n_modules)):
+            raise ValueError(f"step map {self.step_map} must begin with module 0, which encodes accepted "
+                             "tokens, and use every module up to the largest")
 
     @property
     def n_modules(self):
