@@ -119,7 +119,7 @@ class Block(nn.Module):
 
 def body(module, rope, x, positions, attend):
     """What the blocks of a module, and its last norm, make of x (..., C) at positions (...)."""
-    cos, sin = rope(positions, x.dtype)
+    cos, sin = rope(positions, module.norm.weight.dtype)         # not x's, which autocast may have rounded
     for block in module.blocks:
         x = block(x, cos, sin, attend)
     return module.norm(x)
