@@ -42,10 +42,10 @@ class Run:
 
 
 class KVCache:
-    """Pool of n_slots token slots. kv, and its halves k and v: (L, G, n_slots, D), heads before slots, so that the keys of one
-    head are contiguous and the products with them are plain matrix products. `charged` slots are kept free
-    for buffers that live elsewhere but count against the same memory. spare: slots more, behind the others,
-    that are nobody's; rows that pad a CUDA graph write there."""
+    """Pool of n_slots token slots. kv, and its halves k and v: (L, G, n_slots, D), heads before slots, so
+    that the keys of one head are contiguous and the products with them are plain matrix products. `charged`
+    slots are kept free for buffers that live elsewhere but count against the same memory. spare: slots more,
+    behind the others, that are nobody's; rows that pad a CUDA graph write there."""
 
     def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", spare=0):
         if not 0 <= n_slots <= MOST:

@@ -218,7 +218,7 @@ def rejection_tree(chains, draft, parents, p, coins):
     row is enough.)
     """
     path = []
-    left = p[0].double()                                 # after a rejection no longer p judges, but what is left
+    left = p[0].double()                                 # what judges: p, or what rejections have left of it
     live = chains                                        # those that agree with the accepted path
     for j in range(max(len(rows) for rows, _ in chains)):
         live = [chain for chain in live if len(chain[0]) > j]
