@@ -141,7 +141,7 @@ def decode(blocks, norm, rope, h, x, cache):
     for layer, block in enumerate(blocks):
         # Attention: project, turn and store, read.
         h, normed = add_rms_norm(h, delta, block.norm1)
-        keys, values = cache.layers[layer]
+        keys, values = cache.k[layer], cache.v[layer]
         q = rope_and_store(block.qkv(normed), block, rope, x.positions, x.new, keys, values)
         out, lse = attention(q, keys, values, x.slots, x.selected[:, layer], x.plan)
         if len(x.which):

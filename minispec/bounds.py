@@ -69,13 +69,10 @@ class CostTable:
         """T_verify: one target forward of `queries` tokens over `kv` cached ones."""
         return seconds(self.table["verify"], rows, queries / rows, kv)
 
-    def overhead(self, rows=1):
-        """T_ovh: all that a round needs besides the two models, sampling included."""
-        return seconds(self.table["overhead"], rows, 1, 0)
-
     def step(self, kv, queries, rows=1):
-        """Verification and overhead: what every round pays."""
-        return self.verify(kv, queries, rows) + self.overhead(rows)
+        """What every round pays: verification and the overhead T_ovh, all that a round needs besides the two
+        models, sampling included."""
+        return self.verify(kv, queries, rows) + seconds(self.table["overhead"], rows, 1, 0)
 
     def draft(self, name, kv, drafts, rows=1):
         """T_draft: drafter `name` proposes `drafts` tokens for each row."""
@@ -188,7 +185,7 @@ def rung_seconds(traces, cost, names, rows, k_max):
     seconds = dict(zip(rungs, left[1].T))
     one_pass = cost.step(rows * (prompts + 1), rows * np.maximum(n_out - 1, 1), rows)
     seconds["L9"] = np.where(n_out > 1, one_pass, 0.0)
-    prefill = [float(cost.prefill(t.prompt_len, rows)) for t in traces]
+    prefill = cost.prefill(prompts, rows)
     return {rung: np.maximum(s + prefill, 1e-30) for rung, s in seconds.items()}
 
 
@@ -332,17 +329,14 @@ def replay(plans, prompts, cost, batch):
 
     # One forward of the target for all, and one call of every drafter that somebody asks, as deep as the
     # deepest of its rows.
-    waiting = [(tokens, list(plan)) for plan, tokens in zip(plans, prompts) if plan]
-    active = []
-    while waiting or active:
-        room = batch - len(active)
-        active, waiting = active + waiting[:room], waiting[room:]
-        now = [(tokens + plan[0].position, plan.pop(0)) for tokens, plan in active]
+    left = [(tokens, list(plan)) for plan, tokens in zip(plans, prompts) if plan]
+    while left:
+        now = [(tokens + plan[0].position, plan.pop(0)) for tokens, plan in left[:batch]]
         proposed = sum(r.proposed + r.copies for _, r in now)
         total += float(cost.step(sum(kv for kv, _ in now), len(now) + proposed, len(now)))
         for name in {r.name for _, r in now if r.name}:
             own = [(kv, r.proposed) for kv, r in now if r.name == name]
             kv, drafts = zip(*own)
             total += float(cost.draft(name, sum(kv), max(drafts), len(own)))
-        active = [request for request in active if request[1]]
+        left = [request for request in left if request[1]]
     return total

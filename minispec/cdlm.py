@@ -30,9 +30,8 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
-from minispec.core.attention import dense_attend, group_rows, ungroup_rows
+from minispec.core.attention import FullKeys, dense_attend
 from minispec.core.engine import Engine
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
@@ -91,26 +90,17 @@ class Answer:
         self.n_revealed += 1
 
 
-@dataclass
-class Window:
-    """The keys of rows at positions `start` on, which all see the first `seen` positions of their request: so
-    no mask is needed. base: the request's first slot."""
-    cache: KVCache
-    base: int
-    start: int
-    seen: int
-    pool = None
+class Window(FullKeys):
+    """The keys of n rows at positions `start` on, which all see the first `seen` positions of their request:
+    so no mask is needed."""
 
-    def attend(self, layer, q, k, v):
-        """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
-        new = slice(self.base + self.start, self.base + self.start + len(q))
-        keys, values = self.cache.layers[layer]                                # (G, n_slots, D)
-        keys[:, new] = k.transpose(0, 1)
-        values[:, new] = v.transpose(0, 1)
-        see = slice(self.base, self.base + self.seen)
-        rows = group_rows(q, len(keys))                                        # (G, g * n, D)
-        out = F.scaled_dot_product_attention(rows[None], keys[None, :, see], values[None, :, see])
-        return ungroup_rows(out[0], len(q))
+    def __init__(self, cache, base, start, n, seen):
+        super().__init__(cache, base, start, n, tail=torch.ones(n, n, dtype=torch.bool))
+        self.all = slice(base, base + seen)
+        self.pool, self.in_steps = None, False           # served alone, by torch's attention
+
+    def mask_of(self, q, n_groups, width):
+        return None
 
 
 def choose(logits, request):
@@ -178,22 +168,20 @@ class Decoder:
     def stream(self, requests):
         """Answer the requests, `max_new_tokens` slots each. Yields (request, tokens that are final up to the
         first mask). Raises ValueError where a request does not fit the context."""
-        waiting, active = self._prepare(requests), []
+        left = self._prepare(requests)
         while True:
             started = time.perf_counter()
             # 0. Finished answers make room; the caller may have cancelled others.
-            for a in active:
-                if a.request.finished:
+            for a in left:
+                if a.request.finished and a.request.run:
                     self.cache.close(a.request.run)
-            active = [a for a in active if not a.request.finished]
-            waiting = [a for a in waiting if not a.request.finished]
-            if not waiting and not active:
+            left = [a for a in left if not a.request.finished]
+            if not left:
                 return
             # 1. Fill the batch.
-            while waiting and len(active) < self.batch_size:
-                answer = waiting.pop(0)
-                answer.request.run = self.cache.open(len(answer.tokens))
-                active.append(answer)
+            active = left[:self.batch_size]
+            for a in active:
+                a.request.run = a.request.run or self.cache.open(len(a.tokens))
             # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
             hidden, logits, seconds = self.forward(active)
             committed = self.settle(active, hidden, logits, seconds / len(active))
@@ -204,6 +192,7 @@ class Decoder:
         check_requests(requests, self.model.config)
         for r in requests:
             r.state = Answer(r, self.mask_id, self.block_size)
+            r.run = None
         # A cache for this stream alone: one that was left in the middle cannot be in the way.
         longest = max((r.longest for r in requests), default=0)
         n_slots = longest * min(self.batch_size, len(requests))
@@ -227,7 +216,7 @@ class Decoder:
                 self._segment(a, a.first, a.last, a.last)]
 
     def _segment(self, a, start, end, seen, kind="verify"):
-        keys = Window(self.cache, a.request.run.first, start, seen)
+        keys = Window(self.cache, a.request.run.first, start, end - start, seen)
         return Segment(a.request, a.tokens[start:end], start, keys, kind)
 
     def forward(self, active):

@@ -35,11 +35,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.drafters import Chained, going_on
+from minispec.core.drafters import Chained
 from minispec.core.requests import MAX_K, MAX_NODES, Batch
+from minispec.core.verify import Sampling
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
 
@@ -56,11 +56,9 @@ class PrismConfig(gpt.GPTConfig):
     def __post_init__(self):
         # JSON has lists only.
         self.step_map = tuple(self.step_map)
-        if not self.step_map or set(self.step_map) != set(range(max(self.step_map) + 1)):
-            raise ValueError(f"step map {self.step_map} must use every module from 0 to the largest")
-        if self.step_map[0] != 0:
-            raise ValueError(f"step map {self.step_map} must begin with module 0, "
-                             "which encodes accepted tokens")
+        if self.step_map[:1] != (0,) or set(self.step_map) != set(range(self.n_modules)):
+            raise ValueError(f"step map {self.step_map} must begin with module 0, which encodes accepted "
+                             "tokens, and use every module up to the largest")
 
     @property
     def n_modules(self):
@@ -72,7 +70,7 @@ class PrismConfig(gpt.GPTConfig):
 
 
 class Module(nn.Module):
-    """What one draft step reads: (embedding, state) -> state."""
+    """What one draft step reads. The module itself joins embedding and state; its blocks follow."""
 
     def __init__(self, c):
         super().__init__()
@@ -80,11 +78,8 @@ class Module(nn.Module):
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
 
-    def forward(self, e, a, cos, sin, attend):
-        x = self.join(torch.cat([e, a], dim=-1))                               # (..., 2C) -> (..., C)
-        for block in self.blocks:
-            x = block(x, cos, sin, attend)
-        return self.norm(x)
+    def forward(self, e, a):
+        return self.join(torch.cat([e, a], dim=-1))                            # (..., 2C) -> (..., C)
 
 
 class Prism(nn.Module):
@@ -104,8 +99,7 @@ class Prism(nn.Module):
     def forward(self, step, e, a, positions, attend):
         """Draft step 1, 2, ..: embeddings e and states a (..., C) at positions (...) -> states (..., C)."""
         module = self.bank[self.config.module_of(step)]
-        cos, sin = self.rope(positions, a.dtype)
-        return module(e, a, cos, sin, attend)
+        return gpt.body(module, self.rope, module(e, a), positions, attend)
 
     def check(self, target):
         """ValueError where this drafter was not made for a target of this shape."""
@@ -140,7 +134,7 @@ def copy_modules(prism, source):
 def best_nodes(scores, n):
     """The n nodes of largest score, in order of creation. A child's score is at most its parent's, and where
     they tie the parent is older. So the best n of all nodes always include the parents of all of them."""
-    by_score = sorted(range(len(scores)), key=lambda node: (-scores[node], node))
+    by_score = sorted(range(len(scores)), key=lambda node: -scores[node])      # ties: as created
     return sorted(by_score[:n])
 
 
@@ -170,8 +164,6 @@ class PrismDrafter(Chained):
         prism.check(target)
         if not 1 <= depth <= MAX_K:
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
-        if not 1 <= width <= MAX_K:
-            raise ValueError(f"width {width} is out of range; allowed is 1 (a chain) to {MAX_K}")
         super().__init__(prism.config, target, prism.rope, width * depth)
         self.prism = prism.to(target.dtype)
         self.words = Words(target, prism.vocabulary)
@@ -195,18 +187,17 @@ class PrismDrafter(Chained):
     def step(self, number, x, states):
         """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
         module = self.prism.bank[self.config.module_of(number)]
-        h = module.join(torch.cat([self.words.embed(x.tokens), states], -1))
-        return self.body(module, h, x)
+        return self.body(module, module(self.words.embed(x.tokens), states), x)
 
     # -- trees -----------------------------------------------------------------------------------------------
 
     def draws_like(self, request):
-        return super().draws_like(request) if self.width == 1 else (0,)        # without chance
+        return super().draws_like(request) if self.width == 1 else Sampling()  # without chance
 
     def result(self, drafts, q, limit):
         if self.width == 1:
             return super().result(drafts, q, limit)
-        # This draft's steps may be fewer.
+        # Other requests may have gone deeper.
         n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
         tokens, parents, scores = (some[:n] for some in drafts)
         worth = sum(math.exp(score) >= self.stop / 4 for score in scores)
@@ -216,7 +207,7 @@ class PrismDrafter(Chained):
         """All steps: of trees token, parent and score (B, 3, n) of all n nodes."""
         if self.width == 1:
             return super().round(x)
-        n_steps, _ = x.how
+        steps, _ = x.how
         width = self.width
         itself = torch.eye(width, dtype=torch.bool, device=x.tokens.device)
         # Step 1: the children of the last committed token.
@@ -227,26 +218,25 @@ class PrismDrafter(Chained):
         out = [torch.stack([tokens.double(), torch.full_like(scores, -1), scores], 1)]
         n_nodes = 0                                                            # before the new ones
 
-        for number, n in enumerate(going_on(n_steps)[1:], 2):
-            ended = scores[:n].amax(1) < x.more["stop"][:n].log()
+        for number in range(2, steps + 1):
+            ended = scores.amax(1) < x.more["stop"].log()
             if isinstance(x, Batch) and ended.all():     # a graph takes all steps
                 break
             # The best of the new nodes are opened, in order of creation. Each sees its parent's path and
             # itself, and goes on from its parent's state.
-            best = scores[:n].sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
+            best = scores.sort(dim=1, descending=True, stable=True).indices[:, :width].sort(1).values
             parent = (best // width)[..., None]                                # among those open before
-            path = sees[:n].gather(1, parent.expand(-1, -1, sees.shape[2]))
-            sees = torch.cat([path, itself.expand(n, -1, -1)], 2)
-            x = self.next_rows(x, number, tokens[:n].gather(1, best), sees)
-            states = states[:n].gather(1, parent.expand(-1, -1, states.shape[2]))
-            states = self.step(number, x, states.flatten(0, 1)).unflatten(0, (n, width))
-            # Their children are the next new ones. Requests that stopped before are padded.
+            path = sees.gather(1, parent.expand(-1, -1, sees.shape[2]))
+            sees = torch.cat([path, itself.expand(len(path), -1, -1)], 2)
+            x = self.next_rows(x, number, tokens.gather(1, best), sees)
+            states = states.gather(1, parent.expand(-1, -1, states.shape[2]))
+            states = self.step(number, x, states.flatten(0, 1)).unflatten(0, (-1, width))
+            # Their children are the next new ones.
             parents = (best + n_nodes)[..., None].expand(-1, -1, width).flatten(1)
             n_nodes += tokens.shape[1]
-            tokens, scores = self._children(states, scores[:n].gather(1, best))
+            tokens, scores = self._children(states, scores.gather(1, best))
             scores = scores.masked_fill(ended[:, None], float("-inf"))
-            created = torch.stack([tokens.double(), parents.double(), scores], 1)
-            out.append(F.pad(created, (0, 0, 0, 0, 0, len(n_steps) - n)))
+            out.append(torch.stack([tokens.double(), parents.double(), scores], 1))
         return [torch.cat(out, 2)]
 
     def _children(self, states, so_far):

@@ -91,11 +91,7 @@ class Drafter(nn.Module):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
         C): for a drafter that reads them, the target's states of the token before, or of the last one that
         the target has seen."""
-        x = self.embed(tokens, features)
-        cos, sin = self.rope(positions, x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin, attend)
-        return self.norm(x)
+        return gpt.body(self, self.rope, self.embed(tokens, features), positions, attend)
 
     def embed(self, tokens, features):
         # An open slot has no token, but a vector of its own.
@@ -187,13 +183,6 @@ class SpecDiffDrafter(Cached):
         """One forward of all windows: hidden states (N, C)."""
         return [self.body(self.drafter, self.drafter.embed(x.tokens, x.features), x)]
 
-    def note(self, request):
-        new = request not in self.notes
-        notes = super().note(request)
-        if new and self.reads:                           # before the first token the target has no state
-            notes.features.append(notes.cache.k.new_zeros(1, self.config.d_model))
-        return notes
-
     def propose(self, requests, limits):
         """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""
         out = [([], None)] * len(requests)
@@ -223,7 +212,10 @@ class SpecDiffDrafter(Cached):
         masks = [MASK] * (slots - 1)
         of_new, of_masks = None, None
         if self.reads:
-            # Each new token reads the state of the token before it, each mask the newest state there is.
+            # Each new token reads the state of the token before it, the first one none; each mask the newest
+            # state there is.
+            if notes.cached == 0:
+                notes.features.insert(0, notes.cache.k.new_zeros(1, self.config.d_model))
             of_new = notes.take_features()
             of_masks = of_new[-1:].expand(len(masks), -1)
         fed = [notes.rows(request.tokens[notes.cached:], of_new)]

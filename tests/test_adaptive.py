@@ -198,11 +198,12 @@ def test_all_that_ship_and_have_a_price_may_draft(shipped):
 
 def test_counts_fade():
     counts = Counts(0.5)
-    counts.add("x", 3, 4)
+    counts.cells["x"] += 3, 4
     assert counts.rate("x", 0.7) == pytest.approx((3 + 4 * 0.7) / 8) and counts.rate("y", 0.7) == pytest.approx(0.7)
-    counts.now += 1
-    assert counts.read("x") == (1.5, 2.0)
-    counts.now += 60
+    counts.begin_round()
+    assert counts.cells["x"].tolist() == [1.5, 2.0]
+    for _ in range(60):
+        counts.begin_round()
     assert counts.rate("x", 0.7) == pytest.approx(0.7)
 
 

@@ -45,7 +45,7 @@ def test_half_of_the_demand_is_enough(policy, planner):
     engine = Engine(MODEL, PLANNERS[planner], 6, cache_tokens=peak // 2, prefill_chunk=16, admission=policy)
     got = engine.generate(requests)
     assert [g.token_ids for g in got] == reference(10)
-    assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == engine.cache.on_host == 0
+    assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == 0
     fed = sum(i["prefill"] for i in engine.iterations)
     if policy == "offload":
         assert engine.cache.offloaded > 0
@@ -95,14 +95,8 @@ def test_the_oldest_is_never_pushed_out():
     assert engine.cache.offloaded > 0
 
 
-def test_a_small_host_pool_fails_cleanly():
-    engine = Engine(MODEL, Lockstep, 8, cache_tokens=200, prefill_chunk=16, admission="offload", host_tokens=8)
-    with pytest.raises(ValueError, match="host pool of 8 tokens is full"):
-        engine.generate([Request(p, 60) for p in prompts(8)])
-
-
-def test_the_host_pool_holds_all_that_may_leave():
-    """By default: those that stay grow into the room of those that left, so more than the cache may be on the host."""
+def test_the_host_takes_all_that_leave():
+    """Those that stay grow into the room of those that left, so more than the cache may be on the host."""
     for n, slots in ((8, 220), (16, 300)):
         some = [[i + 1] * 8 for i in range(n)]
         engine = Engine(FUZZ_MODEL, Lockstep, n, cache_tokens=slots, admission="offload")
@@ -140,7 +134,6 @@ def test_fuzz(part):
         requests = [Request(p, n) for p, n in zip(some, news)]
         largest = max(r.longest + engine.planner.extra_slots(r) for r in requests)
         engine.cache_tokens = rng.randint(largest, 3 * largest)
-        engine.host_tokens = 10 * largest
         at_once = rng.randint(1, len(requests))
         stream, later = engine.stream(requests[:at_once]), requests[at_once:]
         for _ in stream:
@@ -154,7 +147,7 @@ def test_fuzz(part):
         for r, p, n in zip(requests, some, news):
             want = alone[p, n]
             assert r.generation.token_ids == (want[:len(r.generation.token_ids)] if r.generation.finish == "cancelled" else want), seed
-        assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == engine.cache.on_host == 0
+        assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == 0
         assert not engine.active and not engine.admission.paused
 
 

@@ -211,12 +211,6 @@ def test_one_stream_at_a_time():
     assert len(list(stream)) == 39                       # the open one goes on undisturbed
 
 
-@pytest.mark.parametrize("bad", [dict(batch_size=0), dict(batch_size=-1), dict(prefill_chunk=0)])
-def test_an_engine_that_could_never_end_is_refused(bad):
-    with pytest.raises(ValueError, match="out of range; allowed is 1 or more"):
-        Engine(TARGET, Lockstep, **bad)
-
-
 def test_a_drafter_identical_to_the_target_is_always_accepted():
     some = prompts(6)
     for temperature in (0.0, 1.0):

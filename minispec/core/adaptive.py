@@ -34,7 +34,7 @@ target's own, greedy or sampled.
 
 Glossary: situation <-> what an alpha is counted for: a drafter, or a lookup with so long a match.
 """
-from typing import NamedTuple
+from collections import defaultdict
 
 import numpy as np
 
@@ -55,29 +55,16 @@ class Counts:
 
     def __init__(self, fade):
         self.fade = fade
-        self.now = 0                                     # the round
-        self.cells = {}  # situation -> (accepted, judged, round of the last change)
+        self.cells = defaultdict(lambda: np.zeros(2))    # situation -> accepted, judged
 
-    def add(self, situation, accepted, judged):
-        a, n = self.read(situation)
-        self.cells[situation] = a + accepted, n + judged, self.now
-
-    def read(self, situation):
-        """(accepted, judged), faded to now."""
-        a, n, when = self.cells.get(situation, (0.0, 0.0, self.now))
-        left = self.fade ** (self.now - when)
-        return a * left, n * left
+    def begin_round(self):
+        for cell in self.cells.values():
+            cell *= self.fade
 
     def rate(self, situation, belief):
         """The estimate of alpha: WEIGHT trials went as `belief` says, the others as counted."""
-        a, n = self.read(situation)
-        return (a + WEIGHT * belief) / (n + WEIGHT)
-
-
-class Offer(NamedTuple):
-    """What a drafter offers a request in this round. drafts None: it must be asked for them."""
-    situation: object
-    drafts: list | None
+        accepted, judged = self.cells[situation]
+        return (accepted + WEIGHT * belief) / (judged + WEIGHT)
 
 
 class History(Counts):
@@ -106,69 +93,69 @@ class Adaptive(Drafter):
         self.asked = np.array([not isinstance(d, NGram) for d in drafters])
         self.hope = {name: min(START, cost.accept.get(name, START)) for name in self.drafters}
         self.counts = Counts(FADE_ALL)                   # of all requests
-        self.history = {}                                # request -> History
+        self.history = defaultdict(History)              # of each request
         self.prices = {}                                 # what was looked up in the cost table
         self.chosen = {}                                 # request -> the name of who proposes now
 
     def propose(self, requests, limits):
         # 1. Learn what became of the last drafts.
-        self.counts.now += 1
+        self.counts.begin_round()
         for r in requests:
             self._learn(r)
-        # 2. See what every drafter offers, and choose.
-        offers = [self._look(r, limit) for r, limit in zip(requests, limits)]
-        picks = self._choose(requests, limits, offers)
+        # 2. See what lookups find, and choose.
+        found = [self._look(r, limit) for r, limit in zip(requests, limits)]
+        picks = self._choose(requests, limits, found)
         # 3. Collect the drafts: lookups are there already, other drafters draft for all who chose them.
         out = [([], None)] * len(requests)
         asked = {}                                       # drafter -> the rows that want it
         for i, (name, k, _) in enumerate(picks):
             self.chosen[requests[i]] = name or "target"
-            if name and offers[i][name].drafts is None:
-                asked.setdefault(name, []).append(i)
+            if name in found[i]:
+                _, copies = found[i][name]
+                out[i] = copies[:k], None
             elif name:
-                out[i] = offers[i][name].drafts[:k], None
+                asked.setdefault(name, []).append(i)
         for name, rows in asked.items():
             drafter = self.drafters[name]
             # One that ends its chains itself was told what a draft must be worth, and need not know how deep.
-            depths = [min(limits[i], self.k) if drafter.stop else picks[i][1] for i in rows]
+            depths = [limits[i] if drafter.stop else picks[i][1] for i in rows]
             drafted = drafter.propose([requests[i] for i in rows], depths)
             for i, proposal in zip(rows, drafted):
                 r = requests[i]
                 self.history[r].drafted.append((name, proposal[0], len(r.tokens)))
-                copies = next((offer.drafts for offer in offers[i].values() if offer.drafts), [])
+                copies = next((copies for _, copies in found[i].values() if copies), [])
                 out[i] = with_copies(proposal, copies[:min(picks[i][2], limits[i] - len(proposal[0]))])
         return out
 
     def _learn(self, r):
         """Count how many of a request's last drafts were right. The first wrong one was judged too, those
         after it were not."""
-        history = self.history.setdefault(r, History())
-        history.now += 1
+        history = self.history[r]
+        history.begin_round()
         for situation, drafts, at in history.drafted:
             true = r.tokens[at:at + len(drafts)]
             hits = 0
             while hits < len(true) and drafts[hits] == true[hits]:
                 hits += 1
             for counts in (history, self.counts):
-                counts.add(situation, hits, min(hits + 1, len(true)))
+                counts.cells[situation] += hits, min(hits + 1, len(true))
         history.drafted = []
 
     def _look(self, r, limit):
-        """{name: Offer} of all drafters. Lookups are made, and noted as drafted: they are judged whoever
+        """{name: (situation, copies)} of all lookups. They are noted as drafted: they are judged whoever
         drafts."""
-        offers = {}
+        found = {}
         for name, drafter in self.drafters.items():
-            offers[name] = Offer(name, None)
             if isinstance(drafter, NGram):
                 at = drafter.find(r)
-                drafts = [] if at is None else r.tokens[at:at + limit]
-                length = _agreement(r.tokens, at) if drafts else 0
+                copies = [] if at is None else r.tokens[at:at + limit]
+                length = _agreement(r.tokens, at) if copies else 0
                 situation = name, sum(length >= m for m in MATCHES)
-                offers[name] = Offer(situation, drafts)
-                self.history[r].drafted.append((situation, drafts, len(r.tokens)))
-        return offers
+                found[name] = situation, copies
+                self.history[r].drafted.append((situation, copies, len(r.tokens)))
+        return found
 
-    def _choose(self, requests, limits, offers):
+    def _choose(self, requests, limits, found):
         """[(name of the drafter or None, number of drafts, how many copies to judge next to them)] of
         every request."""
         # 1. Of every request and drafter: alpha, the most drafts there can be, and seconds of reading per
@@ -177,13 +164,14 @@ class Adaptive(Drafter):
         alpha, most, reading = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         for i, r in enumerate(requests):
             for j, (name, drafter) in enumerate(self.drafters.items()):
-                offer = offers[i][name]
-                alpha[i, j] = self._alpha(r, name, offer)
-                if offer.drafts is None:
+                if name in found[i]:                     # a lookup, which has read already
+                    situation, copies = found[i][name]
+                    alpha[i, j] = self._alpha(r, situation, LOOKUP)
+                    most[i, j] = len(copies)
+                else:
+                    alpha[i, j] = self._alpha(r, name, self.hope[name])
                     most[i, j] = min(limits[i], drafter.gamma)
                     reading[i, j] = self._reading_seconds(name, r) / r.remaining
-                else:
-                    most[i, j] = len(offer.drafts)       # a lookup has read already
         context = int(sum(len(r.tokens) for r in requests) / len(requests))
         step, price = self._prices(len(requests), context)
         # 2. What copies would add to a drafter's drafts: a token is gained if the draft is right up to it, or
@@ -197,6 +185,7 @@ class Adaptive(Drafter):
         tokens = np.cumsum(alpha[..., None] ** ks * (1 - next_to), -1) + next_to.sum(-1, keepdims=True)
         tokens[..., 0] = 1
         charge = reading[..., None] * tokens + row * (next_to > 0).sum(-1, keepdims=True)
+        charge[..., 0] = 0
         tokens[ks > most[..., None]] = -np.inf
         # 3. The choices that together give the most tokens/s.
         names = list(self.drafters)
@@ -205,7 +194,7 @@ class Adaptive(Drafter):
         #    right with the probability at which that is worth the seconds: a row more, and a share of a draft
         #    step.
         j, k = np.array(picks).T
-        worth = _tokens_per_second(j, k, tokens, charge, step, price, self.asked)
+        worth = _tokens_per_second(j, k, tokens, charge, step, price)
         seconds = (step[-1] - step[1] + price[:, -1] - price[:, 1]) / (len(requests) * max(self.k - 1, 1))
         least = np.clip(worth * seconds / alpha.mean(0), LEAST, 1)
         for drafter, stop in zip(self.drafters.values(), least.tolist()):
@@ -222,12 +211,10 @@ class Adaptive(Drafter):
         chance[(ks > most[:, lookups, None]) | (ks == 0) | (chance < least)] = 0
         return chance.max(1, initial=0)
 
-    def _alpha(self, r, name, offer):
+    def _alpha(self, r, situation, hope):
         """The chance that a draft is accepted: the request's own counts lean on those of all requests, those
         on a hope."""
-        hope = self.hope[name] if offer.drafts is None else LOOKUP
-        common = self.counts.rate(offer.situation, hope)
-        return self.history[r].rate(offer.situation, common)
+        return self.history[r].rate(situation, self.counts.rate(situation, hope))
 
     def _reading_seconds(self, name, r):
         """Seconds that a drafter takes to read what it does not know of a request. The tokens of a round or
@@ -236,10 +223,7 @@ class Adaptive(Drafter):
         tokens = len(r.tokens) - (notes.cached if notes else 0)
         if tokens <= 2 * self.k:
             return 0.0
-        key = name, tokens // BUCKET
-        if key not in self.prices:
-            self.prices[key] = float(self.cost.read(name, tokens))
-        return self.prices[key]
+        return float(self.cost.read(name, tokens))
 
     def _prices(self, rows, context):
         """Seconds of a step (k + 1,) by drafts per row, and of drafting (drafters, k + 1)."""
@@ -249,7 +233,10 @@ class Adaptive(Drafter):
             ks = np.arange(self.k + 1)
             step = np.broadcast_to(self.cost.step(kv, rows * (1 + ks), rows), ks.shape)
             price = [np.broadcast_to(self.cost.draft(name, kv, ks, rows), ks.shape) for name in self.drafters]
-            self.prices[key] = step, np.array(price)
+            price = np.array(price)
+            price[~self.asked] = 0                       # lookups are made anyway
+            price[:, 0] = 0
+            self.prices[key] = step, price
         return self.prices[key]
 
     def observe(self, request, features):
@@ -283,8 +270,8 @@ def richest(tokens, charge, step, price, asked):
 
     tokens (rows, M, k + 1): expected of a request by drafter and number of drafts, -inf for more than there
     can be. charge, of the same shape: seconds that only this request costs. step (k + 1,): seconds of
-    verifying so many drafts a request. price (M, k + 1): seconds of drafting. asked (M,): False for lookups,
-    which are made anyway.
+    verifying so many drafts a request. price (M, k + 1): seconds of drafting. Both are 0 for no drafts.
+    asked (M,): False for lookups, which are made anyway, at no price.
 
     Next to the lookups one drafter drafts, for all requests that want it, as deep as one of them wants: a
     draft costs almost the same for one row as for the batch.
@@ -294,25 +281,18 @@ def richest(tokens, charge, step, price, asked):
     difference by itself, which it could not for a quotient. If the choices so found have a quotient above
     `worth`, it is the next `worth`. If they do not, no choices have: what was found last is the best.
     """
-    if len(tokens) == 1:
-        return [_richest_alone(tokens[0], charge[0], step, price, asked)]
+    if len(tokens) == 1:                                 # the largest of all quotients
+        quotient = tokens[0] / (step + price + charge[0])
+        return [divmod(int(quotient.argmax()), len(step))]
     best = [(0, 0)] * len(tokens)
     worth = len(tokens) / step[0]                        # begin with nothing drafted
     while True:
         j, k = _most_left(tokens, charge, step, price, asked, worth)
-        quotient = _tokens_per_second(j, k, tokens, charge, step, price, asked)
+        quotient = _tokens_per_second(j, k, tokens, charge, step, price)
         if quotient <= worth * (1 + 1e-9):
             return best
         worth = quotient
         best = list(zip(j.tolist(), k.tolist()))
-
-
-def _richest_alone(tokens, charge, step, price, asked):
-    """(drafter, drafts) of a single request: the largest of all quotients (M, k + 1)."""
-    quotient = tokens / (step + price * asked[:, None] + charge)
-    quotient[:, 0] = 1 / step[0]
-    j, k = divmod(int(quotient.argmax()), len(step))
-    return j, k
 
 
 def _most_left(tokens, charge, step, price, asked, worth):
@@ -325,7 +305,6 @@ def _most_left(tokens, charge, step, price, asked, worth):
     first = step[1] - step[0] - each * rows
     # 2. What a choice leaves its request, apart from the drafting that requests share.
     left = tokens - worth * (charge + each * ks)
-    left[..., 0] = 1.0
     # 3. Which one drafter should draft, and how deep? Up to that depth every request takes what suits it, or
     #    keeps its lookup.
     allowed = np.where(asked[:, None], ks == 0, True)                          # (M, k + 1)
@@ -341,13 +320,13 @@ def _most_left(tokens, charge, step, price, asked, worth):
     return np.divmod(left.argmax(-1), n)
 
 
-def _tokens_per_second(j, k, tokens, charge, step, price, asked):
+def _tokens_per_second(j, k, tokens, charge, step, price):
     """Expected tokens/s of the batch if request i gets k[i] drafts of drafter j[i]."""
     request = np.arange(len(k))
     # The drafter that is asked takes as long as its deepest row.
-    drafting = (price[j, k] * asked[j] * (k > 0)).max()
+    drafting = price[j, k].max()
     verifying = np.interp(k.mean(), np.arange(len(step)), step)
-    own = (charge[request, j, k] * (k > 0)).sum()
+    own = charge[request, j, k].sum()
     return tokens[request, j, k].sum() / (verifying + drafting + own)
 
 

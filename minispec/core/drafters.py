@@ -16,12 +16,12 @@ from functools import partial
 from itertools import accumulate
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
+from minispec.core import gpt
 from minispec.core.attention import TREE, FullKeys, can_fuse
 from minispec.core.kv_cache import KVCache, Run
 from minispec.core.requests import MAX_K, Batch, Segment, pack
-from minispec.core.verify import Sampling, argmax, draw, graft, point_mass_tree, rejection_tree, warp
+from minispec.core.verify import argmax, draw, graft, point_mass_tree, rejection_tree, warp
 from minispec.core.words import Words
 
 
@@ -71,7 +71,6 @@ class Notes:
     run: Run
     cached: int = 0                                      # rows of the cache that hold committed tokens
     features: list = field(default_factory=list)         # the target's, (n, C) each, of rows still to be fed
-    drafts: list = field(default_factory=list)           # tokens fed behind the committed rows
 
     def rows(self, tokens, features=None, tail=None):
         """Rows behind those that are cached. They are causal, unless tail (n, m) says which of the last m
@@ -148,10 +147,7 @@ class Cached(Drafter):
         if not isinstance(x, Batch):
             from kernels.fused import decode
             return decode(module.blocks, module.norm, self.rope, h, x, self.pool)
-        cos, sin = self.rope(x.positions, h.dtype)
-        for block in module.blocks:
-            h = block(h, cos, sin, x.attend)
-        return module.norm(h)
+        return gpt.body(module, self.rope, h, x.positions, x.attend)
 
 
 class Chained(Cached):
@@ -185,13 +181,13 @@ class Chained(Cached):
 
     def propose(self, requests, limits):
         out = [([], None)] * len(requests)
-        # 1. Who can draft, in groups that draw alike. Deepest first: those who go on are always the first.
+        # 1. Who can draft, in groups that draw alike.
         work, groups = {}, {}
-        for i in sorted(range(len(requests)), key=lambda i: -limits[i]):
-            rows = self.first_rows(requests[i]) if limits[i] > 0 else None
+        for i, (r, limit) in enumerate(zip(requests, limits)):
+            rows = self.first_rows(r) if limit > 0 else None
             if rows:
                 work[i] = rows
-                groups.setdefault(self.draws_like(requests[i]), []).append(i)
+                groups.setdefault(self.draws_like(r), []).append(i)
         # 2. A round of each group.
         for settings, group in groups.items():
             depths = [min(self.depth, limits[i]) for i in group]
@@ -210,66 +206,65 @@ class Chained(Cached):
         return drafts[:n], None if q is None else q[:n]
 
     def draft(self, requests, work, depths, settings):
-        """A round of requests that feed `work` first and take depths[i] steps, the deepest first."""
+        """A round of requests that feed `work` first and want depths[i] drafts. All take as many steps as the
+        deepest: a row more costs little."""
         # 1. Of every request its last row, and how many slots it will have filled.
         last = [n - 1 for n in accumulate(len(rows.tokens) for rows in work)]
         ends = [rows.start + len(rows.tokens) for rows in work]
-        n_steps = list(depths)
+        steps = max(depths)
         if self.in_pool(work):
-            # In a graph all take as many steps as the longest round had, which saves captures. Places without
-            # a request repeat the first one, to the same result.
-            self.steps = max(self.steps, depths[0])
-            n_steps = [self.steps] * len(self.later.requests)
-            absent = len(n_steps) - len(work)
+            # In a graph as many as the longest round had, which saves captures. Places without a request
+            # repeat the first one, to the same result.
+            self.steps = steps = max(self.steps, steps)
+            absent = len(self.later.requests) - len(work)
             last += last[:1] * absent
             ends += ends[:1] * absent
         more = {"last": torch.tensor(last), "ends": torch.tensor(ends),
-                "stop": torch.full((len(n_steps),), self.stop)}          # a table, because it may change
+                "stop": torch.full((len(last),), self.stop)}             # a table, because it may change
         # 2. What it draws with.
-        if settings[0] > 0:
-            more["coins"] = torch.zeros(len(n_steps), n_steps[0])
+        if settings.temperature > 0:
+            more["coins"] = torch.zeros(len(last), steps)
             for i, (r, depth) in enumerate(zip(requests, depths)):
                 more["coins"][i, :depth] = r.coins(depth)
-        return self.run_round(work, more, (tuple(n_steps), settings))
+        return self.run_round(work, more, (steps, settings))
 
     def round(self, x):
         """All steps of chains: the drafts (B, steps), NONE behind a chain that ended early, and, where they
         are sampled, the distributions (B, steps, V)."""
-        n_steps, settings = x.how
+        steps, settings = x.how
         # The first step reads all new rows of a request; its last one guesses.
         states = self.step(1, x, x.features)[x.more["last"]]
         tokens, qs = [], []
-        reach = states.new_ones(len(n_steps), dtype=torch.float)     # of every request, see `stop`
-        for number, n in enumerate(going_on(n_steps), 1):
-            reach = reach[:n]
-            ended = reach < x.more["stop"][:n]
+        reach = states.new_ones(len(states), dtype=torch.float)      # of every request, see `stop`
+        for number in range(1, steps + 1):
+            ended = reach < x.more["stop"]
             if isinstance(x, Batch) and ended.all():     # a graph takes all steps
                 break
             if number > 1:
-                # The drawn token is the next row of those who go on.
-                x = self.next_rows(x, number, token[:n, None])
-                states = self.step(number, x, states[:n])
+                # The drawn token is the next row.
+                x = self.next_rows(x, number, token[:, None])
+                states = self.step(number, x, states)
             logits = self.words.logits(states).float()
-            if settings[0] > 0:
-                q = warp(logits, Sampling(*settings))
+            if settings.temperature > 0:
+                q = warp(logits, settings)
                 qs.append(q)
-                index = draw(q, x.more["coins"][:n, number - 1])
+                index = draw(q, x.more["coins"][:, number - 1])
             else:
                 q = logits.softmax(-1)
                 index = argmax(logits)
             token = self.words.tokens(index)
             tokens.append(token.where(~ended, NONE))
             reach = reach * q.gather(-1, index[:, None])[:, 0]
-        out = [pad_sequence(tokens)]
+        out = [torch.stack(tokens, 1)]
         if qs:
-            out.append(self.words.whole(pad_sequence(qs)))
+            out.append(self.words.whole(torch.stack(qs, 1)))
         return out
 
     def next_rows(self, x, number, tokens, sees=None):
-        """The batch of a later step out of the one before: tokens (n, w) of the first n requests are their
-        newest rows, all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
+        """The batch of a later step out of the one before: tokens (n, w) are the newest rows of n requests,
+        all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
         n, w = tokens.shape
-        ends = x.more["ends"][:n] + number - 2           # the new rows' position, of chains their slot too
+        ends = x.more["ends"] + number - 2               # the new rows' position, of chains their slot too
         positions = ends.clamp(max=self.config.block_size - 1)[:, None].expand(n, w).flatten().contiguous()
         x = replace(x, tokens=tokens.flatten(), positions=positions, features=None)
         if isinstance(x, Batch):
@@ -289,11 +284,6 @@ class Chained(Cached):
             back = torch.arange(sees.shape[-1] - 1, -1, -1, device=ends.device)
             plan.sees = ~((~sees).long() << back).sum(-1).flatten()
         return replace(x, new=(x.first[:, None] + new).flatten(), plan=plan)
-
-
-def going_on(n_steps):
-    """[how many requests take step 1, 2, ..], of requests that take n_steps each, the most first."""
-    return [sum(n >= number for n in n_steps) for number in range(1, n_steps[0] + 1)]
 
 
 # -- drafters ------------------------------------------------------------------------------------------------
@@ -377,23 +367,10 @@ class SmallLM(Chained):
         """One step; see Chained."""
         return self.body(self.target, self.words.embed(x.tokens), x)
 
-    def propose(self, requests, limits):
-        out = super().propose(requests, limits)
-        # Note which drafts are cached now. The last one was never fed.
-        for r, (drafts, _) in zip(requests, out):
-            if drafts:
-                self.notes[r].drafts = drafts[:-1]
-        return out
-
     def first_rows(self, request):
-        """The committed tokens that are not cached here, at least the last one: its logits are needed."""
+        """The tokens committed since the last round, at least the last one: its logits are needed. Accepted
+        drafts are fed once more, because a row more costs next to nothing."""
         notes = self.note(request)
-        # Drafts that were accepted are cached already.
-        for token, draft in zip(request.tokens[notes.cached:], notes.drafts):
-            if token != draft:
-                break
-            notes.cached += 1
-        notes.drafts = []
         notes.cached = min(notes.cached, len(request.tokens) - 1)
         rows = notes.rows(request.tokens[notes.cached:])
         notes.cached = len(request.tokens)

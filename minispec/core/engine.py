@@ -43,20 +43,15 @@ class Engine:
 
     batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size of the longest
     request seen at `stream`). prefill_chunk: prompt tokens that a request feeds in one iteration at most; all
-    together feed PROMPT_ROWS. admission: see admission.py; host_tokens: size of the host pool for "offload"
-    (default: batch_size of the longest request).
+    together feed PROMPT_ROWS. admission: see admission.py.
     """
 
     def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512,
-                 admission="reserve", host_tokens=None):
-        for what, value in (("batch", batch_size), ("prefill chunk", prefill_chunk)):
-            if value < 1:
-                raise ValueError(f"{what} {value} is out of range; allowed is 1 or more")
+                 admission="reserve"):
         self.model = model
         self.batch_size = batch_size
         self.prefill_chunk = prefill_chunk
         self.cache_tokens = cache_tokens
-        self.host_tokens = host_tokens
         self.cache = None                                # made by the first `stream`
         self.run_size = 0                                # slots of a run at least, where all fit
         self.planner = planner(self)
@@ -278,15 +273,12 @@ class Engine:
         sizes = [r.longest + self.planner.extra_slots(r) for r in requests]
         largest = max(sizes, default=0)
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
-        host_slots = largest * self.batch_size if self.host_tokens is None else self.host_tokens
         if largest > slots:
             raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
         if self.cache is None or self.cache.n_slots < slots:
-            assert self.cache is None or not self.cache.runs, "a cache that is in use cannot be replaced"
-            self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device, host_slots,
+            self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device,
                                  spare=int(self.fused))
             self.graphs = None
-        self.cache.host_slots = host_slots
         # In a pool of its own size all runs are of one size, so that they lie at equal distances (Lanes). A
         # graph's tables have room for the longest request.
         longest = max([r.longest for r in requests], default=0)

@@ -109,13 +109,20 @@ class Block(nn.Module):
         c = self.config
         qkv = self.qkv(self.norm1(x)).view(*x.shape[:-1], -1, c.head_dim)     # (..., H + 2G, D)
         qk, v = qkv.split_with_sizes([c.n_head + c.n_kv_head, c.n_kv_head], -2)
-        if not c.qk_norm:
-            # Without a norm in between, the heads of q and k turn in one operation.
-            qk = rotate(qk, cos, sin)
-        q, k = qk.split_with_sizes([c.n_head, c.n_kv_head], -2)
+        heads = [c.n_head, c.n_kv_head]
         if c.qk_norm:
-            q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+            q, k = qk.split_with_sizes(heads, -2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
+        q, k = rotate(qk, cos, sin).split_with_sizes(heads, -2)                # both turn in one operation
         return q, k, v
+
+
+def body(module, rope, x, positions, attend):
+    """What the blocks of a module, and its last norm, make of x (..., C) at positions (...)."""
+    cos, sin = rope(positions, module.norm.weight.dtype)         # not x's, which autocast may have rounded
+    for block in module.blocks:
+        x = block(x, cos, sin, attend)
+    return module.norm(x)
 
 
 # -- the model -----------------------------------------------------------------------------------------------
@@ -145,7 +152,6 @@ SIZES = {
     "tiny": dict(n_layer=2, n_head=4, n_kv_head=2, d_model=32, head_dim=8, d_ff=64),
     "micro": dict(n_layer=2, n_head=2, n_kv_head=1, d_model=96, head_dim=48, d_ff=256),
     "nano": dict(n_layer=6, n_head=4, n_kv_head=2, d_model=256, head_dim=64, d_ff=768),
-    "small": dict(vocab_size=4096, n_layer=10, n_head=7, n_kv_head=7, d_model=448, head_dim=64, d_ff=1344),
 }
 
 
@@ -191,11 +197,7 @@ class GPT(nn.Module):
 
         attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already
         applied to q and k."""
-        x = self.embed(tokens)
-        cos, sin = self.rope(positions, x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin, attend)
-        return self.norm(x)
+        return body(self, self.rope, self.embed(tokens), positions, attend)
 
     def logits(self, hidden):
         """(..., C) -> (..., V)."""

@@ -1,5 +1,5 @@
-"""The key/value cache: one pool of token slots, a run of them for every request, and a host pool for what
-must leave.
+"""The key/value cache: one pool of token slots, a run of them for every request, and host memory for
+what must leave.
 
 A slot holds the keys and values of one token in all layers; position p of a request lies in slot `run.first +
 p`. A run is contiguous, so appending is a slice assignment and reading is a view: decoding never copies the
@@ -25,8 +25,8 @@ def beside(stream):
 
 @dataclass(eq=False)
 class Run:
-    """`size` slots from slot `first` on. host: the run's tail, moved out in chunks (k, v) of (L, G, n, D),
-    last out last."""
+    """`size` slots from slot `first` on. host: the run's tail, moved out in chunks (2, L, G, n, D), last out
+    last."""
     first: int
     size: int
     host: list = field(default_factory=list)
@@ -38,33 +38,27 @@ class Run:
     @property
     def on_host(self):
         """Tokens of this run that are in host memory."""
-        return sum(k.shape[2] for k, _ in self.host)
+        return sum(chunk.shape[3] for chunk in self.host)
 
 
 class KVCache:
-    """Pool of n_slots token slots. k and v: (L, G, n_slots, D), heads before slots, so that the keys of one
-    head are contiguous and the products with them are plain matrix products. host_slots: how many tokens the
-    host pool takes. `charged` slots are kept free for buffers that live elsewhere but count against the same
-    memory. spare: slots more, behind the others, that are nobody's; rows that pad a CUDA graph write
-    there."""
+    """Pool of n_slots token slots. kv, and its halves k and v: (L, G, n_slots, D), heads before slots, so
+    that the keys of one head are contiguous and the products with them are plain matrix products. `charged`
+    slots are kept free for buffers that live elsewhere but count against the same memory. spare: slots more,
+    behind the others, that are nobody's; rows that pad a CUDA graph write there."""
 
-    def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", host_slots=0, spare=0):
-        for slots in (n_slots, host_slots):
-            if not 0 <= slots <= MOST:
-                raise ValueError(f"a cache of {slots} tokens is out of range; allowed is 0 to {MOST}")
-        shape = (config.n_layer, config.n_kv_head, n_slots + spare, config.head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        # (G, n_slots, D) views, made once
-        self.layers = [(self.k[i], self.v[i]) for i in range(config.n_layer)]
+    def __init__(self, config, n_slots, dtype=torch.float32, device="cpu", spare=0):
+        if not 0 <= n_slots <= MOST:
+            raise ValueError(f"a cache of {n_slots} tokens is out of range; allowed is 0 to {MOST}")
+        shape = (2, config.n_layer, config.n_kv_head, n_slots + spare, config.head_dim)
+        self.kv = torch.zeros(shape, dtype=dtype, device=device)
+        self.k, self.v = self.kv[0], self.kv[1]
         self.n_slots = n_slots
-        self.host_slots = host_slots
         self.runs = []                                   # in use, by first slot
         self.used = 0
         self.charged = 0
-        self.on_host = 0
         self.moved = self.offloaded = 0                  # tokens copied so far
-        self.side = torch.cuda.Stream(self.k.device) if host_slots and self.k.is_cuda else None
+        self.side = torch.cuda.Stream(self.k.device) if self.k.is_cuda else None
 
     @property
     def free(self):
@@ -76,9 +70,8 @@ class KVCache:
         return run if self.resize(run, n) else None
 
     def close(self, run):
-        """Give a run back, and what it had on the host."""
+        """Give a run back."""
         self.resize(run, 0)
-        self.on_host -= run.on_host
 
     def resize(self, run, n):
         """Make a run n slots long; it keeps what it holds, perhaps in another place. False when there is no
@@ -97,15 +90,15 @@ class KVCache:
         """Slots from the run's first one up to the next run; an empty run has no place yet."""
         if not run.size:
             return 0
-        i = self.runs.index(run)
-        return (self.runs[i + 1].first if i + 1 < len(self.runs) else self.n_slots) - run.first
+        behind = [r.first for r in self.runs if r.first > run.first]
+        return min(behind, default=self.n_slots) - run.first
 
     def _move(self, run, n):
         """Put a run where n slots are free: into the first gap that takes them, else pack all others to the
         left."""
         # 1. What it holds leaves first, because others may move over it.
         others = [r for r in self.runs if r is not run]
-        content = [x[:, :, run.first:run.end].clone() for x in (self.k, self.v)]
+        content = self.kv[:, :, :, run.first:run.end].clone()
         # 2. Where is room?
         start = 0
         for r in [*others, Run(self.n_slots, 0)]:
@@ -116,8 +109,7 @@ class KVCache:
             start = self._pack(others)
         # 3. There it goes.
         run.first = start
-        for x, old in zip((self.k, self.v), content):
-            x[:, :, run.first:run.end] = old
+        self.kv[:, :, :, run.first:run.end] = content
         self.moved += run.size
         self.runs = sorted([*others, run], key=lambda r: r.first)
 
@@ -126,8 +118,8 @@ class KVCache:
         start = 0
         for r in runs:
             if r.first != start:
-                for x in (self.k, self.v):
-                    x[:, :, start:start + r.size] = x[:, :, r.first:r.end].clone()       # the two may overlap
+                content = self.kv[:, :, :, r.first:r.end].clone()        # the two places may overlap
+                self.kv[:, :, :, start:start + r.size] = content
                 self.moved += r.size
                 r.first = start
             start += r.size
@@ -138,23 +130,17 @@ class KVCache:
         order."""
         if rows != list(range(len(rows))):
             index = torch.tensor(rows, device=self.k.device) + first
-            for x in (self.k, self.v):
-                x[:, :, first:first + len(rows)] = x[:, :, index]  # indexing copies, so overlap does no harm
+            kept = self.kv[:, :, :, index]                       # indexing copies, so overlap does no harm
+            self.kv[:, :, :, first:first + len(rows)] = kept
 
     # -- host memory -----------------------------------------------------------------------------------------
 
     def offload(self, run, chunk):
-        """Move the last `chunk` slots of a run (all, if it is shorter) to the host. ValueError when the host
-        pool is full."""
+        """Move the last `chunk` slots of a run (all, if it is shorter) to the host."""
         n = min(chunk, run.size)
-        if self.on_host + n > self.host_slots:
-            raise ValueError(f"the host pool of {self.host_slots} tokens is full: "
-                             "give it more, or the cache more slots, or decode fewer requests together")
         # The newest tokens leave; those before them stay where they are.
-        tail = slice(run.end - n, run.end)
-        run.host.append(tuple(self._to_host(x[:, :, tail].clone()) for x in (self.k, self.v)))
+        run.host.append(self._to_host(self.kv[:, :, :, run.end - n:run.end].clone()))
         self.resize(run, run.size - n)
-        self.on_host += n
         self.offloaded += n
 
     def _to_host(self, x):
@@ -170,15 +156,13 @@ class KVCache:
 
     def restore(self, run):
         """Bring the chunk that left last back behind what the run holds. False when there is no room."""
-        k, v = run.host[-1]
-        n = k.shape[2]
+        chunk = run.host[-1]
+        n = chunk.shape[3]
         old = run.size
         if not self.resize(run, old + n):
             return False
         if self.side:                                    # it may still be on its way out
             torch.cuda.current_stream().wait_stream(self.side)
-        for x, chunk in ((self.k, k), (self.v, v)):
-            x[:, :, run.first + old:run.end].copy_(chunk, non_blocking=True)
+        self.kv[:, :, :, run.first + old:run.end].copy_(chunk, non_blocking=True)
         run.host.pop()
-        self.on_host -= n
         return True

@@ -34,7 +34,7 @@ proposes its argmax, or copies from the prompt, drew from a point mass, and must
 dividing by its softmax instead is a common mistake, and a test here shows the bias. Randomness comes in as
 explicit coins, so rules are deterministic functions, and a request's coins are its own.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -65,7 +65,7 @@ class Sampling:
     @property
     def settings(self):
         """What makes two requests draw alike: everything but the seed."""
-        return self.temperature, self.top_k, self.top_p
+        return replace(self, seed=0)
 
 
 def warp(logits, sampling):
@@ -124,8 +124,6 @@ def rejection_chain(draft, q, p, coins):
     draft i, the last one draws the token that follows. Returns (accepted (B,), next token (B,)).
     """
     b, k = draft.shape
-    if k == 0:
-        return torch.zeros(b, dtype=torch.long, device=p.device), draw(p[:, 0], coins[:, 0])
     if q is None:
         q = torch.zeros_like(p[:, :k]).scatter_(-1, draft[..., None], 1.0)
     # Accept draft i if coin < p / q (without dividing), and only behind accepted ones.
@@ -172,13 +170,12 @@ def point_mass_tree(draft, parents, p, coins):
     # right draw.
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
     next_token = draw(rest, coins[-1])
-    mass = p.sum(-1, dtype=torch.double)
-    numbers = torch.cat([given.double(), mass, next_token.double()]).tolist()
-    given, mass, next_token = numbers[:len(draft)], numbers[len(draft):-len(p)], numbers[-len(p):]
+    numbers = torch.cat([given.double(), next_token.double()]).tolist()
+    given, next_token = numbers[:len(draft)], numbers[len(draft):]
     coin = coins.tolist()
 
     path = [0]
-    left = mass[0]                                       # of the row where the path ends
+    left = 1.0                                           # mass of the row where the path ends
     # Siblings come in order, after their parent.
     for row, parent in enumerate(parents, 1):
         if parent != path[-1]:
@@ -186,7 +183,7 @@ def point_mass_tree(draft, parents, p, coins):
         chance = given[row - 1]
         if coin[row - 1] * left < chance:
             path.append(row)
-            left = mass[row]
+            left = 1.0
         else:
             left = max(left - chance, 0.0)
     return path[1:], int(next_token[path[-1]])
@@ -208,10 +205,7 @@ def selection_tree(draft, parents, p, coins):
     while row:
         rows.insert(0, row)
         row = parents[row - 1]
-    chosen = [draft[row - 1] for row in rows]
-    its_coins = coins[[*(row - 1 for row in rows), -1]]
-    path, token = point_mass_tree(chosen, range(len(rows)), p[[0, *rows]], its_coins)
-    return rows[:len(path)], token
+    return rejection_tree([(rows, None)], draft, parents, p, coins)
 
 
 def rejection_tree(chains, draft, parents, p, coins):
@@ -223,33 +217,25 @@ def rejection_tree(chains, draft, parents, p, coins):
     p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so one coin a
     row is enough.)
     """
-    # The drafts' own numbers come to the host first; p and q stay on their device.
-    given = p[parents, draft].tolist()
-    coin = coins.tolist()
-    live = []                                            # the chains that agree with the accepted path
-    for rows, q in chains:
-        of_q = [1.0] * len(rows)
-        if q is not None:
-            of_q = q[range(len(rows)), [draft[row - 1] for row in rows]].tolist()
-        live.append((rows, q, of_q))
     path = []
-    left = p[0].double()
+    left = p[0].double()                                 # what judges: p, or what rejections have left of it
+    live = chains                                        # those that agree with the accepted path
     for j in range(max(len(rows) for rows, _ in chains)):
         live = [chain for chain in live if len(chain[0]) > j]
-        for i, (rows, q, of_q) in enumerate(live):
+        for rows, q in live:
             row = rows[j]
-            # After a rejection it is no longer p that judges, but what is left of it.
-            chance = left[draft[row - 1]].item() if i else given[row - 1]
-            if coin[row - 1] * of_q[j] < chance:
+            token = draft[row - 1]
+            if q is None:
+                of_q = torch.zeros_like(left)            # the point mass
+                of_q[token] = 1.0
+            else:
+                of_q = q[j]
+            if coins[row - 1] * of_q[token] < left[token]:
                 path.append(row)
                 live = [chain for chain in live if chain[0][j] == row]
                 left = p[row].double()
                 break
-            if q is None:
-                rest = left.clone()
-                rest[draft[row - 1]] = 0.0
-            else:
-                rest = (left - q[j]).clamp(min=0)
+            rest = (left - of_q).clamp(min=0)
             # No rest: rejected by rounding alone, see rejection_chain.
             left = torch.where(rest.sum() > 0, rest / rest.sum(), left)
         else:
@@ -283,31 +269,27 @@ def judge(segments, logits):
     them.
     """
     verdicts = [None] * len(segments)
-    best = None
+    sizes = [len(s.drafts) + 1 for s in segments]
+    rows = logits.split(sizes)
     if any(s.request.sampling.temperature == 0 for s in segments):
-        best = argmax(logits).tolist()
-    alike = {}  # sampled chains of one length and setting: [(index, segment, rows)]
-    end = 0
-    for i, s in enumerate(segments):
+        best = argmax(logits).cpu().split(sizes)
+    alike = {}  # sampled chains of one length and setting: their indices
+    for i, (s, n) in enumerate(zip(segments, sizes)):
         sampling = s.request.sampling
-        n = len(s.drafts) + 1
-        rows = range(end, end + n)
-        end = rows.stop
         if sampling.temperature == 0:
-            verdicts[i] = _judge_greedily(s, best[rows.start:end])
+            verdicts[i] = _judge_greedily(s, best[i].tolist())
         elif s.parents is not None:
-            p = warp(logits[rows.start:end], sampling)
-            verdicts[i] = s.rule(s.drafts, s.parents, p, s.request.coins(n))
+            verdicts[i] = s.rule(s.drafts, s.parents, warp(rows[i], sampling), s.request.coins(n))
         else:
-            alike.setdefault((n, s.q is None, sampling.settings), []).append((i, s, list(rows)))
+            alike.setdefault((n, s.q is None, sampling.settings), []).append(i)
     for (n, point_masses, _), group in alike.items():
-        indices, some, rows = zip(*group)
-        p = warp(logits[torch.tensor(rows, device=logits.device)], some[0].request.sampling)    # (B, n, V)
+        some = [segments[i] for i in group]
+        p = warp(torch.stack([rows[i] for i in group]), some[0].request.sampling)               # (B, n, V)
         draft = torch.tensor([s.drafts for s in some], dtype=torch.long, device=logits.device)
         q = None if point_masses else torch.stack([s.q for s in some])
         coins = torch.stack([s.request.coins(n) for s in some]).to(logits.device)
         accepted, token = rejection_chain(draft.view(len(some), n - 1), q, p, coins)
-        for i, (a, t) in zip(indices, torch.stack([accepted, token], 1).tolist()):
+        for i, (a, t) in zip(group, torch.stack([accepted, token], 1).tolist()):
             verdicts[i] = list(range(1, a + 1)), t
     return verdicts
 
