@@ -35,7 +35,7 @@ import torch
 
 from minispec.data import traces
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies import figures, ladder, picture, results
+from minispec.studies import figures, ladder, results
 from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
 from minispec.studies.drafters import (
     draft_vocabulary, prism_arms, specdiff_chains, specdiff_objectives,
@@ -206,7 +206,6 @@ def main():
     results.FOLDER = everything
     for page in pages():
         report(page)
-    picture.draw()
     drawings = os.path.join(results.ROOT, "docs", "figures", "")
     figures.draw(figures.stored(everything), drawings)
     figures.draw(figures.stored(os.path.join(everything, "smollm2")), drawings + "smollm2_")
