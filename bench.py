@@ -4,7 +4,6 @@
     python bench.py serving --quick     # one study, a tenth of the work: does it run here?
     python bench.py bounds --traces T.jsonl --cost C.json      # what is possible, from files of your own
 
-    python bench.py --long              # of a real model: more problems, longer answers, larger batches
     python bench.py all --force         # all studies again, about an hour and a half on 2 CPU cores
     python bench.py run serving --device cuda                  # on a GPU, into results/gpu
     python bench.py report              # only render tables and figures
@@ -41,7 +40,7 @@ from minispec.studies.drafters import (
     draft_vocabulary, prism_arms, specdiff_chains, specdiff_objectives,
 )
 from minispec.studies.markdown import pick
-from minispec.studies.run import MORE, lossless, profile, run, speed, trace
+from minispec.studies.run import lossless, profile, run, speed, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render
 from minispec.tools import checkpoints, gguf_file, methods
@@ -71,10 +70,11 @@ WHOLE = ("profile", "trace", "run", "bounds")                       # where noth
 
 # -- arguments -------------------------------------------------------------------------------------
 
-def parser():
+def parse_args():
     p = Parser(__doc__)
+    known = (*STUDIES, "all", "report")
     p.add_argument("studies", nargs="*", metavar="STUDY",
-                   help=f"{', '.join(STUDIES)}, all, report (default: {' '.join(WHOLE)})")
+                   help=f"{', '.join(known)} (default: {' '.join(WHOLE)})")
     p.add_argument("--quick", action="store_true",
                    help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
@@ -82,22 +82,14 @@ def parser():
                    "a folder of trained models to compare, a folder each")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR",
                    help="folder of real prompt files (default $MINISPEC_DATA)")
-    p.add_argument("--long", action="store_true", help=f"of a real model: {MORE}")
-    p.add_argument("--traces", metavar="FILE", help="bounds: of accept traces of your own; see "
-                   "bench.py bounds --traces FILE --help")
     methods.add_arguments(p)
     p.set_defaults(model=None)
-    return p
-
-
-def check(args):
-    """ValueError for a study that there is not."""
-    allowed = (*STUDIES, "all", "report")
-    for name in args.studies:
-        if name not in allowed:
-            raise ValueError(f"unknown study '{name}'; choose from {', '.join(allowed)}")
+    args = p.parse_args()
+    if unknown := set(args.studies).difference(known):
+        raise ValueError(f"unknown study {', '.join(unknown)}; choose from {', '.join(known)}")
     if args.method != "ar":
         raise ValueError("--method is for decode.py; the studies take every method in turn")
+    return args
 
 
 def chosen(args):
@@ -194,8 +186,7 @@ def study_table(name, choice=""):
 def main():
     if own_files.asked():
         return own_files.main()
-    args = parser().parse_args()
-    check(args)
+    args = parse_args()
     check_device(args.device)
     everything = results.FOLDER
     choose_target(args)
