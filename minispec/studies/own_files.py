@@ -6,7 +6,7 @@ import sys
 from minispec.bounds import BATCHES
 from minispec.data.traces import read_costs, read_traces
 from minispec.studies import figures, ladder
-from minispec.studies.tables_bounds import ladder_table
+from minispec.studies.tables import ladder_table
 from minispec.tools.files import write_json
 from minispec.tools.script import Parser, check_writable, positive
 

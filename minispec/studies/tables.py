@@ -1,15 +1,18 @@
-"""The Markdown table of every study, from its file in results/: `render` looks into TABLES at the end. The
-tables of docs/bounds.md are in tables_bounds.py."""
+"""The Markdown table of every study, from its file in results/: `render` looks into TABLES at the end."""
+import statistics
 from itertools import product
 
 import numpy as np
 
+from minispec.bounds import AVERAGES
 from minispec.data import tasks
-from minispec.studies.markdown import SAME, TIMES, table
-from minispec.studies.tables_bounds import costs_table, ladder_table, methods, run_table, trace_table
+from minispec.studies.markdown import SAME, TIMES, cell, table
 
 # Tables of another study's file.
 SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance"}
+PHASES = ("prefill", "draft", "verify", "sample", "overhead")
+BOTH = " / ".join(AVERAGES)
+FEW = 0.05                       # the censored share of positions above which a bound is marked
 
 
 def render(name, result):
@@ -166,6 +169,161 @@ DECODERS = {
     "tokens an answer": "{tokens:.0f}",
     "same answer as the teacher": "{same:.0%}",
 }
+
+
+# -- profile and trace -----------------------------------------------------------------------------
+
+def costs_table(r):
+    """What rounds cost: of a measured grid the shortest and the longest context, in ms."""
+    grid, drafts = r["table"]["verify"], r["table"]["draft"]
+    columns = {"rows": "{batch}", "context": "{context}"}
+    for i, tokens in enumerate(grid["tokens"]):
+        columns[f"verify {tokens}, ms"] = f"{{verify[{i}]:.1f}}"
+    for name, own in drafts.items():
+        columns[f"{name} {own['tokens'][-1]}, ms"] = f"{{{name}:.1f}}"
+    rows = []
+    for i, batch in enumerate(grid["rows"]):
+        for c in sorted({0, len(grid["kv"]) - 1}):
+            row = {"batch": batch, "context": grid["kv"][c]}
+            row["verify"] = [1000 * seconds[c] for seconds in grid["seconds"][i]]
+            row |= {name: 1000 * own["seconds"][i][-1][c] for name, own in drafts.items()}
+            rows.append(row)
+    return table(columns, rows)
+
+
+def trace_table(r):
+    """Accept lengths by workload and drafter, by position and by round."""
+    rows = [{"workload": workload, "drafter": name, **x}
+            for workload, drafters in r["accept"].items() for name, x in drafters.items()]
+    return table({
+        "workload": "{workload}",
+        "drafter": "{drafter}",
+        "positions": "{positions}",
+        "tokens a round would gain at a position": "{by_position:.2f}",
+        f"in rounds of {r['k']} drafts": "{by_round:.2f}",
+        f"all {r['k_max']} accepted": "{censored:.1%}",
+    }, rows)
+
+
+# -- run -------------------------------------------------------------------------------------------
+
+def run_table(r):
+    """What was observed, and where its time went."""
+    rows = []
+    for x in r["rows"]:
+        total = sum(x["phases"].values())
+        shares = {phase: x["phases"][phase] / total for phase in PHASES}
+        # Older results have the speed-up of the total time alone.
+        gained = cell("{speedup:.2f} / {rate_speedup:.2f}", x) or cell("{speedup:.2f}", x)
+        rows.append({**x, **shares, "gained": gained})
+    return table({
+        "workload": "{workload}",
+        "batch": "{batch}",
+        "method": "{method}",
+        "tokens/s": "{tokens_per_second:.0f}",
+        f"speed-up, {BOTH}": "{gained}",
+        "tau": "{tau:.2f}",
+        "accepted": "{acceptance:.0%}",
+        **{phase: f"{{{phase}:.0%}}" for phase in PHASES},
+        "identical to ar": SAME,
+    }, rows)
+
+
+def methods(r):
+    """From the studies `run` and `speed`: a row a method whose answers are the target's, a column a workload,
+    one request at a time; behind them the mix sampled, and in batches."""
+    # The mix asks the other workloads' requests once more.
+    alone = [x for x in r["rows"]
+             if x["batch"] == 1 and x["identical"] is not None and x["workload"] != "mixed"]
+    workloads = list(dict.fromkeys(x["workload"] for x in alone))
+    # Of the small model GSM8K is left out of the mean: text that it never learned.
+    families = [w for w in workloads if w in tasks.FAMILIES] or workloads
+    mixed = {}  # (column, method) -> speed-up
+    for x in r["rows"]:
+        if x["batch"] > 1 or x.get("temperature"):
+            mixed[f"{x['workload']}, batch {x['batch']}", x["method"]] = x["speedup"]
+    columns = list(dict.fromkeys(column for column, _ in mixed if column.startswith("mixed")))
+    plain = {x["workload"]: _decoding_rate(x) for x in alone if x["method"] == "ar"}
+    rows = []
+    for method in dict.fromkeys(x["method"] for x in alone):
+        some = {x["workload"]: x for x in alone if x["method"] == method}
+        row = {column: mixed.get((column, method)) for column in columns}
+        row["method"] = method
+        row["mean"] = statistics.mean(some[w]["speedup"] for w in families)
+        row["decoding"] = statistics.mean(_decoding_rate(some[w]) / plain[w] for w in families)
+        for w, x in some.items():
+            row[w] = f"{x['speedup']:.2f}, tau {x['tau']:.1f}"
+            if method == "ar":
+                row[w] = f"1, {x['tokens_per_second']:.0f} tokens/s"
+        for key in ("identical", "prompts"):
+            row[key] = sum(x[key] for x in some.values())
+        rows.append(row)
+    head = {"method": "{method}", "mean": "{mean:.2f}", "in decoding": "{decoding:.2f}"}
+    cells = {w: f"{{{w}}}" for w in workloads} | {column: f"{{{column}:.2f}}" for column in columns}
+    return table({**head, **cells, "identical to ar": SAME}, rows)
+
+
+def _decoding_rate(x):
+    """Tokens/s of a row of `run` without reading the prompts."""
+    return x["tokens"] / (x["seconds"] - x["phases"]["prefill"])
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+def ladder_table(r):
+    """All that studies/ladder.py found. r: what `analyse` returns."""
+    rows = [rungs(c, m) for c in r["cells"] for m in c["censored"]]
+    columns = {head: f"{{{head}}}" for head in rows[-1]}
+    parts = [table(columns, rows), f"All speed-ups are {BOTH}."]
+    if any(share > FEW for c in r["cells"] for share in c["censored"].values()):
+        parts.append(
+            f"*: at more than {100 * FEW:.0f} % of the positions all drafts of the trace were accepted, so "
+            "longer rounds might gain more; the figure only bounds rounds of at most as many drafts.")
+    if r["left_out"]:
+        parts.append(f"Left out, because the cost table has no price for it: {', '.join(r['left_out'])}.")
+    for what, e in (("seconds", r["model_error"]), ("speed-ups", r["speedup_error"])):
+        if e:
+            error = cell("median {median:.0%}, at most {max:.0%}", e)
+            parts.append(f"Error of the cost model, modelled over observed {what}: {error}.")
+    return "\n\n".join(parts)
+
+
+def rungs(c, m):
+    """{head: text} of a cell's drafter, or of all together, for which L2 and L5 have the best one."""
+    total = c[AVERAGES[0]]
+    together = m == "all"
+    fixed = best = m
+    if together:
+        fixed = max(total["L2"], key=lambda name: total["L2"][name]["speedup"])
+        best = max(total["L5"], key=total["L5"].get)
+    row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}
+    if "L0" in total:
+        who = "adaptive" if together else m
+        row["L0 observed"] = both(c, "L0", who)
+        row["L1 modelled"] = cell("{%s:.2f}" % who, c["L1"])
+        row["time over the bound's"] = cell("{%s:.2f}" % who, c["above"])
+        if together:
+            row["share of the gap to L6"] = cell("{gap:.0%}", c)
+            row["the same, modelled"] = cell("{gap_modelled:.0%}", c)
+    k = " / ".join(dict.fromkeys(str(c[by]["L2"][fixed]["k"]) for by in AVERAGES))
+    speedups = " / ".join(f"{c[by]['L2'][fixed]['speedup']:.2f}" for by in AVERAGES)
+    row["L2 best fixed k"] = f"{speedups}, k {k}" + f" {fixed}" * together
+    row["L4 greedy (not a bound)"] = both(c, "L4", m)
+    row["L5 optimum of one"] = both(c, "L5", best, c["censored"][best]) + f" {best}" * together
+    if together:
+        row["L6 of all"] = both(c, "L6", mark=c["censored"]["all"])
+        row["L7 free drafters"] = both(c, "L7", mark=c["censored"]["all"])
+        row["L9 one pass"] = both(c, "L9")
+    row["censored"] = cell("{all:.0%}", {"all": c["censored"][m]})
+    return row
+
+
+def both(c, rung, m=None, mark=0.0):
+    """A rung by both averages, marked where it is a bound that the traces are too short for."""
+    values = [c[by].get(rung) for by in AVERAGES]
+    if m is not None:
+        values = [some.get(m) for some in values]
+    return " / ".join(f"{x:.2f}" + "*" * (mark > FEW) for x in values if x is not None)
 
 
 TABLES = {                       # a function of the result, or the columns of its rows
