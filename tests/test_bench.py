@@ -231,6 +231,8 @@ def test_the_middle_run_is_reported():
 def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     calls, cells = [], [("a", 1), ("b", 2), ("c", 3)]
+    model = toy_model()
+    study = lambda k: results.each_kept("run", methods.settings(quick=False), model, cells, measure, k=k)
 
     def measure(name, n):
         calls.append(name)
@@ -239,12 +241,12 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
         return [n]
 
     with pytest.raises(KeyboardInterrupt):
-        results.resumable("run", {"k": 1}, cells, measure)
-    assert results.resumable("run", {"k": 1}, cells, measure) == [[1], [2], [3]] and calls == ["a", "b", "c", "c"]
+        study(k=1)
+    assert study(k=1) == [[1], [2], [3]] and calls == ["a", "b", "c", "c"]
     assert os.listdir(tmp_path) == ["run.part"]
     calls.clear()
     with pytest.raises(KeyboardInterrupt):
-        results.resumable("run", {"k": 2}, cells, measure)                       # other settings: nothing is taken over
+        study(k=2)                       # other settings: nothing is taken over
     assert calls == ["a", "b", "c"]
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     results.write("run", {}, 1.0)

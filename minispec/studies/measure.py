@@ -206,21 +206,13 @@ class Forced(Engine):
         return [([], self.answers[s.request][len(s.request.generation.token_ids)]) for s in segments]
 
 
-class Onlooker:
-    """A drafter whose drafts are noted, {request: {output tokens so far: drafts}}, and not made."""
+class Onlooker(Lockstep):
+    """Notes the drafts, {request: {output tokens so far: drafts}}, and verifies none of them."""
+    noted = None
 
-    def __init__(self, drafter):
-        self.drafter = drafter
-        self.drafts = defaultdict(dict)
-
-    def __getattr__(self, name):
-        return getattr(self.drafter, name)
-
-    def propose(self, requests, limits):
-        proposals = self.drafter.propose(requests, limits)
-        for r, (drafts, *_) in zip(requests, proposals):
-            self.drafts[r][len(r.generation.token_ids)] = drafts
-        return [([], None) for _ in requests]
+    def _verify(self, request, drafts, *_):
+        self.noted[request][len(request.generation.token_ids)] = drafts
+        return super()._verify(request, [], None)
 
 
 def traces_of(drafters, model, texts, k_max=16):
@@ -234,14 +226,14 @@ def traces_of(drafters, model, texts, k_max=16):
     for name, drafter in tqdm(drafters.items(), desc="traces"):
         drafter.stop = 0.0                               # all drafts are judged
         requests = [Request(prompt, len(output)) for prompt, output in texts.values()]
-        asked = Onlooker(drafter)
-        engine = Forced(model, lambda e: Lockstep(e, asked, k_max), 16)
+        engine = Forced(model, lambda e: Onlooker(e, drafter, k_max), 16)
         engine.answers = dict(zip(requests, (output for _, output in texts.values())))
+        noted = engine.planner.noted = defaultdict(dict)
         engine.generate(requests)
         for trace, (r, output) in zip(out, engine.answers.items()):
             trace.accept[name] = accept = np.ones(len(output), int)
             trace.offered[name] = offered = np.zeros(len(output), int)
-            for i, drafts in asked.drafts[r].items():
+            for i, drafts in noted[r].items():
                 hits, _ = greedy_chain(drafts, output[i:i + len(drafts) + 1])        # the engine's rule
                 accept[i] = hits + 1
                 offered[i] = len(drafts)

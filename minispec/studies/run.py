@@ -134,9 +134,8 @@ def run(args, model, tokenizer):
 def speed(args, model, tokenizer):
     """Long answers, mostly one request at a time: trained drafters alone, in trees, with copies next to their
     drafts, and what chooses among them."""
-    ways = [*TREES, *COPYING]
-    wanted = ("ngram", *methods.TRAINED, *ways, COMBINED)
-    names = [name for name in suitable(args, model, ways) if name in wanted]
+    wanted = ("ngram", *methods.TRAINED, *ALONE, COMBINED)
+    names = [name for name in suitable(args, model, ALONE) if name in wanted]
     return observe("speed", args, model, tokenizer, QUICK if args.quick else ANSWERS, names)
 
 
