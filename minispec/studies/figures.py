@@ -74,9 +74,9 @@ def lines(axes, rows, x, y, style=".-"):
 # -- the picture of README.md -----------------------------------------------------------------------
 
 def answers(axes, r):
-    """One answer by several methods, the slowest first, coloured by who proposed what. Each is what `decode.py
-    --method prism --task story --size 10 --json results/answers/prism.json` wrote; tokens/s are those of the
-    study `run` on problems of this kind, because there all methods take turns."""
+    """One answer by several methods, the slowest first, coloured by who proposed what. Each is what
+    `decode.py --method NAME --task story --size 10 --quiet --json results/answers/NAME.json` wrote; tokens/s
+    are those of the study `run` on problems of this kind, because there all methods take turns."""
     from minispec.data.tokenizer import Tokenizer        # here, because it needs torch
     run, some = r
     rates = {x["method"]: x["tokens_per_second"] for x in run if (x["workload"], x["batch"]) == ("story", 1)}

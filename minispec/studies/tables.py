@@ -6,7 +6,7 @@ import numpy as np
 
 from minispec.bounds import AVERAGES
 from minispec.data import tasks
-from minispec.studies.markdown import SAME, TIMES, cell, table
+from minispec.studies.markdown import SAME, TIMES, cell, table, texts
 
 # Tables of another study's file.
 SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance"}
@@ -57,34 +57,30 @@ def of_kinds(kinds, context, setting, i):
 def acceptance(r):
     """Selections and settings by context and temperature: mean of the kinds of text, with its interval."""
     first, *_ = next(iter(r["kinds"].values()))
-    rows, columns = {}, {"selection, k, budget s": "{setting}"}
+    rows = {}
     for i, temperature in enumerate(r["temperatures"]):
         for context, at in first.items():
-            name = f"at_{context}_{i}"
-            columns[f"{context} tokens at T = {temperature:g}"] = f"{{{name}}}"
             for select, k, sparsity, *_ in at["rows"]:
-                setting = f"{select}, {k}, {sparsity:.0%}"
-                row = rows.setdefault(setting, {"setting": setting})
+                setting = f"{select}, {k}, {100 * sparsity:.0f} %"
+                row = rows.setdefault(setting, {"selection, k, budget s": setting})
                 found = of_kinds(r["kinds"], context, (select, k, sparsity), i)
-                row[name] = "{:.2f} ± {:.2f}".format(*found)
-    return table(columns, rows.values())
+                row[f"{context} tokens at T = {temperature:g}"] = "{:.2f} ± {:.2f}".format(*found)
+    return texts(rows.values())
 
 
 def kinds(r):
     """What the kinds of text differ in, at the usual setting and the first temperature: means of the texts,
     with the least and the largest."""
-    selections = ("pillar", "ahead", "window", "oracle")
     contexts = next(iter(r["kinds"].values()))[0]
     rows = []
     for context, (kind, some) in product(contexts, r["kinds"].items()):
-        repeated = np.mean([text[context]["repeated"] for text in some])
-        row = {"text": f"{kind}, {context} tokens", "repeated": repeated}
-        for select in selections:
+        repeated = 100 * np.mean([text[context]["repeated"] for text in some])
+        row = {"text": f"{kind}, {context} tokens", "repeated 8-grams": f"{repeated:.0f} %"}
+        for select in ("pillar", "ahead", "window", "oracle"):
             found = [_accepted(text, context, (select, r["k"], r["sparsity"]))[0] for text in some]
             row[select] = f"{np.mean(found):.2f} ({min(found):.2f}-{max(found):.2f})"
         rows.append(row)
-    shown = {select: f"{{{select}}}" for select in selections}
-    return table({"text": "{text}", "repeated 8-grams": "{repeated:.0%}", **shown}, rows)
+    return texts(rows)
 
 
 SERVING = {
@@ -114,28 +110,29 @@ STAGES = {
 
 def arms(r):
     """Trained drafters next to each other; intervals are 95 % bootstraps over prompts."""
-    rows = [{"drafter": name, **x} for name, x in r["arms"].items()]
-    rows += [{**x, "drafter": f"{x['drafter']} {way}", "at_0": x[way]}
-             for x in rows for way in r.get("ways", ())]
-    columns = {
-        "drafter": "{drafter}",
-        "seeds": "{seeds}",
-        "parameters": "{parameters:,}",
-        "trained tokens": "{log[tokens]:,.0f}",
-    }
-    for key in (key for key in rows[0] if key.startswith("at_")):
-        at = f" at temperature {key[3:]}"
-        columns["tau" + at] = "{AT[tau]:.2f} ({AT[interval][0]:.2f}-{AT[interval][1]:.2f})".replace("AT", key)
-        columns[f"ratio to {r['reference']}" + at] = (
-            "{AT[ratio]:.3f} ({AT[ratio_interval][0]:.3f}-{AT[ratio_interval][1]:.3f})".replace("AT", key))
-    # Diffusion drafters were estimated on held-out answers by each way of accepting.
-    if isinstance(rows[0]["log"].get("heldout_tau"), dict):
-        for way in ("greedy", "point_mass", "rejection"):
-            columns[f"{way} held-out tau"] = f"{{log[heldout_tau][{way}]:.2f}}"
-    # What was measured before workloads were kept apart lacks them.
-    for w in rows[0]["at_0"].get("by_workload", ()):
-        columns[w] = f"{{at_0[by_workload][{w}]:.2f}}"
-    return table(columns, rows)
+    rows = []
+    for name, way in [*product(r["arms"], [""]), *product(r["arms"], r.get("ways", ()))]:
+        arm = r["arms"][name]
+        row = {
+            "drafter": f"{name} {way}".strip(),
+            "seeds": arm["seeds"],
+            "parameters": f"{arm['parameters']:,}",
+            "trained tokens": f"{arm['log']['tokens']:,.0f}",
+        }
+        found = {key: arm[way or key] for key in arm if key.startswith("at_")}
+        for key, x in found.items():
+            at = f"at temperature {key[3:]}"
+            row[f"tau {at}"] = cell("{tau:.2f} ({interval[0]:.2f}-{interval[1]:.2f})", x)
+            row[f"ratio to {r['reference']} {at}"] = cell(
+                "{ratio:.3f} ({ratio_interval[0]:.3f}-{ratio_interval[1]:.3f})", x)
+        # Diffusion drafters were estimated on held-out answers by each way of accepting.
+        for rule in ("greedy", "point_mass", "rejection"):
+            if text := cell(f"{{heldout_tau[{rule}]:.2f}}", arm["log"]):
+                row[f"{rule} held-out tau"] = text
+        # What was measured before workloads were kept apart lacks them.
+        row |= {w: f"{tau:.2f}" for w, tau in found["at_0"].get("by_workload", {}).items()}
+        rows.append(row)
+    return texts(rows)
 
 
 VOCABULARY = {
@@ -176,19 +173,16 @@ DECODERS = {
 def costs_table(r):
     """What rounds cost: of a measured grid the shortest and the longest context, in ms."""
     grid, drafts = r["table"]["verify"], r["table"]["draft"]
-    columns = {"rows": "{batch}", "context": "{context}"}
-    for i, tokens in enumerate(grid["tokens"]):
-        columns[f"verify {tokens}, ms"] = f"{{verify[{i}]:.1f}}"
-    for name, own in drafts.items():
-        columns[f"{name} {own['tokens'][-1]}, ms"] = f"{{{name}:.1f}}"
     rows = []
     for i, batch in enumerate(grid["rows"]):
         for c in sorted({0, len(grid["kv"]) - 1}):
-            row = {"batch": batch, "context": grid["kv"][c]}
-            row["verify"] = [1000 * seconds[c] for seconds in grid["seconds"][i]]
-            row |= {name: 1000 * own["seconds"][i][-1][c] for name, own in drafts.items()}
+            row = {"rows": batch, "context": grid["kv"][c]}
+            for tokens, seconds in zip(grid["tokens"], grid["seconds"][i]):
+                row[f"verify {tokens}, ms"] = f"{1000 * seconds[c]:.1f}"
+            for name, own in drafts.items():
+                row[f"{name} {own['tokens'][-1]}, ms"] = f"{1000 * own['seconds'][i][-1][c]:.1f}"
             rows.append(row)
-    return table(columns, rows)
+    return texts(rows)
 
 
 def trace_table(r):
@@ -235,32 +229,31 @@ def methods(r):
     # The mix asks the other workloads' requests once more.
     alone = [x for x in r["rows"]
              if x["batch"] == 1 and x["identical"] is not None and x["workload"] != "mixed"]
-    workloads = list(dict.fromkeys(x["workload"] for x in alone))
+    workloads = dict.fromkeys(x["workload"] for x in alone)
     # Of the small model GSM8K is left out of the mean: text that it never learned.
     families = [w for w in workloads if w in tasks.FAMILIES] or workloads
-    mixed = {}  # (column, method) -> speed-up
-    for x in r["rows"]:
-        if x["batch"] > 1 or x.get("temperature"):
-            mixed[f"{x['workload']}, batch {x['batch']}", x["method"]] = x["speedup"]
-    columns = list(dict.fromkeys(column for column, _ in mixed if column.startswith("mixed")))
+    mixed = [x for x in r["rows"]
+             if x["workload"].startswith("mixed") and (x["batch"] > 1 or x.get("temperature"))]
     plain = {x["workload"]: _decoding_rate(x) for x in alone if x["method"] == "ar"}
     rows = []
     for method in dict.fromkeys(x["method"] for x in alone):
         some = {x["workload"]: x for x in alone if x["method"] == method}
-        row = {column: mixed.get((column, method)) for column in columns}
-        row["method"] = method
-        row["mean"] = statistics.mean(some[w]["speedup"] for w in families)
-        row["decoding"] = statistics.mean(_decoding_rate(some[w]) / plain[w] for w in families)
+        mean = statistics.mean(some[w]["speedup"] for w in families)
+        decoding = statistics.mean(_decoding_rate(some[w]) / plain[w] for w in families)
+        row = {"method": method, "mean": f"{mean:.2f}", "in decoding": f"{decoding:.2f}"}
         for w, x in some.items():
             row[w] = f"{x['speedup']:.2f}, tau {x['tau']:.1f}"
             if method == "ar":
                 row[w] = f"1, {x['tokens_per_second']:.0f} tokens/s"
-        for key in ("identical", "prompts"):
-            row[key] = sum(x[key] for x in some.values())
+        for x in mixed:
+            column = f"{x['workload']}, batch {x['batch']}"
+            row.setdefault(column, "")
+            if x["method"] == method:
+                row[column] = f"{x['speedup']:.2f}"
+        same, asked = (sum(x[key] for x in some.values()) for key in ("identical", "prompts"))
+        row["identical to ar"] = f"{same} of {asked}"
         rows.append(row)
-    head = {"method": "{method}", "mean": "{mean:.2f}", "in decoding": "{decoding:.2f}"}
-    cells = {w: f"{{{w}}}" for w in workloads} | {column: f"{{{column}:.2f}}" for column in columns}
-    return table({**head, **cells, "identical to ar": SAME}, rows)
+    return texts(rows)
 
 
 def _decoding_rate(x):
@@ -273,8 +266,7 @@ def _decoding_rate(x):
 def ladder_table(r):
     """All that studies/ladder.py found. r: what `analyse` returns."""
     rows = [rungs(c, m) for c in r["cells"] for m in c["censored"]]
-    columns = {head: f"{{{head}}}" for head in rows[-1]}
-    parts = [table(columns, rows), f"All speed-ups are {BOTH}."]
+    parts = [texts(rows), f"All speed-ups are {BOTH}."]
     if any(share > FEW for c in r["cells"] for share in c["censored"].values()):
         parts.append(
             f"*: at more than {100 * FEW:.0f} % of the positions all drafts of the trace were accepted, so "
