@@ -178,17 +178,18 @@ def specdiff_chains(args, model, tokenizer):
         requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature))
         return engine_of(way, model, args, 1), requests
 
+    names = ("chains", "rule", "draft_temperature", "temperature")
     cells = list(itertools.product((1, 2, 4, 8), ("rejection", "selection", "walk"), (0.7, 1.0), (0.0, 1.0)))
     builders = {"ar": partial(build, "ar")}
-    for k, rule, draft_temperature, temperature in cells[:3] if args.quick else cells:
-        way = f"specdiff --k-drafts {k} --rule {rule} --draft-temperature {draft_temperature}"
-        builders[k, rule, draft_temperature, temperature] = partial(build, way, temperature)
+    for cell in cells[:3] if args.quick else cells:
+        way = "specdiff --k-drafts {} --rule {} --draft-temperature {}".format(*cell)
+        builders[cell] = partial(build, way, cell[-1])
     runs = race(builders, n, "chains")
     plain = runs.pop("ar")
     return {"rows": [{
-        "chains": k, "rule": rule, "draft_temperature": draft_temperature, "temperature": temperature,
+        **dict(zip(names, cell)),
         **ratio(timed, plain),
         "tau": timed[-1].tau,
-        "identical": None if temperature else identical(plain[-1], timed[-1]),
+        "identical": None if cell[-1] else identical(plain[-1], timed[-1]),
         "prompts": len(problems),
-    } for (k, rule, draft_temperature, temperature), timed in runs.items()]}
+    } for cell, timed in runs.items()]}

@@ -32,8 +32,6 @@ from minispec.core.requests import Request
 from minispec.core.verify import greedy_chain
 from minispec.data.traces import Trace, check_costs
 
-DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
-PROMPTS = (32, 128, 512)  # prompt lengths for the prefill
 PASSES = 3  # over all rounds of a cost table
 REPEATS = 8  # of a round of one request; the more requests, the fewer
 
@@ -125,8 +123,8 @@ def prefill_seconds(model, rows, prompt_len, repeats):
 
 # -- the cost table --------------------------------------------------------------------------------
 
-def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, prompts=PROMPTS,
-               passes=PASSES):
+def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), drafts=(0, 1, 2, 4, 8, 16),
+               prompts=(32, 128, 512), passes=PASSES):
     """What bounds.CostTable takes, for {name: drafter}: measured grids of verify (forward and acceptance), of
     every drafter, of prompts, and the overhead by rows.
 

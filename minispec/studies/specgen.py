@@ -132,10 +132,7 @@ def read_once(model, prompts):
 class Resumed(Admission):
     """Requests enter with what was `kept` of their prompts, so that no run reads them again, but for the last
     rows, which are recorded."""
-
-    def __init__(self, engine, kept):
-        super().__init__(engine, engine.admission.policy)
-        self.kept = kept
+    kept = {}                            # {prompt: its keys and values}
 
     def _enter(self, r):
         entered = super()._enter(r)
@@ -153,7 +150,8 @@ class Resumed(Admission):
 def resumed(way, model, args, batch, kept, **changes):
     """An engine whose requests enter with what was kept of their prompts."""
     engine = engine_of(way, model, args, batch, **changes)
-    engine.admission = Resumed(engine, kept)
+    engine.admission = Resumed(engine, engine.admission.policy)
+    engine.admission.kept = kept
     return engine
 
 
