@@ -52,9 +52,10 @@ def bounds(args, model, tokenizer):
     """The ladder of bounds, from the traces and the cost table that were measured here, with what `run`
     observed. For other files see studies/own_files.py."""
     some = traces.read_traces(results.path("traces.jsonl"))
-    observed = results.read("run") or {"rows": None}
-    with blame(results.path("run.json")):
-        return ladder.analyse(some, traces.read_costs(args.cost), observed["rows"])
+    table, file = traces.read_costs(args.cost), results.path("run.json")
+    with blame(file):
+        rows = read_json(file)["result"]["rows"] if os.path.exists(file) else None
+        return ladder.analyse(some, table, rows)
 
 
 STUDIES = {study.__name__: study for study in (

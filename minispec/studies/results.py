@@ -61,15 +61,6 @@ def write(name, result, seconds, device="cpu", dtype=""):
         os.remove(path(name + ".part"))
 
 
-def read(name):
-    """The result in NAME.json, or None where the study was not measured."""
-    file = path(name + ".json")
-    if not os.path.exists(file):
-        return None
-    with blame(file):
-        return read_json(file)["result"]
-
-
 def each_kept(name, args, model, cells, measure, **more):
     """[measure(*cell) for every cell] of a long study. Each is kept in NAME.part when it is done, and taken
     from there if an interrupted run has left it whose settings, target, dtype, machine and `more` are the
