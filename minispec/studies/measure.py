@@ -213,7 +213,7 @@ class Onlooker(Lockstep):
         return super()._verify(request, [], None)
 
 
-def traces_of(drafters, model, texts, k_max=16):
+def traces_of(drafters, model, texts, k_max):
     """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs: what each would
     get accepted by greedy verification at every position.
 
