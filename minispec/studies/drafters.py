@@ -9,6 +9,7 @@ import glob
 import itertools
 import os
 import statistics
+from collections import defaultdict
 from functools import partial
 
 import numpy as np
@@ -99,28 +100,26 @@ def compare(kind, args, model, tokenizer, temperatures, ways=()):
     # What is measured: name -> (options, temperature, requests at a time, problems).
     settings = {f"at_{t:g}": ("", t, 16, problems) for t in temperatures}
     settings |= {way: (way, 0.0, 1, problems[::2]) for way in ways}
-    # {(arm, training prompts): [(what it is, accepted lengths by setting) of each seed]}
-    trained = {}
+    # Of each (arm, training prompts): what it is, and {setting: accepted lengths of each seed}.
+    about, trained = {}, defaultdict(lambda: defaultdict(list))
     for folder in tqdm(folders, desc=kind):
-        lengths = {}
+        arm = checkpoints.arm_of(os.path.basename(folder))
         for setting, (way, temperature, batch, asked) in settings.items():
             engine = whole_rounds(f"{kind} {way}", model, args, batch, drafter=folder, tree=0, lookup=0)
-            lengths[setting] = accepted_lengths(engine, asked, tokenizer, temperature)
+            trained[arm][setting].append(accepted_lengths(engine, asked, tokenizer, temperature))
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
         log = checkpoints.records(folder)
-        about = {"parameters": module.n_params(), "log": log[-1], "curve": log}
-        trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append((about, lengths))
+        about.setdefault(arm, {"parameters": module.n_params(), "log": log[-1], "curve": log})
 
     names = [name for name, _ in trained]
     reference = REFERENCE[kind] if REFERENCE[kind] in names else names[0]
     out = {}
-    for (name, n_prompts), seeds in sorted(trained.items(), key=lambda x: (-x[0][1], x[0][0])):
-        record = {**seeds[0][0], "seeds": len(seeds)}
-        others = trained.get((reference, n_prompts), [])
+    for name, n_prompts in sorted(about, key=lambda arm: (-arm[1], arm[0])):
+        seeds, others = trained[name, n_prompts], trained[reference, n_prompts]
+        record = {**about[name, n_prompts], "seeds": len(seeds["at_0"])}
         for setting, (*_, asked) in settings.items():
-            own, its = ([lengths[setting] for _, lengths in some] for some in (seeds, others))
-            record[setting] = join_seeds(own, its, [p.family for p in asked])
+            record[setting] = join_seeds(seeds[setting], others[setting], [p.family for p in asked])
         out[f"{name}, {n_prompts} prompts" if n_prompts else name] = record
     return {"prompts": len(problems), "reference": reference, "ways": list(ways), "arms": out}
 
