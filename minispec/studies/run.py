@@ -11,7 +11,7 @@ a function (settings, target, tokenizer) -> a dict that JSON can hold. `--quick`
 tables.py and figures.py say how each one is shown.
 """
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -42,16 +42,16 @@ class Size:
     mixed: dict
     sampled: dict
     deepest: int
-    costs: dict = field(default_factory=dict)
+    costs: dict
     repeats: int = 1
 
 
-SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, repeats=3)
+SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, repeats=3)
 # Of SmolLM2, eight minutes where two idle cores multiply bf16. No round of the engine has more than 32
 # drafts, so nothing is censored that could be decoded.
 REAL = Size(64, 2, {1: 2}, {1: 10, 4: 16, 16: 20}, {1: 5}, 32,
             {"contexts": (64, 512), "prompts": (32, 256)})
-ANSWERS = Size(256, 4, {1: 4}, {8: 18}, {1: 6}, 32)
+ANSWERS = Size(256, 4, {1: 4}, {8: 18}, {1: 6}, 32, {})
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
 
