@@ -51,11 +51,10 @@ class Half(Engine):
     drafter has to read next."""
 
     def judge(self, segments, logits):
-        out = []
-        for s, (_, token) in zip(segments, super().judge(segments, logits)):
-            half = (len(s.drafts) + 1) // 2
-            out.append((list(range(1, half + 1)), token))  # rows of the accepted drafts; row 0 is the root
-        return out
+        halves = [(len(s.drafts) + 1) // 2 for s in segments]
+        verdicts = super().judge(segments, logits)
+        # Rows of the accepted drafts; row 0 is the root.
+        return [(list(range(1, half + 1)), token) for half, (_, token) in zip(halves, verdicts)]
 
 
 def round_seconds(model, drafter, rows, context, drafts, repeats=1):
