@@ -61,8 +61,8 @@ def lines_for(tokens):
 class Problem:
     family: str
     prompt: str
-    think: str                # a correct chain of thought; "" when unknown
-    answer: str               # "" when unknown
+    think: str = ""           # a correct chain of thought; "" when unknown
+    answer: str = ""          # "" when unknown
     facts: dict = field(default_factory=dict)   # what the checker needs beyond the answer
 
 

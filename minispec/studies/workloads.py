@@ -43,9 +43,9 @@ def problems_of(tokenizer, n, data=None, first=0):
         with open(STORY, encoding="utf-8") as f:
             story = f.read()
         pages = [story[i:i + PAGE] for i in range(0, len(story) - PAGE, PAGE)]
-        some = [tasks.Problem("questions", q + "\n", "", "") for q in QUESTIONS]
-        some += [tasks.Problem("story", page + SUMMARISE + "\n", "", "") for page in pages]
-        some += [tasks.Problem("edit", REWRITE + page + "\n", "", "") for page in pages]
+        some = [tasks.Problem("questions", q + "\n") for q in QUESTIONS]
+        some += [tasks.Problem("story", page + SUMMARISE + "\n") for page in pages]
+        some += [tasks.Problem("edit", REWRITE + page + "\n") for page in pages]
     out = {}
     for p in some:
         out.setdefault(p.family, []).append(p)
@@ -61,7 +61,7 @@ def edits(file):
     for where, row in prompts.read_rows(file):
         with blame(where):
             if row.get("input") and row.get("instruction", "").startswith(EDITS):
-                out.append(tasks.Problem("edit", f"{row['instruction']}\n\n{row['input']}\n", "", ""))
+                out.append(tasks.Problem("edit", f"{row['instruction']}\n\n{row['input']}\n"))
     return out
 
 
