@@ -4,7 +4,6 @@
     python bench.py serving --quick     # one study, a tenth of the work: does it run here?
     python bench.py bounds --traces T.jsonl --cost C.json      # what is possible, from files of your own
 
-    python bench.py --long              # of a real model: more problems, longer answers, larger batches
     python bench.py all --force         # all studies again, about an hour and a half on 2 CPU cores
     python bench.py run serving --device cuda                  # on a GPU, into results/gpu
     python bench.py report              # only render tables and figures
@@ -35,13 +34,11 @@ import torch
 
 from minispec.data import traces
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies import figures, ladder, picture, results
+from minispec.studies import figures, ladder, results
 from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
-from minispec.studies.drafters import (
-    draft_vocabulary, prism_arms, specdiff_chains, specdiff_objectives,
-)
+from minispec.studies.drafters import prism_arms, specdiff_chains, specdiff_objectives
 from minispec.studies.markdown import pick
-from minispec.studies.run import MORE, lossless, profile, run, speed, trace
+from minispec.studies.run import lossless, profile, run, speed, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render
 from minispec.tools import checkpoints, gguf_file, methods
@@ -53,28 +50,29 @@ def bounds(args, model, tokenizer):
     """The ladder of bounds, from the traces and the cost table that were measured here, with what `run`
     observed. For other files see studies/own_files.py."""
     some = traces.read_traces(results.path("traces.jsonl"))
-    observed = results.read("run") or {"rows": None}
-    with blame(results.path("run.json")):
-        return ladder.analyse(some, traces.read_costs(args.cost), observed["rows"])
+    table, file = traces.read_costs(args.cost), results.path("run.json")
+    with blame(file):
+        rows = read_json(file)["result"]["rows"] if os.path.exists(file) else None
+        return ladder.analyse(some, table, rows)
 
 
 STUDIES = {study.__name__: study for study in (
     lossless, acceptance, serving, scheduler, specdiff_chains, cdlm_accuracy, cdlm_curves,
     profile, trace, run, bounds, speed,
-    prism_arms, specdiff_objectives,                                # not in `all`: they need --arms,
-    draft_vocabulary,                                               # or a drafter of a real model
+    prism_arms, specdiff_objectives,                                # not in `all`: they need --arms
 )}
-ALL = list(STUDIES)[:-3]
+ALL = list(STUDIES)[:-2]
 OWN_DTYPES = ("lossless", "cdlm_accuracy", "cdlm_curves")           # not that of the loaded model
 WHOLE = ("profile", "trace", "run", "bounds")                       # where nothing is asked for
 
 
 # -- arguments -------------------------------------------------------------------------------------
 
-def parser():
+def parse_args():
     p = Parser(__doc__)
+    known = (*STUDIES, "all", "report")
     p.add_argument("studies", nargs="*", metavar="STUDY",
-                   help=f"{', '.join(STUDIES)}, all, report (default: {' '.join(WHOLE)})")
+                   help=f"{', '.join(known)} (default: {' '.join(WHOLE)})")
     p.add_argument("--quick", action="store_true",
                    help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
@@ -82,22 +80,14 @@ def parser():
                    "a folder of trained models to compare, a folder each")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR",
                    help="folder of real prompt files (default $MINISPEC_DATA)")
-    p.add_argument("--long", action="store_true", help=f"of a real model: {MORE}")
-    p.add_argument("--traces", metavar="FILE", help="bounds: of accept traces of your own; see "
-                   "bench.py bounds --traces FILE --help")
     methods.add_arguments(p)
     p.set_defaults(model=None)
-    return p
-
-
-def check(args):
-    """ValueError for a study that there is not."""
-    allowed = (*STUDIES, "all", "report")
-    for name in args.studies:
-        if name not in allowed:
-            raise ValueError(f"unknown study '{name}'; choose from {', '.join(allowed)}")
+    args = p.parse_args()
+    if unknown := set(args.studies).difference(known):
+        raise ValueError(f"unknown study {', '.join(unknown)}; choose from {', '.join(known)}")
     if args.method != "ar":
         raise ValueError("--method is for decode.py; the studies take every method in turn")
+    return args
 
 
 def chosen(args):
@@ -194,8 +184,7 @@ def study_table(name, choice=""):
 def main():
     if own_files.asked():
         return own_files.main()
-    args = parser().parse_args()
-    check(args)
+    args = parse_args()
     check_device(args.device)
     everything = results.FOLDER
     choose_target(args)
@@ -206,7 +195,6 @@ def main():
     results.FOLDER = everything
     for page in pages():
         report(page)
-    picture.draw()
     drawings = os.path.join(results.ROOT, "docs", "figures", "")
     figures.draw(figures.stored(everything), drawings)
     figures.draw(figures.stored(os.path.join(everything, "smollm2")), drawings + "smollm2_")

@@ -42,6 +42,7 @@ from minispec.core.requests import Request  # noqa: E402
 from minispec.data import prompts  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.studies import results  # noqa: E402
+from minispec.tools.files import read_json  # noqa: E402
 from minispec.tools import checkpoints, gguf_file, methods  # noqa: E402
 
 QUESTIONS = ("Why is the sky blue?", "Tell me a story about a fox and a mill.", "What is photosynthesis?", "Write a poem about rain.",
@@ -235,7 +236,8 @@ def main():
     p.add_argument("--cpu-time", action="store_true", help="count the process's own seconds, for a busy machine and one thread")
     p.add_argument("--repeats", type=int, default=5, help="timed rounds (default %(default)s)")
     args = p.parse_args()
-    result = results.read("llamacpp") or {}
+    file = results.path("llamacpp.json")
+    result = read_json(file)["result"] if os.path.exists(file) else {}
     for part in args.parts or PARTS:
         started = time.perf_counter()
         result[part] = PARTS[part](args)

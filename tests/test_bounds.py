@@ -19,7 +19,7 @@ from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.data.traces import Trace, read_costs, read_traces, write_traces
-from minispec.studies import ladder, tables_bounds
+from minispec.studies import ladder, tables
 from minispec.core.verify import greedy_chain
 
 NO_PREFILL = {"prefill": {"kind": "linear"}}
@@ -715,7 +715,7 @@ def test_censored_positions_are_counted():
 
 def test_a_bound_of_censored_traces_is_marked():
     rungs = lambda x, k: {"L2": {"a": {"k": k, "speedup": x + 0.25}}, "L4": {"a": 1.0, "all": 1.0}, "L5": {"a": x + 0.5}, "L6": x + 0.75, "L7": x + 1, "L9": x + 2}
-    text = lambda share: tables_bounds.ladder_table({
+    text = lambda share: tables.ladder_table({
         "model_error": None, "speedup_error": None, "left_out": [],
         "cells": [{"workload": "w", "batch": 1, "censored": {"a": share, "all": share}, "total time": rungs(1, 2), "mean rate": rungs(3, 4)}]})
     assert "| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50* / 3.50* a | 1.75* / 3.75* | 2.00* / 4.00* | 3.00 / 5.00 | 6 % |" in text(0.06) and "only bounds rounds" in text(0.06)
@@ -729,9 +729,9 @@ def test_what_is_left_out_is_said():
     some[0].id, some[1].id = "one", "two"
     result = ladder.analyse(some, UNIT | {"draft": {"a": linear()}})
     assert result["left_out"] == ["b"] and {c["workload"] for c in result["cells"]} == {"requests"}
-    assert "no price for it: b." in tables_bounds.ladder_table(result)
+    assert "no price for it: b." in tables.ladder_table(result)
     both = ladder.analyse(some, UNIT | {"draft": {"a": linear(), "b": linear()}})
-    assert both["left_out"] == [] and "Left out" not in tables_bounds.ladder_table(both)
+    assert both["left_out"] == [] and "Left out" not in tables.ladder_table(both)
     some[0].id, some[1].id = "x/one", "y/two"
     assert list(bounds.by_workload(some)) == ["x", "y"]
 

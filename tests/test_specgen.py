@@ -11,10 +11,10 @@ from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.specgen import DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead, predicted_speedup
-from minispec.studies import sparse, texts
+from minispec.studies import texts
 from minispec.studies import specgen as studies
 from minispec.studies.replay import BestKeys, Replay, Text, replay
-from minispec.studies.sparse import measure_costs
+from minispec.studies.specgen import measure_costs
 from minispec.studies.tables import render
 from minispec.tools import methods
 
@@ -490,7 +490,7 @@ def test_costs_of_a_model_whose_clock_is_known(monkeypatch):
 
     for name, fake in (("time", types.SimpleNamespace(perf_counter=lambda: clock[0])), ("FullKeys", Full), ("DraftPool", Pool),
                        ("look_ahead", lambda scores, memory, real=look_ahead: tick(0.5, real(scores, memory)))):
-        monkeypatch.setattr(sparse, name, fake)
+        monkeypatch.setattr(studies, name, fake)
     costs = measure_costs(Model(), 100, 4, 8, 0.05, 10)
     rest, mixed, attention = 10 + 4, 10 + 8, 4 * (3 + 1)                    # 4 requests; 8 rows are 4 * 17 / 9, rounded up
     draft, verify, select = 4, 4 * (3 + 9), 4 * (0.5 + 2)

@@ -82,14 +82,14 @@ BAD_TRACES = {
     "no drafter": (GOOD | {"accept": {}, "censored": {}}, "accept: no drafter"),
     "other drafters": (GOOD | {"accept": {"b": [1, 1, 1, 1]}, "censored": {}}, "accept: the drafters are b, but a above"),
     "length": (GOOD | {"accept": {"a": [1, 1, 1]}}, "accept.a: expected a list of n_out = 4 values, got [1, 1, 1]"),
-    "zero": (GOOD | {"accept": {"a": [1, 0, 1, 1]}}, "accept.a[1]: expected an integer from 1 to 3, got 0"),
-    "past the end": (GOOD | {"accept": {"a": [1, 1, 1, 2]}}, "accept.a[3]: expected an integer from 1 to 1, got 2"),
+    "zero": (GOOD | {"accept": {"a": [1, 0, 1, 1]}}, "accept.a[1]: expected an integer from 1 to 3, by what is missing and what was offered, got 0"),
+    "past the end": (GOOD | {"accept": {"a": [1, 1, 1, 2]}}, "accept.a[3]: expected an integer from 1 to 1, by what is missing and what was offered, got 2"),
     "fraction": (GOOD | {"accept": {"a": [1, 1.0, 1, 1]}}, "accept.a: expected integers, got [1, 1.0, 1, 1]"),
     "nan": (GOOD | {"accept": {"a": [1, float("nan"), 1, 1]}}, "not JSON (NaN is no number of JSON)"),
     "null": (GOOD | {"accept": {"a": None}}, "accept.a: expected a list of n_out = 4 values, got null"),
     "censored": (GOOD | {"censored": {"a": [0, 0, 0, 0]}}, "censored.a: expected true or false, got [0, 0, 0, 0]"),
     "censored name": (GOOD | {"censored": {"b": []}}, "censored.b: unknown field; known are a"),
-    "offered": (GOOD | {"offered": {"a": [0, 0, 0, 0]}}, "offered.a[1]: 0 drafts cannot give accept 2"),
+    "offered": (GOOD | {"offered": {"a": [0, 0, 0, 0]}}, "accept.a[1]: expected an integer from 1 to 1, by what is missing and what was offered, got 2"),
 }
 
 
@@ -113,7 +113,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path):
 
 
 def test_a_trace_in_memory_is_checked_too():
-    for column, message in (([1, 0, 1], r"accept.a\[1\]: expected an integer from 1 to 2, got 0"), ([1, 1], "accept.a: expected a list of n_out = 3 values")):
+    for column, message in (([1, 0, 1], r"accept.a\[1\]: expected an integer from 1 to 2, by what is missing and what was offered, got 0"), ([1, 1], "accept.a: expected a list of n_out = 3 values")):
         with pytest.raises(ValueError, match=message):
             Trace("t", 1, 3, {"a": np.array(column)})
 

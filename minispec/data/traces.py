@@ -76,17 +76,11 @@ class Trace:
         # 2. A round gains at least one token, at most what is missing, and no more than was offered and one.
         left = self.n_out - np.arange(self.n_out)
         for m, accept in self.accept.items():
-            for i in _wrong((accept < 1) | (accept > left)):
-                raise ValueError(f"accept.{m}[{i}]: expected an integer from 1 to {left[i]}, got {accept[i]}")
-        for m, offered in self.offered.items():
-            for i in _wrong((offered < 0) | (offered + 1 < self.accept[m])):
-                got = self.accept[m][i]
-                raise ValueError(f"offered.{m}[{i}]: {offered[i]} drafts cannot give accept {got}")
-
-
-def _wrong(mask):
-    """The positions that a mask names; entry 0 is not used."""
-    return 1 + np.flatnonzero(mask[1:])
+            most = np.minimum(left, self.offered.get(m, left) + 1)
+            wrong = (accept < 1) | (accept > most)
+            for i in 1 + np.flatnonzero(wrong[1:]):
+                raise ValueError(f"accept.{m}[{i}]: expected an integer from 1 to {most[i]}, by what is "
+                                 f"missing and what was offered, got {accept[i]}")
 
 
 def _column(values, n, kind, where):

@@ -112,7 +112,6 @@ def compare(study, args, model, tokenizer, cells, n):
     measured = results.each_kept(study, args, model, cells, measure)
     reference = next(answers for row, answers in measured if row["decoder"] == "teacher")
     for row, answers in measured:
-        row["same"] = None
         if answers is not reference and row["decoder"] != "ar":
             row["same"] = statistics.mean(a == b for a, b in zip(answers, reference))
     return {"rows": [row for row, _ in measured]}

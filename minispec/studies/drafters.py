@@ -1,5 +1,5 @@
-"""What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2,
-what a draft vocabulary costs, what several chains are worth. Studies as in run.py.
+"""What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2, what
+several chains are worth. Studies as in run.py.
 
 Accepted length is tau: tokens that a round commits, its own token included, summed over all rounds and
 divided by their number. Intervals are bootstraps over prompts; differences between drafters are paired by
@@ -9,13 +9,13 @@ import glob
 import itertools
 import os
 import statistics
+from collections import defaultdict
 from functools import partial
 
 import numpy as np
 from tqdm import tqdm
 
 from minispec.core.verify import Sampling
-from minispec.core.words import Words
 from minispec.data.prompts import read_rows
 from minispec.studies import workloads
 from minispec.studies.timing import engine_of, identical, race, ratio
@@ -24,7 +24,6 @@ from minispec.tools.answers import requests_of
 
 FIRST = 30              # of the problems of a workload: those before are used elsewhere
 NEW = 192               # most tokens of an answer
-VOCABULARIES = (500, 1000, 2000, 4000)                  # tokens to draft
 WAYS = ["--depth 8 --tree 60", "--lookup 8"]            # of a drafter, besides chains of 5
 REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others are held against
 
@@ -100,28 +99,26 @@ def compare(kind, args, model, tokenizer, temperatures, ways=()):
     # What is measured: name -> (options, temperature, requests at a time, problems).
     settings = {f"at_{t:g}": ("", t, 16, problems) for t in temperatures}
     settings |= {way: (way, 0.0, 1, problems[::2]) for way in ways}
-    # {(arm, training prompts): [(what it is, accepted lengths by setting) of each seed]}
-    trained = {}
+    # Of each (arm, training prompts): what it is, and {setting: accepted lengths of each seed}.
+    about, trained = {}, defaultdict(lambda: defaultdict(list))
     for folder in tqdm(folders, desc=kind):
-        lengths = {}
+        arm = checkpoints.arm_of(os.path.basename(folder))
         for setting, (way, temperature, batch, asked) in settings.items():
             engine = whole_rounds(f"{kind} {way}", model, args, batch, drafter=folder, tree=0, lookup=0)
-            lengths[setting] = accepted_lengths(engine, asked, tokenizer, temperature)
+            trained[arm][setting].append(accepted_lengths(engine, asked, tokenizer, temperature))
         drafter = engine.planner.drafter
         module = drafter.prism if kind == "prism" else drafter.drafter
         log = [row for _, row in read_rows(os.path.join(folder, "log.jsonl"))]
-        about = {"parameters": module.n_params(), "log": log[-1], "curve": log}
-        trained.setdefault(checkpoints.arm_of(os.path.basename(folder)), []).append((about, lengths))
+        about.setdefault(arm, {"parameters": module.n_params(), "log": log[-1], "curve": log})
 
     names = [name for name, _ in trained]
     reference = REFERENCE[kind] if REFERENCE[kind] in names else names[0]
     out = {}
-    for (name, n_prompts), seeds in sorted(trained.items(), key=lambda x: (-x[0][1], x[0][0])):
-        record = {**seeds[0][0], "seeds": len(seeds)}
-        others = trained.get((reference, n_prompts), [])
+    for name, n_prompts in sorted(about, key=lambda arm: (-arm[1], arm[0])):
+        seeds, others = trained[name, n_prompts], trained[reference, n_prompts]
+        record = {**about[name, n_prompts], "seeds": len(seeds["at_0"])}
         for setting, (*_, asked) in settings.items():
-            own, its = ([lengths[setting] for _, lengths in some] for some in (seeds, others))
-            record[setting] = join_seeds(own, its, [p.family for p in asked])
+            record[setting] = join_seeds(seeds[setting], others[setting], [p.family for p in asked])
         out[f"{name}, {n_prompts} prompts" if n_prompts else name] = record
     return {"prompts": len(problems), "reference": reference, "ways": list(ways), "arms": out}
 
@@ -144,29 +141,6 @@ def join_seeds(seeds, others, families):
     return out
 
 
-# -- draft vocabulary ------------------------------------------------------------------------------
-
-def draft_vocabulary(args, model, tokenizer):
-    """What a smaller draft vocabulary costs EAGLE in tau and saves of the time of a draft: greedy, chains of
-    5, one request at a time. The ids lie from frequent to rare, so the first n are the n most frequent."""
-    problems = sum(workloads.problems_of(tokenizer, 1 if args.quick else 2, args.data, FIRST).values(), [])
-    rows = []
-    for size in tqdm(VOCABULARIES, desc="vocabularies"):
-        engine = whole_rounds("eagle", model, args, 1)
-        drafter = engine.planner.drafter
-        if drafter.words.ids is None:
-            raise ValueError("the drafter of this model drafts all tokens; there is nothing to compare")
-        drafter.words = Words(model, drafter.words.ids[:size])
-        answers = engine.generate(requests_of(problems, tokenizer, model, NEW // 2))
-        steps = [s for g in answers for s in g.steps if s.proposed]
-        rows.append({
-            "tokens": drafter.words.size,
-            "tau": sum(s.committed for s in steps) / len(steps),
-            "milliseconds": 1e3 * statistics.median(s.draft_seconds / s.proposed for s in steps),
-        })
-    return {"prompts": len(problems), "rows": rows}
-
-
 # -- chains ----------------------------------------------------------------------------------------
 
 def specdiff_chains(args, model, tokenizer):
@@ -179,17 +153,18 @@ def specdiff_chains(args, model, tokenizer):
         requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature))
         return engine_of(way, model, args, 1), requests
 
+    names = ("chains", "rule", "draft_temperature", "temperature")
     cells = list(itertools.product((1, 2, 4, 8), ("rejection", "selection", "walk"), (0.7, 1.0), (0.0, 1.0)))
     builders = {"ar": partial(build, "ar")}
-    for k, rule, draft_temperature, temperature in cells[:3] if args.quick else cells:
-        way = f"specdiff --k-drafts {k} --rule {rule} --draft-temperature {draft_temperature}"
-        builders[k, rule, draft_temperature, temperature] = partial(build, way, temperature)
+    for cell in cells[:3] if args.quick else cells:
+        way = "specdiff --k-drafts {} --rule {} --draft-temperature {}".format(*cell)
+        builders[cell] = partial(build, way, cell[-1])
     runs = race(builders, n, "chains")
     plain = runs.pop("ar")
     return {"rows": [{
-        "chains": k, "rule": rule, "draft_temperature": draft_temperature, "temperature": temperature,
+        **dict(zip(names, cell)),
         **ratio(timed, plain),
         "tau": timed[-1].tau,
-        "identical": None if temperature else identical(plain[-1], timed[-1]),
+        "identical": None if cell[-1] else identical(plain[-1], timed[-1]),
         "prompts": len(problems),
-    } for (k, rule, draft_temperature, temperature), timed in runs.items()]}
+    } for cell, timed in runs.items()]}

@@ -1,5 +1,6 @@
 """The lessons' figures, drawn from results/: functions of (axes, result of a study). matplotlib is optional:
 without it nothing is drawn and nothing is lost, because every figure has its numbers in results/."""
+import glob
 import os
 from collections import defaultdict
 from functools import partial
@@ -13,6 +14,8 @@ from minispec.studies.tables import of_kinds
 from minispec.tools.files import blame, read_json, replaced
 
 WINDOW = 10                             # positions of an output that are averaged
+LINES, COLUMNS = 3, 92                  # of text that is shown of an answer; a word more may follow
+COLOURS = {"draft": "#1a7f37", "correction": "#cf222e", "bonus": "#0969da", "plain": "#24292f"}
 SELECTIONS = ("oracle", "ahead", "pillar", "window")
 STYLE = {
     "svg.hashsalt": "minispec",
@@ -31,6 +34,9 @@ def stored(folder):
         if os.path.exists(path):
             with blame(path):
                 found[file] = read_traces(path) if file.endswith(".jsonl") else read_json(path)["result"]
+    if files := glob.glob(os.path.join(folder, "answers", "*.json")):
+        run = read_json(os.path.join(folder, "run.json"))["result"]["rows"]
+        found["picture"] = run, [read_json(file) for file in files]
     return found
 
 
@@ -63,6 +69,38 @@ def lines(axes, rows, x, y, style=".-"):
     for name, some in points.items():
         axes.plot(*zip(*some), style, label=name)
     axes.set(xlabel=x, ylabel=y)
+
+
+# -- the picture of README.md -----------------------------------------------------------------------
+
+def answers(axes, r):
+    """One answer by several methods, the slowest first, coloured by who proposed what. Each is what
+    `decode.py --method NAME --task story --size 10 --quiet --json results/answers/NAME.json` wrote; tokens/s
+    are those of the study `run` on problems of this kind, because there all methods take turns."""
+    from minispec.data.tokenizer import Tokenizer        # here, because it needs torch
+    run, some = r
+    rates = {x["method"]: x["tokens_per_second"] for x in run if (x["workload"], x["batch"]) == ("story", 1)}
+    tokenizer = Tokenizer.load(some[0]["model"])
+    y = 0
+    for a in sorted(some, key=lambda a: rates[a["method"]]):
+        tau, rate = f"{len(a['steps'])} rounds, tau {a['tau']:.1f}", rates[a["method"]]
+        axes.text(0, y, f"{a['method']}: {tau}, {rate:.0f} tokens/s", weight="bold")
+        x, y, end = 0, y + 1, y + LINES
+        for token, who in zip(a["token_ids"], a["who"]):
+            piece = tokenizer.decode([token]).replace("\n", "/")
+            text = piece.lstrip()
+            if x > COLUMNS and piece != text:            # a word begins
+                if y == end:
+                    break
+                x, y, piece = 0, y + 1, text
+            x += len(piece)
+            axes.text(x - len(text), y, text, color=COLOURS[who], family="monospace", size=11)
+        y += 1.5
+    for who, colour in COLOURS.items():
+        axes.plot([], color=colour, label=who)
+    axes.set(xlim=(0, 100), ylim=(y, 0))
+    axes.set_axis_off()
+    axes.figure.set_size_inches(12, 5)
 
 
 # -- the papers ------------------------------------------------------------------------------------
@@ -179,6 +217,7 @@ FIGURES = {
         by_place, place="slot of the window", arms=("start", "mdlm", "streak", "ships"))},
     "specdiff_chains.json": {"specdiff_chains": by_chains},
     "cdlm_curves.json": {"cdlm_steps": by_steps},
+    "picture": {"answers": answers},
     "bounds.json": {"bounds_batch": speedup_by_batch, "bounds_modelled": modelled},
     "traces.jsonl": {"bounds_winners": winners},
 }

@@ -102,7 +102,7 @@ def observed(rows, cell, traced):
 
 # -- what the traces alone say ---------------------------------------------------------------------
 
-def statistics(traces, names, k=8):
+def statistics(traces, names, k):
     """{drafter: mean tokens that a round would gain, by position and by round of k drafts, and the censored
     share}. By position a long match is counted at each of its tokens, by round once."""
     out = {}

@@ -7,9 +7,14 @@ SAME = "{identical:d} of {prompts}"
 
 def table(columns, rows):
     """A Markdown table of dicts. columns: {head: template for str.format}."""
-    lines = [columns, ["---"] * len(columns)]
-    lines += [[cell(template, x) for template in columns.values()] for x in rows]
-    return join(lines)
+    return texts([{head: cell(template, x) for head, template in columns.items()} for x in rows])
+
+
+def texts(rows):
+    """The table of dicts {head: what its cell shows}, with the columns of the longest one."""
+    heads = max(rows, key=len)
+    lines = [[str(row.get(head, "")) for head in heads] for row in rows]
+    return join([heads, ["---"] * len(heads), *lines])
 
 
 def join(lines):

@@ -32,8 +32,6 @@ from minispec.core.requests import Request
 from minispec.core.verify import greedy_chain
 from minispec.data.traces import Trace, check_costs
 
-DRAFTS, ROWS, CONTEXTS = (0, 1, 2, 4, 8, 16), (1, 4, 16), (64, 512, 2048)       # the grid of a cost table
-PROMPTS = (32, 128, 512)  # prompt lengths for the prefill
 PASSES = 3  # over all rounds of a cost table
 REPEATS = 8  # of a round of one request; the more requests, the fewer
 
@@ -53,11 +51,10 @@ class Half(Engine):
     drafter has to read next."""
 
     def judge(self, segments, logits):
-        out = []
-        for s, (_, token) in zip(segments, super().judge(segments, logits)):
-            half = (len(s.drafts) + 1) // 2
-            out.append((list(range(1, half + 1)), token))  # rows of the accepted drafts; row 0 is the root
-        return out
+        halves = [(len(s.drafts) + 1) // 2 for s in segments]
+        verdicts = super().judge(segments, logits)
+        # Rows of the accepted drafts; row 0 is the root.
+        return [(list(range(1, half + 1)), token) for half, (_, token) in zip(halves, verdicts)]
 
 
 def round_seconds(model, drafter, rows, context, drafts, repeats=1):
@@ -125,8 +122,8 @@ def prefill_seconds(model, rows, prompt_len, repeats):
 
 # -- the cost table --------------------------------------------------------------------------------
 
-def cost_table(model, drafters, rows=ROWS, contexts=CONTEXTS, drafts=DRAFTS, prompts=PROMPTS,
-               passes=PASSES):
+def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), drafts=(0, 1, 2, 4, 8, 16),
+               prompts=(32, 128, 512), passes=PASSES):
     """What bounds.CostTable takes, for {name: drafter}: measured grids of verify (forward and acceptance), of
     every drafter, of prompts, and the overhead by rows.
 
@@ -206,24 +203,16 @@ class Forced(Engine):
         return [([], self.answers[s.request][len(s.request.generation.token_ids)]) for s in segments]
 
 
-class Onlooker:
-    """A drafter whose drafts are noted, {request: {output tokens so far: drafts}}, and not made."""
+class Onlooker(Lockstep):
+    """Notes the drafts, {request: {output tokens so far: drafts}}, and verifies none of them."""
+    noted = None
 
-    def __init__(self, drafter):
-        self.drafter = drafter
-        self.drafts = defaultdict(dict)
-
-    def __getattr__(self, name):
-        return getattr(self.drafter, name)
-
-    def propose(self, requests, limits):
-        proposals = self.drafter.propose(requests, limits)
-        for r, (drafts, *_) in zip(requests, proposals):
-            self.drafts[r][len(r.generation.token_ids)] = drafts
-        return [([], None) for _ in requests]
+    def _verify(self, request, drafts, *_):
+        self.noted[request][len(request.generation.token_ids)] = drafts
+        return super()._verify(request, [], None)
 
 
-def traces_of(drafters, model, texts, k_max=16):
+def traces_of(drafters, model, texts, k_max):
     """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs: what each would
     get accepted by greedy verification at every position.
 
@@ -234,14 +223,14 @@ def traces_of(drafters, model, texts, k_max=16):
     for name, drafter in tqdm(drafters.items(), desc="traces"):
         drafter.stop = 0.0                               # all drafts are judged
         requests = [Request(prompt, len(output)) for prompt, output in texts.values()]
-        asked = Onlooker(drafter)
-        engine = Forced(model, lambda e: Lockstep(e, asked, k_max), 16)
+        engine = Forced(model, lambda e: Onlooker(e, drafter, k_max), 16)
         engine.answers = dict(zip(requests, (output for _, output in texts.values())))
+        noted = engine.planner.noted = defaultdict(dict)
         engine.generate(requests)
         for trace, (r, output) in zip(out, engine.answers.items()):
             trace.accept[name] = accept = np.ones(len(output), int)
             trace.offered[name] = offered = np.zeros(len(output), int)
-            for i, drafts in asked.drafts[r].items():
+            for i, drafts in noted[r].items():
                 hits, _ = greedy_chain(drafts, output[i:i + len(drafts) + 1])        # the engine's rule
                 accept[i] = hits + 1
                 offered[i] = len(drafts)

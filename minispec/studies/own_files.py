@@ -3,25 +3,17 @@ numpy alone, no torch. docs/own-traces.md has a converter for the logs of an eng
 import os
 import sys
 
-from minispec.bounds import AVERAGES, BATCHES, censored_share
+from minispec.bounds import BATCHES
 from minispec.data.traces import read_costs, read_traces
 from minispec.studies import figures, ladder
-from minispec.studies.tables_bounds import ladder_table
+from minispec.studies.tables import ladder_table
 from minispec.tools.files import write_json
-from minispec.tools.script import Parser, check_writable
+from minispec.tools.script import Parser, check_writable, positive
 
 
 def asked():
     """Whether bench.py is called for this."""
     return any(word.startswith("--traces") for word in sys.argv)
-
-
-def sizes(text):
-    """Batch sizes "1,8,64" as a list. ValueError if one is no size."""
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= 10**6 for word in words):
-        raise ValueError(f"batches '{text}': expected sizes from 1 to 1000000, like 1,8,64")
-    return [int(word) for word in words]
 
 
 def parse_args(argv=None):
@@ -32,14 +24,15 @@ def parse_args(argv=None):
     p.add_argument("--cost", default="results/costs.json", metavar="FILE",
                    help="prices of a round (the same file; default %(default)s; those of the paper are "
                    "results/costs_h100.json)")
-    p.add_argument("--batches", default=",".join(map(str, BATCHES)), help="batch sizes (default %(default)s)")
-    p.add_argument("--k-max", type=int, metavar="K",
+    p.add_argument("--batches", type=positive, nargs="+", default=BATCHES, metavar="N",
+                   help="batch sizes (default %(default)s)")
+    p.add_argument("--k-max", type=positive, metavar="K",
                    help="most drafts in a round (default: the most that a trace has accepted)")
     p.add_argument("--json", metavar="OUT", help="write all figures as JSON, and next to it drawings")
     args = p.parse_args(argv)
-    args.batches = sizes(args.batches)
-    if args.k_max is not None and not 1 <= args.k_max <= 1000:
-        raise ValueError(f"k-max {args.k_max} is out of range; allowed is 1 to 1000")
+    largest = max(*args.batches, args.k_max or 1)
+    if largest > 1000:
+        raise ValueError(f"{largest} is out of range; batches and k-max are 1000 at most")
     if args.json:
         check_writable(args.json, [args.traces, args.cost])
     return args
@@ -50,15 +43,11 @@ def main(argv=None):
     some, table = read_traces(args.traces), read_costs(args.cost)
     positions = sum(t.n_out - 1 for t in some)
     result = ladder.analyse(some, table, batches=args.batches, k_max=args.k_max)
-    drafters = list(result["cells"][0][AVERAGES[0]]["L5"])
     longest = sorted({str(c["k_max"]) for c in result["cells"]}, key=int)
-    shares = ", ".join(f"{m} {100 * censored_share(some, [m]):.0f} %" for m in drafters)
     about = " ".join(f"{name}: {value};" for name, value in table.get("about", {}).items())
-    print(f"traces    {args.traces}: {len(some):,} requests, {positions:,} positions")
-    print(f"prices    {args.cost} {about}")
-    print(f"drafters  {', '.join(drafters)}; rounds of at most {' or '.join(longest)} drafts")
-    print(f"averages  {' / '.join(AVERAGES)}; prompts are part of all times")
-    print(f"censored  {shares} of the positions (all drafts that were asked for were accepted)\n")
+    print(f"traces  {args.traces}: {len(some):,} requests, {positions:,} positions")
+    print(f"prices  {args.cost} {about}")
+    print(f"rounds  of at most {' or '.join(longest)} drafts\n")
     print(ladder_table(result))
     if args.json:
         write_json(args.json, result)

@@ -61,36 +61,10 @@ def write(name, result, seconds, device="cpu", dtype=""):
         os.remove(path(name + ".part"))
 
 
-def read(name):
-    """The result in NAME.json, or None where the study was not measured."""
-    file = path(name + ".json")
-    if not os.path.exists(file):
-        return None
-    with blame(file):
-        return read_json(file)["result"]
-
-
-def resumable(name, about, cells, measure):
-    """[measure(*cell) for every cell]. Each is kept in NAME.part when it is done, and taken from there if an
-    interrupted run with the same settings (`about`) has left it; nothing is kept where the name is None."""
-    part, done = path(f"{name}.part"), []
-    if name and os.path.exists(part):
-        saved = read_json(part)
-        with blame(part):
-            if saved["about"] == about:
-                done = list(saved["cells"])
-
-    for cell in tqdm(cells[len(done):], desc=name):
-        done.append(measure(*cell))
-        if name:
-            write_json(part, {"about": about, "cells": done})
-    return done
-
-
 def each_kept(name, args, model, cells, measure, **more):
-    """[measure(*cell) for every cell] of a long study, which goes on where it was interrupted, if its
-    settings, the target, its dtype, the machine and `more` are the same. Runs that write no result keep no
-    cells either."""
+    """[measure(*cell) for every cell] of a long study. Each is kept in NAME.part when it is done, and taken
+    from there if an interrupted run has left it whose settings, target, dtype, machine and `more` are the
+    same. Runs that write no result keep no cells either."""
     settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "arms")}
     about = {
         **more,
@@ -98,4 +72,15 @@ def each_kept(name, args, model, cells, measure, **more):
         "target": [checkpoints.fingerprint(model), dtype_name(model)],
         "machine": [device_name(), torch.__version__],
     }
-    return resumable(None if args.quick else name, about, cells, measure)
+    part, done = path(f"{name}.part"), []
+    if os.path.exists(part) and not args.quick:
+        saved = read_json(part)
+        with blame(part):
+            if saved["about"] == about:
+                done = list(saved["cells"])
+
+    for cell in tqdm(cells[len(done):], desc=name):
+        done.append(measure(*cell))
+        if not args.quick:
+            write_json(part, {"about": about, "cells": done})
+    return done

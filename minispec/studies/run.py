@@ -11,7 +11,7 @@ a function (settings, target, tokenizer) -> a dict that JSON can hold. `--quick`
 tables.py and figures.py say how each one is shown.
 """
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -42,20 +42,16 @@ class Size:
     mixed: dict
     sampled: dict
     deepest: int
-    costs: dict = field(default_factory=dict)
+    costs: dict
     repeats: int = 1
 
 
-SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, repeats=3)
-# Of SmolLM2; the short one takes eight minutes where two idle cores multiply bf16. No round of the engine has
-# more than 32 drafts, so nothing is censored that could be decoded.
-GRID = {"contexts": (64, 512), "prompts": (32, 256)}
-SHORT = Size(64, 2, {1: 2}, {1: 10, 4: 16, 16: 20}, {1: 5}, 32, GRID)
-FINE = {"contexts": (64, 512, 1024), "prompts": (32, 256, 1024)}
-LONG = Size(128, 4, {1: 4, 4: 4}, {1: 10, 4: 20, 16: 40}, {1: 10, 8: 20}, 32, FINE)
-ANSWERS = Size(256, 4, {1: 4}, {8: 18}, {1: 6}, 32)
-MORE = ("--long takes perhaps three times as long: answers of 128 tokens, 4 problems of each workload "
-        "instead of 2, batches of 4 of each, and prices up to longer contexts")
+SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, repeats=3)
+# Of SmolLM2, eight minutes where two idle cores multiply bf16. No round of the engine has more than 32
+# drafts, so nothing is censored that could be decoded.
+REAL = Size(64, 2, {1: 2}, {1: 10, 4: 16, 16: 20}, {1: 5}, 32,
+            {"contexts": (64, 512), "prompts": (32, 256)})
+ANSWERS = Size(256, 4, {1: 4}, {8: 18}, {1: 6}, 32, {})
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
 
@@ -64,9 +60,7 @@ def size(args, tokenizer):
     """The small model is fast enough for the whole study."""
     if args.quick:
         return QUICK
-    if tokenizer.ours:
-        return SMALL
-    return LONG if args.long else SHORT
+    return SMALL if tokenizer.ours else REAL
 
 
 # -- profile ---------------------------------------------------------------------------------------
@@ -134,17 +128,14 @@ def run(args, model, tokenizer):
     Trained drafters end a chain by themselves, where they are unsure.
     """
     how = size(args, tokenizer)
-    if how is SHORT:
-        print(MORE)
     return observe("run", args, model, tokenizer, how, suitable(args, model, ALONE))
 
 
 def speed(args, model, tokenizer):
     """Long answers, mostly one request at a time: trained drafters alone, in trees, with copies next to their
     drafts, and what chooses among them."""
-    ways = [*TREES, *COPYING]
-    wanted = ("ngram", *methods.TRAINED, *ways, COMBINED)
-    names = [name for name in suitable(args, model, ways) if name in wanted]
+    wanted = ("ngram", *methods.TRAINED, *ALONE, COMBINED)
+    names = [name for name in suitable(args, model, ALONE) if name in wanted]
     return observe("speed", args, model, tokenizer, QUICK if args.quick else ANSWERS, names)
 
 

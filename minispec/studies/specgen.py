@@ -1,5 +1,6 @@
 """What bench.py measures of SpecGen: accepted drafts on long texts, throughput, the parts of the system.
 Studies as in run.py. What is read: see texts.py."""
+import math
 import random
 import statistics
 import time
@@ -9,14 +10,14 @@ from itertools import product
 import torch
 
 from minispec.core.admission import Admission
+from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import tasks
-from minispec.specgen import SCHEDULES, predicted_speedup
+from minispec.specgen import SCHEDULES, DraftPool, PillarKeys, budget, look_ahead, predicted_speedup
 from minispec.studies import results, texts
 from minispec.studies.replay import TEMPERATURES, Replay, Text, read, replay
-from minispec.studies.sparse import measure_costs
 from minispec.studies.results import dtype_name
 from minispec.studies.timing import engine_of, identical, race, ratio
 from minispec.tools import methods
@@ -32,6 +33,7 @@ VARIED_AT = 4000
 VARIED = [("pillar", k, SPARSITY) for k in (4, 16)] + [("pillar", K, s) for s in (0.01, 0.02, 0.1)]
 DISTINCT = 2                            # texts of a larger batch, because reading takes longer than decoding
 NEW = 160                               # tokens of an answer where throughput is measured
+REPEATS = 5                             # of the timings that a prediction is made of
 PAPER = "specgen --lookup 0"
 # Tokens of a context, requests, and from which kind of text on they are.
 SERVING = ((1000, 1, 0), (4000, 1, 0), (7000, 1, 0), (7000, 1, 1), (1000, 8, 0), (4000, 8, 0), (7000, 8, 0),
@@ -130,10 +132,7 @@ def read_once(model, prompts):
 class Resumed(Admission):
     """Requests enter with what was `kept` of their prompts, so that no run reads them again, but for the last
     rows, which are recorded."""
-
-    def __init__(self, engine, kept):
-        super().__init__(engine, engine.admission.policy)
-        self.kept = kept
+    kept = {}                            # {prompt: its keys and values}
 
     def _enter(self, r):
         entered = super()._enter(r)
@@ -151,7 +150,8 @@ class Resumed(Admission):
 def resumed(way, model, args, batch, kept, **changes):
     """An engine whose requests enter with what was kept of their prompts."""
     engine = engine_of(way, model, args, batch, **changes)
-    engine.admission = Resumed(engine, kept)
+    engine.admission = Resumed(engine, engine.admission.policy)
+    engine.admission.kept = kept
     return engine
 
 
@@ -177,6 +177,79 @@ def against_prediction(row, run, plain, costs):
     rounds = NEW / (accepted + 1)
     predicted = predicted_speedup(K, accepted, **costs, rounds=rounds, batch=row["requests"])
     return {"accepted": accepted, **costs, "predicted": predicted}
+
+
+# -- the terms of SpecGen's cost model, timed on a CPU ------------------------------------------------
+
+@torch.inference_mode()
+def measure_costs(model, context, batch, k, sparsity, min_budget):
+    """The arguments of specgen.predicted_speedup by name, measured (medians) on a batch of requests that have
+    `context` tokens.
+
+    Under an attention share of about a third drafting sparsely cannot win. The rest of a step is timed
+    without any attention: what a call for every request costs, however short its context, is attention, which
+    draft rows share and which more rows do not repeat. Everything short is timed behind a step that reads all
+    keys, as it happens in serving: nothing is left in the processor's caches.
+    """
+    samples = list(timed_steps(model, context, batch, k, budget(context, sparsity, min_budget) - 1))
+    t = {name: statistics.median(sample[name] for sample in samples) for name in samples[0]}
+    attention = max(t["step"] - t["rest"], 1e-9)
+    return {"attention_share": attention / (t["rest"] + attention),
+            "growth": t["mixed rest"] / t["rest"],
+            "draft_cost": max(t["draft"] - t["rest"], 0) / attention,
+            "verify_cost": max((t["verify"] - t["verify rest"]) / attention, 1.0),
+            "select_cost": max(t["select"], 0) / attention}
+
+
+def timed_steps(model, context, batch, k, selected):
+    """Yields, REPEATS times, the seconds of single steps by name, on a cache of their own. Draft rows see
+    `selected` positions."""
+    c = model.config
+    room = context + k + 1
+    cache = KVCache(c, batch * room, model.dtype, model.device)
+    pool = DraftPool(cache, k)
+    scores = torch.rand(batch, c.n_layer, c.n_kv_head, context)
+
+    def forward(rows, make_attend):
+        """One pass over `rows` rows. make_attend is timed too, because lists are gathered there."""
+        tokens = torch.zeros(rows, dtype=torch.long)
+        positions = torch.full_like(tokens, context)
+        started = time.perf_counter()
+        model.logits(model(tokens, positions, make_attend()))
+        return time.perf_counter() - started
+
+    def full(rows):
+        """`rows` rows a request, which read all keys."""
+        keys = [FullKeys(cache, i * room, context, rows, record=rows > 1) for i in range(batch)]
+        segments = [(i * rows, i * rows + rows, one) for i, one in enumerate(keys)]
+        return forward(batch * rows, lambda: packed_attend(segments))
+
+    def rest(rows):
+        """Everything of a forward but attention."""
+        full(1)
+        return forward(rows, lambda: lambda layer, q, k, v: q)
+
+    for _ in range(REPEATS):
+        t = {
+            "step": full(1),
+            "rest": rest(batch),
+            "mixed rest": rest(math.ceil(batch * (2 * k + 1) / (k + 1))),
+            "verify": full(k + 1),
+            "verify rest": rest(batch * (k + 1)),
+        }
+
+        # Choosing for a round, and its draft steps, of which the first one gathers.
+        started = time.perf_counter()
+        chosen = [look_ahead(s, None).topk(selected, dim=-1, sorted=False).indices for s in scores]
+        choosing = time.perf_counter() - started
+        keys = [PillarKeys(pool, i * room, context, one, 1) for i, one in enumerate(chosen)]
+        first = forward(batch, lambda: pool.attend(keys))
+        full(1)
+        t["draft"] = forward(batch, lambda: pool.attend(keys))
+        t["select"] = choosing + first - t["draft"]
+        for one in keys:
+            pool.give_back(one)
+        yield t
 
 
 # -- the system ------------------------------------------------------------------------------------

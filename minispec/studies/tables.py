@@ -1,15 +1,18 @@
-"""The Markdown table of every study, from its file in results/: `render` looks into TABLES at the end. The
-tables of docs/bounds.md are in tables_bounds.py."""
+"""The Markdown table of every study, from its file in results/: `render` looks into TABLES at the end."""
+import statistics
 from itertools import product
 
 import numpy as np
 
+from minispec.bounds import AVERAGES
 from minispec.data import tasks
-from minispec.studies.markdown import SAME, TIMES, table
-from minispec.studies.tables_bounds import costs_table, ladder_table, methods, run_table, trace_table
+from minispec.studies.markdown import SAME, TIMES, cell, table, texts
 
 # Tables of another study's file.
 SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance"}
+PHASES = ("prefill", "draft", "verify", "sample", "overhead")
+BOTH = " / ".join(AVERAGES)
+FEW = 0.05                       # the censored share of positions above which a bound is marked
 
 
 def render(name, result):
@@ -54,34 +57,30 @@ def of_kinds(kinds, context, setting, i):
 def acceptance(r):
     """Selections and settings by context and temperature: mean of the kinds of text, with its interval."""
     first, *_ = next(iter(r["kinds"].values()))
-    rows, columns = {}, {"selection, k, budget s": "{setting}"}
+    rows = {}
     for i, temperature in enumerate(r["temperatures"]):
         for context, at in first.items():
-            name = f"at_{context}_{i}"
-            columns[f"{context} tokens at T = {temperature:g}"] = f"{{{name}}}"
             for select, k, sparsity, *_ in at["rows"]:
-                setting = f"{select}, {k}, {sparsity:.0%}"
-                row = rows.setdefault(setting, {"setting": setting})
+                setting = f"{select}, {k}, {100 * sparsity:.0f} %"
+                row = rows.setdefault(setting, {"selection, k, budget s": setting})
                 found = of_kinds(r["kinds"], context, (select, k, sparsity), i)
-                row[name] = "{:.2f} ± {:.2f}".format(*found)
-    return table(columns, rows.values())
+                row[f"{context} tokens at T = {temperature:g}"] = "{:.2f} ± {:.2f}".format(*found)
+    return texts(rows.values())
 
 
 def kinds(r):
     """What the kinds of text differ in, at the usual setting and the first temperature: means of the texts,
     with the least and the largest."""
-    selections = ("pillar", "ahead", "window", "oracle")
     contexts = next(iter(r["kinds"].values()))[0]
     rows = []
     for context, (kind, some) in product(contexts, r["kinds"].items()):
-        repeated = np.mean([text[context]["repeated"] for text in some])
-        row = {"text": f"{kind}, {context} tokens", "repeated": repeated}
-        for select in selections:
+        repeated = 100 * np.mean([text[context]["repeated"] for text in some])
+        row = {"text": f"{kind}, {context} tokens", "repeated 8-grams": f"{repeated:.0f} %"}
+        for select in ("pillar", "ahead", "window", "oracle"):
             found = [_accepted(text, context, (select, r["k"], r["sparsity"]))[0] for text in some]
             row[select] = f"{np.mean(found):.2f} ({min(found):.2f}-{max(found):.2f})"
         rows.append(row)
-    shown = {select: f"{{{select}}}" for select in selections}
-    return table({"text": "{text}", "repeated 8-grams": "{repeated:.0%}", **shown}, rows)
+    return texts(rows)
 
 
 SERVING = {
@@ -111,28 +110,29 @@ STAGES = {
 
 def arms(r):
     """Trained drafters next to each other; intervals are 95 % bootstraps over prompts."""
-    rows = [{"drafter": name, **x} for name, x in r["arms"].items()]
-    rows += [{**x, "drafter": f"{x['drafter']} {way}", "at_0": x[way]}
-             for x in rows for way in r.get("ways", ())]
-    columns = {
-        "drafter": "{drafter}",
-        "seeds": "{seeds}",
-        "parameters": "{parameters:,}",
-        "trained tokens": "{log[tokens]:,.0f}",
-    }
-    for key in (key for key in rows[0] if key.startswith("at_")):
-        at = f" at temperature {key[3:]}"
-        columns["tau" + at] = "{AT[tau]:.2f} ({AT[interval][0]:.2f}-{AT[interval][1]:.2f})".replace("AT", key)
-        columns[f"ratio to {r['reference']}" + at] = (
-            "{AT[ratio]:.3f} ({AT[ratio_interval][0]:.3f}-{AT[ratio_interval][1]:.3f})".replace("AT", key))
-    # Diffusion drafters were estimated on held-out answers by each way of accepting.
-    if isinstance(rows[0]["log"].get("heldout_tau"), dict):
-        for way in ("greedy", "point_mass", "rejection"):
-            columns[f"{way} held-out tau"] = f"{{log[heldout_tau][{way}]:.2f}}"
-    # What was measured before workloads were kept apart lacks them.
-    for w in rows[0]["at_0"].get("by_workload", ()):
-        columns[w] = f"{{at_0[by_workload][{w}]:.2f}}"
-    return table(columns, rows)
+    rows = []
+    for name, way in [*product(r["arms"], [""]), *product(r["arms"], r.get("ways", ()))]:
+        arm = r["arms"][name]
+        row = {
+            "drafter": f"{name} {way}".strip(),
+            "seeds": arm["seeds"],
+            "parameters": f"{arm['parameters']:,}",
+            "trained tokens": f"{arm['log']['tokens']:,.0f}",
+        }
+        found = {key: arm[way or key] for key in arm if key.startswith("at_")}
+        for key, x in found.items():
+            at = f"at temperature {key[3:]}"
+            row[f"tau {at}"] = cell("{tau:.2f} ({interval[0]:.2f}-{interval[1]:.2f})", x)
+            row[f"ratio to {r['reference']} {at}"] = cell(
+                "{ratio:.3f} ({ratio_interval[0]:.3f}-{ratio_interval[1]:.3f})", x)
+        # Diffusion drafters were estimated on held-out answers by each way of accepting.
+        for rule in ("greedy", "point_mass", "rejection"):
+            if text := cell(f"{{heldout_tau[{rule}]:.2f}}", arm["log"]):
+                row[f"{rule} held-out tau"] = text
+        # What was measured before workloads were kept apart lacks them.
+        row |= {w: f"{tau:.2f}" for w, tau in found["at_0"].get("by_workload", {}).items()}
+        rows.append(row)
+    return texts(rows)
 
 
 VOCABULARY = {
@@ -166,6 +166,156 @@ DECODERS = {
     "tokens an answer": "{tokens:.0f}",
     "same answer as the teacher": "{same:.0%}",
 }
+
+
+# -- profile and trace -----------------------------------------------------------------------------
+
+def costs_table(r):
+    """What rounds cost: of a measured grid the shortest and the longest context, in ms."""
+    grid, drafts = r["table"]["verify"], r["table"]["draft"]
+    rows = []
+    for i, batch in enumerate(grid["rows"]):
+        for c in sorted({0, len(grid["kv"]) - 1}):
+            row = {"rows": batch, "context": grid["kv"][c]}
+            for tokens, seconds in zip(grid["tokens"], grid["seconds"][i]):
+                row[f"verify {tokens}, ms"] = f"{1000 * seconds[c]:.1f}"
+            for name, own in drafts.items():
+                row[f"{name} {own['tokens'][-1]}, ms"] = f"{1000 * own['seconds'][i][-1][c]:.1f}"
+            rows.append(row)
+    return texts(rows)
+
+
+def trace_table(r):
+    """Accept lengths by workload and drafter, by position and by round."""
+    rows = [{"workload": workload, "drafter": name, **x}
+            for workload, drafters in r["accept"].items() for name, x in drafters.items()]
+    return table({
+        "workload": "{workload}",
+        "drafter": "{drafter}",
+        "positions": "{positions}",
+        "tokens a round would gain at a position": "{by_position:.2f}",
+        f"in rounds of {r['k']} drafts": "{by_round:.2f}",
+        f"all {r['k_max']} accepted": "{censored:.1%}",
+    }, rows)
+
+
+# -- run -------------------------------------------------------------------------------------------
+
+def run_table(r):
+    """What was observed, and where its time went."""
+    rows = []
+    for x in r["rows"]:
+        total = sum(x["phases"].values())
+        shares = {phase: x["phases"][phase] / total for phase in PHASES}
+        # Older results have the speed-up of the total time alone.
+        gained = cell("{speedup:.2f} / {rate_speedup:.2f}", x) or cell("{speedup:.2f}", x)
+        rows.append({**x, **shares, "gained": gained})
+    return table({
+        "workload": "{workload}",
+        "batch": "{batch}",
+        "method": "{method}",
+        "tokens/s": "{tokens_per_second:.0f}",
+        f"speed-up, {BOTH}": "{gained}",
+        "tau": "{tau:.2f}",
+        "accepted": "{acceptance:.0%}",
+        **{phase: f"{{{phase}:.0%}}" for phase in PHASES},
+        "identical to ar": SAME,
+    }, rows)
+
+
+def methods(r):
+    """From the studies `run` and `speed`: a row a method whose answers are the target's, a column a workload,
+    one request at a time; behind them the mix sampled, and in batches."""
+    # The mix asks the other workloads' requests once more.
+    alone = [x for x in r["rows"]
+             if x["batch"] == 1 and x["identical"] is not None and x["workload"] != "mixed"]
+    workloads = dict.fromkeys(x["workload"] for x in alone)
+    # Of the small model GSM8K is left out of the mean: text that it never learned.
+    families = [w for w in workloads if w in tasks.FAMILIES] or workloads
+    mixed = [x for x in r["rows"]
+             if x["workload"].startswith("mixed") and (x["batch"] > 1 or x.get("temperature"))]
+    plain = {x["workload"]: _decoding_rate(x) for x in alone if x["method"] == "ar"}
+    rows = []
+    for method in dict.fromkeys(x["method"] for x in alone):
+        some = {x["workload"]: x for x in alone if x["method"] == method}
+        mean = statistics.mean(some[w]["speedup"] for w in families)
+        decoding = statistics.mean(_decoding_rate(some[w]) / plain[w] for w in families)
+        row = {"method": method, "mean": f"{mean:.2f}", "in decoding": f"{decoding:.2f}"}
+        for w, x in some.items():
+            row[w] = f"{x['speedup']:.2f}, tau {x['tau']:.1f}"
+            if method == "ar":
+                row[w] = f"1, {x['tokens_per_second']:.0f} tokens/s"
+        for x in mixed:
+            column = f"{x['workload']}, batch {x['batch']}"
+            row.setdefault(column, "")
+            if x["method"] == method:
+                row[column] = f"{x['speedup']:.2f}"
+        same, asked = (sum(x[key] for x in some.values()) for key in ("identical", "prompts"))
+        row["identical to ar"] = f"{same} of {asked}"
+        rows.append(row)
+    return texts(rows)
+
+
+def _decoding_rate(x):
+    """Tokens/s of a row of `run` without reading the prompts."""
+    return x["tokens"] / (x["seconds"] - x["phases"]["prefill"])
+
+
+# -- bounds ----------------------------------------------------------------------------------------
+
+def ladder_table(r):
+    """All that studies/ladder.py found. r: what `analyse` returns."""
+    rows = [rungs(c, m) for c in r["cells"] for m in c["censored"]]
+    parts = [texts(rows), f"All speed-ups are {BOTH}."]
+    if any(share > FEW for c in r["cells"] for share in c["censored"].values()):
+        parts.append(
+            f"*: at more than {100 * FEW:.0f} % of the positions all drafts of the trace were accepted, so "
+            "longer rounds might gain more; the figure only bounds rounds of at most as many drafts.")
+    if r["left_out"]:
+        parts.append(f"Left out, because the cost table has no price for it: {', '.join(r['left_out'])}.")
+    for what, e in (("seconds", r["model_error"]), ("speed-ups", r["speedup_error"])):
+        if e:
+            error = cell("median {median:.0%}, at most {max:.0%}", e)
+            parts.append(f"Error of the cost model, modelled over observed {what}: {error}.")
+    return "\n\n".join(parts)
+
+
+def rungs(c, m):
+    """{head: text} of a cell's drafter, or of all together, for which L2 and L5 have the best one."""
+    total = c[AVERAGES[0]]
+    together = m == "all"
+    fixed = best = m
+    if together:
+        fixed = max(total["L2"], key=lambda name: total["L2"][name]["speedup"])
+        best = max(total["L5"], key=total["L5"].get)
+    row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}
+    if "L0" in total:
+        who = "adaptive" if together else m
+        row["L0 observed"] = both(c, "L0", who)
+        row["L1 modelled"] = cell("{%s:.2f}" % who, c["L1"])
+        row["time over the bound's"] = cell("{%s:.2f}" % who, c["above"])
+        if together:
+            row["share of the gap to L6"] = cell("{gap:.0%}", c)
+            row["the same, modelled"] = cell("{gap_modelled:.0%}", c)
+    k = " / ".join(dict.fromkeys(str(c[by]["L2"][fixed]["k"]) for by in AVERAGES))
+    speedups = " / ".join(f"{c[by]['L2'][fixed]['speedup']:.2f}" for by in AVERAGES)
+    row["L2 best fixed k"] = f"{speedups}, k {k}" + f" {fixed}" * together
+    row["L4 greedy (not a bound)"] = both(c, "L4", m)
+    row["L5 optimum of one"] = both(c, "L5", best, c["censored"][best]) + f" {best}" * together
+    if together:
+        row["L6 of all"] = both(c, "L6", mark=c["censored"]["all"])
+        row["L7 free drafters"] = both(c, "L7", mark=c["censored"]["all"])
+        row["L9 one pass"] = both(c, "L9")
+    row["censored"] = cell("{all:.0%}", {"all": c["censored"][m]})
+    return row
+
+
+def both(c, rung, m=None, mark=0.0):
+    """A rung by both averages, marked where it is a bound that the traces are too short for."""
+    values = [c[by].get(rung) for by in AVERAGES]
+    if m is not None:
+        values = [some.get(m) for some in values]
+    return " / ".join(f"{x:.2f}" + "*" * (mark > FEW) for x in values if x is not None)
 
 
 TABLES = {                       # a function of the result, or the columns of its rows

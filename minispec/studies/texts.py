@@ -15,6 +15,7 @@ QUESTIONS = 80          # the first ones of Spec-Bench are MT-bench
 OWN_SHARES = 3          # texts that the model's answers to them make
 OWN = 2000              # tokens at most of each answer
 NGRAM = 8
+FILES = {"reasoning": "reasoning_gym_traces/traces_correct.jsonl", "chat": "instruct/instruction-data.json"}
 
 
 def repeated(ids, n):
@@ -50,7 +51,7 @@ def text(kind, number, length, model, tokenizer, data):
     elif kind == "own answers":
         ids = own_answers(number, length, model, tokenizer, data)
     else:
-        turns = _reasoning(data) if kind == "reasoning" else _instructions(data)
+        turns = turns_of(kind, data)
         random.Random(0).shuffle(turns)
         turns = ((asked, tokenizer.encode(said)) for asked, said in turns[number::SHARES])
         ids = conversation(turns, tokenizer, length)
@@ -70,20 +71,16 @@ def conversation(turns, tokenizer, length):
     return tokenizer.chat_ids(messages)
 
 
-def _reasoning(data):
-    """Chains of thought: solutions by several models."""
-    file = os.path.join(data, "reasoning_gym_traces", "traces_correct.jsonl")
-    # One answer to each question: several models agree too well.
-    with blame(file):
-        return list({row["question"]: row["response"] for _, row in prompts.read_rows(file)}.items())
-
-
-def _instructions(data):
-    """Short questions and answers, by people and a large model."""
-    file = os.path.join(data, "instruct", "instruction-data.json")
+def turns_of(kind, data):
+    """[(question, answer)]: chains of thought, which are solutions by several models, or short answers by
+    people and a large model."""
+    file = os.path.join(data, FILES[kind])
     with blame(file):
         rows = [row for _, row in prompts.read_rows(file)]
-        return [(f"{row['instruction']}\n{row['input']}", row["output"]) for row in rows]
+        if kind == "chat":
+            return [(f"{row['instruction']}\n{row['input']}", row["output"]) for row in rows]
+        # One answer to each question: several models agree too well.
+        return list({row["question"]: row["response"] for row in rows}.items())
 
 
 def own_answers(number, length, model, tokenizer, data):

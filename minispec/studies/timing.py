@@ -71,11 +71,9 @@ def answer(engine, requests):
 
 def phases(engine):
     """Seconds by phase of everything that an engine, or a diffusion model's decoder, has answered."""
-    if hasattr(engine, "iterations"):
-        names = engine.iterations[0]["seconds"]
-        return {name: sum(i["seconds"][name] for i in engine.iterations) for name in names}
-    seconds = {name: s for name, s in engine.seconds.items() if name != "other"}
-    return {"sample": 0.0, "overhead": engine.seconds["other"], **seconds}
+    seconds = dict(engine.seconds)
+    sample = sum(i["seconds"]["sample"] for i in getattr(engine, "iterations", ()))
+    return {"sample": sample, "overhead": seconds.pop("other") - sample, **seconds}
 
 
 def ratio(runs, plain):
