@@ -22,11 +22,10 @@ import torch.nn.functional as F
 
 from minispec import prism
 from minispec.core.verify import argmax
-from minispec.core.words import Words, most_frequent, restrict
+from minispec.core.words import Words
 from minispec.data import rollouts
-from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Run, bf16, cross_entropy, fast_dtype, locked, with_entropy
+from minispec.tools.training import bf16, cross_entropy, with_entropy
 
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
 
@@ -167,7 +166,7 @@ def evaluate(model, words, heldout, args):
     """On held-out answers, five drafts a round: tau; and how many drafts pay."""
     total = torch.zeros(5)
     n = 0
-    for batch in heldout.batches(args.device):
+    for batch in rollouts.batches(heldout, args.device):
         with bf16(args.device):
             _, accepted = unrolled_loss(model, words, batch, 5)
         tokens = batch.learn.sum().item()
@@ -183,41 +182,31 @@ def evaluate(model, words, heldout, args):
 
 # -- training ------------------------------------------------------------------------------------------------
 
-def main():
-    args = parse_args()
-    target = checkpoints.load(args.target, args.device, fast_dtype(args.device)).requires_grad_(False)
-    torch.manual_seed(args.seed)
-    model = drafter_of(args, target).float()
-    with locked(args.out):
-        train(args, target, model)
-
-
 def train(args, target, model):
     # 1. The data, which texts every step reads, and which tokens are drafted.
     unroll = ARMS[args.arm].get("unroll", args.unroll)
-    texts, heldout, plan = rollouts.collect(args, target, unroll)
-    restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
+    run = rollouts.DrafterRun(args, target, model, least=unroll)
     module = sum(p.numel() for p in model.bank[0].parameters())
     print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {module / 1e6:.2f}M read by a draft step, "
           f"{model.config.draft_vocab or target.config.vocab_size} tokens to draft")
 
     # 2. The loop, from the last checkpoint on.
-    run = Run(args, args.out, model, len(plan), args.lr, muon=fast_dtype(args.device) == torch.bfloat16,
-              minutes=args.minutes and args.minutes / 2)
     words = Words(target, model.vocabulary)                  # of a resumed run: that of its first answers
-    for step in run.steps():
-        numbers, tokens = plan[step]
-        batch = texts.batch(numbers, args.device)
+    for _, batch in run.batches():
         # Every row drafts; the loss compares its guesses with the target's distributions.
         with bf16(args.device):
             loss, accepted = unrolled_loss(model, words, batch, unroll)
         loss = loss / unroll
         loss.backward()
-        run.update(tokens / plan[-1][1], loss=loss, tau=1 + accepted.sum())
+        run.update(run.used, loss=loss, tau=1 + accepted.sum())
         if run.checkpoint_due():
-            tau = evaluate(model, words, heldout, args)              # also sets the depth, which is saved
+            tau = evaluate(model, words, run.heldout, args)              # also sets the depth, which is saved
             prism.save(model, args.out)
-            run.checkpoint(tokens=tokens, heldout_tau=tau)
+            run.checkpoint(tokens=run.tokens, heldout_tau=tau)
+
+
+def main():
+    rollouts.start(parse_args(), drafter_of, train)
 
 
 if __name__ == "__main__":

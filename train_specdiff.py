@@ -32,12 +32,11 @@ import torch.nn.functional as F
 
 from minispec import prism, specdiff
 from minispec.core.attention import dense_attend
-from minispec.core.words import most_frequent, restrict
 from minispec.data import rollouts
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
 from minispec.specdiff import MASK
-from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked
+from minispec.tools.training import bf16, divergence, generator_of
 
 # kl learns from the target's distributions, the others from the answers' tokens.
 OBJECTIVES = ("kl", "mdlm", "ce", "streak", "log-streak", "streak-rs")
@@ -269,7 +268,7 @@ def estimate(drafter, batch, n_windows):
 def evaluate(model, heldout, args):
     """On held-out answers: tau by each way of accepting."""
     total = Counter()
-    for batch in heldout.batches(args.device):
+    for batch in rollouts.batches(heldout, args.device):
         with bf16(args.device):
             means = estimate(model, batch, args.windows)
         for name, mean in means.items():
@@ -278,39 +277,28 @@ def evaluate(model, heldout, args):
     return {name: round(1 + x / len(heldout), 4) for name, x in total.items()}
 
 
-def main():
-    args = parse_args()
-    target = checkpoints.load(args.target, args.device, fast_dtype(args.device)).requires_grad_(False)
-    torch.manual_seed(args.seed)
-    model = drafter_of(args, target).float()
-    with locked(args.out):
-        train(args, target, model)
-
-
 def train(args, target, model):
     # The target's own answers, the rows of every step, and which tokens are drafted.
     c = model.config
-    texts, heldout, plan = rollouts.collect(args, target)
-    restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
+    run = rollouts.DrafterRun(args, target, model)
     print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters of its own, "
           f"gamma {c.gamma}, {args.windows} windows a text")
 
-    run = Run(args, args.out, model, len(plan), args.lr, muon=fast_dtype(args.device) == torch.bfloat16,
-              minutes=args.minutes and args.minutes / 2)
-    for step in run.steps():
-        numbers, tokens = plan[step]
-        batch = texts.batch(numbers, args.device)
-
+    for step, batch in run.batches():
         # Windows are drawn by a generator of this step, so that a resumed run draws the same ones.
         generator = generator_of(args, step)
         with bf16(args.device):
             loss = training_loss(model, args.objective, batch, args.windows, generator)
         loss.backward()
-        run.update(tokens / plan[-1][1], loss=loss)
+        run.update(run.used, loss=loss)
 
         if run.checkpoint_due():
             specdiff.save(model, args.out)
-            run.checkpoint(tokens=tokens, heldout_tau=evaluate(model, heldout, args))
+            run.checkpoint(tokens=run.tokens, heldout_tau=evaluate(model, run.heldout, args))
+
+
+def main():
+    rollouts.start(parse_args(), drafter_of, train)
 
 
 if __name__ == "__main__":

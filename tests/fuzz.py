@@ -222,7 +222,7 @@ FILES = [   # (weight, file, script, arguments that read it)
     (4, "runs/first/log.jsonl", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
     (4, "data/gsm8k/test.jsonl", "decode", ["--model", "checkpoints/target", "--prompts", "data/gsm8k/test.jsonl", "--n", "3", "--max-new-tokens", "4"]),
     (4, "runs/prism/resume.pt", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
-    (6, "runs/prism/responses/train-0-3.json", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
+    (6, "runs/prism/responses/train-0-3.safetensors", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
     (4, "runs/specdiff/responses/settings.json", "train_specdiff", ["--out", "runs/specdiff", *SMALL["train_specdiff"][2:]]),
     (4, "runs/cdlm/trajectories/settings.json", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:]]),
     (4, "runs/cdlm/trajectories/00000.safetensors", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:], "--stage", "student", "--name", "other"]),
