@@ -58,8 +58,7 @@ def parse_args():
     add("--name", default="student", help="the student's folder in --out (default %(default)s)")
     add("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01), metavar=("DISTILL", "CONS", "DLM"),
         help="of the student's losses (default 1 0.5 0.01)")
-    args = p.parse_args()
-    training.check_arguments(args, steps=1, batch=1, prompts=1)
+    args = training.parsed(p)
     if not any(args.weights):
         raise ValueError("weights 0 0 0 leave nothing to train for; at least one must be above 0")
     return args
@@ -144,7 +143,7 @@ def distillation_loss(model, teacher_head, batch, k, mask_id, block_size):
     noisy = tokens.masked_fill(masked, mask_id)
     hidden = cdlm.blocks_hidden(model, batch["prompt"], batch["length"], tokens, noisy, block_size)
     # What the teacher thought of each slot when it revealed it.
-    with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+    with torch.autocast(tokens.device.type, enabled=False):
         goal = mask_free(batch["hidden"][masked].to(teacher_head.dtype) @ teacher_head.T, mask_id)
     values = divergence(goal, mask_free(model.logits(hidden[masked]), mask_id))
     # The mean over the masked slots of a block, of all blocks with text.

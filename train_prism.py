@@ -25,7 +25,7 @@ from minispec.core.verify import argmax
 from minispec.core.words import Words
 from minispec.data import rollouts
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import bf16, cross_entropy, with_entropy
+from minispec.tools.training import bf16, divergence
 
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
 
@@ -51,9 +51,7 @@ def parse_args():
     p.add_argument("--init", metavar="DIR",
                    help="start from this drafter; further modules begin as copies of its last")
     p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default 5; arm eagle2: 1)")
-    args = p.parse_args()
-    rollouts.check_arguments(args, unroll=1)
-    return args
+    return rollouts.parsed(p)
 
 
 def drafter_of(args, target):
@@ -143,15 +141,14 @@ def unrolled_loss(prism, words, batch, steps):
     # that the drafter can become.
     judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
     judged[:, :steps] = False                            # too near the beginning to be guessed at every step
-    with torch.no_grad():
-        p, entropy = with_entropy(words.logits(batch.hidden[judged]))          # (n, N), (n,)
+    goal = words.logits(batch.hidden[judged])            # (n, N)
     best = batch.best[judged]
     loss, chains = 0.0, []
     right = whole = torch.ones_like(judged)              # are all guesses of a row right, and all judged?
     for k, a in enumerate(states, 1):
         rows = judged.roll(-k, 1)                                              # (B, S): the same, as rows r
         guess = words.logits(a[rows])
-        loss = loss + (cross_entropy(p, guess) - entropy).sum() / max(len(guess), 1)
+        loss = loss + divergence(goal, guess).sum() / max(len(guess), 1)
         # 3. How far the guesses of each row are the target's argmax.
         hits = words.tokens(argmax(guess)) == best
         right = right.masked_scatter(rows, right[rows] & hits)

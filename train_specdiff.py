@@ -56,9 +56,7 @@ def parse_args():
     p.add_argument("--blind", action="store_true",
                    help="it reads nothing of the target, as in the paper (default: the final hidden states)")
     p.add_argument("--windows", type=int, default=32, help="windows of a text per step (default %(default)s)")
-    args = p.parse_args()
-    rollouts.check_arguments(args, windows=1)
-    return args
+    return rollouts.parsed(p)
 
 
 def drafter_of(args, target):

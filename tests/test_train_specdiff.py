@@ -124,7 +124,7 @@ def test_a_drafter_can_start_as_an_eagle_head(folder):
 BAD = {"objective": (["--objective", "best"], "invalid choice"), "target": (["--target", "nowhere"], "cannot read nowhere/config.json"),
        "gamma": (["--gamma", "1"], "gamma 1 is out of range; allowed is 2 to 32"), 
        "windows": (["--windows", "0"], "windows 0 is out of range; allowed is 1 or more"), "init": (["--init", "nowhere"], "cannot read nowhere/config.json"),
-       "temperature": (["--temperature", "-1"], "temperature -1.0 is out of range")}
+       "temperature": (["--temperature", "-1"], "temperature -1 is out of range")}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -65,14 +65,15 @@ def add_arguments(parser):
     add("--batch-tokens", type=int, default=512, help="tokens of an optimiser step (default 512)")
 
 
-def check_arguments(args, **least):
-    """ValueError where a setting is below the least that is allowed, or a file is no file of prompts."""
-    training.check_arguments(args, prompts=1, heldout=1, max_new_tokens=2, tokens=1, batch_tokens=1,
-                             draft_vocab=0, minutes=0, **least)
+def parsed(parser):
+    """The settings of the command line. ValueError where a number is out of range, or a file is no file of
+    prompts."""
+    args = training.parsed(parser)
     # What is wrong fails here, before the work.
     Sampling(args.temperature or 0)
     for file in filter(None, [*args.prompt_file, args.given]):
         prompts.load_prompts(file)
+    return args
 
 
 # -- prompts -------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def _answers(args, target, tokenizer, asked, first):
     requests = []
     for i, ids in enumerate(asked, first):
         room = min(args.max_new_tokens, context - len(ids))
-        if room < 2:
+        if room < 1:
             raise ValueError(f"prompt {i + 1} has {len(ids)} tokens; the context of this target is {context}")
         temperature = i % 2 if args.temperature is None else args.temperature
         requests.append(Request(ids, room, Sampling(temperature, seed=i), ends))

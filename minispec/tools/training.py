@@ -40,6 +40,7 @@ from minispec.tools.files import blame, read_json, replaced, write_json, write_t
 from minispec.tools.script import check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
+MAY_BE_ZERO = ("lr", "warmup", "seed", "minutes", "temperature", "draft_vocab")
 TRIM = 100                  # steps between two returns of free memory
 
 
@@ -56,15 +57,18 @@ def add_arguments(parser, lr, warmup, save_every):
     add("--save-every", type=int, default=save_every, help="steps between checkpoints")
 
 
-def check_arguments(args, **least):
-    """ValueError where a number is below the `least` that is allowed, or the device is not there."""
-    for name, low in {"save_every": 1, "warmup": 0, "seed": 0, **least}.items():
-        value = getattr(args, name)
-        if value is not None and not low <= value <= MOST:
+def parsed(parser):
+    """The settings of the command line. ValueError where a number is out of range, or the device is not
+    there."""
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        least = 0 if name in MAY_BE_ZERO else 1
+        if type(value) in (int, float) and not least <= value <= MOST:
             option = name.replace("_", "-")
             raise ValueError(f"{option} {value:g} is out of range; "
-                             f"allowed is {low} or more, up to {MOST:.0e}")
+                             f"allowed is {least} or more, up to {MOST:.0e}")
     check_device(args.device)
+    return args
 
 
 def same_settings(folder, **settings):
@@ -97,40 +101,12 @@ def bf16(device):
     return torch.autocast(device.split(":")[0], torch.bfloat16, fast_dtype(device) == torch.bfloat16)
 
 
-class CrossEntropy(torch.autograd.Function):
-    """-sum p log q (...) of distributions p (..., V) in fp32 and a model's logits (..., V). No gradient
-    reaches p. That of the logits, q - p, is made at once, which saves most of the passes over the
-    vocabulary."""
-
-    @staticmethod
-    def forward(ctx, p, logits):
-        log_q = logits.log_softmax(-1, dtype=torch.float32)
-        loss = -torch.linalg.vecdot(p, log_q)
-        ctx.save_for_backward(log_q.exp_().sub_(p).to(logits.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad):
-        difference, = ctx.saved_tensors
-        return None, difference * grad[..., None].to(difference.dtype)
-
-
-cross_entropy = CrossEntropy.apply
-
-
-def with_entropy(logits):
-    """(distributions p (..., V) in fp32, their entropies (...)) of a target's logits."""
-    with torch.no_grad():
-        log_p = logits.log_softmax(-1, dtype=torch.float32)
-        p = log_p.exp()
-        return p, -torch.linalg.vecdot(p, log_p)
-
-
 def divergence(target, logits):
     """KL(target || model) (...) of two sets of logits (..., V), in fp32: it makes the model cover all of the
     target's mass. No gradient reaches the target."""
-    p, entropy = with_entropy(target)
-    return cross_entropy(p, logits) - entropy
+    p = target.detach().softmax(-1, dtype=torch.float32)
+    log_q = logits.log_softmax(-1, dtype=torch.float32)
+    return F.kl_div(log_q, p, reduction="none").sum(-1)
 
 
 # -- one training in a folder --------------------------------------------------------------------------------
@@ -139,25 +115,20 @@ def divergence(target, logits):
 def locked(folder):
     """Keep `folder` to one training: two would write their checkpoints over each other.
 
-    The file `lock` holds the process id. The lock on it belongs to the operating system and ends with its
-    process, even after kill -9, so a lock file that was left behind stops nobody; one that is not there says
-    that the model in the folder is of no training here. ValueError for such a model, which would be replaced,
-    and where another training is at work. """
+    The lock on the file `lock` belongs to the operating system and ends with its process, even after kill -9,
+    so a file that was left behind stops nobody; one that is not there says that the model in the folder is of
+    no training here. ValueError for such a model, which would be replaced, and where another training is at
+    work. """
     os.makedirs(folder, exist_ok=True)
     lock = Path(folder, "lock")
     if Path(folder, "model.safetensors").exists() and not lock.exists():
         raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
-    with lock.open("a+", encoding="utf-8") as file:
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            owner = file.read(20).strip()
-            raise ValueError(f"{folder} is in use by another training, process {owner}; "
+            raise ValueError(f"{folder} is in use by another training; "
                              "wait until it ends or use another --out") from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
         yield
 
 
