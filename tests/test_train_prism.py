@@ -225,10 +225,10 @@ def test_prompts_that_the_target_writes(qwen3, monkeypatch, tmp_path):
     before, end = magpie.opening(tokenizer)
     assert tokenizer.decode(before) == "<|im_start|>user\n" and end == 257
     prompts = list(itertools.islice(magpie.written(target, tokenizer, tmp_path), 8))
-    assert len({x.casefold() for x in prompts}) == 8 and all(x.strip() == x and x for x in prompts)
+    assert len(set(prompts)) == 8 and all(x.strip() == x and x for x in prompts)
     monkeypatch.setattr(magpie, "_write", lambda *args: pytest.fail("written again"))
     assert list(itertools.islice(magpie.written(target, tokenizer, tmp_path), 8)) == prompts
-    monkeypatch.setattr(magpie, "_write", lambda *args: ["Hi, you!", "hi you", ""])
+    monkeypatch.setattr(magpie, "_write", lambda *args: ["Hi, you!", "Hi, you!", ""])
     more = tmp_path / "more"
     more.mkdir()
     with pytest.raises(ValueError, match="of 48 turns that the target wrote for a user none is a new prompt; give some with --prompt-file"):

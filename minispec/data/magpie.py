@@ -40,9 +40,8 @@ def written(target, tokenizer, folder):
             write_json(file, _write(target, tokenizer, range(shard * TURNS, (shard + 1) * TURNS)))
         before = len(seen)
         for text in read_json(file):
-            same = "".join(c for c in text.casefold() if c.isalnum())
-            if same not in seen:
-                seen.add(same)
+            if text not in seen:
+                seen.add(text)
                 yield text
         if len(seen) == before:
             raise ValueError(f"of {TURNS} turns that the target wrote for a user none is a new prompt; "
