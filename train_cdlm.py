@@ -2,10 +2,7 @@
 student.
 
     python train_cdlm.py --out mine/cdlm                         # all three stages, hours
-    python train_cdlm.py --out mine/cdlm --stage teacher         # or one after the other
-    python train_cdlm.py --out mine/cdlm --stage trajectories
-    # an ablation
-    python train_cdlm.py --out mine/cdlm --stage student --weights 1 0 0 --name distill
+    python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill      # an ablation, from the same teacher
 
     teacher        OUT/teacher: the target's weights, trained to fill in masks; every slot sees all others
     trajectories   OUT/trajectories: the teacher answers training prompts, one token a step; stored are the
@@ -31,12 +28,12 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import masks, tasks
 from minispec.data.tokenizer import Tokenizer
-from minispec.data.trajectories import as_batch, batch_of, load_trajectories, numbers_of_step
+from minispec.data.trajectories import as_batch, batch_of, load_trajectories
 from minispec.studies import cdlm as study
 from minispec.tools import checkpoints, training
 from minispec.tools.files import replaced
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked
+from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked, schedule
 
 BLOCK_WARMUP = 0.5               # of the teacher's steps have block-causal attention
 IN_ORDER = 0.6                   # of the blocks are masked in reading order: see `masks.turns`
@@ -46,9 +43,8 @@ SHARD = 32                       # trajectories in a file
 
 def parse_args():
     p = Parser(__doc__)
-    training.add_arguments(p, lr=None, warmup=50, save_every=200)
+    training.add_arguments(p, lr=None, save_every=200)
     add = p.add_argument
-    add("--stage", default="all", choices=("all", *STAGES), help="default: all, in this order")
     add("--target", default="checkpoints/target",
         help="the autoregressive model that the teacher starts from (default %(default)s)")
     add("--steps", type=int, default=8000,
@@ -233,9 +229,7 @@ def collect_trajectories(args, folder, tokenizer, mask_id):
 def train_student(args, folder, tokenizer, mask_id):
     teacher = f"{args.out}/teacher"
     model = checkpoints.load(teacher, args.device, torch.float32)
-    trajectories = f"{args.out}/trajectories"
-    data = load_trajectories(trajectories)
-    training.same_settings(trajectories, teacher=checkpoints.fingerprint(model))
+    data = load_trajectories(f"{args.out}/trajectories")
     train(args, folder, tokenizer, mask_id, model, teacher, 2e-4, args.weights, data)
 
 
@@ -244,15 +238,18 @@ def train(args, folder, tokenizer, mask_id, model, source, lr, weights, data=Non
     which a teacher has the last one alone; data: a student's trajectories."""
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()
-    # A student's reference answers are of other problems than the trajectories.
-    first = 0 if data is None else args.prompts * 1000
+    first = 0
+    if data is not None:
+        plan = schedule(args.seed, [1] * len(data["live"]), args.batch, args.steps * args.batch)
+        # A student's reference answers are of other problems than the trajectories.
+        first = args.prompts * 1000
     run = Run(args, folder, model, args.steps, args.lr or lr, muon=True)
     for step in run.steps():
         generator = generator_of(args, step)
         block_causal = data is not None or step < args.steps * BLOCK_WARMUP
         if data is not None:
             # States of the teacher's trajectories.
-            batch = batch_of(data, numbers_of_step(step, args.batch, len(data["live"]), args.seed))
+            batch = batch_of(data, plan[step][0])
             k = draw_states(batch["live"], batch["tokens"].shape[1], BLOCK_SIZE, generator)
             batch = to(args.device, batch)
         # The losses; one of weight 0 is not computed.
@@ -268,7 +265,7 @@ def train(args, folder, tokenizer, mask_id, model, source, lr, weights, data=Non
         # One step of the optimiser on their weighted sum.
         loss = sum(weights[name] * x for name, x in losses.items())
         loss.backward()
-        run.update(step / args.steps, **losses, loss=loss)
+        run.update((step + 1) / args.steps, **losses, loss=loss)
         if run.checkpoint_due():
             checkpoints.save(model, folder, source)
             run.checkpoint(heldout=evaluate(model, tokenizer, args, mask_id, block_causal))
@@ -287,23 +284,19 @@ def evaluate(model, tokenizer, args, mask_id, block_causal):
     return heldout
 
 
-STAGES = {"teacher": train_teacher, "trajectories": collect_trajectories, "student": train_student}
-
-
 def main():
     args = parse_args()
-    stages = [args.stage] if args.stage in STAGES else list(STAGES)
-    source = args.target if stages[0] == "teacher" else f"{args.out}/teacher"
-    tokenizer, context = Tokenizer.load(source), checkpoints.load(source).config.block_size
+    tokenizer = Tokenizer.load(args.target)
+    context = checkpoints.load(args.target).config.block_size
     if cdlm.GEN_LENGTH + study.LONGEST_PROMPT > context:
         raise ValueError(f"prompts of {study.LONGEST_PROMPT} and answers of {cdlm.GEN_LENGTH} tokens exceed "
                          f"the context of {context}")
-    mask_id = cdlm.mask_id_of(tokenizer, source)
-    for stage in stages:
-        name = args.name if stage == "student" else stage
+    mask_id = cdlm.mask_id_of(tokenizer, args.target)
+    stages = (("teacher", train_teacher), ("trajectories", collect_trajectories), (args.name, train_student))
+    for name, stage in stages:
         folder = f"{args.out}/{name}"
         with locked(folder):
-            STAGES[stage](args, folder, tokenizer, mask_id)
+            stage(args, folder, tokenizer, mask_id)
 
 
 if __name__ == "__main__":

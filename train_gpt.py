@@ -44,7 +44,7 @@ CLIP_EVERY = 20             # steps between two looks at them
 
 def parse_args():
     p = Parser(__doc__)
-    training.add_arguments(p, lr=4e-3, warmup=100, save_every=100)
+    training.add_arguments(p, lr=4e-3, save_every=100)
     add = p.add_argument
     add("--size", default="nano", choices=gpt.SIZES, help="model size (default nano, about 5M parameters)")
     add("--teacher",

@@ -110,7 +110,7 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     rows = c.gamma - 1                              # the last committed token guesses slot 1
     at = torch.arange(n, device=ids.device)
     slots = torch.full((*starts.shape, rows), MASK, device=ids.device) if shown is None else shown[..., :rows]
-    places = starts[..., None] + torch.arange(rows, device=ids.device)
+    places = places_of(starts, rows)
 
     # 1. One sequence: the text, then the rows of all windows, at the positions that they have in the text.
     tokens = torch.cat([ids, slots.flatten(1)], 1)
@@ -118,18 +118,13 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     if c.reads:
         features = F.pad(features, (0, 0, 1, 0))[:, :-1]        # of the token before
         newest = (starts - 1).repeat_interleave(rows, 1)
-        features = torch.cat([features, _rows_of(features, newest)], 1)
+        features = torch.cat([features, at_places(features, newest)], 1)
 
     # 2. One forward, in which windows do not see each other.
     hidden = drafter(tokens, positions, dense_attend(window_mask(n, starts, rows)), features)
     windows = hidden[:, n:].unflatten(1, (-1, rows))                                      # (B, W, rows, C)
-    last = _rows_of(hidden, starts - 1)
+    last = at_places(hidden, starts - 1)
     return torch.cat([last[:, :, None], windows], 2), hidden[:, :n]                       # (B, W, gamma, C)
-
-
-def _rows_of(x, at):
-    """Rows at[b, i] of x (B, S, C): (B, I, C)."""
-    return x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def draw_windows(learn, n, generator):
@@ -141,23 +136,26 @@ def draw_windows(learn, n, generator):
     return first[:, None] + (u.to(learn.device) * count[:, None]).long()
 
 
-def of_windows(x, starts, gamma):
-    """x (B, S, ..) of the slots of windows, (B, W, gamma, ..), and which of them (B, W, gamma) lie within
-    S."""
-    at = starts[..., None] + torch.arange(gamma, device=x.device)
-    text = torch.arange(len(x), device=x.device)[:, None, None]
-    return x[text, at.clamp(max=x.shape[1] - 1)], at < x.shape[1]
+def places_of(starts, gamma):
+    """The places (B, W, gamma) of the slots of windows that begin at `starts` (B, W)."""
+    return starts[..., None] + torch.arange(gamma, device=starts.device)
+
+
+def at_places(x, places):
+    """x (B, S, ..) at places (B, ..) of each text, where they lie in it."""
+    text = torch.arange(len(x), device=x.device)[:, None]
+    rows = x[text, places.flatten(1).clamp(max=x.shape[1] - 1)]
+    return rows.unflatten(1, places.shape[1:])
 
 
 def _answers(drafter, batch, starts):
     """What the target wrote in windows, each (B, W, gamma): tokens; their indices; log_p; and valid, False
     behind the end of its answer and for tokens that the drafter cannot draft."""
-    gamma = drafter.config.gamma
-    tokens, inside = of_windows(batch.ids, starts, gamma)
-    written, _ = of_windows(batch.learn, starts, gamma)
-    log_p, _ = of_windows(batch.log_p, starts, gamma)
+    places = places_of(starts, drafter.config.gamma)
+    tokens, written, log_p = (at_places(x, places) for x in (batch.ids, batch.learn, batch.log_p))
     index = drafter.words.indices(tokens)
-    return tokens, index.clamp(min=0), log_p, inside & written & (index >= 0)
+    valid = written & (places < batch.ids.shape[1]) & (index >= 0)
+    return tokens, index.clamp(min=0), log_p, valid
 
 
 def log_probability(logits, labels):
@@ -237,7 +235,7 @@ def distillation(drafter, batch, starts, windows, text, valid):
     judged = F.pad(batch.learn[:, 1:], (0, 1))                                            # (B, S)
     first = divergence(logits(batch.hidden[judged]), logits(text[judged])).mean()
     # The others are those of the windows.
-    goal, _ = of_windows(batch.hidden, starts - 1, gamma)                                 # (B, W, gamma, C)
+    goal = at_places(batch.hidden, places_of(starts - 1, gamma))                          # (B, W, gamma, C)
     slots = divergence(logits(goal), logits(windows)) * valid                             # (B, W, gamma)
     mean = slots.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
     decay = DECAY ** torch.arange(gamma, device=mean.device)
@@ -269,8 +267,7 @@ def evaluate(model, heldout, args):
     for batch in rollouts.batches(heldout, args.device):
         with bf16(args.device):
             means = estimate(model, batch, args.windows)
-        for name, mean in means.items():
-            total[name] += mean * len(batch.ids)
+        total.update({name: mean * len(batch.ids) for name, mean in means.items()})
     # 1 is the bonus token.
     return {name: round(1 + x / len(heldout), 4) for name, x in total.items()}
 

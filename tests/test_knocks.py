@@ -136,7 +136,7 @@ class Evil:
         return open, (str(self.path), "w")
 
 
-ONE_BY_ONE = SimpleNamespace(save_every=1, warmup=0)
+ONE_BY_ONE = SimpleNamespace(save_every=1)
 BROKEN = {"truncated": lambda b: b[:len(b) // 2], "empty": lambda b: b"", "no archive": lambda b: b"x" * 100, "flipped": lambda b: b[:len(b) // 2] + bytes([b[len(b) // 2] ^ 255]) + b[len(b) // 2 + 1:]}
 
 

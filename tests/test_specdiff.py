@@ -753,8 +753,9 @@ def test_windows_are_spread_over_what_the_target_wrote():
     learn[0, 10:30], learn[1, 5:8] = True, True
     starts = train_specdiff.draw_windows(learn, 20, torch.Generator().manual_seed(0))
     assert sorted(starts[0].tolist()) == list(range(10, 30)) and set(starts[1].tolist()) == {5, 6, 7}
-    tokens, inside = train_specdiff.of_windows(torch.arange(40)[None].repeat(2, 1), torch.tensor([[38], [3]]), 4)
-    assert tokens[:, 0].tolist() == [[38, 39, 39, 39], [3, 4, 5, 6]] and inside[:, 0].tolist() == [[True, True, False, False], [True] * 4]
+    places = train_specdiff.places_of(torch.tensor([[38], [3]]), 4)
+    assert places[:, 0].tolist() == [[38, 39, 40, 41], [3, 4, 5, 6]]
+    assert train_specdiff.at_places(torch.arange(40).repeat(2, 1), places)[:, 0].tolist() == [[38, 39, 39, 39], [3, 4, 5, 6]]
 
 
 def in_bf16(x):

@@ -16,7 +16,7 @@ from minispec.core.attention import dense_attend
 from minispec.data import corpus, tasks
 from minispec.data.tokenizer import Tokenizer
 
-ARGS = ["--size", "tiny", "--tokens", "16e3", "--max-length", "256", "--warmup", "5", "--seed", "7", "--device", "cpu"]
+ARGS = ["--size", "tiny", "--tokens", "16e3", "--max-length", "256", "--seed", "7", "--device", "cpu"]
 
 
 def train(out, *args):

@@ -14,7 +14,6 @@ read back, and the end of text stays where it was chosen.
 """
 import itertools
 import os
-import random
 import time
 from dataclasses import dataclass, fields
 
@@ -43,7 +42,7 @@ LOGITS = 512                # rows whose logits are in memory at once
 
 def add_arguments(parser):
     """The settings of a drafter's training: which answers to train on, and in what batches."""
-    training.add_arguments(parser, lr=2e-3, warmup=50, save_every=200)
+    training.add_arguments(parser, lr=2e-3, save_every=200)
     add = parser.add_argument
     add("--target", default="checkpoints/target", metavar="MODEL",
         help="the model to draft for: a folder, a GGUF file, or smollm2 (default %(default)s)")
@@ -264,7 +263,7 @@ class DrafterRun(training.Run):
                 raise ValueError(f"there is no {name} prompt with an answer within {LONGEST} tokens")
         # In which batches they are read.
         lengths = [len(text["ids"]) for text in self.texts]
-        self.plan = schedule(args.seed, lengths, args.batch_tokens, args.tokens)
+        self.plan = training.schedule(args.seed, lengths, args.batch_tokens, args.tokens)
         print(f"{len(lengths)} texts, {sum(lengths):,} tokens, {len(self.plan)} steps")
         super().__init__(args, args.out, model, len(self.plan), args.lr,
                          muon=training.fast_dtype(args.device) == torch.bfloat16,
@@ -277,34 +276,3 @@ class DrafterRun(training.Run):
             numbers, self.tokens = self.plan[step]
             self.used = self.tokens / self.plan[-1][1]
             yield step, padded([self.texts[i] for i in numbers], self.args.device)
-
-
-def schedule(seed, lengths, batch_tokens, tokens):
-    """The rows of every step until `tokens` are used up: [(row numbers, tokens so far)]. Batches hold texts
-    of similar length, because shorter ones are padded."""
-    rng = random.Random(seed)
-    plan = []
-    used = 0
-    while used < tokens:
-        for batch in _epoch(rng, lengths, batch_tokens):
-            if used < tokens:
-                used += sum(lengths[row] for row in batch)
-                plan.append((batch, used))
-    return plan
-
-
-def _epoch(rng, lengths, batch_tokens):
-    """Every row once, in batches of at most `batch_tokens` padded tokens, shuffled."""
-    order = rng.sample(range(len(lengths)), len(lengths))
-    batches = []
-    for i in range(0, len(order), 64):
-        # Sort only 64 at a time, so that batches differ from epoch to epoch.
-        batch = []
-        for row in sorted(order[i:i + 64], key=lengths.__getitem__):
-            if batch and (len(batch) + 1) * lengths[row] > batch_tokens:
-                batches.append(batch)
-                batch = []
-            batch.append(row)
-        batches.append(batch)
-    rng.shuffle(batches)
-    return batches

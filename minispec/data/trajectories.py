@@ -4,7 +4,6 @@ A trajectory is the tokens (L,) of an answer, the rank (L,) at which each slot w
 (L, C) from which they were, and how many slots are live: the text ends in the last block of those.
 """
 import glob
-import random
 
 import torch
 
@@ -22,21 +21,8 @@ def as_batch(pairs, width=0):
 def load_trajectories(folder):
     """The shards of a folder as one: {name: tensor (n, ..)}."""
     shards = [read_tensors(file) for file in sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors"))]
-    if not shards:
-        raise ValueError(f"{folder} holds no trajectories; run --stage trajectories first")
     with blame(folder):
         return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
-
-
-def numbers_of_step(step, batch, n, seed):
-    """Which of n trajectories make up the batch of a step: each one once an epoch, in another order every
-    epoch."""
-    out = []
-    for i in range(step * batch, (step + 1) * batch):
-        if not out or i % n == 0:
-            order = random.Random(f"{seed}/epoch/{i // n}").sample(range(n), n)
-        out.append(order[i % n])
-    return out
 
 
 def batch_of(data, numbers):

@@ -21,6 +21,7 @@ import fcntl
 import json
 import math
 import os
+import random
 import shlex
 import statistics
 import sys
@@ -40,18 +41,18 @@ from minispec.tools.files import blame, read_json, replaced, write_json, write_t
 from minispec.tools.script import check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
-MAY_BE_ZERO = ("lr", "warmup", "seed", "minutes", "temperature", "draft_vocab")
+MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab")
+WARMUP = 0.02               # of a run, in which the learning rate rises
 TRIM = 100                  # steps between two returns of free memory
 
 
 # -- settings ------------------------------------------------------------------------------------------------
 
-def add_arguments(parser, lr, warmup, save_every):
+def add_arguments(parser, lr, save_every):
     """The settings of every training, with their defaults."""
     add = parser.add_argument
     add("--out", required=True, help="folder to write to")
     add("--lr", type=float, default=lr, help="peak learning rate")
-    add("--warmup", type=int, default=warmup, help="steps of linear warm-up")
     add("--seed", type=int, default=1337, help="of the weights and the order of the data")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--save-every", type=int, default=save_every, help="steps between checkpoints")
@@ -76,13 +77,14 @@ def same_settings(folder, **settings):
     """
     os.makedirs(folder, exist_ok=True)
     file = Path(folder, "settings.json")
-    old = read_json(file) if file.exists() else {}
+    if not file.exists():
+        write_json(file, settings)
+    old = read_json(file)
     with blame(file):
         for name, value in settings.items():
-            if old.get(name, value) != value:
+            if old[name] != value:
                 raise ValueError(f"the folder was begun with {name} {old[name]}, not {value}; "
                                  "use another folder or the same settings")
-    write_json(file, {**old, **settings})
 
 
 def generator_of(args, step):
@@ -107,6 +109,39 @@ def divergence(target, logits):
     p = target.detach().softmax(-1, dtype=torch.float32)
     log_q = logits.log_softmax(-1, dtype=torch.float32)
     return F.kl_div(log_q, p, reduction="none").sum(-1)
+
+
+# -- batches -------------------------------------------------------------------------------------------------
+
+def schedule(seed, lengths, batch_tokens, tokens):
+    """The rows of every step until `tokens` are used up: [(row numbers, tokens so far)]. Batches hold texts
+    of similar length, because shorter ones are padded."""
+    rng = random.Random(seed)
+    plan = []
+    used = 0
+    while used < tokens:
+        for batch in _epoch(rng, lengths, batch_tokens):
+            if used < tokens:
+                used += sum(lengths[row] for row in batch)
+                plan.append((batch, used))
+    return plan
+
+
+def _epoch(rng, lengths, batch_tokens):
+    """Every row once, in batches of at most `batch_tokens` padded tokens, shuffled."""
+    order = rng.sample(range(len(lengths)), len(lengths))
+    batches = []
+    for i in range(0, len(order), 64):
+        # Sort only 64 at a time, so that batches differ from epoch to epoch.
+        batch = []
+        for row in sorted(order[i:i + 64], key=lengths.__getitem__):
+            if batch and (len(batch) + 1) * lengths[row] > batch_tokens:
+                batches.append(batch)
+                batch = []
+            batch.append(row)
+        batches.append(batch)
+    rng.shuffle(batches)
+    return batches
 
 
 # -- one training in a folder --------------------------------------------------------------------------------
@@ -168,14 +203,14 @@ class Optimizer:
 def save_state(path, model, optimizer, **progress):
     """Everything that a resumed run starts from, in one file."""
     optimizers = [part.state_dict() for part in optimizer.parts]
-    state = {"model": model.state_dict(), "optimizers": optimizers, **progress}
+    state = {"model": model.state_dict(), "optimizers": optimizers, "progress": progress}
     with replaced(path) as temporary, open(temporary, "wb") as file:
         torch.save(state, file)
 
 
 def load_state(path, model, optimizer):
-    """(steps done, seconds spent) of the run that wrote `path`; its weights and optimiser state are put in
-    place. ValueError where the file is damaged or another run's."""
+    """The progress of the run that wrote `path`; its weights and optimiser state are put in place. ValueError
+    where the file is damaged or another run's."""
     try:
         if zipfile.ZipFile(path).testzip():                    # torch.load does not look at the check sums
             raise ValueError("a check sum is wrong")
@@ -183,7 +218,7 @@ def load_state(path, model, optimizer):
         model.load_state_dict(saved["model"])
         for part, state in zip(optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
-        return saved["step"], saved["seconds"]
+        return saved["progress"]
     except Exception as e:                                     # a damaged archive may raise anything
         text = f"{path} is damaged or of another run; remove it to start over, or use another --out"
         raise ValueError(f"{text} ({type(e).__name__}: {e})"[:600]) from None
@@ -206,18 +241,15 @@ class Run:
 
     def __post_init__(self):
         self.optimizer = Optimizer(self.model, self.muon)
-        self.lines = []               # of log.jsonl
+        self.log = ""                 # log.jsonl
         self.recent = []              # what the steps since the last checkpoint logged
-        self.log_file = Path(self.folder, "log.jsonl")
         self.resume_file = Path(self.folder, "resume.pt")
-        seconds = 0.0
+        self.started = time.time()
         if self.resume_file.exists():
-            self.step, seconds = load_state(self.resume_file, self.model, self.optimizer)
-            # The log is written before resume.pt, so it may be one record ahead.
-            with blame(self.log_file), self.log_file.open(encoding="utf-8") as f:
-                self.lines = [line for line in f if json.loads(line)["step"] <= self.step]
+            progress = load_state(self.resume_file, self.model, self.optimizer)
+            self.step, self.log = progress["step"], progress["log"]
+            self.started -= progress["seconds"]
             print(f"resuming at step {self.step} of {self.n_steps}")
-        self.started = time.time() - seconds
 
     def steps(self):
         """The numbers of the steps that are still missing, with a progress bar; the end is noted in
@@ -226,7 +258,6 @@ class Run:
         if first and (first >= self.n_steps or self.progress(0) >= 1):
             print(f"the training in {self.folder} is complete")
             return
-        self.model.train()
         name = Path(self.folder).absolute().name
         self.bar = tqdm(range(first, self.n_steps), name, initial=first, total=self.n_steps, unit="step")
         for self.step in self.bar:
@@ -243,13 +274,13 @@ class Run:
         return min(done, 1)
 
     def update(self, progress, **values):
-        """One step of the optimiser, `progress` (0 to 1) being how much of all data is used up. values:
+        """One step of the optimiser, `progress` (up to 1) being how much of all data is used up with it. values:
         numbers or scalar tensors of this step; they are shown, and their means logged at the next
         checkpoint."""
         # Linear warm-up, then a cosine down to a twentieth of the peak.
-        rising = (self.step + 1) / max(self.args.warmup, 1)
-        falling = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * self.progress(progress)))
-        self.optimizer.step(self.lr * min(rising, falling))
+        done = self.progress(progress)
+        falling = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
+        self.optimizer.step(self.lr * min(done / WARMUP, falling))
         if self.step % TRIM == 0:
             minispec.trim()
         self.recent.append({name: torch.as_tensor(x).item() for name, x in values.items()})
@@ -274,8 +305,8 @@ class Run:
             means[name] = round(statistics.fmean(values[name] for values in self.recent), 5)
         seconds = round(time.time() - self.started)
         record = {"step": self.step + 1, **means, **results, "seconds": seconds}
-        self.lines.append(json.dumps(record) + "\n")
-        write_text(self.log_file, "".join(self.lines))
-        save_state(self.resume_file, self.model, self.optimizer, step=self.step + 1, seconds=seconds)
+        self.log += json.dumps(record) + "\n"
+        write_text(Path(self.folder, "log.jsonl"), self.log)
+        save_state(self.resume_file, self.model, self.optimizer, step=self.step + 1, seconds=seconds,
+                   log=self.log)
         self.recent = []                  # a resumed run starts without them too, so both log the same means
-        self.model.train()                # evaluation may have left it in eval mode
