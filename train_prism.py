@@ -29,17 +29,15 @@ from minispec.tools.training import bf16, divergence
 
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
 
-# unroll: draft steps in the loss, if not those of --unroll. All arms but the first draft from own states too.
+# name: (which module every draft step reads, the last entry serving all later steps; layers of a module)
 ARMS = {
-    # One module, one step: EAGLE and EAGLE-2.
-    "eagle2": {"step_map": (0,), "n_layer": 1, "unroll": 1},
-    # One module, many steps: HASS, EAGLE-3.
-    "ttt1": {"step_map": (0,), "n_layer": 1},
+    # One module, many steps: HASS, EAGLE-3; with --unroll 1: EAGLE, EAGLE-2.
+    "ttt1": ((0,), 1),
     # The paper's: step 1 reads module 0, all later ones module 1.
-    "prism2": {"step_map": (0, 1), "n_layer": 1},
-    "prism3": {"step_map": (0, 1, 2), "n_layer": 1},
+    "prism2": ((0, 1), 1),
+    "prism3": ((0, 1, 2), 1),
     # As many parameters as prism2, all of them read at every step.
-    "stack2": {"step_map": (0,), "n_layer": 2},
+    "stack2": ((0,), 2),
 }
 
 
@@ -50,21 +48,20 @@ def parse_args():
                    help="which member of the family (default prism2)")
     p.add_argument("--init", metavar="DIR",
                    help="start from this drafter; further modules begin as copies of its last")
-    p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default 5; arm eagle2: 1)")
+    p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default %(default)s)")
     return rollouts.parsed(p)
 
 
 def drafter_of(args, target):
     """A new drafter for the arm; with --init its modules are copies of a trained one's."""
-    arm = ARMS[args.arm]
-    model = prism.for_target(target, arm["step_map"], arm["n_layer"])
+    step_map, n_layer = ARMS[args.arm]
+    model = prism.for_target(target, step_map, n_layer)
     if not args.init:
         return model
     source = prism.load(args.init, args.device)
     source.check(target)
-    if source.config.n_layer != arm["n_layer"]:
-        raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers; this arm needs "
-                         f"{arm['n_layer']}")
+    if source.config.n_layer != n_layer:
+        raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers; this arm needs {n_layer}")
     prism.copy_modules(model, source)
     return model
 
@@ -181,8 +178,7 @@ def evaluate(model, words, heldout, args):
 
 def train(args, target, model):
     # 1. The data, which texts every step reads, and which tokens are drafted.
-    unroll = ARMS[args.arm].get("unroll", args.unroll)
-    run = rollouts.DrafterRun(args, target, model, least=unroll)
+    run = rollouts.DrafterRun(args, target, model, least=args.unroll)
     module = sum(p.numel() for p in model.bank[0].parameters())
     print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {module / 1e6:.2f}M read by a draft step, "
           f"{model.config.draft_vocab or target.config.vocab_size} tokens to draft")
@@ -192,12 +188,12 @@ def train(args, target, model):
     for _, batch in run.batches():
         # Every row drafts; the loss compares its guesses with the target's distributions.
         with bf16(args.device):
-            loss, accepted = unrolled_loss(model, words, batch, unroll)
-        loss = loss / unroll
+            loss, accepted = unrolled_loss(model, words, batch, args.unroll)
+        loss = loss / args.unroll
         loss.backward()
         run.update(run.used, loss=loss, tau=1 + accepted.sum())
         if run.checkpoint_due():
-            tau = evaluate(model, words, run.heldout, args)              # also sets the depth, which is saved
+            tau = evaluate(model, words, run.heldout, args)          # also sets the depth, which is saved
             prism.save(model, args.out)
             run.checkpoint(tokens=run.tokens, heldout_tau=tau)
 
