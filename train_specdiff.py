@@ -50,9 +50,9 @@ def parse_args():
     p.add_argument("--objective", default="kl", choices=OBJECTIVES,
                    help="what to train for, see objective (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
-                   help="start from this drafter; its shape is kept, but windows may be longer (--gamma). "
+                   help="start from this drafter; its shape is kept, but for --gamma. "
                         "One of train_prism.py drafts the first slot already, and learns the others")
-    p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
+    p.add_argument("--gamma", type=int, default=8, help="slots of a window (default %(default)s)")
     p.add_argument("--blind", action="store_true",
                    help="it reads nothing of the target, as in the paper (default: the final hidden states)")
     p.add_argument("--windows", type=int, default=32, help="windows of a text per step (default %(default)s)")
@@ -63,16 +63,15 @@ def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
     if not args.init:
         n_layer = min(LAYERS, target.config.n_layer)
-        return specdiff.for_target(target, n_layer, args.gamma or 8, reads=not args.blind)
+        return specdiff.for_target(target, n_layer, args.gamma, reads=not args.blind)
 
     if checkpoints.kind_of(args.init) == "prism":
         head = prism.load(args.init, args.device)
         head.check(target)
-        drafter = specdiff.from_module(head.bank[0], target, args.gamma or 8)
+        drafter = specdiff.from_module(head.bank[0], target, args.gamma)
     else:
         drafter = specdiff.load(args.init, target)
-        gamma = args.gamma or drafter.config.gamma
-        drafter.config = replace(drafter.config, gamma=gamma, target=checkpoints.fingerprint(target))
+        drafter.config = replace(drafter.config, gamma=args.gamma, target=checkpoints.fingerprint(target))
     if args.blind and drafter.config.reads:
         raise ValueError(f"the drafter in {args.init} reads the target's states; --blind cannot change that")
     return drafter

@@ -100,7 +100,7 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
 
 def test_a_drafter_can_go_on_from_another(folder):
     train(folder, "one", "--objective", "ce", "--gamma", 4, "--tokens", "2000")
-    train(folder, "two", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--tokens", "1")
+    train(folder, "two", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 4, "--tokens", "1")
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[n], two[n]) for n in one)
     train(folder, "longer", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 6, "--tokens", "1")

@@ -35,7 +35,6 @@ from minispec.tools.files import blame, read_tensors, replaced
 
 SHARD = 128                 # prompts answered between two writes
 LONGEST = 1536              # tokens of a training text; longer ones are cut
-LOGITS = 512                # rows whose logits are in memory at once
 
 
 # -- settings ------------------------------------------------------------------------------------------------
@@ -127,23 +126,18 @@ def batches(texts, device):
 
 @torch.inference_mode()
 def read(target, prompt, answer, temperature):
-    """A text of n tokens, and what the target knew at each: the fields of a Batch, of one text. log_p: of
+    """A text, cut to n tokens, and what the target knew at each: the fields of a Batch, of one text. log_p: of
     each token of the answer at this temperature; of a point mass, at 0, it is 0."""
-    ids = torch.tensor(prompt + answer, device=target.device)
+    ids = torch.tensor(prompt + answer, device=target.device)[:LONGEST]
     positions = torch.arange(len(ids), device=target.device)
-    hidden = target(ids[None], positions[None], dense_attend())
-    best, log_p = [], []
-    # The logits of all rows at once would take more memory than all the rest.
-    for rows, following in zip(hidden[0].split(LOGITS), ids.roll(-1).split(LOGITS)):
-        logits = target.logits(rows).float()
-        best.append(argmax(logits))
-        if temperature:
-            log_p.append(-F.cross_entropy(logits / temperature, following, reduction="none"))
-        else:
-            log_p.append(torch.zeros(len(rows)))
+    hidden = target(ids[None], positions[None], dense_attend())[0]
+    logits = target.logits(hidden).float()
     learn = positions >= len(prompt)
-    log_p = torch.cat(log_p).roll(1).where(learn, 0)     # of each token, no longer of the one behind
-    text = {"ids": ids, "learn": learn, "log_p": log_p, "best": torch.cat(best), "hidden": hidden[0].bfloat16()}
+    log_p = torch.zeros(len(ids), device=target.device)
+    if temperature:
+        log_p[1:] = -F.cross_entropy(logits[:-1] / temperature, ids[1:], reduction="none")
+    text = {"ids": ids, "learn": learn, "log_p": log_p.where(learn, 0), "best": argmax(logits),
+            "hidden": hidden.bfloat16()}
     return {name: x.cpu() for name, x in text.items()}
 
 
@@ -206,9 +200,9 @@ def _given(args, target, tokenizer, least):
 
 
 def _shard(target, file, begin, rows, least):
-    """The texts of a shard that have more than `least` tokens of an answer when they are cut. If its file is
-    not there, it is made of `rows`: (prompt, answer, temperature) each. ValueError where its texts do not
-    begin like those in `begin`."""
+    """The texts of a shard that have more than `least` tokens of an answer. If its file is not there, it is
+    made of `rows`: (prompt, answer, temperature) each. ValueError where its texts do not begin like those in
+    `begin`."""
     if not os.path.exists(file):
         made = [read(target, *row) for row in rows]
         tensors = {f"{i}.{name}": x for i, text in enumerate(made) for name, x in text.items()}
@@ -219,9 +213,8 @@ def _shard(target, file, begin, rows, least):
     for i, ids in enumerate(begin):
         with blame(file):
             text = {name: tensors[f"{i}.{name}"] for name in NAMES}
-        if text["ids"][:len(ids)].tolist() != ids:
+        if text["ids"][:len(ids)].tolist() != ids[:LONGEST]:
             raise ValueError(f"{file} is of other texts; use another --responses folder")
-        text = {name: x[:LONGEST] for name, x in text.items()}
         if text["learn"].sum() > least:
             out.append(text)
     return out
@@ -242,7 +235,7 @@ def start(args, drafter_of, train):
 
 class DrafterRun(training.Run):
     """The training of a drafter on what its target says: texts and held-out texts, made now if they are not
-    in the folder. Cut, each text has more than `least` tokens of an answer. A new drafter gets its draft
+    in the folder. Each text has more than `least` tokens of an answer. A new drafter gets its draft
     vocabulary."""
 
     def __init__(self, args, target, model, least=0):

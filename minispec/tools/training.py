@@ -258,8 +258,7 @@ class Run:
         if first and (first >= self.n_steps or self.progress(0) >= 1):
             print(f"the training in {self.folder} is complete")
             return
-        name = Path(self.folder).absolute().name
-        self.bar = tqdm(range(first, self.n_steps), name, initial=first, total=self.n_steps, unit="step")
+        self.bar = tqdm(range(first, self.n_steps), self.folder, initial=first, total=self.n_steps, unit="step")
         for self.step in self.bar:
             yield self.step
             if self.last:
