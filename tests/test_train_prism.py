@@ -155,7 +155,8 @@ def test_sources_of_prompts_come_in_turn(tmp_path):
         (tmp_path / name).write_text("".join(json.dumps({"prompt": x}) + "\n" for x in texts[name]))
     files = [str(tmp_path / "a"), str(tmp_path / "b")]
     got = {split: [x.strip() for x in rollouts.prompts_of(files, split, iter(texts["own"]))] for split in ("train", "heldout")}
-    assert [x.split()[0] for x in got["train"][:6]] == ["a", "b", "own"] * 2
+    turns = [x for some in itertools.zip_longest(*texts.values()) for x in some if x]
+    assert turns[:6] == ["a 0", "b 0", "own 0", "a 1", "b 1", "own 1"] and got["train"] == [x for x in turns if x in got["train"]]
     assert sorted(got["train"] + got["heldout"]) == sorted(sum(texts.values(), [])) and len(got["heldout"]) > 5     # each once, in one split
 
 

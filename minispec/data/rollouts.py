@@ -86,12 +86,10 @@ def procedural(split):
 def prompts_of(files, split, own):
     """The prompts of a split, the sources in turn: each file, then `own`, an iterator. Of several turns in a
     file, the first."""
-    def of_split(source):
-        return (text for text in source if tasks.is_heldout(text) == (split == "heldout"))
-
     sources = [[p.prompt for p in prompts.load_prompts(file)] for file in files]
-    for texts in itertools.zip_longest(*map(of_split, [*sources, own])):
-        yield from (text for text in texts if text is not None)
+    for text in itertools.chain.from_iterable(itertools.zip_longest(*sources, own)):
+        if text is not None and tasks.is_heldout(text) == (split == "heldout"):
+            yield text
 
 
 # -- answers and what the target knew ------------------------------------------------------------------------
@@ -251,9 +249,8 @@ class DrafterRun(training.Run):
         restrict(model, most_frequent(answers, args.draft_vocab, target.config.vocab_size))
         if args.given:
             self.texts += _given(args, target, tokenizer, least)
-        for name, some in (("training", self.texts), ("held-out", self.heldout)):
-            if not some:
-                raise ValueError(f"there is no {name} prompt with an answer within {LONGEST} tokens")
+        if not self.texts or not self.heldout:
+            raise ValueError(f"too few prompts, or none with an answer within {LONGEST} tokens")
         # In which batches they are read.
         lengths = [len(text["ids"]) for text in self.texts]
         self.plan = training.schedule(args.seed, lengths, args.batch_tokens, args.tokens)

@@ -169,24 +169,20 @@ def locked(folder):
 
 class Optimizer:
     """AdamW, and with `muon` Muon for all matrices but embedding and head, used like one optimiser. Gradients
-    are clipped to norm 1. Gains of norms get no weight decay.
+    are clipped to norm 1.
 
     Muon learns more from as many tokens, but its products are in bf16. On a processor that cannot multiply
     that they take longer than all the rest of a drafter's step."""
 
     def __init__(self, model, muon=False):
         self.parameters = list(model.parameters())
-        # Every parameter goes to one of three groups.
-        matrices, others, gains = [], [], []
+        matrices, others = [], []
         for name, p in model.named_parameters():
-            if p.ndim < 2:
-                gains.append(p)
-            elif muon and not name.startswith(("embed.", "head.")):
+            if muon and p.ndim == 2 and not name.startswith(("embed.", "head.")):
                 matrices.append(p)
             else:
                 others.append(p)
-        groups = [{"params": others, "weight_decay": 0.01}, {"params": gains, "weight_decay": 0.0}]
-        self.parts = [torch.optim.AdamW(groups, betas=(0.9, 0.95))]
+        self.parts = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01)]
         if matrices:
             self.parts += [torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")]
 
