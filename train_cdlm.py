@@ -206,8 +206,7 @@ def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, order
 
 def collect_trajectories(args, folder, tokenizer, mask_id):
     model = checkpoints.load(f"{args.out}/teacher", args.device, fast_dtype(args.device))
-    training.same_settings(folder, prompts=args.prompts, seed=args.seed, gen_length=cdlm.GEN_LENGTH,
-                           block_size=BLOCK_SIZE, teacher=checkpoints.fingerprint(model))
+    training.same_settings(folder, prompts=args.prompts, seed=args.seed, teacher=checkpoints.fingerprint(model))
     cells = [(number, temperature) for number in range(args.prompts) for temperature in TEMPERATURES]
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
         file = f"{folder}/{start // SHARD:05d}.safetensors"

@@ -143,23 +143,17 @@ def unrolled_loss(prism, words, batch, steps):
     return loss, accepted
 
 
-@torch.no_grad()
-def evaluate(model, words, heldout, args):
+def evaluate(run, words):
     """On held-out answers, five drafts a round: tau; and how many drafts pay."""
-    total = torch.zeros(5)
-    n = 0
-    for batch in rollouts.batches(heldout, args.device):
-        with bf16(args.device):
-            _, accepted = unrolled_loss(model, words, batch, 5)
-        tokens = batch.learn.sum().item()
-        total += accepted.cpu() * tokens
-        n += tokens
-    share = total / n
+    def estimate(batch):
+        _, accepted = unrolled_loss(run.model, words, batch, 5)
+        return dict(enumerate(accepted.tolist()))
+
+    share = run.heldout_mean(estimate)
     # Steps whose draft is accepted less often cost more than they give. If all five pay, so may further ones.
-    model.config.depth = max(int((share > WORTH).sum()), 1)
-    if model.config.depth == len(share):
-        model.config.depth = prism.PrismConfig.depth
-    return round(1 + share.sum().item(), 4)
+    depth = sum(x > WORTH for x in share.values())
+    run.model.config.depth = prism.PrismConfig.depth if depth == 5 else max(depth, 1)
+    return round(1 + sum(share.values()), 4)
 
 
 # -- training ------------------------------------------------------------------------------------------------
@@ -181,7 +175,7 @@ def train(args, target, model):
         loss.backward()
         run.update(run.used, loss=loss, tau=1 + accepted.sum())
         if run.checkpoint_due():
-            tau = evaluate(model, words, run.heldout, args)          # also sets the depth, which is saved
+            tau = evaluate(run, words)                     # also sets the depth, which is saved
             prism.save(model, args.out)
             run.checkpoint(tokens=run.tokens, heldout_tau=tau)
 

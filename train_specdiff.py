@@ -23,7 +23,6 @@ log.jsonl, command.txt, and resume.pt with the optimisers' state.
 heldout_tau estimates the tokens a round would commit, bonus included: greedy, the argmax at temperature 0;
 point_mass and rejection, chains drawn from the drafter, under the answers' temperature.
 """
-from collections import Counter
 from dataclasses import replace
 
 import minispec  # before torch: it tunes the allocator
@@ -241,7 +240,6 @@ def distillation(drafter, batch, starts, windows, text, valid):
     return first + (mean * decay)[1:].sum()
 
 
-@torch.no_grad()
 def estimate(drafter, batch, n_windows):
     """How many drafts windows of a rollouts.Batch would have accepted on average: {"greedy"}, the argmax at
     temperature 0, and {"point_mass", "rejection"}, a chain drawn from q. It is the sum of how often the first
@@ -260,15 +258,11 @@ def estimate(drafter, batch, n_windows):
     return {name: x.float().sum(-1).mean().item() for name, x in per_window.items()}
 
 
-def evaluate(model, heldout, args):
+def evaluate(run):
     """On held-out answers: tau by each way of accepting."""
-    total = Counter()
-    for batch in rollouts.batches(heldout, args.device):
-        with bf16(args.device):
-            means = estimate(model, batch, args.windows)
-        total.update({name: mean * len(batch.ids) for name, mean in means.items()})
+    means = run.heldout_mean(lambda batch: estimate(run.model, batch, run.args.windows))
     # 1 is the bonus token.
-    return {name: round(1 + x / len(heldout), 4) for name, x in total.items()}
+    return {name: round(1 + x, 4) for name, x in means.items()}
 
 
 def train(args, target, model):
@@ -288,7 +282,7 @@ def train(args, target, model):
 
         if run.checkpoint_due():
             specdiff.save(model, args.out)
-            run.checkpoint(tokens=run.tokens, heldout_tau=evaluate(model, run.heldout, args))
+            run.checkpoint(tokens=run.tokens, heldout_tau=evaluate(run))
 
 
 def main():

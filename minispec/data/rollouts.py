@@ -15,6 +15,7 @@ read back, and the end of text stays where it was chosen.
 import itertools
 import os
 import time
+from collections import Counter
 from dataclasses import dataclass, fields
 
 import torch
@@ -114,12 +115,6 @@ def padded(texts, device="cpu"):
         columns[name] = pad_sequence([text[name] for text in texts], batch_first=True).to(device)
     columns["hidden"] = columns["hidden"].float()
     return Batch(**columns)
-
-
-def batches(texts, device):
-    """All texts, a few at a time."""
-    for i in range(0, len(texts), 4):
-        yield padded(texts[i:i + 4], device)
 
 
 @torch.inference_mode()
@@ -266,3 +261,14 @@ class DrafterRun(training.Run):
             numbers, self.tokens = self.plan[step]
             self.used = self.tokens / self.plan[-1][1]
             yield step, padded([self.texts[i] for i in numbers], self.args.device)
+
+    @torch.no_grad()
+    def heldout_mean(self, estimate):
+        """The mean of estimate(Batch), {name: number}, over the held-out texts."""
+        total = Counter()
+        for i in range(0, len(self.heldout), 4):
+            some = self.heldout[i:i + 4]
+            with training.bf16(self.args.device):
+                means = estimate(padded(some, self.args.device))
+            total.update({name: x * len(some) / len(self.heldout) for name, x in means.items()})
+        return total
