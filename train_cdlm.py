@@ -2,7 +2,8 @@
 student.
 
     python train_cdlm.py --out mine/cdlm                         # all three stages, hours
-    python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill      # an ablation, from the same teacher
+    # an ablation, from the same teacher
+    python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill
 
     teacher        OUT/teacher: the target's weights, trained to fill in masks; every slot sees all others
     trajectories   OUT/trajectories: the teacher answers training prompts, one token a step; stored are the
@@ -206,7 +207,8 @@ def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, order
 
 def collect_trajectories(args, folder, tokenizer, mask_id):
     model = checkpoints.load(f"{args.out}/teacher", args.device, fast_dtype(args.device))
-    training.same_settings(folder, prompts=args.prompts, seed=args.seed, teacher=checkpoints.fingerprint(model))
+    training.same_settings(folder, prompts=args.prompts, seed=args.seed,
+                           teacher=checkpoints.fingerprint(model))
     cells = [(number, temperature) for number in range(args.prompts) for temperature in TEMPERATURES]
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
         file = f"{folder}/{start // SHARD:05d}.safetensors"

@@ -62,7 +62,8 @@ def drafter_of(args, target):
     source = prism.load(args.init, args.device)
     source.check(target)
     if source.config.n_layer != n_layer:
-        raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers; this arm needs {n_layer}")
+        raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers; "
+                         f"this arm needs {n_layer}")
     prism.copy_modules(model, source)
     return model
 

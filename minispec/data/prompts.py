@@ -103,9 +103,9 @@ def _problem(row):
     family, think, check = "prompt", "", "math"
     # 1. Which format is it?
     if "entry_point" in row:
-        family, answer = "humaneval", None
+        family = "humaneval"
     elif "test_list" in row:
-        family, answer = "mbpp", None
+        family = "mbpp"
         prompt += "\n".join(["\nYour code should pass these tests:", *row["test_list"]])
     elif "turns" in row:
         family = row.get("category", "turns").replace("/", "-")

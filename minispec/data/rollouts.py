@@ -119,8 +119,8 @@ def padded(texts, device="cpu"):
 
 @torch.inference_mode()
 def read(target, prompt, answer, temperature):
-    """A text, cut to n tokens, and what the target knew at each: the fields of a Batch, of one text. log_p: of
-    each token of the answer at this temperature; of a point mass, at 0, it is 0."""
+    """A text, cut to n tokens, and what the target knew at each: the fields of a Batch, of one text. log_p:
+    of each token of the answer at this temperature; of a point mass, at 0, it is 0."""
     ids = torch.tensor(prompt + answer, device=target.device)[:LONGEST]
     positions = torch.arange(len(ids), device=target.device)
     hidden = target(ids[None], positions[None], dense_attend())[0]

@@ -254,7 +254,8 @@ class Run:
         if first and (first >= self.n_steps or self.progress(0) >= 1):
             print(f"the training in {self.folder} is complete")
             return
-        self.bar = tqdm(range(first, self.n_steps), self.folder, initial=first, total=self.n_steps, unit="step")
+        self.bar = tqdm(range(first, self.n_steps), self.folder, initial=first, total=self.n_steps,
+                        unit="step")
         for self.step in self.bar:
             yield self.step
             if self.last:
@@ -269,8 +270,8 @@ class Run:
         return min(done, 1)
 
     def update(self, progress, **values):
-        """One step of the optimiser, `progress` (up to 1) being how much of all data is used up with it. values:
-        numbers or scalar tensors of this step; they are shown, and their means logged at the next
+        """One step of the optimiser, `progress` (up to 1) being how much of all data is used up with it.
+        values: numbers or scalar tensors of this step; they are shown, and their means logged at the next
         checkpoint."""
         # Linear warm-up, then a cosine down to a twentieth of the peak.
         done = self.progress(progress)
