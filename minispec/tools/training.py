@@ -196,35 +196,11 @@ class Optimizer:
             part.zero_grad()
 
 
-def save_state(path, model, optimizer, **progress):
-    """Everything that a resumed run starts from, in one file."""
-    optimizers = [part.state_dict() for part in optimizer.parts]
-    state = {"model": model.state_dict(), "optimizers": optimizers, "progress": progress}
-    with replaced(path) as temporary, open(temporary, "wb") as file:
-        torch.save(state, file)
-
-
-def load_state(path, model, optimizer):
-    """The progress of the run that wrote `path`; its weights and optimiser state are put in place. ValueError
-    where the file is damaged or another run's."""
-    try:
-        if zipfile.ZipFile(path).testzip():                    # torch.load does not look at the check sums
-            raise ValueError("a check sum is wrong")
-        saved = torch.load(path, map_location="cpu", weights_only=True)      # unpickles nothing but tensors
-        model.load_state_dict(saved["model"])
-        for part, state in zip(optimizer.parts, saved["optimizers"], strict=True):
-            part.load_state_dict(state)
-        return saved["progress"]
-    except Exception as e:                                     # a damaged archive may raise anything
-        text = f"{path} is damaged or of another run; remove it to start over, or use another --out"
-        raise ValueError(f"{text} ({type(e).__name__}: {e})"[:600]) from None
-
-
 @dataclass
 class Run:
     """One training in a folder: which steps are missing, what is shown and logged, and its checkpoints. If
-    the folder has a resume.pt, the weights and the optimiser's state are loaded from it at once (errors: see
-    load_state)."""
+    the folder has a resume.pt, the weights and the optimiser's state are loaded from it at once. ValueError
+    where it is damaged or another run's."""
     args: Namespace
     folder: str
     model: torch.nn.Module
@@ -242,10 +218,22 @@ class Run:
         self.resume_file = Path(self.folder, "resume.pt")
         self.started = time.time()
         if self.resume_file.exists():
-            progress = load_state(self.resume_file, self.model, self.optimizer)
-            self.step, self.log = progress["step"], progress["log"]
-            self.started -= progress["seconds"]
+            try:
+                self._resume()
+            except Exception as e:                             # a damaged archive may raise anything
+                text = f"{self.resume_file} is damaged or of another run; remove it to start over, or use"
+                raise ValueError(f"{text} another --out ({type(e).__name__}: {e})"[:600]) from None
             print(f"resuming at step {self.step} of {self.n_steps}")
+
+    def _resume(self):
+        if zipfile.ZipFile(self.resume_file).testzip():        # torch.load does not look at the check sums
+            raise ValueError("a check sum is wrong")
+        saved = torch.load(self.resume_file, map_location="cpu", weights_only=True)      # nothing but tensors
+        self.model.load_state_dict(saved["model"])
+        for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
+            part.load_state_dict(state)
+        self.step, self.log = saved["step"], saved["log"]
+        self.started -= saved["seconds"]
 
     def steps(self):
         """The numbers of the steps that are still missing, with a progress bar; the end is noted in
@@ -271,7 +259,7 @@ class Run:
 
     def update(self, progress, **values):
         """One step of the optimiser, `progress` (up to 1) being how much of all data is used up with it.
-        values: numbers or scalar tensors of this step; they are shown, and their means logged at the next
+        values: scalar tensors of this step; they are shown, and their means logged at the next
         checkpoint."""
         # Linear warm-up, then a cosine down to a twentieth of the peak.
         done = self.progress(progress)
@@ -279,7 +267,7 @@ class Run:
         self.optimizer.step(self.lr * min(done / WARMUP, falling))
         if self.step % TRIM == 0:
             minispec.trim()
-        self.recent.append({name: torch.as_tensor(x).item() for name, x in values.items()})
+        self.recent.append({name: x.item() for name, x in values.items()})
         self.bar.set_postfix(self.recent[-1])
 
     def checkpoint_due(self):
@@ -303,6 +291,8 @@ class Run:
         record = {"step": self.step + 1, **means, **results, "seconds": seconds}
         self.log += json.dumps(record) + "\n"
         write_text(Path(self.folder, "log.jsonl"), self.log)
-        save_state(self.resume_file, self.model, self.optimizer, step=self.step + 1, seconds=seconds,
-                   log=self.log)
+        state = {"step": self.step + 1, "seconds": seconds, "log": self.log, "model": self.model.state_dict(),
+                 "optimizers": [part.state_dict() for part in self.optimizer.parts]}
+        with replaced(self.resume_file) as temporary, open(temporary, "wb") as file:
+            torch.save(state, file)
         self.recent = []                  # a resumed run starts without them too, so both log the same means
