@@ -16,6 +16,7 @@ is finished is not done again. Models are Hugging Face folders with log.jsonl an
 """
 import os
 import random
+from pathlib import Path
 
 import minispec  # before torch: it tunes the allocator
 import torch
@@ -29,10 +30,9 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import masks, tasks
 from minispec.data.tokenizer import Tokenizer
-from minispec.data.trajectories import as_batch, batch_of, load_trajectories
 from minispec.studies import cdlm as study
 from minispec.tools import checkpoints, training
-from minispec.tools.files import replaced
+from minispec.tools.files import blame, read_tensors, replaced
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked, schedule
 
@@ -70,6 +70,14 @@ def example(tokenizer, seed, n):
     return study.fitting(tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40))[1:]
 
 
+def as_batch(pairs, width=0):
+    """[(prompt ids, answer ids)] -> tensors, prompts padded on the left to (n, width) or the longest."""
+    prompts, answers = zip(*pairs)
+    width = width or max(map(len, prompts))
+    return {"prompt": torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
+            "length": torch.tensor([len(p) for p in prompts]), "answer": torch.tensor(answers)}
+
+
 def examples_of_step(tokenizer, args, step):
     numbers = range(step * args.batch, (step + 1) * args.batch)
     return as_batch([example(tokenizer, args.seed, n) for n in numbers])
@@ -77,6 +85,25 @@ def examples_of_step(tokenizer, args, step):
 
 def to(device, batch):
     return {name: x.to(device) for name, x in batch.items()}
+
+
+def load_trajectories(folder):
+    """The shards of a folder as one: {name: tensor (n, ..)}. A trajectory is the tokens (L,) of an answer,
+    the rank (L,) at which each slot was revealed, the hidden rows (L, C) from which they were, and how many
+    slots are live: the text ends in the last block of those."""
+    shards = [read_tensors(file) for file in sorted(Path(folder).glob("*.safetensors"))]
+    with blame(folder):
+        return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+
+
+def batch_of(data, numbers):
+    """These trajectories, without what is empty in all of them: the left of the prompts, and slots behind the
+    text, which decoding never opened."""
+    batch = {name: x[numbers] for name, x in data.items()}
+    batch["prompt"] = batch["prompt"][:, -int(batch["length"].max()):]
+    for name in ("tokens", "rank", "hidden"):
+        batch[name] = batch[name][:, :int(batch["live"].max())]
+    return batch
 
 
 # -- losses (2.3) --------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from minispec import cdlm
 from minispec.tools import checkpoints
 from minispec.data import masks, tasks
 from minispec.data.tokenizer import Tokenizer
-from minispec.data.trajectories import batch_of, load_trajectories
 from minispec.tools.training import Optimizer, schedule
 
 
@@ -295,9 +294,9 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
 
 
 def test_trajectory_files(trained, toy, monkeypatch):                              # 12
-    data = load_trajectories(trained / "trajectories")
+    data = train_cdlm.load_trajectories(trained / "trajectories")
     assert len(data["live"]) == 6 and os.path.getsize(trained / "trajectories" / "00000.safetensors") < 2 * (160 * 32 * 2 + 160 * 8 * 3 + 2000)
-    batch, longest = batch_of(data, [0, 1, 5]), max(data["live"][[0, 1, 5]])
+    batch, longest = train_cdlm.batch_of(data, [0, 1, 5]), max(data["live"][[0, 1, 5]])
     assert batch["hidden"].shape == (3, longest, 32) and batch["tokens"].shape == batch["rank"].shape == (3, longest) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
     assert torch.equal(batch["prompt"][0], batch["prompt"][1]) and batch["prompt"].shape[1] == batch["length"].max()     # two temperatures of one problem
     for prompt, n in zip(batch["prompt"], batch["length"]):

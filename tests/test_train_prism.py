@@ -136,7 +136,7 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, monkeyp
     tokenizer = Tokenizer.load(folder / "target")
     prompt, answer = tokenizer.prompt_ids(read[0]["prompt"] + "\n"), tokenizer.encode(read[0]["answer"]) + [target.config.eos_id]
     want = rollouts.read(target, prompt, answer, 1)
-    assert all(torch.equal(states[f"0.{name}"], want[name]) for name in rollouts.NAMES) and (want["log_p"][len(prompt):] < 0).all()
+    assert all(torch.equal(states[f"0.{name}"], want[name]) for name in rollouts.Batch._fields) and (want["log_p"][len(prompt):] < 0).all()
     again = functools.partial(train, folder, "given2", "--tokens", "300", "--given")
     with pytest.raises(ValueError, match="cannot read"):
         again(str(tmp_path / "not there"))

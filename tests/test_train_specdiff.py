@@ -79,7 +79,7 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
     shard = load_file(folder / "responses" / "train-0-16.safetensors")
     assert {name.split(".")[0] for name in shard} == set(map(str, range(16)))
     for i in range(4):
-        kept = {name: shard[f"{i}.{name}"] for name in rollouts.NAMES}
+        kept = {name: shard[f"{i}.{name}"] for name in rollouts.Batch._fields}
         prompt, answer = kept["ids"][~kept["learn"]].tolist(), kept["ids"][kept["learn"]].tolist()
         n = len(prompt)
         want = dense_logits(target, prompt + answer).float()

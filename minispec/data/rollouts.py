@@ -16,7 +16,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -95,8 +95,7 @@ def prompts_of(files, split, own):
 
 # -- answers and what the target knew ------------------------------------------------------------------------
 
-@dataclass
-class Batch:
+class Batch(NamedTuple):
     """Texts padded on the right to S tokens; what the target wrote is to be learned."""
     ids: torch.Tensor                    # (B, S)
     learn: torch.Tensor                  # (B, S) bool
@@ -105,13 +104,10 @@ class Batch:
     hidden: torch.Tensor                 # (B, S, C) its final hidden states
 
 
-NAMES = [field.name for field in fields(Batch)]
-
-
 def padded(texts, device="cpu"):
     """The Batch of texts, see `read`."""
     columns = {}
-    for name in NAMES:
+    for name in Batch._fields:
         columns[name] = pad_sequence([text[name] for text in texts], batch_first=True).to(device)
     columns["hidden"] = columns["hidden"].float()
     return Batch(**columns)
@@ -205,7 +201,7 @@ def _shard(target, file, begin, rows, least):
     out = []
     for i, ids in enumerate(begin):
         with blame(file):
-            text = {name: tensors[f"{i}.{name}"] for name in NAMES}
+            text = {name: tensors[f"{i}.{name}"] for name in Batch._fields}
         if text["ids"][:len(ids)].tolist() != ids[:LONGEST]:
             raise ValueError(f"{file} is of other texts; use another --responses folder")
         if text["learn"].sum() > least:

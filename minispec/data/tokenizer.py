@@ -84,7 +84,7 @@ class Tokenizer:
     def encode(self, text):
         """Plain text to ids. Lone surrogates (undecodable bytes of a command line) become "?"."""
         text = text.replace(MARK, "").encode("utf-8", "replace").decode("utf-8")
-        if len(text) > MOST_SPACE and any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
+        if any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
             raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be "
                              "split into tokens")
         if self.form:
