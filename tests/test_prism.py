@@ -136,7 +136,8 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
 def test_the_loss_is_a_divergence(vocabulary):
     """Against the plain formula, row by row; and what is accepted. The target's first rows judge nobody."""
     drafter, batch, steps = restrict(toy_drafter(TARGET), vocabulary), texts(3), 3
-    batch.best = torch.randint(0, 12, batch.ids.shape, generator=torch.Generator().manual_seed(0))      # or no draft would be right
+    best = torch.randint(0, 12, batch.ids.shape, generator=torch.Generator().manual_seed(0))            # or no draft would be right
+    batch = batch._replace(best=best)
     words = Words(TARGET, vocabulary)
     loss, accepted = train_prism.unrolled_loss(drafter, words, batch, steps)
     loss.backward()
