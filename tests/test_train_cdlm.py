@@ -13,7 +13,6 @@ from test_cdlm import MASK, PROMPTS, B, L, at, dense, filled, model, pad_prompts
 
 import train_cdlm
 from minispec import cdlm
-from minispec.tools import checkpoints
 from minispec.data import masks, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools.training import Optimizer, schedule

@@ -18,7 +18,6 @@ from minispec import prism, specdiff
 from minispec.tools import checkpoints
 from minispec.tools.training import fast_dtype
 from minispec.data import rollouts
-from minispec.core.attention import dense_attend
 
 
 script = functools.partial(run_script, train_specdiff)
