@@ -2,10 +2,8 @@
 student.
 
     python train_cdlm.py --out mine/cdlm                         # all three stages, hours
-    python train_cdlm.py --out mine/cdlm --stage teacher         # or one after the other
-    python train_cdlm.py --out mine/cdlm --stage trajectories
-    # an ablation
-    python train_cdlm.py --out mine/cdlm --stage student --weights 1 0 0 --name distill
+    # an ablation, from the same teacher
+    python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill
 
     teacher        OUT/teacher: the target's weights, trained to fill in masks; every slot sees all others
     trajectories   OUT/trajectories: the teacher answers training prompts, one token a step; stored are the
@@ -18,6 +16,7 @@ is finished is not done again. Models are Hugging Face folders with log.jsonl an
 """
 import os
 import random
+from pathlib import Path
 
 import minispec  # before torch: it tunes the allocator
 import torch
@@ -31,12 +30,11 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import masks, tasks
 from minispec.data.tokenizer import Tokenizer
-from minispec.data.trajectories import as_batch, batch_of, load_trajectories, numbers_of_step
 from minispec.studies import cdlm as study
 from minispec.tools import checkpoints, training
-from minispec.tools.files import replaced
+from minispec.tools.files import blame, read_tensors, replaced
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked
+from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked, schedule
 
 BLOCK_WARMUP = 0.5               # of the teacher's steps have block-causal attention
 IN_ORDER = 0.6                   # of the blocks are masked in reading order: see `masks.turns`
@@ -46,9 +44,8 @@ SHARD = 32                       # trajectories in a file
 
 def parse_args():
     p = Parser(__doc__)
-    training.add_arguments(p, lr=None, warmup=50, save_every=200)
+    training.add_arguments(p, lr=None, save_every=200)
     add = p.add_argument
-    add("--stage", default="all", choices=("all", *STAGES), help="default: all, in this order")
     add("--target", default="checkpoints/target",
         help="the autoregressive model that the teacher starts from (default %(default)s)")
     add("--steps", type=int, default=8000,
@@ -58,8 +55,7 @@ def parse_args():
     add("--name", default="student", help="the student's folder in --out (default %(default)s)")
     add("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01), metavar=("DISTILL", "CONS", "DLM"),
         help="of the student's losses (default 1 0.5 0.01)")
-    args = p.parse_args()
-    training.check_arguments(args, steps=1, batch=1, prompts=1)
+    args = training.parsed(p)
     if not any(args.weights):
         raise ValueError("weights 0 0 0 leave nothing to train for; at least one must be above 0")
     return args
@@ -74,6 +70,14 @@ def example(tokenizer, seed, n):
     return study.fitting(tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40))[1:]
 
 
+def as_batch(pairs, width=0):
+    """[(prompt ids, answer ids)] -> tensors, prompts padded on the left to (n, width) or the longest."""
+    prompts, answers = zip(*pairs)
+    width = width or max(map(len, prompts))
+    return {"prompt": torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
+            "length": torch.tensor([len(p) for p in prompts]), "answer": torch.tensor(answers)}
+
+
 def examples_of_step(tokenizer, args, step):
     numbers = range(step * args.batch, (step + 1) * args.batch)
     return as_batch([example(tokenizer, args.seed, n) for n in numbers])
@@ -81,6 +85,25 @@ def examples_of_step(tokenizer, args, step):
 
 def to(device, batch):
     return {name: x.to(device) for name, x in batch.items()}
+
+
+def load_trajectories(folder):
+    """The shards of a folder as one: {name: tensor (n, ..)}. A trajectory is the tokens (L,) of an answer,
+    the rank (L,) at which each slot was revealed, the hidden rows (L, C) from which they were, and how many
+    slots are live: the text ends in the last block of those."""
+    shards = [read_tensors(file) for file in sorted(Path(folder).glob("*.safetensors"))]
+    with blame(folder):
+        return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
+
+
+def batch_of(data, numbers):
+    """These trajectories, without what is empty in all of them: the left of the prompts, and slots behind the
+    text, which decoding never opened."""
+    batch = {name: x[numbers] for name, x in data.items()}
+    batch["prompt"] = batch["prompt"][:, -int(batch["length"].max()):]
+    for name in ("tokens", "rank", "hidden"):
+        batch[name] = batch[name][:, :int(batch["live"].max())]
+    return batch
 
 
 # -- losses (2.3) --------------------------------------------------------------------------------------------
@@ -144,7 +167,7 @@ def distillation_loss(model, teacher_head, batch, k, mask_id, block_size):
     noisy = tokens.masked_fill(masked, mask_id)
     hidden = cdlm.blocks_hidden(model, batch["prompt"], batch["length"], tokens, noisy, block_size)
     # What the teacher thought of each slot when it revealed it.
-    with torch.no_grad(), torch.autocast(tokens.device.type, enabled=False):
+    with torch.autocast(tokens.device.type, enabled=False):
         goal = mask_free(batch["hidden"][masked].to(teacher_head.dtype) @ teacher_head.T, mask_id)
     values = divergence(goal, mask_free(model.logits(hidden[masked]), mask_id))
     # The mean over the masked slots of a block, of all blocks with text.
@@ -211,8 +234,8 @@ def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, order
 
 def collect_trajectories(args, folder, tokenizer, mask_id):
     model = checkpoints.load(f"{args.out}/teacher", args.device, fast_dtype(args.device))
-    training.same_settings(folder, prompts=args.prompts, seed=args.seed, gen_length=cdlm.GEN_LENGTH,
-                           block_size=BLOCK_SIZE, teacher=checkpoints.fingerprint(model))
+    training.same_settings(folder, prompts=args.prompts, seed=args.seed,
+                           teacher=checkpoints.fingerprint(model))
     cells = [(number, temperature) for number in range(args.prompts) for temperature in TEMPERATURES]
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
         file = f"{folder}/{start // SHARD:05d}.safetensors"
@@ -234,9 +257,7 @@ def collect_trajectories(args, folder, tokenizer, mask_id):
 def train_student(args, folder, tokenizer, mask_id):
     teacher = f"{args.out}/teacher"
     model = checkpoints.load(teacher, args.device, torch.float32)
-    trajectories = f"{args.out}/trajectories"
-    data = load_trajectories(trajectories)
-    training.same_settings(trajectories, teacher=checkpoints.fingerprint(model))
+    data = load_trajectories(f"{args.out}/trajectories")
     train(args, folder, tokenizer, mask_id, model, teacher, 2e-4, args.weights, data)
 
 
@@ -245,15 +266,18 @@ def train(args, folder, tokenizer, mask_id, model, source, lr, weights, data=Non
     which a teacher has the last one alone; data: a student's trajectories."""
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()
-    # A student's reference answers are of other problems than the trajectories.
-    first = 0 if data is None else args.prompts * 1000
+    first = 0
+    if data is not None:
+        plan = schedule(args.seed, [1] * len(data["live"]), args.batch, args.steps * args.batch)
+        # A student's reference answers are of other problems than the trajectories.
+        first = args.prompts * 1000
     run = Run(args, folder, model, args.steps, args.lr or lr, muon=True)
     for step in run.steps():
         generator = generator_of(args, step)
         block_causal = data is not None or step < args.steps * BLOCK_WARMUP
         if data is not None:
             # States of the teacher's trajectories.
-            batch = batch_of(data, numbers_of_step(step, args.batch, len(data["live"]), args.seed))
+            batch = batch_of(data, plan[step][0])
             k = draw_states(batch["live"], batch["tokens"].shape[1], BLOCK_SIZE, generator)
             batch = to(args.device, batch)
         # The losses; one of weight 0 is not computed.
@@ -269,7 +293,7 @@ def train(args, folder, tokenizer, mask_id, model, source, lr, weights, data=Non
         # One step of the optimiser on their weighted sum.
         loss = sum(weights[name] * x for name, x in losses.items())
         loss.backward()
-        run.update(step / args.steps, **losses, loss=loss)
+        run.update((step + 1) / args.steps, **losses, loss=loss)
         if run.checkpoint_due():
             checkpoints.save(model, folder, source)
             run.checkpoint(heldout=evaluate(model, tokenizer, args, mask_id, block_causal))
@@ -288,23 +312,19 @@ def evaluate(model, tokenizer, args, mask_id, block_causal):
     return heldout
 
 
-STAGES = {"teacher": train_teacher, "trajectories": collect_trajectories, "student": train_student}
-
-
 def main():
     args = parse_args()
-    stages = [args.stage] if args.stage in STAGES else list(STAGES)
-    source = args.target if stages[0] == "teacher" else f"{args.out}/teacher"
-    tokenizer, context = Tokenizer.load(source), checkpoints.load(source).config.block_size
+    tokenizer = Tokenizer.load(args.target)
+    context = checkpoints.load(args.target).config.block_size
     if cdlm.GEN_LENGTH + study.LONGEST_PROMPT > context:
         raise ValueError(f"prompts of {study.LONGEST_PROMPT} and answers of {cdlm.GEN_LENGTH} tokens exceed "
                          f"the context of {context}")
-    mask_id = cdlm.mask_id_of(tokenizer, source)
-    for stage in stages:
-        name = args.name if stage == "student" else stage
+    mask_id = cdlm.mask_id_of(tokenizer, args.target)
+    stages = (("teacher", train_teacher), ("trajectories", collect_trajectories), (args.name, train_student))
+    for name, stage in stages:
         folder = f"{args.out}/{name}"
         with locked(folder):
-            STAGES[stage](args, folder, tokenizer, mask_id)
+            stage(args, folder, tokenizer, mask_id)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ CURRICULUM = ((0.06, {256: 1.0}),
               (0.14, {512: 1.0}),
               (0.85, {1024: 1.0}),
               (1.0, {1024: 0.4, 6144: 0.4, 10240: 0.2}))
-LONGEST = 10240
 # Tokens of an optimiser step, or one sequence, if that is longer. Larger steps are fewer steps, and a small
 # model wants many; a GPU wants 8 times as many tokens, or more.
 BATCH_TOKENS = 2048
@@ -45,19 +44,15 @@ CLIP_EVERY = 20             # steps between two looks at them
 
 def parse_args():
     p = Parser(__doc__)
-    training.add_arguments(p, lr=4e-3, warmup=100, save_every=100)
+    training.add_arguments(p, lr=4e-3, save_every=100)
     add = p.add_argument
     add("--size", default="nano", choices=gpt.SIZES, help="model size (default nano, about 5M parameters)")
     add("--teacher",
         help="folder of a target to distil from: the loss is the KL divergence to its distribution")
     add("--tokens", type=float, default=32e6, help="training tokens in all")
-    add("--max-length", type=int, default=LONGEST,
+    add("--max-length", type=int, default=10240,
         help="longest sequence; longer ones of the curriculum are cut to it")
-    args = p.parse_args()
-    training.check_arguments(args, tokens=1, max_length=1)
-    if args.max_length > LONGEST:
-        raise ValueError(f"max-length {args.max_length} is out of range; allowed is 1 to {LONGEST}")
-    return args
+    return training.parsed(p)
 
 
 # -- data -----------------------------------------------------------------------------------------

@@ -21,26 +21,24 @@ import torch
 import torch.nn.functional as F
 
 from minispec import prism
+from minispec.core.attention import dense_attend
 from minispec.core.verify import argmax
-from minispec.core.words import Words, most_frequent, restrict
+from minispec.core.words import Words
 from minispec.data import rollouts
-from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Run, bf16, cross_entropy, fast_dtype, locked, with_entropy
+from minispec.tools.training import bf16, divergence
 
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
 
-# unroll: draft steps in the loss, if not those of --unroll. All arms but the first draft from own states too.
+# name: (which module every draft step reads, the last entry serving all later steps; layers of a module)
 ARMS = {
-    # One module, one step: EAGLE and EAGLE-2.
-    "eagle2": {"step_map": (0,), "n_layer": 1, "unroll": 1},
-    # One module, many steps: HASS, EAGLE-3.
-    "ttt1": {"step_map": (0,), "n_layer": 1},
+    # One module, many steps: HASS, EAGLE-3; with --unroll 1: EAGLE, EAGLE-2.
+    "ttt1": ((0,), 1),
     # The paper's: step 1 reads module 0, all later ones module 1.
-    "prism2": {"step_map": (0, 1), "n_layer": 1},
-    "prism3": {"step_map": (0, 1, 2), "n_layer": 1},
+    "prism2": ((0, 1), 1),
+    "prism3": ((0, 1, 2), 1),
     # As many parameters as prism2, all of them read at every step.
-    "stack2": {"step_map": (0,), "n_layer": 2},
+    "stack2": ((0,), 2),
 }
 
 
@@ -51,23 +49,21 @@ def parse_args():
                    help="which member of the family (default prism2)")
     p.add_argument("--init", metavar="DIR",
                    help="start from this drafter; further modules begin as copies of its last")
-    p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default 5; arm eagle2: 1)")
-    args = p.parse_args()
-    rollouts.check_arguments(args, unroll=1)
-    return args
+    p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default %(default)s)")
+    return rollouts.parsed(p)
 
 
 def drafter_of(args, target):
     """A new drafter for the arm; with --init its modules are copies of a trained one's."""
-    arm = ARMS[args.arm]
-    model = prism.for_target(target, arm["step_map"], arm["n_layer"])
+    step_map, n_layer = ARMS[args.arm]
+    model = prism.for_target(target, step_map, n_layer)
     if not args.init:
         return model
     source = prism.load(args.init, args.device)
     source.check(target)
-    if source.config.n_layer != arm["n_layer"]:
-        raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers; this arm needs "
-                         f"{arm['n_layer']}")
+    if source.config.n_layer != n_layer:
+        raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers; "
+                         f"this arm needs {n_layer}")
     prism.copy_modules(model, source)
     return model
 
@@ -82,30 +78,17 @@ def drafter_of(args, target):
 def unrolled_attend():
     """attend of unrolled drafting. Step 1 is causal. At step k the query of row r sees the step-1 keys of
     rows 0 .. r, and of the steps since then the keys of row r alone: those its own drafts wrote. The next
-    call for a layer is its next step.
-
-    In single operators: a CPU's fused attention would compute S keys a step more, all but one of them hidden.
-    """
+    call for a layer is its next step."""
     steps = {}                                           # layer -> the keys and values of its steps so far
 
     def attend(layer, q, k, v):
         """q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D)."""
-        s, h, d = q.shape[1:]
-        group = h // k.shape[2]
-        steps.setdefault(layer, []).append((k.transpose(1, 2), v.transpose(1, 2)))
-        (first_k, first_v), *own = steps[layer]                                # (B, G, S, D) each
-        q = q.transpose(1, 2).unflatten(1, (-1, group)) * d ** -0.5            # (B, G, g, S, D)
-
-        # 1. What every row makes of the step-1 keys up to its own, and of its own later ones.
-        hidden = torch.full((s, s), float("-inf"), device=q.device).triu(1)
-        logits = (q.flatten(2, 3) @ first_k.mT).unflatten(2, (group, s)) + hidden
-        later = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]    # (B, G, g, S, 1)
-        weights = torch.cat([logits, *later], -1).float().softmax(-1).to(v.dtype)
-        # 2. What it reads there.
-        out = (weights[..., :s].flatten(2, 3) @ first_v).unflatten(2, (group, s))
-        for i, (_, v) in enumerate(own, s):
-            out = out + weights[..., i:i + 1] * v[:, :, None]
-        return out.flatten(1, 2).transpose(1, 2)
+        steps.setdefault(layer, []).append((k, v))
+        keys, values = (torch.cat(x, 1) for x in zip(*steps[layer]))           # (B, k S, G, D)
+        itself = torch.eye(q.shape[1], dtype=torch.bool, device=q.device)
+        causal = torch.ones_like(itself).tril()
+        mask = torch.cat([causal] + [itself] * (len(steps[layer]) - 1), 1)     # (S, k S)
+        return dense_attend(mask)(layer, q, keys, values)
     return attend
 
 
@@ -144,15 +127,14 @@ def unrolled_loss(prism, words, batch, steps):
     # that the drafter can become.
     judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
     judged[:, :steps] = False                            # too near the beginning to be guessed at every step
-    with torch.no_grad():
-        p, entropy = with_entropy(words.logits(batch.hidden[judged]))          # (n, N), (n,)
+    goal = words.logits(batch.hidden[judged])            # (n, N)
     best = batch.best[judged]
     loss, chains = 0.0, []
     right = whole = torch.ones_like(judged)              # are all guesses of a row right, and all judged?
     for k, a in enumerate(states, 1):
         rows = judged.roll(-k, 1)                                              # (B, S): the same, as rows r
         guess = words.logits(a[rows])
-        loss = loss + (cross_entropy(p, guess) - entropy).sum() / max(len(guess), 1)
+        loss = loss + divergence(goal, guess).sum() / max(len(guess), 1)
         # 3. How far the guesses of each row are the target's argmax.
         hits = words.tokens(argmax(guess)) == best
         right = right.masked_scatter(rows, right[rows] & hits)
@@ -162,62 +144,45 @@ def unrolled_loss(prism, words, batch, steps):
     return loss, accepted
 
 
-@torch.no_grad()
-def evaluate(model, words, heldout, args):
+def evaluate(run, words):
     """On held-out answers, five drafts a round: tau; and how many drafts pay."""
-    total = torch.zeros(5)
-    n = 0
-    for batch in heldout.batches(args.device):
-        with bf16(args.device):
-            _, accepted = unrolled_loss(model, words, batch, 5)
-        tokens = batch.learn.sum().item()
-        total += accepted.cpu() * tokens
-        n += tokens
-    share = total / n
+    def estimate(batch):
+        _, accepted = unrolled_loss(run.model, words, batch, 5)
+        return dict(enumerate(accepted.tolist()))
+
+    share = run.heldout_mean(estimate)
     # Steps whose draft is accepted less often cost more than they give. If all five pay, so may further ones.
-    model.config.depth = max(int((share > WORTH).sum()), 1)
-    if model.config.depth == len(share):
-        model.config.depth = prism.PrismConfig.depth
-    return round(1 + share.sum().item(), 4)
+    depth = sum(x > WORTH for x in share.values())
+    run.model.config.depth = prism.PrismConfig.depth if depth == 5 else max(depth, 1)
+    return round(1 + sum(share.values()), 4)
 
 
 # -- training ------------------------------------------------------------------------------------------------
 
-def main():
-    args = parse_args()
-    target = checkpoints.load(args.target, args.device, fast_dtype(args.device)).requires_grad_(False)
-    torch.manual_seed(args.seed)
-    model = drafter_of(args, target).float()
-    with locked(args.out):
-        train(args, target, model)
-
-
 def train(args, target, model):
     # 1. The data, which texts every step reads, and which tokens are drafted.
-    unroll = ARMS[args.arm].get("unroll", args.unroll)
-    texts, heldout, plan = rollouts.collect(args, target, unroll)
-    restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
+    run = rollouts.DrafterRun(args, target, model, least=args.unroll)
     module = sum(p.numel() for p in model.bank[0].parameters())
     print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {module / 1e6:.2f}M read by a draft step, "
           f"{model.config.draft_vocab or target.config.vocab_size} tokens to draft")
 
     # 2. The loop, from the last checkpoint on.
-    run = Run(args, args.out, model, len(plan), args.lr, muon=fast_dtype(args.device) == torch.bfloat16,
-              minutes=args.minutes and args.minutes / 2)
     words = Words(target, model.vocabulary)                  # of a resumed run: that of its first answers
-    for step in run.steps():
-        numbers, tokens = plan[step]
-        batch = texts.batch(numbers, args.device)
+    for _, batch in run.batches():
         # Every row drafts; the loss compares its guesses with the target's distributions.
         with bf16(args.device):
-            loss, accepted = unrolled_loss(model, words, batch, unroll)
-        loss = loss / unroll
+            loss, accepted = unrolled_loss(model, words, batch, args.unroll)
+        loss = loss / args.unroll
         loss.backward()
-        run.update(tokens / plan[-1][1], loss=loss, tau=1 + accepted.sum())
+        run.update(run.used, loss=loss, tau=1 + accepted.sum())
         if run.checkpoint_due():
-            tau = evaluate(model, words, heldout, args)              # also sets the depth, which is saved
+            tau = evaluate(run, words)                     # also sets the depth, which is saved
             prism.save(model, args.out)
-            run.checkpoint(tokens=tokens, heldout_tau=tau)
+            run.checkpoint(tokens=run.tokens, heldout_tau=tau)
+
+
+def main():
+    rollouts.start(parse_args(), drafter_of, train)
 
 
 if __name__ == "__main__":

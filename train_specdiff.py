@@ -23,7 +23,6 @@ log.jsonl, command.txt, and resume.pt with the optimisers' state.
 heldout_tau estimates the tokens a round would commit, bonus included: greedy, the argmax at temperature 0;
 point_mass and rejection, chains drawn from the drafter, under the answers' temperature.
 """
-from collections import Counter
 from dataclasses import replace
 
 import minispec  # before torch: it tunes the allocator
@@ -32,12 +31,11 @@ import torch.nn.functional as F
 
 from minispec import prism, specdiff
 from minispec.core.attention import dense_attend
-from minispec.core.words import most_frequent, restrict
 from minispec.data import rollouts
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
 from minispec.specdiff import MASK
-from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked
+from minispec.tools.training import bf16, divergence, generator_of
 
 # kl learns from the target's distributions, the others from the answers' tokens.
 OBJECTIVES = ("kl", "mdlm", "ce", "streak", "log-streak", "streak-rs")
@@ -51,31 +49,28 @@ def parse_args():
     p.add_argument("--objective", default="kl", choices=OBJECTIVES,
                    help="what to train for, see objective (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
-                   help="start from this drafter; its shape is kept, but windows may be longer (--gamma). "
+                   help="start from this drafter; its shape is kept, but for --gamma. "
                         "One of train_prism.py drafts the first slot already, and learns the others")
-    p.add_argument("--gamma", type=int, help="slots of a window (default 8)")
+    p.add_argument("--gamma", type=int, default=8, help="slots of a window (default %(default)s)")
     p.add_argument("--blind", action="store_true",
                    help="it reads nothing of the target, as in the paper (default: the final hidden states)")
     p.add_argument("--windows", type=int, default=32, help="windows of a text per step (default %(default)s)")
-    args = p.parse_args()
-    rollouts.check_arguments(args, windows=1)
-    return args
+    return rollouts.parsed(p)
 
 
 def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
     if not args.init:
         n_layer = min(LAYERS, target.config.n_layer)
-        return specdiff.for_target(target, n_layer, args.gamma or 8, reads=not args.blind)
+        return specdiff.for_target(target, n_layer, args.gamma, reads=not args.blind)
 
     if checkpoints.kind_of(args.init) == "prism":
         head = prism.load(args.init, args.device)
         head.check(target)
-        drafter = specdiff.from_module(head.bank[0], target, args.gamma or 8)
+        drafter = specdiff.from_module(head.bank[0], target, args.gamma)
     else:
         drafter = specdiff.load(args.init, target)
-        gamma = args.gamma or drafter.config.gamma
-        drafter.config = replace(drafter.config, gamma=gamma, target=checkpoints.fingerprint(target))
+        drafter.config = replace(drafter.config, gamma=args.gamma, target=checkpoints.fingerprint(target))
     if args.blind and drafter.config.reads:
         raise ValueError(f"the drafter in {args.init} reads the target's states; --blind cannot change that")
     return drafter
@@ -113,7 +108,7 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     rows = c.gamma - 1                              # the last committed token guesses slot 1
     at = torch.arange(n, device=ids.device)
     slots = torch.full((*starts.shape, rows), MASK, device=ids.device) if shown is None else shown[..., :rows]
-    places = starts[..., None] + torch.arange(rows, device=ids.device)
+    places = places_of(starts, rows)
 
     # 1. One sequence: the text, then the rows of all windows, at the positions that they have in the text.
     tokens = torch.cat([ids, slots.flatten(1)], 1)
@@ -121,18 +116,13 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     if c.reads:
         features = F.pad(features, (0, 0, 1, 0))[:, :-1]        # of the token before
         newest = (starts - 1).repeat_interleave(rows, 1)
-        features = torch.cat([features, _rows_of(features, newest)], 1)
+        features = torch.cat([features, at_places(features, newest)], 1)
 
     # 2. One forward, in which windows do not see each other.
     hidden = drafter(tokens, positions, dense_attend(window_mask(n, starts, rows)), features)
     windows = hidden[:, n:].unflatten(1, (-1, rows))                                      # (B, W, rows, C)
-    last = _rows_of(hidden, starts - 1)
+    last = at_places(hidden, starts - 1)
     return torch.cat([last[:, :, None], windows], 2), hidden[:, :n]                       # (B, W, gamma, C)
-
-
-def _rows_of(x, at):
-    """Rows at[b, i] of x (B, S, C): (B, I, C)."""
-    return x.gather(1, at[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def draw_windows(learn, n, generator):
@@ -144,23 +134,26 @@ def draw_windows(learn, n, generator):
     return first[:, None] + (u.to(learn.device) * count[:, None]).long()
 
 
-def of_windows(x, starts, gamma):
-    """x (B, S, ..) of the slots of windows, (B, W, gamma, ..), and which of them (B, W, gamma) lie within
-    S."""
-    at = starts[..., None] + torch.arange(gamma, device=x.device)
-    text = torch.arange(len(x), device=x.device)[:, None, None]
-    return x[text, at.clamp(max=x.shape[1] - 1)], at < x.shape[1]
+def places_of(starts, gamma):
+    """The places (B, W, gamma) of the slots of windows that begin at `starts` (B, W)."""
+    return starts[..., None] + torch.arange(gamma, device=starts.device)
+
+
+def at_places(x, places):
+    """x (B, S, ..) at places (B, ..) of each text, where they lie in it."""
+    text = torch.arange(len(x), device=x.device)[:, None]
+    rows = x[text, places.flatten(1).clamp(max=x.shape[1] - 1)]
+    return rows.unflatten(1, places.shape[1:])
 
 
 def _answers(drafter, batch, starts):
     """What the target wrote in windows, each (B, W, gamma): tokens; their indices; log_p; and valid, False
     behind the end of its answer and for tokens that the drafter cannot draft."""
-    gamma = drafter.config.gamma
-    tokens, inside = of_windows(batch.ids, starts, gamma)
-    written, _ = of_windows(batch.learn, starts, gamma)
-    log_p, _ = of_windows(batch.log_p, starts, gamma)
+    places = places_of(starts, drafter.config.gamma)
+    tokens, written, log_p = (at_places(x, places) for x in (batch.ids, batch.learn, batch.log_p))
     index = drafter.words.indices(tokens)
-    return tokens, index.clamp(min=0), log_p, inside & written & (index >= 0)
+    valid = written & (places < batch.ids.shape[1]) & (index >= 0)
+    return tokens, index.clamp(min=0), log_p, valid
 
 
 def log_probability(logits, labels):
@@ -240,14 +233,13 @@ def distillation(drafter, batch, starts, windows, text, valid):
     judged = F.pad(batch.learn[:, 1:], (0, 1))                                            # (B, S)
     first = divergence(logits(batch.hidden[judged]), logits(text[judged])).mean()
     # The others are those of the windows.
-    goal, _ = of_windows(batch.hidden, starts - 1, gamma)                                 # (B, W, gamma, C)
+    goal = at_places(batch.hidden, places_of(starts - 1, gamma))                          # (B, W, gamma, C)
     slots = divergence(logits(goal), logits(windows)) * valid                             # (B, W, gamma)
     mean = slots.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
     decay = DECAY ** torch.arange(gamma, device=mean.device)
     return first + (mean * decay)[1:].sum()
 
 
-@torch.no_grad()
 def estimate(drafter, batch, n_windows):
     """How many drafts windows of a rollouts.Batch would have accepted on average: {"greedy"}, the argmax at
     temperature 0, and {"point_mass", "rejection"}, a chain drawn from q. It is the sum of how often the first
@@ -266,51 +258,35 @@ def estimate(drafter, batch, n_windows):
     return {name: x.float().sum(-1).mean().item() for name, x in per_window.items()}
 
 
-def evaluate(model, heldout, args):
+def evaluate(run):
     """On held-out answers: tau by each way of accepting."""
-    total = Counter()
-    for batch in heldout.batches(args.device):
-        with bf16(args.device):
-            means = estimate(model, batch, args.windows)
-        for name, mean in means.items():
-            total[name] += mean * len(batch.ids)
+    means = run.heldout_mean(lambda batch: estimate(run.model, batch, run.args.windows))
     # 1 is the bonus token.
-    return {name: round(1 + x / len(heldout), 4) for name, x in total.items()}
-
-
-def main():
-    args = parse_args()
-    target = checkpoints.load(args.target, args.device, fast_dtype(args.device)).requires_grad_(False)
-    torch.manual_seed(args.seed)
-    model = drafter_of(args, target).float()
-    with locked(args.out):
-        train(args, target, model)
+    return {name: round(1 + x, 4) for name, x in means.items()}
 
 
 def train(args, target, model):
     # The target's own answers, the rows of every step, and which tokens are drafted.
     c = model.config
-    texts, heldout, plan = rollouts.collect(args, target)
-    restrict(model, most_frequent(texts.answers(), args.draft_vocab, target.config.vocab_size))
+    run = rollouts.DrafterRun(args, target, model)
     print(f"{args.objective}: {c.n_layer} layers, {model.n_params() / 1e6:.2f}M parameters of its own, "
           f"gamma {c.gamma}, {args.windows} windows a text")
 
-    run = Run(args, args.out, model, len(plan), args.lr, muon=fast_dtype(args.device) == torch.bfloat16,
-              minutes=args.minutes and args.minutes / 2)
-    for step in run.steps():
-        numbers, tokens = plan[step]
-        batch = texts.batch(numbers, args.device)
-
+    for step, batch in run.batches():
         # Windows are drawn by a generator of this step, so that a resumed run draws the same ones.
         generator = generator_of(args, step)
         with bf16(args.device):
             loss = training_loss(model, args.objective, batch, args.windows, generator)
         loss.backward()
-        run.update(tokens / plan[-1][1], loss=loss)
+        run.update(run.used, loss=loss)
 
         if run.checkpoint_due():
             specdiff.save(model, args.out)
-            run.checkpoint(tokens=tokens, heldout_tau=evaluate(model, heldout, args))
+            run.checkpoint(tokens=run.tokens, heldout_tau=evaluate(run))
+
+
+def main():
+    rollouts.start(parse_args(), drafter_of, train)
 
 
 if __name__ == "__main__":

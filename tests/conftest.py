@@ -131,7 +131,7 @@ def train_toy(script, folder, out, *args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
         run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses", "--heldout", 4, "--max-new-tokens", 24,
-                   "--tokens", "20e3", "--batch-tokens", 1200, "--warmup", 3, "--save-every", 6, "--device", "cpu", "--lr", "4e-3", *args)
+                   "--tokens", "20e3", "--batch-tokens", 1200, "--save-every", 6, "--device", "cpu", "--lr", "4e-3", *args)
     with open(folder / out / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 

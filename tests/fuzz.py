@@ -222,10 +222,10 @@ FILES = [   # (weight, file, script, arguments that read it)
     (4, "runs/first/log.jsonl", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
     (4, "data/gsm8k/test.jsonl", "decode", ["--model", "checkpoints/target", "--prompts", "data/gsm8k/test.jsonl", "--n", "3", "--max-new-tokens", "4"]),
     (4, "runs/prism/resume.pt", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
-    (6, "runs/prism/responses/train-0-3.json", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
+    (6, "runs/prism/responses/train-0-3.safetensors", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
     (4, "runs/specdiff/responses/settings.json", "train_specdiff", ["--out", "runs/specdiff", *SMALL["train_specdiff"][2:]]),
     (4, "runs/cdlm/trajectories/settings.json", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:]]),
-    (4, "runs/cdlm/trajectories/00000.safetensors", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:], "--stage", "student", "--name", "other"]),
+    (4, "runs/cdlm/trajectories/00000.safetensors", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:], "--name", "other"]),
 ]
 WRONG = [None, True, -1, 0, 1, 2, 3, 1e308, -1e-9, float("nan"), float("inf"), 10 ** 30, 2 ** 31, 1 << 22, "", "x", "🙂", "\ud800", "9" * 5000, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], "nowhere", "float32"]
 

@@ -101,7 +101,7 @@ def essence(folder, name):
         elif name == "bench" and os.path.basename(path) == "run.json":
             rows = files.read_json(path)["result"]["rows"]
             out[key] = [[r[k] for k in ("workload", "batch", "ids", "method", "tokens", "identical", "prompts")] for r in rows]
-        elif os.path.basename(path) == "traces.jsonl" or os.path.basename(path).startswith(("train-", "heldout-", "settings")):
+        elif os.path.basename(path) == "traces.jsonl" or os.path.basename(path).startswith("settings"):
             with open(path) as f:
                 out[key] = f.read()
         else:

@@ -38,7 +38,6 @@ WRITERS = {     # what is written: (file, writer of something small or large)
     "json": ("a.json", lambda folder, n: files.write_json(f"{folder}/a.json", [1] * n)),
     "weights": ("model.safetensors", lambda folder, n: checkpoints.save(toy_model(vocab=n // 10), folder)),
     "drafter": ("model.safetensors", lambda folder, n: checkpoints.save_drafter(prism.for_target(toy_model(d_model=n // 25, vocab=9)), folder, "prism")),
-    "checkpoint": ("resume.pt", lambda folder, n: training.save_state(f"{folder}/resume.pt", model := toy_model(vocab=n // 10), training.Optimizer(model))),
 }
 
 
@@ -136,7 +135,7 @@ class Evil:
         return open, (str(self.path), "w")
 
 
-ONE_BY_ONE = SimpleNamespace(save_every=1, warmup=0)
+ONE_BY_ONE = SimpleNamespace(save_every=1)
 BROKEN = {"truncated": lambda b: b[:len(b) // 2], "empty": lambda b: b"", "no archive": lambda b: b"x" * 100, "flipped": lambda b: b[:len(b) // 2] + bytes([b[len(b) // 2] ^ 255]) + b[len(b) // 2 + 1:]}
 
 

@@ -63,7 +63,7 @@ SHAPES = {"chain": (4, 1, 4), "early stop": (4, 1, 4, 0.15), "tree": (4, 2, 8),
 def texts(n):
     """Answers of TARGET to n prompts, and what it knew of them."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(Lockstep, prompts(n), 10)[0]]
-    return rollouts.padded(rows, [rollouts.read(TARGET, *row, 0) for row in rows])
+    return rollouts.padded([rollouts.read(TARGET, *row, 0) for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,8 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
 def test_the_loss_is_a_divergence(vocabulary):
     """Against the plain formula, row by row; and what is accepted. The target's first rows judge nobody."""
     drafter, batch, steps = restrict(toy_drafter(TARGET), vocabulary), texts(3), 3
-    batch.best = torch.randint(0, 12, batch.ids.shape, generator=torch.Generator().manual_seed(0))      # or no draft would be right
+    best = torch.randint(0, 12, batch.ids.shape, generator=torch.Generator().manual_seed(0))            # or no draft would be right
+    batch = batch._replace(best=best)
     words = Words(TARGET, vocabulary)
     loss, accepted = train_prism.unrolled_loss(drafter, words, batch, steps)
     loss.backward()

@@ -68,7 +68,7 @@ def plain(n):
 def texts(some):
     """Answers of TARGET as a batch."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(Lockstep, some, 10)[0]]
-    return rollouts.padded(rows, [rollouts.read(TARGET, *row, 0) for row in rows])
+    return rollouts.padded([rollouts.read(TARGET, *row, 0) for row in rows])
 
 
 def fit(drafter, name, batch, steps, lr=0.01, windows=32):
@@ -210,7 +210,7 @@ def test_windows_are_where_they_should_be(form):
     drafter, ids = toy_drafter(n_layer=2, **FORMS[form]), torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.no_grad():
         drafter.norm.weight.mul_(3)                                # the toy head's small weights could not be sure of anything
-    batch = rollouts.padded([(ids[:8], ids[8:])], [rollouts.read(TARGET, ids[:8], ids[8:], 0)])
+    batch = rollouts.padded([rollouts.read(TARGET, ids[:8], ids[8:], 0)])
     fit(drafter, "ce", batch, 60, windows=12)
     assert fit(drafter, "streak", batch, 30, 0.003, windows=12) < -3.3             # at most 3.5: a text's last three windows end early
     right = {shift: 0 for shift in (-1, 0, 1)}
@@ -753,8 +753,9 @@ def test_windows_are_spread_over_what_the_target_wrote():
     learn[0, 10:30], learn[1, 5:8] = True, True
     starts = train_specdiff.draw_windows(learn, 20, torch.Generator().manual_seed(0))
     assert sorted(starts[0].tolist()) == list(range(10, 30)) and set(starts[1].tolist()) == {5, 6, 7}
-    tokens, inside = train_specdiff.of_windows(torch.arange(40)[None].repeat(2, 1), torch.tensor([[38], [3]]), 4)
-    assert tokens[:, 0].tolist() == [[38, 39, 39, 39], [3, 4, 5, 6]] and inside[:, 0].tolist() == [[True, True, False, False], [True] * 4]
+    places = train_specdiff.places_of(torch.tensor([[38], [3]]), 4)
+    assert places[:, 0].tolist() == [[38, 39, 40, 41], [3, 4, 5, 6]]
+    assert train_specdiff.at_places(torch.arange(40).repeat(2, 1), places)[:, 0].tolist() == [[38, 39, 39, 39], [3, 4, 5, 6]]
 
 
 def in_bf16(x):

@@ -85,7 +85,7 @@ BAD_TRACES = {
     "zero": (GOOD | {"accept": {"a": [1, 0, 1, 1]}}, "accept.a[1]: expected an integer from 1 to 3, by what is missing and what was offered, got 0"),
     "past the end": (GOOD | {"accept": {"a": [1, 1, 1, 2]}}, "accept.a[3]: expected an integer from 1 to 1, by what is missing and what was offered, got 2"),
     "fraction": (GOOD | {"accept": {"a": [1, 1.0, 1, 1]}}, "accept.a: expected integers, got [1, 1.0, 1, 1]"),
-    "nan": (GOOD | {"accept": {"a": [1, float("nan"), 1, 1]}}, "not JSON (NaN is no number of JSON)"),
+    "nan": (GOOD | {"accept": {"a": [1, float("nan"), 1, 1]}}, "accept.a: expected integers, got [1, NaN, 1, 1]"),
     "null": (GOOD | {"accept": {"a": None}}, "accept.a: expected a list of n_out = 4 values, got null"),
     "censored": (GOOD | {"censored": {"a": [0, 0, 0, 0]}}, "censored.a: expected true or false, got [0, 0, 0, 0]"),
     "censored name": (GOOD | {"censored": {"b": []}}, "censored.b: unknown field; known are a"),

@@ -13,11 +13,9 @@ from test_cdlm import MASK, PROMPTS, B, L, at, dense, filled, model, pad_prompts
 
 import train_cdlm
 from minispec import cdlm
-from minispec.tools import checkpoints
 from minispec.data import masks, tasks
 from minispec.data.tokenizer import Tokenizer
-from minispec.data.trajectories import batch_of, load_trajectories, numbers_of_step
-from minispec.tools.training import Optimizer
+from minispec.tools.training import Optimizer, schedule
 
 
 # -- losses (13, 14, 15, 17) -------------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ def test_states_of_training():
     assert masks.text_blocks(answer, 45, B).tolist() == [3, 1, 4, 2] and masks.text_blocks(torch.full((1, L), 7), 45, B).tolist() == [4]
     seen = [set() for _ in range(4)]
     for _ in range(60):
-        rate, counted = masks.open_block(answer, 45, B, g)
+        rate, counted = (x[::2] for x in masks.teacher_states(answer.repeat_interleave(2, 0), 45, B, g))
         for row in range(4):
             slots = counted[row].nonzero()[:, 0].tolist()
             block = slots[0] // B
@@ -206,7 +204,7 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     assert same > 0.9 and sum(len(g.steps) for g in got) / 8 <= length / 3
 
 
-SMALL = ["--steps", "12", "--batch", "4", "--warmup", "2", "--save-every", "4", "--prompts", "3",
+SMALL = ["--steps", "12", "--batch", "4", "--save-every", "4", "--prompts", "3",
          "--lr", "5e-3", "--device", "cpu", "--seed", "7"]
 
 
@@ -295,27 +293,26 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
 
 
 def test_trajectory_files(trained, toy, monkeypatch):                              # 12
-    data = load_trajectories(trained / "trajectories")
+    data = train_cdlm.load_trajectories(trained / "trajectories")
     assert len(data["live"]) == 6 and os.path.getsize(trained / "trajectories" / "00000.safetensors") < 2 * (160 * 32 * 2 + 160 * 8 * 3 + 2000)
-    batch, longest = batch_of(data, [0, 1, 5]), max(data["live"][[0, 1, 5]])
+    batch, longest = train_cdlm.batch_of(data, [0, 1, 5]), max(data["live"][[0, 1, 5]])
     assert batch["hidden"].shape == (3, longest, 32) and batch["tokens"].shape == batch["rank"].shape == (3, longest) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
     assert torch.equal(batch["prompt"][0], batch["prompt"][1]) and batch["prompt"].shape[1] == batch["length"].max()     # two temperatures of one problem
     for prompt, n in zip(batch["prompt"], batch["length"]):
         assert prompt[-n] == Tokenizer.load(TARGET).special["<|bos|>"]
-    order = [numbers_of_step(s, 2, 6, seed=1) for s in range(6)]
+    order = [numbers for numbers, _ in schedule(1, [1] * 6, 2, 12)]
     assert sorted(sum(order[:3], [])) == sorted(sum(order[3:], [])) == list(range(6)) and order[:3] != order[3:]
-    assert numbers_of_step(1, 4, 6, seed=1) == sum(order[2:4], [])
     with pytest.raises(ValueError, match="was begun with seed 7, not 8; use another folder or the same settings"):
-        train(monkeypatch, toy, trained, "--stage", "trajectories", "--seed", "8")
+        train(monkeypatch, toy, trained, "--seed", "8")
     (trained / "teacher" / "model.safetensors").rename(trained / "kept")
     (trained / "teacher" / "model.safetensors").write_bytes((trained / "student" / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match="trajectories.* was begun with teacher .*, not "):
-        train(monkeypatch, toy, trained, "--stage", "student", "--name", "other")
+        train(monkeypatch, toy, trained, "--name", "other")
     (trained / "kept").rename(trained / "teacher" / "model.safetensors")
 
 
 def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):
-    for args, message in ((["--stage", "student"], "cannot read .*teacher: No such file"), (["--batch", "0"], "batch 0 is out of range"),
+    for args, message in ((["--batch", "0"], "batch 0 is out of range"),
                           (["--weights", "0", "0", "0"], "weights 0 0 0 leave nothing to train for"), (["--target", "nowhere"], "cannot read nowhere: No such file")):
         with pytest.raises(ValueError, match=message):
             train(monkeypatch, toy, tmp_path, *args)

@@ -33,7 +33,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     log = train(folder, "whole", "--lr", "2e-2")
     assert log[-1]["loss"] < 0.8 * log[0]["loss"] and 1 <= log[0]["tau"] < log[-1]["tau"] <= 4
     made = {f: os.path.getmtime(folder / "responses" / f) for f in os.listdir(folder / "responses")}
-    assert {f for f in made if "given" not in f} == {"settings.json", *(f"{split}{end}" for split in ("train-0-24", "heldout-0-4") for end in (".json", "-last.safetensors"))}
+    assert {f for f in made if "given" not in f} == {"settings.json", "train-0-24.safetensors", "heldout-0-4.safetensors"}
 
     calls, loss = [], train_prism.unrolled_loss
     def killed(*args):
@@ -74,9 +74,9 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
     """Also where there are more answers by now: the head's rows are those of the drafter's tokens."""
     words = []
     monkeypatch.setattr(train_prism, "Words", lambda *args: words.append(Words(*args)) or words[-1])
-    monkeypatch.setattr(train_prism, "most_frequent", lambda answers, n, size: torch.arange(40))
+    monkeypatch.setattr(rollouts, "most_frequent", lambda answers, n, size: torch.arange(40))
     train(folder, "first", "--tokens", "300", "--draft-vocab", "40")
-    monkeypatch.setattr(train_prism, "most_frequent", lambda answers, n, size: torch.arange(20, 60))
+    monkeypatch.setattr(rollouts, "most_frequent", lambda answers, n, size: torch.arange(20, 60))
     train(folder, "first", "--tokens", "900", "--draft-vocab", "40")
     target = checkpoints.load(folder / "target")
     assert torch.equal(words[-1].tokens(torch.arange(40)), torch.arange(40))
@@ -112,12 +112,15 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp
     train(folder, "all", "--tokens", "100")
     train(folder, "short", "--tokens", "100", "--prompts", "10", "--responses", str(folder / "r2"))
     train(folder, "longer", "--tokens", "100", "--prompts", "14", "--responses", str(folder / "r2"))
-    rows = {n: json.loads((folder / where / f"train-0-{n}.json").read_text()) for where, n in (("r2", 10), ("r2", 14), ("responses", 24))}
-    assert len(rows[14]) == 14 and rows[14] == rows[24][:14] and rows[10] == rows[24][:10]
+    ids = {}
+    for where, n in (("r2", 10), ("r2", 14), ("responses", 24)):
+        shard = load_file(folder / where / f"train-0-{n}.safetensors")
+        ids[n] = [shard[f"{i}.ids"].tolist() for i in range(n)]
+    assert ids[14] == ids[24][:14] and ids[10] == ids[24][:10]
     with pytest.raises(ValueError, match="was begun with max_new_tokens 24, not 9; use another folder or the same settings"):
         train(folder, "short", "--max-new-tokens", "9")
     (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": f"Say {i}."}) + "\n" for i in range(20)))
-    with pytest.raises(ValueError, match="are to other prompts"):
+    with pytest.raises(ValueError, match="is of other texts; use another --responses folder"):
         train(folder, "short", "--prompt-file", str(tmp_path / "p.jsonl"), "--prompts", "10", "--responses", str(folder / "r2"))
 
 
@@ -125,23 +128,21 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, monkeyp
     rows = [{"prompt": f"one {i}", "answer": f"two {i} three"} for i in range(20)]
     (tmp_path / "g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     seen = []
-    monkeypatch.setattr(train_prism, "most_frequent", lambda answers, *args: seen.extend(answers) or most_frequent(answers, *args))
+    monkeypatch.setattr(rollouts, "most_frequent", lambda answers, *args: seen.extend(answers) or most_frequent(answers, *args))
     train(folder, "given", "--tokens", "300", "--given", str(tmp_path / "g.jsonl"))
     read = [row for row in rows if not tasks.is_heldout(row["prompt"] + "\n")]
     assert f"{24 + len(read)} texts" in capsys.readouterr().out and len(seen) == 24            # drafts are of the target's own words
-    file = folder / "responses" / f"given-0-{len(read)}-last.safetensors"
-    states, target = load_file(file), checkpoints.load(folder / "target", "cpu", training.fast_dtype("cpu"))
+    states, target = load_file(folder / "responses" / f"given-0-{len(read)}.safetensors"), checkpoints.load(folder / "target", "cpu", training.fast_dtype("cpu"))
     tokenizer = Tokenizer.load(folder / "target")
     prompt, answer = tokenizer.prompt_ids(read[0]["prompt"] + "\n"), tokenizer.encode(read[0]["answer"]) + [target.config.eos_id]
     want = rollouts.read(target, prompt, answer, 1)
-    n = len(prompt) + len(answer)
-    assert torch.equal(states["best"][:n], want["best"]) and (states["log_p"][len(prompt):n] < 0).all()
+    assert all(torch.equal(states[f"0.{name}"], want[name]) for name in rollouts.Batch._fields) and (want["log_p"][len(prompt):] < 0).all()
     again = functools.partial(train, folder, "given2", "--tokens", "300", "--given")
     with pytest.raises(ValueError, match="cannot read"):
         again(str(tmp_path / "not there"))
     # Other texts, as many: the states in the folder are not theirs.
     (tmp_path / "h.jsonl").write_text("".join(json.dumps({**row, "answer": "four"}) + "\n" for row in rows))
-    with pytest.raises(ValueError, match="has other texts; use another --responses folder"):
+    with pytest.raises(ValueError, match="is of other texts; use another --responses folder"):
         again(str(tmp_path / "h.jsonl"))
     (tmp_path / "i.jsonl").write_text(json.dumps({"prompt": "one"}) + "\n")
     with pytest.raises(ValueError, match="prompt 1 has no answer"):
@@ -154,7 +155,8 @@ def test_sources_of_prompts_come_in_turn(tmp_path):
         (tmp_path / name).write_text("".join(json.dumps({"prompt": x}) + "\n" for x in texts[name]))
     files = [str(tmp_path / "a"), str(tmp_path / "b")]
     got = {split: [x.strip() for x in rollouts.prompts_of(files, split, iter(texts["own"]))] for split in ("train", "heldout")}
-    assert [x.split()[0] for x in got["train"][:6]] == ["a", "b", "own"] * 2
+    turns = [x for some in itertools.zip_longest(*texts.values()) for x in some if x]
+    assert turns[:6] == ["a 0", "b 0", "own 0", "a 1", "b 1", "own 1"] and got["train"] == [x for x in turns if x in got["train"]]
     assert sorted(got["train"] + got["heldout"]) == sorted(sum(texts.values(), [])) and len(got["heldout"]) > 5     # each once, in one split
 
 
@@ -189,17 +191,17 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, monkeypatch, tm
         script("--target", qwen3, "--out", out, "--draft-vocab", 100, "--max-new-tokens", 20, "--prompts", 12, "--heldout", 2, "--tokens", 2000, "--batch-tokens", 300)
     command(tmp_path / "whole")
     made = sorted(os.listdir(tmp_path / "whole" / "responses"))
-    assert {"own-00000.json", "train-0-4.json", "train-8-12-last.safetensors", "heldout-0-2.json", "settings.json"} <= set(made)
-    rows = json.loads((tmp_path / "whole" / "responses" / "train-4-8.json").read_text())
-    assert [t for _, _, t in rows] == [0, 1] * 2
+    assert {"own-00000.json", "train-0-4.safetensors", "train-8-12.safetensors", "heldout-0-2.safetensors", "settings.json"} <= set(made)
+    shards = [load_file(tmp_path / "whole" / "responses" / f"train-{part}.safetensors") for part in ("0-4", "4-8", "8-12")]
+    assert [bool(shards[1][f"{i}.log_p"].any()) for i in range(4)] == [False, True] * 2          # greedy, drawn, ..
     drafter = prism.load(tmp_path / "whole")
-    answers = [a for part in ("0-4", "4-8", "8-12") for _, a, _ in json.loads((tmp_path / "whole" / "responses" / f"train-{part}.json").read_text())]
+    answers = [shard[f"{i}.ids"][shard[f"{i}.learn"]].tolist() for shard in shards for i in range(4)]
     assert drafter.config.draft_vocab == 100 and torch.equal(drafter.vocabulary, most_frequent(answers, 100, 300))
     decode.main(["--model", str(qwen3), "--method", "prism", "--drafter", str(tmp_path / "whole"), "--prompt", "hello", "--max-new-tokens", "30", "--compare"])
     assert "output: identical to autoregressive" in capsys.readouterr().out
 
     # Stopped at a second write of every kind, then continued.
-    for module, name in [(magpie, "write_json"), (rollouts, "write_json"), (rollouts, "save_file"), (prism, "save")]:
+    for module, name in [(magpie, "write_json"), (rollouts, "save_file"), (prism, "save")]:
         write, calls = getattr(module, name), []
         def dies(*args, **kw):
             calls.append(1)
@@ -224,10 +226,10 @@ def test_prompts_that_the_target_writes(qwen3, monkeypatch, tmp_path):
     before, end = magpie.opening(tokenizer)
     assert tokenizer.decode(before) == "<|im_start|>user\n" and end == 257
     prompts = list(itertools.islice(magpie.written(target, tokenizer, tmp_path), 8))
-    assert len({x.casefold() for x in prompts}) == 8 and all(x.strip() == x and x for x in prompts)
+    assert len(set(prompts)) == 8 and all(x.strip() == x and x for x in prompts)
     monkeypatch.setattr(magpie, "_write", lambda *args: pytest.fail("written again"))
     assert list(itertools.islice(magpie.written(target, tokenizer, tmp_path), 8)) == prompts
-    monkeypatch.setattr(magpie, "_write", lambda *args: ["Hi, you!", "hi you", ""])
+    monkeypatch.setattr(magpie, "_write", lambda *args: ["Hi, you!", "Hi, you!", ""])
     more = tmp_path / "more"
     more.mkdir()
     with pytest.raises(ValueError, match="of 48 turns that the target wrote for a user none is a new prompt; give some with --prompt-file"):

@@ -38,22 +38,18 @@ def written(target, tokenizer, folder):
         file = os.path.join(folder, f"own-{shard:05d}.json")
         if not os.path.exists(file):
             write_json(file, _write(target, tokenizer, range(shard * TURNS, (shard + 1) * TURNS)))
-        before = len(seen)
-        for text in read_json(file):
-            same = "".join(c for c in text.casefold() if c.isalnum())
-            if same not in seen:
-                seen.add(same)
-                yield text
-        if len(seen) == before:
+        new = [text for text in dict.fromkeys(read_json(file)) if text not in seen]
+        if not new:
             raise ValueError(f"of {TURNS} turns that the target wrote for a user none is a new prompt; "
                              "give some with --prompt-file")
+        seen.update(new)
+        yield from new
 
 
 def _write(target, tokenizer, seeds):
     """The turns of these seeds that end, as text."""
     before, end = opening(tokenizer)
     stops = [end, *tokenizer.ends]
-    room = min(LONGEST, target.config.block_size - len(before))
-    requests = [Request(before, room, Sampling(1.0, seed=seed), stops) for seed in seeds]
+    requests = [Request(before, LONGEST, Sampling(1.0, seed=seed), stops) for seed in seeds]
     turns = [g.token_ids for g in Engine(target, Lockstep, TOGETHER).generate(requests)]
     return [tokenizer.decode(turn[:-1]).strip() for turn in turns if turn[-1] == end]

@@ -35,22 +35,19 @@ def all_blocks(answer, eos_id, block_size, generator):
     return per_slot(rate, length, block_size), per_slot(counted, length, block_size)
 
 
-def open_block(answer, eos_id, block_size, generator):
-    """The states that block-wise decoding meets, as mask rates (n, L): one block of the text is masked at a
-    rate, the blocks before it are finished, those behind it all masks. Also the slots (n, L) to predict:
-    those of that block."""
+def teacher_states(answer, eos_id, block_size, generator):
+    """Mask rates (n, L), and the slots (n, L) to predict. Every second row is in a state that block-wise
+    decoding meets: one block of the text is masked at a rate and to be predicted, the blocks before it are
+    finished, those behind it all masks. The others have one rate for all slots, with the ends of text that
+    fill up an answer: with them the model says how long its answer is."""
     n, length = answer.shape
     block = (torch.rand(n, generator=generator) * text_blocks(answer, eos_id, block_size)).long()[:, None]
     rate = mask_rates(n, generator, 1 / block_size)[:, None]
     # Finished before it, all masks behind it.
     of_slot = torch.arange(length) // block_size
-    return torch.where(of_slot == block, rate, (of_slot > block).float()), of_slot == block
-
-
-def teacher_states(answer, eos_id, block_size, generator):
-    """For every second row the states of `open_block`. For the others one rate for all slots, with the ends
-    of text that fill up an answer: with them the model says how long its answer is."""
-    rate, counted = open_block(answer, eos_id, block_size, generator)
+    counted = of_slot == block
+    rate = torch.where(counted, rate, (of_slot > block).float())
+    # The others.
     rate[1::2] = mask_rates(len(answer) // 2, generator)[:, None]
     counted[1::2] = True
     return rate, counted

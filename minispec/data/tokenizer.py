@@ -30,8 +30,6 @@ SPLITS = {"smollm": SMOLLM, "gpt-2": GPT2, "llama-bpe": TODAY % "{1,3}", "qwen2"
 
 ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% endfor %}"        # a model without a chat template
-OURS = ("<|bos|>{% for m in messages %}{% if m.role == 'user' %}<|prompt|>{{ m.content }}<|think|>"
-        "{% else %}{{ m.content }}<|eos|>{% endif %}{% endfor %}")
 MARK = "\udc00"              # half a character, which no text has: it breaks names of special tokens in texts
 MOST_SPACE = 100_000         # white space in a row; of a million, the regular expressions run out of stack
 SPECIAL_TYPES = (3, 4)       # GGUF's token types "control" and "user defined"
@@ -67,8 +65,9 @@ class Tokenizer:
         self.ends = [special[name] for name in ENDS if name in special]
         longest_first = sorted(special, key=len, reverse=True)
         self.names = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self.begins = re.compile(f"(?s)(?={self.names.pattern}).")
         self.bytes_of = {i: b for b, i in ranks.items()} | {i: name.encode() for name, i in special.items()}
-        self.chat_template = chat_template or (OURS if self.ours else TEXT_ALONE)
+        self.chat_template = chat_template or TEXT_ALONE
 
     @classmethod
     def load(cls, path):
@@ -85,7 +84,7 @@ class Tokenizer:
     def encode(self, text):
         """Plain text to ids. Lone surrogates (undecodable bytes of a command line) become "?"."""
         text = text.replace(MARK, "").encode("utf-8", "replace").decode("utf-8")
-        if len(text) > MOST_SPACE and any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
+        if any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
             raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be "
                              "split into tokens")
         if self.form:
@@ -136,9 +135,7 @@ class Tokenizer:
     def _spell(self, content):
         """A message for the template: only an answer's own special tokens are written by their names."""
         if isinstance(content, str):
-            while self.names.search(content):
-                content = self.names.sub(lambda found: found[0][0] + MARK + found[0][1:], content)
-            return content
+            return self.begins.sub(rf"\g<0>{MARK}", content)
         # The template writes the end of an answer itself.
         while content and content[-1] in self.ends:
             content = content[:-1]

@@ -21,6 +21,7 @@ import fcntl
 import json
 import math
 import os
+import random
 import shlex
 import statistics
 import sys
@@ -40,31 +41,35 @@ from minispec.tools.files import blame, read_json, replaced, write_json, write_t
 from minispec.tools.script import check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
+MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab")
+WARMUP = 0.02               # of a run, in which the learning rate rises
 TRIM = 100                  # steps between two returns of free memory
 
 
 # -- settings ------------------------------------------------------------------------------------------------
 
-def add_arguments(parser, lr, warmup, save_every):
+def add_arguments(parser, lr, save_every):
     """The settings of every training, with their defaults."""
     add = parser.add_argument
     add("--out", required=True, help="folder to write to")
     add("--lr", type=float, default=lr, help="peak learning rate")
-    add("--warmup", type=int, default=warmup, help="steps of linear warm-up")
     add("--seed", type=int, default=1337, help="of the weights and the order of the data")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--save-every", type=int, default=save_every, help="steps between checkpoints")
 
 
-def check_arguments(args, **least):
-    """ValueError where a number is below the `least` that is allowed, or the device is not there."""
-    for name, low in {"save_every": 1, "warmup": 0, "seed": 0, **least}.items():
-        value = getattr(args, name)
-        if value is not None and not low <= value <= MOST:
+def parsed(parser):
+    """The settings of the command line. ValueError where a number is out of range, or the device is not
+    there."""
+    args = parser.parse_args()
+    for name, value in vars(args).items():
+        least = 0 if name in MAY_BE_ZERO else 1
+        if type(value) in (int, float) and not least <= value <= MOST:
             option = name.replace("_", "-")
             raise ValueError(f"{option} {value:g} is out of range; "
-                             f"allowed is {low} or more, up to {MOST:.0e}")
+                             f"allowed is {least} or more, up to {MOST:.0e}")
     check_device(args.device)
+    return args
 
 
 def same_settings(folder, **settings):
@@ -72,13 +77,14 @@ def same_settings(folder, **settings):
     """
     os.makedirs(folder, exist_ok=True)
     file = Path(folder, "settings.json")
-    old = read_json(file) if file.exists() else {}
+    if not file.exists():
+        write_json(file, settings)
+    old = read_json(file)
     with blame(file):
         for name, value in settings.items():
-            if old.get(name, value) != value:
+            if old[name] != value:
                 raise ValueError(f"the folder was begun with {name} {old[name]}, not {value}; "
                                  "use another folder or the same settings")
-    write_json(file, {**old, **settings})
 
 
 def generator_of(args, step):
@@ -97,40 +103,45 @@ def bf16(device):
     return torch.autocast(device.split(":")[0], torch.bfloat16, fast_dtype(device) == torch.bfloat16)
 
 
-class CrossEntropy(torch.autograd.Function):
-    """-sum p log q (...) of distributions p (..., V) in fp32 and a model's logits (..., V). No gradient
-    reaches p. That of the logits, q - p, is made at once, which saves most of the passes over the
-    vocabulary."""
-
-    @staticmethod
-    def forward(ctx, p, logits):
-        log_q = logits.log_softmax(-1, dtype=torch.float32)
-        loss = -torch.linalg.vecdot(p, log_q)
-        ctx.save_for_backward(log_q.exp_().sub_(p).to(logits.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx, grad):
-        difference, = ctx.saved_tensors
-        return None, difference * grad[..., None].to(difference.dtype)
-
-
-cross_entropy = CrossEntropy.apply
-
-
-def with_entropy(logits):
-    """(distributions p (..., V) in fp32, their entropies (...)) of a target's logits."""
-    with torch.no_grad():
-        log_p = logits.log_softmax(-1, dtype=torch.float32)
-        p = log_p.exp()
-        return p, -torch.linalg.vecdot(p, log_p)
-
-
 def divergence(target, logits):
     """KL(target || model) (...) of two sets of logits (..., V), in fp32: it makes the model cover all of the
     target's mass. No gradient reaches the target."""
-    p, entropy = with_entropy(target)
-    return cross_entropy(p, logits) - entropy
+    p = target.detach().softmax(-1, dtype=torch.float32)
+    log_q = logits.log_softmax(-1, dtype=torch.float32)
+    return F.kl_div(log_q, p, reduction="none").sum(-1)
+
+
+# -- batches -------------------------------------------------------------------------------------------------
+
+def schedule(seed, lengths, batch_tokens, tokens):
+    """The rows of every step until `tokens` are used up: [(row numbers, tokens so far)]. Batches hold texts
+    of similar length, because shorter ones are padded."""
+    rng = random.Random(seed)
+    plan = []
+    used = 0
+    while used < tokens:
+        for batch in _epoch(rng, lengths, batch_tokens):
+            if used < tokens:
+                used += sum(lengths[row] for row in batch)
+                plan.append((batch, used))
+    return plan
+
+
+def _epoch(rng, lengths, batch_tokens):
+    """Every row once, in batches of at most `batch_tokens` padded tokens, shuffled."""
+    order = rng.sample(range(len(lengths)), len(lengths))
+    batches = []
+    for i in range(0, len(order), 64):
+        # Sort only 64 at a time, so that batches differ from epoch to epoch.
+        batch = []
+        for row in sorted(order[i:i + 64], key=lengths.__getitem__):
+            if batch and (len(batch) + 1) * lengths[row] > batch_tokens:
+                batches.append(batch)
+                batch = []
+            batch.append(row)
+        batches.append(batch)
+    rng.shuffle(batches)
+    return batches
 
 
 # -- one training in a folder --------------------------------------------------------------------------------
@@ -139,48 +150,39 @@ def divergence(target, logits):
 def locked(folder):
     """Keep `folder` to one training: two would write their checkpoints over each other.
 
-    The file `lock` holds the process id. The lock on it belongs to the operating system and ends with its
-    process, even after kill -9, so a lock file that was left behind stops nobody; one that is not there says
-    that the model in the folder is of no training here. ValueError for such a model, which would be replaced,
-    and where another training is at work. """
+    The lock on the file `lock` belongs to the operating system and ends with its process, even after kill -9,
+    so a file that was left behind stops nobody; one that is not there says that the model in the folder is of
+    no training here. ValueError for such a model, which would be replaced, and where another training is at
+    work. """
     os.makedirs(folder, exist_ok=True)
     lock = Path(folder, "lock")
     if Path(folder, "model.safetensors").exists() and not lock.exists():
         raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
-    with lock.open("a+", encoding="utf-8") as file:
+    with lock.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            owner = file.read(20).strip()
-            raise ValueError(f"{folder} is in use by another training, process {owner}; "
+            raise ValueError(f"{folder} is in use by another training; "
                              "wait until it ends or use another --out") from None
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
         yield
 
 
 class Optimizer:
     """AdamW, and with `muon` Muon for all matrices but embedding and head, used like one optimiser. Gradients
-    are clipped to norm 1. Gains of norms get no weight decay.
+    are clipped to norm 1.
 
     Muon learns more from as many tokens, but its products are in bf16. On a processor that cannot multiply
     that they take longer than all the rest of a drafter's step."""
 
     def __init__(self, model, muon=False):
         self.parameters = list(model.parameters())
-        # Every parameter goes to one of three groups.
-        matrices, others, gains = [], [], []
+        matrices, others = [], []
         for name, p in model.named_parameters():
-            if p.ndim < 2:
-                gains.append(p)
-            elif muon and not name.startswith(("embed.", "head.")):
+            if muon and p.ndim == 2 and not name.startswith(("embed.", "head.")):
                 matrices.append(p)
             else:
                 others.append(p)
-        groups = [{"params": others, "weight_decay": 0.01}, {"params": gains, "weight_decay": 0.0}]
-        self.parts = [torch.optim.AdamW(groups, betas=(0.9, 0.95))]
+        self.parts = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01)]
         if matrices:
             self.parts += [torch.optim.Muon(matrices, weight_decay=0.05, adjust_lr_fn="match_rms_adamw")]
 
@@ -194,35 +196,11 @@ class Optimizer:
             part.zero_grad()
 
 
-def save_state(path, model, optimizer, **progress):
-    """Everything that a resumed run starts from, in one file."""
-    optimizers = [part.state_dict() for part in optimizer.parts]
-    state = {"model": model.state_dict(), "optimizers": optimizers, **progress}
-    with replaced(path) as temporary, open(temporary, "wb") as file:
-        torch.save(state, file)
-
-
-def load_state(path, model, optimizer):
-    """(steps done, seconds spent) of the run that wrote `path`; its weights and optimiser state are put in
-    place. ValueError where the file is damaged or another run's."""
-    try:
-        if zipfile.ZipFile(path).testzip():                    # torch.load does not look at the check sums
-            raise ValueError("a check sum is wrong")
-        saved = torch.load(path, map_location="cpu", weights_only=True)      # unpickles nothing but tensors
-        model.load_state_dict(saved["model"])
-        for part, state in zip(optimizer.parts, saved["optimizers"], strict=True):
-            part.load_state_dict(state)
-        return saved["step"], saved["seconds"]
-    except Exception as e:                                     # a damaged archive may raise anything
-        text = f"{path} is damaged or of another run; remove it to start over, or use another --out"
-        raise ValueError(f"{text} ({type(e).__name__}: {e})"[:600]) from None
-
-
 @dataclass
 class Run:
     """One training in a folder: which steps are missing, what is shown and logged, and its checkpoints. If
-    the folder has a resume.pt, the weights and the optimiser's state are loaded from it at once (errors: see
-    load_state)."""
+    the folder has a resume.pt, the weights and the optimiser's state are loaded from it at once. ValueError
+    where it is damaged or another run's."""
     args: Namespace
     folder: str
     model: torch.nn.Module
@@ -235,18 +213,27 @@ class Run:
 
     def __post_init__(self):
         self.optimizer = Optimizer(self.model, self.muon)
-        self.lines = []               # of log.jsonl
+        self.log = ""                 # log.jsonl
         self.recent = []              # what the steps since the last checkpoint logged
-        self.log_file = Path(self.folder, "log.jsonl")
         self.resume_file = Path(self.folder, "resume.pt")
-        seconds = 0.0
+        self.started = time.time()
         if self.resume_file.exists():
-            self.step, seconds = load_state(self.resume_file, self.model, self.optimizer)
-            # The log is written before resume.pt, so it may be one record ahead.
-            with blame(self.log_file), self.log_file.open(encoding="utf-8") as f:
-                self.lines = [line for line in f if json.loads(line)["step"] <= self.step]
+            try:
+                self._resume()
+            except Exception as e:                             # a damaged archive may raise anything
+                text = f"{self.resume_file} is damaged or of another run; remove it to start over, or use"
+                raise ValueError(f"{text} another --out ({type(e).__name__}: {e})"[:600]) from None
             print(f"resuming at step {self.step} of {self.n_steps}")
-        self.started = time.time() - seconds
+
+    def _resume(self):
+        if zipfile.ZipFile(self.resume_file).testzip():        # torch.load does not look at the check sums
+            raise ValueError("a check sum is wrong")
+        saved = torch.load(self.resume_file, map_location="cpu", weights_only=True)      # nothing but tensors
+        self.model.load_state_dict(saved["model"])
+        for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
+            part.load_state_dict(state)
+        self.step, self.log = saved["step"], saved["log"]
+        self.started -= saved["seconds"]
 
     def steps(self):
         """The numbers of the steps that are still missing, with a progress bar; the end is noted in
@@ -255,9 +242,8 @@ class Run:
         if first and (first >= self.n_steps or self.progress(0) >= 1):
             print(f"the training in {self.folder} is complete")
             return
-        self.model.train()
-        name = Path(self.folder).absolute().name
-        self.bar = tqdm(range(first, self.n_steps), name, initial=first, total=self.n_steps, unit="step")
+        self.bar = tqdm(range(first, self.n_steps), self.folder, initial=first, total=self.n_steps,
+                        unit="step")
         for self.step in self.bar:
             yield self.step
             if self.last:
@@ -272,16 +258,16 @@ class Run:
         return min(done, 1)
 
     def update(self, progress, **values):
-        """One step of the optimiser, `progress` (0 to 1) being how much of all data is used up. values:
-        numbers or scalar tensors of this step; they are shown, and their means logged at the next
+        """One step of the optimiser, `progress` (up to 1) being how much of all data is used up with it.
+        values: scalar tensors of this step; they are shown, and their means logged at the next
         checkpoint."""
         # Linear warm-up, then a cosine down to a twentieth of the peak.
-        rising = (self.step + 1) / max(self.args.warmup, 1)
-        falling = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * self.progress(progress)))
-        self.optimizer.step(self.lr * min(rising, falling))
+        done = self.progress(progress)
+        falling = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
+        self.optimizer.step(self.lr * min(done / WARMUP, falling))
         if self.step % TRIM == 0:
             minispec.trim()
-        self.recent.append({name: torch.as_tensor(x).item() for name, x in values.items()})
+        self.recent.append({name: x.item() for name, x in values.items()})
         self.bar.set_postfix(self.recent[-1])
 
     def checkpoint_due(self):
@@ -303,8 +289,10 @@ class Run:
             means[name] = round(statistics.fmean(values[name] for values in self.recent), 5)
         seconds = round(time.time() - self.started)
         record = {"step": self.step + 1, **means, **results, "seconds": seconds}
-        self.lines.append(json.dumps(record) + "\n")
-        write_text(self.log_file, "".join(self.lines))
-        save_state(self.resume_file, self.model, self.optimizer, step=self.step + 1, seconds=seconds)
+        self.log += json.dumps(record) + "\n"
+        write_text(Path(self.folder, "log.jsonl"), self.log)
+        state = {"step": self.step + 1, "seconds": seconds, "log": self.log, "model": self.model.state_dict(),
+                 "optimizers": [part.state_dict() for part in self.optimizer.parts]}
+        with replaced(self.resume_file) as temporary, open(temporary, "wb") as file:
+            torch.save(state, file)
         self.recent = []                  # a resumed run starts without them too, so both log the same means
-        self.model.train()                # evaluation may have left it in eval mode
