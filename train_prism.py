@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 
 from minispec import prism
-from minispec.core.attention import dense_attend
 from minispec.core.verify import argmax
 from minispec.core.words import Words
 from minispec.data import rollouts
@@ -78,17 +77,30 @@ def drafter_of(args, target):
 def unrolled_attend():
     """attend of unrolled drafting. Step 1 is causal. At step k the query of row r sees the step-1 keys of
     rows 0 .. r, and of the steps since then the keys of row r alone: those its own drafts wrote. The next
-    call for a layer is its next step."""
+    call for a layer is its next step.
+
+    In single operators: a CPU's fused attention would compute S keys a step more, all but one of them hidden.
+    """
     steps = {}                                           # layer -> the keys and values of its steps so far
 
     def attend(layer, q, k, v):
         """q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D)."""
-        steps.setdefault(layer, []).append((k, v))
-        keys, values = (torch.cat(x, 1) for x in zip(*steps[layer]))           # (B, k S, G, D)
-        itself = torch.eye(q.shape[1], dtype=torch.bool, device=q.device)
-        causal = torch.ones_like(itself).tril()
-        mask = torch.cat([causal] + [itself] * (len(steps[layer]) - 1), 1)     # (S, k S)
-        return dense_attend(mask)(layer, q, keys, values)
+        s, h, d = q.shape[1:]
+        group = h // k.shape[2]
+        steps.setdefault(layer, []).append((k.transpose(1, 2), v.transpose(1, 2)))
+        (first_k, first_v), *own = steps[layer]                                # (B, G, S, D) each
+        q = q.transpose(1, 2).unflatten(1, (-1, group)) * d ** -0.5            # (B, G, g, S, D)
+
+        # 1. What every row makes of the step-1 keys up to its own, and of its own later ones.
+        hidden = torch.full((s, s), float("-inf"), device=q.device).triu(1)
+        logits = (q.flatten(2, 3) @ first_k.mT).unflatten(2, (group, s)) + hidden
+        later = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]    # (B, G, g, S, 1)
+        weights = torch.cat([logits, *later], -1).float().softmax(-1).to(v.dtype)
+        # 2. What it reads there.
+        out = (weights[..., :s].flatten(2, 3) @ first_v).unflatten(2, (group, s))
+        for i, (_, v) in enumerate(own, s):
+            out = out + weights[..., i:i + 1] * v[:, :, None]
+        return out.flatten(1, 2).transpose(1, 2)
     return attend
 
 
