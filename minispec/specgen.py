@@ -234,7 +234,6 @@ class SpecGen(Planner):
     in the paper). ValueError for settings out of range.
     """
     name = "specgen"
-    selections = SELECTIONS
 
     def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, select="ahead", schedule="unified",
                  delayed=False, lookup=0):
@@ -242,10 +241,6 @@ class SpecGen(Planner):
         check_lookup(lookup)
         if not 0 < sparsity <= 1:
             raise ValueError(f"sparsity {sparsity} is out of range; allowed is above 0 up to 1 (everything)")
-        choices = (("selection", select, self.selections), ("schedule", schedule, SCHEDULES))
-        for what, value, allowed in choices:
-            if value not in allowed:
-                raise ValueError(f"unknown {what} '{value}'; choose from {', '.join(allowed)}")
         self.engine = engine
         self.k = k
         self.sparsity = sparsity

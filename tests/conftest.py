@@ -21,7 +21,7 @@ import torch  # noqa: E402
 from beside import pytest_sessionstart  # noqa: E402, F401  a hook
 from minispec.core import gpt  # noqa: E402
 from minispec.data import tasks  # noqa: E402
-from minispec.specgen import SpecGen  # noqa: E402
+from minispec.specgen import SELECTIONS, SpecGen  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.tools.script import run_main  # noqa: E402
 
@@ -178,7 +178,7 @@ def shipped():
 
 class Arbitrary(SpecGen):
     """SpecGen that may also select at random: its output must not change."""
-    selections = (*SpecGen.selections, "random")
+    selections = (*SELECTIONS, "random")
 
     def _select(self, r, keys, accepted):
         state = super()._select(r, keys, accepted)

@@ -124,6 +124,8 @@ def rejection_chain(draft, q, p, coins):
     draft i, the last one draws the token that follows. Returns (accepted (B,), next token (B,)).
     """
     b, k = draft.shape
+    if k == 0:
+        return torch.zeros(b, dtype=torch.long, device=p.device), draw(p[:, 0], coins[:, 0])
     if q is None:
         q = torch.zeros_like(p[:, :k]).scatter_(-1, draft[..., None], 1.0)
     # Accept draft i if coin < p / q (without dividing), and only behind accepted ones.
