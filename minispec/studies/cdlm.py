@@ -9,12 +9,11 @@ import statistics
 import torch
 
 from minispec import cdlm
-from minispec.core.requests import Request
 from minispec.data import tasks
 from minispec.studies import results
 from minispec.studies.timing import engine_of
 from minispec.tools import checkpoints
-from minispec.tools.answers import verdict
+from minispec.tools.answers import requests_of, verdict
 
 LONGEST_PROMPT = 160            # tokens
 FIRST = 3000                    # seed of the first held-out problem used here
@@ -42,21 +41,17 @@ def fitting(tokenizer, family, seed, split="train"):
 
 
 def held_out(tokenizer, n):
-    """n problems a family that fit: [(problem, prompt ids)]."""
+    """n problems a family that fit."""
     cells = [(family, FIRST + i) for i in range(n) for family in tasks.FAMILIES]
-    return [fitting(tokenizer, family, seed, "heldout")[:2] for family, seed in cells]
-
-
-def requests_of(problems, model):
-    return [Request(ids, cdlm.GEN_LENGTH, stop_ids=[model.config.eos_id]) for _, ids in problems]
+    return [fitting(tokenizer, family, seed, "heldout")[0] for family, seed in cells]
 
 
 def answer(decoder, problems, tokenizer):
     """Decode and judge: {"problems", "solved", "by_family", "steps", "tokens"}, and the answers."""
-    generations = decoder.generate(requests_of(problems, decoder.model))
-    right = [verdict(p, g, tokenizer) for (p, _), g in zip(problems, generations)]
+    generations = decoder.generate(requests_of(problems, tokenizer, decoder.model, cdlm.GEN_LENGTH))
+    right = [verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
     answers = [g.token_ids for g in generations]
-    by_family = {family: statistics.mean(r for r, (p, _) in zip(right, problems) if p.family == family)
+    by_family = {family: statistics.mean(r for r, p in zip(right, problems) if p.family == family)
                  for family in tasks.FAMILIES}
     return {"problems": len(problems), "solved": statistics.mean(right), "by_family": by_family,
             "steps": statistics.mean(len(g.steps) for g in generations),
