@@ -15,7 +15,6 @@ time: the same command continues where the last checkpoint or shard was, with th
 is finished is not done again. Models are Hugging Face folders with log.jsonl and command.txt next to them.
 """
 import os
-import random
 from pathlib import Path
 
 import minispec  # before torch: it tunes the allocator
@@ -25,7 +24,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from minispec import cdlm
-from minispec.cdlm import BLOCK_SIZE, mask_free
+from minispec.cdlm import mask_free
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import masks, tasks
@@ -63,133 +62,109 @@ def parse_args():
 
 # -- data ----------------------------------------------------------------------------------------------------
 
-def example(tokenizer, seed, n):
-    """Training problem number n: (prompt ids, answer ids (L,), filled up with ends of text). It depends on
-    (seed, n) alone, so that training resumes exactly."""
-    rng = random.Random(f"{seed}/cdlm/{n}")
-    return study.fitting(tokenizer, rng.choice(tasks.FAMILIES), rng.randrange(1 << 40))[1:]
+def example(tokenizer, n):
+    """Training problem number n: (prompt ids, answer ids (L,), filled up with ends of text)."""
+    family = tasks.FAMILIES[n % len(tasks.FAMILIES)]
+    return study.fitting(tokenizer, family, n)[1:]
 
 
-def as_batch(pairs, width=0):
-    """[(prompt ids, answer ids)] -> tensors, prompts padded on the left to (n, width) or the longest."""
-    prompts, answers = zip(*pairs)
-    width = width or max(map(len, prompts))
-    return {"prompt": torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
-            "length": torch.tensor([len(p) for p in prompts]), "answer": torch.tensor(answers)}
+def padded(prompts):
+    """Prompts (n, width), padded on the left. The width is always the same, so that shards fit together."""
+    return torch.tensor([[cdlm.PADDING] * (study.LONGEST_PROMPT - len(ids)) + ids for ids in prompts])
 
 
-def examples_of_step(tokenizer, args, step):
-    numbers = range(step * args.batch, (step + 1) * args.batch)
-    return as_batch([example(tokenizer, args.seed, n) for n in numbers])
-
-
-def to(device, batch):
-    return {name: x.to(device) for name, x in batch.items()}
+def ready(batch, device):
+    """The tensors of a batch on the device, without what is padding in all prompts."""
+    batch = {name: x.to(device) for name, x in batch.items()}
+    batch["prompt"] = batch["prompt"][:, (batch["prompt"] != cdlm.PADDING).any(0)]
+    return batch
 
 
 def load_trajectories(folder):
-    """The shards of a folder as one: {name: tensor (n, ..)}. A trajectory is the tokens (L,) of an answer,
-    the rank (L,) at which each slot was revealed, the hidden rows (L, C) from which they were, and how many
-    slots are live: the text ends in the last block of those."""
+    """The shards of a folder as one: {name: tensor (n, ..)}, see `collect`."""
     shards = [read_tensors(file) for file in sorted(Path(folder).glob("*.safetensors"))]
     with blame(folder):
         return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
 
 
-def batch_of(data, numbers):
-    """These trajectories, without what is empty in all of them: the left of the prompts, and slots behind the
-    text, which decoding never opened."""
-    batch = {name: x[numbers] for name, x in data.items()}
-    batch["prompt"] = batch["prompt"][:, -int(batch["length"].max()):]
-    for name in ("tokens", "rank", "hidden"):
-        batch[name] = batch[name][:, :int(batch["live"].max())]
-    return batch
-
-
 # -- losses (2.3) --------------------------------------------------------------------------------------------
 
-def dlm_loss(model, batch, masked, rate, counted, mask_id, block_size, mask):
+def dlm_loss(model, batch, mask_id, block_causal):
     """The masked-diffusion loss, where the slots `masked` (n, L) of the answers are masks. rate (n, L): with
     what probability each slot became one. The loss is the mean over rows of the summed cross-entropies of
     masked slots, each divided by its rate and by the number of `counted` slots (n, L). With all counted and
     one rate t a row, that is 1 / (t L) times the sum: an upper bound on the answer's negative log-likelihood
     per slot."""
     answer = batch["answer"]
-    rate, counted, masked = (x.to(answer.device) for x in (rate, counted, masked))
+    where = batch["masked"] & batch["counted"]
     # Each block behind clean ones, or the whole answer with its masks.
-    noisy = answer.masked_fill(masked, mask_id)
-    where = masked & counted
-    if mask is cdlm.two_copies:
-        hidden = cdlm.blocks_hidden(model, batch["prompt"], batch["length"], answer, noisy, block_size)
+    noisy = answer.masked_fill(batch["masked"], mask_id)
+    if block_causal:
+        hidden = cdlm.blocks_hidden(model, batch["prompt"], answer, noisy)
     else:
-        hidden = cdlm.answer_hidden(model, batch["prompt"], batch["length"], noisy, block_size, mask)
+        hidden = cdlm.answer_hidden(model, batch["prompt"], noisy, cdlm.bidirectional)
     # A slot that is masked with probability t counts 1 / t, so that every slot weighs the same in the mean.
     logits = mask_free(model.logits(hidden[where]), mask_id)
     loss = F.cross_entropy(logits, answer[where], reduction="none")
-    return (loss / (rate * counted.sum(-1, keepdim=True))[where]).sum() / len(answer)
+    share = batch["rate"] * batch["counted"].sum(-1, keepdim=True)
+    return (loss / share[where]).sum() / len(answer)
 
 
-def reference_loss(model, batch, args, mask_id, block_causal, generator, in_order=0.0):
+def reference_loss(model, examples, mask_id, block_causal, generator, in_order=0.0):
     """The masked-diffusion loss on reference answers with drawn masks: as a student reads them, or as a
     teacher does. in_order: see `masks.turns`."""
-    states, mask = masks.teacher_states, cdlm.bidirectional
-    answer = batch["answer"]
-    if block_causal:
-        states, mask = masks.all_blocks, cdlm.two_copies
-        # No block behind the text is counted, or seen by one that is.
-        longest = masks.text_blocks(answer, model.config.eos_id, BLOCK_SIZE).max() * BLOCK_SIZE
-        answer = answer[:, :longest]
-    rate, counted = states(answer, model.config.eos_id, BLOCK_SIZE, generator)
-    masked = masks.turns(answer.shape, BLOCK_SIZE, generator, in_order) < rate
-    batch = to(args.device, {**batch, "answer": answer})
-    return dlm_loss(model, batch, masked, rate, counted, mask_id, BLOCK_SIZE, mask)
+    prompts, answers = zip(*examples)
+    answer = torch.tensor(answers)
+    states = masks.all_blocks if block_causal else masks.teacher_states
+    rate, counted = states(answer, model.config.eos_id, generator)
+    masked = masks.turns(answer.shape, generator, in_order) < rate
+    batch = {"prompt": padded(prompts), "answer": answer, "masked": masked, "rate": rate, "counted": counted}
+    return dlm_loss(model, ready(batch, model.device), mask_id, block_causal)
 
 
-def draw_states(live, gen_length, block_size, generator):
+def draw_states(live, length, generator):
     """A step k (n, L / B) in the life of each block of trajectories of `live` (n,) decoded slots, uniform
     over it. Blocks behind the one that ends the text were never opened: they are at their end, and have
     nothing to teach."""
-    first = torch.arange(0, gen_length, block_size).expand(len(live), -1)
-    end = (first + block_size).clamp(max=gen_length)
-    k = first + (torch.rand(first.shape, generator=generator) * (end - first)).long()
-    return torch.where(first < live[:, None], k, end)
+    first = torch.arange(0, length, cdlm.BLOCK_SIZE)
+    lived = torch.rand(len(live), len(first), generator=generator) * cdlm.BLOCK_SIZE
+    k = first + lived.long()
+    return torch.where(first < live.cpu()[:, None], k, first + cdlm.BLOCK_SIZE)
 
 
-def distillation_loss(model, teacher_head, batch, k, mask_id, block_size):
+def distillation_loss(model, teacher_head, batch, k, mask_id):
     """Mean over the slots that are masked in y of KL(p_teacher || q(y)). y: the state k (n, L / B) of every
     block; q: the student. All blocks of an answer are trained at once.
 
     p_teacher is rebuilt from the hidden row with which the teacher revealed the token, by the teacher's own
     head (V, C). It knew more than y says, and that is the lesson."""
-    tokens, rank = batch["tokens"], batch["rank"]
-    k, length = k.to(rank.device), rank.shape[1]
-    masked = rank >= masks.per_slot(k, length, block_size)
+    tokens = batch["tokens"]
+    k = k.to(tokens.device)
+    masked = batch["rank"] >= masks.per_slot(k)
     noisy = tokens.masked_fill(masked, mask_id)
-    hidden = cdlm.blocks_hidden(model, batch["prompt"], batch["length"], tokens, noisy, block_size)
+    hidden = cdlm.blocks_hidden(model, batch["prompt"], tokens, noisy)
     # What the teacher thought of each slot when it revealed it.
     with torch.autocast(tokens.device.type, enabled=False):
         goal = mask_free(batch["hidden"][masked].to(teacher_head.dtype) @ teacher_head.T, mask_id)
     values = divergence(goal, mask_free(model.logits(hidden[masked]), mask_id))
     # The mean over the masked slots of a block, of all blocks with text.
-    ends = torch.arange(block_size, length + block_size, block_size, device=k.device).clamp(max=length)
-    count = masks.per_slot(ends - k, length, block_size)
-    return (values / count[masked]).sum() / (-(-batch["live"] // block_size)).sum()
+    count = masks.per_slot(cdlm.BLOCK_SIZE - k % cdlm.BLOCK_SIZE)
+    return (values / count[masked]).sum() / (batch["live"] // cdlm.BLOCK_SIZE).sum()
 
 
-def consistency_loss(model, batch, k, mask_id, block_size, generator):
-    """Mean over the slots that are masked in y* of KL(stop(q(y*)) || q(y)). y* is the state in which the
-    block is complete, so these are slots of later blocks: while one block of each answer is half done,
-    predict for all slots behind it what you will predict once it is done."""
-    tokens, rank, live = batch["tokens"], batch["rank"], batch["live"]
-    # One block of each answer, its two states, and the slots that are masked in both.
-    block = (torch.rand(len(tokens), 1, generator=generator) * -(-live.cpu() // block_size)[:, None]).long()
-    k = k.gather(1, block)[:, 0].to(rank.device)
-    k_star = ((block[:, 0] + 1) * block_size).to(rank.device)
-    s = (rank >= k_star[:, None]) & (torch.arange(rank.shape[1], device=rank.device) < live[:, None])
+def consistency_loss(model, batch, mask_id, generator):
+    """Mean over the slots that are masked in y* of KL(stop(q(y*)) || q(y)). y: any state of a trajectory; y*:
+    the state in which y's open block is complete. So these are slots of later blocks: while one block of each
+    answer is half done, predict for all slots behind it what you will predict once it is done."""
+    tokens, rank, live = batch["tokens"], batch["rank"], batch["live"][:, None]
+    # The two states (n, 1), and the slots that are masked in both.
+    k = (torch.rand(len(tokens), 1, generator=generator).to(live.device) * live).long()
+    k_star = (k // cdlm.BLOCK_SIZE + 1) * cdlm.BLOCK_SIZE
+    s = (rank >= k_star) & (rank < live)
 
     def logits(step):
-        y = tokens.masked_fill(rank >= step[:, None], mask_id)
-        hidden = cdlm.answer_hidden(model, batch["prompt"], batch["length"], y, block_size)
+        y = tokens.masked_fill(rank >= step, mask_id)
+        hidden = cdlm.answer_hidden(model, batch["prompt"], y)
         return mask_free(model.logits(hidden[s]), mask_id)
 
     with torch.no_grad():
@@ -198,116 +173,103 @@ def consistency_loss(model, batch, k, mask_id, block_size, generator):
     return (divergence(goal, logits(k)) / count[s]).sum() / len(tokens)
 
 
-# -- the three stages ----------------------------------------------------------------------------------------
+# -- trajectories --------------------------------------------------------------------------------------------
 
-def train_teacher(args, folder, tokenizer, mask_id):
-    """First block-causally, all blocks of an answer in one forward, because most of what a mask must learn is
-    the same when every slot sees all others. Then as the teacher is used."""
-    model = checkpoints.load(args.target, args.device, torch.float32)
-    train(args, folder, tokenizer, mask_id, model, args.target, 1e-3, (0, 0, 1))
-
-
-def collect(model, mask_id, requests, block_size=BLOCK_SIZE, batch_size=8, order=cdlm.ORDER):
-    """The teacher's trajectories, one token a step: tokens and rank (n, L), live (n,) slots that were
-    decoded, and hidden (n, L, C) in 16 bit, the row from which each token was revealed, as it enters the
-    head. Behind the block that ends the text, every token is an end of text, its rank is its place, and its
-    hidden row is 0."""
-    teacher = cdlm.Decoder(model, mask_id, "teacher", block_size, order=order, batch_size=batch_size,
-                           record=True)
-    teacher.generate(requests)
-    # What was decoded, then what lies behind the text.
-    rows = []
-    for request in requests:
-        a = request.state
-        live = a.n_revealed
-        behind = range(live, request.max_new_tokens)
-        tokens = a.tokens[a.prompt:a.prompt + live] + [model.config.eos_id] * len(behind)
-        hidden = torch.stack([a.hidden[i] for i in range(live)])
-        rows.append({
-            "tokens": torch.tensor(tokens),
-            "rank": torch.tensor(a.rank[:live] + [*behind]),
-            "live": torch.tensor(live),
-            "hidden": F.pad(hidden, (0, 0, 0, len(behind))),
-        })
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+def collect(decoder, requests):
+    """What a recording decoder does to answer requests of L slots, as tensors (n, ..): the prompts, the
+    tokens (n, L), the rank (n, L) at which each was revealed, how many slots were decoded: `live` (n,), and
+    hidden (n, L, C) in 16 bit, the row from which each token was revealed, as it enters the head. Behind the
+    block that ends the text, every token is an end of text, its rank is its place, and its hidden row is
+    0."""
+    decoder.generate(requests)
+    config = decoder.model.config
+    answers = [request.state for request in requests]
+    tokens = torch.tensor([a.tokens[a.prompt:] for a in answers])
+    hidden = torch.zeros(*tokens.shape, config.d_model, dtype=torch.float16)
+    for rows, a in zip(hidden, answers):
+        rows[list(a.hidden)] = torch.stack(list(a.hidden.values()))
+    return {
+        "prompt": padded([a.tokens[:a.prompt] for a in answers]),
+        "tokens": tokens.masked_fill(tokens == decoder.mask_id, config.eos_id),
+        "rank": torch.tensor([a.rank for a in answers]),
+        "live": torch.tensor([a.n_revealed for a in answers]),
+        "hidden": hidden,
+    }
 
 
-def collect_trajectories(args, folder, tokenizer, mask_id):
-    model = checkpoints.load(f"{args.out}/teacher", args.device, fast_dtype(args.device))
+def collect_trajectories(args, tokenizer, mask_id, folder, teacher):
+    """The answers of the model in the folder `teacher`, in shards."""
+    model = checkpoints.load(teacher, args.device, fast_dtype(args.device))
     training.same_settings(folder, prompts=args.prompts, seed=args.seed,
                            teacher=checkpoints.fingerprint(model))
+    decoder = cdlm.Decoder(model, mask_id, "teacher", batch_size=args.batch, record=True)
     cells = [(number, temperature) for number in range(args.prompts) for temperature in TEMPERATURES]
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
         file = f"{folder}/{start // SHARD:05d}.safetensors"
         if os.path.exists(file):
             continue
-        # The teacher answers the problems of a shard.
-        pairs, requests = [], []
-        for i, (number, temperature) in enumerate(cells[start:start + SHARD], start):
-            pairs.append(example(tokenizer, args.seed, number))
-            sampling = Sampling(temperature, seed=args.seed * 1000003 + i)
-            requests.append(Request(pairs[-1][0], cdlm.GEN_LENGTH, sampling, [model.config.eos_id]))
-        batch = as_batch(pairs, study.LONGEST_PROMPT)
-        data = collect(model, mask_id, requests, batch_size=args.batch)
-        data.update(prompt=batch["prompt"], length=batch["length"])
+        requests = []
+        for number, temperature in cells[start:start + SHARD]:
+            seed = args.seed * 1000003 + number
+            prompt, _ = example(tokenizer, seed)
+            sampling = Sampling(temperature, seed=seed)
+            requests.append(Request(prompt, cdlm.GEN_LENGTH, sampling, [model.config.eos_id]))
         with replaced(file) as temporary:
-            save_file(data, temporary)
+            save_file(collect(decoder, requests), temporary)
 
 
-def train_student(args, folder, tokenizer, mask_id):
-    teacher = f"{args.out}/teacher"
-    model = checkpoints.load(teacher, args.device, torch.float32)
-    data = load_trajectories(f"{args.out}/trajectories")
-    train(args, folder, tokenizer, mask_id, model, teacher, 2e-4, args.weights, data)
+# -- teacher and student -------------------------------------------------------------------------------------
 
+def train(args, tokenizer, mask_id, folder, source, lr, weights, data=None):
+    """Train the model in the folder `source`. weights: of the three losses; data: a student's trajectories.
 
-def train(args, folder, tokenizer, mask_id, model, source, lr, weights, data=None):
-    """The loop of teacher and student. model: from the folder `source`; weights: of the three losses, of
-    which a teacher has the last one alone; data: a student's trajectories."""
+    A teacher has the last loss alone. It begins block-causally, all blocks of an answer in one forward,
+    because most of what a mask must learn is the same when every slot sees all others; then as it is used."""
+    model = checkpoints.load(source, args.device, torch.float32)
+    if cdlm.GEN_LENGTH + study.LONGEST_PROMPT > model.config.block_size:
+        raise ValueError(f"prompts of {study.LONGEST_PROMPT} and answers of {cdlm.GEN_LENGTH} tokens exceed "
+                         f"the context of {model.config.block_size}")
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()
-    first = 0
-    if data is not None:
+    if data:
         plan = schedule(args.seed, [1] * len(data["live"]), args.batch, args.steps * args.batch)
-        # A student's reference answers are of other problems than the trajectories.
-        first = args.prompts * 1000
     run = Run(args, folder, model, args.steps, args.lr or lr, muon=True)
     for step in run.steps():
         generator = generator_of(args, step)
-        block_causal = data is not None or step < args.steps * BLOCK_WARMUP
-        if data is not None:
-            # States of the teacher's trajectories.
-            batch = batch_of(data, plan[step][0])
-            k = draw_states(batch["live"], batch["tokens"].shape[1], BLOCK_SIZE, generator)
-            batch = to(args.device, batch)
+        block_causal = bool(data) or step < args.steps * BLOCK_WARMUP
+        if data:
+            numbers, _ = plan[step]
+            batch = ready({name: x[numbers] for name, x in data.items()}, args.device)
         # The losses; one of weight 0 is not computed.
         losses = {}
         with bf16(args.device):
             if weights["distill"]:
-                losses["distill"] = distillation_loss(model, teacher_head, batch, k, mask_id, BLOCK_SIZE)
+                k = draw_states(batch["live"], cdlm.GEN_LENGTH, generator)
+                losses["distill"] = distillation_loss(model, teacher_head, batch, k, mask_id)
             if weights["cons"]:
-                losses["cons"] = consistency_loss(model, batch, k, mask_id, BLOCK_SIZE, generator)
+                losses["cons"] = consistency_loss(model, batch, mask_id, generator)
             if weights["dlm"]:
-                batch = examples_of_step(tokenizer, args, first + step)
-                losses["dlm"] = reference_loss(model, batch, args, mask_id, block_causal, generator, IN_ORDER)
+                numbers = torch.randint(1 << 40, (args.batch,), generator=generator).tolist()
+                examples = [example(tokenizer, n) for n in numbers]
+                losses["dlm"] = reference_loss(model, examples, mask_id, block_causal, generator, IN_ORDER)
         # One step of the optimiser on their weighted sum.
         loss = sum(weights[name] * x for name, x in losses.items())
         loss.backward()
         run.update((step + 1) / args.steps, **losses, loss=loss)
         if run.checkpoint_due():
             checkpoints.save(model, folder, source)
-            run.checkpoint(heldout=evaluate(model, tokenizer, args, mask_id, block_causal))
+            run.checkpoint(heldout=evaluate(model, tokenizer, mask_id, block_causal))
 
 
-def evaluate(model, tokenizer, args, mask_id, block_causal):
+@torch.no_grad()
+def evaluate(model, tokenizer, mask_id, block_causal):
     """The held-out losses, by family."""
     heldout = {}
     for family in tasks.FAMILIES:
         # Always the same problems, rates and masks, as long as the objective is the same.
-        batch = as_batch([study.fitting(tokenizer, family, seed, "heldout")[1:] for seed in range(8)])
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(0)
-            loss = reference_loss(model, batch, args, mask_id, block_causal, generator)
+        examples = [study.fitting(tokenizer, family, seed, "heldout")[1:] for seed in range(8)]
+        generator = torch.Generator().manual_seed(0)
+        loss = reference_loss(model, examples, mask_id, block_causal, generator)
         heldout[family] = round(loss.item(), 4)
     return heldout
 
@@ -315,16 +277,14 @@ def evaluate(model, tokenizer, args, mask_id, block_causal):
 def main():
     args = parse_args()
     tokenizer = Tokenizer.load(args.target)
-    context = checkpoints.load(args.target).config.block_size
-    if cdlm.GEN_LENGTH + study.LONGEST_PROMPT > context:
-        raise ValueError(f"prompts of {study.LONGEST_PROMPT} and answers of {cdlm.GEN_LENGTH} tokens exceed "
-                         f"the context of {context}")
-    mask_id = cdlm.mask_id_of(tokenizer, args.target)
-    stages = (("teacher", train_teacher), ("trajectories", collect_trajectories), (args.name, train_student))
-    for name, stage in stages:
-        folder = f"{args.out}/{name}"
-        with locked(folder):
-            stage(args, folder, tokenizer, mask_id)
+    shared = args, tokenizer, cdlm.mask_id_of(tokenizer, args.target)
+    teacher, trajectories, student = (f"{args.out}/{name}" for name in ("teacher", "trajectories", args.name))
+    with locked(teacher):
+        train(*shared, teacher, args.target, 1e-3, (0, 0, 1))
+    with locked(trajectories):
+        collect_trajectories(*shared, trajectories, teacher)
+    with locked(student):
+        train(*shared, student, teacher, 2e-4, args.weights, load_trajectories(trajectories))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ The student starts from the teacher's weights and learns from what the teacher d
 block it predicts what the teacher predicted at the later, better informed step at which it revealed each
 token.
 
-Glossary: P prompt tokens, L answer slots (`gen_length`), B slots of a block (`block_size`), n answers in a
+Glossary: P prompt tokens, L answer slots (`gen_length`), B slots of a block (`BLOCK_SIZE`), n answers in a
 batch, C model width, V vocabulary. rank (n, L): the order in which slots were revealed. State k of a
 trajectory (y in the paper): the slots of rank < k hold their tokens, the others are masked. The paper's tau
 is `threshold`.
@@ -40,6 +40,7 @@ from minispec.core.verify import draw, warp
 
 GEN_LENGTH = 256
 BLOCK_SIZE = 32
+PADDING = -1                     # in place of a token, left of prompts in a batch of training
 THRESHOLD = 0.99                 # the paper decodes at 0.9
 ORDERS = ("first", "surest")
 ORDER = "first"                  # the paper: surest
@@ -58,17 +59,16 @@ class Answer:
     """The answer of a request while it is filled in.
 
     tokens: prompt and slots. [first, last): the positions of the open block. n_cached: positions whose cached
-    keys are final. rank (L,): when each slot was revealed. hidden: {slot: (C,)}, the rows from which they
-    were, if recorded. """
+    keys are final. rank (L,): when each slot was revealed, or its place. hidden: {slot: (C,)}, the rows from
+    which they were, if recorded. """
     request: Request
     mask_id: int
-    block_size: int
 
     def __post_init__(self):
         slots = self.request.max_new_tokens
         self.prompt = len(self.request.tokens)
         self.tokens = self.request.tokens + [self.mask_id] * slots
-        self.rank = [None] * slots
+        self.rank = list(range(slots))
         self.hidden = {}
         self.n_revealed = 0
         self.n_cached = 0
@@ -77,7 +77,7 @@ class Answer:
 
     def open_block(self):
         self.first = self.last
-        self.last = min(self.first + self.block_size, len(self.tokens))
+        self.last = min(self.first + BLOCK_SIZE, len(self.tokens))
         self.steps = 0
 
     def masked(self):
@@ -142,15 +142,14 @@ class Decoder:
                  against the cached keys of everything, masked slots behind it included (Fast-dLLM's dual
                  cache). Approximate.
 
-    threshold: reveal all slots of higher confidence. None: `steps` forwards a block (default: one token
-    each). order: see `pick`. record: keep the hidden rows, and complete every block, for `collect`.
+    threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
+    token each). order: see `pick`. record: keep the hidden rows, and complete every block, for `collect`.
     on_step(answer, revealed positions) is called after every step. """
     model: GPT
     mask_id: int
     kind: str = "student"
-    block_size: int = BLOCK_SIZE
     threshold: float = None
-    steps: int = None
+    steps_a_block: int = None
     order: str = ORDER
     batch_size: int = 1
     record: bool = False
@@ -191,7 +190,7 @@ class Decoder:
     def _prepare(self, requests):
         check_requests(requests, self.model.config)
         for r in requests:
-            r.state = Answer(r, self.mask_id, self.block_size)
+            r.state = Answer(r, self.mask_id)
             r.run = None
         # A cache for this stream alone: one that was left in the middle cannot be in the way.
         longest = max((r.longest for r in requests), default=0)
@@ -249,7 +248,10 @@ class Decoder:
         for a, hidden, logits in zip(active, hidden.split(counts), logits.split(counts)):
             masked = a.masked()
             tokens, confidence = choose(logits, a.request)
-            picked = pick(confidence, self._quota(a), self.threshold, self.order)
+            # Without a threshold, the block's slots are spread over its steps, early steps first.
+            size = a.last - a.first
+            share, rest = divmod(size, self.steps_a_block or size)
+            picked = pick(confidence, share + (a.steps < rest), self.threshold, self.order)
             for i in picked:
                 a.reveal(masked[i], tokens[i])
                 if self.record:
@@ -261,13 +263,6 @@ class Decoder:
                 self.on_step(a, [masked[i] for i in picked])
             committed.append((a.request, self._commit(a, seconds)))
         return committed
-
-    def _quota(self, a):
-        """Slots to reveal without a threshold: the block's slots spread over its steps, early steps first."""
-        if not self.steps:
-            return 1
-        n = a.last - a.first
-        return n // self.steps + (a.steps < n % self.steps)
 
     def _commit(self, a, seconds):
         """Hand on what is final, up to the first mask or end of text. Then see if the block or the answer is
@@ -303,12 +298,13 @@ def mask_id_of(tokenizer, where):
 # -- masks of whole sequences, for training ------------------------------------------------------------------
 # A batch is padded on the left: answers lie in the last L columns, whatever the lengths of the prompts are.
 
-def layout(lengths, width, gen_length, block_size):
-    """Positions and block numbers, each (n, width + L), of prompts of `lengths` (n,) padded to `width`
-    columns. Blocks: -1 padding, 0 the prompt, then 1, 2, ... of B slots each."""
-    column = torch.arange(width + gen_length, device=lengths.device) - width            # 0: the first slot
-    positions = column + lengths[:, None]
-    blocks = (column // block_size + 1).clamp(min=0)
+def layout(prompt, gen_length):
+    """Positions and block numbers, each (n, width + L), of prompts (n, width). Blocks: -1 padding, 0 the
+    prompt, then 1, 2, ... of B slots each."""
+    width = prompt.shape[1]
+    column = torch.arange(width + gen_length, device=prompt.device) - width             # 0: the first slot
+    positions = column + (prompt != PADDING).sum(-1, keepdim=True)
+    blocks = (column // BLOCK_SIZE + 1).clamp(min=0)
     return positions.clamp(min=0), torch.where(positions < 0, -1, blocks)
 
 
@@ -337,20 +333,21 @@ def two_copies(blocks, gen_length):
     return bidirectional(blocks) & torch.where(noisy, noisy_sees, clean_sees)[:, None]
 
 
-def answer_hidden(model, prompt, lengths, answer, block_size, mask=block_causal):
+def answer_hidden(model, prompt, answer, mask=block_causal):
     """Hidden states (n, L, C) that predict the slots (n, L) behind left-padded prompts (n, width)."""
-    positions, blocks = layout(lengths, prompt.shape[1], answer.shape[1], block_size)
-    hidden = model(torch.cat([prompt, answer], 1), positions, dense_attend(mask(blocks)))
+    positions, blocks = layout(prompt, answer.shape[1])
+    tokens = torch.cat([prompt.clamp(min=0), answer], 1)
+    hidden = model(tokens, positions, dense_attend(mask(blocks)))
     return hidden[:, prompt.shape[1] - 1:-1]                     # the row before a slot predicts it
 
 
-def blocks_hidden(model, prompt, lengths, clean, noisy, block_size):
+def blocks_hidden(model, prompt, clean, noisy):
     """Hidden states (n, L, C) from which a block-causal model predicts the noisy slots (n, L), each block
     behind clean ones. A clean row predicts a block's first slot, as in decoding."""
     length = clean.shape[1]
-    positions, blocks = layout(lengths, prompt.shape[1], length, block_size)
+    positions, blocks = layout(prompt, length)
     positions = torch.cat([positions, positions[:, -length:]], 1)
+    tokens = torch.cat([prompt.clamp(min=0), clean, noisy], 1)
+    hidden = model(tokens, positions, dense_attend(two_copies(blocks, length)))
     slot = torch.arange(length, device=clean.device)
-    row = prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)
-    hidden = model(torch.cat([prompt, clean, noisy], 1), positions, dense_attend(two_copies(blocks, length)))
-    return hidden[:, row]
+    return hidden[:, prompt.shape[1] + slot - 1 + length * (slot % BLOCK_SIZE > 0)]

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +26,15 @@ from minispec.core.verify import Sampling
 
 
 MASK, L, B = 63, 28, 8           # the last block of 28 slots is short
+WHOLE = 32                       # slots in training, where all blocks are whole
 PROMPTS = [list(range(1, 10)), list(range(5, 19)), [7], list(range(30, 52))]
 KINDS = ("student", "teacher", "dual")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_blocks():
+    with mock.patch.object(cdlm, "BLOCK_SIZE", B):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +52,8 @@ def requests(prompts=PROMPTS, length=L, stop=(), temperature=0.0):
 
 
 def pad_prompts(prompts):
-    """Lists of ids -> (left-padded (n, width), lengths (n,))."""
-    batch = train_cdlm.as_batch([(p, [0]) for p in prompts])
-    return batch["prompt"], batch["length"]
+    """Lists of ids -> left-padded (n, width)."""
+    return train_cdlm.ready({"prompt": train_cdlm.padded(prompts)}, "cpu")["prompt"]
 
 
 def at(trajectories, k):
@@ -61,18 +68,18 @@ def filled(reqs):
 
 def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
     """Logits (L, V) of one answer without a cache: the slow, obvious reference."""
-    with torch.inference_mode():
-        hidden = cdlm.answer_hidden(model, torch.tensor([prompt]), torch.tensor([len(prompt)]), torch.tensor([slots]), block_size, mask)
+    with torch.inference_mode(), mock.patch.object(cdlm, "BLOCK_SIZE", block_size):
+        hidden = cdlm.answer_hidden(model, torch.tensor([prompt]), torch.tensor([slots]), mask)
         return cdlm.mask_free(model.logits(hidden), MASK)[0]
 
 
 # -- masks (1, 2, 6) ---------------------------------------------------------------------------------------------------
 
 def test_block_causal_mask_is_its_definition():                                    # 1
-    lengths, width, length, block = torch.tensor([1, 5, 13]), 13, 10, 4
-    positions, blocks = cdlm.layout(lengths, width, length, block)
+    prompts, width, length, block = [[3] * n for n in (1, 5, 13)], 13, 20, B
+    positions, blocks = cdlm.layout(pad_prompts(prompts), length)
     mask, everything = cdlm.block_causal(blocks)[:, 0], cdlm.bidirectional(blocks)[:, 0]
-    for row, p in enumerate(lengths.tolist()):
+    for row, p in enumerate(map(len, prompts)):
         number = lambda i: 0 if i < p else 1 + (i - p) // block
         first = width - p
         assert positions[row, first:].tolist() == list(range(p + length)) and everything[row, first:, first:].all()
@@ -93,24 +100,25 @@ def test_later_blocks_do_not_reach_back(model):                                 
     assert not torch.allclose(whole(slots)[1], whole(slots[:-1] + [0])[1])
 
 
+@mock.patch.object(cdlm, "BLOCK_SIZE", L)
 def test_prompt_never_sees_the_answer(model):                                      # 6
     def prompt_rows(slots):
-        positions, blocks = cdlm.layout(torch.tensor([9]), 9, L, L)
+        positions, blocks = cdlm.layout(torch.tensor(PROMPTS[:1]), L)
         return model(torch.tensor([PROMPTS[0] + slots]), positions, dense_attend(cdlm.block_causal(blocks)))[:, :9]
     assert torch.equal(prompt_rows([1] * L), prompt_rows([2] * L))
 
 
 def test_two_copies_train_every_block_as_decoding_meets_it(model):
-    g, (prompt, lengths) = torch.Generator().manual_seed(0), pad_prompts(PROMPTS)
+    g, prompt = torch.Generator().manual_seed(0), pad_prompts(PROMPTS)
     clean = torch.randint(0, 60, (len(PROMPTS), L), generator=g)
     noisy = clean.masked_fill(torch.rand(clean.shape, generator=g) < 0.5, MASK)
     with torch.inference_mode():
-        got = cdlm.blocks_hidden(model, prompt, lengths, clean, noisy, B)
+        got = cdlm.blocks_hidden(model, prompt, clean, noisy)
         for first in range(0, L, B):
             block = slice(first, first + B)
             alone = clean.clone()
             alone[:, block] = noisy[:, block]
-            assert (got[:, block] - cdlm.answer_hidden(model, prompt, lengths, alone, B)[:, block]).abs().max() < 1e-5
+            assert (got[:, block] - cdlm.answer_hidden(model, prompt, alone)[:, block]).abs().max() < 1e-5
 
 
 def test_whose_token_a_row_predicts():                                             # 8
@@ -122,9 +130,9 @@ def test_whose_token_a_row_predicts():                                          
                 p.zero_()
     slots = list(range(20, 20 + L))
     assert dense(echo, PROMPTS[0], slots).argmax(-1).tolist() == [PROMPTS[0][-1]] + slots[:-1]
-    two = cdlm.blocks_hidden(echo, torch.tensor(PROMPTS[:1]), torch.tensor([9]), torch.tensor([slots]), torch.tensor([slots]) + 10, B)
+    two = cdlm.blocks_hidden(echo, torch.tensor(PROMPTS[:1]), torch.tensor([slots]), torch.tensor([slots]) + 10)
     assert echo.logits(two)[0].argmax(-1)[B - 1:B + 2].tolist() == [36, 27, 38]
-    decoder = Compared(echo, MASK, block_size=B)
+    decoder = Compared(echo, MASK)
     decoder.generate(requests(PROMPTS[:1]))
     assert decoder.worst <= 1e-5
 
@@ -143,7 +151,7 @@ class Compared(cdlm.Decoder):
 
     def forward(self, active):
         hidden, logits, spent = super().forward(active)
-        want = [dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:], block_size=self.block_size)
+        want = [dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:])
                 [[i - a.prompt for i in a.masked()]] for a in active]
         self.worst = max(self.worst, (logits - torch.cat(want)).abs().max().item())
         assert self.stale or torch.equal(logits.argmax(-1), torch.cat(want).argmax(-1))
@@ -164,7 +172,7 @@ class Stale(Compared):
 
 @pytest.mark.parametrize("steps", [None, 3])
 def test_cached_logits_equal_uncached_ones(model, steps):                          # 3, 4
-    decoder = Compared(model, MASK, block_size=B, steps=steps, batch_size=4)
+    decoder = Compared(model, MASK, steps_a_block=steps, batch_size=4)
     decoder.generate(requests())
     assert 0 < decoder.worst <= 1e-5
 
@@ -172,13 +180,13 @@ def test_cached_logits_equal_uncached_ones(model, steps):                       
 def test_cached_logits_in_fp64(model, monkeypatch):                                # 3
     monkeypatch.setattr(cdlm, "mask_free", lambda logits, mask_id: logits.index_fill(-1, torch.tensor([mask_id]), -1e9))
     double = toy_model(n_layer=3).double()
-    decoder = Compared(double, MASK, block_size=B, batch_size=4)
+    decoder = Compared(double, MASK, batch_size=4)
     decoder.generate(requests())
     assert decoder.worst <= 1e-12
 
 
 def test_keys_of_the_last_denoising_pass_are_wrong(model):                         # 5
-    decoder = Stale(model, MASK, block_size=B, steps=3, batch_size=4)
+    decoder = Stale(model, MASK, steps_a_block=3, batch_size=4)
     decoder.generate(requests())
     assert decoder.worst > 0.1
 
@@ -186,11 +194,12 @@ def test_keys_of_the_last_denoising_pass_are_wrong(model):                      
 # -- decoding (6, 7, 9, 18, 19, 20, 25) --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.5, 1.0])
-def test_blocks_of_one_are_left_to_right(model, threshold):                        # 6
+def test_blocks_of_one_are_left_to_right(model, threshold, monkeypatch):           # 6
     prompt, slots = PROMPTS[1], [MASK] * 12
     for i in range(12):
         slots[i] = dense(model, prompt, slots, block_size=1)[i].argmax().item()
-    [g] = cdlm.Decoder(model, MASK, block_size=1, threshold=threshold).generate(requests([prompt], 12))
+    monkeypatch.setattr(cdlm, "BLOCK_SIZE", 1)
+    [g] = cdlm.Decoder(model, MASK, threshold=threshold).generate(requests([prompt], 12))
     assert g.token_ids == slots and len(g.steps) == 12
 
 
@@ -216,24 +225,24 @@ def naive(model, prompt, length, block, steps, order="surest"):
 @pytest.mark.parametrize("steps", [24, 15, 3])
 def test_teacher_is_the_loop_of_the_notes(model, steps, order):                    # 7
     reqs = requests(length=24)
-    cdlm.Decoder(model, MASK, "teacher", B, steps=steps // 3, order=order, batch_size=3).generate(reqs)
+    cdlm.Decoder(model, MASK, "teacher", steps_a_block=steps // 3, order=order, batch_size=3).generate(reqs)
     assert filled(reqs) == [naive(model, p, 24, B, steps, order) for p in PROMPTS]
     if order == "first":
         assert all([i for _, i in sorted(zip(r.state.rank, range(24)))] == list(range(24)) for r in reqs)
     if steps == 24:
         same = requests(length=24)
-        cdlm.Decoder(model, MASK, "teacher", B, order=order).generate(same)
+        cdlm.Decoder(model, MASK, "teacher", order=order).generate(same)
         assert filled(same) == filled(reqs)
 
 
 def test_masks_of_later_blocks_are_in_the_teachers_input(model):                   # 7
-    short, long = (cdlm.Decoder(model, MASK, "teacher", B).generate(requests(length=n)) for n in (B, L))
+    short, long = (cdlm.Decoder(model, MASK, "teacher").generate(requests(length=n)) for n in (B, L))
     assert [g.token_ids for g in short] != [g.token_ids[:B] for g in long]
 
 
 def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
     def run(kind, steps):
-        decoder = cdlm.Decoder(model, MASK, kind, B, steps=steps, batch_size=2)
+        decoder = cdlm.Decoder(model, MASK, kind, steps_a_block=steps, batch_size=2)
         return [g.token_ids for g in decoder.generate(requests())], decoder.counts
     (one, _), (same, _) = run("teacher", 1), run("dual", 1)
     assert one == same
@@ -242,23 +251,23 @@ def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"steps": 3}])
+@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"steps_a_block": 3}])
 def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):    # 9
-    single = [cdlm.Decoder(model, MASK, kind, B, **settings).generate([r])[0] for r in requests(stop=[45])]
-    batch = cdlm.Decoder(model, MASK, kind, B, batch_size=3, **settings).generate(requests(stop=[45]))
+    single = [cdlm.Decoder(model, MASK, kind, **settings).generate([r])[0] for r in requests(stop=[45])]
+    batch = cdlm.Decoder(model, MASK, kind, batch_size=3, **settings).generate(requests(stop=[45]))
     assert [(g.token_ids, g.finish, len(g.steps)) for g in batch] == [(g.token_ids, g.finish, len(g.steps)) for g in single]
 
 
 def test_sampling_is_seeded_and_independent_of_the_batch(model):
-    run = lambda n: [g.token_ids for g in cdlm.Decoder(model, MASK, "student", B, batch_size=n).generate(requests(temperature=1.0))]
-    greedy = [g.token_ids for g in cdlm.Decoder(model, MASK, "student", B).generate(requests())]
+    run = lambda n: [g.token_ids for g in cdlm.Decoder(model, MASK, "student", batch_size=n).generate(requests(temperature=1.0))]
+    greedy = [g.token_ids for g in cdlm.Decoder(model, MASK, "student").generate(requests())]
     assert run(1) == run(4) != greedy
     surest = [Request(p, L, Sampling(1.0, top_k=1, seed=i)) for i, p in enumerate(PROMPTS)]
-    assert [g.token_ids for g in cdlm.Decoder(model, MASK, "student", B).generate(surest)] == greedy
+    assert [g.token_ids for g in cdlm.Decoder(model, MASK, "student").generate(surest)] == greedy
 
 
 def test_threshold_sets_the_steps(model):                                          # 18
-    run = lambda t, kind="student": cdlm.Decoder(model, MASK, kind, B, t, batch_size=4).generate(requests())
+    run = lambda t, kind="student": cdlm.Decoder(model, MASK, kind, t, batch_size=4).generate(requests())
     for kind in ("student", "teacher"):
         assert all(len(g.steps) == L for g in run(1.0, kind)) and all(len(g.steps) == math.ceil(L / B) for g in run(0.0, kind))
     assert [g.token_ids for g in run(1.0, "teacher")] == [g.token_ids for g in run(None, "teacher")]
@@ -278,13 +287,13 @@ def test_progress_and_ties():                                                   
 @pytest.mark.parametrize("threshold", [None, 0.3, 0.0])
 def test_nothing_is_masked_before_the_end_of_text_nor_opened_behind(model, kind, threshold):   # 19
     free = requests(PROMPTS[:2])
-    cdlm.Decoder(model, MASK, kind, B, threshold).generate(free)
+    cdlm.Decoder(model, MASK, kind, threshold).generate(free)
     out_of_order = 0
     for request, slots in zip(free, filled(free)):
         for eos in sorted(set(slots))[::3]:
             [r], [block] = (requests([request.state.tokens[:request.state.prompt]], stop=[eos]) for _ in range(2))
             for one, record in ((r, False), (block, True)):              # a trajectory completes its last block
-                cdlm.Decoder(model, MASK, kind, B, threshold, record=record).generate([one])
+                cdlm.Decoder(model, MASK, kind, threshold, record=record).generate([one])
             want = slots[:slots.index(eos) + 1]
             assert r.generation.token_ids == block.generation.token_ids == want and r.generation.finish == "stop"
             end = math.ceil(len(want) / B) * B
@@ -297,10 +306,10 @@ def test_nothing_is_masked_before_the_end_of_text_nor_opened_behind(model, kind,
 
 def test_stream_hands_on_what_is_final(model):                                     # 19
     [r] = requests(PROMPTS[:1])
-    parts = [tokens for _, tokens in cdlm.Decoder(model, MASK, block_size=B).stream([r])]
+    parts = [tokens for _, tokens in cdlm.Decoder(model, MASK).stream([r])]
     assert sum(parts, []) == r.generation.token_ids == filled([r])[0] and r.generation.finish == "length" and len(r.generation.who) == L
     [other] = requests(PROMPTS[:1])
-    for n, _ in enumerate(cdlm.Decoder(model, MASK, block_size=B).stream([other])):
+    for n, _ in enumerate(cdlm.Decoder(model, MASK).stream([other])):
         if n == 9:
             other.cancel()
     assert other.generation.finish == "cancelled" and other.generation.token_ids == sum(parts[:10], [])     # nothing came after it
@@ -311,22 +320,22 @@ def test_counters_are_measured(model, monkeypatch):                             
     monkeypatch.setattr(gpt.GPT, "forward", lambda self, tokens, *rest: fed.append(tokens.numel()) or forward(self, tokens, *rest))
     for kind in KINDS:
         fed.clear()
-        decoder = cdlm.Decoder(model, MASK, kind, B, steps=2, batch_size=2)
+        decoder = cdlm.Decoder(model, MASK, kind, steps_a_block=2, batch_size=2)
         got = decoder.generate(requests())
         assert decoder.counts == {"forwards": len(fed), "tokens_fed": sum(fed), "tokens_kept": sum(len(g.token_ids) for g in got)}
         assert all(sum(s.committed for s in g.steps) == len(g.token_ids) for g in got)
         assert abs(sum(s.verify_seconds for g in got for s in g.steps) - decoder.seconds["prefill"] - decoder.seconds["verify"]) < 1e-6
-    decoder = cdlm.Decoder(model, MASK, block_size=B, steps=2)
+    decoder = cdlm.Decoder(model, MASK, steps_a_block=2)
     decoder.generate(requests(PROMPTS[:1], 2 * B))
     assert decoder.counts == {"forwards": 4, "tokens_fed": len(PROMPTS[0]) + 4 * B + B + 2, "tokens_kept": 2 * B}
 
 
 def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
     """The answers that were open go with their stream; the decoder serves others, also longer ones, as before."""
-    decoder = cdlm.Decoder(model, MASK, block_size=B, batch_size=2)
+    decoder = cdlm.Decoder(model, MASK, batch_size=2)
     stream = decoder.stream(requests())
     next(stream)
-    want = [g.token_ids for g in cdlm.Decoder(model, MASK, block_size=B).generate(requests(length=3 * L))]
+    want = [g.token_ids for g in cdlm.Decoder(model, MASK).generate(requests(length=3 * L))]
     assert [g.token_ids for g in decoder.generate(requests(length=3 * L))] == want
     stream.close()
     for _ in decoder.stream(requests()):
@@ -343,20 +352,23 @@ def test_what_a_decoder_does_not_take(model):
 
 # -- trajectories (10, 11, 12) -----------------------------------------------------------------------------------------
 
+def collected(model, requests, **settings):
+    return train_cdlm.collect(cdlm.Decoder(model, MASK, "teacher", batch_size=2, record=True, **settings), requests)
+
+
 @pytest.fixture(scope="module")
 def trajectories(model):
     """(those of PROMPTS, as a training batch)."""
-    data = train_cdlm.collect(model, MASK, requests(), B, batch_size=2, order="surest")
-    prompt, length = pad_prompts(PROMPTS)
-    return {**data, "prompt": prompt, "length": length, "answer": data["tokens"]}
+    data = train_cdlm.ready(collected(model, requests(length=WHOLE), order="surest"), "cpu")
+    return {**data, "answer": data["tokens"]}
 
 
 def test_a_trajectory_reveals_a_token_a_step_block_by_block(trajectories):         # 10
     tokens, rank = trajectories["tokens"], trajectories["rank"]
-    assert (trajectories["live"] == L).all() and (rank.sort(-1).values == torch.arange(L)).all()
-    assert (rank // B == torch.arange(L) // B).all()
-    states = [at(trajectories, torch.full((4,), k)) for k in range(L + 1)]
-    for k in range(L):
+    assert (trajectories["live"] == WHOLE).all() and (rank.sort(-1).values == torch.arange(WHOLE)).all()
+    assert (rank // B == torch.arange(WHOLE) // B).all()
+    states = [at(trajectories, torch.full((4,), k)) for k in range(WHOLE + 1)]
+    for k in range(WHOLE):
         new = states[k] != states[k + 1]
         assert (new.sum(-1) == 1).all() and (states[k][new] == MASK).all()
         assert (states[k + 1][:, :k // B * B] != MASK).all() and (states[k + 1][:, (k // B + 1) * B:] == MASK).all()
@@ -364,15 +376,15 @@ def test_a_trajectory_reveals_a_token_a_step_block_by_block(trajectories):      
 
 
 def test_a_trajectory_in_the_order_of_the_text(model):
-    data = train_cdlm.collect(model, MASK, requests(), B, batch_size=2, order="first")
-    assert torch.equal(data["rank"], torch.arange(L).expand(4, -1)) and (data["hidden"].abs().sum(-1) > 0).all()
+    data = collected(model, requests(length=WHOLE), order="first")
+    assert torch.equal(data["rank"], torch.arange(WHOLE).expand(4, -1)) and (data["hidden"].abs().sum(-1) > 0).all()
 
 
 def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):     # 11
     assert trajectories["hidden"].dtype == torch.float16
     for row, prompt in enumerate(PROMPTS[:2]):
         tokens, rank = trajectories["tokens"][row:row + 1], trajectories["rank"][row:row + 1]
-        for slot in range(L):
+        for slot in range(WHOLE):
             y = at({"tokens": tokens, "rank": rank}, rank[:, slot])[0].tolist()
             want = dense(model, prompt, y, cdlm.bidirectional)[slot]
             got = cdlm.mask_free(model.logits(trajectories["hidden"][row, slot].float()), MASK)
@@ -381,19 +393,19 @@ def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):  
 
 
 def test_blocks_behind_the_end_of_text_are_not_lived_through(model):               # 10, 12
-    free = requests(PROMPTS[:1])
-    cdlm.Decoder(model, MASK, "teacher", B).generate(free)
+    free = requests(PROMPTS[:1], WHOLE)
+    cdlm.Decoder(model, MASK, "teacher").generate(free)
     eos = filled(free)[0][B + 2]
-    reqs = requests(PROMPTS[:1], stop=[eos])
+    reqs = requests(PROMPTS[:1], WHOLE, stop=[eos])
     at = filled(free)[0].index(eos)
     live = (at // B + 1) * B
     old, model.config.eos_id = model.config.eos_id, eos
-    data = train_cdlm.collect(model, MASK, reqs, B)
+    data = collected(model, reqs)
     model.config.eos_id = old
     assert data["live"].tolist() == [live] and data["tokens"][0, :live].tolist() == filled(free)[0][:live] and (data["tokens"][0, live:] == eos).all()
-    assert (data["rank"].sort(-1).values == torch.arange(L)).all() and (data["hidden"][0, :live].abs().sum(-1) > 0).all() and (data["hidden"][0, live:] == 0).all()
-    k, ends = train_cdlm.draw_states(data["live"].repeat(200), L, B, torch.Generator().manual_seed(0)), torch.arange(B, L + B, B).clamp(max=L)
-    opened = torch.arange(0, L, B) < live
+    assert (data["rank"].sort(-1).values == torch.arange(WHOLE)).all() and (data["hidden"][0, :live].abs().sum(-1) > 0).all() and (data["hidden"][0, live:] == 0).all()
+    k, ends = train_cdlm.draw_states(data["live"].repeat(200), WHOLE, torch.Generator().manual_seed(0)), torch.arange(B, WHOLE + B, B)
+    opened = torch.arange(0, WHOLE, B) < live
     assert (k < ends)[:, opened].all() and (k == ends)[:, ~opened].all()     # nothing to learn behind the text
 
 

@@ -8,7 +8,6 @@ from conftest import toy_model
 
 import bench
 from minispec import cdlm
-from minispec.core.requests import Request
 from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.studies import cdlm as cdlm_studies
@@ -29,8 +28,8 @@ def toys(tmp_path_factory):
     patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
     patch.setattr(cdlm_studies, "BF16", torch.float32)                             # a CPU may have no units for it
     patch.setattr(results, "tqdm", lambda items, **_: items)
-    short = lambda problems, model: [Request(ids, 40, stop_ids=[model.config.eos_id]) for _, ids in problems]      # random models never end
-    patch.setattr(cdlm_studies, "requests_of", short)
+    real = cdlm_studies.requests_of
+    patch.setattr(cdlm_studies, "requests_of", lambda *args: real(*args[:-1], 40))        # random models never end
     checkpoints.save(make(3), folder / "target", TARGET)
     yield methods.settings(quick=True, data=None, model=str(folder / "target")), make(3), tokenizer
     patch.undo()

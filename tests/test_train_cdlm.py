@@ -9,7 +9,8 @@ import pytest
 import torch
 from conftest import TARGET, toy_model
 from safetensors.torch import load_file
-from test_cdlm import MASK, PROMPTS, B, L, at, dense, filled, model, pad_prompts, requests, trajectories  # noqa: F401  the last two are fixtures
+from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, dense, filled, pad_prompts, requests
+from test_cdlm import model, small_blocks, trajectories  # noqa: F401  fixtures
 
 import train_cdlm
 from minispec import cdlm
@@ -20,61 +21,60 @@ from minispec.tools.training import Optimizer, schedule
 
 # -- losses (13, 14, 15, 17) -------------------------------------------------------------------------------------------
 
-ENDS = [8, 16, 24, 28]           # of the blocks of L slots
+ENDS = [8, 16, 24, 32]           # of the blocks of L slots
 
 
 def test_sets_of_slots(trajectories):                                              # 13
     rank, ends, g = trajectories["rank"], torch.tensor(ENDS), torch.Generator().manual_seed(1)
-    masked = lambda k: rank >= masks.per_slot(k, L, B)
+    masked = lambda k: rank >= masks.per_slot(k)
     for _ in range(20):
-        k = train_cdlm.draw_states(trajectories["live"], L, B, g)
-        assert (k < ends).all() and (k >= ends - torch.tensor([8, 8, 8, 4])).all()
+        k = train_cdlm.draw_states(trajectories["live"], L, g)
+        assert (k < ends).all() and (k >= ends - B).all()
         assert torch.equal(masked(k).sum(-1), (ends - k).sum(-1)) and not masked(ends.expand(4, -1)).any()
-    drawn = torch.cat([train_cdlm.draw_states(trajectories["live"], L, B, g) for _ in range(100)])
+    drawn = torch.cat([train_cdlm.draw_states(trajectories["live"], L, g) for _ in range(100)])
     assert (drawn.unique() == torch.arange(L)).all()
 
 
 def lived(n, k):
     """(n, L / B): every block has lived k steps."""
-    return torch.minimum(torch.arange(0, L, B) + k, torch.tensor(ENDS) - 1).expand(n, -1)
+    return (torch.arange(0, L, B) + k).expand(n, -1)
 
 
 def distillation(model, batch, k):
-    return train_cdlm.distillation_loss(model, model.head.weight.detach(), batch, lived(len(batch["live"]), k), MASK, B)
+    return train_cdlm.distillation_loss(model, model.head.weight.detach(), batch, lived(len(batch["live"]), k), MASK)
 
 
-def consistency(model, batch, k):
-    return train_cdlm.consistency_loss(model, batch, k, MASK, B, torch.Generator().manual_seed(0))
+def consistency(model, batch):
+    return train_cdlm.consistency_loss(model, batch, MASK, torch.Generator().manual_seed(0))
 
 
 def test_last_block_has_no_consistency_loss(model, trajectories):                  # 13
     short = {name: x[:, :B] if x.ndim > 1 and name != "prompt" else x for name, x in trajectories.items()}
     short["live"] = torch.full((4,), B)                  # answers of one block
-    loss = consistency(model, short, torch.full((4, 1), 2))
+    loss = consistency(model, short)
     assert loss == 0
     loss.backward()                                      # trained alone, such a batch teaches nothing, and does no harm
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
     model.zero_grad()
-    assert consistency(model, trajectories, lived(4, 2)) > 0
+    assert consistency(model, trajectories) > 0
 
 
 def test_nothing_behind_the_text_is_in_the_consistency_loss(model, trajectories):   # 13
     """Rows whose text ends with the first block have no later block to be consistent in, although the batch has more slots."""
-    k = torch.tensor([[3, 11, 19, 25]]).expand(4, -1)
-    loss = lambda live: consistency(model, {**trajectories, "live": torch.tensor(live)}, k)
+    loss = lambda live: consistency(model, {**trajectories, "live": torch.tensor(live)})
     assert loss([B] * 4) == 0 < loss([L] * 4)
 
 
 def test_consistency_loss_by_hand(model, trajectories):                            # 13
-    rank, tokens, block = trajectories["rank"], trajectories["tokens"], (torch.rand(4, 1, generator=torch.Generator().manual_seed(0)) * 4).long()
-    k, want = torch.tensor([[3, 11, 19, 25]]).expand(4, -1), 0.0
+    rank, tokens, want = trajectories["rank"], trajectories["tokens"], 0.0
+    k = (torch.rand(4, generator=torch.Generator().manual_seed(0)) * L).long().tolist()
     for row, prompt in enumerate(PROMPTS):
-        b = int(block[row])
+        b = k[row] // B
         one = {"tokens": tokens[row:row + 1], "rank": rank[row:row + 1]}
         logp = lambda step: dense(model, prompt, at(one, torch.tensor([step]))[0].tolist()).log_softmax(-1)[ENDS[b]:]
         if b < 3:
-            want += train_cdlm.divergence(logp(ENDS[b]), logp(int(k[row, b]))).mean().item() / 4
-    assert want > 0 and abs(consistency(model, trajectories, k).item() / want - 1) < 1e-3
+            want += train_cdlm.divergence(logp(ENDS[b]), logp(k[row])).mean().item() / 4
+    assert want > 0 and abs(consistency(model, trajectories).item() / want - 1) < 1e-3
 
 
 def test_divergence():                                                             # 14, 17
@@ -88,11 +88,11 @@ def test_divergence():                                                          
 def test_a_model_has_nothing_to_learn_from_its_own_last_step(model):               # 14
     """Trajectories of the model itself, block-causal: in a block's last step the only masked slot is predicted from the state in
     which it was finalised; earlier states know less."""
-    reqs = requests()
-    cdlm.Decoder(model, MASK, "student", B, batch_size=4, record=True).generate(reqs)
-    answers, (prompt, length) = [r.state for r in reqs], pad_prompts(PROMPTS)
+    reqs = requests(length=L)
+    cdlm.Decoder(model, MASK, "student", batch_size=4, record=True).generate(reqs)
+    answers, prompt = [r.state for r in reqs], pad_prompts(PROMPTS)
     tokens = torch.tensor(filled(reqs))
-    own = {"tokens": tokens, "answer": tokens, "rank": torch.tensor([a.rank for a in answers]), "live": torch.full((4,), L), "prompt": prompt, "length": length,
+    own = {"tokens": tokens, "answer": tokens, "rank": torch.tensor([a.rank for a in answers]), "live": torch.full((4,), L), "prompt": prompt,
            "hidden": torch.stack([torch.stack([a.hidden[i] for i in range(L)]) for a in answers])}
     losses = [distillation(model, own, k) for k in (7, 4, 0)]
     assert abs(losses[0]) < 1e-4 and losses[2] > losses[1] > 10 * abs(losses[0])
@@ -101,7 +101,7 @@ def test_a_model_has_nothing_to_learn_from_its_own_last_step(model):            
 def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeypatch):     # 14
     calls, real = [], cdlm.answer_hidden
     monkeypatch.setattr(cdlm, "answer_hidden", lambda *args: calls.append(real(*args)) or calls[-1])
-    consistency(model, trajectories, lived(4, 2)).backward()
+    consistency(model, trajectories).backward()
     assert [c.requires_grad for c in calls] == [False, True] and model.embed.weight.grad.abs().sum() > 0
     model.zero_grad()
 
@@ -111,17 +111,18 @@ def rates_of(rates):
 
 
 def dlm_loss(model, batch, rate, counted, g, mask):
-    masked = masks.turns(rate.shape, B, g) < rate
-    return train_cdlm.dlm_loss(model, batch, masked, rate, counted, MASK, B, mask).item()
+    masked = masks.turns(rate.shape, g) < rate
+    batch = {**batch, "masked": masked, "rate": rate, "counted": counted}
+    return train_cdlm.dlm_loss(model, batch, MASK, mask is cdlm.two_copies).item()
 
 
 def test_dlm_loss_by_hand(model, trajectories):                                    # 15
     rate, answer, seed = torch.tensor([0.25, 0.5, 0.75, 1.0]), trajectories["answer"], lambda: torch.Generator().manual_seed(3)
     masked = torch.rand(answer.shape, generator=seed()) < rate[:, None]
-    for mask in (cdlm.bidirectional, cdlm.block_causal, cdlm.two_copies):
+    for mask in (cdlm.bidirectional, cdlm.two_copies):
         want = 0.0
         for row, prompt in enumerate(PROMPTS):
-            for block in [range(L)] if mask is not cdlm.two_copies else [range(e - B if e < L else 24, e) for e in ENDS]:
+            for block in [range(L)] if mask is not cdlm.two_copies else [range(e - B, e) for e in ENDS]:
                 slots = [MASK if masked[row, i] and (mask is not cdlm.two_copies or i in block) else answer[row, i].item() for i in range(L)]
                 logp = dense(model, prompt, slots, cdlm.block_causal if mask is cdlm.two_copies else mask).log_softmax(-1)
                 want -= sum(logp[i, answer[row, i]].item() / rate[row].item() for i in block if masked[row, i]) / L / len(PROMPTS)
@@ -132,8 +133,8 @@ def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories):                    
     flat, g = toy_model(gain=0.0), torch.Generator().manual_seed(0)
     big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
     mean = lambda states, mask: sum(dlm_loss(flat, big, *states(), g, mask) for _ in range(30)) / 30
-    for states, mask in ((lambda: rates_of(masks.mask_rates(64, g)), cdlm.block_causal), (lambda: masks.all_blocks(big["answer"], 45, B, g), cdlm.two_copies),
-                         (lambda: masks.teacher_states(big["answer"], 45, B, g), cdlm.bidirectional)):
+    for states, mask in ((lambda: rates_of(masks.mask_rates(64, g)), cdlm.bidirectional), (lambda: masks.all_blocks(big["answer"], 45, g), cdlm.two_copies),
+                         (lambda: masks.teacher_states(big["answer"], 45, g), cdlm.bidirectional)):
         assert abs(mean(states, mask) / math.log(63) - 1) < 0.04                   # 63: the mask itself is never predicted
 
 
@@ -143,10 +144,10 @@ def test_states_of_training():
     for row, n in enumerate((17, 3, 27, 8)):             # then an end of text, in the block behind if the text fills its own
         answer[row, :n] = 7
     g = torch.Generator().manual_seed(0)
-    assert masks.text_blocks(answer, 45, B).tolist() == [3, 1, 4, 2] and masks.text_blocks(torch.full((1, L), 7), 45, B).tolist() == [4]
+    assert masks.text_blocks(answer, 45).tolist() == [3, 1, 4, 2] and masks.text_blocks(torch.full((1, L), 7), 45).tolist() == [4]
     seen = [set() for _ in range(4)]
     for _ in range(60):
-        rate, counted = (x[::2] for x in masks.teacher_states(answer.repeat_interleave(2, 0), 45, B, g))
+        rate, counted = (x[::2] for x in masks.teacher_states(answer.repeat_interleave(2, 0), 45, g))
         for row in range(4):
             slots = counted[row].nonzero()[:, 0].tolist()
             block = slots[0] // B
@@ -154,16 +155,17 @@ def test_states_of_training():
             assert slots == list(range(block * B, min(block * B + B, L))) and len(rate[row, slots].unique()) == 1 and 1 / B <= rate[row, slots[0]] <= 1
             assert (rate[row, :slots[0]] == 0).all() and (rate[row, slots[-1] + 1:] == 1).all()
     assert seen == [{0, 1, 2}, {0}, {0, 1, 2, 3}, {0, 1}]
-    rate, counted = masks.all_blocks(answer, 45, B, g)
-    assert counted.sum(-1).tolist() == [24, 8, 28, 16] and all(len(rate[row, e - 4:e].unique()) == 1 for row in range(4) for e in ENDS)
-    rate, counted = masks.teacher_states(answer, 45, B, g)
+    rate, counted = masks.all_blocks(answer, 45, g)
+    assert counted.sum(-1).tolist() == [24, 8, 32, 16] and all(len(rate[row, e - 4:e].unique()) == 1 for row in range(4) for e in ENDS)
+    rate, counted = masks.teacher_states(answer, 45, g)
     assert counted.sum(-1)[1::2].tolist() == [L, L] and (rate[1::2] == rate[1::2, :1]).all() and (counted.sum(-1)[::2] <= B).all()
 
 
-def test_turns_follow_the_text_as_far_as_they_are_told():
-    g, length, block = torch.Generator().manual_seed(0), 60, 32                    # the last block is shorter
-    plain = masks.turns((2000, length), block, g)
-    some, ordered = masks.turns((2000, length), block, g, 0.5), masks.turns((2000, length), block, g, 1.0)
+def test_turns_follow_the_text_as_far_as_they_are_told(monkeypatch):
+    g, length, block = torch.Generator().manual_seed(0), 64, 32
+    monkeypatch.setattr(cdlm, "BLOCK_SIZE", block)
+    plain = masks.turns((2000, length), g)
+    some, ordered = masks.turns((2000, length), g, 0.5), masks.turns((2000, length), g, 1.0)
     for rate in (0.1, 0.5, 0.9):                         # about so many masks either way
         assert abs((plain < rate).float().mean() - rate) < 0.01 and abs((ordered[:, :block] < rate).float().mean() - rate) < 0.07
     first, last = (ordered < 0.5)[:, [0, block]].float().mean(), (ordered < 0.5)[:, [block - 1]].float().mean()
@@ -172,7 +174,7 @@ def test_turns_follow_the_text_as_far_as_they_are_told():
     assert abs(half - (0.25 + first / 2)) < 0.02         # half of the blocks, whichever they are
     in_line = lambda turn: (turn[:, :block].diff() < 0).all(1).float().mean()
     assert in_line(plain) == 0 and 0.05 < in_line(ordered) < 0.3 and abs(in_line(some) - in_line(ordered) / 2) < 0.04
-    a, b = (masks.turns((4, L), B, torch.Generator().manual_seed(3), x) for x in (0.0, 1.0))
+    a, b = (masks.turns((4, L), torch.Generator().manual_seed(3), x) for x in (0.0, 1.0))
     assert torch.equal(a, torch.rand(4, L, generator=torch.Generator().manual_seed(3))) and not torch.equal(a, b)
 
 
@@ -190,17 +192,15 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     with torch.no_grad():
         teacher.embed.weight[MASK] *= 0.01
         teacher.head.weight *= 60                        # so sure of its tokens that the student can become surer than 0.9
-    data = train_cdlm.collect(teacher, MASK, requests(prompts, length), B, batch_size=8, order="surest")
-    prompt, lengths = pad_prompts(prompts)
-    batch, g = {**data, "prompt": prompt, "length": lengths, "answer": data["tokens"]}, torch.Generator().manual_seed(0)
+    batch, g = train_cdlm.ready(collected(teacher, requests(prompts, length), order="surest"), "cpu"), torch.Generator().manual_seed(0)
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
     optimizer = Optimizer(student, muon=True)            # as the script
     for step in range(steps):
-        k = train_cdlm.draw_states(batch["live"], length, B, g)
-        train_cdlm.distillation_loss(student, teacher.head.weight.detach(), batch, k, MASK, B).backward()
+        k = train_cdlm.draw_states(batch["live"], length, g)
+        train_cdlm.distillation_loss(student, teacher.head.weight.detach(), batch, k, MASK).backward()
         optimizer.step(1e-2 * min(1, 2 * (1 - step / steps)))
-    got = cdlm.Decoder(student, MASK, block_size=B, threshold=0.9, batch_size=8).generate(requests(prompts, length))
-    same = sum(a == b for g, row in zip(got, data["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / data["tokens"].numel()
+    got = cdlm.Decoder(student, MASK, threshold=0.9, batch_size=8).generate(requests(prompts, length))
+    same = sum(a == b for g, row in zip(got, batch["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / batch["tokens"].numel()
     assert same > 0.9 and sum(len(g.steps) for g in got) / 8 <= length / 3
 
 
@@ -295,11 +295,11 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
 def test_trajectory_files(trained, toy, monkeypatch):                              # 12
     data = train_cdlm.load_trajectories(trained / "trajectories")
     assert len(data["live"]) == 6 and os.path.getsize(trained / "trajectories" / "00000.safetensors") < 2 * (160 * 32 * 2 + 160 * 8 * 3 + 2000)
-    batch, longest = train_cdlm.batch_of(data, [0, 1, 5]), max(data["live"][[0, 1, 5]])
-    assert batch["hidden"].shape == (3, longest, 32) and batch["tokens"].shape == batch["rank"].shape == (3, longest) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
-    assert torch.equal(batch["prompt"][0], batch["prompt"][1]) and batch["prompt"].shape[1] == batch["length"].max()     # two temperatures of one problem
-    for prompt, n in zip(batch["prompt"], batch["length"]):
-        assert prompt[-n] == Tokenizer.load(TARGET).special["<|bos|>"]
+    batch = train_cdlm.ready({name: x[[0, 1, 5]] for name, x in data.items()}, "cpu")
+    assert batch["hidden"].shape == (3, 160, 32) and batch["tokens"].shape == batch["rank"].shape == (3, 160) and batch["hidden"].dtype == torch.float16 and batch["tokens"].dtype == torch.long
+    assert torch.equal(batch["prompt"][0], batch["prompt"][1]) and (batch["prompt"][:, 0] != cdlm.PADDING).any()        # two temperatures of one problem
+    for prompt in batch["prompt"]:
+        assert prompt[prompt != cdlm.PADDING][0] == Tokenizer.load(TARGET).special["<|bos|>"]
     order = [numbers for numbers, _ in schedule(1, [1] * 6, 2, 12)]
     assert sorted(sum(order[:3], [])) == sorted(sum(order[3:], [])) == list(range(6)) and order[:3] != order[3:]
     with pytest.raises(ValueError, match="was begun with seed 7, not 8; use another folder or the same settings"):
@@ -316,6 +316,5 @@ def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):
                           (["--weights", "0", "0", "0"], "weights 0 0 0 leave nothing to train for"), (["--target", "nowhere"], "cannot read nowhere: No such file")):
         with pytest.raises(ValueError, match=message):
             train(monkeypatch, toy, tmp_path, *args)
-    for gen_length, message in ((600, "exceed the context of 512"), (40, "fits a prompt of 160 and an answer of 40 tokens")):
-        with pytest.raises(ValueError, match=message):
-            train(monkeypatch, toy, tmp_path, gen_length=gen_length)
+    with pytest.raises(ValueError, match="exceed the context of 512"):
+        train(monkeypatch, toy, tmp_path, gen_length=600)

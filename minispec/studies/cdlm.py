@@ -9,12 +9,11 @@ import statistics
 import torch
 
 from minispec import cdlm
-from minispec.core.requests import Request
 from minispec.data import tasks
 from minispec.studies import results
 from minispec.studies.timing import engine_of
 from minispec.tools import checkpoints
-from minispec.tools.answers import verdict
+from minispec.tools.answers import requests_of, verdict
 
 LONGEST_PROMPT = 160            # tokens
 FIRST = 3000                    # seed of the first held-out problem used here
@@ -27,12 +26,11 @@ THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
 
 def fitting(tokenizer, family, seed, split="train"):
     """A problem whose solution fits the answer slots: (problem, prompt ids, answer ids (L,), filled up with
-    ends of text). Sizes are drawn from the trained range and from 3 on, smaller and smaller until one fits.
-    ValueError where none does."""
+    ends of text). Sizes are drawn from the trained range and from 3 on, smaller and smaller until one fits."""
     rng = random.Random(f"{family}/{split}/{seed}/fitting")
     low, high = tasks.SIZES[family]
     low = min(low, 3)
-    for _ in range(100):
+    while True:
         size = rng.randint(low, high)
         problem = tasks.make(family, rng.randrange(1 << 40), split, size)
         prompt = tokenizer.prompt_ids(problem.prompt)
@@ -40,26 +38,20 @@ def fitting(tokenizer, family, seed, split="train"):
         if len(prompt) <= LONGEST_PROMPT and len(answer) <= cdlm.GEN_LENGTH:
             return problem, prompt, answer + [answer[-1]] * (cdlm.GEN_LENGTH - len(answer))
         high = max(size - 1, low)
-    raise ValueError(f"no problem of '{family}' fits a prompt of {LONGEST_PROMPT} and an answer of "
-                     f"{cdlm.GEN_LENGTH} tokens")
 
 
 def held_out(tokenizer, n):
-    """n problems a family that fit: [(problem, prompt ids)]."""
+    """n problems a family that fit."""
     cells = [(family, FIRST + i) for i in range(n) for family in tasks.FAMILIES]
-    return [fitting(tokenizer, family, seed, "heldout")[:2] for family, seed in cells]
-
-
-def requests_of(problems, model):
-    return [Request(ids, cdlm.GEN_LENGTH, stop_ids=[model.config.eos_id]) for _, ids in problems]
+    return [fitting(tokenizer, family, seed, "heldout")[0] for family, seed in cells]
 
 
 def answer(decoder, problems, tokenizer):
     """Decode and judge: {"problems", "solved", "by_family", "steps", "tokens"}, and the answers."""
-    generations = decoder.generate(requests_of(problems, decoder.model))
-    right = [verdict(p, g, tokenizer) for (p, _), g in zip(problems, generations)]
+    generations = decoder.generate(requests_of(problems, tokenizer, decoder.model, cdlm.GEN_LENGTH))
+    right = [verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
     answers = [g.token_ids for g in generations]
-    by_family = {family: statistics.mean(r for r, (p, _) in zip(right, problems) if p.family == family)
+    by_family = {family: statistics.mean(r for r, p in zip(right, problems) if p.family == family)
                  for family in tasks.FAMILIES}
     return {"problems": len(problems), "solved": statistics.mean(right), "by_family": by_family,
             "steps": statistics.mean(len(g.steps) for g in generations),
@@ -81,7 +73,7 @@ def cdlm_accuracy(args, model, tokenizer):
 def cdlm_curves(args, model, tokenizer):
     """Accuracy against steps, 10 problems a family: the teacher cut to fewer steps a block, the teacher, its
     dual cache and the student with a threshold."""
-    cells = [("teacher", {"steps": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)]
+    cells = [("teacher", {"steps_a_block": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)]
     cells += [(name, {"threshold": t}) for name in ("teacher", "dual") for t in THRESHOLDS]
     cells += [("student", {"threshold": t, "order": "surest"}) for t in THRESHOLDS]
     cells += [("student", {"threshold": t}) for t in (*THRESHOLDS, 1.0)]
@@ -106,8 +98,7 @@ def compare(study, args, model, tokenizer, cells, n):
         else:
             decoder = cdlm.Decoder(models[name], mask_id, name, batch_size=16, **settings)
         row, answers = answer(decoder, problems, tokenizer)
-        return {"decoder": name, "steps_a_block": settings.get("steps"),
-                "threshold": settings.get("threshold"), "order": settings.get("order"), **row}, answers
+        return {"decoder": name, **settings, **row}, answers
 
     measured = results.each_kept(study, args, model, cells, measure)
     reference = next(answers for row, answers in measured if row["decoder"] == "teacher")

@@ -148,8 +148,8 @@ def by_chains(axes, r):
 
 def by_steps(axes, r):
     """What is solved against the steps of an answer."""
-    rows = [("teacher, cut" if x["steps_a_block"] else x["decoder"], x["steps"], x["solved"])
-            for x in r["rows"] if x["steps_a_block"] or x["order"] != "surest"]
+    rows = [("teacher, cut" if x.get("steps_a_block") else x["decoder"], x["steps"], x["solved"])
+            for x in r["rows"] if x.get("steps_a_block") or x.get("order") != "surest"]
     lines(axes, rows, "steps", "solved")
     axes.set(xscale="log")
 
