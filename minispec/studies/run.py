@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from minispec.bounds import CostTable, Round, by_workload, ladder, replay
+from minispec.bounds import CostTable, by_workload, ladder, replay
 from minispec.core.verify import Sampling
 from minispec.data import traces
 from minispec.studies import measure, results, workloads
@@ -230,9 +230,7 @@ def rows_of(timed, about, prices):
 
 def modelled(generations, cost, batch):
     """Seconds that the rounds of these answers take by the cost table."""
-    plans = [[Round(s.position, s.proposer if s.drafted else None, s.drafted, s.committed, s.copies)
-              for s in g.steps] for g in generations]
-    return replay(plans, [len(g.prompt_ids) for g in generations], cost, batch)
+    return replay([g.steps for g in generations], [len(g.prompt_ids) for g in generations], cost, batch)
 
 
 # -- losslessness ----------------------------------------------------------------------------------
