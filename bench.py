@@ -52,8 +52,7 @@ def bounds(args, model, tokenizer):
     some = traces.read_traces(results.path("traces.jsonl"))
     table, file = traces.read_costs(args.cost), results.path("run.json")
     with blame(file):
-        rows = read_json(file)["result"]["rows"] if os.path.exists(file) else None
-        return ladder.analyse(some, table, rows)
+        return ladder.analyse(some, table, read_json(file)["result"]["rows"])
 
 
 STUDIES = {study.__name__: study for study in (
@@ -173,8 +172,8 @@ def study_table(name, choice=""):
     with blame(file):
         r = read_json(file)
         where = ", ".join(filter(None, (r["device"], r.get("dtype"))))
-        source = "`{command}` on {where}, torch {torch}, {date}, {minutes:.0f} minutes.".format(
-            **r, where=where, minutes=r["seconds"] / 60)
+        source = (f"`{r['command']}` on {where}, torch {r['torch']}, {r['date']}, "
+                  f"{r['seconds'] / 60:.0f} minutes.")
         if "bench.py" in r["command"] and name not in (*STUDIES, *SHOWN_FROM):
             source += " This study is no longer part of bench.py."
         wanted = dict(line.split(": ", 1) for line in choice.split("\n")[1:])
@@ -182,8 +181,6 @@ def study_table(name, choice=""):
 
 
 def main():
-    if own_files.asked():
-        return own_files.main()
     args = parse_args()
     check_device(args.device)
     everything = results.FOLDER

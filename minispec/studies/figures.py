@@ -158,11 +158,10 @@ def by_steps(axes, r):
 # -- performance or illusion -----------------------------------------------------------------------
 
 def speedup_by_batch(axes, r):
-    """What was observed and the best of every rung, by total time, against the batch size: of the mixed
-    workload, or of the first one if nothing was mixed."""
+    """What was observed and the best of every rung, by total time, against the batch size: of the last
+    workload, which is all of them mixed where they were run."""
     rows = []
-    workloads = [c["workload"] for c in r["cells"]]
-    shown = "mixed" if "mixed" in workloads else workloads[0]
+    shown = r["cells"][-1]["workload"]
     for cell in (c for c in r["cells"] if c["workload"] == shown):
         c = cell[AVERAGES[0]]
         observed = c.get("L0", {})

@@ -187,16 +187,14 @@ def costs_table(r):
 
 def trace_table(r):
     """Accept lengths by workload and drafter, by position and by round."""
-    rows = [{"workload": workload, "drafter": name, **x}
-            for workload, drafters in r["accept"].items() for name, x in drafters.items()]
-    return table({
-        "workload": "{workload}",
-        "drafter": "{drafter}",
-        "positions": "{positions}",
-        "tokens a round would gain at a position": "{by_position:.2f}",
-        f"in rounds of {r['k']} drafts": "{by_round:.2f}",
-        f"all {r['k_max']} accepted": "{censored:.1%}",
-    }, rows)
+    return texts([{
+        "workload": workload,
+        "drafter": name,
+        "positions": x["positions"],
+        "tokens a round would gain at a position": f"{x['by_position']:.2f}",
+        f"in rounds of {r['k']} drafts": f"{x['by_round']:.2f}",
+        f"all {r['k_max']} accepted": f"{100 * x['censored']:.1f} %",
+    } for workload, drafters in r["accept"].items() for name, x in drafters.items()])
 
 
 # -- run -------------------------------------------------------------------------------------------
@@ -306,7 +304,7 @@ def rungs(c, m):
         row["L6 of all"] = both(c, "L6", mark=c["censored"]["all"])
         row["L7 free drafters"] = both(c, "L7", mark=c["censored"]["all"])
         row["L9 one pass"] = both(c, "L9")
-    row["censored"] = cell("{all:.0%}", {"all": c["censored"][m]})
+    row["censored"] = f"{100 * c['censored'][m]:.0f} %"
     return row
 
 
