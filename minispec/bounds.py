@@ -150,9 +150,7 @@ def rung_seconds(traces, cost, names, rows, k_max):
     #    round reaches k_max + 1 positions ahead, so that many are kept.
     groups = {m: [i] for i, m in enumerate(names)}
     groups["all"] = list(range(len(names)))
-    given = ["plain"]
-    given += itertools.product(["L2"], names, range(1, k_max + 1))
-    given += itertools.product(["L4"], groups)
+    given = ["plain", *itertools.product(["L2"], names, range(1, k_max + 1)), *itertools.product(["L4"], groups)]
     rungs = [*given, *itertools.product(["L5"], groups), "L7"]
     kept = k_max + 2
     left = np.zeros((kept, len(traces), len(rungs)))
@@ -278,17 +276,14 @@ def compared(traces, cost):
 
 def deepest(traces, names):
     """The most drafts that were ever accepted, at least 1."""
-    return max([1] + [int(t.accept[m][1:].max()) - 1 for t in traces for m in names if t.n_out > 1])
+    return max(1, int(_columns(traces, names, "accept", 1).max()) - 1)
 
 
 def censored_share(traces, names):
     """The share of positions at which some of these drafters might have got more accepted than it was asked
     for."""
-    hit = 0
-    for t in traces:
-        columns = [t.censored[m][1:] for m in names if m in t.censored]
-        hit += int(np.any(columns, axis=0).sum())
-    return hit / max(1, sum(t.n_out - 1 for t in traces))
+    hit = _columns(traces, names, "censored", False)[:, :, 1:].any(1).sum()
+    return float(hit / max(1, sum(t.n_out - 1 for t in traces)))
 
 
 def by_workload(traces):

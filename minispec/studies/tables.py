@@ -63,8 +63,8 @@ def acceptance(r):
             for select, k, sparsity, *_ in at["rows"]:
                 setting = f"{select}, {k}, {100 * sparsity:.0f} %"
                 row = rows.setdefault(setting, {"selection, k, budget s": setting})
-                found = of_kinds(r["kinds"], context, (select, k, sparsity), i)
-                row[f"{context} tokens at T = {temperature:g}"] = "{:.2f} ± {:.2f}".format(*found)
+                mean, half = of_kinds(r["kinds"], context, (select, k, sparsity), i)
+                row[f"{context} tokens at T = {temperature:g}"] = f"{mean:.2f} ± {half:.2f}"
     return texts(rows.values())
 
 
@@ -273,8 +273,8 @@ def ladder_table(r):
         parts.append(f"Left out, because the cost table has no price for it: {', '.join(r['left_out'])}.")
     for what, e in (("seconds", r["model_error"]), ("speed-ups", r["speedup_error"])):
         if e:
-            error = cell("median {median:.0%}, at most {max:.0%}", e)
-            parts.append(f"Error of the cost model, modelled over observed {what}: {error}.")
+            parts.append(f"Error of the cost model, modelled over observed {what}: "
+                         f"median {100 * e['median']:.0f} %, at most {100 * e['max']:.0f} %.")
     return "\n\n".join(parts)
 
 
