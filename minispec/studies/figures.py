@@ -1,12 +1,11 @@
 """The lessons' figures, drawn from results/: functions of (axes, result of a study). matplotlib is optional:
 without it nothing is drawn and nothing is lost, because every figure has its numbers in results/."""
-import glob
-import os
 import re
 from collections import defaultdict
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -33,12 +32,12 @@ def stored(folder):
     """{file: what it holds} of the measurements in a folder of results that have figures."""
     found = {}
     for file in FIGURES:
-        path = os.path.join(folder, file)
-        if os.path.exists(path):
+        path = Path(folder, file)
+        if path.exists():
             with blame(path):
-                found[file] = read_traces(path) if file.endswith(".jsonl") else read_json(path)["result"]
-    if files := glob.glob(os.path.join(folder, "answers", "*.json")):
-        run = read_json(os.path.join(folder, "run.json"))["result"]["rows"]
+                found[file] = read_traces(path) if path.suffix == ".jsonl" else read_json(path)["result"]
+    if files := list(Path(folder).glob("answers/*.json")):
+        run = read_json(Path(folder, "run.json"))["result"]["rows"]
         found["picture"] = run, [read_json(file) for file in files]
     return found
 

@@ -243,11 +243,8 @@ def methods(r):
             row[w] = f"{x['speedup']:.2f}, tau {x['tau']:.1f}"
             if method == "ar":
                 row[w] = f"1, {x['tokens_per_second']:.0f} tokens/s"
-        for x in mixed:
-            column = f"{x['workload']}, batch {x['batch']}"
-            row.setdefault(column, "")
-            if x["method"] == method:
-                row[column] = f"{x['speedup']:.2f}"
+        row |= {f"{x['workload']}, batch {x['batch']}": f"{x['speedup']:.2f}"
+                for x in mixed if x["method"] == method}
         same, asked = (sum(x[key] for x in some.values()) for key in ("identical", "prompts"))
         row["identical to ar"] = f"{same} of {asked}"
         rows.append(row)
