@@ -85,8 +85,8 @@ def answers(axes, r):
     tokenizer = Tokenizer.load(some[0]["model"])
     y = 0
     for a in sorted(some, key=lambda a: rates[a["method"]]):
-        tau, rate = f"{len(a['steps'])} rounds, tau {a['tau']:.1f}", rates[a["method"]]
-        axes.text(0, y, f"{a['method']}: {tau}, {rate:.0f} tokens/s", weight="bold")
+        about = f"{len(a['steps'])} rounds, tau {a['tau']:.1f}, {rates[a['method']]:.0f} tokens/s"
+        axes.text(0, y, f"{a['method']}: {about}", weight="bold")
         pieces = [tokenizer.decode([token]).replace("\n", "/") for token in a["token_ids"]]
         lines = re.finditer(rf"\S.{{,{COLUMNS}}}(?!\S)", "".join(pieces))
         places = [slice(*line.span()) for line in islice(lines, LINES)]
