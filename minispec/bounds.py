@@ -41,7 +41,7 @@ asked for were accepted, so longer rounds might gain more. Every cell reports th
 
 All times are seconds. numpy only, no torch.
 """
-import itertools
+from itertools import product
 
 import numpy as np
 from tqdm import tqdm
@@ -117,7 +117,7 @@ def _interpolate(grid, rows, tokens, kv):
         i = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
         weight = (x - axis[i]) / (axis[i + 1] - axis[i])
         corners.append([(i, 1 - weight), (i + 1, weight)])
-    out = sum(values[i, j, l] * (u * v * w) for (i, u), (j, v), (l, w) in itertools.product(*corners))
+    out = sum(values[i, j, l] * (u * v * w) for (i, u), (j, v), (l, w) in product(*corners))
     return np.maximum(out, least)        # noise must not lead an extrapolation below what was ever measured
 
 
@@ -150,8 +150,8 @@ def rung_seconds(traces, cost, names, rows, k_max):
     #    round reaches k_max + 1 positions ahead, so that many are kept.
     groups = {m: [i] for i, m in enumerate(names)}
     groups["all"] = list(range(len(names)))
-    given = ["plain", *itertools.product(["L2"], names, range(1, k_max + 1)), *itertools.product(["L4"], groups)]
-    rungs = [*given, *itertools.product(["L5"], groups), "L7"]
+    given = ["plain", *product(["L2"], names, range(1, k_max + 1)), *product(["L4"], groups)]
+    rungs = [*given, *product(["L5"], groups), "L7"]
     kept = k_max + 2
     left = np.zeros((kept, len(traces), len(rungs)))
 
@@ -287,7 +287,7 @@ def censored_share(traces, names):
 
 
 def by_workload(traces):
-    """{workload: traces}, by what is in front of the last "/" in the id; ids without one are all of the workload
+    """{workload: traces}, by what is in front of the last "/" in the id; ids without one are all of workload
     "requests"."""
     out = {}
     for t in traces:
