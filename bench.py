@@ -14,11 +14,11 @@ study whose file is there is skipped unless --force is given, so an interrupted 
 go on cell by cell. A real model is measured in bf16 where the processor multiplies it, because the plain loop
 is fastest then; the small one in fp32.
 """
-import glob
 import os
 import re
 import sys
 import time
+from pathlib import Path
 
 from minispec.studies import own_files
 from minispec.tools.script import Parser, check_device, run_main
@@ -52,8 +52,7 @@ def bounds(args, model, tokenizer):
     some = traces.read_traces(results.path("traces.jsonl"))
     table, file = traces.read_costs(args.cost), results.path("run.json")
     with blame(file):
-        rows = read_json(file)["result"]["rows"] if os.path.exists(file) else None
-        return ladder.analyse(some, table, rows)
+        return ladder.analyse(some, table, read_json(file)["result"]["rows"])
 
 
 STUDIES = {study.__name__: study for study in (
@@ -143,24 +142,21 @@ def measure(names, args):
 
 def pages():
     """The texts with tables: README.md, the lessons and their appendices."""
-    lessons = glob.glob(os.path.join(results.ROOT, "docs", "**", "*.md"), recursive=True)
-    return [os.path.join(results.ROOT, "README.md"), *sorted(lessons)]
+    root = Path(results.ROOT)
+    return [root / "README.md", *sorted(root.glob("docs/**/*.md"))]
 
 
 def report(page):
     """Render again what is between the markers of each table in a page, `<!-- results:NAME -->`. A table
     whose study was not measured stays as it is. Lines in the marker choose a part of a table,
     `columns: a, b` and `rows: c; d`, by how they begin."""
-    with open(page, encoding="utf-8") as f:
-        text = f.read()
-
     def table(mark):
         new = study_table(mark[1], mark[2])
         return mark[0] if new is None else f"<!-- results:{mark[1]}{mark[2]} -->\n{new}\n<!-- end -->"
 
     marks = r"<!-- results:([\w/]+)((?:\n\w+: [^\n]+)*) -->.*?\n<!-- end -->"
-    text = re.sub(marks, table, text, flags=re.S)
-    write_text(page, text)
+    text = Path(page).read_text(encoding="utf-8")
+    write_text(page, re.sub(marks, table, text, flags=re.S))
 
 
 def study_table(name, choice=""):
@@ -173,8 +169,8 @@ def study_table(name, choice=""):
     with blame(file):
         r = read_json(file)
         where = ", ".join(filter(None, (r["device"], r.get("dtype"))))
-        source = "`{command}` on {where}, torch {torch}, {date}, {minutes:.0f} minutes.".format(
-            **r, where=where, minutes=r["seconds"] / 60)
+        source = (f"`{r['command']}` on {where}, torch {r['torch']}, {r['date']}, "
+                  f"{r['seconds'] / 60:.0f} minutes.")
         if "bench.py" in r["command"] and name not in (*STUDIES, *SHOWN_FROM):
             source += " This study is no longer part of bench.py."
         wanted = dict(line.split(": ", 1) for line in choice.split("\n")[1:])
@@ -182,8 +178,6 @@ def study_table(name, choice=""):
 
 
 def main():
-    if own_files.asked():
-        return own_files.main()
     args = parse_args()
     check_device(args.device)
     everything = results.FOLDER

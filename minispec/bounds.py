@@ -7,7 +7,7 @@ The file reads from the price of one round to the rungs of many requests:
     CostTable        seconds of a round, by rows, tokens and context
     rung_seconds     the time of every request on every rung, by dynamic programming from the last token
     ladder           the rungs of a set of requests
-    Round, replay    what a batch of different requests costs whose rounds are known
+    replay           what a batch of different requests costs whose rounds are known
 
 A rung is a speed-up: plain decoding's time divided by the time that the rung's choices take.
 
@@ -41,8 +41,7 @@ asked for were accepted, so longer rounds might gain more. Every cell reports th
 
 All times are seconds. numpy only, no torch.
 """
-import itertools
-from typing import NamedTuple
+from itertools import product
 
 import numpy as np
 from tqdm import tqdm
@@ -118,7 +117,7 @@ def _interpolate(grid, rows, tokens, kv):
         i = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
         weight = (x - axis[i]) / (axis[i + 1] - axis[i])
         corners.append([(i, 1 - weight), (i + 1, weight)])
-    out = sum(values[i, j, l] * (u * v * w) for (i, u), (j, v), (l, w) in itertools.product(*corners))
+    out = sum(values[i, j, l] * (u * v * w) for (i, u), (j, v), (l, w) in product(*corners))
     return np.maximum(out, least)        # noise must not lead an extrapolation below what was ever measured
 
 
@@ -151,10 +150,8 @@ def rung_seconds(traces, cost, names, rows, k_max):
     #    round reaches k_max + 1 positions ahead, so that many are kept.
     groups = {m: [i] for i, m in enumerate(names)}
     groups["all"] = list(range(len(names)))
-    given = ["plain"]
-    given += itertools.product(["L2"], names, range(1, k_max + 1))
-    given += itertools.product(["L4"], groups)
-    rungs = [*given, *itertools.product(["L5"], groups), "L7"]
+    given = ["plain", *product(["L2"], names, range(1, k_max + 1)), *product(["L4"], groups)]
+    rungs = [*given, *product(["L5"], groups), "L7"]
     kept = k_max + 2
     left = np.zeros((kept, len(traces), len(rungs)))
 
@@ -245,8 +242,7 @@ def ladder(traces, cost, rows=1, k_max=None):
     the drafters that both the traces and the cost table have; ValueError if there is none.
     """
     names = compared(traces, cost)
-    if k_max is None:
-        k_max = deepest(traces, names)
+    k_max = k_max or deepest(traces, names)
     seconds = rung_seconds(traces, cost, names, rows, k_max)
     tokens = np.array([t.n_out for t in traces])
     censored = {m: censored_share(traces, [m]) for m in names} | {"all": censored_share(traces, names)}
@@ -273,58 +269,45 @@ def compared(traces, cost):
     """The drafters that both the traces and the cost table have; ValueError if there is none."""
     names = [m for m in traces[0].accept if m in cost.drafters]
     if not names:
-        there = ", ".join(cost.drafters) or "it has none"
-        have = ", ".join(traces[0].accept)
-        raise ValueError(f"the traces' drafters {have} are not in the cost table: {there}")
+        raise ValueError(f"the traces' drafters {', '.join(traces[0].accept)} are not in the cost table: "
+                         f"{', '.join(cost.drafters) or 'it has none'}")
     return names
 
 
 def deepest(traces, names):
     """The most drafts that were ever accepted, at least 1."""
-    return max([1] + [int(t.accept[m][1:].max()) - 1 for t in traces for m in names if t.n_out > 1])
+    return max(1, int(_columns(traces, names, "accept", 1).max()) - 1)
 
 
 def censored_share(traces, names):
     """The share of positions at which some of these drafters might have got more accepted than it was asked
     for."""
-    hit = 0
-    for t in traces:
-        columns = [t.censored[m][1:] for m in names if m in t.censored]
-        hit += int(np.any(columns, axis=0).sum())
-    return hit / max(1, sum(t.n_out - 1 for t in traces))
+    hit = _columns(traces, names, "censored", False)[:, :, 1:].any(1).sum()
+    return float(hit / max(1, sum(t.n_out - 1 for t in traces)))
 
 
 def by_workload(traces):
-    """{workload: traces}, by what is in front of "/" in the id; ids without one are all of the workload
+    """{workload: traces}, by what is in front of the last "/" in the id; ids without one are all of workload
     "requests"."""
     out = {}
     for t in traces:
-        workload = t.id.split("/")[0] if "/" in t.id else "requests"
+        workload = t.id.rpartition("/")[0] or "requests"
         out.setdefault(workload, []).append(t)
     return out
 
 
 # -- rounds that are known: what a batch of different requests costs --------------------------------
 
-class Round(NamedTuple):
-    """When `position` output tokens exist, drafter `name` (None: no drafter) proposes `proposed`; `emitted`
-    are gained. `copies` tokens are judged next to the drafts."""
-    position: int
-    name: str | None
-    proposed: int
-    emitted: int
-    copies: int = 0
-
-
 def replay(plans, prompts, cost, batch):
     """Seconds that an engine needs for different requests that share forwards: up to `batch` requests at
     once, the next one enters when one is done, and every iteration is one round of each that is there.
-    plans[i] are the rounds of a request, prompts[i] the tokens of its prompt."""
+    plans[i] are the rounds of a request (core/requests.Step), prompts[i] the tokens of its prompt. A round
+    without drafts of the drafter's own asks none."""
     total = sum(float(cost.prefill(tokens)) for tokens in prompts)
 
     # A drafter reads the text in front of its first draft for a request. The bounds leave this out.
     for plan, tokens in zip(plans, prompts):
-        first = {r.name: tokens + r.position for r in reversed(plan) if r.name}
+        first = {r.proposer: tokens + r.position for r in reversed(plan) if r.drafted}
         total += sum(float(cost.read(name, text)) for name, text in first.items())
 
     # One forward of the target for all, and one call of every drafter that somebody asks, as deep as the
@@ -332,10 +315,10 @@ def replay(plans, prompts, cost, batch):
     left = [(tokens, list(plan)) for plan, tokens in zip(plans, prompts) if plan]
     while left:
         now = [(tokens + plan[0].position, plan.pop(0)) for tokens, plan in left[:batch]]
-        proposed = sum(r.proposed + r.copies for _, r in now)
+        proposed = sum(r.drafted + r.copies for _, r in now)
         total += float(cost.step(sum(kv for kv, _ in now), len(now) + proposed, len(now)))
-        for name in {r.name for _, r in now if r.name}:
-            own = [(kv, r.proposed) for kv, r in now if r.name == name]
+        for name in {r.proposer for _, r in now if r.drafted}:
+            own = [(kv, r.drafted) for kv, r in now if r.drafted and r.proposer == name]
             kv, drafts = zip(*own)
             total += float(cost.draft(name, sum(kv), max(drafts), len(own)))
         left = [request for request in left if request[1]]

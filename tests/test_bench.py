@@ -262,7 +262,7 @@ def test_gap_is_left_out_where_there_is_none():
 def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_path, monkeypatch):
     """Also where a table is still missing: then its end follows at once, and the next end is another table's."""
     about = {"command": "c", "device": "d", "torch": "t", "date": "x", "seconds": 60}
-    (tmp_path / "cdlm_teachers.json").write_text(json.dumps({**about, "result": {"table": "| head |\n| --- |\n| a | 1.000 |"}}))
+    (tmp_path / "cdlm_teachers.json").write_text(json.dumps({**about, "result": {"table": "| head | figure |\n| --- | --- |\n| a | 1.000 |"}}))
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- results:cdlm_teachers -->\n<!-- end -->\nbetween\n<!-- results:cdlm_curves -->\n<!-- end -->\nafter\n")

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from conftest import ROOT, toy_model, whole
 
 from minispec import bounds
-from minispec.bounds import AVERAGES, CostTable, Round, deepest, replay
+from minispec.bounds import AVERAGES, CostTable, deepest, replay
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
@@ -36,6 +37,18 @@ H100 = CostTable(PUBLISHED)
 
 
 # -- the reference: one request after the other, by plans (lists of rounds) ------------------------------------------------
+
+class Round(NamedTuple):
+    """When `position` output tokens exist, drafter `name` (None: no drafter) proposes `proposed`; `emitted` are gained.
+    `copies` tokens are judged next to the drafts. `bounds.replay` reads it as it reads a step of the engine."""
+    position: int
+    name: str | None
+    proposed: int
+    emitted: int
+    copies: int = 0
+    proposer = property(lambda self: self.name)
+    drafted = property(lambda self: self.proposed)
+
 
 def greedy(trace, names, k_max):
     """L4: at every position the drafter with the longest accept (the first of equals) proposes exactly what

@@ -6,6 +6,8 @@ import importlib
 import os
 import re
 import shlex
+from collections import defaultdict
+from itertools import zip_longest
 from unittest import mock
 
 import pytest
@@ -174,9 +176,17 @@ def test_picture_is_drawn_from_results(tmp_path):
     pytest.importorskip("matplotlib")
     found = figures.stored(results.FOLDER)["picture"]
     figures.draw({"picture": found}, f"{tmp_path}/")
-    words, again = (re.findall(r"<text.*?>(.*)</text>", text) for text in (read("docs/figures/answers.svg"), (tmp_path / "answers.svg").read_text()))
-    assert words == again
-    shown = html.unescape(" ".join(words))
+    drawn, again = (re.findall(r'<text.*? y="([\d.]+)".*?>(.*)</text>', text)
+                    for text in (read("docs/figures/answers.svg"), (tmp_path / "answers.svg").read_text()))
+    assert [text for _, text in drawn] == [text for _, text in again]
+    # A line is drawn once in each colour, and each of its letters in one of them alone.
+    layers = defaultdict(list)
+    for y, text in drawn:
+        layers[y].append(html.unescape(text))
+    shown = ""
+    for texts in layers.values():
+        columns = [set(column) - {figures.BLANK, None} for column in zip_longest(*texts)]
+        shown += "".join(letter for letter, in columns) + " "
     for answer in found[1]:
         text = Tokenizer.load(answer["model"]).decode(answer["token_ids"]).replace("\n", "/").replace(" ", "")
         head, = re.findall(rf"{answer['method']}: {len(answer['steps'])} rounds, tau [\d.]+, \d+ tokens/s (.*?)(?= \w+: \d+ rounds|$)", shown)

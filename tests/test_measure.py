@@ -15,7 +15,6 @@ from minispec.data import rollouts, traces
 from minispec.bounds import CostTable
 from test_bounds import autoregressive, fixed, time_of
 from minispec.studies import ladder, measure
-from minispec.studies import run as studies_run
 from minispec.studies.tables import render
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
@@ -246,7 +245,8 @@ def test_ladder_of_a_run_and_of_files_alone(dense):
     plans = {"ar": [autoregressive(t) for t in some]} | {m: [fixed(t, m, K) for t in some] for m in DRAFTERS}
     model = {m: bounds.replay(p, [t.prompt_len for t in some], cost, 2) for m, p in plans.items()}
     for m in ("draft", "prism"):                                               # as the study `run` finds them; a lookup in vain is free there
-        assert studies_run.modelled(run(m)[0], cost, 2) == pytest.approx(model[m])
+        steps = [g.steps for g in run(m)[0]]
+        assert bounds.replay(steps, [t.prompt_len for t in some], cost, 2) == pytest.approx(model[m])
     rows = runs_of(some, ["ar", *DRAFTERS], model, model)
     combined = {**rows[2], "method": "adaptive"}
     result = ladder.analyse(some, TABLE, [*rows, combined])

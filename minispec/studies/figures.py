@@ -1,10 +1,11 @@
 """The lessons' figures, drawn from results/: functions of (axes, result of a study). matplotlib is optional:
 without it nothing is drawn and nothing is lost, because every figure has its numbers in results/."""
-import glob
-import os
+import re
 from collections import defaultdict
 from functools import partial
 from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from minispec.studies.tables import of_kinds
 from minispec.tools.files import blame, read_json, replaced
 
 WINDOW = 10                             # positions of an output that are averaged
-LINES, COLUMNS = 3, 92                  # of text that is shown of an answer; a word more may follow
+LINES, COLUMNS = 3, 96                  # of text that is shown of an answer
+BLANK = "\N{NO-BREAK SPACE}"
 COLOURS = {"draft": "#1a7f37", "correction": "#cf222e", "bonus": "#0969da", "plain": "#24292f"}
 SELECTIONS = ("oracle", "ahead", "pillar", "window")
 STYLE = {
@@ -30,12 +32,12 @@ def stored(folder):
     """{file: what it holds} of the measurements in a folder of results that have figures."""
     found = {}
     for file in FIGURES:
-        path = os.path.join(folder, file)
-        if os.path.exists(path):
+        path = Path(folder, file)
+        if path.exists():
             with blame(path):
-                found[file] = read_traces(path) if file.endswith(".jsonl") else read_json(path)["result"]
-    if files := glob.glob(os.path.join(folder, "answers", "*.json")):
-        run = read_json(os.path.join(folder, "run.json"))["result"]["rows"]
+                found[file] = read_traces(path) if path.suffix == ".jsonl" else read_json(path)["result"]
+    if files := list(Path(folder).glob("answers/*.json")):
+        run = read_json(Path(folder, "run.json"))["result"]["rows"]
         found["picture"] = run, [read_json(file) for file in files]
     return found
 
@@ -83,22 +85,20 @@ def answers(axes, r):
     tokenizer = Tokenizer.load(some[0]["model"])
     y = 0
     for a in sorted(some, key=lambda a: rates[a["method"]]):
-        tau, rate = f"{len(a['steps'])} rounds, tau {a['tau']:.1f}", rates[a["method"]]
-        axes.text(0, y, f"{a['method']}: {tau}, {rate:.0f} tokens/s", weight="bold")
-        x, y, end = 0, y + 1, y + LINES
-        for token, who in zip(a["token_ids"], a["who"]):
-            piece = tokenizer.decode([token]).replace("\n", "/")
-            text = piece.lstrip()
-            if x > COLUMNS and piece != text:            # a word begins
-                if y == end:
-                    break
-                x, y, piece = 0, y + 1, text
-            x += len(piece)
-            axes.text(x - len(text), y, text, color=COLOURS[who], family="monospace", size=11)
-        y += 1.5
+        about = f"{len(a['steps'])} rounds, tau {a['tau']:.1f}, {rates[a['method']]:.0f} tokens/s"
+        axes.text(0, y, f"{a['method']}: {about}", weight="bold")
+        pieces = [tokenizer.decode([token]).replace("\n", "/") for token in a["token_ids"]]
+        lines = re.finditer(rf"\S.{{,{COLUMNS}}}(?!\S)", "".join(pieces))
+        places = [slice(*line.span()) for line in islice(lines, LINES)]
+        # The text in each colour, with blanks, which SVG keeps, where another one is.
+        for who, colour in COLOURS.items():
+            own = "".join(piece if who == x else BLANK * len(piece) for piece, x in zip(pieces, a["who"]))
+            for i, place in enumerate(places, 1):
+                axes.text(0, y + i, own[place].rstrip(BLANK), color=colour, family="monospace", size=11)
+        y += LINES + 1.5
     for who, colour in COLOURS.items():
         axes.plot([], color=colour, label=who)
-    axes.set(xlim=(0, 100), ylim=(y, 0))
+    axes.set(xlim=(0, 1), ylim=(y, 0))
     axes.set_axis_off()
     axes.figure.set_size_inches(12, 5)
 
@@ -157,11 +157,10 @@ def by_steps(axes, r):
 # -- performance or illusion -----------------------------------------------------------------------
 
 def speedup_by_batch(axes, r):
-    """What was observed and the best of every rung, by total time, against the batch size: of the mixed
-    workload, or of the first one if nothing was mixed."""
+    """What was observed and the best of every rung, by total time, against the batch size: of the last
+    workload, which is all of them mixed where they were run."""
     rows = []
-    workloads = [c["workload"] for c in r["cells"]]
-    shown = "mixed" if "mixed" in workloads else workloads[0]
+    shown = r["cells"][-1]["workload"]
     for cell in (c for c in r["cells"] if c["workload"] == shown):
         c = cell[AVERAGES[0]]
         observed = c.get("L0", {})

@@ -35,8 +35,6 @@ def pick(text, columns="", rows="", say=""):
     """Of the first table in `text`, the columns "a, b" and the rows "c; d" that begin so, in that order, with
     what follows the table; all where nothing is asked for. Or the sentence `say`, in which {a @ c} becomes
     the cell of that column and row. ValueError for what is not there."""
-    if not (columns or rows or say):
-        return text
     shown, *notes = text.split("\n\n")
     head, rule, *body = shown.splitlines()
     heads = cells_of(head)

@@ -43,11 +43,11 @@ def main(argv=None):
     some, table = read_traces(args.traces), read_costs(args.cost)
     positions = sum(t.n_out - 1 for t in some)
     result = ladder.analyse(some, table, batches=args.batches, k_max=args.k_max)
-    longest = sorted({str(c["k_max"]) for c in result["cells"]}, key=int)
+    longest = max(c["k_max"] for c in result["cells"])
     about = " ".join(f"{name}: {value};" for name, value in table.get("about", {}).items())
     print(f"traces  {args.traces}: {len(some):,} requests, {positions:,} positions")
     print(f"prices  {args.cost} {about}")
-    print(f"rounds  of at most {' or '.join(longest)} drafts\n")
+    print(f"rounds  of at most {longest} drafts\n")
     print(ladder_table(result))
     if args.json:
         write_json(args.json, result)

@@ -2,6 +2,7 @@
 interrupted."""
 import os
 import platform
+import re
 import sys
 import time
 
@@ -22,14 +23,11 @@ def path(file):
 
 
 def processor():
-    """The name of this machine's processor."""
-    try:
+    """The name of this machine's processor. Linux has it in a file, other systems have no such file."""
+    if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo") as f:
-            for line in f:
-                if line.startswith("model name"):
-                    return line.split(":")[1].strip()
-    except OSError:
-        pass
+            if name := re.search(r"model name\s*: (.*)", f.read()):
+                return name[1]
     return platform.processor() or platform.machine()
 
 
@@ -77,7 +75,7 @@ def each_kept(name, args, model, cells, measure, **more):
         saved = read_json(part)
         with blame(part):
             if saved["about"] == about:
-                done = list(saved["cells"])
+                done = saved["cells"]
 
     for cell in tqdm(cells[len(done):], desc=name):
         done.append(measure(*cell))

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from minispec.bounds import CostTable, Round, by_workload, ladder, replay
+from minispec.bounds import CostTable, by_workload, ladder, replay
 from minispec.core.verify import Sampling
 from minispec.data import traces
 from minispec.studies import measure, results, workloads
@@ -204,7 +204,9 @@ def rows_of(timed, about, prices):
     rows = []
     for name, runs in timed.items():
         run = middle(runs)
-        steps = [s for g in run.generations for s in g.steps]
+        plans = [g.steps for g in run.generations]
+        prompts = [len(g.prompt_ids) for g in run.generations]
+        steps = sum(plans, [])
         proposed = sum(s.proposed for s in steps)
         method = name.split()[0]
         priced = cost and name not in TREES and method in ("ar", COMBINED, *cost.drafters)
@@ -220,19 +222,12 @@ def rows_of(timed, about, prices):
             "tau": run.tau,
             "acceptance": sum(s.accepted for s in steps) / proposed if proposed else None,
             "phases": run.phases,
-            "modelled": modelled(run.generations, cost, about["batch"]) if priced else None,
+            "modelled": replay(plans, prompts, cost, about["batch"]) if priced else None,
             # Sampled answers differ: of the same distribution, not of the same coins.
             "identical": identical(plain, run) if compared else None,
-            "prompts": len(run.generations),
+            "prompts": len(prompts),
         })
     return rows
-
-
-def modelled(generations, cost, batch):
-    """Seconds that the rounds of these answers take by the cost table."""
-    plans = [[Round(s.position, s.proposer if s.drafted else None, s.drafted, s.committed, s.copies)
-              for s in g.steps] for g in generations]
-    return replay(plans, [len(g.prompt_ids) for g in generations], cost, batch)
 
 
 # -- losslessness ----------------------------------------------------------------------------------

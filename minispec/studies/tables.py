@@ -63,8 +63,8 @@ def acceptance(r):
             for select, k, sparsity, *_ in at["rows"]:
                 setting = f"{select}, {k}, {100 * sparsity:.0f} %"
                 row = rows.setdefault(setting, {"selection, k, budget s": setting})
-                found = of_kinds(r["kinds"], context, (select, k, sparsity), i)
-                row[f"{context} tokens at T = {temperature:g}"] = "{:.2f} ± {:.2f}".format(*found)
+                mean, half = of_kinds(r["kinds"], context, (select, k, sparsity), i)
+                row[f"{context} tokens at T = {temperature:g}"] = f"{mean:.2f} ± {half:.2f}"
     return texts(rows.values())
 
 
@@ -187,16 +187,14 @@ def costs_table(r):
 
 def trace_table(r):
     """Accept lengths by workload and drafter, by position and by round."""
-    rows = [{"workload": workload, "drafter": name, **x}
-            for workload, drafters in r["accept"].items() for name, x in drafters.items()]
-    return table({
-        "workload": "{workload}",
-        "drafter": "{drafter}",
-        "positions": "{positions}",
-        "tokens a round would gain at a position": "{by_position:.2f}",
-        f"in rounds of {r['k']} drafts": "{by_round:.2f}",
-        f"all {r['k_max']} accepted": "{censored:.1%}",
-    }, rows)
+    return texts([{
+        "workload": workload,
+        "drafter": name,
+        "positions": x["positions"],
+        "tokens a round would gain at a position": f"{x['by_position']:.2f}",
+        f"in rounds of {r['k']} drafts": f"{x['by_round']:.2f}",
+        f"all {r['k_max']} accepted": f"{100 * x['censored']:.1f} %",
+    } for workload, drafters in r["accept"].items() for name, x in drafters.items()])
 
 
 # -- run -------------------------------------------------------------------------------------------
@@ -245,11 +243,8 @@ def methods(r):
             row[w] = f"{x['speedup']:.2f}, tau {x['tau']:.1f}"
             if method == "ar":
                 row[w] = f"1, {x['tokens_per_second']:.0f} tokens/s"
-        for x in mixed:
-            column = f"{x['workload']}, batch {x['batch']}"
-            row.setdefault(column, "")
-            if x["method"] == method:
-                row[column] = f"{x['speedup']:.2f}"
+        row |= {f"{x['workload']}, batch {x['batch']}": f"{x['speedup']:.2f}"
+                for x in mixed if x["method"] == method}
         same, asked = (sum(x[key] for x in some.values()) for key in ("identical", "prompts"))
         row["identical to ar"] = f"{same} of {asked}"
         rows.append(row)
@@ -275,8 +270,8 @@ def ladder_table(r):
         parts.append(f"Left out, because the cost table has no price for it: {', '.join(r['left_out'])}.")
     for what, e in (("seconds", r["model_error"]), ("speed-ups", r["speedup_error"])):
         if e:
-            error = cell("median {median:.0%}, at most {max:.0%}", e)
-            parts.append(f"Error of the cost model, modelled over observed {what}: {error}.")
+            parts.append(f"Error of the cost model, modelled over observed {what}: "
+                         f"median {100 * e['median']:.0f} %, at most {100 * e['max']:.0f} %.")
     return "\n\n".join(parts)
 
 
@@ -306,7 +301,7 @@ def rungs(c, m):
         row["L6 of all"] = both(c, "L6", mark=c["censored"]["all"])
         row["L7 free drafters"] = both(c, "L7", mark=c["censored"]["all"])
         row["L9 one pass"] = both(c, "L9")
-    row["censored"] = cell("{all:.0%}", {"all": c["censored"][m]})
+    row["censored"] = f"{100 * c['censored'][m]:.0f} %"
     return row
 
 
