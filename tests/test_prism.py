@@ -18,7 +18,7 @@ from minispec.core.kv_cache import KVCache
 from minispec.prism import PrismConfig, PrismDrafter
 from minispec.core.words import Words, most_frequent, restrict
 from minispec.data import rollouts
-from minispec.core.verify import Sampling, draw, greedy_chain, greedy_tree, point_mass_tree, rejection_chain, warp
+from minispec.core.verify import Sampling, draw, greedy_tree, point_mass_tree, rejection_chain, warp
 
 MAPS = {1: (0,), 2: (0, 1), 3: (0, 1, 2)}
 
@@ -185,7 +185,7 @@ def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
 
 def test_greedy_control_a_tree_walked_without_looking_at_the_tokens_is_caught(monkeypatch):
     import minispec.core.verify
-    monkeypatch.setattr(minispec.core.verify, "greedy_tree", lambda draft, parents, best: ([1], best[1]))
+    monkeypatch.setattr(minispec.core.verify, "greedy_tree", lambda draft, parents, best: ([1], best[1]) if draft else ([], best[0]))
     some = prompts(6)
     assert [g.token_ids for g in run(lockstep(DRAFTERS[2], *SHAPES["tree"]), some)[0]] != [g.token_ids for g in run(Lockstep, some)[0]]
 
@@ -278,7 +278,7 @@ def test_greedy_tree_by_hand():
     assert greedy_tree([], [], [3]) == ([], 3)
 
 
-def test_tree_rules_on_a_chain_are_the_chain_rules():
+def test_the_tree_rule_on_a_chain_is_the_chain_rule():
     g = torch.Generator().manual_seed(3)
     for _ in range(300):
         k = int(torch.randint(1, 5, (), generator=g))
@@ -287,9 +287,6 @@ def test_tree_rules_on_a_chain_are_the_chain_rules():
         accepted, token = rejection_chain(draft[None], None, p[None], coins[None])
         path, same = point_mass_tree(draft.tolist(), list(range(k)), p, coins)
         assert path == list(range(1, accepted.item() + 1)) and same == token.item()
-        best = p.argmax(-1).tolist()
-        n, token = greedy_chain(draft.tolist(), best)
-        assert greedy_tree(draft.tolist(), list(range(k)), best) == (list(range(1, n + 1)), token)
 
 
 SMALL = toy_model(vocab=8, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
