@@ -101,10 +101,6 @@ class Prism(nn.Module):
         module = self.bank[self.config.module_of(step)]
         return gpt.body(module, self.rope, module(e, a), positions, attend)
 
-    def check(self, target):
-        """ValueError where this drafter was not made for a target of this shape."""
-        checkpoints.check_shapes(self.config, target.config)
-
 
 def for_target(target, step_map=(0, 1), n_layer=1):
     """A new drafter with blocks of the target's shape, which begins near the target: the norm of its states
@@ -161,7 +157,6 @@ class PrismDrafter(Chained):
     reads = True
 
     def __init__(self, prism, target, depth=MAX_K, width=1, name="prism"):
-        prism.check(target)
         if not 1 <= depth <= MAX_K:
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
         super().__init__(prism.config, target, prism.rope, width * depth)
@@ -253,10 +248,6 @@ def save(prism, folder):
     checkpoints.save_drafter(prism, folder, "prism")
 
 
-def load(folder, device="cpu", dtype=None):
-    """The drafter in a folder. ValueError, in one line, names what is missing, damaged or does not fit."""
-    def make(**config):
-        return Prism(checkpoints.checked(PrismConfig(**config)))
-
-    prism = checkpoints.load_drafter(folder, "prism", make)
-    return prism.to(device=device, dtype=dtype).eval()
+def load(folder, target):
+    """The drafter in a folder, for this target; see checkpoints.load_drafter."""
+    return checkpoints.load_drafter(folder, "prism", target, PrismConfig, Prism)

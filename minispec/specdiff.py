@@ -270,11 +270,6 @@ def save(drafter, folder):
 
 
 def load(folder, target):
-    """The drafter in a folder, on the device and in the dtype of its target. ValueError, in one line, says
-    what is wrong."""
-    def make(**config):
-        config = checkpoints.checked(SpecDiffConfig(**config))
-        checkpoints.check_shapes(config, target.config)
-        return Drafter(config, target)
-    drafter = checkpoints.load_drafter(folder, "specdiff", make)
-    return drafter.to(device=target.device, dtype=target.dtype).eval()
+    """The drafter in a folder, for this target; see checkpoints.load_drafter."""
+    make = partial(Drafter, target=target)
+    return checkpoints.load_drafter(folder, "specdiff", target, SpecDiffConfig, make)

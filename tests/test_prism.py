@@ -376,7 +376,7 @@ def test_a_draft_vocabulary_without_likely_tokens_loses_nothing(shape, monkeypat
 
 def test_drafts_are_of_the_draft_vocabulary_and_its_ids_are_kept(tmp_path):
     prism.save(LACKING, tmp_path)
-    again = prism.load(tmp_path)
+    again = prism.load(tmp_path, SMALL)
     assert torch.equal(again.vocabulary, SOME) and again.config.draft_vocab == 5
     for shape in ((2, 1, 2), (3, 3, 9)):
         drafts, seen = PrismDrafter(again, SMALL, *shape[:2]), set()
@@ -398,7 +398,7 @@ def test_drafts_are_of_the_draft_vocabulary_and_its_ids_are_kept(tmp_path):
     for wrong in ("8", "-1"):
         (tmp_path / "config.json").write_text(config.replace('"draft_vocab": 5', f'"draft_vocab": {wrong}'))
         with pytest.raises(ValueError, match=f"draft_vocab {wrong} is out of range"):
-            prism.load(tmp_path)
+            prism.load(tmp_path, SMALL)
 
 
 def test_the_most_frequent_tokens_of_answers():
@@ -606,17 +606,17 @@ def in_bf16(x):
 def test_save_and_load(tmp_path):
     drafter = toy_drafter(TARGET, (0, 1, 1, 2))
     prism.save(drafter, tmp_path / "d")
-    again = prism.load(tmp_path / "d")
+    again = prism.load(tmp_path / "d", TARGET)
     assert again.config == drafter.config and not os.path.exists(tmp_path / "d" / "model.safetensors.tmp")
     assert all(torch.equal(in_bf16(a), b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values()))
     with pytest.raises(ValueError, match="made for a target with vocab_size 12, this one has 8"):
-        PrismDrafter(again, SMALL)
+        prism.load(tmp_path / "d", SMALL)
 
 
 def test_damaged_folders_are_named(tmp_path):
     def message(folder):
         with pytest.raises(ValueError) as e:
-            prism.load(str(folder))
+            prism.load(str(folder), TARGET)
         assert "\n" not in str(e.value)
         return str(e.value)
 
