@@ -127,18 +127,15 @@ def copy_modules(prism, source):
 
 # -- drafting: chains and trees ------------------------------------------------------------------------------
 
-def best_nodes(scores, n):
-    """The n nodes of largest score, in order of creation. A child's score is at most its parent's, and where
-    they tie the parent is older. So the best n of all nodes always include the parents of all of them."""
-    by_score = sorted(range(len(scores)), key=lambda node: -scores[node])      # ties: as created
-    return sorted(by_score[:n])
-
-
 def prune(tokens, parents, scores, n):
-    """The best n nodes of a tree as (tokens, None, parents) for the engine; see drafters.py. Nodes are in
-    order of creation, each with the one it hangs from (-1: the last committed token) and the log-probability
-    of its path."""
-    kept = best_nodes(scores, n)
+    """The n nodes of largest score of a tree as (tokens, None, parents) for the engine; see drafters.py.
+    Nodes are in order of creation, each with the one it hangs from (-1: the last committed token) and the
+    log-probability of its path, its score.
+
+    A child's score is at most its parent's, and where they tie the parent is older. So the best n of all
+    nodes always include the parents of all of them."""
+    by_score = sorted(range(len(scores)), key=lambda node: -scores[node])      # ties: as created
+    kept = sorted(by_score[:n])
     # The target's row 0 is the last committed token, the kept nodes follow.
     row = {node: i for i, node in enumerate([-1, *kept])}
     return [int(tokens[node]) for node in kept], None, [row[parents[node]] for node in kept]

@@ -462,8 +462,8 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
         assert all(0 <= parent <= i for i, parent in enumerate(parents))       # parents are kept, and come first
         assert len({(p, t) for p, t in zip(parents, tokens)}) == len(tokens)   # siblings differ
         scores = [score for _, _, score in nodes]
-        kept = sorted(prism.best_nodes(scores, n), key=lambda i: -scores[i])
-        assert [scores[i] for i in kept] == sorted(scores, reverse=True)[:n]   # and they are the best
+        kept, *_ = prism.prune(range(len(nodes)), [parent for _, parent, _ in nodes], scores, n)
+        assert sorted((scores[i] for i in kept), reverse=True) == sorted(scores, reverse=True)[:n]     # and they are the best
 
 
 def first_tree(prompt, stop):
