@@ -38,7 +38,7 @@ import torch.nn as nn
 
 from minispec.core import gpt
 from minispec.core.drafters import Chained
-from minispec.core.requests import MAX_K, MAX_NODES, Batch
+from minispec.core.requests import MAX_K, Batch
 from minispec.core.verify import Sampling
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
@@ -162,7 +162,6 @@ class PrismDrafter(Chained):
         self.depth = depth
         self.width = min(width, self.words.size)
         self.name = name
-        self.max_k = MAX_K if width == 1 else MAX_NODES
 
     def first_rows(self, request):
         """Rows for the tokens accepted since the last round, from the target's features. Row r reads

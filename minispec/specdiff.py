@@ -170,7 +170,6 @@ class SpecDiffDrafter(Cached):
         self.width = k_drafts
         self.rule = rule
         self.temperature = temperature
-        self.max_k = MAX_K if k_drafts == 1 else MAX_NODES
         self.stop = STOP if k_drafts == 1 else 0.0
         self.reads = drafter.config.reads
 

@@ -32,8 +32,7 @@ NONE = -1               # in the place of a draft
 class Drafter:
     """What the engine asks of a drafter. This one never drafts, which is plain decoding."""
     name = "target"         # shown next to the tokens that it proposed
-    max_k = MAX_K           # the most drafts of a round
-    gamma = MAX_K           # the most that follow one another
+    gamma = MAX_K           # the most drafts that follow one another
     width = 1               # more: it may propose trees
     stop = 0.0              # above 0: it ends a chain itself; see Chained
     reads = False           # whether it reads the target's final hidden states

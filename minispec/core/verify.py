@@ -268,7 +268,7 @@ def judge(segments, logits):
         draft = torch.tensor([s.drafts for s in some], dtype=torch.long, device=logits.device)
         q = None if point_masses else torch.stack([s.q for s in some])
         coins = torch.stack([s.request.coins(n) for s in some]).to(logits.device)
-        accepted, token = rejection_chain(draft.view(len(some), n - 1), q, p, coins)
+        accepted, token = rejection_chain(draft, q, p, coins)
         for i, (a, t) in zip(group, torch.stack([accepted, token], 1).tolist()):
             verdicts[i] = list(range(1, a + 1)), t
     return verdicts
