@@ -39,7 +39,6 @@ import torch.nn as nn
 from minispec.core import gpt
 from minispec.core.drafters import Chained
 from minispec.core.requests import MAX_K, Batch
-from minispec.core.verify import Sampling
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
 
@@ -181,9 +180,6 @@ class PrismDrafter(Chained):
         return self.body(module, module(self.words.embed(x.tokens), states), x)
 
     # -- trees -----------------------------------------------------------------------------------------------
-
-    def draws_like(self, request):
-        return super().draws_like(request) if self.width == 1 else Sampling()  # without chance
 
     def result(self, drafts, q, limit):
         if self.width == 1:

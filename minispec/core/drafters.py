@@ -186,7 +186,7 @@ class Chained(Cached):
             rows = self.first_rows(r) if limit > 0 else None
             if rows:
                 work[i] = rows
-                groups.setdefault(self.draws_like(r), []).append(i)
+                groups.setdefault(r.sampling.settings, []).append(i)
         # 2. A round of each group.
         for settings, group in groups.items():
             depths = [min(self.depth, limits[i]) for i in group]
@@ -194,9 +194,6 @@ class Chained(Cached):
             for row, (i, some) in enumerate(zip(group, drafts.tolist())):
                 out[i] = self.result(some, q[0][row] if q else None, limits[i])
         return out
-
-    def draws_like(self, request):
-        return request.sampling.settings
 
     def result(self, drafts, q, limit):
         """What the engine gets of a round's drafts."""
