@@ -151,21 +151,27 @@ def point_mass_tree(draft, parents, p, coins):
     coins (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token
     that follows. Returns (accepted rows, next token).
     """
+    given = p[parents, draft].tolist()                   # of each draft, in the row that it hangs from
     path = []
-    at = 0                                               # the row where the path ends
-    left = p[0].cpu().clone()                            # and what rejections have left of p there
+    at = 0                                               # the row where the path ends,
+    left = 1.0                                           # and what rejections have left of its mass
     # Siblings come in order, after their parent.
-    for row, (token, parent) in enumerate(zip(draft, parents), 1):
+    for row, (parent, chance) in enumerate(zip(parents, given), 1):
         if parent != at:
             continue
-        # Who has all that is left is accepted, since coins are below 1: something always remains.
-        if coins[row - 1] * left.sum() < left[token]:
+        if coins[row - 1] * left < chance:
             path.append(row)
             at = row
-            left = p[row].cpu().clone()
+            left = 1.0
         else:
-            left[token] = 0.0
-    return path, draw(left, coins[-1]).item()
+            left = max(left - chance, 0.0)
+    # Where the path ends, every child was struck out.
+    rest = p[at].clone()
+    rest[[token for token, parent in zip(draft, parents) if parent == at]] = 0.0
+    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
+    # right draw.
+    rest = torch.where(rest.sum() > 0, rest, p[at])
+    return path, draw(rest, coins[-1]).item()
 
 
 def selection_tree(draft, parents, p, coins):
