@@ -58,8 +58,7 @@ def drafter_of(args, target):
     model = prism.for_target(target, step_map, n_layer)
     if not args.init:
         return model
-    source = prism.load(args.init, args.device)
-    source.check(target)
+    source = prism.load(args.init, target)
     if source.config.n_layer != n_layer:
         raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers; "
                          f"this arm needs {n_layer}")

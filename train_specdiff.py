@@ -65,8 +65,7 @@ def drafter_of(args, target):
         return specdiff.for_target(target, n_layer, args.gamma, reads=not args.blind)
 
     if checkpoints.kind_of(args.init) == "prism":
-        head = prism.load(args.init, args.device)
-        head.check(target)
+        head = prism.load(args.init, target)
         drafter = specdiff.from_module(head.bank[0], target, args.gamma)
     else:
         drafter = specdiff.load(args.init, target)

@@ -300,10 +300,9 @@ def attention(q, k, v, slots, selected, plan):
     part_lse = torch.empty(plan.n_part_rows, groups, dtype=torch.float32, device=q.device)
     strides = q.stride(0), k.stride(0), slots.stride(0), selected.stride(0), selected.stride(1)
     scale = d ** -0.5 * LOG2E
-    if len(plan.items):
-        packed_attention[(len(plan.items), groups)](
-            q, k, v, slots, selected, plan.sees, plan.requests, plan.items, out, lse, part, part_lse,
-            scale, plan.chunk, h // groups, *strides, D=d, SMALL=SMALL, LARGE=LARGE, **settings(q.dtype, d))
+    packed_attention[(len(plan.items), groups)](
+        q, k, v, slots, selected, plan.sees, plan.requests, plan.items, out, lse, part, part_lse, scale,
+        plan.chunk, h // groups, *strides, D=d, SMALL=SMALL, LARGE=LARGE, **settings(q.dtype, d))
     if len(plan.merges):
         merge_parts[(len(plan.merges), groups, LARGE // SMALL)](
             part, part_lse, plan.requests, plan.merges, out, lse, h // groups, D=d, M=SMALL)

@@ -67,11 +67,6 @@ class Inputs:
     how: tuple = ()
 
 
-def slots_of(first, length):
-    """The slots (B, length) of requests whose first slots are `first` (B,)."""
-    return first[:, None] + torch.arange(length, dtype=torch.int32, device=first.device)
-
-
 def tables(buffer, shapes):
     """{name: tensor}, one behind the other in a buffer of int32; shapes: {name: (shape, dtype)}."""
     out = {}
@@ -239,7 +234,8 @@ class Graphs:
         x = self.fill(rows, segments, places, more)
 
         def function():
-            return self.function(replace(x, slots=slots_of(x.first, self.longest), how=how))
+            slots = x.first[:, None] + torch.arange(self.longest, dtype=torch.int32, device=x.first.device)
+            return self.function(replace(x, slots=slots, how=how))
 
         # Capture it, or compile the kernels of what is too large for a graph.
         started = time.perf_counter()

@@ -38,8 +38,7 @@ import torch.nn as nn
 
 from minispec.core import gpt
 from minispec.core.drafters import Chained
-from minispec.core.requests import MAX_K, MAX_NODES, Batch
-from minispec.core.verify import Sampling
+from minispec.core.requests import MAX_K, Batch
 from minispec.core.words import Words, buffer
 from minispec.tools import checkpoints
 
@@ -101,10 +100,6 @@ class Prism(nn.Module):
         module = self.bank[self.config.module_of(step)]
         return gpt.body(module, self.rope, module(e, a), positions, attend)
 
-    def check(self, target):
-        """ValueError where this drafter was not made for a target of this shape."""
-        checkpoints.check_shapes(self.config, target.config)
-
 
 def for_target(target, step_map=(0, 1), n_layer=1):
     """A new drafter with blocks of the target's shape, which begins near the target: the norm of its states
@@ -131,18 +126,15 @@ def copy_modules(prism, source):
 
 # -- drafting: chains and trees ------------------------------------------------------------------------------
 
-def best_nodes(scores, n):
-    """The n nodes of largest score, in order of creation. A child's score is at most its parent's, and where
-    they tie the parent is older. So the best n of all nodes always include the parents of all of them."""
-    by_score = sorted(range(len(scores)), key=lambda node: -scores[node])      # ties: as created
-    return sorted(by_score[:n])
-
-
 def prune(tokens, parents, scores, n):
-    """The best n nodes of a tree as (tokens, None, parents) for the engine; see drafters.py. Nodes are in
-    order of creation, each with the one it hangs from (-1: the last committed token) and the log-probability
-    of its path."""
-    kept = best_nodes(scores, n)
+    """The n nodes of largest score of a tree as (tokens, None, parents) for the engine; see drafters.py.
+    Nodes are in order of creation, each with the one it hangs from (-1: the last committed token) and the
+    log-probability of its path, its score.
+
+    A child's score is at most its parent's, and where they tie the parent is older. So the best n of all
+    nodes always include the parents of all of them."""
+    by_score = sorted(range(len(scores)), key=lambda node: -scores[node])      # ties: as created
+    kept = sorted(by_score[:n])
     # The target's row 0 is the last committed token, the kept nodes follow.
     row = {node: i for i, node in enumerate([-1, *kept])}
     return [int(tokens[node]) for node in kept], None, [row[parents[node]] for node in kept]
@@ -161,7 +153,6 @@ class PrismDrafter(Chained):
     reads = True
 
     def __init__(self, prism, target, depth=MAX_K, width=1, name="prism"):
-        prism.check(target)
         if not 1 <= depth <= MAX_K:
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
         super().__init__(prism.config, target, prism.rope, width * depth)
@@ -170,7 +161,6 @@ class PrismDrafter(Chained):
         self.depth = depth
         self.width = min(width, self.words.size)
         self.name = name
-        self.max_k = MAX_K if width == 1 else MAX_NODES
 
     def first_rows(self, request):
         """Rows for the tokens accepted since the last round, from the target's features. Row r reads
@@ -190,9 +180,6 @@ class PrismDrafter(Chained):
         return self.body(module, module(self.words.embed(x.tokens), states), x)
 
     # -- trees -----------------------------------------------------------------------------------------------
-
-    def draws_like(self, request):
-        return super().draws_like(request) if self.width == 1 else Sampling()  # without chance
 
     def result(self, drafts, q, limit):
         if self.width == 1:
@@ -253,10 +240,6 @@ def save(prism, folder):
     checkpoints.save_drafter(prism, folder, "prism")
 
 
-def load(folder, device="cpu", dtype=None):
-    """The drafter in a folder. ValueError, in one line, names what is missing, damaged or does not fit."""
-    def make(**config):
-        return Prism(checkpoints.checked(PrismConfig(**config)))
-
-    prism = checkpoints.load_drafter(folder, "prism", make)
-    return prism.to(device=device, dtype=dtype).eval()
+def load(folder, target):
+    """The drafter in a folder, for this target; see checkpoints.load_drafter."""
+    return checkpoints.load_drafter(folder, "prism", target, PrismConfig, Prism)

@@ -170,7 +170,6 @@ class SpecDiffDrafter(Cached):
         self.width = k_drafts
         self.rule = rule
         self.temperature = temperature
-        self.max_k = MAX_K if k_drafts == 1 else MAX_NODES
         self.stop = STOP if k_drafts == 1 else 0.0
         self.reads = drafter.config.reads
 
@@ -270,11 +269,6 @@ def save(drafter, folder):
 
 
 def load(folder, target):
-    """The drafter in a folder, on the device and in the dtype of its target. ValueError, in one line, says
-    what is wrong."""
-    def make(**config):
-        config = checkpoints.checked(SpecDiffConfig(**config))
-        checkpoints.check_shapes(config, target.config)
-        return Drafter(config, target)
-    drafter = checkpoints.load_drafter(folder, "specdiff", make)
-    return drafter.to(device=target.device, dtype=target.dtype).eval()
+    """The drafter in a folder, for this target; see checkpoints.load_drafter."""
+    make = partial(Drafter, target=target)
+    return checkpoints.load_drafter(folder, "specdiff", target, SpecDiffConfig, make)

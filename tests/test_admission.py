@@ -105,11 +105,6 @@ def test_the_host_takes_all_that_leave():
         assert [g.token_ids for g in got] == [g.token_ids for g in want] and engine.cache.offloaded > slots
 
 
-def test_unknown_policy_is_named():
-    with pytest.raises(ValueError, match="unknown admission policy 'luck'; choose from reserve, preempt, offload"):
-        Engine(MODEL, Lockstep, admission="luck")
-
-
 FUZZ_MODEL = toy_model(n_layer=1, n_head=2, n_kv_head=1)
 
 

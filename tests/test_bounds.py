@@ -21,7 +21,7 @@ from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.data.traces import Trace, read_costs, read_traces, write_traces
 from minispec.studies import ladder, tables
-from minispec.core.verify import greedy_chain
+from minispec.core.verify import greedy_tree
 
 NO_PREFILL = {"prefill": {"kind": "linear"}}
 UNIT = {"verify": {"kind": "linear", "base": 1.0}, **NO_PREFILL}                  # a step takes 1, whatever it holds
@@ -266,8 +266,8 @@ def dense_trace(name, prompt, output, k_max):
         request = Request(prompt, len(output))
         request.tokens += output[:i]
         draft = DRAFTERS[name]().propose([request], [k_max])[0][0][:len(output) - i]
-        accepted, _ = greedy_chain(draft, output[i:] + [-1])
-        accept.append(min(accepted + 1, len(output) - i))
+        path, _ = greedy_tree(draft, range(len(draft)), output[i:] + [-1])
+        accept.append(min(len(path) + 1, len(output) - i))
     return np.array(accept)
 
 

@@ -34,6 +34,7 @@ BAD = {     # what is wrong: (arguments, what the line must say)
     "k too large": (["--method", "ngram", "--k", 1000], "k 1000 is out of range"),
     "k is a word": (["--k", "many"], "argument --k: invalid positive value: 'many'"),
     "temperature": (["--temperature", -1], "temperature -1.0 is out of range; allowed is 0"),
+    "admission": (["--admission", "luck"], "invalid choice: 'luck' (choose from"),
     "top-p": (["--top-p", 0], "top-p 0.0 is out of range"),
     "top-k": (["--top-k", -1], "top-k -1 is out of range"),
     "sparsity": (["--method", "specgen", "--sparsity", 2], "sparsity 2.0 is out of range"),

@@ -81,7 +81,7 @@ def test_greedy_is_identical_to_autoregressive(name):
 
 def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
     import minispec.core.verify
-    monkeypatch.setattr(minispec.core.verify, "greedy_chain", lambda draft, best: (len(draft), best[len(draft)]))
+    monkeypatch.setattr(minispec.core.verify, "greedy_tree", lambda draft, parents, best: (list(range(1, len(draft) + 1)), best[len(draft)]))
     assert [g.token_ids for g in run("draft", prompts(8))[0]] != plain(8)
 
 

@@ -135,7 +135,7 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
 
 def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom():
     tree = Drafter()
-    tree.width, tree.max_k = 4, 256
+    tree.width = 4
     assert [Lockstep(None, tree, k).fusable for k in (15, TREE - 1, TREE)] == [True, True, False]
     assert Lockstep(None, Drafter(), 32).fusable and Lockstep(None).fusable
 

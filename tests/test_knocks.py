@@ -207,7 +207,7 @@ def test_a_damaged_drafter_is_named(kind, how, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"another width": {**config, "d_ff": 100}, "a billion layers": {**config, "n_layer": 10 ** 9},
                                                           "a word": {**config, "head_dim": "wide"}, "no object": [1]}[how]))
     with pytest.raises(ValueError) as e:
-        module.load(str(tmp_path), target) if kind == "specdiff" else module.load(str(tmp_path))
+        module.load(str(tmp_path), target)
     assert str(tmp_path) in str(e.value) and "\n" not in str(e.value) and not (tmp_path / "pwned").exists()
 
 

@@ -111,7 +111,7 @@ def test_a_drafter_can_start_as_an_eagle_head(folder):
     prism.save(prism.for_target(target, (0,)), folder / "head")
     specdiff.save(specdiff.for_target(target, gamma=4, reads=True), folder / "trained")
     train(folder, "from-head", "--init", folder / "head", "--lr", "0", "--gamma", 4, "--tokens", "1")
-    made, head = specdiff.load(folder / "from-head", target), prism.load(folder / "head")
+    made, head = specdiff.load(folder / "from-head", target), prism.load(folder / "head", target)
     assert made.config.n_layer == 2 and made.config.reads and made.config.gamma == 4
     assert torch.equal(made.join.weight, head.bank[0].join.weight) and torch.equal(made.blocks[0].qkv.weight, head.bank[0].blocks[0].qkv.weight)
     assert not made.blocks[1].out.weight.any() and not made.blocks[1].down.weight.any()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import chi_square
 
-from minispec.core.verify import LEAST_TEMPERATURE, Sampling, draw, greedy_chain, rejection_chain, warp
+from minispec.core.verify import LEAST_TEMPERATURE, Sampling, draw, greedy_tree, rejection_chain, warp
 
 V, ROUNDS = 6, 120_000
 
@@ -42,10 +42,10 @@ def test_draw_never_picks_a_token_without_weight():
     assert draw(weights.expand(5, 5), coins).tolist() == [1, 1, 3, 3, 3]
 
 
-def test_greedy_chain():
-    assert greedy_chain([], [5]) == (0, 5)
-    assert greedy_chain([1, 2, 3], [1, 2, 3, 4]) == (3, 4)
-    assert greedy_chain([1, 9, 3], [1, 2, 3, 4]) == (1, 2)
+def test_greedy_on_a_chain():
+    assert greedy_tree([], [], [5]) == ([], 5)
+    assert greedy_tree([1, 2, 3], [0, 1, 2], [1, 2, 3, 4]) == ([1, 2, 3], 4)
+    assert greedy_tree([1, 9, 3], [0, 1, 2], [1, 2, 3, 4]) == ([1], 2)
 
 
 def tables(sampling, seed=0):

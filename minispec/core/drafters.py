@@ -32,8 +32,7 @@ NONE = -1               # in the place of a draft
 class Drafter:
     """What the engine asks of a drafter. This one never drafts, which is plain decoding."""
     name = "target"         # shown next to the tokens that it proposed
-    max_k = MAX_K           # the most drafts of a round
-    gamma = MAX_K           # the most that follow one another
+    gamma = MAX_K           # the most drafts that follow one another
     width = 1               # more: it may propose trees
     stop = 0.0              # above 0: it ends a chain itself; see Chained
     reads = False           # whether it reads the target's final hidden states
@@ -187,7 +186,7 @@ class Chained(Cached):
             rows = self.first_rows(r) if limit > 0 else None
             if rows:
                 work[i] = rows
-                groups.setdefault(self.draws_like(r), []).append(i)
+                groups.setdefault(r.sampling.settings, []).append(i)
         # 2. A round of each group.
         for settings, group in groups.items():
             depths = [min(self.depth, limits[i]) for i in group]
@@ -195,9 +194,6 @@ class Chained(Cached):
             for row, (i, some) in enumerate(zip(group, drafts.tolist())):
                 out[i] = self.result(some, q[0][row] if q else None, limits[i])
         return out
-
-    def draws_like(self, request):
-        return request.sampling.settings
 
     def result(self, drafts, q, limit):
         """What the engine gets of a round's drafts."""

@@ -33,7 +33,6 @@ from minispec.core.attention import TREE, FullKeys, can_fuse, tree_mask
 from minispec.core.drafters import Drafter, NGram, with_copies
 from minispec.core.kv_cache import KVCache, beside
 from minispec.core.requests import Segment, check_k, check_lookup, check_requests, pack
-from minispec.core.verify import point_mass_tree
 
 PROMPT_ROWS = 2048  # of all prompts in one forward: enough to fill any device, and a bound of its memory
 
@@ -356,7 +355,7 @@ class Lockstep(Planner):
 
     def __init__(self, engine, drafter=None, k=0, lookup=0):
         if drafter:
-            check_k(k, drafter.max_k)
+            check_k(k, drafter.width)
         check_lookup(lookup)
         self.engine = engine
         self.drafter = drafter or Drafter()
@@ -383,12 +382,11 @@ class Lockstep(Planner):
             self.engine.charge(r, "draft", spent / len(ready))
         return [self._verify(r, *draft) for r, draft in zip(ready, drafts)]
 
-    def _verify(self, request, drafts, q, parents=None, rule=point_mass_tree, copies=0):
+    def _verify(self, request, drafts, q, *tree):
         rows = [request.tokens[-1], *drafts]
-        tail = None if parents is None else tree_mask(parents)
+        tail = tree_mask(tree[0]) if tree else None
         keys = FullKeys(self.engine.cache, request.run.first, request.n_cached, len(rows), tail=tail)
-        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, parents, rule,
-                       copies)
+        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, *tree)
 
     def observe(self, segment, rows):
         if self.drafter.reads:

@@ -118,8 +118,9 @@ MAX_K = 32                  # drafts of a chain
 MAX_NODES = 256             # drafts of a tree, or of all chains of a round
 
 
-def check_k(k, most=MAX_K):
-    """ValueError unless k is a number of draft tokens that a round may have."""
+def check_k(k, width=1):
+    """ValueError unless k is a number of draft tokens that a round may have. width: the drafter's."""
+    most = MAX_K if width == 1 else MAX_NODES
     if not 1 <= k <= most:
         raise ValueError(f"k {k} is out of range; allowed is 1 to {most} draft tokens a round")
 

@@ -107,15 +107,6 @@ def draw(weights, coin):
     return torch.searchsorted(total, target[..., None], right=True)[..., 0]
 
 
-def greedy_chain(draft, best):
-    """draft: k token ids; best: the target's argmax in each of the k + 1 rows (lists of ints).
-    Returns (number accepted, next token)."""
-    n = 0
-    while n < len(draft) and draft[n] == best[n]:
-        n += 1
-    return n, best[n]
-
-
 def rejection_chain(draft, q, p, coins):
     """Rejection sampling of B chains at once.
 
@@ -162,33 +153,27 @@ def point_mass_tree(draft, parents, p, coins):
     coins (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token
     that follows. Returns (accepted rows, next token).
     """
-    # Where a path ends, every child of its last row was struck out. So the token that follows is drawn for
-    # each row before the walk, and all numbers come to the host together; p stays on its device.
-    parents = list(parents)
-    given = p[parents, draft]                            # of each draft, in the row that it hangs from
-    rest = p.clone()
-    rest[parents, draft] = 0.0
-    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
-    # right draw.
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
-    next_token = draw(rest, coins[-1])
-    numbers = torch.cat([given.double(), next_token.double()]).tolist()
-    given, next_token = numbers[:len(draft)], numbers[len(draft):]
-    coin = coins.tolist()
-
-    path = [0]
-    left = 1.0                                           # mass of the row where the path ends
+    given = p[parents, draft].tolist()                   # of each draft, in the row that it hangs from
+    path = []
+    at = 0                                               # the row where the path ends,
+    left = 1.0                                           # and what rejections have left of its mass
     # Siblings come in order, after their parent.
-    for row, parent in enumerate(parents, 1):
-        if parent != path[-1]:
+    for row, (parent, chance) in enumerate(zip(parents, given), 1):
+        if parent != at:
             continue
-        chance = given[row - 1]
-        if coin[row - 1] * left < chance:
+        if coins[row - 1] * left < chance:
             path.append(row)
+            at = row
             left = 1.0
         else:
             left = max(left - chance, 0.0)
-    return path[1:], int(next_token[path[-1]])
+    # Where the path ends, every child was struck out.
+    rest = p[at].clone()
+    rest[[token for token, parent in zip(draft, parents) if parent == at]] = 0.0
+    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
+    # right draw.
+    rest = torch.where(rest.sum() > 0, rest, p[at])
+    return path, draw(rest, coins[-1]).item()
 
 
 def selection_tree(draft, parents, p, coins):
@@ -279,7 +264,8 @@ def judge(segments, logits):
     for i, (s, n) in enumerate(zip(segments, sizes)):
         sampling = s.request.sampling
         if sampling.temperature == 0:
-            verdicts[i] = _judge_greedily(s, best[i].tolist())
+            parents = range(n - 1) if s.parents is None else s.parents
+            verdicts[i] = greedy_tree(s.drafts, parents, best[i].tolist())
         elif s.parents is not None:
             verdicts[i] = s.rule(s.drafts, s.parents, warp(rows[i], sampling), s.request.coins(n))
         else:
@@ -290,14 +276,7 @@ def judge(segments, logits):
         draft = torch.tensor([s.drafts for s in some], dtype=torch.long, device=logits.device)
         q = None if point_masses else torch.stack([s.q for s in some])
         coins = torch.stack([s.request.coins(n) for s in some]).to(logits.device)
-        accepted, token = rejection_chain(draft.view(len(some), n - 1), q, p, coins)
+        accepted, token = rejection_chain(draft, q, p, coins)
         for i, (a, t) in zip(group, torch.stack([accepted, token], 1).tolist()):
             verdicts[i] = list(range(1, a + 1)), t
     return verdicts
-
-
-def _judge_greedily(segment, best):
-    if segment.parents is not None:
-        return greedy_tree(segment.drafts, segment.parents, best)
-    accepted, token = greedy_chain(segment.drafts, best)
-    return list(range(1, accepted + 1)), token

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
-from minispec.core.verify import greedy_chain
+from minispec.core.verify import greedy_tree
 from minispec.data.traces import Trace, check_costs
 
 PASSES = 3  # over all rounds of a cost table
@@ -231,8 +231,9 @@ def traces_of(drafters, model, texts, k_max):
             trace.accept[name] = accept = np.ones(len(output), int)
             trace.offered[name] = offered = np.zeros(len(output), int)
             for i, drafts in noted[r].items():
-                hits, _ = greedy_chain(drafts, output[i:i + len(drafts) + 1])        # the engine's rule
-                accept[i] = hits + 1
+                # By the engine's rule: a chain is a tree.
+                path, _ = greedy_tree(drafts, range(len(drafts)), output[i:i + len(drafts) + 1])
+                accept[i] = len(path) + 1
                 offered[i] = len(drafts)
             if (accept > k_max).any():
                 trace.censored[name] = accept > k_max

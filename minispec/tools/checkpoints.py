@@ -132,8 +132,8 @@ def save_drafter(module, folder, kind):
     _write_folder(folder, tensors, {"model_type": kind, **asdict(module.config)})
 
 
-def load_drafter(folder, kind, make):
-    """make(**config) with the folder's weights.
+def load_drafter(folder, kind, target, configure, make):
+    """make(configure(**config)) with the folder's weights, on the device and in the dtype of its target.
 
     ValueError, in one line, names what is missing, damaged or does not fit."""
     file = os.path.join(folder, "model.safetensors")
@@ -142,20 +142,18 @@ def load_drafter(folder, kind, make):
     with blame(config_file):
         if config.pop("model_type", None) != kind:
             raise ValueError(f"this is not a drafter made by train_{kind}.py")
-        module = make(**config)
+        config = checked(configure(**config))
+        for what in ("d_model", "vocab_size", "block_size"):
+            mine, theirs = getattr(config, what), getattr(target.config, what)
+            if mine != theirs:
+                raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has "
+                                 f"{theirs}")
+        module = make(config)
     try:
         module.load_state_dict(read_tensors(file))
     except RuntimeError as e:
         raise ValueError(f"{file} does not fit config.json: {str(e).splitlines()[-1].strip()}") from None
-    return module
-
-
-def check_shapes(drafter, target):
-    """ValueError where a drafter's config does not go with a target's."""
-    for what in ("d_model", "vocab_size", "block_size"):
-        mine, theirs = getattr(drafter, what), getattr(target, what)
-        if mine != theirs:
-            raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has {theirs}")
+    return module.to(device=target.device, dtype=target.dtype).eval()
 
 
 @torch.no_grad()
@@ -173,14 +171,6 @@ def fingerprint(target):
     shape += [c.qk_norm, c.qkv_bias, c.tied]
     digest = hashlib.sha256(repr(shape).encode() + numbers.tobytes()).hexdigest()
     return f"{c.n_layer}x{c.d_model}-{digest[:12]}"
-
-
-def check_target(drafter, target, folder):
-    """ValueError where a drafter was trained for another target."""
-    this = fingerprint(target)
-    if drafter.target != this:
-        raise ValueError(f"the drafter in {folder} was trained for the target {drafter.target}, this one is "
-                         f"{this}")
 
 
 def kind_of(folder):
