@@ -153,27 +153,33 @@ def point_mass_tree(draft, parents, p, coins):
     coins (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token
     that follows. Returns (accepted rows, next token).
     """
-    given = p[parents, draft].tolist()                   # of each draft, in the row that it hangs from
-    path = []
-    at = 0                                               # the row where the path ends,
-    left = 1.0                                           # and what rejections have left of its mass
+    # Where a path ends, every child of its last row was struck out. So the token that follows is drawn for
+    # each row before the walk, and all numbers come to the host together; p stays on its device.
+    parents = list(parents)
+    given = p[parents, draft]                            # of each draft, in the row that it hangs from
+    rest = p.clone()
+    rest[parents, draft] = 0.0
+    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
+    # right draw.
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+    next_token = draw(rest, coins[-1])
+    numbers = torch.cat([given.double(), next_token.double()]).tolist()
+    given, next_token = numbers[:len(draft)], numbers[len(draft):]
+    coin = coins.tolist()
+
+    path = [0]
+    left = 1.0                                           # mass of the row where the path ends
     # Siblings come in order, after their parent.
-    for row, (parent, chance) in enumerate(zip(parents, given), 1):
-        if parent != at:
+    for row, parent in enumerate(parents, 1):
+        if parent != path[-1]:
             continue
-        if coins[row - 1] * left < chance:
+        chance = given[row - 1]
+        if coin[row - 1] * left < chance:
             path.append(row)
-            at = row
             left = 1.0
         else:
             left = max(left - chance, 0.0)
-    # Where the path ends, every child was struck out.
-    rest = p[at].clone()
-    rest[[token for token, parent in zip(draft, parents) if parent == at]] = 0.0
-    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
-    # right draw.
-    rest = torch.where(rest.sum() > 0, rest, p[at])
-    return path, draw(rest, coins[-1]).item()
+    return path[1:], int(next_token[path[-1]])
 
 
 def selection_tree(draft, parents, p, coins):

@@ -26,7 +26,8 @@ THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
 
 def fitting(tokenizer, family, seed, split="train"):
     """A problem whose solution fits the answer slots: (problem, prompt ids, answer ids (L,), filled up with
-    ends of text). Sizes are drawn from the trained range and from 3 on, smaller and smaller until one fits."""
+    ends of text). Sizes are drawn from the trained range and from 3 on, smaller and smaller until one
+    fits."""
     rng = random.Random(f"{family}/{split}/{seed}/fitting")
     low, high = tasks.SIZES[family]
     low = min(low, 3)
