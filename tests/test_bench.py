@@ -70,7 +70,7 @@ def bounds(files):
 
 def test_what_was_asked_is_said_first_and_all_of_it_is_in_the_json(files):
     """Prices, k_max and requests, and under the table the averages; batches and k_max as asked for; figures or a line on how to get them."""
-    r = command(files, "--batches", "2", "9", "--k-max", "2", "--json", files / "o.json")
+    r = command(files, "--batches", "2,9", "--k-max", "2", "--json", files / "o.json")
     assert r.returncode == 0, r.stderr
     head = r.stdout.split("\n\n")[0]
     for said in ("4 requests, 24 positions", "c.json", "rounds  of at most 2 drafts"):
@@ -82,7 +82,7 @@ def test_what_was_asked_is_said_first_and_all_of_it_is_in_the_json(files):
     assert drawn == ["o_bounds_batch.svg", "o_bounds_winners.svg"] or "pip install matplotlib" in r.stdout
 
 
-@pytest.mark.parametrize("flag, value", [("--batches", "0"), ("--batches", "two"), ("--batches", "1" + "0" * 30), ("--k-max", "1001"), ("--k-max", "0"), ("--json", "t.jsonl")])
+@pytest.mark.parametrize("flag, value", [("--batches", "1,0"), ("--batches", "two"), ("--batches", "1" + "0" * 30), ("--k-max", "1001"), ("--k-max", "0"), ("--json", "t.jsonl")])
 def test_settings_out_of_range_are_one_line(files, flag, value):
     r = command(files, flag, files / value if flag == "--json" else value)
     assert r.returncode == 2 and r.stderr.count("\n") == 1 and flag[2:] in r.stderr.replace("cannot write", "json")

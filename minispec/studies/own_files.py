@@ -16,6 +16,11 @@ def asked():
     return any(word.startswith("--traces") for word in sys.argv)
 
 
+def sizes(text):
+    """The type of an option that is a list of sizes."""
+    return [positive(one) for one in text.split(",")]
+
+
 def parse_args(argv=None):
     p = Parser(__doc__)
     p.add_argument("study", choices=("bounds",))
@@ -24,8 +29,8 @@ def parse_args(argv=None):
     p.add_argument("--cost", default="results/costs.json", metavar="FILE",
                    help="prices of a round (the same file; default %(default)s; those of the paper are "
                    "results/costs_h100.json)")
-    p.add_argument("--batches", type=positive, nargs="+", default=BATCHES, metavar="N",
-                   help="batch sizes (default %(default)s)")
+    p.add_argument("--batches", type=sizes, default=BATCHES, metavar="N,N,..",
+                   help="batch sizes, like 1,8,64 (default %(default)s)")
     p.add_argument("--k-max", type=positive, metavar="K",
                    help="most drafts in a round (default: the most that a trace has accepted)")
     p.add_argument("--json", metavar="OUT", help="write all figures as JSON, and next to it drawings")
