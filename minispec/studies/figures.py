@@ -77,7 +77,7 @@ def lines(axes, rows, x, y, style=".-"):
 
 def answers(axes, r):
     """One answer by several methods, the slowest first, coloured by who proposed what. Each is what
-    `decode.py --method NAME --task story --size 10 --quiet --json results/answers/NAME.json` wrote; tokens/s
+    `decode.py --method NAME --task story --size 10 --json results/answers/NAME.json` wrote; tokens/s
     are those of the study `run` on problems of this kind, because there all methods take turns."""
     from minispec.data.tokenizer import Tokenizer        # here, because it needs torch
     run, some = r
