@@ -210,25 +210,33 @@ def rejection_tree(chains, draft, parents, p, coins):
     p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so one coin a
     row is enough.)
     """
+    # The drafts' own numbers come to the host first; p and q stay on their device.
+    given = p[parents, draft].tolist()
+    coin = coins.tolist()
+    live = []                                            # the chains that agree with the accepted path
+    for rows, q in chains:
+        of_q = [1.0] * len(rows)
+        if q is not None:
+            of_q = q[range(len(rows)), [draft[row - 1] for row in rows]].tolist()
+        live.append((rows, q, of_q))
     path = []
-    left = p[0].double()                                 # what judges: p, or what rejections have left of it
-    live = chains                                        # those that agree with the accepted path
+    left = p[0].double()
     for j in range(max(len(rows) for rows, _ in chains)):
         live = [chain for chain in live if len(chain[0]) > j]
-        for rows, q in live:
+        for i, (rows, q, of_q) in enumerate(live):
             row = rows[j]
-            token = draft[row - 1]
-            if q is None:
-                of_q = torch.zeros_like(left)            # the point mass
-                of_q[token] = 1.0
-            else:
-                of_q = q[j]
-            if coins[row - 1] * of_q[token] < left[token]:
+            # After a rejection it is no longer p that judges, but what is left of it.
+            chance = left[draft[row - 1]].item() if i else given[row - 1]
+            if coin[row - 1] * of_q[j] < chance:
                 path.append(row)
                 live = [chain for chain in live if chain[0][j] == row]
                 left = p[row].double()
                 break
-            rest = (left - of_q).clamp(min=0)
+            if q is None:
+                rest = left.clone()
+                rest[draft[row - 1]] = 0.0
+            else:
+                rest = (left - q[j]).clamp(min=0)
             # No rest: rejected by rounding alone, see rejection_chain.
             left = torch.where(rest.sum() > 0, rest / rest.sum(), left)
         else:

@@ -50,6 +50,7 @@ def _write(target, tokenizer, seeds):
     """The turns of these seeds that end, as text."""
     before, end = opening(tokenizer)
     stops = [end, *tokenizer.ends]
-    requests = [Request(before, LONGEST, Sampling(1.0, seed=seed), stops) for seed in seeds]
+    room = min(LONGEST, target.config.block_size - len(before))
+    requests = [Request(before, room, Sampling(1.0, seed=seed), stops) for seed in seeds]
     turns = [g.token_ids for g in Engine(target, Lockstep, TOGETHER).generate(requests)]
     return [tokenizer.decode(turn[:-1]).strip() for turn in turns if turn[-1] == end]

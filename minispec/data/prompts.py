@@ -106,6 +106,8 @@ def _problem(row):
         family = "humaneval"
     elif "test_list" in row:
         family = "mbpp"
+        if not isinstance(row["test_list"], list):
+            raise ValueError("'test_list' must be a list of tests")
         prompt += "\n".join(["\nYour code should pass these tests:", *row["test_list"]])
     elif "turns" in row:
         family = row.get("category", "turns").replace("/", "-")

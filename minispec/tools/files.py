@@ -80,6 +80,8 @@ def opened(file):
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
+    except FileNotFoundError:
+        raise ValueError(f"there is no {file}") from None
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{file} is damaged: {e}") from None
 
