@@ -36,9 +36,7 @@ from minispec.data import traces
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import figures, ladder, results
 from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
-from minispec.studies.drafters import (
-    draft_vocabulary, prism_arms, specdiff_chains, specdiff_objectives,
-)
+from minispec.studies.drafters import prism_arms, specdiff_chains, specdiff_objectives
 from minispec.studies.markdown import pick
 from minispec.studies.run import lossless, profile, run, speed, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
@@ -60,10 +58,9 @@ def bounds(args, model, tokenizer):
 STUDIES = {study.__name__: study for study in (
     lossless, acceptance, serving, scheduler, specdiff_chains, cdlm_accuracy, cdlm_curves,
     profile, trace, run, bounds, speed,
-    prism_arms, specdiff_objectives,                                # not in `all`: they need --arms,
-    draft_vocabulary,                                               # or a drafter of a real model
+    prism_arms, specdiff_objectives,                                # not in `all`: they need --arms
 )}
-ALL = list(STUDIES)[:-3]
+ALL = list(STUDIES)[:-2]
 OWN_DTYPES = ("lossless", "cdlm_accuracy", "cdlm_curves")           # not that of the loaded model
 WHOLE = ("profile", "trace", "run", "bounds")                       # where nothing is asked for
 

@@ -9,7 +9,6 @@ from conftest import save_toy_target
 
 import bench
 from minispec import prism, specdiff
-from minispec.core.words import restrict
 from minispec.data import tasks
 from minispec.studies import drafters
 from minispec.tools import checkpoints, methods
@@ -89,19 +88,6 @@ def test_seeds_of_an_arm_are_added_up_and_sizes_kept_apart(toy, small, tmp_path)
     assert two["seeds"] == 2 and two["at_0"]["ratio"] == 1
     assert "ratio" not in out["arms"]["prism2, 128 prompts"]["at_0"] and "ratio" in out["arms"]["prism2, 64 prompts"]["at_0"]
     assert "| prism2, 128 prompts | 1 |" in bench.render("prism_arms", json.loads(json.dumps(out)))
-
-
-def test_a_smaller_draft_vocabulary_is_a_prefix(toy, small, tmp_path, monkeypatch):
-    target, tokenizer, args = toy
-    monkeypatch.setattr(drafters, "VOCABULARIES", (3, 20, 40))
-    prism.save(restrict(prism.for_target(target, (0,)), torch.arange(40).flip(0)), tmp_path / "eagle")
-    args = methods.settings(**{**vars(args), "drafter": str(tmp_path / "eagle")})
-    out = drafters.draft_vocabulary(args, target, tokenizer)
-    assert [row["tokens"] for row in out["rows"]] == [3, 20, 40] and all(1 <= row["tau"] <= 6 and row["milliseconds"] > 0 for row in out["rows"])
-    assert bench.render("draft_vocabulary", json.loads(json.dumps(out))).count("\n") == 4
-    prism.save(prism.for_target(target, (0,)), tmp_path / "all")
-    with pytest.raises(ValueError, match="drafts all tokens"):
-        drafters.draft_vocabulary(methods.settings(**{**vars(args), "drafter": str(tmp_path / "all")}), target, tokenizer)
 
 
 def test_chains_run_and_render(toy, small):

@@ -1,5 +1,5 @@
-"""What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2,
-what a draft vocabulary costs, what several chains are worth. Studies as in run.py.
+"""What bench.py measures of trained drafters: arms of the PRISM family, objectives of SpecDiff-2, what
+several chains are worth. Studies as in run.py.
 
 Accepted length is tau: tokens that a round commits, its own token included, summed over all rounds and
 divided by their number. Intervals are bootstraps over prompts; differences between drafters are paired by
@@ -16,7 +16,6 @@ import numpy as np
 from tqdm import tqdm
 
 from minispec.core.verify import Sampling
-from minispec.core.words import Words
 from minispec.data.prompts import read_rows
 from minispec.studies import workloads
 from minispec.studies.timing import engine_of, identical, race, ratio
@@ -25,7 +24,6 @@ from minispec.tools.answers import requests_of
 
 FIRST = 30              # of the problems of a workload: those before are used elsewhere
 NEW = 192               # most tokens of an answer
-VOCABULARIES = (500, 1000, 2000, 4000)                  # tokens to draft
 WAYS = ["--depth 8 --tree 60", "--lookup 8"]            # of a drafter, besides chains of 5
 REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others are held against
 
@@ -141,29 +139,6 @@ def join_seeds(seeds, others, families):
         out["ratio"] = tau(prompts) / tau(other)
         out["ratio_interval"] = interval(prompts, other)
     return out
-
-
-# -- draft vocabulary ------------------------------------------------------------------------------
-
-def draft_vocabulary(args, model, tokenizer):
-    """What a smaller draft vocabulary costs EAGLE in tau and saves of the time of a draft: greedy, chains of
-    5, one request at a time. The ids lie from frequent to rare, so the first n are the n most frequent."""
-    problems = sum(workloads.problems_of(tokenizer, 1 if args.quick else 2, args.data, FIRST).values(), [])
-    rows = []
-    for size in tqdm(VOCABULARIES, desc="vocabularies"):
-        engine = whole_rounds("eagle", model, args, 1)
-        drafter = engine.planner.drafter
-        if drafter.words.ids is None:
-            raise ValueError("the drafter of this model drafts all tokens; there is nothing to compare")
-        drafter.words = Words(model, drafter.words.ids[:size])
-        answers = engine.generate(requests_of(problems, tokenizer, model, NEW // 2))
-        steps = [s for g in answers for s in g.steps if s.proposed]
-        rows.append({
-            "tokens": drafter.words.size,
-            "tau": sum(s.committed for s in steps) / len(steps),
-            "milliseconds": 1e3 * statistics.median(s.draft_seconds / s.proposed for s in steps),
-        })
-    return {"prompts": len(problems), "rows": rows}
 
 
 # -- chains ----------------------------------------------------------------------------------------
