@@ -102,7 +102,8 @@ def test_endless_numbers_are_no_answer(tmp_path):
     ('{"prompt": "a", "answer": [1]}', ":1: 'answer' must be a text or a number"), ('{"prompt": "a", "answer": true}', ":1: 'answer' must be a text or a number"),
     ("[" * 100000, "a.jsonl: not JSON"), ('[{"prompt": "a"}, {"prompt": "b"', "a.jsonl: not JSON (Expecting ',' delimiter"), ('{"a": ' * 100000, ":1: not JSON"),
     ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", ":1: not JSON"),
-    ('{"text": "a", "test_list": [1]}', ":1 is damaged: TypeError: sequence item 1: expected str"), ('{"text": "a", "test_list": null}', ":1 is damaged: TypeError"),
+    ('{"text": "a", "test_list": [1]}', ":1 is damaged: TypeError: sequence item 1: expected str"), ('{"text": "a", "test_list": null}', ":1: 'test_list' must be a list of tests"),
+    ('{"text": "a", "test_list": "b"}', ":1: 'test_list' must be a list of tests"),
     ('{"turns": ["a"], "category": 1}', ":1 is damaged: AttributeError"),
     ('[{"text": "a"}, {"text": 3}]', ", object 2: no text under")])
 def test_malformed_lines_are_named(tmp_path, text, message):

@@ -35,7 +35,6 @@ target's own, greedy or sampled.
 Glossary: situation <-> what an alpha is counted for: a drafter, or a lookup with so long a match.
 """
 from collections import defaultdict
-from functools import cache
 
 import numpy as np
 
@@ -48,7 +47,7 @@ FADE = 0.9                  # what a round leaves of a request's counts
 FADE_ALL = 0.995            # what a round leaves of the counts of all requests
 MATCHES = (3, 4, 6, 8, 12, 16, 24, 32)  # match lengths that are told apart
 LEAST = 0.02                # of an early stop
-BUCKET = 256                # prices are looked up once per so many tokens
+BUCKET = 256                # prices are looked up once per so many tokens of context
 
 
 class Counts:
@@ -96,7 +95,6 @@ class Adaptive(Drafter):
         self.counts = Counts(FADE_ALL)                   # of all requests
         self.history = defaultdict(History)              # of each request
         self.prices = {}                                 # what was looked up in the cost table
-        self.read = cache(cost.read)                     # seconds, by drafter and tokens
         self.chosen = {}                                 # request -> the name of who proposes now
 
     def propose(self, requests, limits):
@@ -225,7 +223,10 @@ class Adaptive(Drafter):
         tokens = len(r.tokens) - (notes.cached if notes else 0)
         if tokens <= 2 * self.k:
             return 0.0
-        return self.read(name, tokens // BUCKET * BUCKET)
+        key = name, tokens // BUCKET
+        if key not in self.prices:
+            self.prices[key] = float(self.cost.read(name, tokens))
+        return self.prices[key]
 
     def _prices(self, rows, context):
         """Seconds of a step (k + 1,) by drafts per row, and of drafting (drafters, k + 1)."""
