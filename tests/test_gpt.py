@@ -123,7 +123,7 @@ def test_packed_products_are_products_and_follow_the_weights(dtype):
     close = lambda a, b: (a.float() - b.float()).abs().max() < (1e-5 if dtype == torch.float32 else 0.05)
     with torch.no_grad():
         assert close(linear(x), plain())
-        assert (linear._packed is not None) == (dtype in cpu.PACKED_TYPES)
+        assert (linear._packed[1] is not None) == (dtype in cpu.PACKED_TYPES)
     opt = torch.optim.SGD(linear.parameters(), lr=0.5)
     linear(x).float().pow(2).mean().backward()           # gradients are those of the weights
     assert linear.weight.grad.abs().sum() > 0
@@ -139,13 +139,17 @@ def test_packed_products_are_products_and_follow_the_weights(dtype):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 0.02)])
 @pytest.mark.parametrize("n_out", [80, 12, 7])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_lone_row_of_any_shape_is_multiplied(n_out, bias):
-    linear, x = cpu.Linear(48, n_out, bias=bias), torch.randn(1, 48)
-    want = torch.nn.functional.linear(x, linear.weight, linear.bias)
+def test_a_lone_row_of_any_shape_is_multiplied(n_out, bias, dtype, most):
+    linear, x = cpu.Linear(48, n_out, bias=bias).to(dtype), torch.randn(1, 48).to(dtype)
+    want = torch.nn.functional.linear(x.double(), linear.weight.double(), None if linear.bias is None else linear.bias.double())
     for row in (x, x[0], x[None]):
-        assert linear(row).shape == (*row.shape[:-1], n_out) and torch.allclose(linear(row).flatten(), want[0], atol=1e-5)
+        out = linear(row)
+        assert out.dtype == dtype and out.shape == (*row.shape[:-1], n_out)
+        assert torch.allclose(out.flatten().double(), want[0], atol=most)
+    assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
 
 
 @torch.no_grad()

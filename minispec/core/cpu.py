@@ -9,13 +9,11 @@ import torch.nn.functional as F
 
 # From so many rows on it pays to convert bf16 weights, where a processor has no bf16 products.
 CONVERT_ROWS = 12
-# A matrix is cut into so many parts, at most, to be multiplied with one row.
-MOST_PARTS = 16
 
 
 def _packed_types():
     """The dtypes that oneDNN multiplies here with weights in its own layout."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not torch.backends.mkldnn.is_available():
         return set()
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return {torch.float32}
@@ -32,25 +30,23 @@ class Linear(nn.Linear):
     own layout, as torch.compile does too, because torch's own product is slow for few rows. In bf16 on a
     processor that cannot multiply it, many rows are multiplied in fp32. Gradients see none of this.
     """
-    _packed = None              # the copy
-    _packed_from = None         # version and address of the weights it was made of
+    _packed = None, None        # version and address of the weights, and the copy that was made of them
     pack_up_to = 1 << 25        # elements: a copy of every matrix is too much for a model of billions
 
     def forward(self, x):
         w, bias = self._parameters.values()              # nn.Module's own look-up takes longer
         if w.is_cuda or w.is_inference() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return F.linear(x, w, bias)
-        if w.dtype in PACKED_TYPES and x.numel() == w.shape[1]:
+        multiplied = w.dtype in PACKED_TYPES
+        if multiplied and x.numel() == w.shape[1]:
             return row_product(x, w, bias)
-        if w.dtype in PACKED_TYPES and w.numel() <= self.pack_up_to:
+        if multiplied and w.numel() <= self.pack_up_to:
             # An optimiser or a loader may have changed the weights since, in place: then pack again.
-            state = (w._version, w.data_ptr())
-            if self._packed_from != state:
-                self._packed = torch.ops.mkldnn._reorder_linear_weight(w.detach())
-                self._packed_from = state
-            return torch.ops.mkldnn._linear_pointwise.default(x, self._packed, bias, "none", [], "")
-        slow = w.dtype == torch.bfloat16 and w.dtype not in PACKED_TYPES
-        if slow and x.numel() >= CONVERT_ROWS * w.shape[1]:
+            state = w._version, w.data_ptr()
+            if self._packed[0] != state:
+                self._packed = state, torch.ops.mkldnn._reorder_linear_weight(w.detach())
+            return torch.ops.mkldnn._linear_pointwise.default(x, self._packed[1], bias, "none", [], "")
+        if w.dtype == torch.bfloat16 and not multiplied and x.numel() >= CONVERT_ROWS * w.shape[1]:
             return F.linear(x.float(), w.float(), None if bias is None else bias.float()).bfloat16()
         return F.linear(x, w, bias)
 
@@ -58,17 +54,16 @@ class Linear(nn.Linear):
         """What copy.deepcopy and pickle take: all but the packed copy, which they cannot read."""
         state = self.__dict__.copy()
         state.pop("_packed", None)
-        state.pop("_packed_from", None)
         return state
 
 
 def row_product(x, w, bias):
     """F.linear of a lone row x (.., C), in the ways of torch that read a matrix at once on all cores."""
     if w.dtype == torch.float32:
-        # A product with a vector runs on one core, products of many matrices with it on all.
-        parts = math.gcd(len(w), MOST_PARTS)
+        # A matrix times a vector runs on one core, so up to 16 parts of it are a batch, which runs on all.
+        parts = math.gcd(len(w), 16)
         rows = x.reshape(1, -1).t().expand(parts, -1, 1)
-        out = torch.bmm(w.view(parts, -1, w.shape[1]), rows).view(*x.shape[:-1], len(w))
+        out = torch.bmm(w.view(parts, -1, w.shape[1]), rows).view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
     # torch leaves bf16 to oneDNN where it may; its own product of a row takes two thirds of the time.
     torch.backends.mkldnn.enabled = False
@@ -77,10 +72,7 @@ def row_product(x, w, bias):
     return out
 
 
-@cache
-def scalar(x):
-    """A number as a tensor, made once."""
-    return torch.tensor(x)
+scalar = cache(torch.tensor)                 # a number as a tensor, made once
 
 
 def rms_norm(x, weight, eps):

@@ -49,7 +49,6 @@ def write(name, result, seconds, device="cpu", dtype=""):
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "device": device_name(device),
         "dtype": dtype,
-        "python": platform.python_version(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "seconds": round(seconds, 1),

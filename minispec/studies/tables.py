@@ -135,11 +135,6 @@ def arms(r):
     return texts(rows)
 
 
-VOCABULARY = {
-    "tokens to draft": "{tokens:,}",
-    "tau at temperature 0": "{tau:.2f}",
-    "ms a draft": "{milliseconds:.2f}",
-}
 CHAINS = {
     "chains": "{chains}",
     "rule": "{rule}",
@@ -322,7 +317,6 @@ TABLES = {                       # a function of the result, or the columns of i
     "scheduler": STAGES,
     "prism_arms": arms,
     "specdiff_objectives": arms,
-    "draft_vocabulary": VOCABULARY,
     "specdiff_chains": CHAINS,
     "cdlm_accuracy": DECODERS,
     "cdlm_curves": DECODERS,

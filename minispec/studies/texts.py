@@ -21,11 +21,8 @@ FILES = {"reasoning": "reasoning_gym_traces/traces_correct.jsonl", "chat": "inst
 def repeated(ids, n):
     """Share of the last n of `ids` that end eight tokens which were there before."""
     grams = [tuple(ids[i - NGRAM:i]) for i in range(NGRAM, len(ids) + 1)]
-    seen, again = set(grams[:-n]), 0
-    for gram in grams[-n:]:
-        again += gram in seen
-        seen.add(gram)
-    return again / n
+    newest = range(len(grams) - n, len(grams))
+    return sum(grams[i] in grams[:i] for i in newest) / n
 
 
 def kinds(tokenizer):
@@ -35,11 +32,11 @@ def kinds(tokenizer):
 
 def text(kind, number, length, model, tokenizer, data):
     """A text of a kind, by number: `length` ids, or ValueError."""
-    if kind != "trace" and not data:
-        raise ValueError("real texts are read from a data folder: give --data DIR or set MINISPEC_DATA")
     if kind == "trace":
         problem = tasks.make("trace", number, "heldout", tasks.lines_for(length))
         ids = tokenizer.prompt_ids(problem.prompt) + tokenizer.encode(problem.think)
+    elif not data:
+        raise ValueError("real texts are read from a data folder: give --data DIR or set MINISPEC_DATA")
     elif kind == "book":
         books = os.path.join(data, "standardebooks", "*.txt")
         files = sorted(glob.glob(books))
