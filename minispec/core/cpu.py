@@ -26,9 +26,9 @@ PACKED_TYPES = _packed_types()
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU.
 
-    A lone row is multiplied by `row_product`. Several rows are multiplied with a copy of the matrix in oneDNN's
-    own layout, as torch.compile does too, because torch's own product is slow for few rows. In bf16 on a
-    processor that cannot multiply it, many rows are multiplied in fp32. Gradients see none of this.
+    A lone row is multiplied by `row_product`. Several rows are multiplied with a copy of the matrix in
+    oneDNN's own layout, as torch.compile does too, because torch's own product is slow for few rows. In bf16
+    on a processor that cannot multiply it, many rows are multiplied in fp32. Gradients see none of this.
     """
     _packed = None, None        # version and address of the weights, and the copy that was made of them
     pack_up_to = 1 << 25        # elements: a copy of every matrix is too much for a model of billions
