@@ -1,11 +1,12 @@
 """SmolLM2 in our loop next to the programs that know it: the same ids, the same tokens, how many a second?
 
     pip install xllamacpp transformers tokenizers
-    python tests/compare_llamacpp.py                 # or some of: speed steps ids greedy load
+    python tests/compare_llamacpp.py                 # or some of: speed steps rows ids greedy load
 
 speed     tokens/s of our plain loop, llama.cpp and transformers in turn, one request at a time, the prompt not counted. All
           decode the same weights, written as fp32 and as bf16; llama.cpp also reads the 4-bit file as it is.
 steps     what each step of the optimisation of a forward gained
+rows      seconds of a forward by its rows, and of its products alone
 ids       ids of 10,000 texts are those of `tokenizers` (prompts of --data, and random strings)
 greedy    fp32: after every token of our greedy answers to Spec-Bench prompts, transformers' most likely token is our next one
 load      seconds and peak memory of loading, in a fresh process
@@ -15,6 +16,7 @@ Writes results/llamacpp.json, and keeps there what other parts found.
 import argparse
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import statistics
@@ -36,8 +38,9 @@ import compare_checkpoints  # noqa: E402
 import shown  # noqa: E402
 from gguf_writer import write_gguf  # noqa: E402
 from minispec.core import cpu, gpt  # noqa: E402
-from minispec.core.attention import dense_attend  # noqa: E402
+from minispec.core.attention import FullKeys, dense_attend, packed_attend  # noqa: E402
 from minispec.core.engine import Engine, Lockstep  # noqa: E402
+from minispec.core.kv_cache import KVCache  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402
 from minispec.data import prompts  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
@@ -133,6 +136,16 @@ def speed(args):
     return {"new_tokens": args.new, "threads": threads, "cpu_time": args.cpu_time, "rows": rows}
 
 
+@functools.cache
+def packed(w):
+    return torch.ops.mkldnn._reorder_linear_weight(w.detach())
+
+
+def packed_product(x, w, bias):
+    """A lone row, multiplied as several rows are."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed(w), bias, "none", [], "")
+
+
 def plain_norm(self, x):
     return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
@@ -143,7 +156,8 @@ def steps(args):
     asked = [tokenizer.prompt_ids(q) for q in QUESTIONS]
     without = {                                          # a step: what undoes it
         "weights are packed": lambda: mock.patch.object(cpu, "PACKED_TYPES", set()),
-        "the norm of a row takes three operators": lambda: mock.patch.object(gpt.RMSNorm, "forward", plain_norm),
+        "a lone row is multiplied as it is": lambda: mock.patch.object(cpu, "row_product", packed_product),
+        "a norm takes five operators": lambda: mock.patch.object(gpt.RMSNorm, "forward", plain_norm),
     }
     for dtype in DTYPES:
         model = checkpoints.load("smollm2", dtype=getattr(torch, dtype))
@@ -153,6 +167,41 @@ def steps(args):
         found = in_turn(loops, asked, args)
         rows += [{"step": name, "dtype": dtype, "tokens_per_second": rates} for name, (rates, _) in found.items()]
     return {"new_tokens": args.new, "threads": torch.get_num_threads(), "cpu_time": args.cpu_time, "rows": rows}
+
+
+@torch.no_grad()
+def rows(args, cached=200, repeats=25):
+    """Median seconds of a forward of n rows behind `cached` tokens, and of its products one after the other, all ways in turn."""
+    counts, found = (1, 2, 4, 9), []
+    ways = [("packed", 1, packed_product), *(("", n, cpu.row_product) for n in counts)]
+    for dtype in DTYPES:
+        model = checkpoints.load("smollm2", dtype=getattr(torch, dtype))
+        linears = [m for m in model.modules() if isinstance(m, cpu.Linear)]
+        inputs = {n: [torch.randn(n, m.in_features).to(model.dtype) for m in linears] for n in counts}
+        cache = KVCache(model.config, 2 * cached, model.dtype)
+
+        def forward(n):
+            attend = packed_attend([(0, n, FullKeys(cache, 0, cached, n))])
+            model.logits(model(torch.arange(n), torch.arange(cached, cached + n), attend))
+
+        def products(n):
+            for linear, x in zip(linears, inputs[n]):
+                linear(x)
+
+        seconds = {(how, n, run): [] for how, n, _ in ways for run in (forward, products)}
+        for i in range(-3, repeats):                     # the first ones warm up
+            for how, n, product in ways:
+                with mock.patch.object(cpu, "row_product", product):
+                    for run in (forward, products):
+                        start = time.perf_counter()
+                        run(n)
+                        if i >= 0:
+                            seconds[how, n, run].append(time.perf_counter() - start)
+        size = sum(m.weight.numel() * m.weight.element_size() for m in linears)
+        found += [{"dtype": dtype, "rows": n, "how": how, "bytes": size, "forward": statistics.median(seconds[how, n, forward]),
+                   "products": statistics.median(seconds[how, n, products])} for how, n, _ in ways]
+        packed.cache_clear()
+    return {"threads": torch.get_num_threads(), "cached": cached, "rows": found}
 
 
 def undone(patches, run):
@@ -225,7 +274,7 @@ def load(args):
     return {dtype: {"bytes": n * size, **compare_checkpoints.peak_memory("smollm2", dtype)} for dtype, size in sizes.items()}
 
 
-PARTS = {f.__name__: f for f in (speed, steps, ids, greedy, load)}
+PARTS = {f.__name__: f for f in (speed, steps, rows, ids, greedy, load)}
 
 
 def main():

@@ -149,6 +149,7 @@ def test_a_lone_row_of_any_shape_is_multiplied(n_out, bias, dtype, most):
         out = linear(row)
         assert out.dtype == dtype and out.shape == (*row.shape[:-1], n_out)
         assert torch.allclose(out.flatten().double(), want[0], atol=most)
+    assert linear._packed[1] is None                     # the matrix as it is, no copy of it
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
 
 

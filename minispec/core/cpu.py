@@ -63,13 +63,15 @@ def row_product(x, w, bias):
         # A matrix times a vector runs on one core, so up to 16 parts of it are a batch, which runs on all.
         parts = math.gcd(len(w), 16)
         rows = x.reshape(1, -1).t().expand(parts, -1, 1)
-        out = torch.bmm(w.view(parts, -1, w.shape[1]), rows).view(*x.shape[:-1], -1)
+        out = torch.bmm(w.unflatten(0, (parts, -1)), rows).view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
-    # torch leaves bf16 to oneDNN where it may; its own product of a row takes two thirds of the time.
+    # torch leaves bf16 to oneDNN where it may; its own product of a row takes two thirds of the time. The
+    # switch is the process's: should two threads use it at once, a product is only slower.
     torch.backends.mkldnn.enabled = False
-    out = F.linear(x, w, bias)
-    torch.backends.mkldnn.enabled = True
-    return out
+    try:
+        return F.linear(x, w, bias)
+    finally:
+        torch.backends.mkldnn.enabled = True
 
 
 scalar = cache(torch.tensor)                 # a number as a tensor, made once

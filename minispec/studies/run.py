@@ -47,11 +47,11 @@ class Size:
 
 
 SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, repeats=3)
-# Of SmolLM2, eight minutes where two idle cores multiply bf16. No round of the engine has more than 32
+# Of SmolLM2, some ten minutes where two idle cores multiply bf16. No round of the engine has more than 32
 # drafts, so nothing is censored that could be decoded.
 REAL = Size(64, 2, {1: 2}, {1: 10, 4: 16, 16: 20}, {1: 5}, 32,
             {"contexts": (64, 512), "prompts": (32, 256)})
-LONGER = ("bench.py speed takes four times as long: answers of 256 tokens, 4 problems of each workload "
+LONGER = ("bench.py speed takes half an hour: answers of 256 tokens, 4 problems of each workload "
           "instead of 2, trees of drafts, a batch of 8")
 ANSWERS = Size(256, 4, {1: 4}, {8: 18}, {1: 6}, 32, {})
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
