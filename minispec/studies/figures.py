@@ -131,21 +131,6 @@ def by_place(axes, r, arms, place):
     lines(axes, rows, place, "accepted if all before were")
 
 
-def by_minutes(axes, r):
-    """tau on held-out answers along the trainings."""
-    rows = [(name, x["seconds"] / 60, x["heldout_tau"])
-            for name, arm in r["arms"].items() for x in arm.get("curve", ())]
-    lines(axes, rows, "minutes", "tau, held-out")
-
-
-def by_chains(axes, r):
-    """tau of K chains, judged by the walk."""
-    # With one chain, selection is the walk.
-    rows = [(f"temperature {x['temperature']:g}", x["chains"], x["tau"]) for x in r["rows"]
-            if x["rule"] == ("walk" if x["chains"] > 1 else "selection") and x["draft_temperature"] != 0.7]
-    lines(axes, rows, "chains", "tau")
-
-
 def by_steps(axes, r):
     """What is solved against the steps of an answer."""
     rows = [("teacher, cut" if x.get("steps_a_block") else x["decoder"], x["steps"], x["solved"])
@@ -207,14 +192,10 @@ def winners(axes, traces):
 FIGURES = {
     "scheduler.json": {"specgen_schedule": schedule},
     "acceptance.json": {"specgen_accepted": by_context},
-    "prism_arms.json": {
-        "prism_steps": partial(by_place, place="draft step", arms=[
-            f"{arm}, 1000 prompts" for arm in ("eagle2", "ttt1", "prism2", "stack2")]),
-        "prism_minutes": by_minutes,
-    },
+    "prism_arms.json": {"prism_steps": partial(by_place, place="draft step", arms=[
+        f"{arm}, 1000 prompts" for arm in ("eagle2", "ttt1", "prism2", "stack2")])},
     "specdiff_objectives.json": {"specdiff_slots": partial(
         by_place, place="slot of the window", arms=("start", "mdlm", "streak", "ships"))},
-    "specdiff_chains.json": {"specdiff_chains": by_chains},
     "cdlm_curves.json": {"cdlm_steps": by_steps},
     "picture": {"answers": answers},
     "bounds.json": {"bounds_batch": speedup_by_batch, "bounds_modelled": modelled},
