@@ -2,6 +2,7 @@
 import gzip
 import json
 import os
+import types
 
 import pytest
 from conftest import ROOT, TARGET
@@ -188,6 +189,16 @@ def test_code_has_no_verdict(tmp_path, toy):
     decode.main(["--model", toy, "--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "5", "--json", str(tmp_path / "o.json")])
     with open(tmp_path / "o.json") as f:
         assert [x["correct"] for x in json.load(f)["requests"]] == [None, None]
+
+
+@pytest.mark.parametrize("settings", [[], ["--sparsity", "2"]])
+def test_the_short_texts_of_a_real_model_are_not_for_specgen(settings, toy, monkeypatch, capsys):
+    """Also where its settings leave it out before. A quick run tries whatever is ready."""
+    args = methods.settings(*settings, model=toy, cost="none", drafter=os.path.join(ROOT, "checkpoints", "prism"))
+    monkeypatch.setattr(run, "observe", lambda study, args, model, tokenizer, how, names: names)
+    for args.quick, ready in ((False, ["ngram"]), (True, ["ngram"] if settings else ["ngram", "specgen"])):
+        assert run.run(args, checkpoints.load(toy), types.SimpleNamespace(ours=False)) == ready
+        assert (run.LONGER in capsys.readouterr().out) != args.quick
 
 
 def test_bench_leaves_out_drafters_of_another_target(toy, capsys):

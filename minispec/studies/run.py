@@ -3,7 +3,7 @@
     profile     what a round costs on this machine                               -> results/costs.json
     trace       what every drafter would get accepted at every position          -> results/traces.jsonl
     run         how fast every method is, next to plain decoding of the same batch
-    speed       the same for longer answers of one request at a time
+    speed       the same for longer answers, mostly of one request at a time; trees and copies, too
     lossless    whether every method gives the very output of plain decoding, in fp32 and in bf16
 
 `bounds` (ladder.py) computes what is possible from the first two, and holds it against the third. A study is
@@ -120,7 +120,7 @@ def traces_of(drafters, model, args, tokenizer, how, n, first=0):
 
 def run(args, model, tokenizer):
     """Every method on every workload and on all mixed, by batch, next to the autoregressive loop of the same
-    batch and dtype.
+    batch and dtype; of a real model without SpecGen, which `serving` measures on long texts.
 
     In a cell all methods run in turn, the plain loop first: a machine's speed changes from minute to minute,
     ratios do not. The diffusion models give answers of their own and so are compared by tokens/s; `dlm`, a
@@ -133,7 +133,7 @@ def run(args, model, tokenizer):
     names = suitable(args, model)
     if how is REAL:
         print(LONGER)
-        names.remove("specgen")                          # these texts are too short for it
+        names = [name for name in names if name != "specgen"]    # for which these texts are too short
     return observe("run", args, model, tokenizer, how, names)
 
 
