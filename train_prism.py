@@ -6,9 +6,10 @@
     python train_prism.py --out mine/prism --arm prism2
     # the same data, one module
     python train_prism.py --out /tmp/one --arm ttt1 --responses mine/prism/responses
-    # modules start as copies of a trained one, and its control: as much training, no module more
-    python train_prism.py --out /tmp/two --arm prism2 --init /tmp/one
-    python train_prism.py --out /tmp/more --arm ttt1 --init /tmp/one
+    # the paper's recipe: modules start as copies of a trained one; and its control: as much training, no
+    # module more. With --init the learning rate is a third.
+    python train_prism.py --out /tmp/two --arm prism2 --init /tmp/one --responses mine/prism/responses
+    python train_prism.py --out /tmp/more --arm ttt1 --init /tmp/one --responses mine/prism/responses
 
 The target writes prompts and answers them itself, and what it knew at every token is kept (rollouts.py).
 Other arms, seeds and prefixes (--prompts 1000, 2000, ..) can be trained from the same folder of --responses.
@@ -22,11 +23,12 @@ import torch.nn.functional as F
 
 from minispec import prism
 from minispec.core.verify import argmax
-from minispec.core.words import Words
+from minispec.core.words import Words, feature_layers_of
 from minispec.data import rollouts
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import bf16, divergence
 
+LR = 2e-3                   # at the peak, from scratch; a third of it for copies of a trained module
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
 
 # name: (which module every draft step reads, the last entry serving all later steps; layers of a module)
@@ -49,19 +51,25 @@ def parse_args():
     p.add_argument("--init", metavar="DIR",
                    help="start from this drafter; further modules begin as copies of its last")
     p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default %(default)s)")
-    return rollouts.parsed(p)
+    p.set_defaults(lr=None)
+    args = rollouts.parsed(p)
+    if args.lr is None:
+        args.lr = LR / 3 if args.init else LR
+    return args
 
 
 def drafter_of(args, target):
     """A new drafter for the arm; with --init its modules are copies of a trained one's."""
     step_map, n_layer = ARMS[args.arm]
-    model = prism.for_target(target, step_map, n_layer)
+    layers = () if args.last_layer else feature_layers_of(target.config)
+    model = prism.for_target(target, step_map, n_layer, layers)
     if not args.init:
         return model
     source = prism.load(args.init, target)
-    if source.config.n_layer != n_layer:
-        raise ValueError(f"{args.init} has modules of {source.config.n_layer} layers; "
-                         f"this arm needs {n_layer}")
+    for name in ("n_layer", "feature_layers"):
+        theirs, mine = getattr(source.config, name), getattr(model.config, name)
+        if theirs != mine:
+            raise ValueError(f"the drafter in {args.init} has {name} {theirs}; this training needs {mine}")
     prism.copy_modules(model, source)
     return model
 
@@ -70,20 +78,32 @@ def drafter_of(args, target):
 # EAGLE-3's "training-time test". Step k's query at row r sees the step-1 keys of rows up to r, then its own
 # row's later ones, each as the module that writes it in decoding wrote it. So states in training equal states
 # in drafting; a test says so to 1e-4. The released trainer of PRISM lets module m compute the context's keys
-# again with its own weights, which never happens in decoding. A row counts if the token it guesses is one to
-# learn.
+# again with its own weights, which never happens in decoding. A row drafts if a token it guesses is one to
+# learn: rows of a prompt give keys in step 1, and later steps leave them out.
 
-def unrolled_attend():
-    """attend of unrolled drafting. Step 1 is causal. At step k the query of row r sees the step-1 keys of
-    rows 0 .. r, and of the steps since then the keys of row r alone: those its own drafts wrote. The next
-    call for a layer is its next step.
+def unrolled_attend(rows):
+    """attend of unrolled drafting. Step 1 is causal, over whole texts (B, S). Later steps are those of `rows`
+    (N,) alone, numbered along all texts. At step k the query of row r sees the step-1 keys of its text up to
+    r, and of the steps since then the keys of row r alone: those its own drafts wrote. The next call for a
+    layer is its next step.
 
     In single operators: a CPU's fused attention would compute S keys a step more, all but one of them hidden.
     """
     steps = {}                                           # layer -> the keys and values of its steps so far
 
+    def spread(x, like):
+        """Rows (N, heads, D) at their places in (B, S, heads, D)."""
+        out = x.new_zeros(like.shape[0] * like.shape[2], *x.shape[1:])
+        return out.index_copy(0, rows, x).unflatten(0, (like.shape[0], -1))
+
     def attend(layer, q, k, v):
-        """q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D)."""
+        """Step 1: q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D). Later: q (N, H, D), .."""
+        if layer in steps:
+            q, k, v = (spread(x, steps[layer][0][0]) for x in (q, k, v))
+            return causal(layer, q, k, v).flatten(0, 1)[rows]
+        return causal(layer, q, k, v)
+
+    def causal(layer, q, k, v):
         s, h, d = q.shape[1:]
         group = h // k.shape[2]
         steps.setdefault(layer, []).append((k.transpose(1, 2), v.transpose(1, 2)))
@@ -103,20 +123,20 @@ def unrolled_attend():
     return attend
 
 
-def unroll(prism, words, ids, features, steps):
-    """The states (B, S, C) of draft steps 1 .. `steps` from every row of ids (B, S) with features (B, S, C),
-    if the drafted tokens are those in ids. Row r of step k guesses t_{r+k+1}; the last k rows know too little
-    and are to be ignored."""
-    positions = torch.arange(ids.shape[1], device=ids.device)[None]
-    attend = unrolled_attend()
-    a = features
-    states = []
-    for step in range(1, steps + 1):
+def unroll(prism, words, ids, features, steps, rows):
+    """The states (N, C) of draft steps 1 .. `steps` from `rows` (N,), numbered along all texts ids (B, S)
+    with features (B, S, (F + 1) * C), if the drafted tokens are those in ids. Row r of step k guesses
+    t_{r+k+1}; the last k rows of a text know too little and are to be ignored."""
+    attend = unrolled_attend(rows)
+    # Step 1 reads whole texts. Row r reads the next token, t_{r+1}, and the feature in front of it.
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+    a = prism(1, words.embed(ids.roll(-1, 1)), features, positions, attend)
+    states = [a.flatten(0, 1)[rows]]
+    for step in range(2, steps + 1):
         # Row r reads the token drafted last, t_{r+k}, and the state that drafted it, one position further on.
-        e = words.embed(ids.roll(-step, 1))
-        at = (positions + step - 1).clamp(max=prism.config.block_size - 1)
-        a = prism(step, e, a, at, attend)
-        states.append(a)
+        e = words.embed(ids.roll(-step, 1).flatten()[rows])
+        at = (positions.flatten()[rows] + step - 1).clamp(max=prism.config.block_size - 1)
+        states.append(prism(step, e, states[-1], at, attend))
     return states
 
 
@@ -130,28 +150,31 @@ def unrolled_loss(prism, words, batch, steps):
     argmax. Their sum is the mean number of accepted drafts of a chain, if these tokens are what the target
     says.
     """
-    # 1. Every row drafts.
-    states = unroll(prism, words, batch.ids, batch.hidden, steps)
-
-    # 2. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}.
-    # Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
-    # that the drafter can become.
+    # 1. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}. The
+    # rows that guess any of the tokens to learn draft.
     judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
     judged[:, :steps] = False                            # too near the beginning to be guessed at every step
-    goal = words.logits(batch.hidden[judged])            # (n, N)
-    best = batch.best[judged]
+    judges = judged.flatten().nonzero()[:, 0]            # (n,), rows s numbered along all texts
+    drafting = torch.stack([judges - k for k in range(1, steps + 1)])          # (steps, n), their rows r
+    rows, place = drafting.unique(return_inverse=True)
+    states = unroll(prism, words, batch.ids, batch.features, steps, rows)
+
+    # 2. Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
+    # that the drafter can become.
+    goal = words.logits(batch.hidden.flatten(0, 1)[judges])                    # (n, N)
+    best = batch.best.flatten()[judges]
     loss, chains = 0.0, []
-    right = whole = torch.ones_like(judged)              # are all guesses of a row right, and all judged?
-    for k, a in enumerate(states, 1):
-        rows = judged.roll(-k, 1)                                              # (B, S): the same, as rows r
-        guess = words.logits(a[rows])
+    right = whole = rows >= 0                            # are all guesses of a row right, and all judged?
+    for a, own in zip(states, place):
+        guess = words.logits(a[own])
         loss = loss + divergence(goal, guess).sum() / max(len(guess), 1)
         # 3. How far the guesses of each row are the target's argmax.
         hits = words.tokens(argmax(guess)) == best
-        right = right.masked_scatter(rows, right[rows] & hits)
-        whole = whole & rows
+        guessed = torch.zeros_like(whole).index_fill(0, own, True)
+        right = right.index_copy(0, own, right[own] & hits)
+        whole = whole & guessed
         chains.append(right)
-    accepted = (torch.stack(chains) & whole).sum((1, 2)) / whole.sum().clamp(min=1)
+    accepted = (torch.stack(chains) & whole).sum(1) / whole.sum().clamp(min=1)
     return loss, accepted
 
 

@@ -131,13 +131,14 @@ def silu_mul(gate_up):
 
 # -- a forward -----------------------------------------------------------------------------------------------
 
-def decode(blocks, norm, rope, h, x, cache):
+def decode(blocks, norm, rope, h, x, cache, feature_layers=()):
     """What blocks and their last norm make of rows h (N, C), x being the batch they are (graphs.Inputs).
 
-    Writes the rows' keys and values into the cache. Returns hidden (N, C). Nothing in here may wait for the
-    device or depend on anything but the contents of tensors, because it is captured in a CUDA graph
-    (graphs.py)."""
+    Writes the rows' keys and values into the cache. Returns hidden (N, C), with feature_layers as gpt.body.
+    Nothing in here may wait for the device or depend on anything but the contents of tensors, because it is
+    captured in a CUDA graph (graphs.py)."""
     delta = torch.zeros_like(h)
+    features = []
     for layer, block in enumerate(blocks):
         # Attention: project, turn and store, read.
         h, normed = add_rms_norm(h, delta, block.norm1)
@@ -149,4 +150,7 @@ def decode(blocks, norm, rope, h, x, cache):
         # Feed-forward.
         h, normed = add_rms_norm(h, block.out(out.flatten(1)), block.norm2)
         delta = block.down(silu_mul(block.gate_up(normed)))
-    return add_rms_norm(h, delta, norm)[1]
+        if layer in feature_layers:
+            features.append(add_rms_norm(h, delta, norm)[1])
+    hidden = add_rms_norm(h, delta, norm)[1]
+    return torch.cat([*features, hidden], -1) if features else hidden

@@ -14,7 +14,8 @@ t_{r+2}:
     step 1      a_1 = module 0 (E[t_{r+1}], feature r)     -> t_{r+2}      the feature is the target's
     step k      a_k = module m(k) (E[t_{r+k}], a_{k-1})    -> t_{r+k+1}    the state is the drafter's own
 
-at position r + k - 1. Embedding and head are the target's, frozen. The keys and values of all modules go to
+at position r + k - 1. The feature joins the states of three layers of the target: a low one, a middle one
+and the last one (`feature_layers`). Embedding and head are the target's, frozen. The keys and values of all modules go to
 one cache that is one layer deep. All its rows but those of the running round were written by module 0 from
 the target's features, so every module must be able to read module 0's. When the features of accepted tokens
 are known, module 0 encodes them again.
@@ -23,12 +24,12 @@ With M = 1 this is the EAGLE family: trained for one step like EAGLE and EAGLE-2
 like HASS (2408.15766) and EAGLE-3 (2503.01840). With `n_layer` 2 a
 step passes through a stack of two layers, the obvious way to grow, and reads both.
 
-Training, in train_prism.py, unrolls these steps from every row of a text at once.
+Training, in train_prism.py, unrolls these steps from every row of an answer at once.
 
 What differs from the papers and why: modules are plain Llama blocks with a norm before the attention and one
 at the end, so that an own state looks like the target's final one and training needs no warm-up by
-regression. The feature is the target's final state; the variants of PRISM ("MHI") and EAGLE-3 that read three
-of its layers are left out. Glossary, code <-> paper: module <-> processing module; `step_map` <-> f_map.
+regression. Each of the three states passes the target's last norm, which gives them one scale. Glossary, code
+<-> paper: module <-> processing module; `step_map` <-> f_map; `feature_layers` <-> MHI.
 """
 import math
 from dataclasses import asdict, dataclass
@@ -39,7 +40,7 @@ import torch.nn as nn
 from minispec.core import gpt
 from minispec.core.drafters import Chained
 from minispec.core.requests import MAX_K, Batch
-from minispec.core.words import Words, buffer
+from minispec.core.words import Words, buffer, fusion
 from minispec.tools import checkpoints
 
 
@@ -48,6 +49,7 @@ class PrismConfig(gpt.GPTConfig):
     """The shape of the target's blocks, and what makes it a drafter."""
     n_layer: int = 1        # layers of a module
     step_map: tuple = (0, 1)    # draft step 1, 2, .. -> module; the last entry serves all later steps
+    feature_layers: tuple = ()  # of the target, read besides its final states
     target: str = ""        # fingerprint of the target that it is trained for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
     depth: int = 8          # draft steps of a round, where nothing else is asked
@@ -55,6 +57,7 @@ class PrismConfig(gpt.GPTConfig):
     def __post_init__(self):
         # JSON has lists only.
         self.step_map = tuple(self.step_map)
+        self.feature_layers = tuple(self.feature_layers)
         if self.step_map[:1] != (0,) or set(self.step_map) != set(range(self.n_modules)):
             raise ValueError(f"step map {self.step_map} must begin with module 0, which encodes accepted "
                              "tokens, and use every module up to the largest")
@@ -94,19 +97,28 @@ class Prism(nn.Module):
         self.rope = gpt.Rope(c)
         self.register_buffer("vocabulary", buffer(c))
         self.apply(self._init)
+        self.fuse = fusion(c)
+
+    def join(self, step, e, a):
+        """The input (..., C) of draft step 1, 2, ..: embeddings e joined with states a, which in step 1 are
+        the target's features."""
+        if step == 1 and self.fuse is not None:
+            a = self.fuse(a)
+        return self.bank[self.config.module_of(step)](e, a)
 
     def forward(self, step, e, a, positions, attend):
         """Draft step 1, 2, ..: embeddings e and states a (..., C) at positions (...) -> states (..., C)."""
         module = self.bank[self.config.module_of(step)]
-        return gpt.body(module, self.rope, module(e, a), positions, attend)
+        return gpt.body(module, self.rope, self.join(step, e, a), positions, attend)
 
 
-def for_target(target, step_map=(0, 1), n_layer=1):
+def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
     """A new drafter with blocks of the target's shape, which begins near the target: the norm of its states
     is the target's last one, so that they have the right scale for the head; a state passes the projection
     as it is; and embeddings, small next to states in most models, weigh as much as they do."""
     shape = {**asdict(target.config), "n_layer": n_layer}
-    prism = Prism(PrismConfig(**shape, step_map=step_map, target=checkpoints.fingerprint(target)))
+    prism = Prism(PrismConfig(**shape, step_map=step_map, feature_layers=feature_layers,
+                              target=checkpoints.fingerprint(target)))
     c = prism.config.d_model
     with torch.no_grad():
         scale = target.norm.weight.norm() / c ** 0.5 / target.embed.weight.std()
@@ -120,6 +132,8 @@ def for_target(target, step_map=(0, 1), n_layer=1):
 def copy_modules(prism, source):
     """Start a drafter from one with fewer modules (or as many): the further ones begin as copies of the
     last."""
+    if prism.fuse is not None:
+        prism.fuse.load_state_dict(source.fuse.state_dict())
     for i, module in enumerate(prism.bank):
         module.load_state_dict(source.bank[min(i, len(source.bank) - 1)].state_dict())
 
@@ -157,6 +171,7 @@ class PrismDrafter(Chained):
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
         super().__init__(prism.config, target, prism.rope, width * depth)
         self.prism = prism.to(target.dtype)
+        self.feature_layers = prism.config.feature_layers
         self.words = Words(target, prism.vocabulary)
         self.depth = depth
         self.width = min(width, self.words.size)
@@ -177,7 +192,7 @@ class PrismDrafter(Chained):
     def step(self, number, x, states):
         """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
         module = self.prism.bank[self.config.module_of(number)]
-        return self.body(module, module(self.words.embed(x.tokens), states), x)
+        return self.body(module, self.prism.join(number, self.words.embed(x.tokens), states), x)
 
     # -- trees -----------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ SHAPES = {"chain": (4, 1, 4), "early stop": (4, 1, 4, 0.15), "tree": (4, 2, 8),
 def texts(n):
     """Answers of TARGET to n prompts, and what it knew of them."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(Lockstep, prompts(n), 10)[0]]
-    return rollouts.padded([rollouts.read(TARGET, *row, 0) for row in rows])
+    return rollouts.padded([rollouts.read(TARGET, *row, 0) for row in rows], last_layer=True)
 
 
 @pytest.fixture(scope="module")
@@ -102,11 +102,13 @@ def sequential_states(drafter, target, ids, row, steps):
 def recomputed_states(drafter, target, ids, features, steps):
     """States as the released trainer computes them: at every step its module encodes all earlier inputs again."""
     inputs, states, a = [], [], features
+    rows = torch.arange(ids.shape[1])
     for step in range(1, steps + 1):
-        inputs.append((target.embed(ids.roll(-step, 1)), a, torch.arange(ids.shape[1])[None] + step - 1))
-        attend = train_prism.unrolled_attend()
-        for one in inputs:
-            a = drafter(step, *one, attend)
+        inputs.append((target.embed(ids.roll(-step, 1)), a, rows[None] + step - 1))
+        attend = train_prism.unrolled_attend(rows)
+        a = drafter(step, *inputs[0], attend)
+        for e, a, at in inputs[1:]:
+            a = drafter(step, e[0], a[0], at[0], attend)[None]
         states.append(a)
     return states
 
@@ -114,16 +116,20 @@ def recomputed_states(drafter, target, ids, features, steps):
 @torch.no_grad()
 @pytest.mark.parametrize("step_map, layers", [((0,), 1), ((0, 1), 1), ((0, 1, 2), 1), ((0,), 2), ((0, 0, 1), 1)])
 def test_states_in_training_equal_states_in_drafting(step_map, layers):
+    """On texts whose rows all draft, and where every third does."""
     drafter, steps = toy_drafter(TARGET, step_map, n_layer=layers), 5
     ids = prompts(60)[-1][:1] + [int(t) for t in torch.randint(0, 12, (600,), generator=torch.Generator().manual_seed(1))][:330]
     x = torch.tensor([ids])
     features = TARGET(x, torch.arange(len(ids))[None], dense_attend())
-    states = train_prism.unroll(drafter, TARGET, x, features, steps)
+    everyone = torch.arange(len(ids))
+    states = train_prism.unroll(drafter, TARGET, x, features, steps, everyone)
+    third = train_prism.unroll(drafter, TARGET, x, features, steps, everyone[::3])
+    assert all(torch.allclose(few, all_[::3], atol=1e-5) for few, all_ in zip(third, states))
     again = recomputed_states(drafter, TARGET, x, features, steps)
     wrong = 0.0
     for row in (0, 1, 7, 40, 300):
         want = sequential_states(drafter, TARGET, ids, row, steps)
-        got = torch.stack([s[0, row] for s in states])
+        got = torch.stack([s[row] for s in states])
         assert (got - want).abs().max() < 1e-4
         wrong = max(wrong, (torch.stack([s[0, row] for s in again]) - want).abs().max().item())
     if max(step_map) and layers == 1:
@@ -145,7 +151,9 @@ def test_the_loss_is_a_divergence(vocabulary):
     drafter.zero_grad()
     want, hits = 0, torch.zeros(steps, *batch.ids.shape)
     ids = torch.arange(12) if vocabulary is None else vocabulary
-    for k, a in enumerate(train_prism.unroll(drafter, words, batch.ids, batch.hidden, steps), 1):
+    everyone = torch.arange(batch.ids.numel())
+    for k, a in enumerate(train_prism.unroll(drafter, words, batch.ids, batch.hidden, steps, everyone), 1):
+        a = a.unflatten(0, batch.ids.shape)
         log_q, rows = TARGET.logits(a)[..., ids].log_softmax(-1), []
         for b, r in itertools.product(*map(range, batch.ids.shape)):
             if steps <= r + k < batch.ids.shape[1] - 1 and batch.learn[b, r + k + 1]:

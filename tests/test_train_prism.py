@@ -1,5 +1,6 @@
 """train_prism.py as a user meets it, on a toy target: every arm trains, a killed run resumes to the same weights, one drafter starts
 from another, and bad input of training and decoding is one clear line."""
+import argparse
 import contextlib
 import functools
 import itertools
@@ -19,6 +20,7 @@ from minispec import prism
 from minispec.core.words import most_frequent
 from minispec.core.words import Words
 from minispec.data import magpie, rollouts, tasks
+from minispec.data.loops import loops
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
 from minispec.tools import checkpoints, methods, training
 
@@ -102,8 +104,10 @@ def test_a_drafter_can_start_from_one_with_fewer_modules(folder):
     one, two = load_file(folder / "one" / "model.safetensors"), load_file(folder / "two" / "model.safetensors")
     for name, x in two.items():
         assert torch.equal(x, one[name.replace("bank.1.", "bank.0.")])
-    with pytest.raises(ValueError, match="this arm needs 2"):
+    with pytest.raises(ValueError, match="has n_layer 1; this training needs 2"):
         train(folder, "three", "--arm", "stack2", "--init", str(folder / "one"))
+    with pytest.raises(ValueError, match=r"has feature_layers \(0, 1\); this training needs \(\)"):
+        train(folder, "four", "--arm", "prism2", "--last-layer", "--init", str(folder / "one"))
 
 
 def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp_path):
@@ -131,7 +135,7 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, monkeyp
     monkeypatch.setattr(rollouts, "most_frequent", lambda answers, *args: seen.extend(answers) or most_frequent(answers, *args))
     train(folder, "given", "--tokens", "300", "--given", str(tmp_path / "g.jsonl"))
     read = [row for row in rows if not tasks.is_heldout(row["prompt"] + "\n")]
-    assert f"{24 + len(read)} texts" in capsys.readouterr().out and len(seen) == 24            # drafts are of the target's own words
+    assert f"{24 + len(read)} texts" in capsys.readouterr().out and len(seen) == 24 + len(read)      # drafts are of the words of all answers
     states, target = load_file(folder / "responses" / f"given-0-{len(read)}.safetensors"), checkpoints.load(folder / "target", "cpu", training.fast_dtype("cpu"))
     tokenizer = Tokenizer.load(folder / "target")
     prompt, answer = tokenizer.prompt_ids(read[0]["prompt"] + "\n"), tokenizer.encode(read[0]["answer"]) + [target.config.eos_id]
@@ -149,15 +153,50 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, monkeyp
         again(str(tmp_path / "i.jsonl"))
 
 
-def test_sources_of_prompts_come_in_turn(tmp_path):
+def test_files_of_prompts_come_in_turn_instead_of_own_ones(tmp_path):
     texts = {name: [f"{name} {i}" for i in range(n)] for name, n in (("a", 40), ("b", 10), ("own", 100))}
     for name in "ab":
         (tmp_path / name).write_text("".join(json.dumps({"prompt": x}) + "\n" for x in texts[name]))
+    own = texts.pop("own")
     files = [str(tmp_path / "a"), str(tmp_path / "b")]
-    got = {split: [x.strip() for x in rollouts.prompts_of(files, split, iter(texts["own"]))] for split in ("train", "heldout")}
+    got = {split: [x.strip() for x in rollouts.prompts_of(files, split, iter(own))] for split in ("train", "heldout")}
     turns = [x for some in itertools.zip_longest(*texts.values()) for x in some if x]
-    assert turns[:6] == ["a 0", "b 0", "own 0", "a 1", "b 1", "own 1"] and got["train"] == [x for x in turns if x in got["train"]]
+    assert turns[:4] == ["a 0", "b 0", "a 1", "b 1"] and got["train"] == [x for x in turns if x in got["train"]]
     assert sorted(got["train"] + got["heldout"]) == sorted(sum(texts.values(), [])) and len(got["heldout"]) > 5     # each once, in one split
+    assert list(rollouts.prompts_of([], "train", iter(own))) == [x for x in own if not tasks.is_heldout(x)]
+
+
+def test_states_kept_while_decoding_are_those_of_reading(folder):
+    """Rows of a batch of prompts of several lengths, greedy and sampled: what decoding kept is what reading the text gives."""
+    target = checkpoints.load(folder / "target", "cpu", torch.float32)
+    args = argparse.Namespace(max_new_tokens=12, temperature=None)
+    tokenizer = Tokenizer.load(folder / "target")
+    prompts = [tokenizer.prompt_ids("word " * n) for n in (1, 3, 40, 7)]
+    for i, (prompt, text) in enumerate(zip(prompts, rollouts._answers(args, target, tokenizer, prompts, 0))):
+        ids = text["ids"].tolist()
+        want = rollouts.read(target, prompt, ids[len(prompt):], rollouts.TEMPERATURES[i])
+        assert ids[:len(prompt)] == prompt and len(ids) > len(prompt)
+        assert all(torch.equal(text[name], want[name]) for name in ("ids", "learn", "best"))
+        assert torch.allclose(text["log_p"], want["log_p"], atol=1e-4)
+        for name in ("lower", "hidden"):
+            assert torch.allclose(text[name][:-1].float(), want[name][:-1].float(), atol=0.05)
+        assert text["lower"].shape[1] == 2 * text["hidden"].shape[1]
+
+
+def test_a_greedy_answer_ends_where_it_loops(folder):
+    """Three times the same eight tokens, not twice; sampled answers go on."""
+    piece = list(range(8))
+    assert loops(piece * 3) and not loops(piece * 2) and not loops(piece * 3 + [9]) and loops([1] * 10) and not loops([1] * 9)
+    target = checkpoints.load(folder / "target", "cpu", torch.float32)
+    with torch.no_grad():
+        target.blocks[-1].down.weight.zero_(), target.blocks[-1].out.weight.zero_()
+        target.blocks[0].down.weight.zero_(), target.blocks[0].out.weight.zero_()           # the next token depends on the last one alone
+    tokenizer = Tokenizer.load(folder / "target")
+    prompt = tokenizer.prompt_ids("word")
+    args = argparse.Namespace(max_new_tokens=200, temperature=0)
+    [greedy] = rollouts._answers(args, target, tokenizer, [prompt], 0)
+    n = int(greedy["learn"].sum())
+    assert n < 200 and loops(greedy["ids"][len(prompt):].tolist()) and not loops(greedy["ids"][len(prompt):-1].tolist())
 
 
 # -- a target of one's own -----------------------------------------------------------------------------------------------

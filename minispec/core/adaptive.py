@@ -86,6 +86,10 @@ class Adaptive(Drafter):
             there = ", ".join(cost.drafters)
             raise ValueError(f"no drafter is ready that the cost table has a price for: {there}")
         self.reads = any(d.reads for d in drafters)
+        layers = {d.feature_layers for d in drafters if d.feature_layers}
+        if len(layers) > 1:
+            raise ValueError(f"all drafters must read the same layers of the target, got {sorted(layers)}")
+        self.feature_layers = layers.pop() if layers else ()
         self.drafters = {d.name: d for d in drafters}
         self.cost = cost
         self.k = k

@@ -35,7 +35,8 @@ class Drafter:
     gamma = MAX_K           # the most drafts that follow one another
     width = 1               # more: it may propose trees
     stop = 0.0              # above 0: it ends a chain itself; see Chained
-    reads = False           # whether it reads the target's final hidden states
+    reads = False           # whether it reads the target's final hidden states,
+    feature_layers = ()     # and those of these layers
     seconds = 0.0           # that captures of CUDA graphs took
 
     def propose(self, requests, limits):
@@ -46,8 +47,8 @@ class Drafter:
         return [([], None)] * len(requests)
 
     def observe(self, request, features):
-        """features (n, C): the target's final hidden states of the next n positions that it has cached for
-        good. Asked of drafters that read them."""
+        """features (n, (F + 1) * C): the target's hidden states of the next n positions that it has cached
+        for good: of the feature_layers, then the final ones. Asked of drafters that read them."""
 
     def prepare(self, batch, longest):
         """On a GPU: make the graphs, for so many requests of so many tokens (see Cached)."""
@@ -69,7 +70,7 @@ class Notes:
     cache: KVCache
     run: Run
     cached: int = 0                                      # rows of the cache that hold committed tokens
-    features: list = field(default_factory=list)         # the target's, (n, C) each, of rows still to be fed
+    features: list = field(default_factory=list)         # the target's, (n, F) each, of rows still to be fed
 
     def rows(self, tokens, features=None, tail=None):
         """Rows behind those that are cached. They are causal, unless tail (n, m) says which of the last m
@@ -115,9 +116,14 @@ class Cached(Drafter):
         if notes := self.notes.pop(request, None):
             notes.cache.close(notes.run)
 
+    @property
+    def n_features(self):
+        """The width of the features that it reads."""
+        return (len(self.feature_layers) + 1) * self.config.d_model
+
     def observe(self, request, features):
-        """Kept until the rows that read them are fed."""
-        self.note(request).features.append(features)
+        """Kept until the rows that read them are fed. (Another drafter may have asked for more layers.)"""
+        self.note(request).features.append(features[:, -self.n_features:])
 
     def make_graphs(self, batch, longest, segments=1, more=None):
         """Graphs of rounds for requests of so many tokens, which have so many segments in a forward. more:
@@ -127,7 +133,7 @@ class Cached(Drafter):
         self.size = longest + self.room
         self.pool = KVCache(c, batch * self.size, self.target.dtype, self.target.device, spare=1)
         group = c.n_head // c.n_kv_head
-        features = c.d_model if self.reads else 0
+        features = self.n_features if self.reads else 0
         self.graphs = Graphs(self.round, self.pool, segments * batch, self.size, 0, group, features, more)
 
     def in_pool(self, work):

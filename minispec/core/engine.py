@@ -167,19 +167,20 @@ class Engine:
         started = time.perf_counter()
         # The model, on the kernels or on torch operators.
         if self.fused:
-            (hidden,), capturing = self.graphs(plan)
+            (features,), capturing = self.graphs(plan)
             self.warm_up += capturing
             started += capturing
         else:
             x = pack(plan, self.model.device)
-            hidden = self.model(x.tokens, x.positions, x.attend)
+            features = self.model(x.tokens, x.positions, x.attend, self.planner.feature_layers)
         # The rows of all segments lie one after the other.
         n = 0
         wanted = []
         for s in plan:
-            s.features = hidden[n:n + len(s.tokens)]
+            s.features = features[n:n + len(s.tokens)]
             n += len(s.tokens)
             wanted += range(n - s.n_logits, n)
+        hidden = features[:, -self.model.config.d_model:]
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
         if logits.is_cuda:
             torch.cuda.current_stream().synchronize()
@@ -294,7 +295,8 @@ class Engine:
 
         def function(x):
             h = model.embed(x.tokens)
-            return [decode(model.blocks, model.norm, model.rope, h, x, self.cache)]
+            return [decode(model.blocks, model.norm, model.rope, h, x, self.cache,
+                           self.planner.feature_layers)]
 
         group = model.config.n_head // model.config.n_kv_head
         widest = self.planner.widest(longest)
@@ -317,6 +319,7 @@ class Planner:
     record_prompt = 0                    # how many last rows of a prompt are recorded, to choose keys by
     fusable = True                       # whether the kernels serve all of its rows
     rows = 1                             # the most that a verification writes
+    feature_layers = ()                  # whose states `observe` gets besides the final ones
 
     def plan(self, ready):
         """Segments for the requests that may decode: their prompts are read and their last rounds judged."""
@@ -363,6 +366,7 @@ class Lockstep(Planner):
         self.lookup = lookup
         self.ngram = NGram()
         self.rows = k + lookup + 1
+        self.feature_layers = self.drafter.feature_layers
         self.fusable = self.drafter.width == 1 and not lookup or self.rows <= TREE
 
     def plan(self, ready):

@@ -117,12 +117,19 @@ class Block(nn.Module):
         return q, k, v
 
 
-def body(module, rope, x, positions, attend):
-    """What the blocks of a module, and its last norm, make of x (..., C) at positions (...)."""
+def body(module, rope, x, positions, attend, feature_layers=()):
+    """Runs x (..., C) at positions (...) through the blocks of a module and its last norm: states (..., C).
+
+    feature_layers: numbers of layers whose output, behind the same norm, stands before the final states:
+    (..., (F + 1) * C)."""
     cos, sin = rope(positions, module.norm.weight.dtype)         # not x's, which autocast may have rounded
+    features = []
     for block in module.blocks:
         x = block(x, cos, sin, attend)
-    return module.norm(x)
+        if block.layer in feature_layers:
+            features.append(module.norm(x))
+    x = module.norm(x)
+    return torch.cat([*features, x], -1) if features else x
 
 
 # -- the model -----------------------------------------------------------------------------------------------
@@ -193,12 +200,13 @@ class GPT(nn.Module):
     def dtype(self):
         return self.embed.weight.dtype
 
-    def forward(self, tokens, positions, attend):
-        """Final hidden states (..., C), after the last norm, of tokens (...) at positions (...).
+    def forward(self, tokens, positions, attend, feature_layers=()):
+        """Final hidden states (..., C), after the last norm, of tokens (...) at positions (...). With
+        feature_layers the states of these layers stand before them (see `body`).
 
         attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already
         applied to q and k."""
-        return body(self, self.rope, self.embed(tokens), positions, attend)
+        return body(self, self.rope, self.embed(tokens), positions, attend, feature_layers)
 
     def logits(self, hidden):
         """(..., C) -> (..., V)."""

@@ -88,3 +88,23 @@ def buffer(config):
         raise ValueError(f"draft_vocab {n} is out of range; the target has {config.vocab_size} tokens, "
                          "0 is all")
     return torch.zeros(n, dtype=torch.long) if n else None
+
+
+# -- the target's hidden states ------------------------------------------------------------------------------
+
+def feature_layers_of(config):
+    """The numbers of a low and a middle layer: with the final states, what EAGLE-3 (2503.01840) reads."""
+    return tuple(sorted({config.n_layer // 10, config.n_layer // 2}))
+
+
+def fusion(config):
+    """The projection of the states of several layers ((F + 1) * C) to one (C), which begins as the final one.
+    None where a drafter reads the final states alone."""
+    n = len(config.feature_layers)
+    if not n:
+        return None
+    fuse = Linear((n + 1) * config.d_model, config.d_model, bias=False)
+    with torch.no_grad():
+        fuse.weight.zero_()
+        fuse.weight[:, -config.d_model:] = torch.eye(config.d_model)
+    return fuse

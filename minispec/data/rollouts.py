@@ -5,17 +5,19 @@ run goes on where it was:
 
     own-00000.json             prompts that the target wrote itself (magpie.py)
     train-0-128.safetensors    answers to 128 prompts: the ids of each text, and of every token the target's
-                               final hidden state, its argmax, and the log-probability that it gave the token
+                               final hidden state and those of two lower layers; of the answer's tokens its
+                               argmax, and the log-probability that it gave the token
     given-0-128.safetensors    the same of answers that others wrote (--given)
 
 They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch
 costs the drafter alone. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and
-read back, and the end of text stays where it was chosen.
+read back, and the end of text stays where it was chosen. A greedy answer ends where it starts to loop.
 """
 import itertools
 import os
 import time
 from collections import Counter
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,17 +27,20 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from minispec.core.attention import dense_attend
+from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling, argmax
-from minispec.core.words import DRAFT_VOCAB, most_frequent, restrict
+from minispec.core.words import DRAFT_VOCAB, feature_layers_of, most_frequent, restrict
 from minispec.data import magpie, prompts, tasks
+from minispec.data.loops import loops
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, training
 from minispec.tools.files import blame, read_tensors, replaced
 
 SHARD = 128                 # prompts answered between two writes
 LONGEST = 1536              # tokens of a training text; longer ones are cut
+TEMPERATURES = (0, 0.7, 0, 1)           # of the target's answers, in turn
 
 
 # -- settings ------------------------------------------------------------------------------------------------
@@ -48,15 +53,19 @@ def add_arguments(parser):
         help="the model to draft for: a folder, a GGUF file, or smollm2 (default %(default)s)")
     add("--minutes", type=float, help="time for all: half for the answers, half for the training")
     add("--prompt-file", metavar="FILE", nargs="+", default=[],
-        help="JSON lines of prompts to answer as well")
+        help="JSON lines of prompts to answer (default: prompts that the target writes itself)")
+    add("--prompts", type=int, default=4000,
+        help="number of training prompts; fewer are a prefix of more (default 4000)")
     add("--given", metavar="FILE",
         help="JSON lines with a prompt and an answer that somebody else wrote: the target reads them, which "
              "takes a fifth of the time of an answer of its own (not counted in --minutes)")
-    add("--prompts", type=int, default=4000,
-        help="number of training prompts; fewer are a prefix of more (default 4000)")
+    add("--given-answers", type=int, metavar="N",
+        help="read the first N of these answers (default: all)")
     add("--heldout", type=int, default=40, help="number of held-out prompts for the estimates (default 40)")
     add("--responses", metavar="DIR", help="folder of the target's answers (default: OUT/responses)")
-    add("--temperature", type=float, help="of the target's answers (default: every other one 0, 1)")
+    add("--temperature", type=float, help="of the target's answers (default: 0, 0.7, 0, 1 in turn)")
+    add("--last-layer", action="store_true",
+        help="the drafter reads the target's last layer alone (default: a low, a middle and the last one)")
     add("--max-new-tokens", type=int, default=1024, help="limit of an answer (default 1024)")
     add("--draft-vocab", type=int, default=DRAFT_VOCAB, metavar="N",
         help="draft only the N tokens that the answers have most (default %(default)s; 0: all)")
@@ -85,10 +94,10 @@ def procedural(split):
 
 
 def prompts_of(files, split, own):
-    """The prompts of a split, the sources in turn: each file, then `own`, an iterator. Of several turns in a
-    file, the first."""
-    sources = [[p.prompt for p in prompts.load_prompts(file)] for file in files]
-    for text in itertools.chain.from_iterable(itertools.zip_longest(*sources, own)):
+    """The prompts of a split, the files in turn; without files those of `own`, an iterator. Of several turns
+    in a file, the first."""
+    sources = [[p.prompt for p in prompts.load_prompts(file)] for file in files] or [own]
+    for text in itertools.chain.from_iterable(itertools.zip_longest(*sources)):
         if text is not None and tasks.is_heldout(text) == (split == "heldout"):
             yield text
 
@@ -96,38 +105,82 @@ def prompts_of(files, split, own):
 # -- answers and what the target knew ------------------------------------------------------------------------
 
 class Batch(NamedTuple):
-    """Texts padded on the right to S tokens; what the target wrote is to be learned."""
+    """Texts padded on the right to S tokens; the answers' tokens are to be learned."""
     ids: torch.Tensor                    # (B, S)
     learn: torch.Tensor                  # (B, S) bool
     log_p: torch.Tensor                  # (B, S) of each token to learn, under the target
-    best: torch.Tensor                   # (B, S) what the target would say next
+    best: torch.Tensor                   # (B, S) the target's argmax for the next token, where that is to learn
+    lower: torch.Tensor                  # (B, S, F * C) hidden states of its feature_layers
     hidden: torch.Tensor                 # (B, S, C) its final hidden states
 
+    @property
+    def features(self):
+        """(B, S, (F + 1) * C), as a drafter reads them in decoding."""
+        return torch.cat([self.lower, self.hidden], -1)
 
-def padded(texts, device="cpu"):
-    """The Batch of texts, see `read`."""
+
+def padded(texts, device="cpu", last_layer=False):
+    """The Batch of texts, see `read`; with last_layer its `lower` is empty."""
     columns = {}
     for name in Batch._fields:
-        columns[name] = pad_sequence([text[name] for text in texts], batch_first=True).to(device)
-    columns["hidden"] = columns["hidden"].float()
+        column = [text[name] for text in texts]
+        if name == "lower" and last_layer:
+            column = [x[:, :0] for x in column]          # their pages are not read
+        column = pad_sequence(column, batch_first=True).to(device)
+        columns[name] = column.float() if name in ("lower", "hidden") else column
     return Batch(**columns)
 
 
 @torch.inference_mode()
 def read(target, prompt, answer, temperature):
-    """A text, cut to n tokens, and what the target knew at each: the fields of a Batch, of one text. log_p:
-    of each token of the answer at this temperature; of a point mass, at 0, it is 0."""
+    """A text, cut to LONGEST tokens, as the fields of a Batch: the target reads it in one forward."""
     ids = torch.tensor(prompt + answer, device=target.device)[:LONGEST]
     positions = torch.arange(len(ids), device=target.device)
-    hidden = target(ids[None], positions[None], dense_attend())[0]
-    logits = target.logits(hidden).float()
-    learn = positions >= len(prompt)
-    log_p = torch.zeros(len(ids), device=target.device)
-    if temperature:
-        log_p[1:] = -F.cross_entropy(logits[:-1] / temperature, ids[1:], reduction="none")
-    text = {"ids": ids, "learn": learn, "log_p": log_p.where(learn, 0), "best": argmax(logits),
-            "hidden": hidden.bfloat16()}
-    return {name: x.cpu() for name, x in text.items()}
+    layers = feature_layers_of(target.config)
+    features = target(ids[None], positions[None], dense_attend(), layers)[0]
+    return known(target, ids, len(prompt), features, temperature)
+
+
+@torch.inference_mode()
+def known(target, ids, n_prompt, features, temperature):
+    """The fields of a Batch, of one text: ids (n,), the first n_prompt of them the prompt's, and features (n,
+    (F + 1) * C) of each. log_p: of each token of the answer at this temperature; of a point mass, at 0, it is
+    0."""
+    width = target.config.d_model
+    # The rows in front of the answer's tokens guess them.
+    first = max(n_prompt - 1, 0)
+    logits = target.logits(features[first:-1, -width:]).float()
+    log_p = torch.zeros(len(ids), device=ids.device)
+    best = torch.zeros_like(ids)
+    if len(logits):
+        best[first:-1] = argmax(logits)
+        if temperature:
+            log_p[first + 1:] = -F.cross_entropy(logits / temperature, ids[first + 1:], reduction="none")
+    learn = torch.arange(len(ids), device=ids.device) >= n_prompt
+    features = features.bfloat16()
+    text = {"ids": ids, "learn": learn, "log_p": log_p, "best": best,
+            "lower": features[:, :-width], "hidden": features[:, -width:]}
+    return {name: x.cpu().contiguous() for name, x in text.items()}
+
+
+class Recorder(Drafter):
+    """Keeps the target's states of every request that is decoded with it, and never drafts."""
+    reads = True
+
+    def __init__(self, target):
+        self.feature_layers = feature_layers_of(target.config)
+        self.rows = {}                                   # request -> [features]
+
+    def observe(self, request, features):
+        self.rows.setdefault(request, []).append(features.clone())
+
+    def text(self, target, request):
+        """The fields of a Batch. No forward has read the last token, and nobody needs its states."""
+        features = torch.cat(self.rows.pop(request))
+        features = torch.cat([features, features.new_zeros(1, features.shape[1])])[:LONGEST]
+        ids = torch.tensor(request.tokens[:LONGEST], device=target.device)
+        n_prompt = len(request.generation.prompt_ids)
+        return known(target, ids, n_prompt, features, request.sampling.temperature)
 
 
 def _texts(args, target, tokenizer, split, n, least):
@@ -147,13 +200,13 @@ def _texts(args, target, tokenizer, split, n, least):
         if out and time.time() > over and not os.path.exists(file):
             break
         ids = [tokenizer.prompt_ids(text) for text in itertools.islice(asked, end - start)]
-        out += _shard(target, file, ids, _answers(args, target, tokenizer, ids, start), least)
+        out += _shard(file, ids, _answers(args, target, tokenizer, ids, start), least)
     return out
 
 
 def _answers(args, target, tokenizer, asked, first):
-    """(prompt, answer, temperature) of the target's answers to prompts number `first` and following. A
-    prompt's number is the seed of its answer."""
+    """The texts of the target's answers to prompts number `first` and following. A prompt's number is the
+    seed of its answer."""
     context = target.config.block_size
     ends = [target.config.eos_id, *tokenizer.ends]
     requests = []
@@ -161,11 +214,16 @@ def _answers(args, target, tokenizer, asked, first):
         room = min(args.max_new_tokens, context - len(ids))
         if room < 1:
             raise ValueError(f"prompt {i + 1} has {len(ids)} tokens; the context of this target is {context}")
-        temperature = i % 2 if args.temperature is None else args.temperature
+        temperature = TEMPERATURES[i % len(TEMPERATURES)] if args.temperature is None else args.temperature
         requests.append(Request(ids, room, Sampling(temperature, seed=i), ends))
-    made = Engine(target, Lockstep, magpie.TOGETHER).generate(requests)
-    for g, r in zip(made, requests):
-        yield g.prompt_ids, g.token_ids, r.sampling.temperature
+    # The states come from the forwards that decode.
+    recorder = Recorder(target)
+    engine = Engine(target, partial(Lockstep, drafter=recorder, k=1), magpie.TOGETHER)
+    for request, _ in engine.stream(requests):
+        if request.sampling.temperature == 0 and loops(request.generation.token_ids):
+            request.cancel()
+    for request in requests:
+        yield recorder.text(target, request)
 
 
 def _given(args, target, tokenizer, least):
@@ -180,20 +238,21 @@ def _given(args, target, tokenizer, least):
         if not tasks.is_heldout(p.prompt):
             answer = tokenizer.encode(said) + [target.config.eos_id]
             rows.append((tokenizer.prompt_ids(p.prompt), answer[:args.max_new_tokens], 1))
+    rows = rows[:args.given_answers]
     out = []
     for start in tqdm(range(0, len(rows), SHARD), desc="given answers", unit="shard"):
         some = rows[start:start + SHARD]
         file = f"{args.responses}/given-{start}-{start + len(some)}.safetensors"
-        out += _shard(target, file, [prompt + answer for prompt, answer, _ in some], some, least)
+        made = (read(target, *row) for row in some)
+        out += _shard(file, [prompt + answer for prompt, answer, _ in some], made, least)
     return out
 
 
-def _shard(target, file, begin, rows, least):
+def _shard(file, begin, made, least):
     """The texts of a shard that have more than `least` tokens of an answer. If its file is not there, it is
-    made of `rows`: (prompt, answer, temperature) each. ValueError where its texts do not begin like those in
-    `begin`."""
+    written from `made`, an iterator of texts. ValueError where its texts do not begin like those in `begin`.
+    """
     if not os.path.exists(file):
-        made = [read(target, *row) for row in rows]
         tensors = {f"{i}.{name}": x for i, text in enumerate(made) for name, x in text.items()}
         with replaced(file) as temporary:
             save_file(tensors, temporary)
@@ -236,10 +295,10 @@ class DrafterRun(training.Run):
         # What the target says to the prompts of both splits, and the words that it uses.
         self.heldout = _texts(args, target, tokenizer, "heldout", args.heldout, 0)
         self.texts = _texts(args, target, tokenizer, "train", args.prompts, least)
-        answers = [text["ids"][text["learn"]].tolist() for text in self.texts]
-        restrict(model, most_frequent(answers, args.draft_vocab, target.config.vocab_size))
         if args.given:
             self.texts += _given(args, target, tokenizer, least)
+        answers = [text["ids"][text["learn"]].tolist() for text in self.texts]
+        restrict(model, most_frequent(answers, args.draft_vocab, target.config.vocab_size))
         if not self.texts or not self.heldout:
             raise ValueError(f"too few prompts, or none with an answer within {LONGEST} tokens")
         # In which batches they are read.
@@ -256,7 +315,10 @@ class DrafterRun(training.Run):
         for step in self.steps():
             numbers, self.tokens = self.plan[step]
             self.used = self.tokens / self.plan[-1][1]
-            yield step, padded([self.texts[i] for i in numbers], self.args.device)
+            yield step, self.batch([self.texts[i] for i in numbers])
+
+    def batch(self, texts):
+        return padded(texts, self.args.device, self.args.last_layer)
 
     @torch.no_grad()
     def heldout_mean(self, estimate):
@@ -265,6 +327,6 @@ class DrafterRun(training.Run):
         for i in range(0, len(self.heldout), 4):
             some = self.heldout[i:i + 4]
             with training.bf16(self.args.device):
-                means = estimate(padded(some, self.args.device))
+                means = estimate(self.batch(some))
             total.update({name: x * len(some) / len(self.heldout) for name, x in means.items()})
         return total

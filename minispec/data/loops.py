@@ -1,0 +1,14 @@
+"""Where an answer begins to repeat itself.
+
+Greedy answers of a small model often fall into a loop. Every drafter guesses a loop, so tokens behind its
+beginning teach a drafter nothing and flatter every speed-up. One definition serves training and benchmarks:
+an answer loops where the same N tokens occur for the third time.
+"""
+N = 8                       # tokens of the piece that recurs
+TIMES = 3
+
+
+def loops(tokens):
+    """Whether the last N tokens of an answer occur there for at least the third time."""
+    last = tokens[-N:]
+    return len(last) == N and sum(tokens[i:i + N] == last for i in range(len(tokens) - N + 1)) >= TIMES
