@@ -157,7 +157,7 @@ def unrolled_loss(prism, words, batch, steps):
     judges = judged.flatten().nonzero()[:, 0]            # (n,), rows s numbered along all texts
     drafting = torch.stack([judges - k for k in range(1, steps + 1)])          # (steps, n), their rows r
     rows, place = drafting.unique(return_inverse=True)
-    states = unroll(prism, words, batch.ids, batch.features, steps, rows)
+    states = unroll(prism, words, batch.ids, batch.features(prism.config), steps, rows)
 
     # 2. Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
     # that the drafter can become.

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 
 from minispec import prism, specdiff
 from minispec.core.attention import dense_attend
+from minispec.core.words import feature_layers_of
 from minispec.data import rollouts
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
@@ -54,6 +55,8 @@ def parse_args():
     p.add_argument("--gamma", type=int, default=8, help="slots of a window (default %(default)s)")
     p.add_argument("--blind", action="store_true",
                    help="it reads nothing of the target, as in the paper (default: the final hidden states)")
+    p.add_argument("--markov", type=int, default=0, metavar="RANK",
+                   help="rank of the Markov head on the token of the slot before (default 0: none)")
     p.add_argument("--windows", type=int, default=32, help="windows of a text per step (default %(default)s)")
     return rollouts.parsed(p)
 
@@ -62,16 +65,20 @@ def drafter_of(args, target):
     """A new drafter, or the one to go on from."""
     if not args.init:
         n_layer = min(LAYERS, target.config.n_layer)
-        return specdiff.for_target(target, n_layer, args.gamma, reads=not args.blind)
+        layers = () if args.last_layer or args.blind else feature_layers_of(target.config)
+        return specdiff.for_target(target, n_layer, args.gamma, not args.blind, layers, args.markov)
 
     if checkpoints.kind_of(args.init) == "prism":
-        head = prism.load(args.init, target)
-        drafter = specdiff.from_module(head.bank[0], target, args.gamma)
+        drafter = specdiff.from_prism(prism.load(args.init, target), target, args.gamma, args.markov)
     else:
         drafter = specdiff.load(args.init, target)
-        drafter.config = replace(drafter.config, gamma=args.gamma, target=checkpoints.fingerprint(target))
+        drafter.config = replace(drafter.config, gamma=args.gamma, rank=args.markov or drafter.config.rank,
+                                 target=checkpoints.fingerprint(target))
+        drafter.markov = drafter.markov or specdiff.markov_head(drafter.config)
     if args.blind and drafter.config.reads:
         raise ValueError(f"the drafter in {args.init} reads the target's states; --blind cannot change that")
+    if args.last_layer and drafter.config.feature_layers:
+        raise ValueError(f"the drafter in {args.init} reads three layers; --last-layer cannot change that")
     return drafter
 
 
@@ -100,7 +107,7 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     of texts ids (B, S), and (B, S, C) of the texts themselves.
 
     shown: the contents of the slots (B, W, gamma), MASK where they are open (default: all are). features (B,
-    S, C): the target's final states of every token, for a drafter that reads them. Texts are padded on the
+    S, (F + 1) * C): the target's states of every token, for a drafter that reads them. Texts are padded on the
     right; no window may begin after that. """
     c = drafter.config
     n = ids.shape[1]
@@ -122,6 +129,14 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     windows = hidden[:, n:].unflatten(1, (-1, rows))                                      # (B, W, rows, C)
     last = at_places(hidden, starts - 1)
     return torch.cat([last[:, :, None], windows], 2), hidden[:, :n]                       # (B, W, gamma, C)
+
+
+def markov_terms(drafter, tokens):
+    """What the Markov head adds to the states of windows whose right tokens (B, W, gamma) are known; nothing
+    in the first slot, whose row has read the token before."""
+    if drafter.markov is None:
+        return 0.0
+    return F.pad(drafter.markov(drafter.words.embed(tokens[..., :-1])), (0, 0, 1, 0))
 
 
 def draw_windows(learn, n, generator):
@@ -216,7 +231,8 @@ def training_loss(drafter, name, batch, n_windows, generator):
     if name == "mdlm":
         shown, weight = _mask_at_random(tokens, generator)
     # 3. What it guesses, and how good that is.
-    windows, text = window_states(drafter, batch.ids, starts, batch.hidden, shown)
+    windows, text = window_states(drafter, batch.ids, starts, batch.features(drafter.config), shown)
+    windows = windows + markov_terms(drafter, tokens)
     if name == "kl":
         return distillation(drafter, batch, starts, windows, text, valid)
     return objective(name, drafter.words.logits(windows), labels, valid, log_p, weight)
@@ -244,9 +260,9 @@ def estimate(drafter, batch, n_windows):
     temperature 0, and {"point_mass", "rejection"}, a chain drawn from q. It is the sum of how often the first
     1, 2, .. are."""
     starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
-    _, labels, log_p, valid = _answers(drafter, batch, starts)
-    windows, _ = window_states(drafter, batch.ids, starts, batch.hidden)
-    logits = drafter.words.logits(windows)
+    tokens, labels, log_p, valid = _answers(drafter, batch, starts)
+    windows, _ = window_states(drafter, batch.ids, starts, batch.features(drafter.config))
+    logits = drafter.words.logits(windows + markov_terms(drafter, tokens))
     log_q = log_probability(logits, labels)
     right = (logits.argmax(-1) == labels) & valid
     per_window = {

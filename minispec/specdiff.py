@@ -20,6 +20,14 @@ the next round:
     reading    t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row reads a hidden state f of
                      f_0   ..  f_n-1 | f_n-1 ..  f_n-1     the target: the newest when the token is chosen
 
+A slot's marginal knows nothing of the token drafted one slot earlier. The optional Markov head (`rank` > 0; the
+repair of DSpark, 2607.05147, and Domino, 2605.29707) adds a low-rank term of that token to the slot's logits,
+
+    h_j + U V E[x_j-1]     in place of the state h_j of slot j; rank 0: the paper's drafter
+
+so slots are drawn one after the other, among the CANDIDATES likeliest tokens of each marginal, without another
+forward. Such a chain has a known q, and every rule judges it as it judges the marginals' chains.
+
 A row guesses the token after its own, as the target does, whose weights the drafter starts from: t_n guesses
 slot 1 and gamma - 1 masks the others. The reading form joins the ideas of DFlash (2602.06036), a diffusion
 drafter that reads the target, and of EAGLE, which pairs the state of a token with the next token: the row of
@@ -46,10 +54,11 @@ from minispec.tools import checkpoints
 from minispec.core.attention import can_fuse
 from minispec.core.drafters import STOP, Cached
 from minispec.core.requests import MAX_K, MAX_NODES
-from minispec.core.words import Words, buffer
+from minispec.core.words import Words, buffer, fusion
 from minispec.core.verify import (LEAST_TEMPERATURE, argmax, draw, graft, point_mass_tree, rejection_tree,
                                   selection_tree, warp)
 
+CANDIDATES = 16             # tokens of a slot that the Markov head chooses among
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
 RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point_mass_tree}
 
@@ -58,13 +67,18 @@ RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point
 class SpecDiffConfig(gpt.GPTConfig):
     """The shape of the model that the drafter starts from, and what makes it a drafter."""
     gamma: int = 8          # slots of a window in training; decoding may use another number
-    reads: bool = False     # whether it reads the target's final hidden states
+    reads: bool = False     # whether it reads the target's final hidden states,
+    feature_layers: tuple = ()      # and those of these layers
+    rank: int = 0           # of the Markov head; 0: none
     target: str = ""        # fingerprint of the target that it is trained for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
 
     def __post_init__(self):
         if not 2 <= self.gamma <= MAX_K:
             raise ValueError(f"gamma {self.gamma} is out of range; allowed is 2 to {MAX_K} slots")
+        if not 0 <= self.rank <= self.d_model:
+            raise ValueError(f"rank {self.rank} is out of range; allowed is 0 to {self.d_model}")
+        self.feature_layers = tuple(self.feature_layers)         # JSON has lists only
 
 
 class Drafter(nn.Module):
@@ -81,6 +95,8 @@ class Drafter(nn.Module):
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
         self.mask = nn.Parameter(torch.zeros(c.d_model))
         self.join = gpt.Linear(2 * c.d_model, c.d_model) if c.reads else None
+        self.fuse = fusion(c)
+        self.markov = markov_head(c)
         self.rope = gpt.Rope(c)
 
     @cached_property
@@ -89,23 +105,38 @@ class Drafter(nn.Module):
 
     def forward(self, tokens, positions, attend, features=None):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
-        C): for a drafter that reads them, the target's states of the token before, or of the last one that
-        the target has seen."""
+        (F + 1) * C): for a drafter that reads them, the target's states of the token before, or of the last
+        one that the target has seen."""
         return gpt.body(self, self.rope, self.embed(tokens, features), positions, attend)
 
     def embed(self, tokens, features):
         # An open slot has no token, but a vector of its own.
         x = self.target.embed(tokens.clamp(min=0))
         x = torch.where((tokens == MASK)[..., None], self.mask, x)
-        return x if self.join is None else self.join(torch.cat([x, features], -1))
+        if self.join is None:
+            return x
+        if self.fuse is not None:
+            features = self.fuse(features)
+        return self.join(torch.cat([x, features], -1))
 
 
-def for_target(target, n_layer=None, gamma=8, reads=False):
+def markov_head(c):
+    """The map (..., C) -> (..., C) from the embedding of a token to what it adds to the state of the next
+    slot; at first nothing."""
+    if not c.rank:
+        return None
+    head = nn.Sequential(gpt.Linear(c.d_model, c.rank, bias=False), gpt.Linear(c.rank, c.d_model, bias=False))
+    nn.init.zeros_(head[1].weight)
+    return head
+
+
+def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), rank=0):
     """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
     the mean of all tokens. Where it reads the target's states, these pass the projection as they are, and
     embeddings, small next to states in most models, are scaled to weigh as much."""
     shape = {**asdict(target.config), "n_layer": n_layer or target.config.n_layer}
-    config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, target=checkpoints.fingerprint(target))
+    config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, feature_layers=feature_layers, rank=rank,
+                            target=checkpoints.fingerprint(target))
     drafter = Drafter(config, target).to(target.device)
     # Nothing starts at random: the target's own layers guess the first slot well from the beginning.
     with torch.no_grad():
@@ -124,13 +155,16 @@ def for_target(target, n_layer=None, gamma=8, reads=False):
 
 
 @torch.no_grad()
-def from_module(module, target, gamma):
-    """A drafter that starts as a trained module of prism.py: its first slot is drafted as an EAGLE head
-    drafts it, but for a row more at the beginning of the text, and only the others are to be learned. A layer
-    comes behind the module's, which adds nothing yet: there, open slots can read what the row of t_n guesses.
-    """
+def from_prism(prism, target, gamma, rank=0):
+    """A drafter that starts as module 0 of a trained drafter of prism.py: its first slot is drafted as an
+    EAGLE head drafts it, but for a row more at the beginning of the text, and only the others are to be
+    learned. A layer comes behind the module's, which adds nothing yet: there, open slots can read what the row
+    of t_n guesses."""
+    module = prism.bank[0]
     n_layer = len(module.blocks)
-    drafter = for_target(target, n_layer + 1, gamma, reads=True)
+    drafter = for_target(target, n_layer + 1, gamma, True, prism.config.feature_layers, rank)
+    if drafter.fuse is not None:
+        drafter.fuse.load_state_dict(prism.fuse.state_dict())
     drafter.norm.load_state_dict(module.norm.state_dict())
     drafter.join.load_state_dict(module.join.state_dict())
     for mine, trained in zip(drafter.blocks, module.blocks):
@@ -172,6 +206,7 @@ class SpecDiffDrafter(Cached):
         self.temperature = temperature
         self.stop = STOP if k_drafts == 1 else 0.0
         self.reads = drafter.config.reads
+        self.feature_layers = drafter.config.feature_layers
 
     def prepare(self, batch, longest):
         if can_fuse(self.target):
@@ -198,8 +233,7 @@ class SpecDiffDrafter(Cached):
                 n += len(rows.tokens)
             wanted += range(n - slots, n)                # the rows of t_n and of the masks
         hidden, = self.run_round(work)
-        logits = self.words.logits(hidden[wanted]).split(sizes)
-        for i, own in zip(live, logits):
+        for i, own in zip(live, hidden[wanted].split(sizes)):
             out[i] = self._chains(requests[i], own, limits[i])
         return out
 
@@ -214,7 +248,7 @@ class SpecDiffDrafter(Cached):
             # Each new token reads the state of the token before it, the first one none; each mask the newest
             # state there is.
             if notes.cached == 0:
-                notes.features.insert(0, notes.cache.k.new_zeros(1, self.config.d_model))
+                notes.features.insert(0, notes.cache.k.new_zeros(1, self.n_features))
             of_new = notes.take_features()
             of_masks = of_new[-1:].expand(len(masks), -1)
         fed = [notes.rows(request.tokens[notes.cached:], of_new)]
@@ -224,35 +258,55 @@ class SpecDiffDrafter(Cached):
             fed.append(notes.rows(masks, of_masks, tail=sees_all))
         return fed
 
-    def _chains(self, request, logits, limit):
-        """What the engine gets of one request: a chain, or the trie of several, drawn from the logits (n, N)
+    def _chains(self, request, states, limit):
+        """What the engine gets of one request: a chain, or the trie of several, drawn from the states (n, C)
         of the slots."""
         # At which temperature?
         sampling = request.sampling
         if self.temperature is not None:
             sampling = replace(sampling, temperature=self.temperature)
-        if sampling.temperature == 0:
-            index = argmax(logits)
-            return self._cut(index, logits.float().softmax(-1)), None
-
-        # Draw k chains from the same marginals. Near the end of an answer, fewer fit into its cache.
-        n = len(logits)
-        k = min(self.width, limit // n)
-        q = warp(logits, sampling)                                                        # (n, N)
-        coins = request.coins(n * k).view(n, k).to(q.device)
-        drawn = draw(q[:, None].expand(-1, k, -1), coins)                                 # (n, k)
+        # Draw k chains. Near the end of an answer, fewer fit into its cache.
+        n = len(states)
+        k = min(self.width, limit // n) if sampling.temperature else 1
+        coins = None
+        if sampling.temperature:
+            coins = request.coins(n * k).view(n, k).to(states.device)
+        drawn, q = self._draw(states, k, sampling, coins)                                 # (n, k), (n, k, N)
         if k == 1:
-            chain = self._cut(drawn[:, 0], q)
-            return chain, self.words.whole(q)[:len(chain)] if self.rule == "rejection" else None
+            chain = self._cut(drawn[:, 0], q[:, 0])
+            known = sampling.temperature and self.rule == "rejection"
+            return chain, self.words.whole(q[:len(chain), 0]) if known else None
 
         # Merge them to a trie, and say which rule judges it.
-        q = self.words.whole(q)                                                           # (n, V)
+        q = self.words.whole(q).unbind(1)                                                 # k of (n, V)
         tokens, parents = [], []
         rows = [graft(chain, tokens, parents) for chain in self.words.tokens(drawn).T.tolist()]
         rule = RULES[self.rule]
         if self.rule == "rejection":
-            rule = partial(rejection_tree, [(chain, q) for chain in rows])
+            rule = partial(rejection_tree, list(zip(rows, q)))
         return tokens, None, parents, rule
+
+    def _draw(self, states, k, sampling, coins):
+        """k chains from the states (n, C) of n slots: indices (n, k), and the distributions (n, k, N) that
+        they were drawn from with coins (n, k); at temperature 0 the argmax, and the softmax."""
+        logits = self.words.logits(states)[:, None]                                       # (n, 1, N)
+        if self.drafter.markov is None:
+            index, q = _choose(logits, sampling, coins)
+            return index.expand(-1, k), q.expand(-1, k, -1)
+
+        # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
+        top, among = logits[:, 0].topk(min(CANDIDATES, self.words.size))                  # (n, c)
+        of_head = self.words.head.weight[among]                                           # (n, c, C)
+        indices, qs, more = [], [], 0.0
+        for slot in range(len(states)):
+            coin = None if coins is None else coins[slot]
+            index, q = _choose((top[slot] + more).expand(k, -1), sampling, coin)
+            indices.append(among[slot][index])                                            # (k,)
+            qs.append(logits.new_zeros(k, self.words.size, dtype=q.dtype).index_copy_(1, among[slot], q))
+            if slot + 1 < len(states):
+                term = self.drafter.markov(self.words.embed(self.words.tokens(indices[-1])))   # (k, C)
+                more = term @ of_head[slot + 1].mT                                        # (k, c)
+        return torch.stack(indices), torch.stack(qs)
 
     def _cut(self, index, q):
         """The tokens of a chain of indices (n,) drawn from q (n, N), up to the first one that makes the
@@ -260,6 +314,14 @@ class SpecDiffDrafter(Cached):
         reach = q.gather(-1, index[:, None])[:, 0].cumprod(0)
         n = 1 + int((reach[:-1] >= self.stop).sum())
         return self.words.tokens(index[:n]).tolist()
+
+
+def _choose(logits, sampling, coins):
+    """(indices (..), the distributions (.., N) they were drawn from) of logits (.., N)."""
+    if sampling.temperature == 0:
+        return argmax(logits), logits.float().softmax(-1)
+    q = warp(logits, sampling)
+    return draw(q.expand(*coins.shape, -1), coins), q
 
 
 # -- folders ---------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def heads():
     torch.manual_seed(5)
     drafter = prism.for_target(TARGET, (0, 1))
     [answer] = Engine(TARGET, Lockstep, 1).generate([Request(PROMPTS[0], 60)])
-    batch = rollouts.padded([rollouts.read(TARGET, [], answer.prompt_ids + answer.token_ids, 0)], last_layer=True)
+    batch = rollouts.padded([rollouts.read(TARGET, [], answer.prompt_ids + answer.token_ids, 0)])
     opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
     for _ in range(30):
         loss, _ = train_prism.unrolled_loss(drafter, Words(TARGET), batch, 3)

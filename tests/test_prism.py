@@ -63,7 +63,7 @@ SHAPES = {"chain": (4, 1, 4), "early stop": (4, 1, 4, 0.15), "tree": (4, 2, 8),
 def texts(n):
     """Answers of TARGET to n prompts, and what it knew of them."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(Lockstep, prompts(n), 10)[0]]
-    return rollouts.padded([rollouts.read(TARGET, *row, 0) for row in rows], last_layer=True)
+    return rollouts.padded([rollouts.read(TARGET, *row, 0) for row in rows])
 
 
 @pytest.fixture(scope="module")

@@ -113,20 +113,16 @@ class Batch(NamedTuple):
     lower: torch.Tensor                  # (B, S, F * C) hidden states of its feature_layers
     hidden: torch.Tensor                 # (B, S, C) its final hidden states
 
-    @property
-    def features(self):
-        """(B, S, (F + 1) * C), as a drafter reads them in decoding."""
-        return torch.cat([self.lower, self.hidden], -1)
+    def features(self, config):
+        """(B, S, (F + 1) * C), as a drafter of this config reads them in decoding."""
+        return torch.cat([self.lower, self.hidden], -1) if config.feature_layers else self.hidden
 
 
-def padded(texts, device="cpu", last_layer=False):
-    """The Batch of texts, see `read`; with last_layer its `lower` is empty."""
+def padded(texts, device="cpu"):
+    """The Batch of texts, see `read`."""
     columns = {}
     for name in Batch._fields:
-        column = [text[name] for text in texts]
-        if name == "lower" and last_layer:
-            column = [x[:, :0] for x in column]          # their pages are not read
-        column = pad_sequence(column, batch_first=True).to(device)
+        column = pad_sequence([text[name] for text in texts], batch_first=True).to(device)
         columns[name] = column.float() if name in ("lower", "hidden") else column
     return Batch(**columns)
 
@@ -315,10 +311,7 @@ class DrafterRun(training.Run):
         for step in self.steps():
             numbers, self.tokens = self.plan[step]
             self.used = self.tokens / self.plan[-1][1]
-            yield step, self.batch([self.texts[i] for i in numbers])
-
-    def batch(self, texts):
-        return padded(texts, self.args.device, self.args.last_layer)
+            yield step, padded([self.texts[i] for i in numbers], self.args.device)
 
     @torch.no_grad()
     def heldout_mean(self, estimate):
@@ -327,6 +320,6 @@ class DrafterRun(training.Run):
         for i in range(0, len(self.heldout), 4):
             some = self.heldout[i:i + 4]
             with training.bf16(self.args.device):
-                means = estimate(self.batch(some))
+                means = estimate(padded(some, self.args.device))
             total.update({name: x * len(some) / len(self.heldout) for name, x in means.items()})
         return total

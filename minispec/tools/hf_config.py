@@ -19,7 +19,7 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 # The largest that a number can be. Beyond it a file is damaged, and believing it could take all memory.
 MOST = {"n_layer": 1 << 10, "head_dim": 1 << 8, "rope_theta": 1e12, "norm_eps": 1e-2}
 MILLION = 1 << 20                                        # of all others
-FROM_ZERO = ("bos_id", "eos_id", "draft_vocab")
+FROM_ZERO = ("bos_id", "eos_id", "draft_vocab", "rank")
 
 
 def weight_names(c):

@@ -41,7 +41,7 @@ from minispec.tools.files import blame, read_json, replaced, write_json, write_t
 from minispec.tools.script import check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
-MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab")
+MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab", "markov")
 WARMUP = 0.02               # of a run, in which the learning rate rises
 TRIM = 100                  # steps between two returns of free memory
 
