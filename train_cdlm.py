@@ -33,7 +33,7 @@ from minispec.studies import cdlm as study
 from minispec.tools import checkpoints, training
 from minispec.tools.files import blame, read_tensors, replaced
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Run, bf16, divergence, fast_dtype, generator_of, locked, schedule
+from minispec.tools.training import Divergence, Run, bf16, fast_dtype, generator_of, locked, schedule
 
 BLOCK_WARMUP = 0.5               # of the teacher's steps have block-causal attention
 IN_ORDER = 0.6                   # of the blocks are masked in reading order: see `masks.turns`
@@ -146,7 +146,7 @@ def distillation_loss(model, teacher_head, batch, k, mask_id):
     # What the teacher thought of each slot when it revealed it.
     with torch.autocast(tokens.device.type, enabled=False):
         goal = mask_free(batch["hidden"][masked].to(teacher_head.dtype) @ teacher_head.T, mask_id)
-    values = divergence(goal, mask_free(model.logits(hidden[masked]), mask_id))
+    values = Divergence(goal)(mask_free(model.logits(hidden[masked]), mask_id))
     # The mean over the masked slots of a block, of all blocks with text.
     count = masks.per_slot(cdlm.BLOCK_SIZE - k % cdlm.BLOCK_SIZE)
     return (values / count[masked]).sum() / (batch["live"] // cdlm.BLOCK_SIZE).sum()
@@ -170,7 +170,7 @@ def consistency_loss(model, batch, mask_id, generator):
     with torch.no_grad():
         goal = logits(k_star)
     count = s.sum(-1, keepdim=True).expand_as(s)
-    return (divergence(goal, logits(k)) / count[s]).sum() / len(tokens)
+    return (Divergence(goal)(logits(k)) / count[s]).sum() / len(tokens)
 
 
 # -- trajectories --------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from minispec.tools import training
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools.methods import SHIPPED
-from minispec.tools.training import Run, bf16, divergence, locked
+from minispec.tools.training import Divergence, Run, bf16, locked
 
 # -- settings -------------------------------------------------------------------------------------
 # What the command line does not ask. Change these when the data or the machine is another one.
@@ -177,7 +177,7 @@ def train(args, teacher):
             else:
                 with torch.no_grad():
                     goal = teacher.logits(teacher(x, positions, attend)[learn])
-                loss = divergence(goal, logits).mean()
+                loss = Divergence(goal)(logits).mean()
 
         # One step of the optimiser.
         loss.backward()

@@ -26,7 +26,7 @@ from minispec.core.verify import argmax
 from minispec.core.words import Words, feature_layers_of
 from minispec.data import rollouts
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import bf16, divergence
+from minispec.tools.training import Divergence, bf16, numbers_of
 
 LR = 2e-3                   # at the peak, from scratch; a third of it for copies of a trained module
 WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
@@ -154,20 +154,24 @@ def unrolled_loss(prism, words, batch, steps):
     # rows that guess any of the tokens to learn draft.
     judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
     judged[:, :steps] = False                            # too near the beginning to be guessed at every step
-    judges = judged.flatten().nonzero()[:, 0]            # (n,), rows s numbered along all texts
-    drafting = torch.stack([judges - k for k in range(1, steps + 1)])          # (steps, n), their rows r
-    rows, place = drafting.unique(return_inverse=True)
+    drafts = sum(judged.roll(-k, 1) for k in range(1, steps + 1)) > 0
+    judges, n = numbers_of(judged.flatten())             # numbered along all texts; the first n judge
+    rows, _ = numbers_of(drafts.flatten())
     states = unroll(prism, words, batch.ids, batch.features(prism.config), steps, rows)
 
     # 2. Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
     # that the drafter can become.
-    goal = words.logits(batch.hidden.flatten(0, 1)[judges])                    # (n, N)
-    best = batch.best.flatten()[judges]
+    divergence = Divergence(words.logits(batch.hidden.flatten(0, 1)[judges])[:n])        # of (n, N)
+    best = batch.best.flatten()[judges[:n]]
+    place = torch.zeros_like(drafts.flatten(), dtype=torch.long)
+    place[rows] = torch.arange(len(rows), device=rows.device)
     loss, chains = 0.0, []
     right = whole = rows >= 0                            # are all guesses of a row right, and all judged?
-    for a, own in zip(states, place):
-        guess = words.logits(a[own])
-        loss = loss + divergence(goal, guess).sum() / max(len(guess), 1)
+    for k, a in enumerate(states, 1):
+        own = place[(judges - k).clamp(min=0)]           # where the rows r lie among `rows`
+        guess = words.logits(a[own])[:n]
+        own = own[:n]
+        loss = loss + divergence(guess).sum() / max(n, 1)
         # 3. How far the guesses of each row are the target's argmax.
         hits = words.tokens(argmax(guess)) == best
         guessed = torch.zeros_like(whole).index_fill(0, own, True)

@@ -36,7 +36,7 @@ from minispec.data import rollouts
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
 from minispec.specdiff import MASK
-from minispec.tools.training import bf16, divergence, generator_of
+from minispec.tools.training import Divergence, bf16, generator_of
 
 # kl learns from the target's distributions, the others from the answers' tokens.
 OBJECTIVES = ("kl", "mdlm", "ce", "streak", "log-streak", "streak-rs")
@@ -246,10 +246,10 @@ def distillation(drafter, batch, starts, windows, text, valid):
     logits = drafter.words.logits
     # Every row of an answer is the first slot of a window.
     judged = F.pad(batch.learn[:, 1:], (0, 1))                                            # (B, S)
-    first = divergence(logits(batch.hidden[judged]), logits(text[judged])).mean()
+    first = Divergence(logits(batch.hidden[judged]))(logits(text[judged])).mean()
     # The others are those of the windows.
     goal = at_places(batch.hidden, places_of(starts - 1, gamma))                          # (B, W, gamma, C)
-    slots = divergence(logits(goal), logits(windows)) * valid                             # (B, W, gamma)
+    slots = Divergence(logits(goal))(logits(windows)) * valid                             # (B, W, gamma)
     mean = slots.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
     decay = DECAY ** torch.arange(gamma, device=mean.device)
     return first + (mean * decay)[1:].sum()

@@ -73,16 +73,16 @@ def test_consistency_loss_by_hand(model, trajectories):                         
         one = {"tokens": tokens[row:row + 1], "rank": rank[row:row + 1]}
         logp = lambda step: dense(model, prompt, at(one, torch.tensor([step]))[0].tolist()).log_softmax(-1)[ENDS[b]:]
         if b < 3:
-            want += train_cdlm.divergence(logp(ENDS[b]), logp(k[row])).mean().item() / 4
+            want += train_cdlm.Divergence(logp(ENDS[b]))(logp(k[row])).mean().item() / 4
     assert want > 0 and abs(consistency(model, trajectories).item() / want - 1) < 1e-3
 
 
 def test_divergence():                                                             # 14, 17
     a, b = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
     p, q = a.softmax(-1), b.softmax(-1)
-    assert torch.allclose(train_cdlm.divergence(a, b), (p * (p / q).log()).sum(-1), atol=1e-5)
+    assert torch.allclose(train_cdlm.Divergence(a)(b), (p * (p / q).log()).sum(-1), atol=1e-5)
     masked = cdlm.mask_free(a, 3)
-    assert (train_cdlm.divergence(a, a).abs() < 1e-6).all() and train_cdlm.divergence(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
+    assert (train_cdlm.Divergence(a)(a).abs() < 1e-6).all() and train_cdlm.Divergence(masked)(cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
 
 
 def test_a_model_has_nothing_to_learn_from_its_own_last_step(model):               # 14

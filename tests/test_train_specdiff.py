@@ -95,8 +95,9 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
     seen = [rollouts.read(target, *row) for row in rows]
     seen[1] = {name: x[:4] for name, x in seen[1].items()}         # a text that was cut
     batch = rollouts.padded(seen)
-    assert batch.ids.tolist() == [[5, 6, 7, eos], [5, 7, 8, 9]] and batch.learn.tolist() == [[False, False, True, True], [False, True, True, True]]
-    assert batch.log_p[0, :2].tolist() == [0, 0] and (batch.log_p[0, 2:] < 0).all() and batch.hidden.shape == (2, 4, 32)
+    assert batch.ids[:, :4].tolist() == [[5, 6, 7, eos], [5, 7, 8, 9]] and not batch.ids[:, 4:].any() and not batch.learn[:, 4:].any()
+    assert batch.learn[:, :4].tolist() == [[False, False, True, True], [False, True, True, True]]
+    assert batch.log_p[0, :2].tolist() == [0, 0] and (batch.log_p[0, 2:4] < 0).all() and batch.hidden.shape == (2, 16, 32)
 
 
 def test_a_drafter_can_go_on_from_another(folder):

@@ -40,6 +40,7 @@ from minispec.tools.files import blame, read_tensors, replaced
 
 SHARD = 128                 # prompts answered between two writes
 LONGEST = 1536              # tokens of a training text; longer ones are cut
+ROUND = 16
 TEMPERATURES = (0, 0.7, 0, 1)           # of the target's answers, in turn
 
 
@@ -119,10 +120,12 @@ class Batch(NamedTuple):
 
 
 def padded(texts, device="cpu"):
-    """The Batch of texts, see `read`."""
+    """The Batch of texts, see `read`. S is a multiple of ROUND, so that few shapes occur."""
     columns = {}
     for name in Batch._fields:
-        column = pad_sequence([text[name] for text in texts], batch_first=True).to(device)
+        column = pad_sequence([text[name] for text in texts], batch_first=True)
+        more = -column.shape[1] % ROUND
+        column = F.pad(column, [0, 0] * (column.ndim - 2) + [0, more]).to(device)
         columns[name] = column.float() if name in ("lower", "hidden") else column
     return Batch(**columns)
 

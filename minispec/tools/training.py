@@ -43,6 +43,8 @@ from minispec.tools.script import check_device
 MOST = 10 ** 10             # the largest number that a setting may be
 MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab", "markov")
 WARMUP = 0.02               # of a run, in which the learning rate rises
+GROUP = 256                 # rows sorted by length at a time
+ROWS = 128                  # a step's products have a multiple of so many rows
 TRIM = 100                  # steps between two returns of free memory
 
 
@@ -103,12 +105,26 @@ def bf16(device):
     return torch.autocast(device.split(":")[0], torch.bfloat16, fast_dtype(device) == torch.bfloat16)
 
 
-def divergence(target, logits):
+class Divergence:
     """KL(target || model) (...) of two sets of logits (..., V), in fp32: it makes the model cover all of the
-    target's mass. No gradient reaches the target."""
-    p = target.detach().softmax(-1, dtype=torch.float32)
-    log_q = logits.log_softmax(-1, dtype=torch.float32)
-    return F.kl_div(log_q, p, reduction="none").sum(-1)
+    target's mass. No gradient reaches the target, whose softmax and entropy are computed once for all models
+    that are held against it."""
+
+    def __init__(self, target):
+        self.p = target.detach().softmax(-1, dtype=torch.float32)
+        self.entropy = torch.special.entr(self.p).sum(-1)
+
+    def __call__(self, logits):
+        log_q = logits.log_softmax(-1, dtype=torch.float32)
+        return -torch.linalg.vecdot(self.p, log_q) - self.entropy
+
+
+def numbers_of(mask):
+    """(the numbers of the true entries of a mask (N,), followed by false ones up to a multiple of ROWS; how many
+    are true). oneDNN compiles a kernel for every number of rows, which takes longer than to run it, so products
+    of gathered rows should have few shapes."""
+    n = int(mask.sum())
+    return mask.logical_not().byte().argsort(stable=True)[:-(-n // ROWS) * ROWS], n
 
 
 # -- batches -------------------------------------------------------------------------------------------------
@@ -131,10 +147,10 @@ def _epoch(rng, lengths, batch_tokens):
     """Every row once, in batches of at most `batch_tokens` padded tokens, shuffled."""
     order = rng.sample(range(len(lengths)), len(lengths))
     batches = []
-    for i in range(0, len(order), 64):
-        # Sort only 64 at a time, so that batches differ from epoch to epoch.
+    for i in range(0, len(order), GROUP):
+        # Not all rows are sorted, so that batches differ from epoch to epoch.
         batch = []
-        for row in sorted(order[i:i + 64], key=lengths.__getitem__):
+        for row in sorted(order[i:i + GROUP], key=lengths.__getitem__):
             if batch and (len(batch) + 1) * lengths[row] > batch_tokens:
                 batches.append(batch)
                 batch = []
