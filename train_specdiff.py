@@ -107,8 +107,8 @@ def window_states(drafter, ids, starts, features=None, shown=None):
     of texts ids (B, S), and (B, S, C) of the texts themselves.
 
     shown: the contents of the slots (B, W, gamma), MASK where they are open (default: all are). features (B,
-    S, (F + 1) * C): the target's states of every token, for a drafter that reads them. Texts are padded on the
-    right; no window may begin after that. """
+    S, (F + 1) * C): the target's states of every token, for a drafter that reads them. Texts are padded on
+    the right; no window may begin after that. """
     c = drafter.config
     n = ids.shape[1]
     rows = c.gamma - 1                              # the last committed token guesses slot 1

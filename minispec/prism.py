@@ -15,8 +15,8 @@ t_{r+2}:
     step k      a_k = module m(k) (E[t_{r+k}], a_{k-1})    -> t_{r+k+1}    the state is the drafter's own
 
 at position r + k - 1. The feature joins the states of three layers of the target: a low one, a middle one
-and the last one (`feature_layers`). Embedding and head are the target's, frozen. The keys and values of all modules go to
-one cache that is one layer deep. All its rows but those of the running round were written by module 0 from
+and the last one (`feature_layers`). Embedding and head are the target's, frozen. The keys and values of all
+modules go to one cache that is one layer deep. All its rows but those of the running round were written by module 0 from
 the target's features, so every module must be able to read module 0's. When the features of accepted tokens
 are known, module 0 encodes them again.
 

@@ -20,13 +20,13 @@ the next round:
     reading    t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row reads a hidden state f of
                      f_0   ..  f_n-1 | f_n-1 ..  f_n-1     the target: the newest when the token is chosen
 
-A slot's marginal knows nothing of the token drafted one slot earlier. The optional Markov head (`rank` > 0; the
-repair of DSpark, 2607.05147, and Domino, 2605.29707) adds a low-rank term of that token to the slot's logits,
+A slot's marginal knows nothing of the token drafted one slot earlier. The optional Markov head (`rank` > 0;
+as in DSpark, 2607.05147) adds a low-rank term of that token to the slot's logits,
 
     h_j + U V E[x_j-1]     in place of the state h_j of slot j; rank 0: the paper's drafter
 
-so slots are drawn one after the other, among the CANDIDATES likeliest tokens of each marginal, without another
-forward. Such a chain has a known q, and every rule judges it as it judges the marginals' chains.
+so slots are drawn one after the other, among the CANDIDATES likeliest tokens of each marginal, without
+another forward. Such a chain has a known q, and every rule judges it as it judges the marginals' chains.
 
 A row guesses the token after its own, as the target does, whose weights the drafter starts from: t_n guesses
 slot 1 and gamma - 1 masks the others. The reading form joins the ideas of DFlash (2602.06036), a diffusion
@@ -158,8 +158,8 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
 def from_prism(prism, target, gamma, rank=0):
     """A drafter that starts as module 0 of a trained drafter of prism.py: its first slot is drafted as an
     EAGLE head drafts it, but for a row more at the beginning of the text, and only the others are to be
-    learned. A layer comes behind the module's, which adds nothing yet: there, open slots can read what the row
-    of t_n guesses."""
+    learned. A layer comes behind the module's, which adds nothing yet: there, open slots can read what the
+    row of t_n guesses."""
     module = prism.bank[0]
     n_layer = len(module.blocks)
     drafter = for_target(target, n_layer + 1, gamma, True, prism.config.feature_layers, rank)

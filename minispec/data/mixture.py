@@ -123,7 +123,8 @@ def main():
             rows += rows_of(args.data, name)
         else:
             print(f"{args.data / name} is not there and left out")
-    for some, most in ((list(functions()), FUNCTIONS), (list(passages(args.data / "standardebooks", rng)), PASSAGES)):
+    books = list(passages(args.data / "standardebooks", rng))
+    for some, most in ((list(functions()), FUNCTIONS), (books, PASSAGES)):
         rows += rng.sample(some, min(most, len(some)))
     write(args.out / "prompts.jsonl", [(prompt, "") for prompt, _ in rows], rng)
     write(args.out / "given.jsonl", [row for row in rows if row[1]], rng)

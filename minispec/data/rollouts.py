@@ -110,7 +110,7 @@ class Batch(NamedTuple):
     ids: torch.Tensor                    # (B, S)
     learn: torch.Tensor                  # (B, S) bool
     log_p: torch.Tensor                  # (B, S) of each token to learn, under the target
-    best: torch.Tensor                   # (B, S) the target's argmax for the next token, where that is to learn
+    best: torch.Tensor                   # (B, S) the target's argmax, in front of tokens to learn
     lower: torch.Tensor                  # (B, S, F * C) hidden states of its feature_layers
     hidden: torch.Tensor                 # (B, S, C) its final hidden states
 

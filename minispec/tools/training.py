@@ -120,9 +120,9 @@ class Divergence:
 
 
 def numbers_of(mask):
-    """(the numbers of the true entries of a mask (N,), followed by false ones up to a multiple of ROWS; how many
-    are true). oneDNN compiles a kernel for every number of rows, which takes longer than to run it, so products
-    of gathered rows should have few shapes."""
+    """(the numbers of the true entries of a mask (N,), followed by false ones up to a multiple of ROWS; how
+    many are true). oneDNN compiles a kernel for every number of rows, which takes longer than to run it, so
+    products of gathered rows should have few shapes."""
     n = int(mask.sum())
     return mask.logical_not().byte().argsort(stable=True)[:-(-n // ROWS) * ROWS], n
 
