@@ -90,19 +90,6 @@ class Answer:
         self.n_revealed += 1
 
 
-class Window(FullKeys):
-    """The keys of n rows at positions `start` on, which all see the first `seen` positions of their request:
-    so no mask is needed."""
-
-    def __init__(self, cache, base, start, n, seen):
-        super().__init__(cache, base, start, n, tail=torch.ones(n, n, dtype=torch.bool))
-        self.all = slice(base, base + seen)
-        self.pool, self.in_steps = None, False           # served alone, by torch's attention
-
-    def mask_of(self, q, n_groups, width):
-        return None
-
-
 def choose(logits, request):
     """A token for each row of logits (n, V) and its probability. A request that samples draws from its own
     random stream; the probability is always that of temperature 1."""
@@ -172,15 +159,15 @@ class Decoder:
             started = time.perf_counter()
             # 0. Finished answers make room; the caller may have cancelled others.
             for a in left:
-                if a.request.finished and a.request.run:
-                    self.cache.close(a.request.run)
+                if a.request.finished and a.request.blocks:
+                    self.cache.close(a.request.blocks)
             left = [a for a in left if not a.request.finished]
             if not left:
                 return
             # 1. Fill the batch.
             active = left[:self.batch_size]
             for a in active:
-                a.request.run = a.request.run or self.cache.open(len(a.tokens))
+                a.request.blocks = a.request.blocks or self.cache.open(len(a.tokens))
             # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
             hidden, logits, seconds = self.forward(active)
             committed = self.settle(active, hidden, logits, seconds / len(active))
@@ -191,11 +178,12 @@ class Decoder:
         check_requests(requests, self.model.config)
         for r in requests:
             r.state = Answer(r, self.mask_id)
-            r.run = None
+            r.blocks = None
         # A cache for this stream alone: one that was left in the middle cannot be in the way.
         longest = max((r.longest for r in requests), default=0)
-        n_slots = longest * min(self.batch_size, len(requests))
-        self.cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
+        self.cache = KVCache(self.model.config, 0, self.model.dtype, self.model.device)
+        for _ in range(min(self.batch_size, len(requests))):
+            self.cache.grow(longest)
         return [r.state for r in requests]
 
     def window(self, a):
@@ -215,7 +203,9 @@ class Decoder:
                 self._segment(a, a.first, a.last, a.last)]
 
     def _segment(self, a, start, end, seen, kind="verify"):
-        keys = Window(self.cache, a.request.run.first, start, end - start, seen)
+        # All rows see the same positions, those behind them too.
+        sees = torch.ones(end - start, seen, dtype=torch.bool)
+        keys = FullKeys(self.cache, a.request.blocks, start, end - start, tail=sees)
         return Segment(a.request, a.tokens[start:end], start, keys, kind)
 
     def forward(self, active):

@@ -30,7 +30,7 @@ so gathering it once is cheaper on a CPU than gathering it at every step, and th
 computed under sparse attention at all (the paper overwrites them at verification). All k + 1 rows count in
 the scores; the released kernel drops rows beyond its first tile. By default scores are handed on to the
 positions behind and remembered (`look_ahead`); select="pillar" is the paper's rule. Selections are positions,
-not slots, so a request may move or leave the device. With `lookup` a draft step has more rows than one, as
+not slots, so a request may leave the device and come back elsewhere. With `lookup` a draft step has more rows than one, as
 long as rows cost little: what followed the last time that the text went like this. Sparse attention judges
 these copies, and full attention what passed, three levels as in TriForce (2404.11912). On a GPU
 (kernels/fused.py) it is meant to be as in the paper, with CUDA graphs (kernels/graphs.py); it has not run on
@@ -64,9 +64,9 @@ N_SINKS = 4                                  # first positions that a plain wind
 class PillarKeys:
     """What the draft rows of a request may see in one round: selected (L, G, c) positions, chosen per layer
     and KV head, and the `recent` newest of `length` cached ones (selected None: all of them); then the rows
-    of the round itself, of which a forward has `rows`. `base` is the request's first slot."""
-    pool: object
-    base: int
+    of the round itself, of which a forward has `rows`. `blocks` are the request's; `server` is a DraftPool."""
+    server: object
+    blocks: object
     length: int
     selected: torch.Tensor
     recent: int
@@ -107,17 +107,14 @@ class DraftPool:
         keys.row = self.taken.index(None)
         self.taken[keys.row] = keys
         self._grow(len(self.taken), keys.n + self.room)
-        old = keys.n - keys.recent
-        end = keys.base + keys.length
+        # The slots of all positions, then of those that are seen.
+        slots = self.cache.slots_of(keys.blocks, range(keys.length))
+        if keys.selected is not None:
+            newest = slots[keys.length - keys.recent:].expand(*keys.selected.shape[:2], -1)
+            slots = torch.cat([slots[keys.selected], newest], 2)               # (L, G, n)
         for pool, cached in ((self.k, self.cache.k), (self.v, self.cache.v)):
-            copy = pool[:, keys.row]                                           # (L, G, width, D)
-            if keys.selected is None:
-                copy[:, :, :keys.n] = cached[:, :, keys.base:end]
-            else:
-                rows = self.heads + keys.base + keys.selected                  # (L, G, c)
-                # F.embedding copies whole rows: a tenth of the time of gather.
-                copy[:, :, :old] = F.embedding(rows, cached.view(-1, copy.shape[-1]))
-                copy[:, :, old:keys.n] = cached[:, :, end - keys.recent:end]
+            # F.embedding copies whole rows: a tenth of the time of gather.
+            pool[:, keys.row, :, :keys.n] = F.embedding(self.heads + slots, cached.flatten(0, 2))
 
     def _grow(self, rows, width):
         more_rows = max(rows - self.k.shape[1], 0)
@@ -300,8 +297,7 @@ class SpecGen(Planner):
 
     def _draft(self, r, state, spare):
         if state.keys is None:
-            state.keys = PillarKeys(self.pool, 0, r.n_cached, state.selected, state.recent)
-        state.keys.base = r.run.first                      # it moves while others come and go
+            state.keys = PillarKeys(self.pool, r.blocks, r.n_cached, state.selected, state.recent)
         token = state.drafts[-1] if state.drafts else r.tokens[-1]
         copies = self.ngram.copies(r, min(spare, state.k - len(state.drafts) - 1), state.drafts)
         rows = [token, *copies]
@@ -312,7 +308,7 @@ class SpecGen(Planner):
     def _verify(self, r, state):
         self.pool.give_back(state.keys)                    # the drafts' list is not needed any more
         rows = [r.tokens[-1], *state.drafts]
-        keys = FullKeys(self.engine.cache, r.run.first, r.n_cached, len(rows), record=self.record)
+        keys = FullKeys(self.engine.cache, r.blocks, r.n_cached, len(rows), record=self.record)
         q = torch.stack(state.q) if state.q else None
         return Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts, q)
 

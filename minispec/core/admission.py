@@ -13,11 +13,10 @@ The length of a chain of thought is not known beforehand. Policies:
 The oldest request always goes on, so every request ends. The youngest leaves first and the last one to leave
 comes back first, so those that wait on the host are a stack and service is in order of age. Nobody leaves
 while a verdict on its last verification is due (delayed verification), because that verdict says how much of
-its cache is valid.
+its cache is valid. The cache hands out whole blocks (kv_cache.py), so sizes here are multiples of one.
 """
 POLICIES = ("reserve", "preempt", "offload")
 CHUNK = 1024            # tokens that move between device and host at once
-GROWTH = 64  # slots that a run grows by beyond its need, while there is room: growing may mean moving
 
 
 class Admission:
@@ -58,34 +57,32 @@ class Admission:
 
     def reach(self, r):
         """Slots that a request needs for what it has and for its next verification."""
-        if self.policy == "reserve":
-            return max(r.longest, self.engine.run_size)
-        return min(r.longest, len(r.tokens) + self.engine.planner.rows)
+        longest = r.longest
+        if self.policy != "reserve":
+            longest = min(longest, len(r.tokens) + self.engine.planner.rows)
+        return self.engine.cache.blocks_for(longest) * self.engine.cache.block
 
     def _missing_slots(self):
         """Slots that all active requests together need beyond those they have."""
-        return sum(max(self.reach(r) - r.run.size, 0) for r in self.engine.active)
+        size = self.engine.cache.size
+        return sum(max(self.reach(r) - size(r.blocks), 0) for r in self.engine.active)
 
     def _make_room(self, r):
         """Room for the next rows of an active request, at the cost of younger ones. False if it had to
         leave."""
         cache = self.engine.cache
         need = self.reach(r)
-        if r.run.size >= need:
+        if cache.size(r.blocks) >= need:
             return True
-        # Grow by more than is needed, but only into slots that nobody needs now.
-        generous = min(r.longest, need + GROWTH)
-        if cache.free - self._missing_slots() >= generous - need:
-            return cache.resize(r.run, generous)
         # The younger ones leave, from the youngest on. If it is this one's turn, it leaves itself.
-        while not cache.resize(r.run, need):
-            if self.paused and self.paused[-1].run.size:   # one is half out already
+        while not cache.resize(r.blocks, need):
+            if self.paused and self.paused[-1].blocks.table:   # one is half out already
                 victim = self.paused[-1]
             else:
                 victim = self.engine.active.pop()
                 self._push_out(victim)
             if self.policy == "offload":
-                cache.offload(victim.run, CHUNK)
+                cache.offload(victim.blocks, CHUNK)
             if victim is r:
                 return False
         return True
@@ -108,7 +105,7 @@ class Admission:
         extra = self.engine.planner.extra_slots(r)
         if self.reach(r) + extra > cache.free:
             return False
-        r.run = cache.open(self.reach(r))
+        r.blocks = cache.open(self.reach(r))
         cache.charged += extra
         return True
 
@@ -117,20 +114,21 @@ class Admission:
         is whole again."""
         cache = self.engine.cache
         extra = self.engine.planner.extra_slots(r)
-        size = max(self.reach(r), r.run.size + r.run.on_host)
-        if cache.free < extra + self._missing_slots() + size - r.run.size:
+        held = cache.size(r.blocks)
+        size = max(self.reach(r), held + r.blocks.on_host)
+        if cache.free < extra + self._missing_slots() + size - held:
             return False
         cache.charged += extra
-        while r.run.host:
-            cache.restore(r.run)
-        return cache.resize(r.run, size)
+        while r.blocks.host:
+            cache.restore(r.blocks)
+        return cache.resize(r.blocks, size)
 
     def leave(self, r):
         """A request that is finished, or starts again: its slots and buffers are free."""
-        self.engine.cache.close(r.run)
+        self.engine.cache.close(r.blocks)
         if r in self.paused:
             self.paused.remove(r)
         else:
             self.engine.cache.charged -= self.engine.planner.extra_slots(r)
         self.engine.planner.release(r)
-        r.run = None
+        r.blocks = None

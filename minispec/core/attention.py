@@ -2,20 +2,18 @@
 
 Training:  `dense_attend(mask)` sees whole sequences.
 Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number
-           of query rows. Each segment brings its own *keys* object, which stores the rows' k and v where
-           they belong and lets the rows' queries read what they may. Here that is FullKeys: all cached
-           positions, causal among the new rows, or along the paths of a draft tree. specgen.py adds
-           PillarKeys, a short list of positions per layer and head.
+           of query rows. Each segment brings its own *keys* object, which says where the rows' k and v
+           belong and what the rows' queries may read. Here that is FullKeys: all cached positions, causal
+           among the new rows, or along the paths of a draft tree. specgen.py adds PillarKeys, a short list of
+           positions per layer and head. Keys that can share a product name the same `server`.
 On a GPU:  kernels/fused.py does what packed_attend does, all segments in one kernel a layer.
 
 Shapes, for one layer: N packed rows, n of them from one request; H query heads, G key/value heads, g = H /
 G query heads share a key head; D numbers a head; T positions that a request has cached, its new rows
 included.
 """
-import math
+import functools
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +24,8 @@ from minispec.core.kv_cache import KVCache
 # cuDNN's attention plans again for every new length, and in decoding every forward has one.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-FEW = 64            # rows of a request up to which it may be served with others; a prompt has more
-FILL = 1.5          # read at most so many times the keys that are needed, to serve requests together
-LONG = 1024         # keys from which on products are faster in bf16 than torch's attention; prompts: always
+FEW = 64            # rows of a request up to which it is served with others; a prompt has more
+FEW_BLOCKS = 8      # that torch's attention reads in less time than products
 
 
 # -- training ------------------------------------------------------------------------------------------------
@@ -48,75 +45,31 @@ def dense_attend(mask=None):
 
 def packed_attend(segments):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
-
-    Neighbours whose keys lie in one pool are served together, and so are those whose slots lie side by
-    side."""
-    parts = []                                           # (first row, last row + 1, attend)
-    for pool, some in groupby(segments, lambda segment: segment[2].pool):
-        some = list(some)
-        together = pool and pool.attend([keys for *_, keys in some])
-        if together:
-            parts.append((some[0][0], some[-1][1], together))
-        else:
-            parts += [(first, end, keys.attend) for first, end, keys in some]
+    Keys with the same server are served together."""
+    groups = {}
+    for first, end, keys in segments:
+        groups.setdefault(keys.server, []).append((first, end, keys))
+    parts = []                                           # (rows, attend over them)
+    for server, some in groups.items():
+        rows = [row for first, end, _ in some for row in range(first, end)]
+        parts.append((rows, server.attend([keys for *_, keys in some])))
     if len(parts) == 1:
-        return parts[0][2]
+        return parts[0][1]
 
     def attend(layer, q, k, v):
-        return torch.cat([part(layer, q[a:b], k[a:b], v[a:b]) for a, b, part in parts])
+        out = torch.empty_like(q)
+        for rows, part in parts:
+            out[rows] = part(layer, q[rows], k[rows], v[rows])
+        return out
     return attend
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """Requests of one cache with n rows each, served in one call a layer where their runs lie at equal
-    distances.
-
-    From its first slot on the pool is read as B lanes of T slots, as many as the longest request has. A lane
-    may be nobody's, and what lies in it behind its own request a mask hides."""
-    cache: KVCache
-    n: int
-
-    def attend(self, some):
-        """attend over the rows of `some` FullKeys, or None where a call for each costs less."""
-        pools = self.cache.k, self.cache.v
-        bases = [keys.base for keys in some]
-        lengths = [keys.start + self.n for keys in some]
-        t = max(lengths)
-        distance = math.gcd(*bases) or t
-        n_lanes = 1 + max(bases) // distance
-        alone = len(set(bases)) < max(len(some), 2)      # one request, or one with several segments
-        if alone or max(bases) + t > pools[0].shape[2] or n_lanes * t > FILL * sum(lengths):
-            return None
-
-        lane = torch.tensor(bases, device=pools[0].device) // distance
-        slot = torch.cat([torch.arange(keys.new.start, keys.new.stop) for keys in some]).to(lane.device)
-        # Views of all layers (B, G, T, D).
-        lanes = [x.unfold(2, t, distance)[:, :, :n_lanes].permute(0, 2, 1, 4, 3) for x in pools]
-        mask = None                                      # made in the first layer, the same in all
-
-        def attend(layer, q, k, v):
-            nonlocal mask
-            for pool, x in zip(pools, (k, v)):
-                pool[layer].index_copy_(1, slot, x.transpose(0, 1))
-            rows = group_rows(q.view(len(some), self.n, *q.shape[1:]), k.shape[1])
-            if mask is None:
-                mask = q.new_full((n_lanes, 1, rows.shape[2], t), float("-inf"))
-                for i, length, keys in zip(lane, lengths, some):
-                    hidden = keys.mask_of(q, k.shape[1], length)
-                    mask[i, :, :, :length] = 0 if hidden is None else hidden
-            rows = rows.new_zeros(n_lanes, *rows.shape[1:]).index_copy_(0, lane, rows)   # (B, G, g * n, D)
-            out = F.scaled_dot_product_attention(rows, lanes[0][layer], lanes[1][layer], attn_mask=mask)
-            return ungroup_rows(out.index_select(0, lane), self.n).flatten(0, 1)         # (N, H, D)
-        return attend
-
-
 class FullKeys:
-    """n new rows at positions start.. of the request whose slots begin at `base`: append their keys and
-    values to the cache, and let row i see every position up to start + i.
+    """n new rows at positions start.. of a request that has `blocks` of the cache: append their keys and
+    values, and let row i see every position up to start + i.
 
-    tail: bool (n, m), where the rows belong to a tree: which of the last m slots, its own included, each
-    row sees instead; it sees all slots before them.
+    tail: bool (n, m), which of the last m positions each row sees instead, where the rows belong to a tree or
+    see each other; each sees all positions before them.
 
     record=True also leaves, in `scores` (L, G, start + n), the softmax probability each position received,
     averaged over the n rows and the g query heads of a group. Not every row sees the positions from `start`
@@ -124,99 +77,211 @@ class FullKeys:
     """
     selected = None                                          # all positions
 
-    def __init__(self, cache, base, start, n, record=False, tail=None):
+    def __init__(self, cache, blocks, start, n, record=False, tail=None):
         self.cache = cache
-        self.base = base
+        self.blocks = blocks
         self.start = start
         self.n = n
-        self.new = slice(base + start, base + start + n)     # slots of the rows themselves
-        self.all = slice(base, base + start + n)             # slots of everything that they may see
         self.tail = tail
-        self.mask = None                                     # made in the first layer, the same in all
-        low = cache.k.dtype == torch.bfloat16 in PACKED_TYPES and not cache.k.is_cuda
-        square = tail is None or tail.shape[1] == n          # all rows of a tree are here
-        self.in_steps = record or low and square and (n > FEW or start + n >= LONG)
-        self.pool = None if self.in_steps or n > FEW else Lanes(cache, n)      # who is served together
+        self.length = start + n if tail is None else max(start + n, tail.shape[1])       # T
         self.scores = None
         if record:
             layers, groups, _, _ = cache.k.shape
-            self.scores = torch.empty(layers, groups, start + n, device=cache.k.device)
+            self.scores = torch.empty(layers, groups, self.length, device=cache.k.device)
+        # Requests with about as many rows are served together: those up to the same power of two.
+        self.server = FewRows(cache, (n - 1).bit_length()) if n <= FEW else OneRequest()
 
-    @cached_property
-    def views(self):
-        """Of each layer the rows' own keys and values (n, G, D), and all that they may see (G, T, D).
+    def sees(self):
+        """bool (n, T): the positions that each row sees."""
+        if self.tail is not None:
+            return F.pad(self.tail, (self.length - self.tail.shape[1], 0), value=True)
+        return torch.arange(self.length) <= self.start + torch.arange(self.n)[:, None]
 
-        They are views of the cache, made for all layers together: reading copies nothing."""
-        pools = self.cache.k, self.cache.v
-        new = [x[:, :, self.new].transpose(1, 2).unbind() for x in pools]
-        return list(zip(*new, *(x[:, :, self.all].unbind() for x in pools)))
 
-    def attend(self, layer, q, k, v):
-        """q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
-        # Store first: a row sees itself.
-        new_keys, new_values, keys, values = self.views[layer]
-        new_keys.copy_(k)
-        new_values.copy_(v)
+def writer(some):
+    """store(layer, k, v): keys and values (N, G, D) of the new rows of FullKeys go to their slots."""
+    cache = some[0].cache
+    slots = [cache.slots_of(keys.blocks, range(keys.start, keys.start + keys.n)) for keys in some]
+    slots = torch.cat(slots)
+    k_slots, v_slots = (x.transpose(1, 2).unbind() for x in cache.kv)          # (n_slots, G, D) each
 
-        if self.in_steps:
-            out, probs = self._by_products(q, keys, values)
-            if self.scores is not None:
-                self.scores[layer] = probs.mean(1)
+    def store(layer, k, v):
+        k_slots[layer].index_copy_(0, slots, k)
+        v_slots[layer].index_copy_(0, slots, v)
+    return store
+
+
+def additive(hidden, like):
+    """A mask to add to logits: -inf where hidden (.., n, T)."""
+    return torch.where(hidden, float("-inf"), 0.0).to(like)
+
+
+def of_group(mask):
+    """mask(g): the same (.., g * n, T) for the g heads of a group, made once."""
+    return functools.cache(lambda g: mask.repeat(*[1] * (mask.ndim - 2), g, 1))
+
+
+class OneRequest:
+    """Attention of one request's rows, by plain products with all of its keys: for chunks of prompts, and for a
+    long text alone."""
+
+    def attend(self, some):
+        """attend: q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
+        keys, = some
+        store = writer(some)
+        read = keys.cache.reader(keys.blocks, keys.length)
+        # Products are faster than torch's attention for few rows, and in bf16, where they are as exact: other
+        # roundings count more.
+        dtype = keys.cache.k.dtype
+        by_products = keys.n <= FEW or dtype == torch.bfloat16 and dtype in PACKED_TYPES
+        causal = keys.start == 0 and keys.tail is None
+        newest = keys.n if keys.tail is None else keys.tail.shape[1]           # the others all rows see
+        mask = additive(~keys.sees(), keys.cache.k)                            # (n, T)
+
+        def attend(layer, q, k, v):
+            store(layer, k, v)
+            k, v = read(layer)                                                 # (G, T, D)
+            if not by_products or q.is_cuda:
+                q = q.transpose(0, 1)[None]
+                out = F.scaled_dot_product_attention(q, k[None], v[None], None if causal else mask,
+                                                     is_causal=causal, enable_gqa=True)
+                return out[0].transpose(0, 1)
+            rows = group_rows(q * q.shape[-1] ** -0.5, len(k))                 # (G, g * n, D)
+            # Head by head: to multiply many at once, torch would copy the keys. (Not the values.)
+            logits = torch.stack([row @ key.mT for row, key in zip(rows, k)])
+            logits.unflatten(1, (-1, keys.n))[..., -newest:] += mask[:, -newest:]
+            probs = logits.softmax(-1)
+            if keys.scores is not None:
+                keys.scores[layer] = probs.mean(1)
+            return ungroup_rows(probs @ v, keys.n)
+        return attend
+
+
+@dataclass(frozen=True)
+class FewRows:
+    """Attention of requests with at most 2 ** size new rows each, over the blocks of one cache.
+
+    Blocks are read where they lie. A product would copy scattered ones, so it takes a span of neighbours."""
+    cache: KVCache
+    size: int
+
+    def attend(self, some):
+        """attend over the rows of `some` FullKeys."""
+        cache = self.cache
+        store = writer(some)
+        # 1. Every request gets as many rows as the one with most, its last one repeated.
+        most = max(keys.n for keys in some)
+        padded, own, n = [], [], 0
+        for i, keys in enumerate(some):
+            own += range(i * most, i * most + keys.n)
+            padded += [n + min(row, keys.n - 1) for row in range(most)]
+            n += keys.n
+        ragged = len(padded) > n
+        padded, own = (torch.tensor(rows, device=cache.k.device) for rows in (padded, own))
+
+        # 2. The blocks in order, and what the rows do not see of each.
+        tables = [keys.blocks.table[:cache.blocks_for(keys.length)] for keys in some]
+        blocks = sorted(sum(tables, []))
+        hidden = torch.zeros(len(blocks), most, cache.block, dtype=torch.bool)         # (m, most, BLOCK)
+        owner = torch.zeros(len(blocks), dtype=torch.long)
+        at = {block: i for i, block in enumerate(blocks)}
+        for i, (keys, table) in enumerate(zip(some, tables)):
+            tables[i] = table = [at[block] for block in table]
+            owner[table] = i
+            sees = F.pad(keys.sees(), (0, len(table) * cache.block - keys.length))
+            hidden[table, :keys.n] = ~sees.unflatten(1, (-1, cache.block)).transpose(0, 1)
+
+        # 3. Two ways to read them.
+        in_order = sum(tables, []) == list(range(len(blocks))) and blocks[-1] - blocks[0] < len(blocks)
+        even = in_order and len(blocks) == len(some) * len(tables[0])
+        record = any(keys.scores is not None for keys in some)
+        if even and len(some) == 1 and (record or len(blocks) > FEW_BLOCKS):
+            return OneRequest().attend(some)
+        if even and len(blocks) <= FEW_BLOCKS and not record:
+            read = self._side_by_side(len(some), blocks, hidden)
+        else:
+            read = self._block_by_block(some, blocks, tables, owner, hidden)
+
+        def attend(layer, q, k, v):
+            store(layer, k, v)
+            if ragged:
+                q = q.index_select(0, padded)
+            q = group_rows(q.view(-1, most, *q.shape[1:]), k.shape[1])         # (B, G, g * most, D)
+            out = ungroup_rows(read(layer, q), most).flatten(0, 1)             # (N, H, D)
+            return out.index_select(0, own) if ragged else out
+        return attend
+
+    def _side_by_side(self, n, blocks, hidden):
+        """read(layer, q): n requests that have equally many blocks, one behind the other, are a batch of
+        torch's attention. It starts fast and reads slowly, which fits few blocks."""
+        span = slice(blocks[0] * self.cache.block, (blocks[-1] + 1) * self.cache.block)
+        views = [x[:, :, span].unflatten(2, (n, -1)).transpose(1, 2).unbind() for x in self.cache.kv]
+        hidden = hidden.unflatten(0, (n, -1)).transpose(1, 2).flatten(2)       # (B, most, T)
+        most = hidden.shape[1]
+        mask = of_group(additive(hidden, self.cache.k)[:, None])
+
+        def read(layer, q):
+            keys, values = views[0][layer], views[1][layer]
+            return F.scaled_dot_product_attention(q, keys, values, mask(q.shape[2] // most))
+        return read
+
+    def _block_by_block(self, some, blocks, tables, owner, hidden):
+        """read(layer, q): a product a head and span for the logits of all blocks, and one for the values. A
+        softmax over a request's blocks comes from its maximum and its sum, as in flash-decoding."""
+        cache = self.cache
+        _, groups, _, d = cache.k.shape
+        masked = hidden.flatten(1).any(1).nonzero()[:, 0]                      # most blocks are seen as a whole
+        most = hidden.shape[1]
+        mask = of_group(additive(hidden[masked], cache.k))                     # (t, g * most, BLOCK)
+        owner, masked = owner.to(cache.k.device), masked.to(cache.k.device)
+        # Spans of neighbours: which of `blocks`, and views (L, G, blocks of the span, BLOCK, D).
+        starts = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
+        spans = []
+        for first, end in zip(starts, [*starts[1:], len(blocks)]):
+            slots = slice(blocks[first] * cache.block, (blocks[end - 1] + 1) * cache.block)
+            spans.append((slice(first, end), *cache.kv[:, :, :, slots].unflatten(3, (-1, cache.block))))
+
+        def products(rows, layer, values):
+            """rows (G, m, r, ..) times the keys, or the values, of their blocks -> (G, m, r, ..)."""
+            out = rows.new_empty(*rows.shape[:3], d if values else cache.block)
+            for span, *kv in spans:
+                for g, x in enumerate(kv[values][layer]):
+                    torch.bmm(rows[g, span], x if values else x.mT, out=out[g, span])
             return out
-        if self.start == 0 and self.n > 1 and self.tail is None:
-            # A prompt from its beginning: torch knows the mask. (Of the cache, whose heads lie together.)
-            return dense_attend()(layer, q[None], *(x.transpose(0, 1)[None] for x in (keys, values)))[0]
-        return self._fused(q, keys, values)
 
-    def _fused(self, q, keys, values):
-        """A few rows after many keys. The heads of a group are rows of one call, so they share its keys."""
-        rows = group_rows(q, len(keys))                                        # (G, g * n, D)
-        mask = self.mask_of(q, len(keys), keys.shape[1])
-        out = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)
-        return ungroup_rows(out[0], self.n)
-
-    def _by_products(self, q, keys, values):
-        """The same in single steps: (out (n, H, D), probabilities (G, g * n, T)).
-
-        In bf16, logits and probabilities are rounded to it. That leaves the model's logits as exact as
-        torch's own attention does: what is rounded elsewhere counts more."""
-        rows = group_rows(q, len(keys)) * q.shape[-1] ** -0.5                  # (G, g * n, D)
-        if q.dtype not in PACKED_TYPES:
-            rows, keys, values = rows.float(), keys.float(), values.float()
-        # Head by head: to multiply many at once, torch would copy the keys. (Not the values.)
-        logits = torch.stack([row @ key.mT for row, key in zip(rows, keys)])   # (G, g * n, T)
-        # All rows see what comes before their own positions. (Of a tree nothing is recorded.)
-        mask = self.mask_of(q, len(keys), self.n)
-        if mask is not None:
-            logits[:, :, -self.n:] += mask
-        probs = logits.softmax(-1)
-        return ungroup_rows(probs @ values, self.n).to(q.dtype), probs
-
-    def mask_of(self, q, n_groups, width):
-        """Additive mask (g * n, width) of the newest `width` positions, 0 or -inf; the same in every layer.
-
-        None for a single row that sees everything."""
-        if self.n == 1 and self.tail is None:
-            return None
-        if self.mask is None:
-            sees = self.tail
-            if sees is None:
-                # The rows' own positions are causal.
-                sees = torch.ones(self.n, self.n, dtype=torch.bool).tril()
-            sees = F.pad(sees, (width - sees.shape[1], 0), value=True)         # (n, width)
-            mask = torch.where(sees, 0.0, float("-inf")).to(q)
-            self.mask = mask.repeat(q.shape[1] // n_groups, 1)                 # (g * n, width)
-        return self.mask
+        def read(layer, q):
+            b, _, rows, _ = q.shape
+            q = (q * d ** -0.5).transpose(0, 1)
+            x = products(q.index_select(1, owner), layer, 0)                   # (G, m, g * most, BLOCK)
+            x.index_add_(1, masked, mask(rows // most).expand(groups, -1, -1, -1))
+            # Of every row the maximum and the sum over all blocks of its request.
+            of_row = owner[None, :, None].expand(groups, -1, rows)
+            top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, x.amax(-1), "amax")
+            x.sub_(top.index_select(1, owner)[..., None]).exp_()
+            total = torch.zeros_like(top, dtype=torch.float32)
+            total.index_add_(1, owner, x.sum(-1, dtype=torch.float32))
+            out = torch.zeros_like(q, dtype=torch.float32).index_add_(1, owner, products(x, layer, 1).float())
+            for i, keys in enumerate(some):
+                if keys.scores is not None:
+                    p = x[:, tables[i]] / total[:, i, None, :, None]           # (G, blocks, g * most, BLOCK)
+                    p = p.unflatten(2, (-1, most))[:, :, :, :keys.n].mean((2, 3))
+                    keys.scores[layer] = p.flatten(1)[:, :keys.length]
+            return (out / total[..., None]).to(q.dtype).transpose(0, 1)
+        return read
 
 
 def group_rows(q, n_groups):
     """(.., n, H, D) -> (.., G, g * n, D): the g = H / G heads that share a key head become rows of one
     product."""
+    if q.shape[-3] == 1:
+        return q.view(*q.shape[:-3], n_groups, -1, q.shape[-1])
     return q.view(*q.shape[:-2], n_groups, -1, q.shape[-1]).movedim(-4, -2).flatten(-3, -2)
 
 
 def ungroup_rows(out, n):
     """(.., G, g * n, D) -> (.., n, H, D), the inverse of group_rows."""
+    if n == 1:
+        return out.reshape(*out.shape[:-3], 1, -1, out.shape[-1])
     return out.view(*out.shape[:-2], -1, n, out.shape[-1]).movedim(-2, -4).flatten(-3, -2)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from minispec.core import gpt
 from minispec.core.attention import TREE, FullKeys, can_fuse
-from minispec.core.kv_cache import KVCache, Run
+from minispec.core.kv_cache import Allocation, KVCache
 from minispec.core.requests import MAX_K, Batch, Segment, pack
 from minispec.core.verify import argmax, draw, graft, point_mass_tree, rejection_tree, warp
 from minispec.core.words import Words
@@ -65,17 +65,17 @@ class Drafter:
 
 @dataclass
 class Notes:
-    """What a drafter keeps of one request. Its cache is apart from the target's; row i of its run there holds
+    """What a drafter keeps of one request. Its cache is apart from the target's; position i there holds
     committed token i (PRISM: token i + 1, with what the target knew before it)."""
     cache: KVCache
-    run: Run
+    blocks: Allocation
     cached: int = 0                                      # rows of the cache that hold committed tokens
     features: list = field(default_factory=list)         # the target's, (n, F) each, of rows still to be fed
 
     def rows(self, tokens, features=None, tail=None):
         """Rows behind those that are cached. They are causal, unless tail (n, m) says which of the last m
-        slots each row sees (FullKeys)."""
-        keys = FullKeys(self.cache, self.run.first, self.cached, len(tokens), tail=tail)
+        positions each row sees (FullKeys)."""
+        keys = FullKeys(self.cache, self.blocks, self.cached, len(tokens), tail=tail)
         return Segment(None, tokens, self.cached, keys, features=features)
 
     def take_features(self):
@@ -89,9 +89,8 @@ class Cached(Drafter):
     a forward or a whole round of them. Torch's operators run it as it is, a GPU replays it as one graph.
 
     config: of the cache; rope: of its rows; room: slots that a request may need more than its tokens."""
-    pool = None                 # on a GPU, once `prepare` was called: one cache for all requests,
-    size = 0                    # the slots of each,
-    graphs = None               # and kernels.graphs.Graphs
+    graphs = None               # on a GPU, once `prepare` was called: kernels.graphs.Graphs,
+    size = 0                    # for requests of so many slots
 
     def __init__(self, config, target, rope, room):
         self.config = config
@@ -99,22 +98,24 @@ class Cached(Drafter):
         self.rope = rope
         self.room = room
         self.notes = {}                                  # request -> Notes
+        self.cache = KVCache(config, 0, target.dtype, target.device)     # of all requests; it grows
 
     def note(self, request):
         """The notes of a request."""
         if request not in self.notes:
-            cache = self.pool
-            run = cache.open(self.size) if cache else None
-            if run is None:                              # on a CPU, or while requests are paused
-                slots = request.longest + self.room
+            slots = self.size or request.longest + self.room
+            cache = self.cache
+            blocks = cache.open(slots)
+            if blocks is None and self.graphs:           # while requests are paused: apart from the graphs
                 cache = KVCache(self.config, slots, self.target.dtype, self.target.device)
-                run = cache.open(slots)
-            self.notes[request] = Notes(cache, run)
+            elif blocks is None:
+                cache.grow(slots)
+            self.notes[request] = Notes(cache, blocks or cache.open(slots))
         return self.notes[request]
 
     def release(self, request):
         if notes := self.notes.pop(request, None):
-            notes.cache.close(notes.run)
+            notes.cache.close(notes.blocks)
 
     @property
     def n_features(self):
@@ -130,14 +131,14 @@ class Cached(Drafter):
         see Graphs."""
         from kernels.graphs import Graphs
         c = self.config
-        self.size = longest + self.room
-        self.pool = KVCache(c, batch * self.size, self.target.dtype, self.target.device, spare=1)
+        self.size = self.cache.blocks_for(longest + self.room) * self.cache.block
+        self.cache = KVCache(c, batch * self.size, self.target.dtype, self.target.device, spare=1)
         group = c.n_head // c.n_kv_head
         features = self.n_features if self.reads else 0
-        self.graphs = Graphs(self.round, self.pool, segments * batch, self.size, 0, group, features, more)
+        self.graphs = Graphs(self.round, self.cache, segments * batch, self.size, 0, group, features, more)
 
     def in_pool(self, work):
-        return self.graphs is not None and all(rows.keys.cache is self.pool for rows in work)
+        return self.graphs is not None and all(rows.keys.cache is self.cache for rows in work)
 
     def run_round(self, work, more=None, how=()):
         """What `round` returns for `work`, a list of Segments."""
@@ -151,7 +152,7 @@ class Cached(Drafter):
         """What the blocks and the norm of a module make of rows h (N, C) of a batch x."""
         if not isinstance(x, Batch):
             from kernels.fused import decode
-            return decode(module.blocks, module.norm, self.rope, h, x, self.pool)
+            return decode(module.blocks, module.norm, self.rope, h, x, self.cache)
         return gpt.body(module, self.rope, h, x.positions, x.attend)
 
 
@@ -273,7 +274,7 @@ class Chained(Cached):
             masks = [None] * n if sees is None else sees
             spans = []
             for i, (mask, (_, _, before)) in enumerate(zip(masks, x.segments)):
-                keys = FullKeys(before.cache, before.base, before.start + before.n, w, tail=mask)
+                keys = FullKeys(before.cache, before.blocks, before.start + before.n, w, tail=mask)
                 spans.append((i * w, (i + 1) * w, keys))
             x.segments = spans
             return x

@@ -31,7 +31,7 @@ from minispec.core import verify
 from minispec.core.admission import Admission
 from minispec.core.attention import TREE, FullKeys, can_fuse, tree_mask
 from minispec.core.drafters import Drafter, NGram, with_copies
-from minispec.core.kv_cache import KVCache, beside
+from minispec.core.kv_cache import BLOCK, KVCache, beside
 from minispec.core.requests import Segment, check_k, check_lookup, check_requests, pack
 
 PROMPT_ROWS = 2048  # of all prompts in one forward: enough to fill any device, and a bound of its memory
@@ -52,7 +52,6 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self.cache_tokens = cache_tokens
         self.cache = None                                # made by the first `stream`
-        self.run_size = 0                                # slots of a run at least, where all fit
         self.planner = planner(self)
         self.admission = Admission(self, admission)
         self.waiting = []
@@ -155,7 +154,7 @@ class Engine:
             stop = start if recorded else start + room   # the recorded rows stay together
         if stop == start:
             return None
-        keys = FullKeys(self.cache, request.run.first, start, stop - start, record=recorded)
+        keys = FullKeys(self.cache, request.blocks, start, stop - start, record=recorded)
         return Segment(request, request.tokens[start:stop], start, keys, "prefill", int(stop == end))
 
     @torch.inference_mode()
@@ -225,7 +224,7 @@ class Engine:
                 # Rejected rows of a chain are simply overwritten by the next ones; of a
                 # tree the path moves together.
                 if s.parents is not None:
-                    self.cache.keep(r.run.first + r.n_cached, [0, *path])
+                    self.cache.keep(r.blocks, r.n_cached, [0, *path])
                 r.n_cached += 1 + len(path)
                 self.planner.observe(s, [0, *path])
                 proposer = self.planner.proposer(r)
@@ -270,7 +269,7 @@ class Engine:
         """Check the requests, and make a cache that they fit into."""
         check_requests(requests, self.model.config)
         # The cache grows with what is asked; it is kept from stream to stream.
-        sizes = [r.longest + self.planner.extra_slots(r) for r in requests]
+        sizes = [-(-r.longest // BLOCK) * BLOCK + self.planner.extra_slots(r) for r in requests]
         largest = max(sizes, default=0)
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
         if largest > slots:
@@ -279,10 +278,8 @@ class Engine:
             self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device,
                                  spare=int(self.fused))
             self.graphs = None
-        # In a pool of its own size all runs are of one size, so that they lie at equal distances (Lanes). A
-        # graph's tables have room for the longest request.
+        # A graph's tables have room for the longest request.
         longest = max([r.longest for r in requests], default=0)
-        self.run_size = 0 if self.cache_tokens else longest
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
             self._make_graphs(longest)
         self.waiting += requests
@@ -309,7 +306,7 @@ class Engine:
             if everything or r.finished:
                 self.admission.leave(r)
                 r.n_cached = 0
-        self.active[:] = [r for r in self.active if r.run]
+        self.active[:] = [r for r in self.active if r.blocks]
         self.waiting = [r for r in self.waiting if not (everything or r.finished)]
 
 
@@ -389,7 +386,7 @@ class Lockstep(Planner):
     def _verify(self, request, drafts, q, *tree):
         rows = [request.tokens[-1], *drafts]
         tail = tree_mask(tree[0]) if tree else None
-        keys = FullKeys(self.engine.cache, request.run.first, request.n_cached, len(rows), tail=tail)
+        keys = FullKeys(self.engine.cache, request.blocks, request.n_cached, len(rows), tail=tail)
         return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, *tree)
 
     def observe(self, segment, rows):

@@ -56,7 +56,7 @@ class Request:
         self.drawn = None                # the numbers that it drew last
         self.generation = Generation(list(prompt_ids))
         self.n_cached = 0
-        self.run = None                  # its slots of the cache
+        self.blocks = None               # its Allocation in the cache
         self.state = None                # the planner's own notes
         self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}       # seconds of the round so far
 

@@ -104,7 +104,6 @@ def schedule_view(engine):
         "active_mean": statistics.mean(i["active"] for i in iterations),
         "cache_slots": engine.cache.n_slots,
         "cache_peak": max(i["used"] for i in iterations),
-        "moved": engine.cache.moved,
         "offloaded": engine.cache.offloaded,
         "recomputed": engine.admission.recomputed,
     }

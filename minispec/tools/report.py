@@ -104,5 +104,5 @@ def schedule_lines(v):
         f"rows: {v['prefill_rows']} prefill, {v['draft_rows']} draft, {v['verify_rows']} verify; "
         f"{v['active_mean']:.1f} requests at once, {v['stalled']} stalls",
         f"cache: at most {v['cache_peak']} of {v['cache_slots']} slots; "
-        f"{v['offloaded']} tokens offloaded, {v['recomputed']} recomputed, {v['moved']} moved",
+        f"{v['offloaded']} tokens offloaded, {v['recomputed']} recomputed",
     ]
