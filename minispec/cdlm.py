@@ -34,7 +34,7 @@ import torch
 from minispec.core.attention import FullKeys, dense_attend
 from minispec.core.engine import Engine
 from minispec.core.gpt import GPT
-from minispec.core.kv_cache import KVCache
+from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request, Segment, Step, check_requests, pack
 from minispec.core.verify import draw, warp
 
@@ -181,9 +181,8 @@ class Decoder:
             r.blocks = None
         # A cache for this stream alone: one that was left in the middle cannot be in the way.
         longest = max((r.longest for r in requests), default=0)
-        self.cache = KVCache(self.model.config, 0, self.model.dtype, self.model.device)
-        for _ in range(min(self.batch_size, len(requests))):
-            self.cache.grow(longest)
+        n_slots = whole_blocks(longest) * min(self.batch_size, len(requests))
+        self.cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
         return [r.state for r in requests]
 
     def window(self, a):

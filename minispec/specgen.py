@@ -125,8 +125,8 @@ class DraftPool:
             padding = (0, 0, 0, more_width, 0, 0, 0, more_rows)
             self.k, self.v = (F.pad(x, padding) for x in (self.k, self.v))
 
-    def attend(self, some):
-        """attend over the draft rows of `some` keys: q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
+    def serve(self, some):
+        """store and read of the draft rows of `some` keys, see packed_attend."""
         for keys in some:
             if keys.row is None:
                 self.gather(keys)
@@ -149,14 +149,15 @@ class DraftPool:
         hidden = hidden.flatten(0, 1).to(self.k.device)                        # (lists * G, width, most)
         mask = None                                        # made in the first layer, the same in all
 
-        def attend(layer, q, k, v):
-            nonlocal mask
-            # Append this step's keys and values, then all queries read their lists in one product.
-            lists = []
+        def store(layer, k, v):
+            # Append this step's keys and values.
             for pool, x in ((self.k[layer], k), (self.v[layer], v)):
                 pool.view(-1, d).index_copy_(0, new, x.reshape(-1, d))
-                lists.append(pool[:n_lists].flatten(0, 1))                     # (lists * G, width, D)
-            keys, values = lists
+
+        def read(layer, q):
+            nonlocal mask
+            # All queries read their lists in one product.
+            keys, values = (pool[layer, :n_lists].flatten(0, 1) for pool in (self.k, self.v))
             if mask is None:                               # of a single row it fits all heads of a group
                 mask = hidden if most == 1 else hidden.repeat(1, 1, q.shape[1] // groups)
             q = q.index_select(0, query).view(n_lists, most, -1, d)
@@ -165,7 +166,7 @@ class DraftPool:
             logits = torch.baddbmm(mask, keys, q.mT, alpha=d ** -0.5)          # (lists * G, width, g * most)
             out = (logits.mT.softmax(-1) @ values).unflatten(0, (n_lists, groups))
             return ungroup_rows(out, most).flatten(0, 1).index_select(0, place)          # (n, H, D)
-        return attend
+        return store, read
 
 
 # -- which positions -----------------------------------------------------------------------------------------

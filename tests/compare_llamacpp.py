@@ -181,7 +181,7 @@ def rows(args, cached=200, repeats=25):
         cache = KVCache(model.config, 2 * cached, model.dtype)
 
         def forward(n):
-            attend = packed_attend([(0, n, FullKeys(cache, 0, cached, n))])
+            attend = packed_attend([(0, n, FullKeys(cache, blocks, cached, n))])
             model.logits(model(torch.arange(n), torch.arange(cached, cached + n), attend))
 
         def products(n):

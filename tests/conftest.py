@@ -53,6 +53,31 @@ def dense_logits(model, ids):
         return model.logits(model(x, torch.arange(len(ids))[None], dense_attend()))[0]
 
 
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Short texts span several blocks of the cache."""
+    monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 4)
+
+
+def only_keys(cache, start, n, **kw):
+    """FullKeys of the only request of a cache, which has all of it."""
+    from minispec.core.attention import FullKeys
+    if not hasattr(cache, "only"):
+        cache.only = cache.open(cache.n_slots)
+    return FullKeys(cache, cache.only, start, n, **kw)
+
+
+def attend_alone(keys):
+    """attend over the rows of one request."""
+    from minispec.core.attention import packed_attend
+    return packed_attend([(0, keys.n, keys)])
+
+
+def cached_kv(cache, blocks, n):
+    """Keys and values (2, L, G, n, D) of the first n positions of a request."""
+    return cache.kv[:, :, :, cache.slots_of(blocks, range(n))]
+
+
 def chi_square(counts, probs):
     """p-value of the observed counts (n,) under probabilities (n,). Cells that expect fewer than 5 are pooled."""
     counts, expected = counts.double(), probs.double() * counts.sum()

@@ -9,6 +9,7 @@ import torch
 from conftest import toy_model
 
 from minispec.core import admission
+from minispec.core.kv_cache import whole_blocks
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.specgen import SpecGen
@@ -45,7 +46,7 @@ def test_half_of_the_demand_is_enough(policy, planner):
     engine = Engine(MODEL, PLANNERS[planner], 6, cache_tokens=peak // 2, prefill_chunk=16, admission=policy)
     got = engine.generate(requests)
     assert [g.token_ids for g in got] == reference(10)
-    assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == 0
+    assert engine.cache.used == engine.cache.charged == 0
     fed = sum(i["prefill"] for i in engine.iterations)
     if policy == "offload":
         assert engine.cache.offloaded > 0
@@ -88,7 +89,7 @@ def test_the_oldest_is_never_pushed_out():
     engine = Engine(MODEL, PLANNERS["specgen"], 8, cache_tokens=330, prefill_chunk=16, admission="offload")
     requests = [Request(p, 60) for p in some]
     for _ in engine.stream(requests):
-        living = [r for r in requests if r.run and not r.finished]
+        living = [r for r in requests if r.blocks and not r.finished]
         if living:
             assert living[0] in engine.active
         assert engine.admission.paused == sorted(engine.admission.paused, key=requests.index, reverse=True)
@@ -127,7 +128,7 @@ def test_fuzz(part):
         engine = Engine(FUZZ_MODEL, lambda e: SpecGen(e, k, 0.2, 3, schedule=schedule, delayed=delayed), rng.randint(1, 5),
                         prefill_chunk=rng.choice([1, 4, 64]), admission=rng.choice(admission.POLICIES))
         requests = [Request(p, n) for p, n in zip(some, news)]
-        largest = max(r.longest + engine.planner.extra_slots(r) for r in requests)
+        largest = max(whole_blocks(r.longest) + engine.planner.extra_slots(r) for r in requests)
         engine.cache_tokens = rng.randint(largest, 3 * largest)
         at_once = rng.randint(1, len(requests))
         stream, later = engine.stream(requests[:at_once]), requests[at_once:]
@@ -136,13 +137,13 @@ def test_fuzz(part):
                 engine.waiting.append(later.pop())                             # arrives while others are decoded
             if rng.random() < 0.03:
                 rng.choice(requests).cancel()
-            runs = sorted(engine.cache.runs, key=lambda run: run.first)
-            assert all(a.end <= b.first for a, b in zip(runs, runs[1:])) and engine.cache.used == sum(run.size for run in runs)
+            held = [block for r in [*engine.active, *engine.admission.paused] for block in r.blocks.table]
+            assert len(set(held + engine.cache.free_blocks)) == engine.cache.n_blocks == len(held) + len(engine.cache.free_blocks)
         engine.generate(later)
         for r, p, n in zip(requests, some, news):
             want = alone[p, n]
             assert r.generation.token_ids == (want[:len(r.generation.token_ids)] if r.generation.finish == "cancelled" else want), seed
-        assert engine.cache.runs == [] and engine.cache.used == engine.cache.charged == 0
+        assert engine.cache.used == engine.cache.charged == 0
         assert not engine.active and not engine.admission.paused
 
 

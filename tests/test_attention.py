@@ -1,17 +1,17 @@
 import pytest
 import torch
-from conftest import dense_logits, toy_model
+from conftest import attend_alone, dense_logits, only_keys, toy_model
 
 from minispec.core import attention
-from minispec.core.attention import FullKeys, dense_attend, group_rows, packed_attend, ungroup_rows
+from minispec.core.attention import FewRows, FullKeys, OneRequest, dense_attend, group_rows, packed_attend, ungroup_rows
 from minispec.core.kv_cache import KVCache
 
 
-def cached_logits(model, cache, base, ids, chunks, record=False):
+def cached_logits(model, cache, blocks, ids, chunks, record=False):
     """Feed ids in chunks through the cache; logits (T, V), and the keys objects."""
     out, start, used = [], 0, []
     for n in chunks:
-        keys = FullKeys(cache, base, start, n, record)
+        keys = FullKeys(cache, blocks, start, n, record)
         with torch.inference_mode():
             hidden = model(torch.tensor(ids[start:start + n]), torch.arange(start, start + n), packed_attend([(0, n, keys)]))
             out.append(model.logits(hidden))
@@ -26,19 +26,20 @@ def test_cached_equals_dense(heads, record):
     model = toy_model(n_head=heads[0], n_kv_head=heads[1])
     cache = KVCache(model.config, 80)
     cache.open(5)
-    base = cache.open(40).first
+    blocks = cache.open(40)
     ids = torch.randint(0, 64, (30,)).tolist()
-    got, _ = cached_logits(model, cache, base, ids, [1, 7, 1, 12, 9], record)
+    got, _ = cached_logits(model, cache, blocks, ids, [1, 7, 1, 12, 9], record)
     assert (got - dense_logits(model, ids)).abs().max() < 1e-4
-    assert cache.k[:, :, :base].abs().max() == 0 and cache.k[:, :, base + 30:].abs().max() == 0    # nobody else's slots
+    own = set(cache.slots_of(blocks, range(30)).tolist())
+    assert not cache.kv[:, :, :, [slot for slot in range(cache.n_slots) if slot not in own]].any()      # nobody else's slots
 
 
 def test_packed_requests_do_not_see_each_other():
     model = toy_model()
     cache, sequences = KVCache(model.config, 200), [torch.randint(0, 64, (n,)).tolist() for n in (1, 13, 6, 30)]
-    bases, segments, n = [cache.open(40).first for _ in sequences], [], 0
-    for base, ids in zip(bases, sequences):
-        segments.append((n, n + len(ids), FullKeys(cache, base, 0, len(ids))))
+    places, segments, n = [cache.open(40) for _ in sequences], [], 0
+    for blocks, ids in zip(places, sequences):
+        segments.append((n, n + len(ids), FullKeys(cache, blocks, 0, len(ids))))
         n += len(ids)
     with torch.inference_mode():
         hidden = model(torch.tensor(sum(sequences, [])), torch.cat([torch.arange(len(s)) for s in sequences]), packed_attend(segments))
@@ -47,91 +48,132 @@ def test_packed_requests_do_not_see_each_other():
         assert (logits[a:b] - dense_logits(model, ids)).abs().max() < 1e-4
 
 
-def in_lanes(monkeypatch):
-    """Whether each call of Lanes.attend served its requests."""
-    served, attend = [], attention.Lanes.attend
-    monkeypatch.setattr(attention.Lanes, "attend", lambda lanes, some: served.append(attend(lanes, some)) or served[-1])
-    return served
-
-
-def decode_together(model, cache, runs, rows, steps=3):
-    """Feed each run's ids (from cached positions on) in steps of rows[i], all runs in one forward. Logits of every run (T, V)."""
-    out, start = [[] for _ in runs], [len(ids) - rows[i] * steps for i, (_, ids) in enumerate(runs)]
-    for i, (base, ids) in enumerate(runs):
+def decode_together(model, cache, requests, rows, steps=3, record=False):
+    """Feed each request's ids (from cached positions on) in steps of rows[i], all requests in one forward. Logits of every
+    request (T, V), and its last keys."""
+    out, start = [[] for _ in requests], [len(ids) - rows[i] * steps for i, (_, ids) in enumerate(requests)]
+    for i, (blocks, ids) in enumerate(requests):
         if start[i]:
-            out[i].append(cached_logits(model, cache, base, ids[:start[i]], [start[i]])[0])
+            out[i].append(cached_logits(model, cache, blocks, ids[:start[i]], [start[i]])[0])
     for _ in range(steps):
         segments, n = [], 0
-        for i, (base, _) in enumerate(runs):
-            segments.append((n, n + rows[i], FullKeys(cache, base, start[i], rows[i])))
+        for i, (blocks, _) in enumerate(requests):
+            segments.append((n, n + rows[i], FullKeys(cache, blocks, start[i], rows[i], record)))
             n += rows[i]
-        tokens = torch.tensor([ids[start[i] + j] for i, (_, ids) in enumerate(runs) for j in range(rows[i])])
-        positions = torch.tensor([start[i] + j for i in range(len(runs)) for j in range(rows[i])])
+        tokens = torch.tensor([ids[start[i] + j] for i, (_, ids) in enumerate(requests) for j in range(rows[i])])
+        positions = torch.tensor([start[i] + j for i in range(len(requests)) for j in range(rows[i])])
         with torch.inference_mode():
             logits = model.logits(model(tokens, positions, packed_attend(segments)))
         for i, (a, b, _) in enumerate(segments):
             out[i].append(logits[a:b])
             start[i] += rows[i]
-    return [torch.cat(x) for x in out]
+    return [torch.cat(x) for x in out], [keys for *_, keys in segments]
 
 
-@pytest.mark.parametrize("rows", [(1, 1, 1), (5, 5, 5), (1, 1, 4)])
+def ways(monkeypatch):
+    """Which ways to read blocks were taken."""
+    taken = []
+    for owner, name in ((FewRows, "_side_by_side"), (FewRows, "_block_by_block"), (OneRequest, "serve")):
+        def count(*args, name=name, real=getattr(owner, name)):
+            taken.append(name)
+            return real(*args)
+        monkeypatch.setattr(owner, name, count)
+    return taken
+
+
+def scattered(cache, sizes, order):
+    """Allocations whose blocks lie in turn: "together" one behind the other, "apart" with blocks of nobody between them,
+    "mixed" so that neighbours belong to different requests."""
+    cache.kv.normal_()                                             # what others left there
+    if order == "mixed":
+        out = [cache.open(1) for _ in sizes]
+        while any(cache.size(x) < n for x, n in zip(out, sizes)):
+            for x, n in zip(out, sizes):
+                cache.resize(x, min(n, cache.size(x) + cache.block))
+        return out
+    out = []
+    for n in sizes:
+        out.append(cache.open(n))
+        if order == "apart":
+            cache.open(9)
+    return out
+
+
+@pytest.mark.parametrize("rows", [(1, 1, 1), (5, 5, 5), (1, 1, 4), (3, 4, 3)])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (5, 1)])
-@pytest.mark.parametrize("lanes", [(0, 1, 2), (2, 0, 1), (3, 1, 0)])      # in order, in another one, and with a lane of nobody
-def test_requests_at_equal_distances_are_served_in_one_call(rows, heads, lanes, monkeypatch):
-    monkeypatch.setattr(attention, "FILL", 9)
+@pytest.mark.parametrize("order", ["together", "apart", "mixed"])
+def test_requests_are_served_together_wherever_their_blocks_lie(rows, heads, order, monkeypatch):
     model = toy_model(n_head=heads[0], n_kv_head=heads[1])
-    cache, served = KVCache(model.config, 4 * 40), in_lanes(monkeypatch)
-    cache.k.normal_(), cache.v.normal_()                            # what others left there
-    runs = [(lane * 40, torch.randint(0, 64, (n,)).tolist()) for lane, n in zip(lanes, (21, 40, 30))]
-    together = decode_together(model, cache, runs, rows)
-    assert sum(x is not None for x in served) == 3       # a call a step; a request with more rows has one of its own
-    for (_, ids), logits in zip(runs, together):
+    cache, taken = KVCache(model.config, 4 * 60), ways(monkeypatch)
+    sizes = (21, 40, 30)
+    requests = [(blocks, torch.randint(0, 64, (n,)).tolist()) for blocks, n in zip(scattered(cache, sizes, order), sizes)]
+    together, _ = decode_together(model, cache, requests, rows)
+    for (_, ids), logits in zip(requests, together):
         assert (logits - dense_logits(model, ids)).abs().max() < 1e-4
+    groups = len({(n - 1).bit_length() for n in rows})
+    assert taken[-3 * groups:].count("_block_by_block") == 3 * groups or rows == (1, 1, 4)
 
 
-@pytest.mark.parametrize("bases, lengths", [((0, 50, 97), (30, 30, 30)), ((0, 50, 100), (30, 3, 3)), ((0, 50, 100), (45, 38, 38))])
-def test_requests_of_irregular_runs_or_lengths_are_served_one_by_one(bases, lengths, monkeypatch):
+@pytest.mark.parametrize("few", [0, 100])
+@pytest.mark.parametrize("n, rows, want", [(1, 1, "_side_by_side"), (1, 5, "_side_by_side"), (3, 1, "_side_by_side"), (3, 2, "_side_by_side")])
+def test_requests_of_equal_length_are_a_batch_of_torchs_attention_while_they_are_short(n, rows, want, few, monkeypatch):
+    monkeypatch.setattr(attention, "FEW_BLOCKS", few)
     model = toy_model()
-    cache, served = KVCache(model.config, 140), in_lanes(monkeypatch)
-    runs = [(base, torch.randint(0, 64, (n,)).tolist()) for base, n in zip(bases, lengths)]
-    for (_, ids), logits in zip(runs, decode_together(model, cache, runs, (1, 1, 1), 2)):
+    cache, taken = KVCache(model.config, 200), ways(monkeypatch)
+    requests = [(blocks, torch.randint(0, 64, (30,)).tolist()) for blocks in scattered(cache, [30] * n, "together")]
+    together, _ = decode_together(model, cache, requests, [rows] * n)
+    for (_, ids), logits in zip(requests, together):
         assert (logits - dense_logits(model, ids)).abs().max() < 1e-4
-    assert served and not any(served)
+    assert taken[-1] == (want if few else "serve" if n == 1 else "_block_by_block")
 
 
-@pytest.mark.parametrize("n", [1, 5])
-def test_prompts_and_long_contexts_in_bf16_are_read_by_products(n, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 5])
+def test_prompts_and_long_contexts_in_bf16_are_read_by_products(rows, monkeypatch):
     monkeypatch.setattr(attention, "FEW", 16)
-    monkeypatch.setattr(attention, "LONG", 26)
+    monkeypatch.setattr(attention, "FEW_BLOCKS", 6)
     monkeypatch.setattr(attention, "PACKED_TYPES", {torch.float32, torch.bfloat16})
-    model = toy_model().bfloat16()
+    model, taken = toy_model().bfloat16(), ways(monkeypatch)
     ids = torch.randint(0, 64, (40,)).tolist()
     want = dense_logits(model.float(), ids)
-    got, used = cached_logits(model.bfloat16(), KVCache(model.config, 40, torch.bfloat16), 0, ids, [20, 5, *[n] * (15 // n)])
-    assert [keys.in_steps for keys in used] == [True, False, *[True] * (15 // n)] and used[-1].scores is None
-    assert (got.float() - want).abs().max() < 0.05 * want.abs().max()
+    cache = KVCache(model.config, 40, torch.bfloat16)
+    got, used = cached_logits(model.bfloat16(), cache, cache.open(40), ids, [20, 4, *[rows] * (15 // rows)])
+    assert taken == ["serve", "_side_by_side", *["serve"] * (15 // rows)] and used[-1].scores is None
+    assert (got.float() - want[:39]).abs().max() < 0.05 * want.abs().max()
+
+
+def mean_probabilities(model, ids, n):
+    """(L, G, T): the softmax probability of every position, mean over the last n rows and the heads of a group."""
+    probs = {}
+
+    def reference(layer, q, k, v):                                  # explicit softmax over a dense causal matrix
+        g = q.shape[2] // k.shape[2]
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(g, 2)) / q.shape[-1] ** 0.5
+        probs[layer] = scores.masked_fill(torch.ones_like(scores[0, 0]).triu(1).bool(), float("-inf")).softmax(-1)[0]
+        return dense_attend()(layer, q, k, v)
+
+    with torch.inference_mode():
+        model(torch.tensor([ids]), torch.arange(len(ids))[None], reference)
+    groups = model.config.n_kv_head
+    return torch.stack([probs[layer][:, -n:].unflatten(0, (groups, -1)).mean((1, 2)) for layer in sorted(probs)])
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (8, 1), (5, 1)])
 def test_scores_are_mean_probabilities_over_every_row_and_grouped_head(heads):
     model = toy_model(n_head=heads[0], n_kv_head=heads[1])
     cache, ids, n = KVCache(model.config, 64), torch.randint(0, 64, (40,)).tolist(), 17
-    probs = {}
-
-    def reference(layer, q, k, v):                                  # explicit softmax over a dense causal matrix
-        g = q.shape[2] // k.shape[2]
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(g, 2)) / q.shape[-1] ** 0.5
-        probs[layer] = scores.masked_fill(torch.ones(40, 40).triu(1).bool(), float("-inf")).softmax(-1)[0]
-        return dense_attend()(layer, q, k, v)
-
-    with torch.inference_mode():
-        model(torch.tensor([ids]), torch.arange(40)[None], reference)
-    _, used = cached_logits(model, cache, cache.open(64).first, ids, [40 - n, n], True)
-    for layer in range(2):
-        want = probs[layer][:, -n:].unflatten(0, (heads[1], -1)).mean((1, 2))     # (H, n, T) -> (G, T)
-        assert (used[1].scores[layer] - want).abs().max() < 1e-5
+    _, used = cached_logits(model, cache, cache.open(64), ids, [40 - n, n], True)
+    assert (used[1].scores - mean_probabilities(model, ids, n)).abs().max() < 1e-5
     assert (used[1].scores.sum(-1) - 1).abs().max() < 1e-4          # a mean of distributions is one
+
+
+@pytest.mark.parametrize("order", ["together", "apart", "mixed"])
+def test_scores_of_a_batch_are_those_of_each_request(order):
+    model = toy_model()
+    cache, sizes, rows = KVCache(model.config, 240), (21, 40, 30), (4, 3, 4)
+    requests = [(blocks, torch.randint(0, 64, (n,)).tolist()) for blocks, n in zip(scattered(cache, sizes, order), sizes)]
+    _, keys = decode_together(model, cache, requests, rows, 2, True)
+    for (_, ids), one, n in zip(requests, keys, rows):
+        assert (one.scores - mean_probabilities(model, ids, n)).abs().max() < 1e-5
 
 
 def test_group_rows_round_trip():
@@ -153,8 +195,8 @@ def test_recorded_attention_in_bf16_is_nearly_as_exact_as_unrecorded(n):
     def attended(dtype, record):
         cache = KVCache(config, 60, dtype)
         cache.k.copy_(past[0]), cache.v.copy_(past[1])
-        keys = FullKeys(cache, 3, 40, n, record=record)
-        out = keys.attend(1, q.to(dtype), k.to(dtype), v.to(dtype))
+        keys = only_keys(cache, 40, n, record=record)
+        out = attend_alone(keys)(1, q.to(dtype), k.to(dtype), v.to(dtype))
         assert out.dtype == dtype
         return out.float(), keys.scores
 
@@ -184,7 +226,7 @@ def test_cudnn_never_plans_attention():
 @pytest.mark.parametrize("start", [5, 1100])
 def test_rows_of_a_tree_see_their_paths_behind_few_and_many_keys_in_bf16(start):
     """Behind many keys a processor that multiplies bf16 takes single products for a tree, too."""
-    from minispec.core.attention import FullKeys, tree_mask
+    from minispec.core.attention import tree_mask
     from minispec.core.gpt import GPTConfig
     from minispec.core.kv_cache import KVCache
     g = torch.Generator().manual_seed(0)
@@ -196,7 +238,7 @@ def test_rows_of_a_tree_see_their_paths_behind_few_and_many_keys_in_bf16(start):
     for dtype in (torch.float32, torch.bfloat16):
         cache = KVCache(c, 2048, dtype, "cpu")
         cache.k[:, :, :start], cache.v[:, :, :start] = old.to(dtype)
-        out.append(FullKeys(cache, 0, start, 5, tail=sees).attend(0, q.to(dtype), k.to(dtype), v.to(dtype)).float())
+        out.append(attend_alone(only_keys(cache, start, 5, tail=sees))(0, q.to(dtype), k.to(dtype), v.to(dtype)).float())
     keys, values = (torch.cat([x[0, :, :], y.transpose(0, 1)], 1).repeat_interleave(2, 0) for x, y in ((old[0], k), (old[1], v)))
     hidden = torch.cat([torch.zeros(5, start), torch.where(sees, 0.0, float("-inf"))], 1)
     want = ((q.transpose(0, 1) @ keys.mT / 4 + hidden).softmax(-1) @ values).transpose(0, 1)

@@ -2,69 +2,84 @@ import random
 
 import pytest
 import torch
-from conftest import toy_model
+from conftest import cached_kv, toy_model
 
+from minispec.core import kv_cache
 from minispec.core.kv_cache import KVCache
 
 
-def write(cache, run, n, start=0):
-    """Fill positions start .. n of a run with numbers of their own; returns what was written."""
-    content = torch.rand(2, *cache.k[:, :, :n - start].shape)
-    at = slice(run.first + start, run.first + n)
-    cache.k[:, :, at], cache.v[:, :, at] = content
+def write(cache, blocks, start, n):
+    """Fill positions start .. n - 1 with numbers of their own; returns what was written."""
+    content = torch.rand(*cache.kv.shape[:3], n - start, cache.kv.shape[4])
+    cache.kv[:, :, :, cache.slots_of(blocks, range(start, n))] = content
     return content
 
 
 def check(cache, held):
-    """No slot is shared, the books agree, and every run holds what was written."""
-    runs = sorted((run for run in held if run.size), key=lambda run: run.first)
-    assert cache.used == sum(run.size for run in runs) and cache.runs == runs
-    assert all(a.end <= b.first for a, b in zip(runs, runs[1:])) and all(0 <= r.first and r.end <= cache.n_slots for r in runs)
-    for run in runs:
-        for x, content in zip((cache.k, cache.v), held[run]):
-            assert torch.equal(x[:, :, run.first:run.first + run.size], content[:, :, :run.size])
+    """No block is shared, the books agree, and every request holds what was written."""
+    tables = [block for blocks in held for block in blocks.table]
+    assert len(set(tables)) == len(tables) and not set(tables) & set(cache.free_blocks)
+    assert len(tables) + len(cache.free_blocks) == cache.n_blocks and cache.used == len(tables) * cache.block
+    for blocks, content in held.items():
+        n = cache.size(blocks)
+        assert torch.equal(cached_kv(cache, blocks, n), content[:, :, :, :n])
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_runs_open_grow_shrink_move_leave_and_come_back(seed):
+@pytest.mark.parametrize("block", [1, 4, 16])
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_open_grow_shrink_leave_and_come_back(seed, block, monkeypatch):
+    monkeypatch.setattr(kv_cache, "BLOCK", block)
     cache, rng, held = KVCache(toy_model().config, 120), random.Random(seed), {}
-    for _ in range(400):
-        act = rng.choice(["open", "grow", "grow", "shrink", "close", "leave"])
-        run = rng.choice(list(held)) if held else None
-        if act == "open" or run is None:
+    room = cache.n_slots
+    assert 120 <= room < 120 + block
+    for _ in range(300):
+        act = rng.choice(["open", "grow", "grow", "shrink", "close", "leave", "more"])
+        blocks = rng.choice(list(held)) if held else None
+        if act == "open" or blocks is None:
             n = rng.randint(1, 40)
             new = cache.open(n)
-            assert (new is None) == (n > 120 - sum(r.size for r in held))      # room is never lost to gaps
+            assert (new is None) == (-(-n // block) > len(cache.free_blocks) + (0 if new is None else len(new.table)))     # no gap is in the way
             if new:
-                held[new] = write(cache, new, n)
+                held[new] = write(cache, new, 0, cache.size(new))
         elif act == "grow":
-            old, n = run.size, run.size + rng.randint(1, 30)
-            if cache.resize(run, n):
-                held[run] = torch.cat([held[run], write(cache, run, n, old)], 3)
+            old = cache.size(blocks)
+            if cache.resize(blocks, old + rng.randint(1, 30)):
+                held[blocks] = torch.cat([held[blocks][:, :, :, :old], write(cache, blocks, old, cache.size(blocks))], 3)
             else:
-                assert run.size == old and n - old > cache.free
+                assert cache.size(blocks) == old
         elif act == "shrink":
-            cache.resize(run, rng.randint(1, run.size))
-            held[run] = held[run][:, :, :, :run.size]
-        elif act == "leave":                                                   # in chunks of any size, others move meanwhile
-            before, size = held.pop(run), run.size
-            while run.size:
-                cache.offload(run, rng.randint(1, 17))
-            check(cache, {**held, run: before})
-            assert run.on_host == size
-            while run.host:
-                assert cache.restore(run)
-            held[run] = before
+            cache.resize(blocks, rng.randint(1, cache.size(blocks)))
+        elif act == "leave":                                                   # in chunks of any size
+            before, size = held.pop(blocks), cache.size(blocks)
+            while blocks.table:
+                cache.offload(blocks, rng.randint(1, 17))
+            check(cache, held)
+            assert blocks.on_host == size
+            while blocks.host:
+                assert cache.restore(blocks)
+            held[blocks] = before
+        elif act == "more" and cache.n_slots < 200:
+            cache.grow(rng.randint(1, 20))
         else:
-            cache.close(run)
-            del held[run]
+            cache.close(blocks)
+            del held[blocks]
         check(cache, held)
-    for run in list(held):
-        cache.close(run)
-    assert cache.runs == [] and cache.free == 120 and cache.moved > 0
+    for blocks in list(held):
+        cache.close(blocks)
+    assert cache.used == 0 and cache.free == cache.n_slots >= room
 
 
 def test_charged_slots_are_not_given_out():
     cache = KVCache(toy_model().config, 100)
-    cache.charged = 30
-    assert cache.open(71) is None and cache.open(70).size == 70 and cache.free == 0
+    cache.charged = 32
+    assert cache.open(69) is None and cache.size(cache.open(68)) == 68 and cache.free == 0
+
+
+def test_the_path_of_a_tree_moves_together():
+    cache = KVCache(toy_model().config, 40)
+    cache.open(6)
+    blocks = cache.open(20)
+    content = write(cache, blocks, 0, 20)
+    cache.keep(blocks, 5, [0, 2, 3, 9])
+    want = torch.cat([content[:, :, :, :6], content[:, :, :, [7, 8, 14]]], 3)
+    assert torch.equal(cached_kv(cache, blocks, 9), want)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from conftest import chi_square, dense_logits, toy_model
+from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_keys, toy_model
 
 import train_prism
 from minispec import prism
@@ -90,11 +90,11 @@ def sequential_states(drafter, target, ids, row, steps):
     features = target(positions.new_tensor(ids)[None], positions[None], dense_attend())
     cache, x = KVCache(drafter.config, row + steps + 1), torch.tensor(ids)
     assert cache.k.shape[0] == drafter.config.n_layer
-    a = drafter(1, target.embed(x[1:row + 2]), features[0, :row + 1], positions[:row + 1], FullKeys(cache, 0, 0, row + 1).attend)[-1:]
+    a = drafter(1, target.embed(x[1:row + 2]), features[0, :row + 1], positions[:row + 1], attend_alone(only_keys(cache, 0, row + 1)))[-1:]
     states = [a]
     for step in range(2, steps + 1):
         at = row + step - 1
-        a = drafter(step, target.embed(x[row + step][None]), a, torch.tensor([at]), FullKeys(cache, 0, at, 1).attend)
+        a = drafter(step, target.embed(x[row + step][None]), a, torch.tensor([at]), attend_alone(only_keys(cache, at, 1)))
         states.append(a)
     return torch.cat(states)
 
@@ -180,7 +180,7 @@ def test_greedy_is_identical_to_autoregressive(modules, shape, trained):
     for batch, n in ((1, 2), (8, len(some))):                      # one by one takes longest
         got, engine = run(lockstep(drafter, *SHAPES[shape]), some[:n], batch)
         assert [g.token_ids for g in got] == [g.token_ids for g in want[:n]]
-        assert engine.cache.runs == [] and engine.planner.drafter.notes == {}
+        assert engine.cache.used == 0 and engine.planner.drafter.notes == {}
         steps = [s for g in got for s in g.steps]
         assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
     assert sum(s.accepted for s in steps) > 0.05 * len(steps) and any(s.accepted < s.proposed for s in steps)
@@ -215,7 +215,7 @@ def test_end_of_text_and_length_limit_inside_an_accepted_run(shape, trained):
 @pytest.mark.parametrize("policy", ["preempt", "offload"])
 def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, trained):
     some = prompts(8)
-    got, engine = run(lockstep(trained, *SHAPES["tree"]), some, 8, cache_tokens=300, admission=policy)
+    got, engine = run(lockstep(trained, *SHAPES["tree"]), some, 8, cache_tokens=200, admission=policy)
     assert [g.token_ids for g in got] == [g.token_ids for g in run(Lockstep, some)[0]]
     assert engine.admission.recomputed or engine.cache.offloaded
 
@@ -444,9 +444,9 @@ def test_logits_of_every_path_equal_those_of_the_path_alone(cached):
     for i, parent in enumerate(parents, 1):
         paths.append([*paths[parent], i])
     if cached:
-        TARGET(torch.tensor(ids[:-1]), torch.arange(cached), FullKeys(cache, 0, 0, cached).attend)
+        TARGET(torch.tensor(ids[:-1]), torch.arange(cached), attend_alone(only_keys(cache, 0, cached)))
     positions = torch.tensor([cached + len(path) - 1 for path in paths])
-    hidden = TARGET(torch.tensor([ids[-1], *draft]), positions, FullKeys(cache, 0, cached, 13, tail=tree_mask(parents)).attend)
+    hidden = TARGET(torch.tensor([ids[-1], *draft]), positions, attend_alone(only_keys(cache, cached, 13, tail=tree_mask(parents))))
     for row, path in enumerate(paths):
         alone = dense_logits(TARGET, ids + [draft[i - 1] for i in path[1:]])[-1]
         assert (TARGET.logits(hidden[row]) - alone).abs().max() < 1e-4
@@ -523,21 +523,20 @@ def test_caches_hold_what_was_accepted_and_nothing_else(shape, trained):
     engine = Engine(TARGET, lockstep(trained, *SHAPES[shape]), 3, prefill_chunk=16)
     notes, rounds = engine.planner.drafter.notes, 0
     for r, _ in engine.stream([Request(p, 25) for p in prompts(6)]):
-        if r not in notes or not r.run:
+        if r not in notes or not r.blocks:
             continue
         n, note = r.n_cached, notes[r]
         fresh, positions, x = KVCache(TARGET.config, n), torch.arange(n), torch.tensor(r.tokens[:n + 1])
-        features = TARGET(x[:n], positions, FullKeys(fresh, 0, 0, n).attend)
-        held = slice(r.run.first, r.run.first + n)
-        assert (engine.cache.k[:, :, held] - fresh.k).abs().max() < 1e-4 and (engine.cache.v[:, :, held] - fresh.v).abs().max() < 1e-4
+        features = TARGET(x[:n], positions, attend_alone(only_keys(fresh, 0, n)))
+        assert (cached_kv(engine.cache, r.blocks, n) - cached_kv(fresh, fresh.only, n)).abs().max() < 1e-4
         assert sum(len(f) for f in note.features) == n - note.cached           # what the target cached, and nothing else
         assert (torch.cat(note.features) - features[note.cached:]).abs().max() < 1e-4
         if not note.cached:
             continue
         m, own = note.cached, KVCache(trained.config, note.cached)
-        trained(1, TARGET.embed(x[1:m + 1]), features[:m], positions[:m], FullKeys(own, 0, 0, m).attend)
+        trained(1, TARGET.embed(x[1:m + 1]), features[:m], positions[:m], attend_alone(only_keys(own, 0, m)))
         assert note.cache.k.shape[0] == 1
-        assert (note.cache.k[:, :, :m] - own.k).abs().max() < 1e-4 and (note.cache.v[:, :, :m] - own.v).abs().max() < 1e-4
+        assert (cached_kv(note.cache, note.blocks, m) - cached_kv(own, own.only, m)).abs().max() < 1e-4
         rounds += 1
     assert rounds > 20
 
@@ -567,13 +566,13 @@ def test_features_of_decoding_are_those_of_training():
 @pytest.mark.parametrize("modules", MAPS)
 def test_a_draft_step_reads_one_module(modules):
     drafter, read = DRAFTERS[modules], []
-    assert KVCache(drafter.config, 10).k.shape == KVCache(DRAFTERS[1].config, 10).k.shape == (1, 2, 10, 8)      # whatever M is
+    assert KVCache(drafter.config, 10).k.shape == KVCache(DRAFTERS[1].config, 10).k.shape == (1, 2, 12, 8)      # whatever M is; whole blocks
     one = sum(p.numel() for p in drafter.bank[0].parameters())
     assert drafter.n_params() == modules * one
     hooks = [m.register_forward_hook(lambda m, *_: read.append(m)) for m in drafter.modules() if not list(m.children())]
     for step in range(1, 7):
         read.clear()
-        drafter(step, torch.zeros(2, 32), torch.zeros(2, 32), torch.arange(2), packed_attend([(0, 2, FullKeys(KVCache(drafter.config, 2), 0, 0, 2))]))
+        drafter(step, torch.zeros(2, 32), torch.zeros(2, 32), torch.arange(2), attend_alone(only_keys(KVCache(drafter.config, 2), 0, 2)))
         touched = {id(p): p.numel() for m in read for p in m.parameters()}
         assert sum(touched.values()) == one
         assert all(id(p) in touched for p in drafter.bank[min(step, modules) - 1].parameters())     # and saturates at the last

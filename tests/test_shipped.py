@@ -3,7 +3,7 @@ import os
 
 import pytest
 import torch
-from conftest import ROOT, TARGET
+from conftest import only_keys, ROOT, TARGET
 
 import bench
 from minispec.core.attention import FullKeys
@@ -44,7 +44,7 @@ def row_count_noise(model, tokenizer):
     logits = []
     for rows in (1, 9):
         cache = KVCache(model.config, 90, model.dtype)
-        hidden = [feed(model, [(ids[start:start + rows], start, FullKeys(cache, 0, start, rows))]) for start in range(0, 90, rows)]
+        hidden = [feed(model, [(ids[start:start + rows], start, only_keys(cache, start, rows))]) for start in range(0, 90, rows)]
         logits.append(model.logits(torch.cat(hidden)).float())
     return (logits[0] - logits[1]).abs().max().item()
 

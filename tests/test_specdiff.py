@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from conftest import ROOT, chi_square, dense_logits, toy_model
+from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_keys, ROOT, toy_model
 
 import train_prism
 import train_specdiff
@@ -195,11 +195,11 @@ def test_the_drafters_cache_holds_what_a_new_prefill_gives(form):
         x, positions = torch.tensor(r.tokens[:n]), torch.arange(n)
         features = features_of(drafter, x[None])[0] if drafter.config.reads else None
         features = features if features is None else torch.cat([torch.zeros_like(features[:1]), features[:-1]])
-        drafter(x, positions, FullKeys(own, 0, 0, n).attend, features)
-        assert (note.cache.k[:, :, :n] - own.k).abs().max() < 1e-4 and (note.cache.v[:, :, :n] - own.v).abs().max() < 1e-4
+        drafter(x, positions, attend_alone(only_keys(own, 0, n)), features)
+        assert (cached_kv(note.cache, note.blocks, n) - cached_kv(own, own.only, n)).abs().max() < 1e-4
         m, own = r.n_cached, KVCache(TARGET.config, r.n_cached)    # and the target's cache, after keeping a path of the trie (B6)
-        TARGET(torch.tensor(r.tokens[:m]), torch.arange(m), FullKeys(own, 0, 0, m).attend)
-        assert (engine.cache.k[:, :, r.run.first:r.run.first + m] - own.k).abs().max() < 1e-4
+        TARGET(torch.tensor(r.tokens[:m]), torch.arange(m), attend_alone(only_keys(own, 0, m)))
+        assert (cached_kv(engine.cache, r.blocks, m) - cached_kv(own, own.only, m)).abs().max() < 1e-4
         rounds += 1
     assert rounds > 15
 
@@ -404,7 +404,7 @@ def test_greedy_is_identical_to_autoregressive(name, trained):
         for batch, n in batches:
             got, engine = run(lockstep(drafter, **SETTINGS[name]), prompts(n), batch)
             assert [g.token_ids for g in got] == plain(n)
-            assert engine.cache.runs == [] and engine.planner.drafter.notes == {}
+            assert engine.cache.used == 0 and engine.planner.drafter.notes == {}
             steps = [s for g in got for s in g.steps]
             assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
             if n == many:

@@ -3,7 +3,7 @@ import types
 
 import pytest
 import torch
-from conftest import Arbitrary, dense_logits, toy_model
+from conftest import Arbitrary, attend_alone, cached_kv, dense_logits, only_keys, toy_model
 
 from minispec import specgen
 from minispec.core.attention import FullKeys, dense_attend, packed_attend
@@ -25,10 +25,10 @@ PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5))
 def filled_cache(n, room=20):
     cache = KVCache(MODEL.config, n + room + 7)
     cache.open(7)
-    base = cache.open(n + room).first
+    blocks = cache.open(n + room)
     with torch.inference_mode():
-        MODEL(torch.tensor(PROMPT[:n]), torch.arange(n), packed_attend([(0, n, FullKeys(cache, base, 0, n))]))
-    return cache, base
+        MODEL(torch.tensor(PROMPT[:n]), torch.arange(n), attend_alone(FullKeys(cache, blocks, 0, n)))
+    return cache, blocks
 
 
 def draft_hidden(keys, tokens, start):
@@ -73,9 +73,9 @@ def masked_reference(selected, recent, n, tokens):
 
 def test_draft_rows_see_the_selection_the_recent_window_and_themselves():
     n, recent = 60, 6
-    cache, base = filled_cache(n)
+    cache, blocks = filled_cache(n)
     selected = torch.stack([torch.randperm(n - recent)[:9] for _ in range(4)]).view(2, 2, 9)
-    keys = PillarKeys(DraftPool(cache, 3), base, n, selected, recent)
+    keys = PillarKeys(DraftPool(cache, 3), blocks, n, selected, recent)
     got = draft_hidden(keys, [3, 1, 4], n)
     assert (got - masked_reference(selected, recent, n, [3, 1, 4])).abs().max() < 1e-4
     assert keys.n == 9 + 6 + 3                                  # step j reads b + j entries
@@ -87,10 +87,10 @@ def test_requests_that_draft_together_see_what_each_sees_alone():
     with torch.inference_mode():
         runs = [cache.open(64) for _ in n]
         for run, length in zip(runs, n):
-            MODEL(torch.tensor(PROMPT[:length]), torch.arange(length), packed_attend([(0, length, FullKeys(cache, run.first, 0, length))]))
+            MODEL(torch.tensor(PROMPT[:length]), torch.arange(length), packed_attend([(0, length, FullKeys(cache, run, 0, length))]))
 
     def lists(pool):
-        return [PillarKeys(pool, run.first, length, None if i == 1 else torch.arange(5 * i + 4).expand(2, 2, -1), 3 * (i != 1))
+        return [PillarKeys(pool, run, length, None if i == 1 else torch.arange(5 * i + 4).expand(2, 2, -1), 3 * (i != 1))
                 for i, (run, length) in enumerate(zip(runs, n))]
 
     shared, alone = lists(DraftPool(cache, 2)), [lists(DraftPool(cache, 2))[i] for i in range(3)]
@@ -100,26 +100,26 @@ def test_requests_that_draft_together_see_what_each_sees_alone():
             together = MODEL(torch.tensor([token, token]), torch.tensor([37, 50]), packed_attend([(0, 1, shared[1]), (1, 2, shared[2])]))
         want = [draft_hidden(alone[i], [token], n[i]) for i in (1, 2)]
         assert (together - torch.cat(want)).abs().max() < 1e-4
-    assert shared[1].pool.taken == shared
-    shared[1].pool.give_back(shared[1])
-    assert shared[1].pool.taken == [shared[0], None, shared[2]] and shared[1].row is None
+    assert shared[1].server.taken == shared
+    shared[1].server.give_back(shared[1])
+    assert shared[1].server.taken == [shared[0], None, shared[2]] and shared[1].row is None
 
 
 def test_full_list_equals_dense_and_cold_start_sees_everything():
     n = 50
-    cache, base = filled_cache(n)
+    cache, blocks = filled_cache(n)
     everything = torch.arange(n - 4).expand(2, 2, -1)
     with torch.inference_mode():
-        dense = MODEL.logits(draft_hidden(PillarKeys(DraftPool(cache, 2), base, n, everything, 4), [9, 8], n))
-        cold = MODEL.logits(draft_hidden(PillarKeys(DraftPool(cache, 2), base, n, None, 0), [9, 8], n))
+        dense = MODEL.logits(draft_hidden(PillarKeys(DraftPool(cache, 2), blocks, n, everything, 4), [9, 8], n))
+        cold = MODEL.logits(draft_hidden(PillarKeys(DraftPool(cache, 2), blocks, n, None, 0), [9, 8], n))
     want = dense_logits(MODEL, PROMPT[:n] + [9, 8])[n:]
     assert (dense - want).abs().max() < 1e-4 and (cold - want).abs().max() < 1e-4
 
 
 def test_draft_steps_leave_the_cache_alone():
-    cache, base = filled_cache(40)
+    cache, blocks = filled_cache(40)
     before = cache.k.clone(), cache.v.clone()
-    draft_hidden(PillarKeys(DraftPool(cache, 3), base, 40, torch.arange(10).expand(2, 2, -1), 5), [1, 2, 3], 40)
+    draft_hidden(PillarKeys(DraftPool(cache, 3), blocks, 40, torch.arange(10).expand(2, 2, -1), 5), [1, 2, 3], 40)
     assert torch.equal(cache.k, before[0]) and torch.equal(cache.v, before[1])
 
 
@@ -135,7 +135,7 @@ def test_selection_is_topk_of_the_scores_per_layer_and_head(accepted, select):
     planner.engine.cache = KVCache(MODEL.config, 8)
     request = Request(PROMPT)
     request.n_cached = 80
-    keys = FullKeys(KVCache(MODEL.config, 90), 0, 71, 9, record=True)
+    keys = only_keys(KVCache(MODEL.config, 90), 71, 9, record=True)
     keys.scores.copy_(torch.rand(keys.scores.shape) ** 8)
     scores = keys.scores[:, :, :80]
     if select == "ahead":
@@ -161,7 +161,7 @@ def generate(**settings):
             return made[-1]
 
         def release(self, request):                             # look at the cache before the slots go back
-            self.final = self.engine.cache.k.clone(), self.engine.cache.v.clone(), request.run.first, request.n_cached
+            self.final = cached_kv(self.engine.cache, request.blocks, request.n_cached)
 
     engine = Engine(MODEL, lambda e: Spy(e, **settings), 1)
     return engine.generate([Request(PROMPT, 120)])[0], engine, made
@@ -228,13 +228,13 @@ def test_the_end_of_the_prompt_chooses_for_the_first_round(chunk):
 def test_cache_after_rounds_equals_a_dense_pass():
     """Check 5 of the method: keys and values of all committed positions come from full attention."""
     generation, engine, _ = generate(k=8, sparsity=0.05, min_budget=4)
-    k, v, base, n = engine.planner.final
+    kv = engine.planner.final
+    n = kv.shape[3]
     assert n == len(PROMPT) + len(generation.token_ids) - 1     # committed = cached + 1
     cache, (ids) = KVCache(MODEL.config, n), (PROMPT + generation.token_ids)[:n]
     with torch.inference_mode():
-        MODEL(torch.tensor(ids), torch.arange(n), packed_attend([(0, n, FullKeys(cache, 0, 0, n))]))
-    assert (k[:, :, base:base + n] - cache.k).abs().max() < 1e-4
-    assert (v[:, :, base:base + n] - cache.v).abs().max() < 1e-4
+        MODEL(torch.tensor(ids), torch.arange(n), attend_alone(only_keys(cache, 0, n)))
+    assert (kv - cached_kv(cache, cache.only, n)).abs().max() < 1e-4
 
 
 def test_ahead_passes_scores_on_and_remembers():
@@ -317,8 +317,8 @@ def test_what_an_oracle_reads_is_the_best_of_each_row(read_text):
     q, k, v = torch.randn(3, 2, 4, d, generator=torch.Generator().manual_seed(0)).unbind()
     k, v = k[:, :2], v[:, :2]
     with read_text.lent(slice(100, 102)):
-        keys = BestKeys(read_text.cache, 100, 2, 9)
-        out = keys.attend(0, q, k, v)
+        keys = BestKeys(read_text.cache, read_text.blocks, 100, 2, 9)
+        out = attend_alone(keys)(0, q, k, v)
         all_k, all_v = (x[0, :, :102].repeat_interleave(2, 0) for x in (read_text.cache.k, read_text.cache.v))
         logits = torch.einsum("nhd,htd->hnt", q, all_k) / d ** 0.5
         logits[:, 0, 101] = float("-inf")
@@ -392,7 +392,7 @@ def rows(engine):
 def test_schedules_and_delay_leave_the_output_alone(schedule, delayed):
     got, engine, want = serve(9, 5, schedule=schedule, delayed=delayed)
     assert [g.token_ids for g in got] == [g.token_ids for g in want]
-    assert engine.cache.runs == [] and engine.cache.charged == 0
+    assert engine.cache.used == 0 and engine.cache.charged == 0
 
 
 def test_unified_rows_are_even_and_lockstep_rows_are_not():
@@ -411,8 +411,8 @@ def test_latecomers_fill_the_emptiest_phase():
     planner, phases = engine.planner, []
     engine.cache = KVCache(MODEL.config, 400)
     for r in engine.active:
-        r.run = engine.cache.open(60)
-        planner.plan([other for other in engine.active if other.run])
+        r.blocks = engine.cache.open(60)
+        planner.plan([other for other in engine.active if other.blocks])
         phases.append(r.state.place)
     assert phases == [0, 1, 2, 3, 0]
 
@@ -473,10 +473,12 @@ def test_costs_of_a_model_whose_clock_is_known(monkeypatch):
             return hidden
 
     class Full(FullKeys):
-        pool = property(lambda keys: None, lambda keys, pool: None)         # each request is a call of its own
+        def __init__(self, *args, **kw):
+            super().__init__(*args, **kw)
+            self.server = self                                              # each request is a call of its own
 
-        def attend(self, layer, q, k, v):
-            return tick(3 + self.n * (self.all.stop - self.all.start - self.n) / 100, q)
+        def serve(self, some):
+            return lambda layer, k, v: None, lambda layer, q: tick(3 + self.n * (self.length - self.n) / 100, q)
 
     class Pool(DraftPool):
         def gather(self, keys):
@@ -484,9 +486,9 @@ def test_costs_of_a_model_whose_clock_is_known(monkeypatch):
             super().gather(keys)
             tick(2 + 50 * (self.k.shape != shape))                          # a pool grows once, not in every round
 
-        def attend(self, some):
-            attend = super().attend(some)
-            return lambda *args: tick(4, attend(*args))
+        def serve(self, some):
+            store, read = super().serve(some)
+            return store, lambda *args: tick(4, read(*args))
 
     for name, fake in (("time", types.SimpleNamespace(perf_counter=lambda: clock[0])), ("FullKeys", Full), ("DraftPool", Pool),
                        ("look_ahead", lambda scores, memory, real=look_ahead: tick(0.5, real(scores, memory)))):

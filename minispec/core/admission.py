@@ -15,6 +15,8 @@ comes back first, so those that wait on the host are a stack and service is in o
 while a verdict on its last verification is due (delayed verification), because that verdict says how much of
 its cache is valid. The cache hands out whole blocks (kv_cache.py), so sizes here are multiples of one.
 """
+from minispec.core.kv_cache import whole_blocks
+
 POLICIES = ("reserve", "preempt", "offload")
 CHUNK = 1024            # tokens that move between device and host at once
 
@@ -60,7 +62,7 @@ class Admission:
         longest = r.longest
         if self.policy != "reserve":
             longest = min(longest, len(r.tokens) + self.engine.planner.rows)
-        return self.engine.cache.blocks_for(longest) * self.engine.cache.block
+        return whole_blocks(longest)
 
     def _missing_slots(self):
         """Slots that all active requests together need beyond those they have."""
@@ -124,11 +126,11 @@ class Admission:
         return cache.resize(r.blocks, size)
 
     def leave(self, r):
-        """A request that is finished, or starts again: its slots and buffers are free."""
+        """A request that is finished, or starts again: its blocks and buffers are free."""
+        self.engine.planner.release(r)
         self.engine.cache.close(r.blocks)
         if r in self.paused:
             self.paused.remove(r)
         else:
             self.engine.cache.charged -= self.engine.planner.extra_slots(r)
-        self.engine.planner.release(r)
         r.blocks = None

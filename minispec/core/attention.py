@@ -13,6 +13,7 @@ G query heads share a key head; D numbers a head; T positions that a request has
 included.
 """
 import functools
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -45,21 +46,27 @@ def dense_attend(mask=None):
 
 def packed_attend(segments):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
-    Keys with the same server are served together."""
+    Keys with the same server are served together: server.serve(list of keys) -> store(layer, k, v), which
+    keeps the new rows' keys and values (n, G, D), and read(layer, q (n, H, D)) -> (n, H, D)."""
     groups = {}
     for first, end, keys in segments:
         groups.setdefault(keys.server, []).append((first, end, keys))
-    parts = []                                           # (rows, attend over them)
+    parts = []                                           # (rows, store, read)
     for server, some in groups.items():
         rows = [row for first, end, _ in some for row in range(first, end)]
-        parts.append((rows, server.attend([keys for *_, keys in some])))
-    if len(parts) == 1:
-        return parts[0][1]
+        parts.append((rows, *server.serve([keys for *_, keys in some])))
 
     def attend(layer, q, k, v):
+        if len(parts) == 1:
+            _, store, read = parts[0]
+            store(layer, k, v)
+            return read(layer, q)
+        # All rows are stored before any are read, because a request may feed several segments.
+        for rows, store, _ in parts:
+            store(layer, k[rows], v[rows])
         out = torch.empty_like(q)
-        for rows, part in parts:
-            out[rows] = part(layer, q[rows], k[rows], v[rows])
+        for rows, _, read in parts:
+            out[rows] = read(layer, q[rows])
         return out
     return attend
 
@@ -99,7 +106,7 @@ class FullKeys:
 
 
 def writer(some):
-    """store(layer, k, v): keys and values (N, G, D) of the new rows of FullKeys go to their slots."""
+    """store(layer, k, v) of some FullKeys: the new rows go to their slots."""
     cache = some[0].cache
     slots = [cache.slots_of(keys.blocks, range(keys.start, keys.start + keys.n)) for keys in some]
     slots = torch.cat(slots)
@@ -125,11 +132,9 @@ class OneRequest:
     """Attention of one request's rows, by plain products with all of its keys: for chunks of prompts, and for a
     long text alone."""
 
-    def attend(self, some):
-        """attend: q (n, H, D), k and v (n, G, D) -> (n, H, D)."""
+    def serve(self, some):
         keys, = some
-        store = writer(some)
-        read = keys.cache.reader(keys.blocks, keys.length)
+        cached = keys.cache.reader(keys.blocks, keys.length)
         # Products are faster than torch's attention for few rows, and in bf16, where they are as exact: other
         # roundings count more.
         dtype = keys.cache.k.dtype
@@ -138,9 +143,8 @@ class OneRequest:
         newest = keys.n if keys.tail is None else keys.tail.shape[1]           # the others all rows see
         mask = additive(~keys.sees(), keys.cache.k)                            # (n, T)
 
-        def attend(layer, q, k, v):
-            store(layer, k, v)
-            k, v = read(layer)                                                 # (G, T, D)
+        def read(layer, q):
+            k, v = cached(layer)                                               # (G, T, D)
             if not by_products or q.is_cuda:
                 q = q.transpose(0, 1)[None]
                 out = F.scaled_dot_product_attention(q, k[None], v[None], None if causal else mask,
@@ -154,7 +158,7 @@ class OneRequest:
             if keys.scores is not None:
                 keys.scores[layer] = probs.mean(1)
             return ungroup_rows(probs @ v, keys.n)
-        return attend
+        return writer(some), read
 
 
 @dataclass(frozen=True)
@@ -165,10 +169,8 @@ class FewRows:
     cache: KVCache
     size: int
 
-    def attend(self, some):
-        """attend over the rows of `some` FullKeys."""
+    def serve(self, some):
         cache = self.cache
-        store = writer(some)
         # 1. Every request gets as many rows as the one with most, its last one repeated.
         most = max(keys.n for keys in some)
         padded, own, n = [], [], 0
@@ -179,37 +181,43 @@ class FewRows:
         ragged = len(padded) > n
         padded, own = (torch.tensor(rows, device=cache.k.device) for rows in (padded, own))
 
-        # 2. The blocks in order, and what the rows do not see of each.
-        tables = [keys.blocks.table[:cache.blocks_for(keys.length)] for keys in some]
-        blocks = sorted(sum(tables, []))
+        # 2. The blocks in order, and what the rows do not see of each. A block that several read is there
+        # several times, once in every run through the pool.
+        readers = Counter()
+        order = []                                       # (run, block, request)
+        for i, keys in enumerate(some):
+            for block in keys.blocks.table[:cache.blocks_for(keys.length)]:
+                order.append((readers[block], block, i))
+                readers[block] += 1
+        in_order = order == sorted(order, key=lambda entry: entry[:2])
+        numbers = {entry: at for at, entry in enumerate(sorted(order))}
+        tables = [[numbers[entry] for entry in order if entry[2] == i] for i in range(len(some))]
+        blocks = [block for _, block, _ in sorted(order)]
         hidden = torch.zeros(len(blocks), most, cache.block, dtype=torch.bool)         # (m, most, BLOCK)
         owner = torch.zeros(len(blocks), dtype=torch.long)
-        at = {block: i for i, block in enumerate(blocks)}
         for i, (keys, table) in enumerate(zip(some, tables)):
-            tables[i] = table = [at[block] for block in table]
             owner[table] = i
             sees = F.pad(keys.sees(), (0, len(table) * cache.block - keys.length))
             hidden[table, :keys.n] = ~sees.unflatten(1, (-1, cache.block)).transpose(0, 1)
 
         # 3. Two ways to read them.
-        in_order = sum(tables, []) == list(range(len(blocks))) and blocks[-1] - blocks[0] < len(blocks)
+        in_order = in_order and blocks == list(range(blocks[0], blocks[0] + len(blocks)))
         even = in_order and len(blocks) == len(some) * len(tables[0])
         record = any(keys.scores is not None for keys in some)
         if even and len(some) == 1 and (record or len(blocks) > FEW_BLOCKS):
-            return OneRequest().attend(some)
+            return OneRequest().serve(some)
         if even and len(blocks) <= FEW_BLOCKS and not record:
-            read = self._side_by_side(len(some), blocks, hidden)
+            cached = self._side_by_side(len(some), blocks, hidden)
         else:
-            read = self._block_by_block(some, blocks, tables, owner, hidden)
+            cached = self._block_by_block(some, blocks, tables, owner, hidden)
 
-        def attend(layer, q, k, v):
-            store(layer, k, v)
+        def read(layer, q):
             if ragged:
                 q = q.index_select(0, padded)
-            q = group_rows(q.view(-1, most, *q.shape[1:]), k.shape[1])         # (B, G, g * most, D)
-            out = ungroup_rows(read(layer, q), most).flatten(0, 1)             # (N, H, D)
+            q = group_rows(q.view(-1, most, *q.shape[1:]), cache.k.shape[1])   # (B, G, g * most, D)
+            out = ungroup_rows(cached(layer, q), most).flatten(0, 1)           # (N, H, D)
             return out.index_select(0, own) if ragged else out
-        return attend
+        return writer(some), read
 
     def _side_by_side(self, n, blocks, hidden):
         """read(layer, q): n requests that have equally many blocks, one behind the other, are a batch of
@@ -258,9 +266,9 @@ class FewRows:
             of_row = owner[None, :, None].expand(groups, -1, rows)
             top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, x.amax(-1), "amax")
             x.sub_(top.index_select(1, owner)[..., None]).exp_()
-            total = torch.zeros_like(top, dtype=torch.float32)
-            total.index_add_(1, owner, x.sum(-1, dtype=torch.float32))
-            out = torch.zeros_like(q, dtype=torch.float32).index_add_(1, owner, products(x, layer, 1).float())
+            exact = torch.promote_types(x.dtype, torch.float32)
+            total = torch.zeros_like(top, dtype=exact).index_add_(1, owner, x.sum(-1, dtype=exact))
+            out = torch.zeros_like(q, dtype=exact).index_add_(1, owner, products(x, layer, 1).to(exact))
             for i, keys in enumerate(some):
                 if keys.scores is not None:
                     p = x[:, tables[i]] / total[:, i, None, :, None]           # (G, blocks, g * most, BLOCK)

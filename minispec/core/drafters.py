@@ -19,7 +19,7 @@ import torch
 
 from minispec.core import gpt
 from minispec.core.attention import TREE, FullKeys, can_fuse
-from minispec.core.kv_cache import Allocation, KVCache
+from minispec.core.kv_cache import Allocation, KVCache, whole_blocks
 from minispec.core.requests import MAX_K, Batch, Segment, pack
 from minispec.core.verify import argmax, draw, graft, point_mass_tree, rejection_tree, warp
 from minispec.core.words import Words
@@ -131,7 +131,7 @@ class Cached(Drafter):
         see Graphs."""
         from kernels.graphs import Graphs
         c = self.config
-        self.size = self.cache.blocks_for(longest + self.room) * self.cache.block
+        self.size = whole_blocks(longest + self.room)
         self.cache = KVCache(c, batch * self.size, self.target.dtype, self.target.device, spare=1)
         group = c.n_head // c.n_kv_head
         features = self.n_features if self.reads else 0

@@ -31,7 +31,7 @@ from minispec.core import verify
 from minispec.core.admission import Admission
 from minispec.core.attention import TREE, FullKeys, can_fuse, tree_mask
 from minispec.core.drafters import Drafter, NGram, with_copies
-from minispec.core.kv_cache import BLOCK, KVCache, beside
+from minispec.core.kv_cache import KVCache, beside, whole_blocks
 from minispec.core.requests import Segment, check_k, check_lookup, check_requests, pack
 
 PROMPT_ROWS = 2048  # of all prompts in one forward: enough to fill any device, and a bound of its memory
@@ -269,7 +269,7 @@ class Engine:
         """Check the requests, and make a cache that they fit into."""
         check_requests(requests, self.model.config)
         # The cache grows with what is asked; it is kept from stream to stream.
-        sizes = [-(-r.longest // BLOCK) * BLOCK + self.planner.extra_slots(r) for r in requests]
+        sizes = [whole_blocks(r.longest) + self.planner.extra_slots(r) for r in requests]
         largest = max(sizes, default=0)
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
         if largest > slots:

@@ -17,6 +17,11 @@ BLOCK = 128                 # tokens; smaller ones cost more operations, larger 
 MOST = 1 << 40              # slots; a larger number does not even fit into the error of an allocator
 
 
+def whole_blocks(n):
+    """The slots of the blocks that n tokens need."""
+    return -(-n // BLOCK) * BLOCK
+
+
 def beside(stream):
     """A block in which what this thread asks of a GPU goes to another stream (None: to the current one),
     behind what the current one was asked before."""
@@ -118,7 +123,7 @@ class KVCache:
     def slots_of(self, blocks, positions):
         """The slots (n,) of positions, a range of n."""
         slots = [blocks.table[p // self.block] * self.block + p % self.block for p in positions]
-        return torch.tensor(slots, device=self.kv.device)
+        return torch.tensor(slots, dtype=torch.long, device=self.kv.device)
 
     def reader(self, blocks, n):
         """read(layer): the keys and values (G, n, D) of the first n positions; views where they lie together."""

@@ -14,11 +14,11 @@ with the text's token in the rejected one's place. This is the law of decoding a
 samples: the emitted token has distribution p and was accepted with probability min(p, q) / p.
 """
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
-from minispec.core.attention import FullKeys, packed_attend, ungroup_rows
+from minispec.core.attention import (FullKeys, additive, group_rows, packed_attend,
+                                      ungroup_rows, writer)
 from minispec.core.kv_cache import KVCache
 from minispec.core.verify import Sampling, draw, warp
 from minispec.specgen import DraftPool, PillarKeys, SpecGen
@@ -38,22 +38,24 @@ def feed(model, rows):
 
 
 @torch.inference_mode()
-def read(model, ids, cache, start, end, base=0):
-    """Fill a cache with positions start .. end - 1 of ids (T,), of a request whose first slot is `base`.
-    Returns the hidden states of the last chunk."""
+def read(model, ids, cache, blocks, start, end):
+    """Fill `blocks` of a cache with positions start .. end - 1 of ids (T,). Returns the hidden states of the
+    last chunk."""
     for first in range(start, end, CHUNK):
         part = ids[first:min(first + CHUNK, end)]
-        hidden = feed(model, [(part, first, FullKeys(cache, base, first, len(part)))])
+        hidden = feed(model, [(part, first, FullKeys(cache, blocks, first, len(part)))])
     return hidden
 
 
 class Text:
-    """ids that the target reads: its cache, and the target's logits (n, V) of the rows from `first` on."""
+    """ids that the target reads: its cache, where position p lies in slot p, and the target's logits (n, V) of
+    the rows from `first` on."""
 
     def __init__(self, model, ids):
         self.model = model
         self.ids = torch.tensor(ids, device=model.device)
         self.cache = KVCache(model.config, len(ids), model.dtype, model.device)
+        self.blocks = self.cache.open(len(ids))
 
     @torch.inference_mode()
     def contexts(self, contexts, after):
@@ -61,9 +63,10 @@ class Text:
         it."""
         start = 0
         for self.first in contexts:
-            read(self.model, self.ids, self.cache, start, self.first)
+            read(self.model, self.ids, self.cache, self.blocks, start, self.first)
             start = self.first + after
-            self.logits = self.model.logits(read(self.model, self.ids, self.cache, self.first, start))
+            hidden = read(self.model, self.ids, self.cache, self.blocks, self.first, start)
+            self.logits = self.model.logits(hidden)
             yield self.first
 
     @contextmanager
@@ -80,25 +83,27 @@ class BestKeys(FullKeys):
     """For each draft row the `budget` cached positions that it attends to most itself, which no method can
     know beforehand. A row needs all keys to find them, so this is no way to draft."""
 
-    def __init__(self, cache, start, n, budget):
-        super().__init__(cache, 0, start, n, record=True)
+    def __init__(self, cache, blocks, start, n, budget):
+        super().__init__(cache, blocks, start, n)
         self.budget = budget
+        self.server = self                               # served alone
 
-    def _by_products(self, q, keys, values):
-        _, probs = super()._by_products(q, keys, values)                       # (G, g * n, T + n)
-        mass = probs[..., :self.start].unflatten(1, (-1, self.n)).mean(1)      # (G, n, T)
-        best = mass.topk(self.budget, dim=-1, sorted=False).indices
-        seen = torch.zeros_like(mass).scatter_(2, best, 1.0)
-        # Dropping probabilities and dividing by their sum is a softmax over the rest.
-        probs[..., :self.start] *= seen.repeat(1, probs.shape[1] // self.n, 1)
-        return ungroup_rows(probs / probs.sum(-1, keepdim=True) @ values, self.n), probs
+    def serve(self, some):
+        cached = self.cache.reader(self.blocks, self.length)
+        mask = additive(~self.sees(), self.cache.k)
 
-
-@dataclass(eq=False)
-class Little:
-    """A little cache, (L, G, width, D)."""
-    k: torch.Tensor
-    v: torch.Tensor
+        def read(layer, q):
+            k, v = cached(layer)
+            rows = group_rows(q * q.shape[-1] ** -0.5, len(k))                 # (G, g * n, D)
+            logits = (rows @ k.mT).unflatten(1, (-1, self.n)) + mask           # (G, g, n, T)
+            probs = logits.softmax(-1)
+            mass = probs[..., :self.start].mean(1)                             # (G, n, context)
+            best = mass.topk(self.budget, dim=-1, sorted=False).indices
+            # Dropping probabilities and dividing by their sum is a softmax over the rest.
+            probs[..., :self.start] *= torch.zeros_like(mass).scatter_(2, best, 1.0)[:, None]
+            probs = (probs / probs.sum(-1, keepdim=True)).flatten(1, 2)
+            return ungroup_rows(probs @ v, self.n)
+        return writer(some), read
 
 
 class Replay:
@@ -126,9 +131,10 @@ class Replay:
     def rows_of_text(self):
         """What the round feeds first, for `feed`: t0 and all drafts but the last, as the text has them."""
         if self.oracle:
-            keys = BestKeys(self.text.cache, self.n_cached, self.k, self.planner.widest(self.n_cached))
+            budget = self.planner.widest(self.n_cached)
+            keys = BestKeys(self.text.cache, self.text.blocks, self.n_cached, self.k, budget)
         else:
-            keys = FullKeys(self.seen, 0, self.n_seen, self.k)
+            keys = FullKeys(self.seen, self.seen_blocks, self.n_seen, self.k)
         return self.of_text(self.k), self.n_cached, keys
 
     def judge(self, logits):
@@ -151,24 +157,27 @@ class Replay:
     def row_behind(self):
         """What it feeds behind a rejected draft, for `feed`: the last draft."""
         n = len(self.rows) - 1
-        return self.rows[-1:], self.n_cached + n, FullKeys(self.seen, 0, self.n_seen + n, 1)
+        return self.rows[-1:], self.n_cached + n, FullKeys(self.seen, self.seen_blocks, self.n_seen + n, 1)
 
     @torch.inference_mode()
     def end_round(self):
         """Verify t0 and the drafts, and choose what the next round sees."""
-        keys = FullKeys(self.text.cache, 0, self.n_cached, len(self.rows), record=True)
+        text = self.text
+        keys = FullKeys(text.cache, text.blocks, self.n_cached, len(self.rows), record=True)
         if self.planner.record:
-            with self.text.lent(keys.new):
+            with text.lent(slice(self.n_cached, self.n_cached + len(self.rows))):
                 feed(self.text.model, [(self.rows, self.n_cached, keys)])
         self.n_cached += self.n_accepted + 1
 
         # Draft rows see a little cache: the selection, and room for their own keys.
         self.state = self.planner._select(self, keys, self.n_accepted)
-        pool = DraftPool(self.text.cache, self.k)
-        chosen = PillarKeys(pool, 0, self.n_cached, self.state.selected, self.state.recent)
+        pool = DraftPool(text.cache, self.k)
+        chosen = PillarKeys(pool, text.blocks, self.n_cached, self.state.selected, self.state.recent)
         pool.gather(chosen)
-        self.seen = Little(pool.k[:, 0], pool.v[:, 0])
         self.n_seen = chosen.n
+        self.seen = KVCache(text.model.config, self.n_seen + self.k, text.model.dtype, text.model.device)
+        self.seen_blocks = self.seen.open(self.n_seen + self.k)
+        self.seen.kv[:, :, :, :self.n_seen] = torch.stack([pool.k[:, 0], pool.v[:, 0]])[:, :, :, :self.n_seen]
 
 
 @torch.inference_mode()

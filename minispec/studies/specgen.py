@@ -11,7 +11,7 @@ import torch
 
 from minispec.core.admission import Admission
 from minispec.core.attention import FullKeys, packed_attend
-from minispec.core.kv_cache import KVCache
+from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import tasks
@@ -120,12 +120,12 @@ def seen(engine):
 
 
 def read_once(model, prompts):
-    """{prompt: its keys and values (k, v)} of prompts (ids), for `Resumed`."""
+    """{prompt: its keys and values (2, L, G, n, D)} of prompts (ids), for `Resumed`."""
     kept = {}
     for ids in prompts:
         cache = KVCache(model.config, len(ids), model.dtype, model.device)
-        read(model, torch.tensor(ids, device=model.device), cache, 0, len(ids))
-        kept[tuple(ids)] = cache.k, cache.v
+        read(model, torch.tensor(ids, device=model.device), cache, cache.open(len(ids)), 0, len(ids))
+        kept[tuple(ids)] = cache.kv
     return kept
 
 
@@ -137,12 +137,11 @@ class Resumed(Admission):
     def _enter(self, r):
         entered = super()._enter(r)
         old = self.kept.get(tuple(r.tokens))
-        if entered and old:
+        if entered and old is not None:
             started = time.perf_counter()
             r.n_cached = len(r.tokens) - K - 1
-            slots = slice(r.run.first, r.run.first + r.n_cached)
-            for x, kept in zip((self.engine.cache.k, self.engine.cache.v), old):
-                x[:, :, slots] = kept[:, :, :r.n_cached]
+            slots = self.engine.cache.slots_of(r.blocks, range(r.n_cached))
+            self.engine.cache.kv[:, :, :, slots] = old[:, :, :, :r.n_cached]
             self.engine.charge(r, "prefill", time.perf_counter() - started)
         return entered
 
@@ -206,7 +205,8 @@ def timed_steps(model, context, batch, k, selected):
     `selected` positions."""
     c = model.config
     room = context + k + 1
-    cache = KVCache(c, batch * room, model.dtype, model.device)
+    cache = KVCache(c, batch * whole_blocks(room), model.dtype, model.device)
+    places = [cache.open(room) for _ in range(batch)]
     pool = DraftPool(cache, k)
     scores = torch.rand(batch, c.n_layer, c.n_kv_head, context)
 
@@ -220,7 +220,7 @@ def timed_steps(model, context, batch, k, selected):
 
     def full(rows):
         """`rows` rows a request, which read all keys."""
-        keys = [FullKeys(cache, i * room, context, rows, record=rows > 1) for i in range(batch)]
+        keys = [FullKeys(cache, blocks, context, rows, record=rows > 1) for blocks in places]
         segments = [(i * rows, i * rows + rows, one) for i, one in enumerate(keys)]
         return forward(batch * rows, lambda: packed_attend(segments))
 
@@ -242,10 +242,11 @@ def timed_steps(model, context, batch, k, selected):
         started = time.perf_counter()
         chosen = [look_ahead(s, None).topk(selected, dim=-1, sorted=False).indices for s in scores]
         choosing = time.perf_counter() - started
-        keys = [PillarKeys(pool, i * room, context, one, 1) for i, one in enumerate(chosen)]
-        first = forward(batch, lambda: pool.attend(keys))
+        keys = [PillarKeys(pool, blocks, context, one, 1) for blocks, one in zip(places, chosen)]
+        segments = [(i, i + 1, one) for i, one in enumerate(keys)]
+        first = forward(batch, lambda: packed_attend(segments))
         full(1)
-        t["draft"] = forward(batch, lambda: pool.attend(keys))
+        t["draft"] = forward(batch, lambda: packed_attend(segments))
         t["select"] = choosing + first - t["draft"]
         for one in keys:
             pool.give_back(one)
