@@ -37,19 +37,18 @@ class Admission:
         engine = self.engine
         active = engine.active
         judged = []
-        if self.policy != "reserve":
-            if self._missing_slots() > engine.cache.free:
-                # Somebody must leave, so nobody may wait for a verdict. Those that it
-                # finishes make room, too.
-                judged = engine.settle()
-                engine.retire()
-            # The oldest first; the youngest may leave meanwhile.
-            i = 0
-            while i < len(active) and self._make_room(active[i]):
-                i += 1
-            # There is room again: the last one to leave comes back first.
-            while self.paused and len(active) < engine.batch_size and self._resume(self.paused[-1]):
-                active.append(self.paused.pop())
+        if self._missing_slots() > engine.cache.free:
+            # Somebody must leave, so nobody may wait for a verdict. Those that it
+            # finishes make room, too.
+            judged = engine.settle()
+            engine.retire()
+        # The oldest first; the youngest may leave meanwhile.
+        i = 0
+        while i < len(active) and self._make_room(active[i]):
+            i += 1
+        # There is room again: the last one to leave comes back first.
+        while self.paused and len(active) < engine.batch_size and self._resume(self.paused[-1]):
+            active.append(self.paused.pop())
         # Those who wait enter in order, because a small request that overtakes could keep a large one out.
         while engine.waiting and not self.paused and len(active) < engine.batch_size:
             if not self._enter(engine.waiting[0]):
@@ -59,15 +58,17 @@ class Admission:
 
     def reach(self, r):
         """Slots that a request needs for what it has and for its next verification."""
-        longest = r.longest
-        if self.policy != "reserve":
-            longest = min(longest, len(r.tokens) + self.engine.planner.rows)
-        return whole_blocks(longest)
+        return whole_blocks(min(r.longest, len(r.tokens) + self.engine.planner.rows))
+
+    def claim(self, r):
+        """Slots that nobody else may have: blocks are given out when they are needed, so that those in use lie
+        together, but `reserve` counts all that a request may need."""
+        return whole_blocks(r.longest) if self.policy == "reserve" else self.reach(r)
 
     def _missing_slots(self):
-        """Slots that all active requests together need beyond those they have."""
+        """Slots that all active requests together claim beyond those they have."""
         size = self.engine.cache.size
-        return sum(max(self.reach(r) - size(r.blocks), 0) for r in self.engine.active)
+        return sum(max(self.claim(r) - size(r.blocks), 0) for r in self.engine.active)
 
     def _make_room(self, r):
         """Room for the next rows of an active request, at the cost of younger ones. False if it had to
@@ -105,7 +106,7 @@ class Admission:
     def _enter(self, r):
         cache = self.engine.cache
         extra = self.engine.planner.extra_slots(r)
-        if self.reach(r) + extra > cache.free:
+        if self._missing_slots() + self.claim(r) + extra > cache.free:
             return False
         r.blocks = cache.open(self.reach(r))
         cache.charged += extra

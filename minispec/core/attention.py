@@ -181,35 +181,34 @@ class FewRows:
         ragged = len(padded) > n
         padded, own = (torch.tensor(rows, device=cache.k.device) for rows in (padded, own))
 
-        # 2. The blocks in order, and what the rows do not see of each. A block that several read is there
-        # several times, once in every run through the pool.
+        # 2. The blocks, in the order of the pool. One that several requests read comes again, behind the
+        # others.
+        counts = [cache.blocks_for(keys.length) for keys in some]
         readers = Counter()
-        order = []                                       # (run, block, request)
+        order = []                                       # (readers before, block, request, number there)
         for i, keys in enumerate(some):
-            for block in keys.blocks.table[:cache.blocks_for(keys.length)]:
-                order.append((readers[block], block, i))
+            for j, block in enumerate(keys.blocks.table[:counts[i]]):
+                order.append((readers[block], block, i, j))
                 readers[block] += 1
-        in_order = order == sorted(order, key=lambda entry: entry[:2])
-        numbers = {entry: at for at, entry in enumerate(sorted(order))}
-        tables = [[numbers[entry] for entry in order if entry[2] == i] for i in range(len(some))]
-        blocks = [block for _, block, _ in sorted(order)]
-        hidden = torch.zeros(len(blocks), most, cache.block, dtype=torch.bool)         # (m, most, BLOCK)
-        owner = torch.zeros(len(blocks), dtype=torch.long)
-        for i, (keys, table) in enumerate(zip(some, tables)):
-            owner[table] = i
-            sees = F.pad(keys.sees(), (0, len(table) * cache.block - keys.length))
-            hidden[table, :keys.n] = ~sees.unflatten(1, (-1, cache.block)).transpose(0, 1)
+        in_order = order == sorted(order)
+        _, blocks, owner, number = zip(*sorted(order))
+        owner, number = torch.tensor(owner), torch.tensor(number)              # (m,)
+        # 3. What the rows do not see of each.
+        hidden = torch.zeros(len(some), most, max(counts) * cache.block, dtype=torch.bool)
+        for i, keys in enumerate(some):
+            hidden[i, :keys.n] = True
+            hidden[i, :keys.n, :keys.length] = ~keys.sees()
+        hidden = hidden.unflatten(2, (-1, cache.block))[owner, :, number]      # (m, most, BLOCK)
 
-        # 3. Two ways to read them.
-        in_order = in_order and blocks == list(range(blocks[0], blocks[0] + len(blocks)))
-        even = in_order and len(blocks) == len(some) * len(tables[0])
+        # 4. Two ways to read them.
+        even = in_order and blocks[-1] - blocks[0] < len(blocks) == len(some) * counts[0]
         record = any(keys.scores is not None for keys in some)
         if even and len(some) == 1 and (record or len(blocks) > FEW_BLOCKS):
             return OneRequest().serve(some)
         if even and len(blocks) <= FEW_BLOCKS and not record:
             cached = self._side_by_side(len(some), blocks, hidden)
         else:
-            cached = self._block_by_block(some, blocks, tables, owner, hidden)
+            cached = self._block_by_block(some, blocks, owner, number, hidden)
 
         def read(layer, q):
             if ragged:
@@ -233,11 +232,13 @@ class FewRows:
             return F.scaled_dot_product_attention(q, keys, values, mask(q.shape[2] // most))
         return read
 
-    def _block_by_block(self, some, blocks, tables, owner, hidden):
+    def _block_by_block(self, some, blocks, owner, number, hidden):
         """read(layer, q): a product a head and span for the logits of all blocks, and one for the values. A
         softmax over a request's blocks comes from its maximum and its sum, as in flash-decoding."""
         cache = self.cache
         _, groups, _, d = cache.k.shape
+        own = [(owner == i).nonzero()[:, 0] for i in range(len(some))]
+        own = [rows[number[rows].argsort()] for rows in own]                   # each request's blocks
         masked = hidden.flatten(1).any(1).nonzero()[:, 0]                      # most blocks are seen as a whole
         most = hidden.shape[1]
         mask = of_group(additive(hidden[masked], cache.k))                     # (t, g * most, BLOCK)
@@ -271,7 +272,7 @@ class FewRows:
             out = torch.zeros_like(q, dtype=exact).index_add_(1, owner, products(x, layer, 1).to(exact))
             for i, keys in enumerate(some):
                 if keys.scores is not None:
-                    p = x[:, tables[i]] / total[:, i, None, :, None]           # (G, blocks, g * most, BLOCK)
+                    p = x[:, own[i]] / total[:, i, None, :, None]           # (G, blocks, g * most, BLOCK)
                     p = p.unflatten(2, (-1, most))[:, :, :, :keys.n].mean((2, 3))
                     keys.scores[layer] = p.flatten(1)[:, :keys.length]
             return (out / total[..., None]).to(q.dtype).transpose(0, 1)

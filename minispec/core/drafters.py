@@ -68,13 +68,15 @@ class Notes:
     """What a drafter keeps of one request. Its cache is apart from the target's; position i there holds
     committed token i (PRISM: token i + 1, with what the target knew before it)."""
     cache: KVCache
-    blocks: Allocation
+    room: int                                            # slots that a round writes behind its first rows
+    blocks: Allocation = field(default_factory=Allocation)
     cached: int = 0                                      # rows of the cache that hold committed tokens
     features: list = field(default_factory=list)         # the target's, (n, F) each, of rows still to be fed
 
     def rows(self, tokens, features=None, tail=None):
         """Rows behind those that are cached. They are causal, unless tail (n, m) says which of the last m
         positions each row sees (FullKeys)."""
+        self.cache.extend(self.blocks, self.cached + len(tokens) + self.room)
         keys = FullKeys(self.cache, self.blocks, self.cached, len(tokens), tail=tail)
         return Segment(None, tokens, self.cached, keys, features=features)
 
@@ -103,14 +105,10 @@ class Cached(Drafter):
     def note(self, request):
         """The notes of a request."""
         if request not in self.notes:
-            slots = self.size or request.longest + self.room
-            cache = self.cache
-            blocks = cache.open(slots)
-            if blocks is None and self.graphs:           # while requests are paused: apart from the graphs
-                cache = KVCache(self.config, slots, self.target.dtype, self.target.device)
-            elif blocks is None:
-                cache.grow(slots)
-            self.notes[request] = Notes(cache, blocks or cache.open(slots))
+            self.notes[request] = notes = Notes(self.cache, self.room)
+            if self.graphs and not self.cache.resize(notes.blocks, self.size):
+                # While requests are paused: apart from the graphs, whose pool must stay where it is.
+                notes.cache = KVCache(self.config, 0, self.target.dtype, self.target.device)
         return self.notes[request]
 
     def release(self, request):

@@ -110,13 +110,17 @@ class KVCache:
             heapq.heappush(self.free_blocks, blocks.table.pop())
         return True
 
-    def grow(self, n):
-        """Add blocks for n slots to the pool, which is copied."""
-        more = self.blocks_for(n)
+    def extend(self, blocks, n):
+        """Give an Allocation blocks for at least n slots. The pool is copied to a larger one where it has too
+        few."""
+        if n <= self.size(blocks) or self.resize(blocks, n):
+            return
+        more = max(self.blocks_for(n), self.n_blocks)
         self.kv = F.pad(self.kv, (0, 0, 0, more * self.block))
         self.free_blocks += range(self.n_blocks, self.n_blocks + more)
         heapq.heapify(self.free_blocks)
         self.n_blocks += more
+        self.resize(blocks, n)
 
     # -- where tokens lie ------------------------------------------------------------------------------------
 
