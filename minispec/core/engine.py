@@ -181,8 +181,7 @@ class Engine:
             n += len(s.tokens)
             wanted += range(n - s.n_logits, n)
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
-        if logits.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        verify.check_numbers(logits)                     # this waits for a GPU
         # A mixed forward is charged by rows.
         spent = time.perf_counter() - started
         for s in plan:
