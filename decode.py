@@ -79,8 +79,9 @@ def parse_args(argv=None):
     methods.add_arguments(parser)
     parser.set_defaults(model=None)
     args = parser.parse_args(argv)
-    args.model = args.model or default_model(args)
+    args.target = args.model = args.model or default_model(args)
     if args.method in methods.DIFFUSION:
+        args.model = methods.folder_of(args.method, args)            # it decodes; the target is for --compare
         args.max_new_tokens = args.max_new_tokens or cdlm.GEN_LENGTH
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     check(args)
@@ -170,6 +171,8 @@ def main(argv=None):
     print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {args.dtype} on {args.device}, "
           f"--method {args.method}\n")
     engine = methods.make_engine(args.method, model, args, args.batch)
+    if args.compare:
+        target = methods.loaded(args.target, model, args)
     if args.chat:
         return chat(engine, tokenizer, args.sampling, args.max_new_tokens or UNKNOWN)
     problems = problems or built_in(args, tokenizer)
@@ -186,9 +189,9 @@ def main(argv=None):
         result["schedule"] = schedule_view(engine)
     if args.compare:
         print("\nonce more, by the plain loop ..", flush=True)
-        ar = methods.make_engine("ar", model, args, args.batch)
-        plain, _ = answer(ar, problems, model, tokenizer, args, quiet=True)
-        compare(result, generations, plain, ar, model)
+        ar = methods.make_engine("ar", target, args, args.batch)
+        plain, _ = answer(ar, problems, target, tokenizer, args, quiet=True)
+        compare(result, generations, plain, ar, target)
     print("\n".join(["", *explained, table(result)]))
     if args.json:
         if len(problems) == 1:

@@ -36,7 +36,7 @@ from minispec.core.engine import Engine
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request, Segment, Step, check_requests, pack
-from minispec.core.verify import draw, warp
+from minispec.core.verify import check_numbers, draw, warp
 
 GEN_LENGTH = 256
 BLOCK_SIZE = 32
@@ -231,9 +231,8 @@ class Decoder:
                 rows += [first + slot - 1 - s.start for slot in s.request.state.masked()]
         hidden = self.model(x.tokens, x.positions, x.attend)[rows]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
+        check_numbers(logits)                            # this waits for a GPU
         # What it took: clean rows are prefill, the others find tokens.
-        if hidden.is_cuda:
-            torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         for s in segments:
             self.seconds[s.kind] += seconds * len(s.tokens) / len(x.tokens)

@@ -8,7 +8,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import DRAFT, ROOT, TARGET, on_a_terminal, outcome, run_script
+from conftest import DRAFT, ROOT, TARGET, on_a_terminal, outcome, run_script, save_toy_target
+from safetensors.torch import load_file, save_file
 
 import decode as decode_script
 from minispec.core.requests import Generation
@@ -53,6 +54,19 @@ BAD = {     # what is wrong: (arguments, what the line must say)
     "device with a number": (["--device", "cpu:0"], "no device cpu:0 on this machine; choose cpu or cuda"),
     "no prices": (["--method", "adaptive"], "this measures one: python bench.py profile --model"),
 }
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("method", ["ar", "ngram", "draft", "specgen", "cdlm"])
+def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, tmp_path):
+    """The weights are finite, but not what becomes of them."""
+    folder = save_toy_target(tmp_path)
+    file = os.path.join(folder, "model.safetensors")
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"].fill_(3e38)
+    save_file(weights, file)
+    p = decode("--model", folder, "--drafter", folder, "--method", method, "--temperature", temperature, "--task", "arith", "--max-new-tokens", 20)
+    assert p.returncode == 2 and p.stderr.count("\n") == 1 and "the logits of the model must be numbers, got NaN: its weights are" in p.stderr
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -308,7 +322,7 @@ def test_explain_is_for_one_request_of_a_method_that_verifies():
 
 def test_the_default_model_is_the_real_one_where_it_is_installed(monkeypatch, capsys):
     monkeypatch.setattr(gguf_file, "packaged", lambda: "somewhere.gguf")
-    ask = lambda *args: decode_script.parse_args(list(args)).model
+    ask = lambda *args: decode_script.parse_args(list(args)).target
     assert ask() == ask("--method", "specgen") == ask("--prompt", "x", "--method", "ngram") == "smollm2"
     # What is made for the shipped model goes with it.
     assert {ask("--task", "trace"), ask("--method", "prism"), ask("--method", "cdlm")} == {methods.SHIPPED}

@@ -182,8 +182,7 @@ class Engine:
             wanted += range(n - s.n_logits, n)
         hidden = features[:, -self.model.config.d_model:]
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
-        if logits.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        verify.check_numbers(logits)                     # this waits for a GPU
         # A mixed forward is charged by rows.
         spent = time.perf_counter() - started
         for s in plan:

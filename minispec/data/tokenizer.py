@@ -29,6 +29,7 @@ TODAY = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
 SPLITS = {"smollm": SMOLLM, "gpt-2": GPT2, "llama-bpe": TODAY % "{1,3}", "qwen2": TODAY % ""}
 
 ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% endfor %}"        # a model without a chat template
 MARK = "\udc00"              # half a character, which no text has: it breaks names of special tokens in texts
 MOST_SPACE = 100_000         # white space in a row; of a million, the regular expressions run out of stack
@@ -47,11 +48,13 @@ class Tokenizer:
 
     `special` maps names like "<|eos|>" to ids; `ends` are the ids that end an answer. ranks: {bytes: id} of
     plain tokens; pattern: how text is split; form: Unicode normal form of plain text, or None; chat_template:
-    Jinja, with bos and eos, names of special tokens, as its bos_token and eos_token.
+    Jinja, with bos and eos, names of special tokens, as its bos_token and eos_token. ends: declarations
+    of more ids that end an answer, each an id, a list of ids, or None.
     """
     file = "tokenizer"                                           # where it came from, for errors
 
-    def __init__(self, ranks, special, pattern, form=None, chat_template=None, bos="", eos=""):
+    def __init__(self, ranks, special, pattern, form=None, chat_template=None, bos="", eos="",
+                 ends=()):
         ids = [*ranks.values(), *special.values()]
         if len(set(ids)) < len(ids):
             raise ValueError("two tokens of the vocabulary have the same id")
@@ -62,11 +65,13 @@ class Tokenizer:
         self.encoding = tiktoken.Encoding(
             "minispec", pat_str=pattern, mergeable_ranks=whole, special_tokens=special)
         self.ours = "<|answer|>" in special
-        self.ends = [special[name] for name in ENDS if name in special]
         longest_first = sorted(special, key=len, reverse=True)
         self.names = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self.begins = re.compile(f"(?s)(?={self.names.pattern}).")
         self.bytes_of = {i: b for b, i in ranks.items()} | {i: name.encode() for name, i in special.items()}
+        self.ends = [special[name] for name in (*ENDS, eos) if name in special]
+        for more in ends:
+            self.ends += more if isinstance(more, list) else [more] * (more is not None)
         self.chat_template = chat_template or TEXT_ALONE
 
     @classmethod
@@ -177,7 +182,10 @@ def _from_json(file):
             raise ValueError(f"{key} {model[key]} is not supported")
     special = {t["content"]: t["id"] for t in data["added_tokens"]}
     ranks = _ranks(model["vocab"], model["merges"], special)
-    return ranks, special, _pattern(data["pre_tokenizer"]), form, *_template_of(os.path.dirname(file))
+    folder = os.path.dirname(file)
+    ends = [read_json(os.path.join(folder, name), {}).get("eos_token_id")
+            for name in ("config.json", "generation_config.json")]
+    return ranks, special, _pattern(data["pre_tokenizer"]), form, *_template_of(folder), ends
 
 
 def _pattern(pre):
@@ -201,7 +209,7 @@ def _pattern(pre):
 def _template_of(folder):
     """(chat template or None, bos, eos) of a model's folder."""
     file = os.path.join(folder, "tokenizer_config.json")
-    data = read_json(file) if os.path.exists(file) else {}
+    data = read_json(file, {})
     template = data.get("chat_template")
     own = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(own):
@@ -225,7 +233,8 @@ def _from_gguf(file):
     ranks = _ranks(vocab, source.field("tokenizer.ggml.merges"), special)
     names = [tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id)]
     form = "NFC" if pre == "qwen2" else None
-    return ranks, special, SPLITS[pre], form, source.field("tokenizer.chat_template"), *names
+    ends = [source.field(key) for key in END_KEYS]
+    return ranks, special, SPLITS[pre], form, source.field("tokenizer.chat_template"), *names, ends
 
 
 def _ranks(vocab, merges, special):

@@ -28,7 +28,7 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
             most = 2 * len(tokenizer.response_ids(problem.think, problem.answer))
         most = min(most, max(c.block_size - len(ids), 1))
         seeded = replace(sampling, seed=sampling.seed + i)
-        requests.append(Request(ids, limit or most, seeded, [c.eos_id, *tokenizer.ends]))
+        requests.append(Request(ids, limit or most, seeded, tokenizer.ends))
     check_requests(requests, c)
     return requests
 

@@ -50,7 +50,7 @@ def ngram(model, settings):
 
 def draft(model, settings):
     """a small model drafts, rejection sampling"""
-    small = checkpoints.load(_folder("draft", settings), model.device, model.dtype)
+    small = loaded(folder_of("draft", settings), model, settings)
     return partial(Lockstep, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
                    lookup=settings.lookup or 0)
 
@@ -125,21 +125,31 @@ def make_engine(name, model, settings, batch_size):
 
 def _diffusion(name, model, settings, batch_size):
     """The decoder of a diffusion model with the vocabulary of the target."""
-    folder = _folder(name, settings)
-    trained = checkpoints.load(folder, model.device, model.dtype)
-    ours, theirs = trained.config.vocab_size, model.config.vocab_size
-    if ours != theirs:
-        raise ValueError(f"the diffusion model has {ours} tokens in its vocabulary, the target {theirs}")
     threshold = settings.threshold
     if threshold is None and name == "cdlm":
         threshold = cdlm.THRESHOLD
+    folder = folder_of(name, settings)
+    trained = loaded(folder, model, settings)
     mask_id = cdlm.mask_id_of(Tokenizer.load(folder), folder)
     kind, _ = cdlm.METHODS[name]
     return cdlm.Decoder(trained, mask_id, kind, threshold=threshold, order=settings.order,
                         batch_size=batch_size)
 
 
-def _folder(name, settings):
+def loaded(folder, model, settings):
+    """The model in a folder, which may be `model` itself, the one of the settings. ValueError where they have
+    different vocabularies: ids that only one tokenizer knows, such as padding, make no difference."""
+    if folder == settings.model:
+        return model
+    other = checkpoints.load(folder, model.device, model.dtype)
+    ours, theirs = (Tokenizer.load(path).bytes_of for path in (folder, settings.model))
+    for i in ours.keys() & theirs.keys():
+        if ours[i] != theirs[i]:
+            raise ValueError(f"{folder} has another vocabulary than {settings.model}: token {i} differs")
+    return other
+
+
+def folder_of(name, settings):
     """Where the trained part of a method is: --drafter, else the folder that is kept for this model."""
     if settings.drafter:
         return settings.drafter
@@ -163,7 +173,7 @@ def kept(root, model):
 def _trained(name, kind, model, settings):
     """The drafter in that folder, of the module `kind`. ValueError, where there is none, says how to train
     one."""
-    folder = _folder(name, settings)
+    folder = folder_of(name, settings)
     if not os.path.exists(folder):
         raise ValueError(f"there is no drafter for {settings.model} in {folder}; this trains one: python "
                          f"{TRAINED[name]} --target {settings.model} --out {folder} --minutes 60")
@@ -179,7 +189,7 @@ def _trained(name, kind, model, settings):
 
 def ready(settings):
     """The methods but `ar` for which everything is there: the others lack a trained part or a cost table."""
-    needed = {name: _folder(name, settings) for name in ("draft", *TRAINED, *DIFFUSION)}
+    needed = {name: folder_of(name, settings) for name in ("draft", *TRAINED, *DIFFUSION)}
     needed["adaptive"] = costs_of(settings)
     names = [*METHODS, *DIFFUSION]
     return [name for name in names if name != "ar" and os.path.exists(needed.get(name, "."))]

@@ -47,7 +47,7 @@ def check_writable(path, inputs=()):
     if real in [Path(file).resolve() for file in inputs if file]:
         raise ValueError(f"cannot write {path}: it is an input")
     for folder in real.parents:
-        if any(folder.glob("*.safetensors")):
+        if any(folder.glob("model.safetensors*")):       # or its index; a loose file is no model
             raise ValueError(f"cannot write {path}: {folder} is a model folder")
     try:
         tempfile.TemporaryFile(dir=real.parent).close()

@@ -88,8 +88,7 @@ def chat(engine, tokenizer, sampling, limit):
             print(f"(the conversation has {len(ids)} tokens; allowed are {most}. A new one begins)")
             messages.clear()
             continue
-        ends = [engine.model.config.eos_id, *tokenizer.ends]
-        request = Request(ids, min(limit, block_size - len(ids)), sampling, ends)
+        request = Request(ids, min(limit, block_size - len(ids)), sampling, tokenizer.ends)
         printer = Printer(tokenizer)
         # The clock of this answer alone.
         engine.seconds = dict.fromkeys(engine.seconds, 0.0)
