@@ -1,3 +1,4 @@
+import json
 import os
 import random
 
@@ -72,3 +73,45 @@ def test_bad_files_are_named(tmp_path, content, message):
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(str(tmp_path))
+
+
+# -- other people's files ----------------------------------------------------------------------------------------------
+
+SPLITS = [r"\w+", r"\d*", r"\d*|l", r"(?=l)", r"(?i:HE|l+)", r"\p{N}{1,3}", r"[^\n]+\n", r"(?<=l)o", r"\s+"]
+
+
+def written(folder, change=lambda data: None, **config):
+    """A folder with the shipped vocabulary after a change, and with these entries of tokenizer_config.json. None: no entry."""
+    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+        data = json.load(f)
+    change(data)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>", **config}
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    (folder / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return str(folder)
+
+
+def split_at(regex):
+    return lambda data: data["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": regex})
+
+
+@pytest.mark.parametrize("regex", SPLITS)
+def test_text_between_the_matches_of_a_split_is_kept(regex, tmp_path):
+    ours = Tokenizer.load(written(tmp_path, split_at(regex)))
+    for s in ["Hello, world! 1 + 1 = 2", "hello\n\n12 all 3456", *strings()]:
+        assert ours.decode(ours.encode(s)) == s
+
+
+def test_a_long_text_without_a_match_is_kept(tmp_path):
+    ours = Tokenizer.load(written(tmp_path, split_at(r"\w+")))
+    assert ours.decode(ours.encode("!" * 1_000_000)) == "!" * 1_000_000
+
+
+@pytest.mark.parametrize("regex", SPLITS)
+def test_text_between_the_matches_of_a_split_is_split_as_tokenizers_does(regex, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    ours = Tokenizer.load(written(tmp_path, split_at(regex)))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for s in ["Hello, world! 1 + 1 = 2", "hello\n\n12 all 3456", *strings()]:
+        assert ours.encode(s) == theirs.encode(s).ids or "<|" in s

@@ -193,7 +193,9 @@ def _pattern(pre):
         return SMOLLM
     if kinds == ["Split", "ByteLevel"] and not regex:
         if steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
-            return steps[0]["pattern"]["Regex"]
+            # The text between two matches is a piece, too. An empty match is none, but ends one.
+            match = steps[0]["pattern"]["Regex"]
+            return rf"(?:{match})(?!\G)|(?s:.)+?(?={match}|\z)"
     raise ValueError(f"pre_tokenizer {' + '.join(kinds)} with these settings is not supported; supported are "
                      "an isolating Split + ByteLevel, Digits + ByteLevel, and ByteLevel")
 
