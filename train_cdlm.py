@@ -6,8 +6,9 @@ student.
     python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill
 
     teacher        OUT/teacher: the target's weights, trained to fill in masks; every slot sees all others
-    trajectories   OUT/trajectories: the teacher answers training prompts, one token a step; stored are the
-                   tokens, their ranks, and the hidden rows that they were revealed from
+    trajectories   OUT/trajectories: the teacher answers training prompts, one token a step, the most
+                   confident first; stored are the tokens, their ranks, and the hidden rows that they were
+                   revealed from
     student        OUT/student: the teacher's weights, trained on the trajectories with three losses
 
 Learning rates peak at 1e-3 (teacher) and 2e-4 (student), unless --lr says otherwise. Interrupt it at any
@@ -200,9 +201,10 @@ def collect(decoder, requests):
 def collect_trajectories(args, tokenizer, mask_id, folder, teacher):
     """The answers of the model in the folder `teacher`, in shards."""
     model = checkpoints.load(teacher, args.device, fast_dtype(args.device))
-    training.same_settings(folder, prompts=args.prompts, seed=args.seed,
+    training.same_settings(folder, prompts=args.prompts, seed=args.seed, order="surest",
                            teacher=checkpoints.fingerprint(model))
-    decoder = cdlm.Decoder(model, mask_id, "teacher", batch_size=args.batch, record=True)
+    # In reading order, the rank of a token would only repeat its place.
+    decoder = cdlm.Decoder(model, mask_id, "teacher", order="surest", batch_size=args.batch, record=True)
     cells = [(number, temperature) for number in range(args.prompts) for temperature in TEMPERATURES]
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
         file = f"{folder}/{start // SHARD:05d}.safetensors"

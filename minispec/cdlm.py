@@ -20,6 +20,7 @@ is `threshold`.
 
 What differs from the paper:
   - If no slot is above the threshold, the first masked slot is revealed, not the most confident: see `pick`.
+    Trajectories for training are recorded in the paper's order, the most confident slot first.
   - The row of a slot predicts the token behind it, as in the autoregressive model that the weights come from
     (and in Dream; in LLaDA it predicts its own slot). The row before a block predicts its first slot, so it
     is fed once more with the block.

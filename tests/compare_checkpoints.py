@@ -137,7 +137,7 @@ def compare_ids(family, n, long=False):
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = write_tokenizer(folder, family), Tokenizer.load(folder)
     same = tokens = 0
-    some = strings(n, FAMILIES[family][3]) + (LONG if long else [])
+    some = strings(n, FAMILIES[family][3] + FAMILIES[family][4]) + (LONG if long else [])
     for as_special, encode in ((True, ours.special_ids), (False, ours.encode)):
         theirs.encode_special_tokens = not as_special
         for text, want in zip(some, theirs.encode_batch(some, add_special_tokens=False)):

@@ -393,7 +393,7 @@ def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
             run_script(decode, "--model", toy, *args)
         assert message in str(e.value) and "\n" not in str(e.value)
     tokenizer = Tokenizer.load(TARGET)
-    tokenizer.chat_template, tokenizer.ours = TEXT_ALONE, False                        # no family that is known: text alone
+    tokenizer.chat_template, tokenizer.bos, tokenizer.ours = TEXT_ALONE, "", False                        # no family that is known: text alone
     make = lambda text: answers.requests_of([tasks.Problem("prompt", text)], tokenizer, toy_model(vocab=2048), 2)
     assert len(make("x")[0].tokens) == 1
     with pytest.raises(ValueError, match="an empty prompt"):

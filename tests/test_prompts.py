@@ -166,8 +166,8 @@ def test_missing_data_names_the_public_source(tmp_path):
 def test_the_next_prompt_of_every_family(family, names, answer, want):
     """The ids of a conversation are those of its text in the family's template, without chains of thought that are past."""
     ours = Tokenizer.load(TARGET)
-    special = ours.special if names is None else {name: 2041 + i for i, name in enumerate(names)}
-    t = Tokenizer(ours.encoding._mergeable_ranks, special, ours.encoding._pat_str, chat_template=CHATS.get(family) if names is not None else ours.chat_template, bos="<|begin_of_text|>")
+    added = [{"content": name, "id": 2041 + i, "special": True} for i, name in enumerate(ours.special if names is None else names)]
+    t = Tokenizer(ours.encoding._mergeable_ranks, added, ours.encoding._pat_str, chat_template=CHATS.get(family) if names is not None else ours.chat_template, bos="<|begin_of_text|>")
     messages = [t.asked("2+2?\n"), {"role": "assistant", "content": t.special_ids(answer)}, t.asked("Sure?\n")]
     assert t.chat_ids(messages) == t.special_ids(want)
     if family == "Qwen3":

@@ -142,9 +142,9 @@ def loaded(folder, model, settings):
     if folder == settings.model:
         return model
     other = checkpoints.load(folder, model.device, model.dtype)
-    ours, theirs = (Tokenizer.load(path).bytes_of for path in (folder, settings.model))
-    for i in ours.keys() & theirs.keys():
-        if ours[i] != theirs[i]:
+    ours, theirs = map(Tokenizer.load, (folder, settings.model))
+    for i in ours.known & theirs.known:
+        if ours.decode_bytes([i]) != theirs.decode_bytes([i]):
             raise ValueError(f"{folder} has another vocabulary than {settings.model}: token {i} differs")
     return other
 
