@@ -15,6 +15,7 @@ tokens were guessed right, red ones replace a wrong guess, blue ones come free b
 All options: python decode.py --help. The model is SmolLM2-135M-Instruct where the package that carries it is
 installed, unless the method or the problem is made for the small model in checkpoints/target.
 """
+import gc
 import sys
 
 import minispec  # before torch: it tunes the allocator
@@ -27,7 +28,7 @@ from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies.workloads import QUESTIONS, STORY
 from minispec.tools import checkpoints, gguf_file, methods
-from minispec.tools.answers import UNKNOWN, requests_of, schedule_view
+from minispec.tools.answers import UNKNOWN, requests_of
 from minispec.tools.files import write_json
 from minispec.tools.report import compare, figures, table
 from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
@@ -70,7 +71,8 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("output").add_argument
     add("--compare", action="store_true",
-        help="decode autoregressively too: speed-up, and whether the output is identical")
+        help="time this method and plain decoding once more, both warmed up: speed-up, and whether the "
+             "output is identical")
     add("--explain", type=positive, metavar="N",
         help="show the first N rounds that have drafts: p, q, the coin, the verdict, what the cache keeps")
     add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
@@ -135,12 +137,12 @@ def built_in(args, tokenizer):
 
 
 def answer(engine, problems, model, tokenizer, args, quiet=False):
-    """Answer the problems: together, or at batch 1 one after the other with their text. Returns their
-    generations, and the seconds to the first token of each."""
+    """Answer the problems: together, or at batch 1 one after the other with their text. Returns the figures
+    of the run."""
     requests = requests_of(problems, tokenizer, model, args.max_new_tokens, args.sampling)
     generations = [r.generation for r in requests]
     if quiet or args.batch > 1:
-        return generations, stream(engine, requests)
+        return figures(args, tokenizer, engine, problems, generations, stream(engine, requests))
     first_token = []
     for i, (problem, request) in enumerate(zip(problems, requests)):
         if len(requests) > 1:
@@ -151,7 +153,7 @@ def answer(engine, problems, model, tokenizer, args, quiet=False):
         print(visible(text))
         first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
         print()
-    return generations, first_token
+    return figures(args, tokenizer, engine, problems, generations, first_token)
 
 
 # -- main ------------------------------------------------------------------------------------------------
@@ -178,17 +180,20 @@ def main(argv=None):
     if args.watch:
         engine.on_step = Watch(tokenizer)
     explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
-    generations, first_token = answer(engine, problems, model, tokenizer, args)
+    result = answer(engine, problems, model, tokenizer, args)
+    if args.compare:
+        print("\nonce more without output, in turn with the plain loop ..", flush=True)
+        # The first run of each loop is a warm-up, which packs weights and makes kernels.
+        runs = []
+        for name in ("ar", args.method, "ar"):
+            engine = None
+            gc.collect()                                 # an engine and its planner hold each other
+            engine = methods.make_engine(name, model, args, args.batch)
+            runs.append(answer(engine, problems, model, tokenizer, args, quiet=True))
+        _, result, plain = runs
+        compare(result, plain, model)
 
     # Report.
-    result = figures(args, tokenizer, engine, problems, generations, first_token)
-    if args.method == "specgen":
-        result["schedule"] = schedule_view(engine)
-    if args.compare:
-        print("\nonce more, by the plain loop ..", flush=True)
-        ar = methods.make_engine("ar", model, args, args.batch)
-        plain, _ = answer(ar, problems, model, tokenizer, args, quiet=True)
-        compare(result, generations, plain, ar, model)
     print("\n".join(["", *explained, table(result)]))
     if args.json:
         if len(problems) == 1:

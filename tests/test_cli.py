@@ -197,6 +197,35 @@ def test_prefill_and_decoding_are_reported_apart(toy, tmp_path, capsys):
             assert text in shown
 
 
+@pytest.mark.parametrize("method", ["ar", "ngram", "cdlm"])
+def test_compared_loops_are_warmed_up_and_timed_in_turn(method, toy, tmp_path, monkeypatch):
+    """By a clock that charges the first run of each loop ten times as much: neither of these runs counts."""
+    runs, make = [], methods.make_engine
+
+    def counted(name, *rest):
+        engine = make(name, *rest)
+        streamed = engine.stream
+
+        def stream(requests):
+            yield from streamed(requests)
+            cold = name not in runs
+            runs.append(name)
+            engine.seconds = {"prefill": 0.5, "draft": 0.0, "verify": 10.0 if cold else 1.0, "other": 0.0}
+
+        engine.stream = stream
+        return engine
+
+    monkeypatch.setattr(methods, "make_engine", counted)
+    out = tmp_path / "o.json"
+    drafter = ["--drafter", os.path.join(ROOT, "checkpoints", "cdlm", "student")] if method == "cdlm" else []
+    run_script(decode_script, "--model", toy, "--method", method, *drafter, "--prompt", "one two", "--max-new-tokens", 32, "--compare", "--json", out)
+    assert runs == [method, "ar", method, "ar"]
+    d = json.loads(out.read_text())
+    assert d["seconds"] == 1.5 and d["ar_tokens_per_second"] == 32 / 1.5
+    if method == "ar":
+        assert d["speedup"] == d["speedup_end_to_end"] == 1
+
+
 def test_rates_of_the_phases_are_what_they_say():
     """100 prompt tokens in 2 s, then 9 + 19 tokens in 7 s; 50 of 150 prefilled rows were read again after preemption."""
     generations = [Generation([0] * 60, [1] * 10), Generation([0] * 40, [1] * 20)]
