@@ -41,6 +41,9 @@ ROWS = {  # format: (row, family, prompt begins, answer, texts that are right, t
     "Spec-Bench": ({"question_id": 480, "category": "math_reasoning", "turns": ["6?"], "reference": ["6\n#### 576"]},
                    "math_reasoning", "6?\n", "576", ["it is 576."], ["57"]),
     "Spec-Bench, translation": ({"category": "translation", "turns": ["Translate"], "reference": ["Nicht"]}, "translation", "Translate\n", "", [], []),
+    "Alpaca": ({"instruction": "Translate this.\n", "input": "Guten Tag", "output": "Hello"}, "prompt", "Translate this.\n\nGuten Tag\n", "", [], []),
+    "Alpaca, no input": ({"instruction": "Name a bird.", "input": "", "output": "Owl"}, "prompt", "Name a bird.\n", "", [], []),
+    "Dolly": ({"instruction": "When?", "context": "It was in 1872.", "response": "1872"}, "prompt", "When?\n\nIt was in 1872.\n", "", [], []),
     "other": ({"instruction": "do"}, "prompt", "do\n", "", [], []),
 }
 

@@ -8,6 +8,7 @@ answer.
     HumanEval              prompt, test, entry_point                 nothing: the tests would have to be run
     MBPP, sanitized MBPP   text or prompt, test_list                 nothing
     MT-bench, Spec-Bench   turns, category, reference                the last number, if the reference has one
+    Alpaca, Dolly          instruction, input or context             nothing
 
 A file holds JSON lines or one JSON array of objects; it may be gzipped (.gz) and begin with a byte-order
 mark. Any other object with a prompt, question or instruction will do; its `answer` is compared like that of
@@ -58,7 +59,7 @@ def load_prompts(file):
     problems = []
     for where, row in read_rows(file):
         with blame(where):
-            problems.append(_problem(row))
+            problems.append(problem_of(row))
     if not problems:
         raise ValueError(f"{file} holds no prompts")
     return problems
@@ -91,7 +92,7 @@ def _parse(text, where):
         raise ValueError(f"{where}: not JSON ({e})") from None
 
 
-def _problem(row):
+def problem_of(row):
     """The Problem of one object; facts["check"] says how an answer is checked."""
     row = {name.lower(): value for name, value in row.items()}
     # The prompt is the first turn of those under the first of FIELDS.
@@ -121,6 +122,8 @@ def _problem(row):
             answer = boxed(row.get("solution", ""))
         if "\\boxed" not in prompt:
             prompt += "\n" + BOXED
+    elif about := row.get("input") or row.get("context"):
+        prompt += "\n\n" + about
     # 2. What is its answer?
     if isinstance(answer, (bool, list, dict)):
         raise ValueError("'answer' must be a text or a number")
