@@ -39,6 +39,7 @@ PROMPT_FILES = {    # name: (path under the data folder, public source)
 # The categories of MT-bench are one block of Spec-Bench.
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 FIELDS = ("prompt", "question", "problem", "text", "turns", "instruction")       # where the prompt may be
+IDS = ("id", "task_id", "question_id", "unique_id")
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -68,7 +69,7 @@ def load_prompts(file):
 def read_rows(file):
     """[(where it is, for messages; the object)] of a file of JSON lines, or of one JSON array. ValueError
     names the file and the line or object that is wrong."""
-    opener = gzip.open if str(file).endswith(".gz") else open
+    opener = gzip.open if str(file).lower().endswith(".gz") else open
     try:
         with opener(file, "rt", encoding="utf-8-sig") as f:
             text = f.read()
@@ -93,14 +94,15 @@ def _parse(text, where):
 
 
 def problem_of(row):
-    """The Problem of one object; facts["check"] says how an answer is checked."""
-    row = {name.lower(): value for name, value in row.items()}
+    """The Problem of one object; facts["check"] says how an answer is checked, facts["id"] what the file calls
+    it."""
+    row = {name.lower(): value for name, value in row.items() if value is not None}
     # The prompt is the first turn of those under the first of FIELDS.
     turns = next((row[name] for name in FIELDS if row.get(name)), None)
     prompt = turns[0] if isinstance(turns, list) else turns
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError("no text under " + ", ".join(f"'{name}'" for name in FIELDS))
-    prompt, answer = prompt.rstrip("\n"), row.get("answer")
+    prompt, answer = prompt.rstrip("\n"), row.get("answer", "")
     family, think, check = "prompt", "", "math"
     # 1. Which format is it?
     if "entry_point" in row:
@@ -114,12 +116,11 @@ def problem_of(row):
         family = row.get("category", "turns").replace("/", "-")
         family = "mt_bench" if family in MT_BENCH else family
         # Of references, only those with GSM8K's mark can be compared with.
-        answer = (row.get("reference") or [None])[0]
-        answer = answer if "\n#### " in str(answer) else None
+        answer = (row.get("reference") or [""])[0]
+        answer = answer if "\n#### " in str(answer) else ""
     elif "problem" in row:
         family = "math"
-        if answer is None:
-            answer = boxed(row.get("solution", ""))
+        answer = row.get("answer", boxed(row.get("solution", "")) or "")
         if "\\boxed" not in prompt:
             prompt += "\n" + BOXED
     elif about := row.get("input") or row.get("context"):
@@ -127,7 +128,7 @@ def problem_of(row):
     # 2. What is its answer?
     if isinstance(answer, (bool, list, dict)):
         raise ValueError("'answer' must be a text or a number")
-    answer = "" if answer is None else str(answer)
+    answer = str(answer)
     if "\n#### " in answer:
         # Of GSM8K: a chain of thought with <<calculator>> marks, which are dropped, and the final answer.
         think, _, answer = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
@@ -136,7 +137,8 @@ def problem_of(row):
         check = "number"
         if "turns" not in row:
             family = "gsm8k"
-    return Problem(family, prompt + "\n", think, answer, {"check": check})
+    facts = {"check": check, "id": next((row[name] for name in IDS if name in row), "")}
+    return Problem(family, prompt + "\n", think, answer, facts)
 
 
 # -- checking ------------------------------------------------------------------------------------------------
