@@ -45,7 +45,7 @@ def parse_args():
     p = Parser(__doc__)
     training.add_arguments(p, lr=None, save_every=200)
     add = p.add_argument
-    add("--target", default="checkpoints/target",
+    add("--target", default=minispec.SHIPPED,
         help="the autoregressive model that the teacher starts from (default %(default)s)")
     add("--steps", type=int, default=8000,
         help="optimiser steps of teacher and student (default %(default)s)")

@@ -285,6 +285,28 @@ def test_without_torch_a_line_says_what_to_install():
     assert told.returncode == 2 and told.stderr.count("\n") == 1 and "minispec needs torch: pip install" in told.stderr
 
 
+def test_defaults_are_found_from_any_working_directory(tmp_path):
+    """Models, drafters, cost tables: next to the scripts. Seen from there their names stay short."""
+    code = '''if True:
+        import sys
+        sys.path.insert(0, sys.argv.pop(1))
+        import decode, train_cdlm, train_gpt, train_specdiff, minispec
+        from minispec import cdlm
+        from minispec.studies import own_files, workloads
+        from minispec.tools import methods
+        settings = methods.settings()
+        trains = [script.parse_args().target for script in (train_cdlm, train_specdiff)]
+        folders = [methods._folder(name, settings) for name in ("draft", *methods.TRAINED, *methods.DIFFUSION)]
+        cost = own_files.parse_args(["bounds", "--traces", "t"]).cost
+        print(*trains, settings.model, *folders, methods.costs_of(settings), cost, workloads.STORY, sep="\\n")'''
+    shown = lambda cwd: subprocess.run([sys.executable, "-c", code, ROOT, "--out", "x"], cwd=cwd, capture_output=True, text=True)
+    near, far = shown(ROOT), shown(tmp_path)
+    assert far.returncode == 0, far.stderr
+    near, far = near.stdout.split(), far.stdout.split()
+    assert len(far) == 12 and all(os.path.exists(path) and os.path.isabs(path) for path in far)
+    assert [os.path.join(ROOT, path) for path in near] == far and near[0] == "checkpoints/target"
+
+
 # -- help of two kinds -----------------------------------------------------------------------------------
 
 def test_without_arguments_methods_and_first_commands_are_shown(capsys):

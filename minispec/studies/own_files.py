@@ -3,6 +3,7 @@ numpy alone, no torch. docs/own-traces.md has a converter for the logs of an eng
 import os
 import sys
 
+from minispec import ROOT
 from minispec.bounds import BATCHES
 from minispec.data.traces import read_costs, read_traces
 from minispec.studies import figures, ladder
@@ -26,7 +27,7 @@ def parse_args(argv=None):
     p.add_argument("study", choices=("bounds",))
     p.add_argument("--traces", required=True, metavar="FILE",
                    help="accept traces, a request a line (minispec/data/traces.py)")
-    p.add_argument("--cost", default="results/costs.json", metavar="FILE",
+    p.add_argument("--cost", default=f"{ROOT}results/costs.json", metavar="FILE",
                    help="prices of a round (the same file; default %(default)s; those of the paper are "
                    "results/costs_h100.json)")
     p.add_argument("--batches", type=sizes, default=BATCHES, metavar="N,N,..",

@@ -11,7 +11,7 @@ import os
 import sys
 from functools import partial
 
-from minispec import cdlm, prism, specdiff, specgen
+from minispec import ROOT, SHIPPED, cdlm, prism, specdiff, specgen
 from minispec.core import drafters
 from minispec.core.adaptive import Adaptive
 from minispec.core.admission import POLICIES
@@ -22,7 +22,6 @@ from minispec.data.traces import read_costs
 from minispec.tools import checkpoints
 from minispec.tools.script import positive
 
-SHIPPED = "checkpoints/target"
 LOOKUP = 4                                       # of specgen
 FREE = ("ar", "ngram", "specgen")                # methods that need nothing but the target
 TRAINED = {                                      # methods whose drafter lies in a folder, and what trains it
@@ -145,12 +144,12 @@ def _folder(name, settings):
         return settings.drafter
     if name in DIFFUSION:
         return cdlm.METHODS[name][1]
-    return os.path.join(kept("checkpoints", settings.model), name)
+    return os.path.join(kept(f"{ROOT}checkpoints", settings.model), name)
 
 
 def costs_of(settings):
     """The cost table: --cost, else the one that is kept for this model."""
-    return settings.cost or os.path.join(kept("results", settings.model), "costs.json")
+    return settings.cost or os.path.join(kept(f"{ROOT}results", settings.model), "costs.json")
 
 
 def kept(root, model):
