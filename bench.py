@@ -5,7 +5,7 @@
     python bench.py bounds --traces T.jsonl --cost C.json      # what is possible, from files of your own
 
     python bench.py all --force         # all studies again, about an hour and a half on 2 CPU cores
-    python bench.py run serving --device cuda                  # on a GPU, into results/gpu
+    python bench.py run serving --device cpu                   # the results of a GPU go to results/gpu
     python bench.py report              # only render tables and figures
 
 Where no study is named, the target is SmolLM2 if it is installed; else the small model in
@@ -105,9 +105,7 @@ def choose_target(args):
     if args.model is None:
         real = not args.studies and gguf_file.packaged()
         args.model = gguf_file.SMOLLM2 if real else methods.SHIPPED
-    results.FOLDER = methods.kept(results.FOLDER, args.model)
-    if args.device != "cpu":
-        results.FOLDER = os.path.join(results.FOLDER, "gpu")
+    results.FOLDER = methods.results_of(args, results.FOLDER)
     args.cost = args.cost or results.path("costs.json")
 
 

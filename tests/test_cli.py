@@ -8,11 +8,17 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import DRAFT, ROOT, TARGET, on_a_terminal, outcome, run_script
 
+import bench
 import decode as decode_script
+import train_cdlm
+import train_gpt
+import train_prism
+import train_specdiff
 from minispec.core.requests import Generation
-from minispec.tools import answers, gguf_file, methods, terminal
+from minispec.tools import answers, gguf_file, methods, terminal, training
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 
@@ -57,10 +63,6 @@ BAD = {     # what is wrong: (arguments, what the line must say)
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_gets_one_line_and_leaves_nothing(name, toy, tmp_path):
-    if name == "device":
-        import torch
-        if torch.cuda.is_available():
-            pytest.skip("this machine has a GPU")
     args, message = BAD[name]
     args = args if "--model" in args else ["--model", toy, *args]
     r = decode(*args, "--json", tmp_path / "out.json", cwd=tmp_path, MINISPEC_DATA="")
@@ -283,6 +285,20 @@ def test_without_torch_a_line_says_what_to_install():
     """-S: without the installed packages. (bench.py's bounds of own files need none: test_bench.py.)"""
     told = subprocess.run([sys.executable, "-S", "decode.py", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert told.returncode == 2 and told.stderr.count("\n") == 1 and "minispec needs torch: pip install" in told.stderr
+
+
+@pytest.mark.parametrize("there, device, costs", [(False, "cpu", "results/costs.json"), (True, "cuda", "results/gpu/costs.json")])
+def test_every_script_takes_a_gpu_where_there_is_one(there, device, costs, monkeypatch):
+    """And the prices of that device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(training, "check_device", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["x.py", "--out", "x"])
+    settings = [script.parse_args() for script in (train_gpt, train_prism, train_specdiff, train_cdlm)]
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    settings += [bench.parse_args(), decode_script.parse_args(["--model", methods.SHIPPED]), methods.settings()]
+    assert {args.device for args in settings} == {device}
+    assert methods.costs_of(settings[-1]) == methods.ROOT + costs
+    assert decode_script.parse_args(["--model", "x", "--device", "cuda:1"]).device == "cuda:1"
 
 
 def test_defaults_are_found_from_any_working_directory(tmp_path):

@@ -55,6 +55,13 @@ def check_writable(path, inputs=()):
         raise ValueError(f"cannot write {path}: {e.strerror}") from None
 
 
+def add_device(parser):
+    """The option --device, for all scripts alike."""
+    import torch
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=usual, help="cpu or cuda (default: cuda where there is a GPU)")
+
+
 def check_device(name):
     """Work on this device. ValueError unless it is the CPU or a CUDA device of this machine."""
     import torch

@@ -38,7 +38,7 @@ from tqdm import tqdm
 import minispec
 from minispec.core.cpu import PACKED_TYPES
 from minispec.tools.files import blame, read_json, replaced, write_json, write_text
-from minispec.tools.script import check_device
+from minispec.tools.script import add_device, check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
 MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab")
@@ -54,7 +54,7 @@ def add_arguments(parser, lr, save_every):
     add("--out", required=True, help="folder to write to")
     add("--lr", type=float, default=lr, help="peak learning rate")
     add("--seed", type=int, default=1337, help="of the weights and the order of the data")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     add("--save-every", type=int, default=save_every, help="steps between checkpoints")
 
 
