@@ -13,7 +13,8 @@ tokens were guessed right, red ones replace a wrong guess, blue ones come free b
     python decode.py --method specgen --compare                   # how much faster, and is it identical?
 
 All options: python decode.py --help. The model is SmolLM2-135M-Instruct where the package that carries it is
-installed, unless the method or the problem is made for the small model in checkpoints/target.
+installed. Problems of --task, and methods without a drafter for SmolLM2 (draft, cdlm, dlm), get the small model
+in checkpoints/target.
 """
 import gc
 import sys
@@ -90,10 +91,13 @@ def parse_args(argv=None):
 
 
 def default_model(args):
-    """SmolLM2 where it is installed, unless the method's drafter or the problem is of the shipped model."""
-    if args.method in methods.FREE and not args.task:
+    """SmolLM2 where it is installed, if the method is ready for it and nothing is given that belongs to the
+    shipped model."""
+    args.model = gguf_file.SMOLLM2
+    suits = args.method in ("ar", *methods.ready(args)) and args.method not in methods.DIFFUSION
+    if suits and not (args.task or args.drafter or args.cost):
         if gguf_file.packaged():
-            return gguf_file.SMOLLM2
+            return args.model
         print(f"SmolLM2 is not installed; this is the small model of {methods.SHIPPED}. For the real one: "
               f"{gguf_file.HINT}", file=sys.stderr)
     return methods.SHIPPED

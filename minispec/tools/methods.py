@@ -23,7 +23,6 @@ from minispec.tools import checkpoints
 from minispec.tools.script import add_device, positive
 
 LOOKUP = 4                                       # of specgen
-FREE = ("ar", "ngram", "specgen")                # methods that need nothing but the target
 TRAINED = {                                      # methods whose drafter lies in a folder, and what trains it
     "prism": "train_prism.py",
     "eagle": "train_prism.py --arm ttt1",
