@@ -129,11 +129,11 @@ def measure(names, args):
             continue
         started = time.perf_counter()
         result = STUDIES[name](args, model, tokenizer)
-        print(render(name, result))
         if not args.quick:
             seconds = time.perf_counter() - started
             dtype = result["about"].get("dtype", "") if name == "bounds" else results.dtype_name(model)
             results.write(name, result, seconds, args.device, "" if name in OWN_DTYPES else dtype)
+        print(render(name, result))
 
 
 # -- pages -----------------------------------------------------------------------------------------

@@ -197,12 +197,13 @@ def main(argv=None):
         _, result, plain = runs
         compare(result, plain, model)
 
-    # Report.
-    print("\n".join(["", *explained, table(result)]))
+    # Report. The file first, because standard output may be closed or full.
+    lines = ["", *explained, table(result)]
     if args.json:
         if len(problems) == 1:
             result |= result.pop("requests")[0]
         write_json(args.json, result)
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """decode.py as a user meets it: what it prints, what it writes, and one clear line for every bad input."""
+import errno
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +21,7 @@ import train_gpt
 import train_prism
 import train_specdiff
 from minispec.core.requests import Generation
+from minispec.studies import own_files
 from minispec.tools import answers, gguf_file, methods, terminal, training
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
@@ -459,14 +463,56 @@ def test_ctrl_c_while_the_prompt_is_read(toy, monkeypatch, capsys):
 
 
 def test_a_conversation_that_is_too_long_begins_again(toy, monkeypatch, capsys):
-    talk(monkeypatch, ["one", "word " * 600, "two"])
+    talk(monkeypatch, ["one", "\x1b[2Jword " * 600, "two"])
     asked = []
     chat_ids = Tokenizer.chat_ids
     monkeypatch.setattr(Tokenizer, "chat_ids", lambda self, messages: asked.append(messages) or chat_ids(self, messages))
     decode_script.main(["--model", str(toy), "--chat", "--max-new-tokens", "9"])
     shown = capsys.readouterr().out
-    assert "tokens; allowed are 448. A new one begins)" in shown and shown.count("[9 tokens, ") == 2
+    dropped = shown[shown.index("\n('") + 1:].split("\n")[0]
+    assert re.fullmatch(r"\('\\x1b\[2Jword .{40,90}' was dropped: with it the conversation has \d{4,} tokens, the limit is 448. A new one begins\)", dropped)
+    assert shown.count("[9 tokens, ") == 2
     assert [m["content"] for m in asked[-1]] == ["two\n"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_bad_byte_costs_a_line_and_no_conversation(encoding, toy):
+    """Also between good lines of a pipe, and with an encoding that lacks half of what is said."""
+    p = subprocess.run([*COMMAND, "--model", str(toy), "--chat", "--max-new-tokens", "40"], cwd=ROOT, input=b"one\nbad \xff\xe2\ntwo\n", capture_output=True,
+                       env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert p.returncode == 0 and p.stderr == b"", p.stderr
+    assert p.stdout.count(b" tokens, tau ") == 2
+    assert p.stdout.count(f"(this line was dropped: it is no text in {encoding})".encode()) == 1
+
+
+def test_text_that_an_encoding_lacks_is_replaced(toy, tmp_path):
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    r = outcome(decode_script, "--model", toy, "--prompt", "caf\u00e9 \U0001f642", "--max-new-tokens", 5, "--json", tmp_path / "o.json", out=out)
+    assert r.returncode == 0 and b"\ncaf? ?\n" in out.buffer.getvalue() and (tmp_path / "o.json").exists()
+
+
+class Full(io.StringIO):
+    """A disk that is full when the last lines come."""
+
+    def write(self, text):
+        if "end to end" in text or "traces  " in text:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_results_are_kept_where_their_lines_cannot_be_printed(toy, tmp_path, monkeypatch):
+    r = outcome(decode_script, "--model", toy, "--prompt", "x", "--max-new-tokens", 5, "--json", tmp_path / "o.json", out=Full())
+    assert r.returncode == 2 and json.loads((tmp_path / "o.json").read_text())["new_tokens"] == 5
+    monkeypatch.setattr(own_files.figures, "draw", lambda *_: None)
+    r = outcome(own_files, "bounds", "--traces", os.path.join(ROOT, "results", "traces.jsonl"), "--batches", 1, "--json", tmp_path / "b.json", out=Full())
+    assert r.returncode == 2 and json.loads((tmp_path / "b.json").read_text())["cells"]
+    # The studies of bench.py.
+    monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: {"about": {}}})
+    monkeypatch.setattr(bench.results, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(bench, "render", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.measure(["bounds"], methods.settings(quick=False, force=True))
+    assert (tmp_path / "bounds.json").exists()
 
 
 def test_chat_is_for_one_request_at_a_time(toy):

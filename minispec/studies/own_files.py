@@ -51,10 +51,10 @@ def main(argv=None):
     result = ladder.analyse(some, table, batches=args.batches, k_max=args.k_max)
     longest = max(c["k_max"] for c in result["cells"])
     about = " ".join(f"{name}: {value};" for name, value in table.get("about", {}).items())
+    if args.json:
+        write_json(args.json, result)
+        figures.draw({"bounds.json": result, "traces.jsonl": some}, os.path.splitext(args.json)[0] + "_")
     print(f"traces  {args.traces}: {len(some):,} requests, {positions:,} positions")
     print(f"prices  {args.cost} {about}")
     print(f"rounds  of at most {longest} drafts\n")
     print(ladder_table(result))
-    if args.json:
-        write_json(args.json, result)
-        figures.draw({"bounds.json": result, "traces.jsonl": some}, os.path.splitext(args.json)[0] + "_")

@@ -1,5 +1,6 @@
 """What the scripts share: arguments and outputs that fail in one line before the work, exits that say why."""
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -94,6 +95,10 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
     that cannot be read or written. Ctrl-C is 130, a closed pipe 141.
 
     interrupted: what Ctrl-C prints. smaller: the settings that take memory."""
+    # What the terminal's encoding lacks is shown as "?"; a byte that is no text reads as half a character.
+    for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
+        with contextlib.suppress(AttributeError):        # not a file
+            stream.reconfigure(errors=errors)
     # Ctrl-C is an exception also where a shell started us in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -103,7 +108,7 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
             sys.stdout.flush()                           # a full disk fails here, not when Python is gone
     except BrokenPipeError:
         _forget_output()
-        sys.exit(128 + signal.SIGPIPE)                   # the reader has gone, as in `| head -1`
+        sys.exit(141)                                    # the reader has gone, as in `| head -1`
     except (ValueError, OSError, MemoryError, RuntimeError) as e:
         line = fault(e, smaller)
         if line is None:
