@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from minispec.studies import own_files
-from minispec.tools.script import Parser, check_device, run_main
+from minispec.tools.script import Parser, check_device, run_main, visible
 
 # From files alone, and so before torch is imported: it need not be there.
 if __name__ == "__main__" and own_files.asked():
@@ -133,7 +133,7 @@ def measure(names, args):
             seconds = time.perf_counter() - started
             dtype = result["about"].get("dtype", "") if name == "bounds" else results.dtype_name(model)
             results.write(name, result, seconds, args.device, "" if name in OWN_DTYPES else dtype)
-        print(render(name, result))
+        print(visible(render(name, result)))
 
 
 # -- pages -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from minispec.data.traces import read_costs, read_traces
 from minispec.studies import figures, ladder
 from minispec.studies.tables import ladder_table
 from minispec.tools.files import write_json
-from minispec.tools.script import Parser, check_writable, positive
+from minispec.tools.script import Parser, check_writable, positive, visible
 
 
 def asked():
@@ -54,7 +54,6 @@ def main(argv=None):
     if args.json:
         write_json(args.json, result)
         figures.draw({"bounds.json": result, "traces.jsonl": some}, os.path.splitext(args.json)[0] + "_")
-    print(f"traces  {args.traces}: {len(some):,} requests, {positions:,} positions")
-    print(f"prices  {args.cost} {about}")
-    print(f"rounds  of at most {longest} drafts\n")
-    print(ladder_table(result))
+    print(visible(f"traces  {args.traces}: {len(some):,} requests, {positions:,} positions\n"
+                  f"prices  {args.cost} {about}\n"
+                  f"rounds  of at most {longest} drafts\n\n{ladder_table(result)}"))
