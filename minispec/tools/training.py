@@ -17,7 +17,6 @@ A folder then holds the model, log.jsonl (one record per checkpoint), resume.pt 
 state, from which the same command continues on the same loss curve), command.txt once it is finished, and the
 lock. """
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -29,6 +28,7 @@ import time
 import zipfile
 from argparse import Namespace
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -152,18 +152,26 @@ def locked(folder):
 
     The lock on the file `lock` belongs to the operating system and ends with its process, even after kill -9,
     so a file that was left behind stops nobody; one that is not there says that the model in the folder is of
-    no training here. ValueError for such a model, which would be replaced, and where another training is at
-    work. """
+    no training here. Windows has no such locks: there a second file is the lock. ValueError for a model that
+    would be replaced, and where another training is at work."""
     os.makedirs(folder, exist_ok=True)
-    lock = Path(folder, "lock")
+    lock, running = Path(folder, "lock"), Path(folder, "running")
     if Path(folder, "model.safetensors").exists() and not lock.exists():
         raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
-    with lock.open("w") as file:
+    with lock.open("w") as file, contextlib.ExitStack() as at_end:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if find_spec("fcntl"):
+                import fcntl
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            else:
+                running.touch(exist_ok=False)
+                at_end.callback(running.unlink)
         except BlockingIOError:
             raise ValueError(f"{folder} is in use by another training; "
                              "wait until it ends or use another --out") from None
+        except FileExistsError:
+            raise ValueError(f"{folder} is in use by another training; if there is none, remove "
+                             f"{running}") from None
         yield
 
 
