@@ -42,6 +42,8 @@ from minispec.tools.script import add_device, check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
 MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab")
+# Settings with which a training may go on: they change no weights, or the folder of answers is checked.
+INDIFFERENT = ("out", "device", "save_every", "responses", "target", "name")
 WARMUP = 0.02               # of a run, in which the learning rate rises
 TRIM = 100                  # steps between two returns of free memory
 
@@ -221,33 +223,45 @@ class Run:
 
     def __post_init__(self):
         self.optimizer = Optimizer(self.model, self.muon)
+        self.settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
         self.log = ""                 # log.jsonl
         self.recent = []              # what the steps since the last checkpoint logged
         self.resume_file = Path(self.folder, "resume.pt")
         self.started = time.time()
         if self.resume_file.exists():
             try:
-                self._resume()
+                changed = self._resume()
             except Exception as e:                             # a damaged archive may raise anything
                 text = f"{self.resume_file} is damaged or of another run; remove it to start over, or use"
                 raise ValueError(f"{text} another --out ({type(e).__name__}: {e})"[:600]) from None
+            if changed:
+                raise ValueError(f"{self.folder} was begun with {changed}; use the same setting or another --out")
             print(f"resuming at step {self.step} of {self.n_steps}")
 
+    @property
+    def complete(self):
+        return self.step and (self.step >= self.n_steps or self.progress(0) >= 1)
+
     def _resume(self):
+        """Take over what was saved. Returns a setting that an incomplete training was begun with, if it is another
+        one now."""
         if zipfile.ZipFile(self.resume_file).testzip():        # torch.load does not look at the check sums
             raise ValueError("a check sum is wrong")
         saved = torch.load(self.resume_file, map_location="cpu", weights_only=True)      # nothing but tensors
+        self.step, self.log = saved["step"], saved["log"]
+        self.started -= saved["seconds"]
+        for name, value in saved.get("settings", {}).items():        # older files have none
+            if self.settings[name] != value and not self.complete:
+                return f"{name} {value}, not {self.settings[name]}"
         self.model.load_state_dict(saved["model"])
         for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
-        self.step, self.log = saved["step"], saved["log"]
-        self.started -= saved["seconds"]
 
     def steps(self):
         """The numbers of the steps that are still missing, with a progress bar; the end is noted in
         command.txt."""
         first = self.step
-        if first and (first >= self.n_steps or self.progress(0) >= 1):
+        if self.complete:
             print(f"the training in {self.folder} is complete")
             return
         self.bar = tqdm(range(first, self.n_steps), self.folder, initial=first, total=self.n_steps,
@@ -300,7 +314,7 @@ class Run:
         self.log += json.dumps(record) + "\n"
         write_text(Path(self.folder, "log.jsonl"), self.log)
         state = {"step": self.step + 1, "seconds": seconds, "log": self.log, "model": self.model.state_dict(),
-                 "optimizers": [part.state_dict() for part in self.optimizer.parts]}
+                 "optimizers": [part.state_dict() for part in self.optimizer.parts], "settings": self.settings}
         with replaced(self.resume_file) as temporary, open(temporary, "wb") as file:
             torch.save(state, file)
         self.recent = []                  # a resumed run starts without them too, so both log the same means
