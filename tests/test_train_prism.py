@@ -91,7 +91,7 @@ def test_a_training_is_not_resumed_with_other_settings(folder):
                                   ("arm", "ttt1", "prism2", "ttt1"), ("draft-vocab", "50", 4000, 50)):
         with pytest.raises(ValueError) as e:
             train(folder, *command, f"--{name}", value)
-        assert str(e.value) == f"{folder / 'other'} was begun with {name.replace('-', '_')} {was}, not {now}; use the same setting or another --out"
+        assert "or use another --out (" in str(e.value) and f"the folder was begun with {name.replace('-', '_')} {was}, not {now}; " in str(e.value)
     assert (folder / "other" / "resume.pt").read_bytes() == before
     log = train(folder, *command, "--save-every", "2")
     assert log[0]["step"] == 1 and len(log) > 2

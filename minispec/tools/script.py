@@ -95,10 +95,10 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
     that cannot be read or written. Ctrl-C is 130, a closed pipe 141.
 
     interrupted: what Ctrl-C prints. smaller: the settings that take memory."""
-    # What the terminal's encoding lacks is shown as "?"; a byte that is no text reads as half a character.
-    for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
+    # What the terminal's encoding lacks is shown as "?"; a byte that is no text reads as U+FFFD.
+    for stream in (sys.stdout, sys.stdin):
         with contextlib.suppress(AttributeError):        # not a file
-            stream.reconfigure(errors=errors)
+            stream.reconfigure(errors="replace")
     # Ctrl-C is an exception also where a shell started us in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

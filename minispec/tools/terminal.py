@@ -77,11 +77,10 @@ def chat(engine, tokenizer, sampling, limit):
     while True:
         try:
             line = input("\n> ")
-            line.encode()
         except EOFError:
             print()
             return
-        except UnicodeError:
+        if "\ufffd" in line:
             print(f"(this line was dropped: it is no text in {sys.stdin.encoding})")
             continue
         if not line.strip():

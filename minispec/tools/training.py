@@ -83,10 +83,15 @@ def same_settings(folder, **settings):
         write_json(file, settings)
     old = read_json(file)
     with blame(file):
-        for name, value in settings.items():
-            if old[name] != value:
-                raise ValueError(f"the folder was begun with {name} {old[name]}, not {value}; "
-                                 "use another folder or the same settings")
+        unchanged(old, settings)
+
+
+def unchanged(old, new):
+    """ValueError names a setting that was another one when the work began."""
+    for name, value in new.items():
+        if old.get(name, value) != value:
+            raise ValueError(f"the folder was begun with {name} {old[name]}, not {value}; "
+                             "use another folder or the same settings")
 
 
 def generator_of(args, step):
@@ -230,12 +235,10 @@ class Run:
         self.started = time.time()
         if self.resume_file.exists():
             try:
-                changed = self._resume()
+                self._resume()
             except Exception as e:                             # a damaged archive may raise anything
                 text = f"{self.resume_file} is damaged or of another run; remove it to start over, or use"
                 raise ValueError(f"{text} another --out ({type(e).__name__}: {e})"[:600]) from None
-            if changed:
-                raise ValueError(f"{self.folder} was begun with {changed}; use the same setting or another --out")
             print(f"resuming at step {self.step} of {self.n_steps}")
 
     @property
@@ -243,16 +246,13 @@ class Run:
         return self.step and (self.step >= self.n_steps or self.progress(0) >= 1)
 
     def _resume(self):
-        """Take over what was saved. Returns a setting that an incomplete training was begun with, if it is another
-        one now."""
         if zipfile.ZipFile(self.resume_file).testzip():        # torch.load does not look at the check sums
             raise ValueError("a check sum is wrong")
         saved = torch.load(self.resume_file, map_location="cpu", weights_only=True)      # nothing but tensors
         self.step, self.log = saved["step"], saved["log"]
         self.started -= saved["seconds"]
-        for name, value in saved.get("settings", {}).items():        # older files have none
-            if self.settings[name] != value and not self.complete:
-                return f"{name} {value}, not {self.settings[name]}"
+        if not self.complete:
+            unchanged(saved.get("settings", {}), self.settings)      # older files have none
         self.model.load_state_dict(saved["model"])
         for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
@@ -300,7 +300,7 @@ class Run:
         due = done % self.args.save_every == 0 or self.last
         if due and not all(p.isfinite().all() for p in self.model.parameters()):
             raise ValueError(f"after {done} steps the weights are not finite numbers any more; "
-                             "try a smaller --lr (the last checkpoint is kept)")
+                             "try a smaller --lr and another --out")
         return due
 
     def checkpoint(self, **results):
