@@ -13,8 +13,8 @@ tokens were guessed right, red ones replace a wrong guess, blue ones come free b
     python decode.py --method specgen --compare                   # how much faster, and is it identical?
 
 All options: python decode.py --help. The model is SmolLM2-135M-Instruct where the package that carries it is
-installed. Problems of --task, and methods without a drafter for SmolLM2 (draft, cdlm, dlm), get the small model
-in checkpoints/target.
+installed. Problems of --task, and methods without a drafter for SmolLM2 (draft, cdlm, dlm), get the small
+model in checkpoints/target.
 """
 import gc
 import sys

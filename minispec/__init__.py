@@ -19,7 +19,8 @@ import importlib.util
 import os
 import sys
 
-# The folder of the scripts, so that defaults are found from any working directory. Inside it names stay short.
+# The folder of the scripts, so that defaults are found from any working directory. Inside it names stay
+# short.
 ROOT = os.path.abspath(f"{__file__}/../..") + "/"
 if os.path.samefile(ROOT, os.curdir):
     ROOT = ""

@@ -84,9 +84,9 @@ class Request:
         return self.drawn
 
     def commit(self, segment, path, token, proposer):
-        """Append a round's tokens (the accepted drafts in the rows `path` of a verified segment, then `token`),
-        cut at the end of text and at the length limit. Returns the tokens that were kept. proposer "": no
-        round, but the end of a prompt."""
+        """Append a round's tokens (the accepted drafts, in the rows `path` of a verified segment, then
+        `token`), cut at the end of text and at the length limit. Returns the tokens that were kept. proposer
+        "": no round, but the end of a prompt."""
         g = self.generation
         tokens = [segment.drafts[row - 1] for row in path] + [token]
         accepted = len(path)
@@ -180,7 +180,7 @@ class Segment:
 
     def longest(self, path):
         """Drafts of the longest chain that begins with the rows `path`."""
-        depth = {path[-1] if path else 0: len(path)}
+        depth = {[0, *path][-1]: len(path)}
         for row, parent in enumerate(self.above, 1):
             if parent in depth:
                 depth[row] = depth[parent] + 1

@@ -39,7 +39,6 @@ PROMPT_FILES = {    # name: (path under the data folder, public source)
 # The categories of MT-bench are one block of Spec-Bench.
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 FIELDS = ("prompt", "question", "problem", "text", "turns", "instruction")       # where the prompt may be
-IDS = ("id", "task_id", "question_id", "unique_id")
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -94,8 +93,8 @@ def _parse(text, where):
 
 
 def problem_of(row):
-    """The Problem of one object; facts["check"] says how an answer is checked, facts["id"] what the file calls
-    it."""
+    """The Problem of one object; facts["check"] says how an answer is checked, facts["id"] is the file's name
+    of it."""
     row = {name.lower(): value for name, value in row.items() if value is not None}
     # The prompt is the first turn of those under the first of FIELDS.
     turns = next((row[name] for name in FIELDS if row.get(name)), None)
@@ -137,7 +136,8 @@ def problem_of(row):
         check = "number"
         if "turns" not in row:
             family = "gsm8k"
-    facts = {"check": check, "id": next((row[name] for name in IDS if name in row), "")}
+    # It may be called id, task_id, question_id or unique_id.
+    facts = {"check": check, "id": next((row[name] for name in row if name.endswith("id")), "")}
     return Problem(family, prompt + "\n", think, answer, facts)
 
 

@@ -314,7 +314,8 @@ class Run:
         self.log += json.dumps(record) + "\n"
         write_text(Path(self.folder, "log.jsonl"), self.log)
         state = {"step": self.step + 1, "seconds": seconds, "log": self.log, "model": self.model.state_dict(),
-                 "optimizers": [part.state_dict() for part in self.optimizer.parts], "settings": self.settings}
+                 "settings": self.settings,
+                 "optimizers": [part.state_dict() for part in self.optimizer.parts]}
         with replaced(self.resume_file) as temporary, open(temporary, "wb") as file:
             torch.save(state, file)
         self.recent = []                  # a resumed run starts without them too, so both log the same means
