@@ -46,14 +46,14 @@ def parse_args():
     p = Parser(__doc__)
     training.add_arguments(p, lr=None, save_every=200)
     add = p.add_argument
-    add("--target", default="checkpoints/target",
+    add("--target", default=minispec.SHIPPED,
         help="the autoregressive model that the teacher starts from (default %(default)s)")
     add("--steps", type=int, default=8000,
         help="optimiser steps of teacher and student (default %(default)s)")
     add("--batch", type=int, default=16, help="answers a step (default %(default)s)")
     add("--prompts", type=int, default=4000, help="problems with trajectories (default %(default)s)")
     add("--name", default="student", help="the student's folder in --out (default %(default)s)")
-    add("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01), metavar=("DISTILL", "CONS", "DLM"),
+    add("--weights", type=float, nargs=3, default=[1.0, 0.5, 0.01], metavar=("DISTILL", "CONS", "DLM"),
         help="of the student's losses (default 1 0.5 0.01)")
     args = training.parsed(p)
     if not any(args.weights):

@@ -1,12 +1,15 @@
 """bench.py: the bounds from files alone, one clear line for bad files, and every table and figure from what is stored."""
+import contextlib
 import gc
 import glob
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import weakref
+import xml.dom.minidom
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -62,6 +65,31 @@ def test_a_bad_file_is_one_line_with_file_and_line(files):
     r = command(files)
     assert r.returncode == 2 and r.stdout == "" and r.stderr.count("\n") == 1
     assert "t.jsonl:5: accept.ngram[1]" in r.stderr
+
+
+EVIL = "a|b\x1b[2J\r$\n{x_$} | c"
+
+
+def test_names_from_files_are_shown_not_obeyed(files, monkeypatch):
+    """Of workloads, drafters with and without a price, and devices: none breaks a table, draws a formula or reaches a terminal as it is."""
+    text = (files / "t.jsonl").read_text().replace('"arith/', json.dumps(EVIL)[:-1] + "/").replace('"ngram"', json.dumps(EVIL))
+    (files / "t.jsonl").write_text(text)
+    costs = json.loads((files / "c.json").read_text().replace('"ngram"', json.dumps(EVIL)))
+    costs["about"] = {EVIL: EVIL}
+    for drafters in (costs["draft"], {"draft": costs["draft"]["draft"]}):
+        (files / "c.json").write_text(json.dumps({**costs, "draft": drafters}))
+        r = command(files, "--json", files / "o.json")
+        assert r.returncode == 0, r.stderr
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", r.stdout) and "a\\|b\\x1b[2J\\x0d$ {x_$} \\| c" in r.stdout
+        rows = [line for line in r.stdout.splitlines() if line.startswith("|")]
+        assert len(rows) > 5 and len({len(re.findall(r"(?<!\\)\|", line)) for line in rows}) == 1
+    for drawing in files.glob("*.svg"):
+        xml.dom.minidom.parse(str(drawing))
+    # A study of bench.py shows them by the same table.
+    monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: json.loads((files / "o.json").read_text())})
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        bench.measure(["bounds"], methods.settings(quick=True, force=True))
+    assert "\x1b" not in out.getvalue() and "a\\|b" in out.getvalue()
 
 
 def bounds(files):

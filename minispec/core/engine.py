@@ -218,7 +218,6 @@ class Engine:
             r = s.request
             if r.finished:                               # cancelled meanwhile
                 continue
-            drafts = [s.drafts[row - 1] for row in path]
             proposer = ""
             if s.kind == "verify":
                 # Rejected rows of a chain are simply overwritten by the next ones; of a
@@ -229,7 +228,7 @@ class Engine:
                 self.planner.observe(s, [0, *path])
                 proposer = self.planner.proposer(r)
             self.planner.judged(s, len(path))
-            committed.append((r, r.commit(drafts + [token], s, proposer)))
+            committed.append((r, r.commit(s, path, token, proposer)))
         return committed
 
     def judge(self, segments, logits):

@@ -287,8 +287,7 @@ def judge(segments, logits):
     for i, (s, n) in enumerate(zip(segments, sizes)):
         sampling = s.request.sampling
         if sampling.temperature == 0:
-            parents = range(n - 1) if s.parents is None else s.parents
-            verdicts[i] = greedy_tree(s.drafts, parents, best[i].tolist())
+            verdicts[i] = greedy_tree(s.drafts, s.above, best[i].tolist())
         elif s.parents is not None:
             verdicts[i] = s.rule(s.drafts, s.parents, warp(rows[i], sampling), s.request.coins(n))
         else:

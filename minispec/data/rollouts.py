@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from minispec import SHIPPED
 from minispec.core.attention import dense_attend
 from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
@@ -50,7 +51,7 @@ def add_arguments(parser):
     """The settings of a drafter's training: which answers to train on, and in what batches."""
     training.add_arguments(parser, lr=2e-3, save_every=200)
     add = parser.add_argument
-    add("--target", default="checkpoints/target", metavar="MODEL",
+    add("--target", default=SHIPPED, metavar="MODEL",
         help="the model to draft for: a folder, a GGUF file, or smollm2 (default %(default)s)")
     add("--minutes", type=float, help="time for all: half for the answers, half for the training")
     add("--prompt-file", metavar="FILE", nargs="+", default=[],

@@ -1,6 +1,8 @@
 """Markdown tables of results. Figures are stored in full and rounded here alone."""
 import re
 
+from minispec.tools.script import visible
+
 TIMES = "{speedup:.2f} ({speedup_range[0]:.2f}-{speedup_range[1]:.2f})"
 SAME = "{identical:d} of {prompts}"
 
@@ -13,8 +15,14 @@ def table(columns, rows):
 def texts(rows):
     """The table of dicts {head: what its cell shows}, with the columns of the longest one."""
     heads = max(rows, key=len)
-    lines = [[str(row.get(head, "")) for head in heads] for row in rows]
-    return join([heads, ["---"] * len(heads), *lines])
+    lines = [[shown(row.get(head, "")) for head in heads] for row in rows]
+    return join([map(shown, heads), ["---"] * len(heads), *lines])
+
+
+def shown(value):
+    """What a cell shows, which may be a name from a file: nothing that breaks the table or commands a
+    terminal."""
+    return visible(str(value)).replace("\n", " ").replace("|", "\\|")
 
 
 def join(lines):

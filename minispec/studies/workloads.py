@@ -61,7 +61,7 @@ def edits(file):
     for where, row in prompts.read_rows(file):
         with blame(where):
             if row.get("input") and row.get("instruction", "").startswith(EDITS):
-                out.append(tasks.Problem("edit", f"{row['instruction']}\n\n{row['input']}\n"))
+                out.append(tasks.Problem("edit", prompts.problem_of(row).prompt))
     return out
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 from functools import partial
 
-from minispec import cdlm, prism, specdiff, specgen
+from minispec import ROOT, SHIPPED, cdlm, prism, specdiff, specgen
 from minispec.core import drafters
 from minispec.core.adaptive import Adaptive
 from minispec.core.admission import POLICIES
@@ -20,11 +20,9 @@ from minispec.bounds import CostTable
 from minispec.data.tokenizer import Tokenizer
 from minispec.data.traces import read_costs
 from minispec.tools import checkpoints
-from minispec.tools.script import positive
+from minispec.tools.script import add_device, positive
 
-SHIPPED = "checkpoints/target"
 LOOKUP = 4                                       # of specgen
-FREE = ("ar", "ngram", "specgen")                # methods that need nothing but the target
 TRAINED = {                                      # methods whose drafter lies in a folder, and what trains it
     "prism": "train_prism.py",
     "eagle": "train_prism.py --arm ttt1",
@@ -155,12 +153,18 @@ def folder_of(name, settings):
         return settings.drafter
     if name in DIFFUSION:
         return cdlm.METHODS[name][1]
-    return os.path.join(kept("checkpoints", settings.model), name)
+    return os.path.join(kept(f"{ROOT}checkpoints", settings.model), name)
 
 
 def costs_of(settings):
-    """The cost table: --cost, else the one that is kept for this model."""
-    return settings.cost or os.path.join(kept("results", settings.model), "costs.json")
+    """The cost table: --cost, else the one that is kept for this model and device."""
+    return settings.cost or os.path.join(results_of(settings, f"{ROOT}results"), "costs.json")
+
+
+def results_of(settings, root):
+    """Where under root the results of this model and device are kept."""
+    folder = kept(root, settings.model)
+    return folder if settings.device == "cpu" else f"{folder}/gpu"
 
 
 def kept(root, model):
@@ -217,7 +221,7 @@ def add_arguments(parser):
         help="; ".join(f"{name}: {text}" for name, text in about.items()))
     add("--model", default=SHIPPED,
         help="the target: a Hugging Face folder, a GGUF file, or smollm2 (default %(default)s)")
-    add("--device", default="cpu", help="cpu or cuda (default cpu)")
+    add_device(parser)
     add("--dtype", choices=("float32", "bfloat16"),
         help="default: float32 on the CPU, bfloat16 on a GPU; bench.py takes bfloat16 for a real model "
              "wherever it is multiplied")
@@ -240,7 +244,7 @@ def add_arguments(parser):
              f"specgen {LOOKUP}, others 0, as in the papers)")
     add("--cost", metavar="FILE",
         help="adaptive: what a round costs, as bench.py profile measures it (default results/costs.json, "
-             "for another model results/MODEL/costs.json)")
+             "for another model results/MODEL/costs.json, on a GPU in its folder gpu)")
 
     add = parser.add_argument_group("trained drafters: prism, eagle, specdiff").add_argument
     add("--depth", type=positive,

@@ -1,5 +1,6 @@
 """What the scripts share: arguments and outputs that fail in one line before the work, exits that say why."""
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -55,6 +56,13 @@ def check_writable(path, inputs=()):
         raise ValueError(f"cannot write {path}: {e.strerror}") from None
 
 
+def add_device(parser):
+    """The option --device, for all scripts alike."""
+    import torch
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=usual, help="cpu or cuda (default: cuda where there is a GPU)")
+
+
 def check_device(name):
     """Work on this device. ValueError unless it is the CPU or a CUDA device of this machine."""
     import torch
@@ -87,6 +95,10 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
     that cannot be read or written. Ctrl-C is 130, a closed pipe 141.
 
     interrupted: what Ctrl-C prints. smaller: the settings that take memory."""
+    # What the terminal's encoding lacks is shown as "?"; a byte that is no text reads as U+FFFD.
+    for stream in (sys.stdout, sys.stdin):
+        with contextlib.suppress(AttributeError):        # not a file
+            stream.reconfigure(errors="replace")
     # Ctrl-C is an exception also where a shell started us in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -96,7 +108,7 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
             sys.stdout.flush()                           # a full disk fails here, not when Python is gone
     except BrokenPipeError:
         _forget_output()
-        sys.exit(128 + signal.SIGPIPE)                   # the reader has gone, as in `| head -1`
+        sys.exit(141)                                    # the reader has gone, as in `| head -1`
     except (ValueError, OSError, MemoryError, RuntimeError) as e:
         line = fault(e, smaller)
         if line is None:
