@@ -30,6 +30,7 @@ if __name__ == "__main__" and own_files.asked():
 
 import minispec  # before torch: it tunes the allocator
 minispec.need_torch()
+from minispec import ROOT
 import torch
 
 from minispec.data import traces
@@ -140,7 +141,7 @@ def measure(names, args):
 
 def pages():
     """The texts with tables: README.md, the lessons and their appendices."""
-    root = Path(results.ROOT)
+    root = Path(ROOT)
     return [root / "README.md", *sorted(root.glob("docs/**/*.md"))]
 
 
@@ -187,7 +188,7 @@ def main():
     results.FOLDER = everything
     for page in pages():
         report(page)
-    drawings = os.path.join(results.ROOT, "docs", "figures", "")
+    drawings = f"{ROOT}docs/figures/"
     figures.draw(figures.stored(everything), drawings)
     figures.draw(figures.stored(os.path.join(everything, "smollm2")), drawings + "smollm2_")
 

@@ -141,10 +141,10 @@ def built_in(args, tokenizer):
         return [tasks.Problem("prompt", f.read() + TASK)]
 
 
-def answer(engine, problems, model, tokenizer, args, quiet=False):
+def answer(engine, problems, tokenizer, args, quiet=False):
     """Answer the problems: together, or at batch 1 one after the other with their text. Returns the figures
     of the run."""
-    requests = requests_of(problems, tokenizer, model, args.max_new_tokens, args.sampling)
+    requests = requests_of(problems, tokenizer, engine.model, args.max_new_tokens, args.sampling)
     generations = [r.generation for r in requests]
     if quiet or args.batch > 1:
         return figures(args, tokenizer, engine, problems, generations, stream(engine, requests))
@@ -187,17 +187,16 @@ def main(argv=None):
     if args.watch:
         engine.on_step = Watch(tokenizer)
     explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
-    result = answer(engine, problems, model, tokenizer, args)
+    result = answer(engine, problems, tokenizer, args)
     if args.compare:
         print("\nonce more without output, in turn with the plain loop ..", flush=True)
         # The first run of each loop is a warm-up, which packs weights and makes kernels.
-        models = {"ar": target, args.method: model}
         runs = []
         for name in ("ar", args.method, "ar"):
             engine = None
             gc.collect()                                 # an engine and its planner hold each other
-            engine = methods.make_engine(name, models[name], args, args.batch)
-            runs.append(answer(engine, problems, models[name], tokenizer, args, quiet=True))
+            engine = methods.make_engine(name, target if name == "ar" else model, args, args.batch)
+            runs.append(answer(engine, problems, tokenizer, args, quiet=True))
         _, result, plain = runs
         compare(result, plain, target)
 

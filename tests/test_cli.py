@@ -330,7 +330,7 @@ def test_defaults_are_found_from_any_working_directory(tmp_path):
         from minispec.tools import methods
         settings = methods.settings()
         trains = [script.parse_args().target for script in (train_cdlm, train_specdiff)]
-        folders = [methods._folder(name, settings) for name in ("draft", *methods.TRAINED, *methods.DIFFUSION)]
+        folders = [methods.folder_of(name, settings) for name in ("draft", *methods.TRAINED, *methods.DIFFUSION)]
         cost = own_files.parse_args(["bounds", "--traces", "t"]).cost
         print(*trains, settings.model, *folders, methods.costs_of(settings), cost, workloads.STORY, sep="\\n")'''
     shown = lambda cwd: subprocess.run([sys.executable, "-c", code, ROOT, "--out", "x"], cwd=cwd, capture_output=True, text=True)

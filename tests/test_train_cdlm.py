@@ -308,9 +308,12 @@ def test_trajectories_reveal_the_most_confident_slot_first(toy, tmp_path, monkey
     assert len(seen) >= 2 * B and all(picked == [confidence.index(max(confidence))] for confidence, picked in seen)
     rank = train_cdlm.load_trajectories(tmp_path)["rank"][:, :B]
     assert (rank.sort().values == torch.arange(B)).all() and (rank != torch.arange(B)).any()
-    (tmp_path / "settings.json").write_text((tmp_path / "settings.json").read_text().replace("surest", "first"))
-    with pytest.raises(ValueError, match="was begun with order first, not surest"):
-        train_cdlm.collect_trajectories(args, Tokenizer.load(TARGET), 2044, tmp_path, toy)
+    # Those of another order are refused, and those from the time when there was one order alone.
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    for order, said in ({"order": "first"}, "first"), ({}, "None"):
+        (tmp_path / "settings.json").write_text(json.dumps({name: x for name, x in settings.items() if name != "order"} | order))
+        with pytest.raises(ValueError, match=f"was begun with order {said}, not surest"):
+            train_cdlm.collect_trajectories(args, Tokenizer.load(TARGET), 2044, tmp_path, toy)
 
 
 def test_trajectory_files(trained, toy, monkeypatch):                              # 12

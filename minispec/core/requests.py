@@ -176,7 +176,7 @@ class Segment:
     @property
     def above(self):
         """The row that each draft hangs from."""
-        return range(len(self.drafts)) if self.parents is None else self.parents
+        return self.parents or range(len(self.drafts))
 
     def longest(self, path):
         """Drafts of the longest chain that begins with the rows `path`."""

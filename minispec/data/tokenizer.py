@@ -266,10 +266,9 @@ def _from_gguf(file):
     if pre not in SPLITS:
         raise ValueError(f"pre-tokenizer '{pre}' is not supported; supported are {', '.join(SPLITS)}")
     tokens = source.field("tokenizer.ggml.tokens")
-    types = source.field("tokenizer.ggml.token_type") or itertools.repeat(None)
     bos, eos = (tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id))
     added = [{"content": t, "id": i, "special": kind != USER_DEFINED}
-             for i, (t, kind) in enumerate(zip(tokens, types))
+             for i, (t, kind) in enumerate(zip(tokens, source.types))
              if kind in (3, USER_DEFINED) or t in (bos, eos)]
     vocab = dict(zip(tokens, itertools.count()))
     ranks = _ranks(vocab, source.field("tokenizer.ggml.merges"), added)
@@ -277,7 +276,7 @@ def _from_gguf(file):
     bos_first = source.field("tokenizer.ggml.add_bos_token")
     if bos_first is None:
         bos_first = SPLITS[pre] == LLAMA_3                       # as llama.cpp
-    ends = [source.field(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    ends = map(source.field, ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"))
     return (ranks, added, SPLITS[pre], form, bos_first, source.field("tokenizer.chat_template"), bos, eos,
             ends)
 

@@ -1,8 +1,6 @@
 """Markdown tables of results. Figures are stored in full and rounded here alone."""
 import re
 
-from minispec.tools.script import visible
-
 TIMES = "{speedup:.2f} ({speedup_range[0]:.2f}-{speedup_range[1]:.2f})"
 SAME = "{identical:d} of {prompts}"
 
@@ -20,9 +18,8 @@ def texts(rows):
 
 
 def shown(value):
-    """What a cell shows, which may be a name from a file: nothing that breaks the table or commands a
-    terminal."""
-    return visible(str(value)).replace("\n", " ").replace("|", "\\|")
+    """What a cell shows, which may be a name from a file: nothing that breaks the table."""
+    return str(value).replace("\n", " ").replace("|", "\\|")
 
 
 def join(lines):

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from minispec.core.gpt import GPT
+from minispec.data.tokenizer import Tokenizer
 from minispec.tools import gguf_file
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
@@ -117,12 +118,8 @@ class Folder:
         # Some folders hold the head although their config says tied.
         self.config.tied &= "lm_head.weight" not in self.tensors
         self.n_tokens = self.config.vocab_size
-        tokenizer = os.path.join(path, "tokenizer.json")
-        if os.path.exists(tokenizer):
-            with blame(tokenizer):
-                data = read_json(tokenizer)
-                added = [token["id"] for token in data["added_tokens"]]
-                self.n_tokens = max(*dict(data["model"]["vocab"]).values(), *added) + 1
+        if os.path.exists(os.path.join(path, "tokenizer.json")):
+            self.n_tokens = Tokenizer.load(path).vocab_size
 
     def tensor(self, name):
         """The tensor as it is stored."""

@@ -16,12 +16,13 @@ import torch
 from minispec.tools.files import blame
 from minispec.tools.hf_config import checked, from_hf_config
 
-# What a Hugging Face folder calls the metadata of an architecture.
+# What a Hugging Face folder calls the metadata.
 NAMES = {
     "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads", "embedding_length": "hidden_size",
     "attention.key_length": "head_dim", "feed_forward_length": "intermediate_size",
     "context_length": "max_position_embeddings", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "tokenizer.ggml.bos_token_id": "bos_token_id", "tokenizer.ggml.eos_token_id": "eos_token_id",
     "rope.dimension_count": "head_dim", "rope.freq_base": "rope_theta", "rope.scaling.type": "rope_type",
 }
 UNUSED = 5                   # the type of a token that only fills up the vocabulary
@@ -70,7 +71,7 @@ def open_gguf(path):
 class Source:
     """A GGUF file as `checkpoints.load` reads it: `config`, the `n_tokens` of the vocabulary without padding,
     the `tensors` that are still to be read, and by Hugging Face names `tensor(name)`, or a KeyError. The
-    tokenizer reads `field(key)`."""
+    tokenizer reads `field(key)`, and the `types` of tokens."""
 
     def __init__(self, path, reader):
         import gguf
@@ -79,8 +80,8 @@ class Source:
         if (self.field("split.count") or 1) > 1:
             raise ValueError(f"{path} is one part of a split file; llama-gguf-split --merge joins the parts")
         self.config = checked(self._config())
-        types = self.field("tokenizer.ggml.token_type") or [0] * self.config.vocab_size
-        self.n_tokens = max(i for i, kind in enumerate(types, 1) if kind != UNUSED)
+        self.types = self.field("tokenizer.ggml.token_type") or [0] * self.config.vocab_size
+        self.n_tokens = max(i for i, kind in enumerate(self.types, 1) if kind != UNUSED)
         # The package's table from a Hugging Face folder's names to GGUF's. Qwen3 has all there are.
         self.names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.n_layer)
 
@@ -96,8 +97,6 @@ class Source:
             "model_type": self.kind,
             "vocab_size": len(self.field("tokenizer.ggml.tokens") or []),
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.field("tokenizer.ggml.eos_token_id"),
         }
         # All keys of positions, so that none is overlooked. In this order the rotary dimensions replace those
         # of a head; if they are fewer, the shapes of q and k do not fit, which is an error.

@@ -1,6 +1,5 @@
 """What the scripts share: arguments and outputs that fail in one line before the work, exits that say why."""
 import argparse
-import contextlib
 import os
 import re
 import signal
@@ -97,7 +96,7 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
     interrupted: what Ctrl-C prints. smaller: the settings that take memory."""
     # What the terminal's encoding lacks is shown as "?"; a byte that is no text reads as U+FFFD.
     for stream in (sys.stdout, sys.stdin):
-        with contextlib.suppress(AttributeError):        # not a file
+        if hasattr(stream, "reconfigure"):               # a file
             stream.reconfigure(errors="replace")
     # Ctrl-C is an exception also where a shell started us in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)

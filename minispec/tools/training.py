@@ -32,7 +32,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import minispec
@@ -81,18 +80,16 @@ def same_settings(folder, **settings):
     """
     os.makedirs(folder, exist_ok=True)
     file = Path(folder, "settings.json")
-    if not file.exists():
-        write_json(file, settings)
-    old = read_json(file)
     with blame(file):
-        unchanged(old, settings)
+        unchanged(read_json(file, settings), settings)
+    write_json(file, settings)
 
 
 def unchanged(old, new):
     """ValueError names a setting that was another one when the work began."""
     for name, value in new.items():
-        if old.get(name, value) != value:
-            raise ValueError(f"the folder was begun with {name} {old[name]}, not {value}; "
+        if old.get(name) != value:
+            raise ValueError(f"the folder was begun with {name} {old.get(name)}, not {value}; "
                              "use another folder or the same settings")
 
 
@@ -244,7 +241,6 @@ class Run:
 
     def __post_init__(self):
         self.optimizer = Optimizer(self.model, self.muon)
-        self.settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
         self.log = ""                 # log.jsonl
         self.recent = []              # what the steps since the last checkpoint logged
         self.resume_file = Path(self.folder, "resume.pt")
@@ -268,7 +264,8 @@ class Run:
         self.step, self.log = saved["step"], saved["log"]
         self.started -= saved["seconds"]
         if not self.complete:
-            unchanged(saved.get("settings", {}), self.settings)      # older files have none
+            settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
+            unchanged(saved.get("settings", settings), settings)     # older files have none
         self.model.load_state_dict(saved["model"])
         for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
@@ -330,7 +327,7 @@ class Run:
         self.log += json.dumps(record) + "\n"
         write_text(Path(self.folder, "log.jsonl"), self.log)
         state = {"step": self.step + 1, "seconds": seconds, "log": self.log, "model": self.model.state_dict(),
-                 "settings": self.settings,
+                 "settings": vars(self.args),
                  "optimizers": [part.state_dict() for part in self.optimizer.parts]}
         with replaced(self.resume_file) as temporary, open(temporary, "wb") as file:
             torch.save(state, file)
