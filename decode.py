@@ -95,7 +95,7 @@ def default_model(args):
     """SmolLM2 where it is installed, if the method is ready for it and nothing is given that belongs to the
     shipped model."""
     args.model = gguf_file.SMOLLM2
-    suits = args.method in ("ar", *methods.ready(args)) and args.method not in methods.DIFFUSION
+    suits = args.method in ("ar", *methods.ready(args))
     if suits and not (args.task or args.drafter or args.cost):
         if gguf_file.packaged():
             return args.model

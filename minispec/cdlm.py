@@ -32,7 +32,6 @@ from dataclasses import dataclass
 
 import torch
 
-from minispec import ROOT
 from minispec.core.attention import FullKeys, dense_attend
 from minispec.core.engine import Engine
 from minispec.core.gpt import GPT
@@ -46,10 +45,7 @@ PADDING = -1                     # in place of a token, left of prompts in a bat
 THRESHOLD = 0.99                 # the paper decodes at 0.9
 ORDERS = ("first", "surest")
 ORDER = "first"                  # the paper: surest
-METHODS = {
-    "cdlm": ("student", f"{ROOT}checkpoints/cdlm/student"),
-    "dlm": ("teacher", f"{ROOT}checkpoints/cdlm/teacher"),
-}
+METHODS = {"cdlm": "student", "dlm": "teacher"}
 
 
 def mask_free(logits, mask_id):

@@ -20,7 +20,6 @@ from conftest import ROOT, outcome, run_script, save_toy_target, toy_model
 import bench
 import gpu_suite as gpu
 import references
-from minispec import cdlm
 from minispec.bounds import AVERAGES, CostTable
 from minispec.tools import checkpoints
 from minispec.data import tasks, traces
@@ -186,7 +185,7 @@ def measured(tmp_path_factory):
     patch.setattr(results, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost) + ["cdlm", "dlm"])
     checkpoints.save(model, folder / "diffusion", TARGET)
-    patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "diffusion")), "dlm": ("teacher", str(folder / "diffusion"))})
+    patch.setattr(methods, "folder_of", lambda name, settings: str(folder / "diffusion"))
     out = {"profile": run.profile(args, model, tokenizer)}
     write_json(args.cost, out["profile"]["table"])
     args.quick = False                                        # writes the traces

@@ -436,9 +436,16 @@ def test_settings_reach_the_decoder(toy):
     target = checkpoints.load(toy)
     for method, threshold in (("cdlm", cdlm.THRESHOLD), ("dlm", None)):
         plain = methods.make_engine(method, target, methods.settings(drafter=toy), 1)
-        assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method][0])
+        assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method])
         other = methods.make_engine(method, target, methods.settings(drafter=toy, order="surest", threshold=0.5), 3)
         assert (other.order, other.threshold, other.batch_size) == ("surest", 0.5, 3)
+
+
+def test_a_model_of_ones_own_has_diffusion_models_of_its_own():
+    for model, folder in ((TARGET, ""), ("smollm2", "smollm2/")):
+        found = [methods.folder_of(method, methods.settings(model=model)) for method in ("cdlm", "dlm")]
+        assert [path.endswith(f"checkpoints/{folder}cdlm/{kind}") for path, kind in zip(found, ("student", "teacher"))] == [True, True]
+        assert ("cdlm" in methods.ready(methods.settings(model=model))) == (model == TARGET)
 
 
 def test_the_target_is_loaded_to_compare_alone(toy, tmp_path, capsys, monkeypatch):

@@ -114,23 +114,19 @@ METHODS = {
 
 
 def make_engine(name, model, settings, batch_size):
-    """Engine of method `name` for a loaded target. settings: a namespace with the arguments below."""
-    if name in DIFFUSION:
-        return _diffusion(name, model, settings, batch_size)
-    planner = METHODS[name](model, settings)
-    return Engine(model, planner, batch_size, settings.cache_tokens, admission=settings.admission)
+    """Engine of method `name` for a loaded target, or the decoder of a diffusion model with its vocabulary.
+    settings: a namespace with the arguments below."""
+    if name not in DIFFUSION:
+        planner = METHODS[name](model, settings)
+        return Engine(model, planner, batch_size, settings.cache_tokens, admission=settings.admission)
 
-
-def _diffusion(name, model, settings, batch_size):
-    """The decoder of a diffusion model with the vocabulary of the target."""
     threshold = settings.threshold
     if threshold is None and name == "cdlm":
         threshold = cdlm.THRESHOLD
     folder = folder_of(name, settings)
     trained = loaded(folder, model, settings)
     mask_id = cdlm.mask_id_of(Tokenizer.load(folder), folder)
-    kind, _ = cdlm.METHODS[name]
-    return cdlm.Decoder(trained, mask_id, kind, threshold=threshold, order=settings.order,
+    return cdlm.Decoder(trained, mask_id, cdlm.METHODS[name], threshold=threshold, order=settings.order,
                         batch_size=batch_size)
 
 
@@ -152,7 +148,7 @@ def folder_of(name, settings):
     if settings.drafter:
         return settings.drafter
     if name in DIFFUSION:
-        return cdlm.METHODS[name][1]
+        name = f"cdlm/{cdlm.METHODS[name]}"
     return os.path.join(kept(f"{ROOT}checkpoints", settings.model), name)
 
 

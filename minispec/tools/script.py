@@ -58,8 +58,8 @@ def check_writable(path, inputs=()):
 def add_device(parser):
     """The option --device, for all scripts alike."""
     import torch
-    usual = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=usual, help="cpu or cuda (default: cuda where there is a GPU)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="cpu or cuda (default: cuda where there is a GPU)")
 
 
 def check_device(name):
