@@ -13,6 +13,7 @@ import xml.dom.minidom
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, outcome, run_script, save_toy_target, toy_model
@@ -428,6 +429,13 @@ def test_a_real_model_gets_real_prompts(tmp_path):
     assert list(shipped) == ["questions", "story", "edit"] and all(len(own) == 2 for own in shipped.values())
     prompts_ = [p.prompt for own in (*shipped.values(), *later.values()) for p in own]
     assert len(set(prompts_)) == 12
+
+
+def test_a_dollar_in_the_name_of_a_drafter_is_no_mathematics_and_the_ticks_of_other_drawings_stay_mathematics():
+    labels = []
+    axes = SimpleNamespace(plot=lambda *_, label: labels.append(label), fill_between=lambda *_, **__: None, set=lambda **_: None)
+    figures.winners(axes, [SimpleNamespace(accept={"$x_{$": np.ones(30), "b\x1b": np.zeros(30)}, n_out=30)])
+    assert labels == [r"\$x_{\$", r"b\x1b"] and "text.parse_math" not in figures.STYLE
 
 
 def test_results_of_another_target_have_their_own_folder(monkeypatch, tmp_path):

@@ -26,7 +26,6 @@ STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "legend.frameon": False,
-    "text.parse_math": False,       # names from files may have a $
 }
 
 
@@ -186,7 +185,7 @@ def winners(axes, traces):
                 for start in starts]
         share = np.array([np.mean(x) for x in some])
         error = np.array([2 * np.std(x) / len(x) ** 0.5 for x in some])
-        axes.plot(starts, share, label=visible(name))
+        axes.plot(starts, share, label=visible(name).replace("$", r"\$"))          # no mathematics
         axes.fill_between(starts, share - error, share + error, alpha=0.2)
     axes.set(xlabel="position in the output", ylabel="share of positions where it gains most")
 
