@@ -145,20 +145,20 @@ def answer(engine, problems, tokenizer, args, quiet=False):
     """Answer the problems: together, or at batch 1 one after the other with their text. Returns the figures
     of the run."""
     requests = requests_of(problems, tokenizer, engine.model, args.max_new_tokens, args.sampling)
-    generations = [r.generation for r in requests]
     if quiet or args.batch > 1:
-        return figures(args, tokenizer, engine, problems, generations, stream(engine, requests))
-    first_token = []
-    for i, (problem, request) in enumerate(zip(problems, requests)):
-        if len(requests) > 1:
-            print(f"--- {i + 1} of {len(requests)}")
-        text = problem.prompt
-        if len(text) > LONG:
-            text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
-        print(visible(text))
-        first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
-        print()
-    return figures(args, tokenizer, engine, problems, generations, first_token)
+        first_token = stream(engine, requests)
+    else:
+        first_token = []
+        for i, (problem, request) in enumerate(zip(problems, requests)):
+            if len(requests) > 1:
+                print(f"--- {i + 1} of {len(requests)}")
+            text = problem.prompt
+            if len(text) > LONG:
+                text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
+            print(visible(text))
+            first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
+            print()
+    return figures(args, tokenizer, engine, problems, [r.generation for r in requests], first_token)
 
 
 # -- main ------------------------------------------------------------------------------------------------

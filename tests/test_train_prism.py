@@ -90,9 +90,9 @@ def test_a_training_is_not_resumed_with_other_settings(folder):
     killed_behind_the_first_checkpoint(folder, *command)
     before = (folder / "other" / "resume.pt").read_bytes()
     for name, value, was, now in (("lr", "1e-2", 0.004, 0.01), ("seed", "7", 1337, 7), ("tokens", "1800", 900.0, 1800.0), ("batch-tokens", "300", 200, 300),
-                                  ("arm", "ttt1", "prism2", "ttt1"), ("draft-vocab", "50", 4000, 50)):
+                                  ("arm", "ttt1", "prism2", "ttt1"), ("draft-vocab", "50", 4000, 50), ("given-answers", "3", None, 3), ("last-layer", "", False, True)):
         with pytest.raises(ValueError) as e:
-            train(folder, *command, f"--{name}", value)
+            train(folder, *command, f"--{name}", *value.split())
         assert "or use another --out (" in str(e.value) and f"the folder was begun with {name.replace('-', '_')} {was}, not {now}; " in str(e.value)
     assert (folder / "other" / "resume.pt").read_bytes() == before
     log = train(folder, *command, "--save-every", "2")
