@@ -34,6 +34,7 @@ proposes its argmax, or copies from the prompt, drew from a point mass, and must
 dividing by its softmax instead is a common mistake, and a test here shows the bias. Randomness comes in as
 explicit coins, so rules are deterministic functions, and a request's coins are its own.
 """
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -99,7 +100,7 @@ def argmax(logits):
 def check_numbers(logits):
     """ValueError if a logit is not a number, because then no token can be chosen. Waits for a GPU."""
     # A sum takes a tenth of the time of isnan.
-    if not logits.sum().isfinite():
+    if not math.isfinite(logits.sum()):
         raise ValueError("the logits of the model must be numbers, got NaN: its weights are damaged, or too "
                          "large for this --dtype")
 
