@@ -5,7 +5,7 @@
     python bench.py bounds --traces T.jsonl --cost C.json      # what is possible, from files of your own
 
     python bench.py all --force         # all studies again, about an hour and a half on 2 CPU cores
-    python bench.py run serving --device cuda                  # on a GPU, into results/gpu
+    python bench.py run serving --device cpu                   # the results of a GPU go to results/gpu
     python bench.py report              # only render tables and figures
 
 Where no study is named, the target is SmolLM2 if it is installed; else the small model in
@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from minispec.studies import own_files
-from minispec.tools.script import Parser, check_device, run_main
+from minispec.tools.script import Parser, check_device, run_main, visible
 
 # From files alone, and so before torch is imported: it need not be there.
 if __name__ == "__main__" and own_files.asked():
@@ -30,6 +30,7 @@ if __name__ == "__main__" and own_files.asked():
 
 import minispec  # before torch: it tunes the allocator
 minispec.need_torch()
+from minispec import ROOT
 import torch
 
 from minispec.data import traces
@@ -105,9 +106,7 @@ def choose_target(args):
     if args.model is None:
         real = not args.studies and gguf_file.packaged()
         args.model = gguf_file.SMOLLM2 if real else methods.SHIPPED
-    results.FOLDER = methods.kept(results.FOLDER, args.model)
-    if args.device != "cpu":
-        results.FOLDER = os.path.join(results.FOLDER, "gpu")
+    results.FOLDER = methods.results_of(args, results.FOLDER)
     args.cost = args.cost or results.path("costs.json")
 
 
@@ -131,18 +130,18 @@ def measure(names, args):
             continue
         started = time.perf_counter()
         result = STUDIES[name](args, model, tokenizer)
-        print(render(name, result))
         if not args.quick:
             seconds = time.perf_counter() - started
             dtype = result["about"].get("dtype", "") if name == "bounds" else results.dtype_name(model)
             results.write(name, result, seconds, args.device, "" if name in OWN_DTYPES else dtype)
+        print(visible(render(name, result)))
 
 
 # -- pages -----------------------------------------------------------------------------------------
 
 def pages():
     """The texts with tables: README.md, the lessons and their appendices."""
-    root = Path(results.ROOT)
+    root = Path(ROOT)
     return [root / "README.md", *sorted(root.glob("docs/**/*.md"))]
 
 
@@ -189,7 +188,7 @@ def main():
     results.FOLDER = everything
     for page in pages():
         report(page)
-    drawings = os.path.join(results.ROOT, "docs", "figures", "")
+    drawings = f"{ROOT}docs/figures/"
     figures.draw(figures.stored(everything), drawings)
     figures.draw(figures.stored(os.path.join(everything, "smollm2")), drawings + "smollm2_")
 

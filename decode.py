@@ -13,8 +13,10 @@ tokens were guessed right, red ones replace a wrong guess, blue ones come free b
     python decode.py --method specgen --compare                   # how much faster, and is it identical?
 
 All options: python decode.py --help. The model is SmolLM2-135M-Instruct where the package that carries it is
-installed, unless the method or the problem is made for the small model in checkpoints/target.
+installed. Problems of --task, and methods without a drafter for SmolLM2 (draft, cdlm, dlm), get the small
+model in checkpoints/target.
 """
+import gc
 import sys
 
 import minispec  # before torch: it tunes the allocator
@@ -27,7 +29,7 @@ from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies.workloads import QUESTIONS, STORY
 from minispec.tools import checkpoints, gguf_file, methods
-from minispec.tools.answers import UNKNOWN, requests_of, schedule_view
+from minispec.tools.answers import UNKNOWN, requests_of
 from minispec.tools.files import write_json
 from minispec.tools.report import compare, figures, table
 from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
@@ -70,7 +72,8 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("output").add_argument
     add("--compare", action="store_true",
-        help="decode autoregressively too: speed-up, and whether the output is identical")
+        help="time this method and plain decoding once more, both warmed up: speed-up, and whether the "
+             "output is identical")
     add("--explain", type=positive, metavar="N",
         help="show the first N rounds that have drafts: p, q, the coin, the verdict, what the cache keeps")
     add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
@@ -79,8 +82,9 @@ def parse_args(argv=None):
     methods.add_arguments(parser)
     parser.set_defaults(model=None)
     args = parser.parse_args(argv)
-    args.model = args.model or default_model(args)
+    args.target = args.model = args.model or default_model(args)
     if args.method in methods.DIFFUSION:
+        args.model = methods.folder_of(args.method, args)            # it decodes; the target is for --compare
         args.max_new_tokens = args.max_new_tokens or cdlm.GEN_LENGTH
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
     check(args)
@@ -88,10 +92,13 @@ def parse_args(argv=None):
 
 
 def default_model(args):
-    """SmolLM2 where it is installed, unless the method's drafter or the problem is of the shipped model."""
-    if args.method in methods.FREE and not args.task:
+    """SmolLM2 where it is installed, if the method is ready for it and nothing is given that belongs to the
+    shipped model."""
+    args.model = gguf_file.SMOLLM2
+    suits = args.method in ("ar", *methods.ready(args))
+    if suits and not (args.task or args.drafter or args.cost):
         if gguf_file.packaged():
-            return gguf_file.SMOLLM2
+            return args.model
         print(f"SmolLM2 is not installed; this is the small model of {methods.SHIPPED}. For the real one: "
               f"{gguf_file.HINT}", file=sys.stderr)
     return methods.SHIPPED
@@ -134,24 +141,24 @@ def built_in(args, tokenizer):
         return [tasks.Problem("prompt", f.read() + TASK)]
 
 
-def answer(engine, problems, model, tokenizer, args, quiet=False):
-    """Answer the problems: together, or at batch 1 one after the other with their text. Returns their
-    generations, and the seconds to the first token of each."""
-    requests = requests_of(problems, tokenizer, model, args.max_new_tokens, args.sampling)
-    generations = [r.generation for r in requests]
+def answer(engine, problems, tokenizer, args, quiet=False):
+    """Answer the problems: together, or at batch 1 one after the other with their text. Returns the figures
+    of the run."""
+    requests = requests_of(problems, tokenizer, engine.model, args.max_new_tokens, args.sampling)
     if quiet or args.batch > 1:
-        return generations, stream(engine, requests)
-    first_token = []
-    for i, (problem, request) in enumerate(zip(problems, requests)):
-        if len(requests) > 1:
-            print(f"--- {i + 1} of {len(requests)}")
-        text = problem.prompt
-        if len(text) > LONG:
-            text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
-        print(visible(text))
-        first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
-        print()
-    return generations, first_token
+        first_token = stream(engine, requests)
+    else:
+        first_token = []
+        for i, (problem, request) in enumerate(zip(problems, requests)):
+            if len(requests) > 1:
+                print(f"--- {i + 1} of {len(requests)}")
+            text = problem.prompt
+            if len(text) > LONG:
+                text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
+            print(visible(text))
+            first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
+            print()
+    return figures(args, tokenizer, engine, problems, [r.generation for r in requests], first_token)
 
 
 # -- main ------------------------------------------------------------------------------------------------
@@ -170,6 +177,8 @@ def main(argv=None):
     print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {args.dtype} on {args.device}, "
           f"--method {args.method}\n")
     engine = methods.make_engine(args.method, model, args, args.batch)
+    if args.compare:
+        target = methods.loaded(args.target, model, args)
     if args.chat:
         return chat(engine, tokenizer, args.sampling, args.max_new_tokens or UNKNOWN)
     problems = problems or built_in(args, tokenizer)
@@ -178,22 +187,26 @@ def main(argv=None):
     if args.watch:
         engine.on_step = Watch(tokenizer)
     explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
-    generations, first_token = answer(engine, problems, model, tokenizer, args)
-
-    # Report.
-    result = figures(args, tokenizer, engine, problems, generations, first_token)
-    if args.method == "specgen":
-        result["schedule"] = schedule_view(engine)
+    result = answer(engine, problems, tokenizer, args)
     if args.compare:
-        print("\nonce more, by the plain loop ..", flush=True)
-        ar = methods.make_engine("ar", model, args, args.batch)
-        plain, _ = answer(ar, problems, model, tokenizer, args, quiet=True)
-        compare(result, generations, plain, ar, model)
-    print("\n".join(["", *explained, table(result)]))
+        print("\nonce more without output, in turn with the plain loop ..", flush=True)
+        # The first run of each loop is a warm-up, which packs weights and makes kernels.
+        runs = []
+        for name in ("ar", args.method, "ar"):
+            engine = None
+            gc.collect()                                 # an engine and its planner hold each other
+            engine = methods.make_engine(name, target if name == "ar" else model, args, args.batch)
+            runs.append(answer(engine, problems, tokenizer, args, quiet=True))
+        _, result, plain = runs
+        compare(result, plain, target)
+
+    # Report. The file first, because standard output may be closed or full.
+    lines = ["", *explained, table(result)]
     if args.json:
         if len(problems) == 1:
             result |= result.pop("requests")[0]
         write_json(args.json, result)
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ student.
     python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill
 
     teacher        OUT/teacher: the target's weights, trained to fill in masks; every slot sees all others
-    trajectories   OUT/trajectories: the teacher answers training prompts, one token a step; stored are the
-                   tokens, their ranks, and the hidden rows that they were revealed from
+    trajectories   OUT/trajectories: the teacher answers training prompts, one token a step, the most
+                   confident first; stored are the tokens, their ranks, and the hidden rows that they were
+                   revealed from
     student        OUT/student: the teacher's weights, trained on the trajectories with three losses
 
 Learning rates peak at 1e-3 (teacher) and 2e-4 (student), unless --lr says otherwise. Interrupt it at any
@@ -45,14 +46,14 @@ def parse_args():
     p = Parser(__doc__)
     training.add_arguments(p, lr=None, save_every=200)
     add = p.add_argument
-    add("--target", default="checkpoints/target",
+    add("--target", default=minispec.SHIPPED,
         help="the autoregressive model that the teacher starts from (default %(default)s)")
     add("--steps", type=int, default=8000,
         help="optimiser steps of teacher and student (default %(default)s)")
     add("--batch", type=int, default=16, help="answers a step (default %(default)s)")
     add("--prompts", type=int, default=4000, help="problems with trajectories (default %(default)s)")
     add("--name", default="student", help="the student's folder in --out (default %(default)s)")
-    add("--weights", type=float, nargs=3, default=(1.0, 0.5, 0.01), metavar=("DISTILL", "CONS", "DLM"),
+    add("--weights", type=float, nargs=3, default=[1.0, 0.5, 0.01], metavar=("DISTILL", "CONS", "DLM"),
         help="of the student's losses (default 1 0.5 0.01)")
     args = training.parsed(p)
     if not any(args.weights):
@@ -200,9 +201,10 @@ def collect(decoder, requests):
 def collect_trajectories(args, tokenizer, mask_id, folder, teacher):
     """The answers of the model in the folder `teacher`, in shards."""
     model = checkpoints.load(teacher, args.device, fast_dtype(args.device))
-    training.same_settings(folder, prompts=args.prompts, seed=args.seed,
+    training.same_settings(folder, prompts=args.prompts, seed=args.seed, order="surest",
                            teacher=checkpoints.fingerprint(model))
-    decoder = cdlm.Decoder(model, mask_id, "teacher", batch_size=args.batch, record=True)
+    # In reading order, the rank of a token would only repeat its place.
+    decoder = cdlm.Decoder(model, mask_id, "teacher", order="surest", batch_size=args.batch, record=True)
     cells = [(number, temperature) for number in range(args.prompts) for temperature in TEMPERATURES]
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
         file = f"{folder}/{start // SHARD:05d}.safetensors"

@@ -21,7 +21,6 @@ from minispec.core.attention import dense_attend
 from minispec.tools import training
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools.methods import SHIPPED
 from minispec.tools.training import Divergence, Run, bf16, locked
 
 # -- settings -------------------------------------------------------------------------------------
@@ -151,7 +150,7 @@ def main():
 
 def train(args, teacher):
     # 1. The tokenizer, the model, and the sequence length of every step.
-    source = args.teacher or SHIPPED
+    source = args.teacher or minispec.SHIPPED
     tokenizer = Tokenizer.load(source)
     if not tokenizer.ours:
         raise ValueError(f"{source} has another tokenizer than the shipped target")

@@ -19,6 +19,13 @@ import importlib.util
 import os
 import sys
 
+# The folder of the scripts, so that defaults are found from any working directory. Inside it names stay
+# short.
+ROOT = os.path.abspath(f"{__file__}/../..") + "/"
+if os.path.samefile(ROOT, os.curdir):
+    ROOT = ""
+SHIPPED = f"{ROOT}checkpoints/target"
+
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4   # from glibc's malloc.h
 
 # Serve every request from the heap and never shrink it.

@@ -20,6 +20,7 @@ is `threshold`.
 
 What differs from the paper:
   - If no slot is above the threshold, the first masked slot is revealed, not the most confident: see `pick`.
+    Trajectories for training are recorded in the paper's order, the most confident slot first.
   - The row of a slot predicts the token behind it, as in the autoregressive model that the weights come from
     (and in Dream; in LLaDA it predicts its own slot). The row before a block predicts its first slot, so it
     is fed once more with the block.
@@ -36,7 +37,7 @@ from minispec.core.engine import Engine
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request, Segment, Step, check_requests, pack
-from minispec.core.verify import draw, warp
+from minispec.core.verify import check_numbers, draw, warp
 
 GEN_LENGTH = 256
 BLOCK_SIZE = 32
@@ -44,7 +45,7 @@ PADDING = -1                     # in place of a token, left of prompts in a bat
 THRESHOLD = 0.99                 # the paper decodes at 0.9
 ORDERS = ("first", "surest")
 ORDER = "first"                  # the paper: surest
-METHODS = {"cdlm": ("student", "checkpoints/cdlm/student"), "dlm": ("teacher", "checkpoints/cdlm/teacher")}
+METHODS = {"cdlm": "student", "dlm": "teacher"}
 
 
 def mask_free(logits, mask_id):
@@ -220,9 +221,8 @@ class Decoder:
                 rows += [first + slot - 1 - s.start for slot in s.request.state.masked()]
         hidden = self.model(x.tokens, x.positions, x.attend)[rows]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
+        check_numbers(logits)                            # this waits for a GPU
         # What it took: clean rows are prefill, the others find tokens.
-        if hidden.is_cuda:
-            torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         for s in segments:
             self.seconds[s.kind] += seconds * len(s.tokens) / len(x.tokens)

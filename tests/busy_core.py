@@ -18,6 +18,7 @@ import torch  # noqa: E402
 
 from minispec.data import tasks  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
+from minispec import ROOT  # noqa: E402
 from minispec.studies import results  # noqa: E402
 from shown import lines  # noqa: E402
 from minispec.tools import checkpoints, methods  # noqa: E402
@@ -30,7 +31,7 @@ BUSY = "import os; os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\nwhil
 
 
 def main():
-    os.chdir(results.ROOT)
+    os.chdir(ROOT or ".")
     started = time.perf_counter()
     tokenizer = Tokenizer.load(methods.SHIPPED)
     problems = [tasks.make("trace", 800 + i, "heldout") for i in range(4)]

@@ -137,7 +137,7 @@ def compare_ids(family, n, long=False):
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = write_tokenizer(folder, family), Tokenizer.load(folder)
     same = tokens = 0
-    some = strings(n, FAMILIES[family][3]) + (LONG if long else [])
+    some = strings(n, FAMILIES[family][3] + FAMILIES[family][4]) + (LONG if long else [])
     for as_special, encode in ((True, ours.special_ids), (False, ours.encode)):
         theirs.encode_special_tokens = not as_special
         for text, want in zip(some, theirs.encode_batch(some, add_special_tokens=False)):
@@ -149,12 +149,14 @@ def compare_greedy(folder, draft_folder, new_tokens=200, n=1):
     """{"transformers" or a method: of how many prompts its greedy tokens are those of our autoregressive loop}, in fp32."""
     import transformers
     ours, theirs = checkpoints.load(folder, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompts = torch.randint(0, SHAPE["vocab_size"], (n, 20), generator=torch.Generator().manual_seed(2)).tolist()
-    settings = methods.settings(drafter=str(draft_folder), min_budget=16)
+    known = ours.config.vocab_size                        # the tokens that the tokenizer has; transformers would draw the padding too, and skips id 0
+    prompts = torch.randint(1, known, (n, 20), generator=torch.Generator().manual_seed(2)).tolist()
+    settings = methods.settings(model=str(folder), drafter=str(draft_folder), min_budget=16)
     run = lambda method: [g.token_ids for g in methods.make_engine(method, ours, settings, n).generate([Request(p, new_tokens) for p in prompts])]
     want = run("ar")
     with torch.inference_mode():
-        got = {"transformers": theirs.generate(torch.tensor(prompts), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 20:].tolist()}
+        got = {"transformers": theirs.generate(torch.tensor(prompts), max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0,
+                                                suppress_tokens=list(range(known, SHAPE["vocab_size"])) or None)[:, 20:].tolist()}
     got |= {method: run(method) for method in LOSSLESS}
     return {name: sum(a == b for a, b in zip(want, some)) for name, some in got.items()}
 
@@ -162,8 +164,11 @@ def compare_greedy(folder, draft_folder, new_tokens=200, n=1):
 def compare_family(family, folder, n):
     """All of the above for one family."""
     folders = [write_model(os.path.join(folder, "-".join(map(str, how))), family, *how) for how in STORED]
+    logit_difference = max(map(compare_logits, folders))
+    for f in folders:
+        write_tokenizer(f, family)
     greedy = [compare_greedy(f, folders[4], n=5) for f in (folders[0], folders[2])]          # untied and tied; drafts by the bf16 weights
-    return {"folders": len(folders), "logit_difference": max(map(compare_logits, folders)), "ids": compare_ids(family, n, long=True),
+    return {"folders": len(folders), "logit_difference": logit_difference, "ids": compare_ids(family, n, long=True),
             "prompts": 5 * len(greedy), "greedy": {name: sum(g[name] for g in greedy) for name in greedy[0]}}
 
 
@@ -178,6 +183,8 @@ def write_large(folder):
     for ours, theirs, sizes in checkpoints.weight_names(c):
         for name, rows in zip(theirs, sizes):
             shards.setdefault(name.split(".")[2], []).append((name, (rows, *model.get_parameter(ours).shape[1:])))
+    index = {name: f"model-{shard}.safetensors" for shard, names in shards.items() for name, _ in names}
+    checkpoints.write_json(os.path.join(folder, "model.safetensors.index.json"), {"weight_map": index})
     for shard, names in shards.items():
         save_file({name: noise.repeat(-(-shape.numel() // len(noise)))[:shape.numel()].view(shape).clone() for name, shape in ((n, torch.Size(s)) for n, s in names)},
                   os.path.join(folder, f"model-{shard}.safetensors"))

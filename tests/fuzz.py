@@ -93,6 +93,8 @@ def template(folder, runs=True):
     specdiff.save(specdiff.for_target(model), os.path.join(shipped, "specdiff"))
     shutil.copytree(target, os.path.join(folder, "sharded"))
     os.rename(os.path.join(folder, "sharded", "model.safetensors"), os.path.join(folder, "sharded", "model-1.safetensors"))
+    names = [name for _, parts, _ in checkpoints.weight_names(model.config) for name in parts]
+    files.write_json(os.path.join(folder, "sharded", "model.safetensors.index.json"), {"weight_map": dict.fromkeys(names, "model-1.safetensors")})
     os.makedirs(os.path.join(folder, "data", "gsm8k"))
     for name, rows in {"prompts.jsonl": PROMPTS, "many.jsonl": GSM8K, "traces.jsonl": TRACES, "data/gsm8k/test.jsonl": GSM8K}.items():
         with open(os.path.join(folder, name), "w") as f:

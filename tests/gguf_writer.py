@@ -17,8 +17,10 @@ def architecture(config):
     return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
 
 
-def write_gguf(path, model, tokens, special, merges, pre="smollm", template=None, kind="F32"):
-    """tokens: spelled, by id; special: their ids; merges: "a b"; kind: how matrices are stored."""
+def write_gguf(path, model, tokens, special, merges, pre="smollm", template=None, kind="F32", types=True, user_defined=(), add_bos=None,
+               unused=()):
+    """tokens: spelled, by id; special: their ids, and of these user_defined; merges: "a b"; kind: how matrices are stored; types:
+    whether the types of tokens are; unused: ids that only fill up."""
     c = model.config
     name = architecture(c)
     w = gguf.GGUFWriter(str(path), name)
@@ -36,7 +38,11 @@ def write_gguf(path, model, tokens, special, merges, pre="smollm", template=None
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre(pre)
     w.add_token_list(tokens)
-    w.add_token_types([3 if i in special else 1 for i in range(len(tokens))])
+    kinds = [4 if i in user_defined else 3 if i in special else 5 if i in unused else 1 for i in range(len(tokens))]
+    if types:
+        w.add_token_types(kinds)
+    if add_bos is not None:
+        w.add_add_bos_token(add_bos)
     w.add_token_merges(merges)
     if c.bos_id is not None:
         w.add_bos_token_id(c.bos_id)

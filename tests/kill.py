@@ -43,7 +43,7 @@ def start(folder, name):
     def main():
         sys.modules["matplotlib"] = None
         if name == "bench":                              # its studies, but a few prompts, methods and short answers
-            results.ROOT, results.FOLDER = folder, os.path.join(folder, "results")
+            bench.ROOT, results.FOLDER = folder + "/", os.path.join(folder, "results")
             run.SMALL, tasks.FAMILIES = dataclasses.replace(run.SMALL, new=8), ("revise", "arith")
             measure.cost_table = functools.partial(measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
             methods.ready = lambda settings: ["ngram", "specgen"]

@@ -1,15 +1,19 @@
 """bench.py: the bounds from files alone, one clear line for bad files, and every table and figure from what is stored."""
+import contextlib
 import gc
 import glob
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 import weakref
+import xml.dom.minidom
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, outcome, run_script, save_toy_target, toy_model
@@ -17,7 +21,6 @@ from conftest import ROOT, outcome, run_script, save_toy_target, toy_model
 import bench
 import gpu_suite as gpu
 import references
-from minispec import cdlm
 from minispec.bounds import AVERAGES, CostTable
 from minispec.tools import checkpoints
 from minispec.data import tasks, traces
@@ -62,6 +65,31 @@ def test_a_bad_file_is_one_line_with_file_and_line(files):
     r = command(files)
     assert r.returncode == 2 and r.stdout == "" and r.stderr.count("\n") == 1
     assert "t.jsonl:5: accept.ngram[1]" in r.stderr
+
+
+EVIL = "a|b\x1b[2J\r$\n{x_$} | c"
+
+
+def test_names_from_files_are_shown_not_obeyed(files, monkeypatch):
+    """Of workloads, drafters with and without a price, and devices: none breaks a table, draws a formula or reaches a terminal as it is."""
+    text = (files / "t.jsonl").read_text().replace('"arith/', json.dumps(EVIL)[:-1] + "/").replace('"ngram"', json.dumps(EVIL))
+    (files / "t.jsonl").write_text(text)
+    costs = json.loads((files / "c.json").read_text().replace('"ngram"', json.dumps(EVIL)))
+    costs["about"] = {EVIL: EVIL}
+    for drafters in (costs["draft"], {"draft": costs["draft"]["draft"]}):
+        (files / "c.json").write_text(json.dumps({**costs, "draft": drafters}))
+        r = command(files, "--json", files / "o.json")
+        assert r.returncode == 0, r.stderr
+        assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", r.stdout) and "a\\|b\\x1b[2J\\x0d$ {x_$} \\| c" in r.stdout
+        rows = [line for line in r.stdout.splitlines() if line.startswith("|")]
+        assert len(rows) > 5 and len({len(re.findall(r"(?<!\\)\|", line)) for line in rows}) == 1
+    for drawing in files.glob("*.svg"):
+        xml.dom.minidom.parse(str(drawing))
+    # A study of bench.py shows them by the same table.
+    monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: json.loads((files / "o.json").read_text())})
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        bench.measure(["bounds"], methods.settings(quick=True, force=True))
+    assert "\x1b" not in out.getvalue() and "a\\|b" in out.getvalue()
 
 
 def bounds(files):
@@ -158,7 +186,7 @@ def measured(tmp_path_factory):
     patch.setattr(results, "tqdm", lambda items, **_: items)
     patch.setattr(methods, "ready", lambda settings: ["ngram"] + ["adaptive"] * os.path.exists(settings.cost) + ["cdlm", "dlm"])
     checkpoints.save(model, folder / "diffusion", TARGET)
-    patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "diffusion")), "dlm": ("teacher", str(folder / "diffusion"))})
+    patch.setattr(methods, "folder_of", lambda name, settings: str(folder / "diffusion"))
     out = {"profile": run.profile(args, model, tokenizer)}
     write_json(args.cost, out["profile"]["table"])
     args.quick = False                                        # writes the traces
@@ -401,6 +429,13 @@ def test_a_real_model_gets_real_prompts(tmp_path):
     assert list(shipped) == ["questions", "story", "edit"] and all(len(own) == 2 for own in shipped.values())
     prompts_ = [p.prompt for own in (*shipped.values(), *later.values()) for p in own]
     assert len(set(prompts_)) == 12
+
+
+def test_a_dollar_in_the_name_of_a_drafter_is_no_mathematics_and_the_ticks_of_other_drawings_stay_mathematics():
+    labels = []
+    axes = SimpleNamespace(plot=lambda *_, label: labels.append(label), fill_between=lambda *_, **__: None, set=lambda **_: None)
+    figures.winners(axes, [SimpleNamespace(accept={"$x_{$": np.ones(30), "b\x1b": np.zeros(30)}, n_out=30)])
+    assert labels == [r"\$x_{\$", r"b\x1b"] and "text.parse_math" not in figures.STYLE
 
 
 def test_results_of_another_target_have_their_own_folder(monkeypatch, tmp_path):

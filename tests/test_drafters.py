@@ -1,9 +1,11 @@
 import pytest
 import torch
-from conftest import toy_model
+from conftest import toy_model, whole
 
 from minispec.core.drafters import NGram, SmallLM
+from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
+from minispec.core.verify import Sampling
 
 
 def test_ngram_proposes_what_followed_last_time():
@@ -37,6 +39,17 @@ def test_small_model_keeps_its_cache_in_step():
         request.tokens += drafts[:len(committed)]      # some of them accepted, then a correction follows
 
 
-def test_vocabularies_must_match():
-    with pytest.raises(ValueError, match="64 tokens in its vocabulary, the target 32"):
-        SmallLM(toy_model(), toy_model(vocab=32))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("ours, theirs", [(40, 64), (64, 40)])
+def test_only_tokens_of_both_models_are_drafted(ours, theirs, temperature):
+    target, small = toy_model(vocab=theirs), toy_model(vocab=ours, seed=1)
+    drafter = whole(SmallLM(small, target))
+    drafted, propose = [], drafter.propose
+    drafter.propose = lambda *args: [drafted.extend(d[0]) or d for d in propose(*args)]
+    ask = lambda: Request([theirs - 1, 2, 3], 100, Sampling(temperature))
+    got, = Engine(target, lambda e: Lockstep(e, drafter, 4), 1).generate([ask()])
+    assert len(got.token_ids) == 100 and len(drafted) > 100 and max(drafted) < 40
+    if temperature == 0:
+        assert got.token_ids == Engine(target, Lockstep, 1).generate([ask()])[0].token_ids
+    elif theirs > 40:
+        assert max(got.token_ids) >= 40                          # the target says its other tokens all the same

@@ -6,14 +6,17 @@ import random
 
 import pytest
 import torch
-from conftest import Arbitrary, chi_square, dense_logits, toy_model
+from conftest import TARGET as SHIPPED, Arbitrary, chi_square, dense_logits, toy_model
 
 from minispec.core import drafters
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
-from minispec.core.requests import Request
+from minispec.core.requests import Request, Segment
+from minispec.data.tokenizer import Tokenizer
 from minispec.specgen import SpecGen
 from minispec.core.verify import Sampling, judge, warp
+from minispec.tools.answers import summary
+from minispec.tools.watch import Explain
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1, n_layer=1)
 
@@ -216,6 +219,42 @@ def test_a_drafter_identical_to_the_target_is_always_accepted():
     for temperature in (0.0, 1.0):
         got, _ = run("draft", some, temperature=temperature, other=TARGET)
         assert all(s.accepted == s.proposed for g in got for s in g.steps)
+
+
+class Planted(drafters.Drafter):
+    """Drafts one tree: `right` of the target's next tokens, and next to the first one a wrong chain of three."""
+    width = 2
+
+    def __init__(self, right):
+        self.right = right
+
+    def propose(self, requests, limits):
+        text, done = plain(1)[0], len(requests[0].generation.token_ids)
+        own, wrong = text[done:done + self.right], [(text[done] + 1) % 64, 0, 0]
+        if done > 1:
+            return super().propose(requests, limits)
+        return [(own + wrong, None, [*range(self.right), 0, self.right + 1, self.right + 2])]
+
+
+@pytest.mark.parametrize("right, who, proposed", [(1, "bonus", 1), (2, "bonus", 2), (0, "correction", 3)])
+def test_a_bonus_follows_an_accepted_draft_without_a_child(right, who, proposed):
+    """Also where another chain of the tree is deeper: it was not rejected behind the accepted draft."""
+    engine = Engine(TARGET, lambda e: Lockstep(e, Planted(right), 8), 1)
+    explained = Explain(engine, Tokenizer.load(SHIPPED), 1).lines
+    g, = engine.generate([Request(prompts(1)[0], 30)])
+    assert g.token_ids == plain(1)[0] and g.who[:2 + right] == ["plain", *["draft"] * right, who]
+    assert (g.steps[0].proposed, g.steps[0].accepted) == (proposed, right)
+    assert summary([g], engine)["acceptance_by_position"] == [float(right > 0)] * proposed
+    assert explained[-2].endswith(who)
+
+
+def test_of_several_chains_a_shorter_one_may_be_accepted_whole():
+    """K chains, and copies next to a chain: a rejected longer one before the accepted rows does not count behind them."""
+    for parents, path, proposed, who in (([0, 1, 0, 3, 4], [1, 2], 2, "bonus"), ([0, 1, 0, 3, 4], [1], 2, "correction"),
+                                         ([0, 1, 0, 3, 4], [3], 3, "correction"), (None, [1, 2, 3, 4, 5], 5, "bonus"), (None, [1], 5, "correction")):
+        r = Request([1], 30)
+        r.commit(Segment(r, [1] * 6, 0, None, "verify", 6, [7, 8, 9, 10, 11], parents=parents), path, 5, "specdiff")
+        assert r.generation.who[-1] == who and r.generation.steps[0].proposed == proposed
 
 
 # -- sampling: chi-square over all outputs of three tokens, vocabulary 8 ------------------------------------------------

@@ -56,6 +56,7 @@ def test_outputs_inside_a_model_folder_are_refused(tmp_path):
     model = tmp_path / "model"
     (model / "deeper").mkdir(parents=True)
     (model / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "loose.safetensors").write_bytes(b"no model")                  # a file of somebody else in the folder above
     os.symlink(model, tmp_path / "link")
     for name in ("model/model.safetensors", "model/out.json", "model/deeper/out.json", "link/config.json"):
         with pytest.raises(ValueError, match=f"cannot write .*{name}: .*model is a model folder"):

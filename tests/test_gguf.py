@@ -5,6 +5,7 @@ import random
 import resource
 import signal
 
+import numpy as np
 import pytest
 import torch
 from conftest import TARGET, dense_logits, toy_model
@@ -89,6 +90,47 @@ def test_a_vocabulary_that_lacks_bytes_drops_them(tmp_path):
     assert ours.encode("a\x06b") == ours.encode("a") + ours.encode("b") and ours.vocab_size == 2048
 
 
+def test_a_token_of_other_characters_than_byte_letters_is_no_reason_to_refuse_a_file(tmp_path):
+    tokens, special, merges = vocabulary()
+    spare = [tokens.index(m.replace(" ", "")) for m in merges[-3:]]
+    for i, name in zip(spare, ("unused 5", "東京", " ")):
+        tokens[i] = name
+    ours = Tokenizer.load(write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), tokens, special, merges[:-3]))
+    text = "unused 5 東京 ÿ and  a text\n"
+    assert ours.decode(ours.encode(text)) == text and not set(spare) & set(ours.encode(text)) and ours.vocab_size == 2048
+
+
+def test_a_file_without_token_types_still_has_its_begin_and_end(tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *vocabulary(), template=TEMPLATE, types=False)
+    ours = Tokenizer.load(path)
+    ids = ours.prompt_ids("say <|eos|>")
+    assert ids[0] == 2041 and ids.count(2042) == 1 and ours.decode(ids) == "<|bos|>[user] say <|eos|><|eos|>[assistant]"
+
+
+def test_user_defined_tokens_are_found_in_prompts(tmp_path):
+    path = write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *vocabulary(), template=TEMPLATE, user_defined=[2046])
+    ours = Tokenizer.load(path)
+    assert ours.encode("a<|think|>b<|eos|>") == ours.encode("a") + [2046] + ours.encode("b<|eos|>")
+    assert ours.prompt_ids("<|think|>").count(2046) == 1 and 2042 not in ours.encode("<|eos|>")
+
+
+@pytest.mark.parametrize("name, other", [("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")])
+def test_other_names_of_a_pre_tokenizer(name, other, tmp_path):
+    ours, theirs = (Tokenizer.load(written(tmp_path / f"{pre}.gguf", pre=pre)[1]) for pre in (name, other))
+    for text in ("It's 1234 o'clock,\r\n\n  he SAID'LL", "x2y3z", "\t!!\n"):
+        assert ours.encode(text) == theirs.encode(text)
+
+
+@pytest.mark.parametrize("pre, add_bos, want", [("smollm", True, True), ("smollm", False, False), ("smollm", None, False),
+                                                ("llama-bpe", None, True), ("llama3", None, True), ("llama3", False, False), ("qwen2", None, False)])
+def test_text_without_a_template_begins_as_the_file_says(pre, add_bos, want, tmp_path):
+    """llama.cpp begins every text with a begin-of-text token where add_bos_token or, without it, the pre-tokenizer of Llama-3 says so."""
+    plain = Tokenizer.load(write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *vocabulary(), pre=pre, add_bos=add_bos))
+    assert plain.prompt_ids(" hi") == [2041] * want + plain.encode(" hi")
+    chat = Tokenizer.load(write_gguf(tmp_path / "y.gguf", toy_model(**SHAPE), *vocabulary(), pre=pre, add_bos=add_bos, template=TEMPLATE))
+    assert chat.prompt_ids("hi").count(2041) == 1
+
+
 @pytest.mark.parametrize("change, message", [
     ({"pre": "deepseek-llm"}, "pre-tokenizer 'deepseek-llm' is not supported"),
     ({"template": "{{ 1 / 0 }}"}, "does not render"),
@@ -99,6 +141,48 @@ def test_what_is_not_supported_is_named(change, message, tmp_path):
     path = write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *vocabulary(), **change)
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(path).prompt_ids("hi")
+
+
+def changed(monkeypatch, path, change, **shape):
+    """A file with what change(writer) adds, and its model."""
+    real = gguf.GGUFWriter.write_header_to_file
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda w: (change(w), real(w)))
+        return written(path, **shape)
+
+
+def bias(name, n):
+    return lambda w: w.add_tensor(name, np.ones(n, np.float32))
+
+
+@pytest.mark.parametrize("change, message", [
+    (bias("blk.0.attn_output.bias", 64), "holds blk.0.attn_output.bias, which this model does not use"),
+    (bias("blk.1.ffn_up.bias", 96), "holds blk.1.ffn_up.bias, which this model does not use"),
+    (bias("blk.0.attn_q_norm.weight", 32), "holds blk.0.attn_q_norm.weight, which this model does not use"),
+    (lambda w: w.add_rope_scaling_factor(4.0), "rope.scaling.factor 4.0 is not supported"),
+    (lambda w: w.add_float32("llama.rope.scale_linear", 4.0), "rope.scale_linear 4.0 is not supported"),
+    (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "rope scaling 'yarn' is not supported"),
+    (lambda w: w.kv_data[0].pop("llama.rope.dimension_count") and w.add_rope_dimension_count(16), "q_proj.weight has shape (128, 64), its config says (64, 64)"),
+    (lambda w: w.add_uint16("split.count", 2), "is one part of a split file; llama-gguf-split --merge joins the parts"),
+])
+def test_nothing_that_a_file_says_is_dropped(change, message, tmp_path, monkeypatch):
+    _, path = changed(monkeypatch, tmp_path / "x.gguf", change)
+    with pytest.raises(ValueError) as e:
+        checkpoints.load(path)
+    assert message in str(e.value) and "\n" not in str(e.value) and path in str(e.value)
+
+
+def test_all_ends_of_a_file_end_an_answer(tmp_path, monkeypatch):
+    _, path = changed(monkeypatch, tmp_path / "x.gguf", lambda w: (w.add_eot_token_id(2045), w.add_eom_token_id(7)))
+    assert set(Tokenizer.load(path).ends) == {2042, 2045, 7}
+
+
+def test_padding_of_the_vocabulary_is_cut_off(tmp_path):
+    tokens, special, merges = vocabulary()
+    model = toy_model(gain=2.0, **{**SHAPE, "vocab_size": 2112})
+    path = write_gguf(tmp_path / "x.gguf", model, tokens + [f"[PAD{i}]" for i in range(2048, 2112)], special, merges, unused=range(2048, 2112))
+    loaded = checkpoints.load(path)
+    assert loaded.config.vocab_size == 2048 and torch.equal(dense_logits(loaded, [1, 2]), dense_logits(model, [1, 2])[:, :2048])
 
 
 def test_other_architectures_and_missing_models_are_named(tmp_path, monkeypatch):

@@ -95,7 +95,7 @@ def damage_family(folder):
 
 def damage_no_weights(folder):
     os.remove(folder / "model.safetensors")
-    return "no model.safetensors"
+    return "model.safetensors (.bin and .pt are pickles"
 
 
 @pytest.mark.parametrize("damage", [damage_truncate, damage_header, damage_missing_tensor, damage_shape, damage_config,
@@ -151,6 +151,13 @@ def test_a_lone_row_of_any_shape_is_multiplied(n_out, bias, dtype, most):
         assert torch.allclose(out.flatten().double(), want[0], atol=most)
     assert linear._packed[1] is None                     # the matrix as it is, no copy of it
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
+
+
+@torch.no_grad()
+def test_a_lone_row_leaves_onednn_off_where_the_user_switched_it_off(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    cpu.row_product(torch.randn(1, 48).bfloat16(), torch.randn(80, 48).bfloat16(), None)
+    assert not torch.backends.mkldnn.enabled
 
 
 @torch.no_grad()

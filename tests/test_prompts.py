@@ -5,7 +5,7 @@ import os
 import types
 
 import pytest
-from conftest import ROOT, TARGET
+from conftest import ROOT, TARGET, outcome
 
 import bench
 import decode
@@ -15,6 +15,7 @@ from minispec.tools import methods
 from minispec.studies import run
 from compare_checkpoints import CHATS
 from minispec.data.tokenizer import Tokenizer
+from minispec.tools.answers import requests_of
 
 DATA = os.environ.get("MINISPEC_DATA", "")
 EVAL = {"task_id": "HumanEval/0", "prompt": 'from math import pi\n\n\ndef inc(x: int) -> int:\n    """One more."""\n', "entry_point": "inc",
@@ -41,6 +42,9 @@ ROWS = {  # format: (row, family, prompt begins, answer, texts that are right, t
     "Spec-Bench": ({"question_id": 480, "category": "math_reasoning", "turns": ["6?"], "reference": ["6\n#### 576"]},
                    "math_reasoning", "6?\n", "576", ["it is 576."], ["57"]),
     "Spec-Bench, translation": ({"category": "translation", "turns": ["Translate"], "reference": ["Nicht"]}, "translation", "Translate\n", "", [], []),
+    "Alpaca": ({"instruction": "Translate this.\n", "input": "Guten Tag", "output": "Hello"}, "prompt", "Translate this.\n\nGuten Tag\n", "", [], []),
+    "Alpaca, no input": ({"instruction": "Name a bird.", "input": "", "output": "Owl"}, "prompt", "Name a bird.\n", "", [], []),
+    "Dolly": ({"instruction": "When?", "context": "It was in 1872.", "response": "1872"}, "prompt", "When?\n\nIt was in 1872.\n", "", [], []),
     "other": ({"instruction": "do"}, "prompt", "do\n", "", [], []),
 }
 
@@ -103,7 +107,7 @@ def test_endless_numbers_are_no_answer(tmp_path):
     ('{"prompt": "a", "answer": [1]}', ":1: 'answer' must be a text or a number"), ('{"prompt": "a", "answer": true}', ":1: 'answer' must be a text or a number"),
     ("[" * 100000, "a.jsonl: not JSON"), ('[{"prompt": "a"}, {"prompt": "b"', "a.jsonl: not JSON (Expecting ',' delimiter"), ('{"a": ' * 100000, ":1: not JSON"),
     ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", ":1: not JSON"),
-    ('{"text": "a", "test_list": [1]}', ":1 is damaged: TypeError: sequence item 1: expected str"), ('{"text": "a", "test_list": null}', ":1: 'test_list' must be a list of tests"),
+    ('{"text": "a", "test_list": [1]}', ":1 is damaged: TypeError: sequence item 1: expected str"),
     ('{"text": "a", "test_list": "b"}', ":1: 'test_list' must be a list of tests"),
     ('{"turns": ["a"], "category": 1}', ":1 is damaged: AttributeError"),
     ('[{"text": "a"}, {"text": 3}]', ", object 2: no text under")])
@@ -120,6 +124,10 @@ def test_arrays_byte_order_marks_and_gzip_are_read(tmp_path):
     lines, array = "\n".join(map(json.dumps, rows)), "\n" + json.dumps(rows, indent=2) + "\n"
     want = [(p.prompt, p.answer) for p in load(tmp_path, *rows)]
     for text in (lines, array):
+        for name in ("b.json.GZ", "b.json.gz"):
+            with gzip.open(tmp_path / name, "wt") as f:
+                f.write(text)
+            assert [(p.prompt, p.answer) for p in prompts.load_prompts(tmp_path / name)] == want
         for encoding in ("utf-8", "utf-8-sig"):
             (tmp_path / "b.json").write_text(text, encoding=encoding)
             with gzip.open(tmp_path / "b.json.gz", "wt", encoding=encoding) as f:
@@ -131,6 +139,30 @@ def test_arrays_byte_order_marks_and_gzip_are_read(tmp_path):
         (tmp_path / "c.gz").write_bytes(damaged)
         with pytest.raises(ValueError, match="cannot read .*c.gz: "):
             prompts.load_prompts(str(tmp_path / "c.gz"))
+
+
+OPTIONAL = ("answer", "solution", "reference", "category", "entry_point", "test_list", "input", "context", "turns", "id", "task_id")
+
+
+def test_null_in_an_optional_field_is_absent(tmp_path):
+    for name, (row, *_) in ROWS.items():
+        nulls = {field: None for field in OPTIONAL if field not in {key.lower() for key in row}}
+        assert load(tmp_path, {**nulls, **row}) == load(tmp_path, row), name
+        given = [key for key in row if key.lower() in OPTIONAL and key != "turns"]
+        for key in given:
+            assert load(tmp_path, {**row, key: None}) == load(tmp_path, {k: v for k, v in row.items() if k != key}), (name, key)
+
+
+def test_a_prompt_that_does_not_fit_is_named_by_its_number_and_id(toy, tmp_path):
+    model, tokenizer = checkpoints.load(toy), Tokenizer.load(toy)
+    for key, id, shown in (("task_id", "HumanEval/7", "HumanEval/7"), ("question_id", 81, "81"), ("ID", "a\x1b[2J", "a\x1b[2J"), ("other", 1, "")):
+        some = load(tmp_path, {"prompt": "short"}, {"prompt": "word " * 600, key: id}, {"prompt": "word " * 700, key: 9})
+        with pytest.raises(ValueError) as e:
+            requests_of(some, tokenizer, model)
+        assert str(e.value).startswith(f"prompt 2 {shown}".strip() + ": prompt of 6")
+    file = tmp_path / "p.jsonl"
+    r = outcome(decode, "--model", toy, "--prompts", file, "--max-new-tokens", 2)
+    assert r.returncode == 2 and r.stderr.startswith("decode.py: prompt 2: ") and r.stderr.endswith(" exceed the context of 512\n")
 
 
 def test_files_that_are_no_text_are_named(tmp_path):
@@ -166,8 +198,8 @@ def test_missing_data_names_the_public_source(tmp_path):
 def test_the_next_prompt_of_every_family(family, names, answer, want):
     """The ids of a conversation are those of its text in the family's template, without chains of thought that are past."""
     ours = Tokenizer.load(TARGET)
-    special = ours.special if names is None else {name: 2041 + i for i, name in enumerate(names)}
-    t = Tokenizer(ours.encoding._mergeable_ranks, special, ours.encoding._pat_str, chat_template=CHATS.get(family) if names is not None else ours.chat_template, bos="<|begin_of_text|>")
+    added = [{"content": name, "id": 2041 + i, "special": True} for i, name in enumerate(ours.special if names is None else names)]
+    t = Tokenizer(ours.encoding._mergeable_ranks, added, ours.encoding._pat_str, chat_template=CHATS.get(family) if names is not None else ours.chat_template, bos="<|begin_of_text|>")
     messages = [t.asked("2+2?\n"), {"role": "assistant", "content": t.special_ids(answer)}, t.asked("Sure?\n")]
     assert t.chat_ids(messages) == t.special_ids(want)
     if family == "Qwen3":

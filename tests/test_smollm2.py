@@ -58,7 +58,7 @@ def test_no_method_changes_what_it_says(smollm2):
     model, tokenizer = smollm2
     prompts = [tokenizer.prompt_ids(q) for q in ("What is the capital of France?", "List the numbers one to ten, twice.")]
     answers = {}
-    for method in methods.FREE:
+    for method in ("ar", "ngram", "specgen"):
         engine = methods.make_engine(method, model, methods.settings(), 2)
         answers[method] = [g.token_ids for g in engine.generate([Request(ids, 20, stop_ids=tokenizer.ends) for ids in prompts])]
     assert "Paris" in tokenizer.decode(answers["ar"][0])

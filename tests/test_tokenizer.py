@@ -1,3 +1,4 @@
+import json
 import os
 import random
 
@@ -72,3 +73,160 @@ def test_bad_files_are_named(tmp_path, content, message):
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         Tokenizer.load(str(tmp_path))
+
+
+# -- other people's files ----------------------------------------------------------------------------------------------
+
+SPLITS = [r"\w+", r"\d*", r"\d*|l", r"(?=l)", r"(?i:HE|l+)", r"\p{N}{1,3}", r"[^\n]+\n", r"(?<=l)o", r"\s+"]
+BOS = {"type": "Sequence", "processors": [{"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}, {
+    "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|bos|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [2041], "tokens": ["<|bos|>"]}}}]}
+
+
+def written(folder, change=lambda data: None, **config):
+    """A folder with the shipped vocabulary after a change, and with these entries of tokenizer_config.json. None: no entry."""
+    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+        data = json.load(f)
+    change(data)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>", **config}
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    (folder / "tokenizer_config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return str(folder)
+
+
+def flags(name, **changes):
+    """Changes of an added token's entry in tokenizer.json."""
+    return lambda data: next(t for t in data["added_tokens"] if t["content"] == name).update(changes)
+
+
+def split_at(regex):
+    return lambda data: data["pre_tokenizer"]["pretokenizers"][0].update(pattern={"Regex": regex})
+
+
+@pytest.mark.parametrize("regex", SPLITS)
+def test_text_between_the_matches_of_a_split_is_kept(regex, tmp_path):
+    ours = Tokenizer.load(written(tmp_path, split_at(regex)))
+    for s in ["Hello, world! 1 + 1 = 2", "hello\n\n12 all 3456", *strings()]:
+        assert ours.decode(ours.encode(s)) == s
+
+
+def test_a_long_text_without_a_match_is_kept(tmp_path):
+    ours = Tokenizer.load(written(tmp_path, split_at(r"\w+")))
+    assert ours.decode(ours.encode("!" * 1_000_000)) == "!" * 1_000_000
+
+
+@pytest.mark.parametrize("regex", SPLITS)
+def test_text_between_the_matches_of_a_split_is_split_as_tokenizers_does(regex, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    ours = Tokenizer.load(written(tmp_path, split_at(regex)))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for s in ["Hello, world! 1 + 1 = 2", "hello\n\n12 all 3456", *strings()]:
+        assert ours.encode(s) == theirs.encode(s).ids or "<|" in s
+
+
+def test_an_unused_token_of_other_characters_does_not_refuse_a_file(tmp_path):
+    def change(data):
+        merges, vocab = data["model"]["merges"], data["model"]["vocab"]
+        for name in ("unused 5", "東京"):
+            vocab[name] = vocab.pop("".join(merges.pop()))
+
+    ours, shipped = Tokenizer.load(written(tmp_path, change)), Tokenizer.load(TARGET)
+    assert ours.vocab_size == shipped.vocab_size
+    for s in ("unused 5 東京 ÿ", "the cat"):
+        assert ours.decode(ours.encode(s)) == s and not {2039, 2040} & set(ours.encode(s))
+
+
+ADDED = ["a <|think|>  b", "<|think|><|think|>", "  <|think|>\n\t<|answer|>  x", "<|answer|> <|think|> ", "no name", "<|think", " \n<|mask|>  y"]
+
+
+@pytest.mark.parametrize("changes", [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}], ids=str)
+@pytest.mark.parametrize("special", [False, True])
+def test_added_tokens_in_texts(special, changes, tmp_path):
+    """Those that are not special are found in any text, the others only in the template's. Either takes the white space next to it if
+    its entry says so."""
+    template = "{{ messages[0].content }}"
+    ours = Tokenizer.load(written(tmp_path, flags("<|think|>", special=special, **changes), chat_template=template))
+    left, right = (" " * (key not in changes) for key in ("lstrip", "rstrip"))
+    want = [*ours.encode("a" + left), 2046, *ours.encode(right + "b")]
+    assert ours.special_ids("a <|think|> b") == want
+    assert ours.encode("a <|think|> b") == ours.prompt_ids("a <|think|> b")
+    assert (ours.encode("a <|think|> b") == want) != special and 2046 not in ours.encode("<|think")
+    assert ours.decode(ours.encode("a" + " " * 50_000 + "b")) == "a" + " " * 50_000 + "b"
+
+
+@pytest.mark.parametrize("changes", [{}, {"lstrip": True}, {"rstrip": True}, {"lstrip": True, "rstrip": True}], ids=str)
+@pytest.mark.parametrize("special", [False, True])
+def test_added_tokens_in_texts_as_tokenizers_has_them(special, changes, tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    ours = Tokenizer.load(written(tmp_path, flags("<|think|>", special=special, **changes)))
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for as_special, encode in ((True, ours.special_ids), (False, ours.encode)):
+        theirs.encode_special_tokens = not as_special
+        assert [encode(s) for s in ADDED] == [theirs.encode(s).ids for s in ADDED]
+
+
+STARTS = [(None, None, False), (None, True, True), (None, False, False), (BOS, None, True), (BOS, False, True), (BOS, True, True)]
+
+
+@pytest.mark.parametrize("post_processor, add_bos_token, want", STARTS)
+def test_text_without_a_template_begins_as_the_folder_says(post_processor, add_bos_token, want, tmp_path):
+    ours = Tokenizer.load(written(tmp_path, lambda data: data.update(post_processor=post_processor), add_bos_token=add_bos_token))
+    ours.ours = False
+    assert ours.prompt_ids(" hi") == [2041] * want + ours.encode(" hi")
+    assert ours.chat_ids([ours.asked("a"), {"role": "assistant", "content": ours.encode("b")}]).count(2041) == want
+    with_template = Tokenizer.load(written(tmp_path, add_bos_token=add_bos_token, chat_template="{{ bos_token }}{{ messages[0].content }}"))
+    assert with_template.prompt_ids("hi").count(2041) == 1
+
+
+@pytest.mark.parametrize("post_processor, add_bos_token, want", [s for s in STARTS if s[0] or not s[1]])
+def test_text_begins_as_in_transformers(post_processor, add_bos_token, want, tmp_path):
+    """Which ignores add_bos_token in its version 5, not in 4."""
+    transformers = pytest.importorskip("transformers")
+    folder = written(tmp_path, lambda data: data.update(post_processor=post_processor), add_bos_token=add_bos_token)
+    assert transformers.AutoTokenizer.from_pretrained(folder)(" hi").input_ids == Tokenizer.load(folder).prompt_ids(" hi")
+
+
+# What a message may have, a template, and the text that it makes of them.
+RENDERED = [
+    ("hi", [{"name": "tool_use", "template": "B"}, {"name": "default", "template": "A{{ messages[0].content }}"}], "Ahi"),
+    ("hi", {"tool_use": "B", "default": "A{{ messages[0].content }}"}, "Ahi"),
+    ("hi", "{% for m in messages %}\n  {%- generation %}\n{{ m.content }}{% set x = 1 %}{% endgeneration -%} \n{% endfor %}{{ x }}generation", "higeneration"),
+    ("hi", "{% if tools is not none or documents is not none %}B{% endif %}{{ messages[0].content }}", "hi"),
+    ("<é> & 'x'", "{{ messages[0].content | tojson }}{{ {'b': [1], 'a': 2} | tojson(indent=1, sort_keys=true) }}", "\"<é> & 'x'\"{\n \"a\": 2,\n \"b\": [\n  1\n ]\n}"),
+    ("é <|eos|> é", "{{ messages | tojson }}", '[{"role": "user", "content": "é <|eos|> é"}]'),
+    ("<|eos|><|eos|>", "{{ messages[0].content | length }}{{ messages[0].content[3:9] }}", "14os|><|"),
+]
+
+
+@pytest.mark.parametrize("text, template, want", RENDERED)
+def test_templates_are_rendered(text, template, want, tmp_path):
+    ours = Tokenizer.load(written(tmp_path, chat_template=template))
+    ids = ours.prompt_ids(text)
+    assert ours.decode(ids) == want and 2042 not in ids
+
+
+@pytest.mark.parametrize("text, template, want", RENDERED)
+def test_templates_are_rendered_as_transformers_does(text, template, want, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(written(tmp_path, chat_template=template))
+    assert theirs.apply_chat_template([{"role": "user", "content": text}], tokenize=False) == want
+
+
+def test_the_file_of_a_bad_template_is_named(tmp_path):
+    config, own = tmp_path / "tokenizer_config.json", tmp_path / "chat_template.jinja"
+    for template in ("{% if %}", "{{ 1 / 0 }}", "{{ raise_exception(messages[0].content) }}", 7, [{"name": "tool_use", "template": "x"}], {}, [{}], {"default": 7}):
+        with pytest.raises(ValueError) as e:
+            Tokenizer.load(written(tmp_path, chat_template=template)).prompt_ids("<|eos|>")
+        line = str(e.value)
+        assert line.startswith(str(config)) and "tokenizer.json" not in line and line.encode()
+    own.write_text("{% if %}")
+    with pytest.raises(ValueError, match="chat_template.jinja: the chat template does not render"):
+        Tokenizer.load(tmp_path).prompt_ids("hi")
+    own.write_bytes(b"\xff")
+    for file in (own, config):
+        with pytest.raises(ValueError) as e:
+            Tokenizer.load(tmp_path)
+        assert str(e.value).startswith(str(file)) and "tokenizer.json" not in str(e.value)
+        config.write_text("{")

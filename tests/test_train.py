@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import pytest
 import torch
 from conftest import ROOT, TARGET, outcome, toy_model
 from safetensors.torch import load_file
@@ -15,6 +16,7 @@ import train_gpt
 from minispec.core.attention import dense_attend
 from minispec.data import corpus, tasks
 from minispec.data.tokenizer import Tokenizer
+from minispec.tools import training
 
 ARGS = ["--size", "tiny", "--tokens", "16e3", "--max-length", "256", "--seed", "7", "--device", "cpu"]
 
@@ -130,3 +132,21 @@ def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_
 def test_distillation_needs_its_teacher(tmp_path):
     p = train(tmp_path / "x", "--teacher", "nowhere")
     assert p.returncode == 2 and p.stderr == "train_gpt.py: cannot read nowhere/config.json: No such file or directory\n" and not (tmp_path / "x").exists()
+
+
+def test_without_file_locks_of_the_system_an_exclusive_file_is_the_lock(tmp_path, monkeypatch):
+    """As on Windows: nothing imports fcntl before it is used, a second training is refused, and nothing is left behind."""
+    monkeypatch.setitem(sys.modules, "fcntl", None)                      # an import of it fails
+    code = "import sys; sys.modules['fcntl'] = None; import decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with training.locked(tmp_path):
+        with pytest.raises(ValueError, match=f"{tmp_path} is in use by another training; if there is none, remove {tmp_path}/running"):
+            with training.locked(tmp_path):
+                pass
+        assert sorted(os.listdir(tmp_path)) == ["lock", "running"]        # the refused one leaves the owner's
+    assert os.listdir(tmp_path) == ["lock"]
+    with pytest.raises(KeyboardInterrupt), training.locked(tmp_path):
+        raise KeyboardInterrupt
+    with training.locked(tmp_path):
+        pass

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -290,6 +291,29 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
         assert all(torch.equal(a[n], b[n]) for n in a), name
     for stage in ("teacher", "student"):
         assert [{**r, "seconds": 0} for r in log(trained / stage)] == [{**r, "seconds": 0} for r in log(tmp_path / stage)]
+
+
+def test_trajectories_reveal_the_most_confident_slot_first(toy, tmp_path, monkeypatch):
+    """As the script records them. In reading order the rank of a slot would be its place."""
+    seen, pick = [], cdlm.pick
+
+    def watched(confidence, *args):
+        seen.append((confidence, pick(confidence, *args)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(cdlm, "GEN_LENGTH", 160)
+    monkeypatch.setattr(cdlm, "pick", watched)
+    args = SimpleNamespace(device="cpu", prompts=1, seed=7, batch=2)
+    train_cdlm.collect_trajectories(args, Tokenizer.load(TARGET), 2044, tmp_path, toy)
+    assert len(seen) >= 2 * B and all(picked == [confidence.index(max(confidence))] for confidence, picked in seen)
+    rank = train_cdlm.load_trajectories(tmp_path)["rank"][:, :B]
+    assert (rank.sort().values == torch.arange(B)).all() and (rank != torch.arange(B)).any()
+    # Those of another order are refused, and those from the time when there was one order alone.
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    for order, said in ({"order": "first"}, "first"), ({}, "None"):
+        (tmp_path / "settings.json").write_text(json.dumps({name: x for name, x in settings.items() if name != "order"} | order))
+        with pytest.raises(ValueError, match=f"was begun with order {said}, not surest"):
+            train_cdlm.collect_trajectories(args, Tokenizer.load(TARGET), 2044, tmp_path, toy)
 
 
 def test_trajectory_files(trained, toy, monkeypatch):                              # 12

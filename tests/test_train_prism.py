@@ -72,14 +72,43 @@ def test_a_folder_with_a_model_of_no_training_here_is_left_alone(folder, capsys)
     assert "is complete" in capsys.readouterr().out and (folder / "done" / "model.safetensors").stat().st_mtime_ns == made
 
 
+def killed_behind_the_first_checkpoint(folder, out, *args):
+    loss = train_prism.unrolled_loss
+
+    def killed(*args):
+        if (folder / out / "resume.pt").exists():
+            raise KeyboardInterrupt
+        return loss(*args)
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_prism, "unrolled_loss", killed)
+        train(folder, out, *args)
+
+
+def test_a_training_is_not_resumed_with_other_settings(folder):
+    """The one that differs is named, and nothing is touched. Those that change no weights may differ, and of a complete one all."""
+    command = ("other", "--tokens", "900", "--batch-tokens", "200", "--save-every", "1")
+    killed_behind_the_first_checkpoint(folder, *command)
+    before = (folder / "other" / "resume.pt").read_bytes()
+    for name, value, was, now in (("lr", "1e-2", 0.004, 0.01), ("seed", "7", 1337, 7), ("tokens", "1800", 900.0, 1800.0), ("batch-tokens", "300", 200, 300),
+                                  ("arm", "ttt1", "prism2", "ttt1"), ("draft-vocab", "50", 4000, 50), ("given-answers", "3", None, 3), ("last-layer", "", False, True)):
+        with pytest.raises(ValueError) as e:
+            train(folder, *command, f"--{name}", *value.split())
+        assert "or use another --out (" in str(e.value) and f"the folder was begun with {name.replace('-', '_')} {was}, not {now}; " in str(e.value)
+    assert (folder / "other" / "resume.pt").read_bytes() == before
+    log = train(folder, *command, "--save-every", "2")
+    assert log[0]["step"] == 1 and len(log) > 2
+    assert train(folder, *command, "--lr", "1e-3") == log
+
+
 def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
     """Also where there are more answers by now: the head's rows are those of the drafter's tokens."""
     words = []
     monkeypatch.setattr(train_prism, "Words", lambda *args: words.append(Words(*args)) or words[-1])
     monkeypatch.setattr(rollouts, "most_frequent", lambda answers, n, size: torch.arange(40))
-    train(folder, "first", "--tokens", "300", "--draft-vocab", "40")
+    command = ("first", "--tokens", "900", "--draft-vocab", "40", "--batch-tokens", "200", "--save-every", "1")
+    killed_behind_the_first_checkpoint(folder, *command)
     monkeypatch.setattr(rollouts, "most_frequent", lambda answers, n, size: torch.arange(20, 60))
-    train(folder, "first", "--tokens", "900", "--draft-vocab", "40")
+    train(folder, *command)
     target = checkpoints.load(folder / "target")
     assert torch.equal(words[-1].tokens(torch.arange(40)), torch.arange(40))
     assert torch.equal(words[-1].head.weight.float(), target.head.weight[:40].to(words[-1].head.weight.dtype).float())

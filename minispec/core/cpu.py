@@ -67,11 +67,12 @@ def row_product(x, w, bias):
         return out if bias is None else out + bias
     # torch leaves bf16 to oneDNN where it may; its own product of a row takes two thirds of the time. The
     # switch is the process's: should two threads use it at once, a product is only slower.
+    enabled = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False
     try:
         return F.linear(x, w, bias)
     finally:
-        torch.backends.mkldnn.enabled = True
+        torch.backends.mkldnn.enabled |= enabled
 
 
 scalar = cache(torch.tensor)                 # a number as a tensor, made once

@@ -351,22 +351,23 @@ def with_copies(proposal, copies):
 class SmallLM(Chained):
     """A small model of the same vocabulary drafts autoregressively (Leviathan et al. 2211.17192), with the
     request's own sampling settings. All requests of the batch draft together. Its cache is apart from
-    the target's."""
+    the target's. Either model may have more tokens than the other; only tokens of both are drafted."""
     name = "draft"
 
     def __init__(self, model, target):
-        if model.config.vocab_size != target.config.vocab_size:
-            raise ValueError(f"the draft model has {model.config.vocab_size} tokens in its vocabulary, "
-                             f"the target {target.config.vocab_size}")
         if model.config.block_size < target.config.block_size:
             raise ValueError(f"the draft model reads contexts of {model.config.block_size} tokens, "
                              f"the target of {target.config.block_size}")
         super().__init__(model.config, model, model.rope, MAX_K)
-        self.words = Words(model)
+        ours, theirs = model.config.vocab_size, target.config.vocab_size
+        both = torch.arange(min(ours, theirs), device=model.device)
+        self.words = Words(model, None if ours == theirs else both)
+        self.words.vocab_size = theirs                   # q is judged by the target's p
 
     def step(self, number, x, states):
-        """One step; see Chained."""
-        return self.body(self.target, self.words.embed(x.tokens), x)
+        """One step; see Chained. A token of the target alone is read as the last one of the small model."""
+        tokens = x.tokens.clamp(max=self.config.vocab_size - 1)
+        return self.body(self.target, self.words.embed(tokens), x)
 
     def first_rows(self, request):
         """The tokens committed since the last round, at least the last one: its logits are needed. Accepted

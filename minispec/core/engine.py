@@ -181,8 +181,7 @@ class Engine:
             wanted += range(n - s.n_logits, n)
         hidden = features[:, -self.model.config.d_model:]
         logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
-        if logits.is_cuda:
-            torch.cuda.current_stream().synchronize()
+        verify.check_numbers(logits)                     # this waits for a GPU
         # A mixed forward is charged by rows.
         spent = time.perf_counter() - started
         for s in plan:
@@ -218,7 +217,6 @@ class Engine:
             r = s.request
             if r.finished:                               # cancelled meanwhile
                 continue
-            drafts = [s.drafts[row - 1] for row in path]
             proposer = ""
             if s.kind == "verify":
                 # Rejected rows of a chain are simply overwritten by the next ones; of a
@@ -229,7 +227,7 @@ class Engine:
                 self.planner.observe(s, [0, *path])
                 proposer = self.planner.proposer(r)
             self.planner.judged(s, len(path))
-            committed.append((r, r.commit(drafts + [token], s, proposer)))
+            committed.append((r, r.commit(s, path, token, proposer)))
         return committed
 
     def judge(self, segments, logits):

@@ -11,10 +11,11 @@ from minispec.core.verify import Sampling, point_mass_tree
 
 @dataclass
 class Step:
-    """One round of a request: `proposed` drafts (of a tree: its depth) by `proposer` when `position` tokens
-    had been generated, `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the
-    answer ended inside), and the request's share of the seconds spent on drafting and on the target's
-    verifying forward. `drafted` drafts were verified that are the proposer's, and `copies` next to them."""
+    """One round of a request: `proposed` drafts by `proposer` when `position` tokens had been generated,
+    `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended inside),
+    and the request's share of the seconds spent on drafting and on the target's verifying forward. `drafted`
+    drafts were verified that are the proposer's, and `copies` next to them. `proposed` counts the longest
+    chain of a tree that begins with the accepted drafts."""
     position: int
     proposed: int
     accepted: int
@@ -29,8 +30,8 @@ class Step:
 @dataclass
 class Generation:
     """What a request got. who[i] tells where token_ids[i] came from: "draft" (accepted), "correction" (the
-    target's token in place of a rejected draft), "bonus" (after a fully accepted chain), "plain" (nothing was
-    proposed)."""
+    target's token in place of a rejected draft), "bonus" (after an accepted draft that no draft followed),
+    "plain" (nothing was proposed)."""
     prompt_ids: list
     token_ids: list = field(default_factory=list)
     who: list = field(default_factory=list)
@@ -82,13 +83,14 @@ class Request:
         self.drawn = torch.rand(n, generator=self.rng)
         return self.drawn
 
-    def commit(self, tokens, segment, proposer):
-        """Append a round's tokens (accepted drafts, then one more), cut at the end of text and at the length
-        limit. Returns the tokens that were kept. segment: what was verified. proposer "": no round, but the
-        end of a prompt."""
+    def commit(self, segment, path, token, proposer):
+        """Append a round's tokens (the accepted drafts, in the rows `path` of a verified segment, then
+        `token`), cut at the end of text and at the length limit. Returns the tokens that were kept. proposer
+        "": no round, but the end of a prompt."""
         g = self.generation
-        accepted = len(tokens) - 1
-        proposed = max(segment.positions) - segment.start if segment.drafts else 0     # in a row
+        tokens = [segment.drafts[row - 1] for row in path] + [token]
+        accepted = len(path)
+        proposed = segment.longest(path)
         # 1. What of it still belongs to the answer.
         kept = tokens[:self.remaining]
         stops = [i for i, token in enumerate(kept) if token in self.stop_ids]
@@ -170,6 +172,19 @@ class Segment:
         for parent in self.parents:
             out.append(out[parent] + 1)
         return out
+
+    @property
+    def above(self):
+        """The row that each draft hangs from."""
+        return self.parents or range(len(self.drafts))
+
+    def longest(self, path):
+        """Drafts of the longest chain that begins with the rows `path`."""
+        depth = {[0, *path][-1]: len(path)}
+        for row, parent in enumerate(self.above, 1):
+            if parent in depth:
+                depth[row] = depth[parent] + 1
+        return max(depth.values())
 
 
 @dataclass

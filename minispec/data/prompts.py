@@ -8,6 +8,7 @@ answer.
     HumanEval              prompt, test, entry_point                 nothing: the tests would have to be run
     MBPP, sanitized MBPP   text or prompt, test_list                 nothing
     MT-bench, Spec-Bench   turns, category, reference                the last number, if the reference has one
+    Alpaca, Dolly          instruction, input or context             nothing
 
 A file holds JSON lines or one JSON array of objects; it may be gzipped (.gz) and begin with a byte-order
 mark. Any other object with a prompt, question or instruction will do; its `answer` is compared like that of
@@ -58,7 +59,7 @@ def load_prompts(file):
     problems = []
     for where, row in read_rows(file):
         with blame(where):
-            problems.append(_problem(row))
+            problems.append(problem_of(row))
     if not problems:
         raise ValueError(f"{file} holds no prompts")
     return problems
@@ -67,7 +68,7 @@ def load_prompts(file):
 def read_rows(file):
     """[(where it is, for messages; the object)] of a file of JSON lines, or of one JSON array. ValueError
     names the file and the line or object that is wrong."""
-    opener = gzip.open if str(file).endswith(".gz") else open
+    opener = gzip.open if str(file).lower().endswith(".gz") else open
     try:
         with opener(file, "rt", encoding="utf-8-sig") as f:
             text = f.read()
@@ -91,15 +92,16 @@ def _parse(text, where):
         raise ValueError(f"{where}: not JSON ({e})") from None
 
 
-def _problem(row):
-    """The Problem of one object; facts["check"] says how an answer is checked."""
-    row = {name.lower(): value for name, value in row.items()}
+def problem_of(row):
+    """The Problem of one object; facts["check"] says how an answer is checked, facts["id"] is the file's name
+    of it."""
+    row = {name.lower(): value for name, value in row.items() if value is not None}
     # The prompt is the first turn of those under the first of FIELDS.
     turns = next((row[name] for name in FIELDS if row.get(name)), None)
     prompt = turns[0] if isinstance(turns, list) else turns
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError("no text under " + ", ".join(f"'{name}'" for name in FIELDS))
-    prompt, answer = prompt.rstrip("\n"), row.get("answer")
+    prompt, answer = prompt.rstrip("\n"), row.get("answer", "")
     family, think, check = "prompt", "", "math"
     # 1. Which format is it?
     if "entry_point" in row:
@@ -113,18 +115,19 @@ def _problem(row):
         family = row.get("category", "turns").replace("/", "-")
         family = "mt_bench" if family in MT_BENCH else family
         # Of references, only those with GSM8K's mark can be compared with.
-        answer = (row.get("reference") or [None])[0]
-        answer = answer if "\n#### " in str(answer) else None
+        answer = (row.get("reference") or [""])[0]
+        answer = answer if "\n#### " in str(answer) else ""
     elif "problem" in row:
         family = "math"
-        if answer is None:
-            answer = boxed(row.get("solution", ""))
+        answer = row.get("answer", boxed(row.get("solution", "")) or "")
         if "\\boxed" not in prompt:
             prompt += "\n" + BOXED
+    elif about := row.get("input") or row.get("context"):
+        prompt += "\n\n" + about
     # 2. What is its answer?
     if isinstance(answer, (bool, list, dict)):
         raise ValueError("'answer' must be a text or a number")
-    answer = "" if answer is None else str(answer)
+    answer = str(answer)
     if "\n#### " in answer:
         # Of GSM8K: a chain of thought with <<calculator>> marks, which are dropped, and the final answer.
         think, _, answer = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
@@ -133,7 +136,9 @@ def _problem(row):
         check = "number"
         if "turns" not in row:
             family = "gsm8k"
-    return Problem(family, prompt + "\n", think, answer, {"check": check})
+    # It may be called id, task_id, question_id or unique_id.
+    facts = {"check": check, "id": next((row[name] for name in row if name.endswith("id")), "")}
+    return Problem(family, prompt + "\n", think, answer, facts)
 
 
 # -- checking ------------------------------------------------------------------------------------------------

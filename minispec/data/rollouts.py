@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from minispec import SHIPPED
 from minispec.core.attention import dense_attend
 from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
@@ -50,7 +51,7 @@ def add_arguments(parser):
     """The settings of a drafter's training: which answers to train on, and in what batches."""
     training.add_arguments(parser, lr=2e-3, save_every=200)
     add = parser.add_argument
-    add("--target", default="checkpoints/target", metavar="MODEL",
+    add("--target", default=SHIPPED, metavar="MODEL",
         help="the model to draft for: a folder, a GGUF file, or smollm2 (default %(default)s)")
     add("--minutes", type=float, help="time for all: half for the answers, half for the training")
     add("--prompt-file", metavar="FILE", nargs="+", default=[],
@@ -207,14 +208,13 @@ def _answers(args, target, tokenizer, asked, first):
     """The texts of the target's answers to prompts number `first` and following. A prompt's number is the
     seed of its answer."""
     context = target.config.block_size
-    ends = [target.config.eos_id, *tokenizer.ends]
     requests = []
     for i, ids in enumerate(asked, first):
         room = min(args.max_new_tokens, context - len(ids))
         if room < 1:
             raise ValueError(f"prompt {i + 1} has {len(ids)} tokens; the context of this target is {context}")
         temperature = TEMPERATURES[i % len(TEMPERATURES)] if args.temperature is None else args.temperature
-        requests.append(Request(ids, room, Sampling(temperature, seed=i), ends))
+        requests.append(Request(ids, room, Sampling(temperature, seed=i), tokenizer.ends))
     # The states come from the forwards that decode.
     recorder = Recorder(target)
     engine = Engine(target, partial(Lockstep, drafter=recorder, k=1), magpie.TOGETHER)
@@ -235,7 +235,7 @@ def _given(args, target, tokenizer, least):
         if not said:
             raise ValueError(f"{args.given}: prompt {i} has no answer")
         if not tasks.is_heldout(p.prompt):
-            answer = tokenizer.encode(said) + [target.config.eos_id]
+            answer = tokenizer.encode(said) + tokenizer.ends[:1]
             rows.append((tokenizer.prompt_ids(p.prompt), answer[:args.max_new_tokens], 1))
     rows = rows[:args.given_answers]
     out = []

@@ -6,10 +6,12 @@ reads before it answers. The vocabulary of our own models (256 bytes, 1,785 merg
 7 special tokens) comes with checkpoints/target.
 
 Special tokens ("<|im_end|>", ..) come only from the chat template and from the model's own answers, never
-from what a user writes: a prompt that contains the string "<|im_end|>" is encoded as plain characters.
+from what a user writes: a prompt that contains the string "<|im_end|>" is encoded as plain characters. Tokens
+that are only added and not special, such as "<tool_call>", are found in any text.
 """
 import functools
 import itertools
+import json
 import os
 import re
 import time
@@ -26,13 +28,15 @@ SMOLLM = (r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|"      # digi
           r"\s+(?=\p{N})|\s+(?!\S)|\s+")
 TODAY = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s|"
          r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
-SPLITS = {"smollm": SMOLLM, "gpt-2": GPT2, "llama-bpe": TODAY % "{1,3}", "qwen2": TODAY % ""}
+LLAMA_3 = TODAY % "{1,3}"
+SPLITS = {"smollm": SMOLLM, "gpt-2": GPT2, "llama-bpe": LLAMA_3, "llama3": LLAMA_3, "llama-v3": LLAMA_3,
+          "qwen2": TODAY % "", "deepseek-r1-qwen": TODAY % ""}
 
 ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
-TEXT_ALONE = "{% for m in messages %}{{ m.content }}{% endfor %}"        # a model without a chat template
-MARK = "\udc00"              # half a character, which no text has: it breaks names of special tokens in texts
+# For a model without a chat template.
+TEXT_ALONE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 MOST_SPACE = 100_000         # white space in a row; of a million, the regular expressions run out of stack
-SPECIAL_TYPES = (3, 4)       # GGUF's token types "control" and "user defined"
+USER_DEFINED = 4             # GGUF's type of added tokens that are not special; 3 is that of special ones
 
 
 def byte_letters():
@@ -42,19 +46,31 @@ def byte_letters():
     return [chr(b if b in printable else next(others)) for b in range(256)]
 
 
+def one_of(names):
+    """A regular expression for any of the names; the longest wins."""
+    return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
+
+
 class Tokenizer:
     """ids in, text out and back.
 
     `special` maps names like "<|eos|>" to ids; `ends` are the ids that end an answer. ranks: {bytes: id} of
-    plain tokens; pattern: how text is split; form: Unicode normal form of plain text, or None; chat_template:
-    Jinja, with bos and eos, names of special tokens, as its bos_token and eos_token.
+    plain tokens; added: the other tokens, as tokenizer.json lists them; pattern: how text is split; form:
+    Unicode normal form of plain text, or None; chat_template: Jinja, with bos and eos, names of special
+    tokens, as its bos_token and eos_token. ends: more ids that end an answer, or None. Without a template, a
+    text has bos first if bos_first or add_bos.
     """
-    file = "tokenizer"                                           # where it came from, for errors
+    file = "tokenizer"                                           # where the template came from, for errors
 
-    def __init__(self, ranks, special, pattern, form=None, chat_template=None, bos="", eos=""):
+    def __init__(self, ranks, added, pattern, form=None, bos_first=False, chat_template=None, bos="",
+                 eos="", ends=(), add_bos=False):
+        special = {t["content"]: t["id"] for t in added}
         ids = [*ranks.values(), *special.values()]
-        if len(set(ids)) < len(ids):
+        self.known = set(ids)
+        if len(self.known) < len(ids):
             raise ValueError("two tokens of the vocabulary have the same id")
+        if not (chat_template or bos_first or add_bos):
+            bos = ""
         self.special, self.form, self.bos, self.eos = special, form, bos, eos
         self.vocab_size = 1 + max(ids)
         # Some vocabularies lack bytes. These get ids after the last one, which `encode` drops.
@@ -62,29 +78,41 @@ class Tokenizer:
         self.encoding = tiktoken.Encoding(
             "minispec", pat_str=pattern, mergeable_ranks=whole, special_tokens=special)
         self.ours = "<|answer|>" in special
-        self.ends = [special[name] for name in ENDS if name in special]
-        longest_first = sorted(special, key=len, reverse=True)
-        self.names = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
-        self.begins = re.compile(f"(?s)(?={self.names.pattern}).")
-        self.bytes_of = {i: b for b, i in ranks.items()} | {i: name.encode() for name, i in special.items()}
+        ends = *map(special.get, (*ENDS, eos)), *ends
+        self.ends = [i for i in ends if i is not None]
+        self.names = re.compile(f"({one_of(special)})")
+        # Names that are hidden in messages, and names that take the white space before or behind them.
+        hidden, left, right = ([t["content"] for t in added if t.get(flag)]
+                               for flag in ("special", "lstrip", "rstrip"))
+        self.space = re.compile(rf"({one_of(right)})\s+|(?<!\s)\s+(?={one_of(left)})")
+        self.begins = re.compile(f"(?s)(?={one_of(hidden)}).")
+        # A surrogate, which no text has, replaces the first character of a hidden name.
+        self.shown = dict(enumerate({name[0] for name in hidden}, 0xD800))
+        self.stand_in = {c: chr(half) for half, c in self.shown.items()}
         self.chat_template = chat_template or TEXT_ALONE
 
     @classmethod
     def load(cls, path):
         """From a model's folder, its tokenizer.json, or a GGUF file. ValueError names what is wrong."""
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
-        read = _from_gguf if gguf_file.is_gguf(path) else _from_json
+        gguf = gguf_file.is_gguf(path)
+        source, *chat = [file] if gguf else _chat_of(os.path.dirname(file))
         with blame(file):
-            out = cls(*read(file))
-        out.file = file
+            read = _from_gguf if gguf else _from_json
+            out = cls(*read(file), *chat)
+        out.file = source
         return out
 
     # -- plain text --------------------------------------------------------------------------------------
 
     def encode(self, text):
-        """Plain text to ids. Lone surrogates (undecodable bytes of a command line) become "?"."""
-        text = text.replace(MARK, "").encode("utf-8", "replace").decode("utf-8")
-        if any(len(space) > MOST_SPACE for space in re.findall(r"\s+", text)):
+        """Text to ids. Names of special tokens in it are plain text."""
+        return self.special_ids(self._spell(text))
+
+    def _plain_ids(self, text):
+        """Ids of plain tokens. Lone surrogates (undecodable bytes of a command line) become "?"."""
+        text = text.translate(self.shown).encode("utf-8", "replace").decode("utf-8")
+        if re.search(rf"(?<!\s)\s{{{MOST_SPACE + 1}}}", text):
             raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be "
                              "split into tokens")
         if self.form:
@@ -93,7 +121,7 @@ class Tokenizer:
 
     def decode_bytes(self, ids):
         """Ids to bytes; ids outside the vocabulary (a padded embedding has some) are skipped."""
-        return b"".join(self.bytes_of.get(i, b"") for i in ids)
+        return self.encoding.decode_bytes([i for i in ids if i in self.known])
 
     def decode(self, ids):
         return self.decode_bytes(ids).decode("utf-8", "replace")
@@ -108,9 +136,10 @@ class Tokenizer:
         said = [{**m, "content": self._spell(m["content"])} for m in messages]
         try:
             rendered = _compiled(self.chat_template).render(
-                messages=said, add_generation_prompt=True, bos_token=self.bos, eos_token=self.eos)
+                messages=said, tools=None, documents=None, add_generation_prompt=True,
+                bos_token=self.bos, eos_token=self.eos)
         except Exception as e:                                   # a template may raise anything
-            line = f"{type(e).__name__}: {e}".splitlines()[0]
+            line = f"{type(e).__name__}: {e}".translate(self.shown).splitlines()[0]
             raise ValueError(f"{self.file}: the chat template does not render ({line})") from None
         return self.special_ids(rendered)
 
@@ -128,14 +157,14 @@ class Tokenizer:
         """Ids of a text in which names of special tokens mean these tokens."""
         ids = []
         # Every second part is a name.
-        for i, part in enumerate(self.names.split(text)):
-            ids += [self.special[part]] if i % 2 else self.encode(part)
+        for i, part in enumerate(self.names.split(self.space.sub(r"\1", text))):
+            ids += [self.special[part]] if i % 2 else self._plain_ids(part)
         return ids
 
     def _spell(self, content):
-        """A message for the template: only an answer's own special tokens are written by their names."""
+        """A text or ids for the template. Names of special tokens are hidden, but those of ids are not."""
         if isinstance(content, str):
-            return self.begins.sub(rf"\g<0>{MARK}", content)
+            return self.begins.sub(lambda c: self.stand_in[c[0]], content)
         # The template writes the end of an answer itself.
         while content and content[-1] in self.ends:
             content = content[:-1]
@@ -164,7 +193,7 @@ class Tokenizer:
 # -- formats ---------------------------------------------------------------------------------------------
 
 def _from_json(file):
-    """The arguments of a Tokenizer, of a Hugging Face tokenizer.json and the chat template next to it."""
+    """The arguments of a Tokenizer, of a Hugging Face tokenizer.json."""
     data = read_json(file)
     model = data["model"]
     if model["type"] != "BPE":
@@ -175,9 +204,10 @@ def _from_json(file):
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             raise ValueError(f"{key} {model[key]} is not supported")
-    special = {t["content"]: t["id"] for t in data["added_tokens"]}
-    ranks = _ranks(model["vocab"], model["merges"], special)
-    return ranks, special, _pattern(data["pre_tokenizer"]), form, *_template_of(os.path.dirname(file))
+    added = data["added_tokens"]
+    ranks = _ranks(model["vocab"], model["merges"], added)
+    bos_first = '"single": [{"SpecialToken"' in json.dumps(data.get("post_processor"))
+    return ranks, added, _pattern(data["pre_tokenizer"]), form, bos_first
 
 
 def _pattern(pre):
@@ -193,22 +223,38 @@ def _pattern(pre):
         return SMOLLM
     if kinds == ["Split", "ByteLevel"] and not regex:
         if steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
-            return steps[0]["pattern"]["Regex"]
+            # The text between two matches is a piece, too. An empty match is none, but ends one.
+            match = steps[0]["pattern"]["Regex"]
+            return rf"(?:{match})(?!\G)|(?s:.)+?(?={match}|\z)"
     raise ValueError(f"pre_tokenizer {' + '.join(kinds)} with these settings is not supported; supported are "
                      "an isolating Split + ByteLevel, Digits + ByteLevel, and ByteLevel")
 
 
-def _template_of(folder):
-    """(chat template or None, bos, eos) of a model's folder."""
+def _chat_of(folder):
+    """(file of the chat template, chat template or None, bos, eos, ends, add_bos) of a model's folder."""
     file = os.path.join(folder, "tokenizer_config.json")
-    data = read_json(file) if os.path.exists(file) else {}
-    template = data.get("chat_template")
+    data = read_json(file, {})
+    with blame(file):
+        template = data.get("chat_template")
+        # Several templates have names.
+        if isinstance(template, list):
+            template = {t["name"]: t["template"] for t in template}
+        if isinstance(template, dict):
+            template = template["default"]
+        bos, eos = (name["content"] if isinstance(name, dict) else name or ""
+                    for name in map(data.get, ("bos_token", "eos_token")))
+    ends = []
+    for name in ("config.json", "generation_config.json"):
+        config = os.path.join(folder, name)
+        with blame(config):
+            ids = read_json(config, {}).get("eos_token_id")
+        ends += ids if isinstance(ids, list) else [ids]
     own = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(own):
-        with open(own, encoding="utf-8") as f:
+        file = own
+        with blame(file), open(file, encoding="utf-8") as f:
             template = f.read()
-    names = [data.get(key) or "" for key in ("bos_token", "eos_token")]
-    return template, *(name["content"] if isinstance(name, dict) else name for name in names)
+    return file, template, bos, eos, ends, data.get("add_bos_token")
 
 
 def _from_gguf(file):
@@ -219,22 +265,32 @@ def _from_gguf(file):
         raise ValueError(f"tokenizer '{kind}' is not supported; supported is gpt2, byte-level BPE")
     if pre not in SPLITS:
         raise ValueError(f"pre-tokenizer '{pre}' is not supported; supported are {', '.join(SPLITS)}")
-    tokens, types = source.field("tokenizer.ggml.tokens"), source.field("tokenizer.ggml.token_type")
-    special = {t: i for i, (t, kind) in enumerate(zip(tokens, types)) if kind in SPECIAL_TYPES}
-    vocab = {t: i for i, t in enumerate(tokens)}
-    ranks = _ranks(vocab, source.field("tokenizer.ggml.merges"), special)
-    names = [tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id)]
+    tokens = source.field("tokenizer.ggml.tokens")
+    bos, eos = (tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id))
+    added = [{"content": t, "id": i, "special": kind != USER_DEFINED}
+             for i, (t, kind) in enumerate(zip(tokens, source.types))
+             if kind in (3, USER_DEFINED) or t in (bos, eos)]
+    vocab = dict(zip(tokens, itertools.count()))
+    ranks = _ranks(vocab, source.field("tokenizer.ggml.merges"), added)
     form = "NFC" if pre == "qwen2" else None
-    return ranks, special, SPLITS[pre], form, source.field("tokenizer.chat_template"), *names
+    bos_first = source.field("tokenizer.ggml.add_bos_token")
+    if bos_first is None:
+        bos_first = SPLITS[pre] == LLAMA_3                       # as llama.cpp
+    ends = map(source.field, ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"))
+    return (ranks, added, SPLITS[pre], form, bos_first, source.field("tokenizer.chat_template"), bos, eos,
+            ends)
 
 
-def _ranks(vocab, merges, special):
+def _ranks(vocab, merges, added):
     """{bytes: id} of the plain tokens of a vocabulary {spelled token: id}. merges: "a b" or ["a", "b"]."""
     ids = [vocab["".join(m) if isinstance(m, list) else m.replace(" ", "", 1)] for m in merges]
-    if any(a > b for a, b in zip(ids, ids[1:])):
+    if ids != sorted(ids):
         raise ValueError("the merges are not in the order of their ids, by which tiktoken merges")
-    byte_of = {letter: byte for byte, letter in enumerate(byte_letters())}
-    return {bytes(byte_of[c] for c in token): i for token, i in vocab.items() if token not in special}
+    byte_of = dict(zip(byte_letters(), range(256)))
+    special = {t["content"] for t in added}
+    # Other characters become the byte 0xFF, which no text has: so no text has such a token.
+    return {bytes(byte_of.get(c, 0xFF) for c in token): i
+            for token, i in vocab.items() if token not in special}
 
 
 # -- templates -------------------------------------------------------------------------------------------
@@ -248,9 +304,12 @@ def _compiled(template):
     def refuse(message):
         raise jinja2.TemplateError(message)
 
-    # The settings and the two functions that chat templates are written for.
+    # A {% generation %} block marks the answer for training code; here it is a block without a meaning.
+    template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
+    # The settings, the filter and the two functions that chat templates are written for.
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     env.globals["raise_exception"] = refuse
     env.globals["strftime_now"] = time.strftime
     return env.from_string(template)

@@ -12,7 +12,7 @@ from minispec import cdlm
 from minispec.data import tasks
 from minispec.studies import results
 from minispec.studies.timing import engine_of
-from minispec.tools import checkpoints
+from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, verdict
 
 LONGEST_PROMPT = 160            # tokens
@@ -87,8 +87,9 @@ def compare(study, args, model, tokenizer, cells, n):
     """A row for each of `cells` (decoder, settings), on n problems a family. "ar" is the target, "teacher"
     and "student" are what ships, "dual" is the teacher with stale keys. "same": the share of answers that
     are those of the first teacher."""
-    mask_id = cdlm.mask_id_of(tokenizer, cdlm.METHODS["cdlm"][1])
-    folders = {**dict(cdlm.METHODS.values()), "ar": args.model}
+    folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
+    folders["ar"] = args.model
+    mask_id = cdlm.mask_id_of(tokenizer, folders["student"])
     models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
     models["dual"] = models["teacher"]
     problems = held_out(tokenizer, n)

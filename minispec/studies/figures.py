@@ -13,6 +13,7 @@ from minispec.bounds import AVERAGES
 from minispec.data.traces import read_traces
 from minispec.studies.tables import of_kinds
 from minispec.tools.files import blame, read_json, replaced
+from minispec.tools.script import visible
 
 WINDOW = 10                             # positions of an output that are averaged
 LINES, COLUMNS = 3, 96                  # of text that is shown of an answer
@@ -184,7 +185,7 @@ def winners(axes, traces):
                 for start in starts]
         share = np.array([np.mean(x) for x in some])
         error = np.array([2 * np.std(x) / len(x) ** 0.5 for x in some])
-        axes.plot(starts, share, label=name)
+        axes.plot(starts, share, label=visible(name).replace("$", r"\$"))          # no mathematics
         axes.fill_between(starts, share - error, share + error, alpha=0.2)
     axes.set(xlabel="position in the output", ylabel="share of positions where it gains most")
 

@@ -13,8 +13,13 @@ def table(columns, rows):
 def texts(rows):
     """The table of dicts {head: what its cell shows}, with the columns of the longest one."""
     heads = max(rows, key=len)
-    lines = [[str(row.get(head, "")) for head in heads] for row in rows]
-    return join([heads, ["---"] * len(heads), *lines])
+    lines = [[shown(row.get(head, "")) for head in heads] for row in rows]
+    return join([map(shown, heads), ["---"] * len(heads), *lines])
+
+
+def shown(value):
+    """What a cell shows, which may be a name from a file: nothing that breaks the table."""
+    return str(value).replace("\n", " ").replace("|", "\\|")
 
 
 def join(lines):

@@ -3,12 +3,13 @@ numpy alone, no torch. docs/own-traces.md has a converter for the logs of an eng
 import os
 import sys
 
+from minispec import ROOT
 from minispec.bounds import BATCHES
 from minispec.data.traces import read_costs, read_traces
 from minispec.studies import figures, ladder
 from minispec.studies.tables import ladder_table
 from minispec.tools.files import write_json
-from minispec.tools.script import Parser, check_writable, positive
+from minispec.tools.script import Parser, check_writable, positive, visible
 
 
 def asked():
@@ -26,7 +27,7 @@ def parse_args(argv=None):
     p.add_argument("study", choices=("bounds",))
     p.add_argument("--traces", required=True, metavar="FILE",
                    help="accept traces, a request a line (minispec/data/traces.py)")
-    p.add_argument("--cost", default="results/costs.json", metavar="FILE",
+    p.add_argument("--cost", default=f"{ROOT}results/costs.json", metavar="FILE",
                    help="prices of a round (the same file; default %(default)s; those of the paper are "
                    "results/costs_h100.json)")
     p.add_argument("--batches", type=sizes, default=BATCHES, metavar="N,N,..",
@@ -50,10 +51,9 @@ def main(argv=None):
     result = ladder.analyse(some, table, batches=args.batches, k_max=args.k_max)
     longest = max(c["k_max"] for c in result["cells"])
     about = " ".join(f"{name}: {value};" for name, value in table.get("about", {}).items())
-    print(f"traces  {args.traces}: {len(some):,} requests, {positions:,} positions")
-    print(f"prices  {args.cost} {about}")
-    print(f"rounds  of at most {longest} drafts\n")
-    print(ladder_table(result))
     if args.json:
         write_json(args.json, result)
         figures.draw({"bounds.json": result, "traces.jsonl": some}, os.path.splitext(args.json)[0] + "_")
+    print(visible(f"traces  {args.traces}: {len(some):,} requests, {positions:,} positions\n"
+                  f"prices  {args.cost} {about}\n"
+                  f"rounds  of at most {longest} drafts\n\n{ladder_table(result)}"))

@@ -9,12 +9,12 @@ import time
 import torch
 from tqdm import tqdm
 
+from minispec import ROOT
 from minispec.core.cpu import PACKED_TYPES
 from minispec.tools import checkpoints
 from minispec.tools.files import blame, read_json, write_json
 
-ROOT = os.path.abspath(os.path.join(__file__, "..", "..", ".."))
-FOLDER = os.path.join(ROOT, "results")
+FOLDER = f"{ROOT}results"
 
 
 def path(file):

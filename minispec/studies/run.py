@@ -269,7 +269,7 @@ def lossless(args, model, tokenizer):
 
     rows = []
     for dtype, some in (("float32", problems), ("bfloat16", problems[::5])):
-        target = checkpoints.load(args.model, dtype=getattr(torch, dtype))
+        target = checkpoints.load(args.model, args.device, getattr(torch, dtype))
 
         def answers(name):
             requests = requests_of(some, tokenizer, target, new)

@@ -7,12 +7,12 @@ without a data folder questions, and two tasks about pages of a story that ships
 import os
 import random
 
-import minispec
+from minispec import ROOT
 from minispec.data import prompts, tasks
 from minispec.tools.files import blame
 
 FIRST = 800             # seed of the first held-out problem used here
-STORY = os.path.join(os.path.dirname(minispec.__file__), "data", "goblin.txt")
+STORY = f"{ROOT}minispec/data/goblin.txt"
 PAGE = 1200             # characters of the story in a prompt
 QUESTIONS = (
     "Why is the sky blue, and why are sunsets red?",
@@ -61,7 +61,7 @@ def edits(file):
     for where, row in prompts.read_rows(file):
         with blame(where):
             if row.get("input") and row.get("instruction", "").startswith(EDITS):
-                out.append(tasks.Problem("edit", f"{row['instruction']}\n\n{row['input']}\n"))
+                out.append(tasks.Problem("edit", prompts.problem_of(row).prompt))
     return out
 
 

@@ -8,6 +8,7 @@ from minispec.core.attention import dense_attend
 from minispec.core.requests import Request, check_requests
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
+from minispec.tools.files import blame
 
 UNKNOWN = 1024           # new tokens at most where no solution is known
 
@@ -18,7 +19,7 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
     """One engine request per problem, the i-th with the i-th seed after sampling's.
 
     limit: new tokens at most (default: twice a known solution, or what the context has room for). ValueError
-    if a prompt does not fit the context, or has ids that the model does not know."""
+    names a prompt that does not fit the context, or has ids that the model does not know."""
     c = model.config
     requests = []
     for i, problem in enumerate(problems):
@@ -28,8 +29,9 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
             most = 2 * len(tokenizer.response_ids(problem.think, problem.answer))
         most = min(most, max(c.block_size - len(ids), 1))
         seeded = replace(sampling, seed=sampling.seed + i)
-        requests.append(Request(ids, limit or most, seeded, [c.eos_id, *tokenizer.ends]))
-    check_requests(requests, c)
+        with blame(f"prompt {i + 1} {problem.facts.get('id', '')}".strip()):
+            requests.append(Request(ids, limit or most, seeded, tokenizer.ends))
+            check_requests(requests[-1:], c)
     return requests
 
 

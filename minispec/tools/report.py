@@ -2,7 +2,7 @@
 import statistics
 from dataclasses import asdict
 
-from minispec.tools.answers import ratio, summary, tie_gap, verdict
+from minispec.tools.answers import ratio, schedule_view, summary, tie_gap, verdict
 
 
 def figures(args, tokenizer, engine, problems, generations, first_token):
@@ -25,19 +25,21 @@ def figures(args, tokenizer, engine, problems, generations, first_token):
     result["correct"] = sum(known) if known else None
     if hasattr(engine, "counts"):                        # of a diffusion model
         result["counts"] = engine.counts
+    if args.method == "specgen":
+        result["schedule"] = schedule_view(engine)
     return result
 
 
-def compare(result, generations, plain, ar, model):
-    """Add to `result` how much faster it was than the plain loop `ar`, whose generations are `plain`, and, of
-    greedy answers, whether they are identical."""
-    reference = summary(plain, ar)
+def compare(result, plain, model):
+    """Add to the figures of a run how much faster it was than the plain loop, whose figures are `plain`, and
+    whether greedy answers are identical."""
     rates = {"speedup": "decode_tokens_per_second", "speedup_end_to_end": "tokens_per_second"}
     for speedup, name in rates.items():
-        result["ar_" + name] = reference[name]
-        result[speedup] = ratio(result[name], reference[name])
+        result["ar_" + name] = plain[name]
+        result[speedup] = ratio(result[name], plain[name])
     if result["temperature"] == 0:
-        pairs = [(g.prompt_ids, a.token_ids, g.token_ids) for a, g in zip(plain, generations)]
+        pairs = [(g["prompt_ids"], a["token_ids"], g["token_ids"])
+                 for a, g in zip(plain["requests"], result["requests"])]
         result["identical"] = all(a == b for _, a, b in pairs)
         result["tie_gap"] = max(tie_gap(model, *pair) for pair in pairs)
 

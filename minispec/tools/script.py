@@ -47,12 +47,19 @@ def check_writable(path, inputs=()):
     if real in [Path(file).resolve() for file in inputs if file]:
         raise ValueError(f"cannot write {path}: it is an input")
     for folder in real.parents:
-        if any(folder.glob("*.safetensors")):
+        if any(folder.glob("model.safetensors*")):       # or its index; a loose file is no model
             raise ValueError(f"cannot write {path}: {folder} is a model folder")
     try:
         tempfile.TemporaryFile(dir=real.parent).close()
     except OSError as e:
         raise ValueError(f"cannot write {path}: {e.strerror}") from None
+
+
+def add_device(parser):
+    """The option --device, for all scripts alike."""
+    import torch
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+                        help="cpu or cuda (default: cuda where there is a GPU)")
 
 
 def check_device(name):
@@ -87,6 +94,10 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
     that cannot be read or written. Ctrl-C is 130, a closed pipe 141.
 
     interrupted: what Ctrl-C prints. smaller: the settings that take memory."""
+    # What the terminal's encoding lacks is shown as "?"; a byte that is no text reads as U+FFFD.
+    for stream in (sys.stdout, sys.stdin):
+        if hasattr(stream, "reconfigure"):               # a file
+            stream.reconfigure(errors="replace")
     # Ctrl-C is an exception also where a shell started us in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -96,7 +107,7 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
             sys.stdout.flush()                           # a full disk fails here, not when Python is gone
     except BrokenPipeError:
         _forget_output()
-        sys.exit(128 + signal.SIGPIPE)                   # the reader has gone, as in `| head -1`
+        sys.exit(141)                                    # the reader has gone, as in `| head -1`
     except (ValueError, OSError, MemoryError, RuntimeError) as e:
         line = fault(e, smaller)
         if line is None:

@@ -80,16 +80,19 @@ def chat(engine, tokenizer, sampling, limit):
         except EOFError:
             print()
             return
+        if "\ufffd" in line:
+            print(f"(this line was dropped: it is no text in {sys.stdin.encoding})")
+            continue
         if not line.strip():
             continue
         asked = tokenizer.asked(line + "\n")
         ids = tokenizer.chat_ids([*messages, asked])
         if len(ids) > most:
-            print(f"(the conversation has {len(ids)} tokens; allowed are {most}. A new one begins)")
+            print(f"({line[:60]!r} was dropped: with it the conversation has {len(ids)} tokens, the limit is "
+                  f"{most}. A new one begins)")
             messages.clear()
             continue
-        ends = [engine.model.config.eos_id, *tokenizer.ends]
-        request = Request(ids, min(limit, block_size - len(ids)), sampling, ends)
+        request = Request(ids, min(limit, block_size - len(ids)), sampling, tokenizer.ends)
         printer = Printer(tokenizer)
         # The clock of this answer alone.
         engine.seconds = dict.fromkeys(engine.seconds, 0.0)

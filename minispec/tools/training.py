@@ -17,7 +17,6 @@ A folder then holds the model, log.jsonl (one record per checkpoint), resume.pt 
 state, from which the same command continues on the same loss curve), command.txt once it is finished, and the
 lock. """
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -29,19 +28,21 @@ import time
 import zipfile
 from argparse import Namespace
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 import minispec
 from minispec.core.cpu import PACKED_TYPES
 from minispec.tools.files import blame, read_json, replaced, write_json, write_text
-from minispec.tools.script import check_device
+from minispec.tools.script import add_device, check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
 MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab", "markov")
+# Settings with which a training may go on: they change no weights, or the folder of answers is checked.
+INDIFFERENT = ("out", "device", "save_every", "responses", "target", "name")
 WARMUP = 0.02               # of a run, in which the learning rate rises
 GROUP = 256                 # rows sorted by length at a time
 ROWS = 128                  # a step's products have a multiple of so many rows
@@ -56,7 +57,7 @@ def add_arguments(parser, lr, save_every):
     add("--out", required=True, help="folder to write to")
     add("--lr", type=float, default=lr, help="peak learning rate")
     add("--seed", type=int, default=1337, help="of the weights and the order of the data")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     add("--save-every", type=int, default=save_every, help="steps between checkpoints")
 
 
@@ -79,14 +80,17 @@ def same_settings(folder, **settings):
     """
     os.makedirs(folder, exist_ok=True)
     file = Path(folder, "settings.json")
-    if not file.exists():
-        write_json(file, settings)
-    old = read_json(file)
     with blame(file):
-        for name, value in settings.items():
-            if old[name] != value:
-                raise ValueError(f"the folder was begun with {name} {old[name]}, not {value}; "
-                                 "use another folder or the same settings")
+        unchanged(read_json(file, settings), settings)
+    write_json(file, settings)
+
+
+def unchanged(old, new):
+    """ValueError names a setting that was another one when the work began."""
+    for name, value in new.items():
+        if old.get(name) != value:
+            raise ValueError(f"the folder was begun with {name} {old.get(name)}, not {value}; "
+                             "use another folder or the same settings")
 
 
 def generator_of(args, step):
@@ -168,18 +172,26 @@ def locked(folder):
 
     The lock on the file `lock` belongs to the operating system and ends with its process, even after kill -9,
     so a file that was left behind stops nobody; one that is not there says that the model in the folder is of
-    no training here. ValueError for such a model, which would be replaced, and where another training is at
-    work. """
+    no training here. Windows has no such locks: there a second file is the lock. ValueError for a model that
+    would be replaced, and where another training is at work."""
     os.makedirs(folder, exist_ok=True)
-    lock = Path(folder, "lock")
+    lock, running = Path(folder, "lock"), Path(folder, "running")
     if Path(folder, "model.safetensors").exists() and not lock.exists():
         raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
-    with lock.open("w") as file:
+    with lock.open("w") as file, contextlib.ExitStack() as at_end:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if find_spec("fcntl"):
+                import fcntl
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            else:
+                running.touch(exist_ok=False)
+                at_end.callback(running.unlink)
         except BlockingIOError:
             raise ValueError(f"{folder} is in use by another training; "
                              "wait until it ends or use another --out") from None
+        except FileExistsError:
+            raise ValueError(f"{folder} is in use by another training; if there is none, remove "
+                             f"{running}") from None
         yield
 
 
@@ -241,21 +253,28 @@ class Run:
                 raise ValueError(f"{text} another --out ({type(e).__name__}: {e})"[:600]) from None
             print(f"resuming at step {self.step} of {self.n_steps}")
 
+    @property
+    def complete(self):
+        return self.step and (self.step >= self.n_steps or self.progress(0) >= 1)
+
     def _resume(self):
         if zipfile.ZipFile(self.resume_file).testzip():        # torch.load does not look at the check sums
             raise ValueError("a check sum is wrong")
         saved = torch.load(self.resume_file, map_location="cpu", weights_only=True)      # nothing but tensors
+        self.step, self.log = saved["step"], saved["log"]
+        self.started -= saved["seconds"]
+        if not self.complete:
+            settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
+            unchanged(saved.get("settings", settings), settings)     # older files have none
         self.model.load_state_dict(saved["model"])
         for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)
-        self.step, self.log = saved["step"], saved["log"]
-        self.started -= saved["seconds"]
 
     def steps(self):
         """The numbers of the steps that are still missing, with a progress bar; the end is noted in
         command.txt."""
         first = self.step
-        if first and (first >= self.n_steps or self.progress(0) >= 1):
+        if self.complete:
             print(f"the training in {self.folder} is complete")
             return
         self.bar = tqdm(range(first, self.n_steps), self.folder, initial=first, total=self.n_steps,
@@ -294,7 +313,7 @@ class Run:
         due = done % self.args.save_every == 0 or self.last
         if due and not all(p.isfinite().all() for p in self.model.parameters()):
             raise ValueError(f"after {done} steps the weights are not finite numbers any more; "
-                             "try a smaller --lr (the last checkpoint is kept)")
+                             "try a smaller --lr and another --out")
         return due
 
     def checkpoint(self, **results):
@@ -308,6 +327,7 @@ class Run:
         self.log += json.dumps(record) + "\n"
         write_text(Path(self.folder, "log.jsonl"), self.log)
         state = {"step": self.step + 1, "seconds": seconds, "log": self.log, "model": self.model.state_dict(),
+                 "settings": vars(self.args),
                  "optimizers": [part.state_dict() for part in self.optimizer.parts]}
         with replaced(self.resume_file) as temporary, open(temporary, "wb") as file:
             torch.save(state, file)

@@ -50,25 +50,23 @@ class Explain:
         p, coins = logits.float().softmax(-1), [None] * n
         if r.sampling.temperature > 0:
             p, coins = warp(logits, r.sampling), r.drawn
-        parents = range(n - 1) if s.parents is None else s.parents
-        depths = [position - s.start for position in s.positions]
         self.lines += [f"at {len(r.tokens)} tokens: {n - 1} drafts",
                        "  row after  token                 q       p    coin"]
 
         # The drafts. Of a tree, those that hang from the accepted path were tried, in order.
-        for row, (draft, parent) in enumerate(zip(s.drafts, parents), 1):
+        for row, (draft, parent) in enumerate(zip(s.drafts, s.above), 1):
             if row in path:
                 verdict = "accepted"
-            elif parent in (0, *path) and not any(parents[i - 1] == parent for i in path if i < row):
+            elif parent in (0, *path) and not any(s.above[i - 1] == parent for i in path if i < row):
                 verdict = "rejected"
             else:
                 verdict = "not reached"
-            q = self.q(s, draft, depths[row])
+            q = self.q(s, draft, s.positions[row] - s.start)
             self.line(row, parent, draft, [q, p[parent, draft], coins[row - 1]], verdict)
 
         # The token that follows.
         last = path[-1] if path else 0
-        verdict = "bonus" if depths[last] == max(depths) else "correction"
+        verdict = "correction" if last in s.above else "bonus"
         self.line("", last, token, [None, p[last, token], coins[-1]], verdict)
         kept = r.n_cached + 1 + len(path)
         self.lines += [f"  the cache keeps {1 + len(path)} of {n} rows, {kept} in all\n"]
