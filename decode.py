@@ -31,6 +31,7 @@ from minispec.studies.workloads import QUESTIONS, STORY
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.answers import UNKNOWN, requests_of
 from minispec.tools.files import write_json
+from minispec.tools.load import Load
 from minispec.tools.report import compare, figures, table
 from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
 from minispec.tools.terminal import Printer, chat, stream
@@ -145,6 +146,7 @@ def answer(engine, problems, tokenizer, args, quiet=False):
     """Answer the problems: together, or at batch 1 one after the other with their text. Returns the figures
     of the run."""
     requests = requests_of(problems, tokenizer, engine.model, args.max_new_tokens, args.sampling)
+    load = Load()
     if quiet or args.batch > 1:
         first_token = stream(engine, requests)
     else:
@@ -158,7 +160,9 @@ def answer(engine, problems, tokenizer, args, quiet=False):
             print(visible(text))
             first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
             print()
-    return figures(args, tokenizer, engine, problems, [r.generation for r in requests], first_token)
+    warning = "" if args.device.startswith("cuda") else load.warning(torch.get_num_threads())
+    result = figures(args, tokenizer, engine, problems, [r.generation for r in requests], first_token)
+    return {**result, "busy": warning} if warning else result
 
 
 # -- main ------------------------------------------------------------------------------------------------

@@ -141,6 +141,28 @@ def test_prompts_and_long_contexts_in_bf16_are_read_by_products(rows, monkeypatc
     assert (got.float() - want[:39]).abs().max() < 0.05 * want.abs().max()
 
 
+@pytest.mark.parametrize("few", [0, 100])
+def test_segments_of_one_request_read_the_same_blocks(few, monkeypatch):
+    """A request feeds its newest tokens in two segments, and next to it two others do: of equal and of unequal lengths."""
+    monkeypatch.setattr(attention, "FEW_BLOCKS", few)
+    model = toy_model()
+    for sizes in ((24, 24), (9, 13, 17)):
+        cache, segments, n, want = KVCache(model.config, 120), [], 0, []
+        tokens, positions = [], []
+        for blocks, size in zip(scattered(cache, sizes, "together"), sizes):
+            ids = torch.randint(0, 64, (size,)).tolist()
+            cached_logits(model, cache, blocks, ids[:-4], [size - 4])
+            for start in (size - 4, size - 2):
+                segments.append((n, n + 2, FullKeys(cache, blocks, start, 2)))
+                tokens += ids[start:start + 2]
+                positions += [start, start + 1]
+                n += 2
+            want.append(dense_logits(model, ids)[-4:])
+        with torch.inference_mode():
+            logits = model.logits(model(torch.tensor(tokens), torch.tensor(positions), packed_attend(segments)))
+        assert (logits - torch.cat(want)).abs().max() < 1e-4
+
+
 def mean_probabilities(model, ids, n):
     """(L, G, T): the softmax probability of every position, mean over the last n rows and the heads of a group."""
     probs = {}

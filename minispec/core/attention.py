@@ -201,7 +201,8 @@ class FewRows:
         hidden = hidden.unflatten(2, (-1, cache.block))[owner, :, number]      # (m, most, BLOCK)
 
         # 4. Two ways to read them.
-        even = in_order and blocks[-1] - blocks[0] < len(blocks) == len(some) * counts[0]
+        together = in_order and blocks == tuple(range(blocks[0], blocks[0] + len(blocks)))
+        even = together and len(set(counts)) == 1
         record = any(keys.scores is not None for keys in some)
         if even and len(some) == 1 and (record or len(blocks) > FEW_BLOCKS):
             return OneRequest().serve(some)

@@ -19,6 +19,7 @@ that read the target's states do (to rounding). SpecGen does not, its selection 
 round ended; it has no trace.
 """
 import statistics
+import time
 from collections import defaultdict
 from functools import partial
 
@@ -26,12 +27,17 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
+from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request
 from minispec.core.verify import greedy_tree
 from minispec.data.traces import Trace, check_costs
 
+# Tokens of each request of a batch.
+BATCHES = {"1 x 100": [100], "8 x 100": [100] * 8, "64 x 20 to 400": [20 + 6 * i for i in range(64)],
+           "1 x 4,600": [4600], "8 x 200 to 4,000": [200 + 543 * i for i in range(8)], "8 x 4,000": [4000] * 8}
 PASSES = 3  # over all rounds of a cost table
 REPEATS = 8  # of a round of one request; the more requests, the fewer
 
@@ -192,6 +198,61 @@ def time_all(model, drafters, asked, drafts, rows, context):
 def median(rounds, *phases):
     """The median time of these phases together."""
     return statistics.median(sum(seconds[phase] for phase in phases) for seconds in rounds)
+
+
+# -- how fast keys are read ------------------------------------------------------------------------
+
+def memory_speed(device):
+    """Bytes a second at which this machine adds up a large tensor."""
+    x = torch.ones(1 << 27, device=device)
+    seconds = [clock(x.sum) for _ in range(6)]
+    return x.numel() * x.itemsize / min(seconds)
+
+
+def clock(f):
+    """The seconds that f() takes."""
+    started = time.perf_counter()
+    f()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+@torch.inference_mode()
+def attention_reads(model, repeats=9):
+    """For BATCHES, with 1 or 9 rows a request: milliseconds of a forward and of its attention alone (its time
+    less that of a forward without attention), the megabytes of keys and values that attention has to read,
+    and how fast it reads them, next to the machine's memory speed of the same minute."""
+    c = model.config
+    out = []
+    for name, lengths in BATCHES.items():
+        if max(lengths) + 9 > c.block_size:
+            continue
+        for rows in (1, 9):
+            cache = KVCache(c, sum(map(whole_blocks, lengths)) + 2 * whole_blocks(9) * len(lengths),
+                            model.dtype, model.device)
+            places = [cache.open(n + rows) for n in lengths]
+            n = rows * len(lengths)
+            tokens = torch.zeros(n, dtype=torch.long, device=model.device)
+            positions = torch.cat([torch.arange(t, t + rows) for t in lengths]).to(model.device)
+
+            def forward(attend):
+                model.logits(model(tokens, positions, attend()))
+
+            def full():
+                keys = [FullKeys(cache, blocks, t, rows) for blocks, t in zip(places, lengths)]
+                return packed_attend([(i * rows, i * rows + rows, one) for i, one in enumerate(keys)])
+
+            times = [(clock(lambda: forward(full)), clock(lambda: forward(lambda: lambda layer, q, k, v: q)))
+                     for _ in range(repeats + 1)][1:]    # the first one compiles kernels
+            whole, rest = (statistics.median(x) for x in zip(*times))
+            read = sum(lengths) * 2 * c.n_layer * c.n_kv_head * c.head_dim * cache.k.itemsize
+            memory = memory_speed(model.device)
+            attention = max(whole - rest, 1e-9)
+            out.append({"batch": name, "rows": rows, "ms": 1e3 * whole, "attention_ms": 1e3 * attention,
+                        "mb": read / 1e6, "gb_s": read / attention / 1e9, "memory_gb_s": memory / 1e9,
+                        "share": read / attention / memory})
+    return out
 
 
 # -- dense accept traces ---------------------------------------------------------------------------

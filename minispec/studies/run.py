@@ -90,7 +90,7 @@ def profile(args, model, tokenizer):
     }
     if not args.quick:
         write_json(results.path("costs.json"), table)
-    return {"table": table}
+    return {"table": table, "reads": measure.attention_reads(model)}
 
 
 # -- trace -----------------------------------------------------------------------------------------

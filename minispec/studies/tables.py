@@ -166,7 +166,8 @@ DECODERS = {
 # -- profile and trace -----------------------------------------------------------------------------
 
 def costs_table(r):
-    """What rounds cost: of a measured grid the shortest and the longest context, in ms."""
+    """What rounds cost: of a measured grid the shortest and the longest context, in ms. Then how fast attention
+    reads its keys."""
     grid, drafts = r["table"]["verify"], r["table"]["draft"]
     rows = []
     for i, batch in enumerate(grid["rows"]):
@@ -177,7 +178,21 @@ def costs_table(r):
             for name, own in drafts.items():
                 row[f"{name} {own['tokens'][-1]}, ms"] = f"{1000 * own['seconds'][i][-1][c]:.1f}"
             rows.append(row)
-    return texts(rows)
+    if "reads" not in r:
+        return texts(rows)
+    return texts(rows) + "\n\n" + table(READS, r["reads"])
+
+
+READS = {
+    "requests x tokens": "{batch}",
+    "rows each": "{rows}",
+    "forward, ms": "{ms:.1f}",
+    "attention, ms": "{attention_ms:.1f}",
+    "keys and values, MB": "{mb:.0f}",
+    "GB/s": "{gb_s:.1f}",
+    "memory, GB/s": "{memory_gb_s:.1f}",
+    "of memory speed": "{share:.0%}",
+}
 
 
 def trace_table(r):

@@ -91,6 +91,8 @@ def table(r):
         lines += schedule_lines(r["schedule"])
     if r["correct"] is not None:
         lines.append(f"answer: {r['correct']} of {len(r['requests'])} correct")
+    if "busy" in r:
+        lines.append(r["busy"])
     return "\n".join(lines)
 
 
