@@ -110,11 +110,19 @@ def writer(some):
     cache = some[0].cache
     slots = [cache.slots_of(keys.blocks, range(keys.start, keys.start + keys.n)) for keys in some]
     slots = torch.cat(slots)
-    k_slots, v_slots = (x.transpose(1, 2).unbind() for x in cache.kv)          # (n_slots, G, D) each
+    together = int(slots[-1] - slots[0]) == len(slots) - 1 and len(some) == 1
+    of_layers = cache.kv.transpose(2, 3)                 # (2, L, n_slots, G, D)
+    if together:
+        of_layers = of_layers[:, :, int(slots[0]):int(slots[-1]) + 1]
+    k_slots, v_slots = (x.unbind() for x in of_layers)
 
     def store(layer, k, v):
-        k_slots[layer].index_copy_(0, slots, k)
-        v_slots[layer].index_copy_(0, slots, v)
+        if together:
+            k_slots[layer].copy_(k)
+            v_slots[layer].copy_(v)
+        else:
+            k_slots[layer].index_copy_(0, slots, k)
+            v_slots[layer].index_copy_(0, slots, v)
     return store
 
 
@@ -129,31 +137,38 @@ def of_group(mask):
 
 
 class OneRequest:
-    """Attention of one request's rows, by plain products with all of its keys: for chunks of prompts, and for a
-    long text alone."""
+    """Attention of one request's rows over all of its keys: of chunks of prompts, and of a request alone."""
 
     def serve(self, some):
         keys, = some
+        few = keys.n <= FEW
         cached = keys.cache.reader(keys.blocks, keys.length)
-        # Products are faster than torch's attention for few rows, and in bf16, where they are as exact: other
-        # roundings count more.
+        # Products are faster than torch's attention where keys are many, and in bf16 rows; they are as exact,
+        # because other roundings count more.
         dtype = keys.cache.k.dtype
-        by_products = keys.n <= FEW or dtype == torch.bfloat16 and dtype in PACKED_TYPES
-        causal = keys.start == 0 and keys.tail is None
+        low = dtype == torch.bfloat16 and dtype in PACKED_TYPES and not keys.cache.k.is_cuda
+        by_products = keys.length > FEW_BLOCKS * keys.cache.block if few else low
+        by_products |= keys.scores is not None
+        causal = keys.start == 0 and keys.tail is None and not few
         newest = keys.n if keys.tail is None else keys.tail.shape[1]           # the others all rows see
-        mask = additive(~keys.sees(), keys.cache.k)                            # (n, T)
+        mask = None if keys.n == newest == 1 else of_group(additive(~keys.sees(), keys.cache.k))
 
         def read(layer, q):
             k, v = cached(layer)                                               # (G, T, D)
-            if not by_products or q.is_cuda:
+            if causal and not by_products:
                 q = q.transpose(0, 1)[None]
-                out = F.scaled_dot_product_attention(q, k[None], v[None], None if causal else mask,
-                                                     is_causal=causal, enable_gqa=True)
+                out = F.scaled_dot_product_attention(q, k[None], v[None], is_causal=True, enable_gqa=True)
                 return out[0].transpose(0, 1)
-            rows = group_rows(q * q.shape[-1] ** -0.5, len(k))                 # (G, g * n, D)
+            rows = group_rows(q, len(k))                                       # (G, g * n, D)
+            of_rows = mask and mask(rows.shape[1] // keys.n)
+            if not by_products:
+                out = F.scaled_dot_product_attention(rows[None], k[None], v[None], of_rows)
+                return ungroup_rows(out[0], keys.n)
             # Head by head: to multiply many at once, torch would copy the keys. (Not the values.)
+            rows = rows * q.shape[-1] ** -0.5
             logits = torch.stack([row @ key.mT for row, key in zip(rows, k)])
-            logits.unflatten(1, (-1, keys.n))[..., -newest:] += mask[:, -newest:]
+            if mask:
+                logits[..., -newest:] += of_rows[:, -newest:]
             probs = logits.softmax(-1)
             if keys.scores is not None:
                 keys.scores[layer] = probs.mean(1)
@@ -171,6 +186,8 @@ class FewRows:
 
     def serve(self, some):
         cache = self.cache
+        if len(some) == 1 and cache.lies_together(some[0].blocks, some[0].length):
+            return OneRequest().serve(some)
         # 1. Every request gets as many rows as the one with most, its last one repeated.
         most = max(keys.n for keys in some)
         padded, own, n = [], [], 0
@@ -202,11 +219,8 @@ class FewRows:
 
         # 4. Two ways to read them.
         together = in_order and blocks == tuple(range(blocks[0], blocks[0] + len(blocks)))
-        even = together and len(set(counts)) == 1
         record = any(keys.scores is not None for keys in some)
-        if even and len(some) == 1 and (record or len(blocks) > FEW_BLOCKS):
-            return OneRequest().serve(some)
-        if even and len(blocks) <= FEW_BLOCKS and not record:
+        if together and len(set(counts)) == 1 and len(blocks) <= FEW_BLOCKS and not record:
             cached = self._side_by_side(len(some), blocks, hidden)
         else:
             cached = self._block_by_block(some, blocks, owner, number, hidden)

@@ -129,11 +129,15 @@ class KVCache:
         slots = [blocks.table[p // self.block] * self.block + p % self.block for p in positions]
         return torch.tensor(slots, dtype=torch.long, device=self.kv.device)
 
+    def lies_together(self, blocks, n):
+        """Whether the blocks of the first n positions are neighbours, in order."""
+        table = blocks.table[:self.blocks_for(n)]
+        return table == list(range(table[0], table[0] + len(table)))
+
     def reader(self, blocks, n):
         """read(layer): the keys and values (G, n, D) of the first n positions; views where they lie together."""
-        table = blocks.table[:self.blocks_for(n)]
-        if table == list(range(table[0], table[0] + len(table))):
-            first = table[0] * self.block
+        if self.lies_together(blocks, n):
+            first = blocks.table[0] * self.block
             views = [x[:, :, first:first + n].unbind() for x in self.kv]
             return lambda layer: (views[0][layer], views[1][layer])
         slots = self.slots_of(blocks, range(n))
