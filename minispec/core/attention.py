@@ -13,6 +13,7 @@ G query heads share a key head; D numbers a head; T positions that a request has
 included.
 """
 import functools
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -45,12 +46,15 @@ def dense_attend(mask=None):
 
 def packed_attend(segments):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
-    Keys with the same server are served together."""
-    groups = {}
+    Keys with the same server are served together, but of one request only those that come first: the next ones
+    read what these store."""
+    groups, turns = {}, Counter()
     for first, end, keys in segments:
-        groups.setdefault(keys.server, []).append((first, end, keys))
+        turn = turns[keys.blocks]
+        turns[keys.blocks] += 1
+        groups.setdefault((turn, keys.server), []).append((first, end, keys))
     parts = []                                           # (rows, attend over them)
-    for server, some in groups.items():
+    for (_, server), some in sorted(groups.items(), key=lambda group: group[0][0]):
         rows = [row for first, end, _ in some for row in range(first, end)]
         parts.append((rows, server.attend([keys for *_, keys in some])))
     if len(parts) == 1:
