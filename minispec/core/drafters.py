@@ -229,6 +229,7 @@ class Chained(Cached):
             more["coins"] = torch.zeros(len(last), steps)
             for i, (r, depth) in enumerate(zip(requests, depths)):
                 more["coins"][i, :depth] = r.coins(depth)
+            more["coins"][len(work):] = more["coins"][0]
         return self.run_round(work, more, (steps, settings))
 
     def round(self, x):
