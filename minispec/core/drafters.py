@@ -268,7 +268,7 @@ class Chained(Cached):
         """The batch of a later step out of the one before: tokens (n, w) are the newest rows of n requests,
         all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
         n, w = tokens.shape
-        ends = x.more["ends"] + number - 2               # the new rows' position, of chains their slot too
+        ends = x.more["ends"] + number - 2               # the new rows' position, of chains in the cache too
         positions = ends.clamp(max=self.config.block_size - 1)[:, None].expand(n, w).flatten().contiguous()
         x = replace(x, tokens=tokens.flatten(), positions=positions, features=None)
         if isinstance(x, Batch):
@@ -279,7 +279,7 @@ class Chained(Cached):
                 spans.append((i * w, (i + 1) * w, keys))
             x.segments = spans
             return x
-        # On the kernels: slots, lengths and who sees whom, all on the device. Every step before took w slots.
+        # On the kernels: slots, lengths and who sees whom, all on the device. Every step before wrote w rows.
         new = ends[:, None] + (number - 2) * (w - 1) + torch.arange(w, device=ends.device)
         requests = self.later.requests.clone()
         requests[:, 2] = new[:, -1] + 1
@@ -287,7 +287,7 @@ class Chained(Cached):
         if sees is not None:
             back = torch.arange(sees.shape[-1] - 1, -1, -1, device=ends.device)
             plan.sees = ~((~sees).long() << back).sum(-1).flatten()
-        return replace(x, new=(x.first[:, None] + new).flatten(), plan=plan)
+        return replace(x, new=x.slots.gather(1, new).flatten().long(), plan=plan)
 
 
 # -- drafters ------------------------------------------------------------------------------------------------
