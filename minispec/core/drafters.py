@@ -268,7 +268,7 @@ class Chained(Cached):
         """The batch of a later step out of the one before: tokens (n, w) are the newest rows of n requests,
         all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
         n, w = tokens.shape
-        ends = x.more["ends"] + number - 2               # the new rows' position, of chains in the cache too
+        ends = x.more["ends"] + (number - 2)             # the new rows' position, of chains in the cache too
         positions = ends.clamp(max=self.config.block_size - 1)[:, None].expand(n, w).flatten().contiguous()
         x = replace(x, tokens=tokens.flatten(), positions=positions, features=None)
         if isinstance(x, Batch):
@@ -280,7 +280,8 @@ class Chained(Cached):
             x.segments = spans
             return x
         # On the kernels: slots, lengths and who sees whom, all on the device. Every step before wrote w rows.
-        new = ends[:, None] + (number - 2) * (w - 1) + torch.arange(w, device=ends.device)
+        first = (number - 2) * (w - 1)
+        new = ends[:, None] + torch.arange(first, first + w, device=ends.device)
         requests = self.later.requests.clone()
         requests[:, 2] = new[:, -1] + 1
         plan = replace(self.later, requests=requests)
