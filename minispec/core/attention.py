@@ -44,7 +44,7 @@ def dense_attend(mask=None):
 
 # -- decoding: one packed batch, a keys object for every request ---------------------------------------------
 
-def packed_attend(segments):
+def packed_attend(segments, device=None):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
     Keys with the same server are served together, but of one request only those that come first: the next ones
     read what these store."""
@@ -59,11 +59,13 @@ def packed_attend(segments):
         parts.append((rows, server.attend([keys for *_, keys in some])))
     if len(parts) == 1:
         return parts[0][1]
+    parts = [(torch.tensor(rows, device=device), part) for rows, part in parts]          # once for all layers
 
     def attend(layer, q, k, v):
         out = torch.empty_like(q)
         for rows, part in parts:
-            out[rows] = part(layer, q[rows], k[rows], v[rows])
+            own = [x.index_select(0, rows) for x in (q, k, v)]
+            out.index_copy_(0, rows, part(layer, *own))
         return out
     return attend
 
