@@ -46,8 +46,8 @@ def dense_attend(mask=None):
 
 def packed_attend(segments, device=None):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
-    Keys with the same server are served together, but of one request only those that come first: the next ones
-    read what these store."""
+    Keys with the same server are served together, but of one request only those that come first: the next
+    ones read what these store."""
     groups, turns = {}, Counter()
     for first, end, keys in segments:
         turn = turns[keys.blocks]
