@@ -13,7 +13,8 @@ Full attention is c = 0 and tail = 0: there is no request type. A row sees the e
 beyond its own. The rows of a draft tree see their paths instead: of each row 64 bits say which of the newest
 64 positions it sees, and it sees all before them. Selections are positions in the text, not places in the
 pool; `slots` translates in the kernel, so that a request can move (be offloaded, restored elsewhere) with its
-selection unchanged. Page size 1: any slot, any order.
+selection unchanged. Any slot, in any order: the kernels know nothing of blocks (graphs.py makes slots of
+block tables).
 
 Shapes, for one layer: q (N, H, D) packed rows; k, v (G, n_slots, D); g = H / G query heads share a KV head; B
 requests. A tile is up to 16 or 64 *packed rows* (row, head of the group) of one request and KV head, so that

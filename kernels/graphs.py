@@ -11,7 +11,7 @@ verifications and prompts differ in numbers only, and leave at once where a tabl
 graph a size:
 
     rows        pad rows repeat token 0 at position 0. No work item names them, so their attention is whatever
-                memory holds, and nobody reads it. Their keys and values go to a spare slot of the cache,
+                memory holds, and nobody reads it. Their keys and values go to a spare block of the cache,
                 which no request owns.
     work        items, merges and the list of scored requests end in -1, up to what so many rows can ever need
                 (`room`).
@@ -48,15 +48,15 @@ class Inputs:
     """Everything in which two forwards differ, on the device: N rows of B requests, T positions at most, up
     to W of them selected.
 
-    tokens, positions, new (N,): new, the slots for the rows' keys and values. first (B,): the first slot of
-    each request; slots (B, T) follow from it. selected (B, L, G, W), plan: see attention.py. which (R,): the
-    requests whose scores are wanted. The forward fills them in, in `scores` (L, B, G, T). features (N, F):
-    what else a drafter reads of each row; more: and of each request, {name: tensor}. how: what is no tensor;
-    a graph serves one value of it."""
+    tokens, positions, new (N,): new, the slots for the rows' keys and values. table (B, blocks): of each
+    request its blocks in the cache; slots (B, T) follow from it. selected (B, L, G, W), plan: see
+    attention.py. which (R,): the requests whose scores are wanted. The forward fills them in, in `scores` (L,
+    B, G, T). features (N, F): what else a drafter reads of each row; more: and of each request, {name:
+    tensor}. how: what is no tensor; a graph serves one value of it."""
     tokens: torch.Tensor
     positions: torch.Tensor
     new: torch.Tensor
-    first: torch.Tensor
+    table: torch.Tensor
     slots: torch.Tensor
     selected: torch.Tensor
     which: torch.Tensor
@@ -96,7 +96,7 @@ class Graphs:
     fixed tensors alone, and running it twice must do what running it once does (a capture runs it more than
     once).
 
-    cache: a KVCache with a spare slot, for pad rows; batch requests at most, of `longest` positions at most;
+    cache: a KVCache with a spare block, for pad rows; batch requests at most, of `longest` positions at most;
     widest: how many positions a planner selects at most (0: it selects none, and wants no scores); group =
     H / G; features: F of Inputs.features; more: zeros of the shapes of Inputs.more."""
     function: object
@@ -112,6 +112,7 @@ class Graphs:
         k = self.cache.k
         layers, groups, _, _ = k.shape
         self.more = self.more or {}
+        self.n_blocks = self.cache.blocks_for(self.longest)                  # of a request at most
         self.padding = {"new": self.cache.n_slots, "items": -1, "merges": -1, "which": -1}     # others: 0
         self.n_scored = self.batch if self.widest else 0
         self.selected = k.new_zeros(self.batch, layers, groups, self.widest, dtype=torch.int32)
@@ -140,7 +141,7 @@ class Graphs:
         items, merges, part_rows = self.room(rows)
         shapes = dict.fromkeys(("tokens", "positions", "new", "sees"), ((rows,), torch.int64))
         shapes |= {name: (table.shape, table.dtype) for name, table in self.more.items()}
-        of_work = {"first": (self.batch,), "requests": (self.batch, 6), "items": (items, 4),
+        of_work = {"table": (self.batch, self.n_blocks), "requests": (self.batch, 6), "items": (items, 4),
                    "merges": (merges, 5), "which": (self.n_scored,)}
         shapes |= {name: (shape, torch.int32) for name, shape in of_work.items()}
         # 2. A buffer on either side.
@@ -151,7 +152,7 @@ class Graphs:
         # 3. What a forward reads of it.
         plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], part_rows, CHUNK)
         features = self.cache.k.new_zeros(rows, self.features)
-        x = Inputs(t["tokens"], t["positions"], t["new"], t["first"], None, self.selected, t["which"], plan,
+        x = Inputs(t["tokens"], t["positions"], t["new"], t["table"], None, self.selected, t["which"], plan,
                    self.scores, features, {name: t[name] for name in self.more})
         static = host, tables(host, shapes), buffer, x
         if rows in SIZES:
@@ -189,23 +190,33 @@ class Graphs:
         trees = {i: s.keys.tail for i, s in enumerate(segments) if getattr(s.keys, "tail", None) is not None}
         plan = make_plan(shapes, self.group, trees=trees)
 
-        # Requests and their first slots go to their places, work items name these. Slots of places without a
-        # request repeat the first one's.
+        # Requests go to their places, work items name these.
         place = torch.tensor(places, dtype=torch.int32)
         requests = torch.zeros(self.batch, 6, dtype=torch.int32)
         requests[places] = plan.requests
-        first = torch.full((self.batch,), segments[0].keys.base)
-        first[places] = torch.tensor([s.keys.base for s in segments])
         for work in (plan.items, plan.merges):
             work[:, 0] = place[work[:, 0]]
+        # So do block tables. Places without a request repeat the first one's. Nobody reads behind a table's
+        # end.
+        owners = [segments[0].keys] * self.batch
+        for i, s in zip(places, segments):
+            owners[i] = s.keys
+        spare = [self.cache.n_blocks] * self.n_blocks
+        table = torch.tensor([(keys.blocks.table + spare)[:self.n_blocks] for keys in owners])
+        # Where new rows are written.
+        owner = [i for i, s in zip(places, segments) for _ in s.tokens]
+        position = torch.cat([torch.arange(s.start, end) for s, end in zip(segments, ends)])
+        block = self.cache.block
+        new = table[owner, position // block] * block + position % block
+
         scored = [i for i, s in zip(places, segments) if s.keys.scores is not None]
         batch = pack(segments, "cpu", more)
         given = {
             "tokens": batch.tokens,
             "positions": batch.positions,
-            "new": torch.cat([torch.arange(s.start, end) + s.keys.base for s, end in zip(segments, ends)]),
+            "new": new,
             "sees": plan.sees,
-            "first": first,
+            "table": table,
             "requests": requests,
             "items": plan.items,
             "merges": plan.merges,
@@ -222,6 +233,12 @@ class Graphs:
             x.features[:len(batch.features)] = batch.features
         return x
 
+    def slots(self, table):
+        """The slots (B, T) of the positions in a block table (B, blocks)."""
+        block = self.cache.block
+        inside = torch.arange(block, dtype=torch.int32, device=table.device)
+        return torch.add(inside, table[:, :, None], alpha=block).flatten(1)
+
     def __call__(self, segments, more=None, how=()):
         """(what function returns for the rows of these segments, seconds spent on compilation and capture).
 
@@ -234,8 +251,7 @@ class Graphs:
         x = self.fill(rows, segments, places, more)
 
         def function():
-            slots = x.first[:, None] + torch.arange(self.longest, dtype=torch.int32, device=x.first.device)
-            return self.function(replace(x, slots=slots, how=how))
+            return self.function(replace(x, slots=self.slots(x.table), how=how))
 
         # Capture it, or compile the kernels of what is too large for a graph.
         started = time.perf_counter()

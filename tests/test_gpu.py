@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import toy_model
 
+from kernels.graphs import Graphs
 from minispec.core import engine as engine_module
 from minispec.core.attention import TREE
 from minispec.core.drafters import Drafter
@@ -111,15 +112,16 @@ def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log
     pinned, empty = [], torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kw: (pinned.append(pin_memory), empty(*args, **kw))[1])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append("kept for it"))
+    monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 10)
     cache = KVCache(TARGET.config, 40)
     cache.side = Stream(log)
     cache.k.normal_()
-    run = cache.open(30)
+    blocks = cache.open(30)
     before = cache.k[:, :, :30].clone()
-    cache.offload(run, 10)
+    cache.offload(blocks, 10)
     assert pinned == [True] and log == ["waits", "begin", "end", "kept for it"]
     cache.k[:, :, 20:] = 0                                                 # the slots are free at once
-    assert cache.restore(run) and torch.equal(cache.k[:, :, :30], before)
+    assert cache.restore(blocks) and torch.equal(cache.k[:, :, :30], before)
 
 
 def test_the_targets_distributions_stay_on_its_device(monkeypatch):
@@ -153,15 +155,18 @@ def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run(monkeypatch):
     assert [row["method"] for row in rows] == ["ar", studies.PAPER] * 2 and not any("predicted" in row for row in rows)
 
 
-def test_a_draft_row_follows_its_request_to_another_place():
+def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
     """On a GPU draft rows are written to the cache itself, so a move in the middle of a round must not leave them behind."""
+    monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 4)
     engine = Engine(TARGET, PLANNERS["specgen"], 2)
     request = Request(PROMPTS[0], 10)
     stream = engine.stream([request])
     while request.state is None or len(request.state.drafts) < 1:
         next(stream) if request.state is None else engine._iterate(0.0)
-    request.run.first += 7
-    segment, = engine.planner.plan([request])
-    assert segment.kind == "draft" and segment.keys.base == request.run.first
-    request.run.first -= 7
+    run = Graphs(None, engine.cache, 2, request.longest, engine.planner.widest(request.longest), 2)
+    cache, start = engine.cache, request.n_cached + len(request.state.drafts)
+    for _ in range(2):
+        plan = engine.planner.plan([request])
+        assert plan[0].kind == "draft" and run.fill(1, plan, run.places(plan)).new.tolist() == cache.slots_of(request.blocks, [start]).tolist()
+        request.blocks.table.reverse()
     stream.close()

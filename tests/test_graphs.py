@@ -1,6 +1,7 @@
 """CUDA graphs without a GPU: the engine on the kernels through graphs, in Triton's interpreter (a child process, as in test_kernels.py),
 where a stand-in replays what a graph would; what a capture would refuse, and sizes, as plain tests."""
 import contextlib
+import heapq
 import os
 import random
 import sys
@@ -21,13 +22,14 @@ from kernels import attention as att  # noqa: E402
 from kernels import fused, graphs, scores, triton  # noqa: E402
 from kernels.fused import decode  # noqa: E402
 from minispec import prism, specdiff  # noqa: E402
+from minispec.core import kv_cache  # noqa: E402
 from minispec.core.attention import FullKeys  # noqa: E402
 from minispec.core.cpu import Linear  # noqa: E402
 from minispec.core.drafters import Cached, NGram, SmallLM  # noqa: E402
 from minispec.core.engine import Engine, Lockstep  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
 from minispec.core.gpt import GPTConfig  # noqa: E402
-from minispec.core.kv_cache import KVCache  # noqa: E402
+from minispec.core.kv_cache import Allocation, KVCache  # noqa: E402
 from minispec.core.verify import Sampling  # noqa: E402
 from minispec.specgen import PillarKeys, SpecGen  # noqa: E402
 from minispec.studies import measure  # noqa: E402
@@ -35,6 +37,14 @@ from minispec.studies import measure  # noqa: E402
 import references  # noqa: E402
 
 graphs.capture = references.capture                        # there is no GPU to capture on
+
+
+@contextlib.contextmanager
+def scattered(block=8):
+    """Small blocks, handed out from all over the pool: a position that is not looked up in its request's table is somebody else's."""
+    scatter = SimpleNamespace(heappop=lambda free: free.pop(len(free) * 5 // 8), heappush=list.append, heapify=heapq.heapify)
+    with mock.patch.object(kv_cache, "BLOCK", block), mock.patch.object(kv_cache, "heapq", scatter):
+        yield
 
 
 def check_engine():
@@ -52,7 +62,8 @@ def check_engine():
         for fused in (False, True):
             engine = Engine(model, planner, 2, prefill_chunk=4)
             engine.fused = fused
-            answers = engine.generate([Request(p, 8) for p in prompts])
+            with scattered():
+                answers = engine.generate([Request(p, 8) for p in prompts])
             runs.append([(g.token_ids, [s.accepted for s in g.steps]) for g in answers])
             assert engine.graphs is None or len(engine.graphs.graphs) > 2
             copied = max(i["draft"] for i in engine.iterations) > 2 or any(s.copies for g in answers for s in g.steps)
@@ -60,16 +71,19 @@ def check_engine():
         assert runs[0] == runs[1], runs
 
 
-def plan_of(cache, runs, shapes):
-    """An engine's plan out of (rows, tokens cached, selected positions or None for all, recent ones, whether scores are wanted)."""
+def plan_of(cache, tables, shapes):
+    """An engine's plan out of (rows, tokens cached, selected positions or None for all, recent ones, whether scores are wanted). Some
+    requests have more blocks than any graph reads, others none behind their last row."""
     plan = []
-    for run, (n, start, selected, recent, record) in zip(runs, shapes):
+    for i, (blocks, (n, start, selected, recent, record)) in enumerate(zip(tables, shapes)):
+        if i % 2:
+            blocks = Allocation(blocks.table[:cache.blocks_for(start + n)])
         if selected is None:
-            keys = FullKeys(cache, run.first, start, n, record=record)
+            keys = FullKeys(cache, blocks, start, n, record=record)
         else:
             lists = torch.stack([torch.randperm(start - recent)[:selected] for _ in range(2)])[None]
-            keys = PillarKeys(None, run.first, start, lists, recent)
-        plan.append(Segment(SimpleNamespace(run=run), torch.randint(0, 64, (n,)).tolist(), start, keys, "", n))
+            keys = PillarKeys(None, blocks, start, lists, recent)
+        plan.append(Segment(None, torch.randint(0, 64, (n,)).tolist(), start, keys, "", n))
     return plan
 
 
@@ -84,9 +98,11 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
     on the graphs are `spoilt`. Lists are split at 32 entries, so that there are partial results to merge."""
     torch.manual_seed(0)
     model, captures, sizes, wrong = toy_model(head_dim=16, n_layer=1), [], set(), set()
-    cache = KVCache(model.config, 240, spare=1)
+    with scattered():
+        cache = KVCache(model.config, 320, spare=1)
+        held = [cache.open(80) for _ in range(4)]
     cache.k.normal_(), cache.v.normal_()
-    runs, pools = [cache.open(60) for _ in range(4)], (cache.k, cache.v)
+    pools = cache.k, cache.v
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(graphs, "capture", lambda *a, real=graphs.capture: captures.append(a) or real(*a)))
         stack.enter_context(mock.patch.object(graphs, "CHUNK", 32))
@@ -96,15 +112,20 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
 
         run, eager = (graphs.Graphs(forward, cache, 4, 60, 20, 2) for _ in range(2))
         for i, shapes in enumerate(steps):
-            plan = plan_of(cache, runs, shapes)
+            plan = plan_of(cache, held, shapes)
             before = [pool.clone() for pool in pools]
-            x = eager.fill(sum(len(s.tokens) for s in plan), plan, eager.places(plan))
-            (want,), after = forward(replace(x, slots=x.first[:, None] + torch.arange(60, dtype=torch.int32))), [pool.clone() for pool in pools]
+            places = eager.places(plan)
+            x, at = eager.fill(sum(len(s.tokens) for s in plan), plan, places), torch.zeros(4, 64, dtype=torch.int32)
+            assert 0 <= x.table.min() and x.table.max() <= cache.n_blocks              # a place without a request is in the pool, too
+            for place, s in zip(places, plan):
+                at[place, :s.start + len(s.tokens)] = cache.slots_of(s.keys.blocks, range(s.start + len(s.tokens)))
+            new = torch.cat([cache.slots_of(s.keys.blocks, range(s.start, s.start + len(s.tokens))) for s in plan])
+            (want,), after = forward(replace(x, slots=at, new=new)), [pool.clone() for pool in pools]
             for pool, old in zip(pools, before):
                 pool.copy_(old)
             (got,), _ = run(plan)
-            recorded = [(s.keys.scores, eager.scores[:, j, :, :s.start + len(s.tokens)]) for j, s in zip(eager.places(plan), plan) if s.keys.scores is not None]
-            pairs = {"hidden states": [(got, want)], "scores": recorded, "cache": [(a[:, :, :240], b[:, :, :240]) for a, b in zip(pools, after)]}
+            recorded = [(s.keys.scores, eager.scores[:, j, :, :s.start + len(s.tokens)]) for j, s in zip(places, plan) if s.keys.scores is not None]
+            pairs = {"hidden states": [(got, want)], "scores": recorded, "cache": [(a[:, :, :320], b[:, :, :320]) for a, b in zip(pools, after)]}
             wrong |= {name for name, some in pairs.items() for a, b in some if a.shape != b.shape or not (a - b).abs().max() <= 1e-5}
             sizes.add(min(size for size in graphs.SIZES if size >= len(want)))
             if i == 0:
@@ -163,7 +184,8 @@ def test_in_the_interpreter(name, verdicts):
 
 
 def graphs_of(n_slots, batch, longest, group, function=None):
-    return graphs.Graphs(function, KVCache(GPTConfig(n_layer=1, n_kv_head=2, head_dim=2), n_slots, spare=1), batch, longest, 8, group)
+    cache = KVCache(GPTConfig(n_layer=1, n_kv_head=2, head_dim=2), n_slots, spare=1)
+    return graphs.Graphs(function, cache, batch, longest, 8, group)
 
 
 def test_graphs_have_room_for_every_mix_of_requests():
@@ -197,9 +219,10 @@ def test_a_forward_larger_than_the_largest_graph_is_eager_and_others_share_their
         return [x.tokens + 1]
 
     run = graphs_of(2000, 3, 1000, 1, function)
+    blocks = run.cache.open(1000)
 
     def segment(n, first=0):
-        return [Segment(None, list(range(first, first + n)), 0, FullKeys(run.cache, 0, 0, n), "", n)]
+        return [Segment(None, list(range(first, first + n)), 0, FullKeys(run.cache, blocks, 0, n), "", n)]
 
     largest = graphs.SIZES[-1]
     for warm in (False, True):                                             # the first one compiles, which is told apart
@@ -220,13 +243,13 @@ def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
     for planner in (Lockstep, lambda e: SpecGen(e, 3, 0.1, 4)):
         engine = Engine(toy_model(), planner, 2)
         engine.fused = True
-        for n in (20, 10, 15, 40):
+        for n in (20, 10, 15, 140):
             engine._prepare([Request([1] * n, 20)] * (2 if n == 20 else 1))
             made.append(engine.graphs)
-        assert made[-4] is made[-3] is made[-2] is not made[-1] and made[-1].longest == 60     # a longer one
-        engine._prepare([Request([1] * 40, 20)] * 2)
-        assert engine.graphs is not made[-1] and engine.cache.n_slots == engine.cache.k.shape[2] - 1      # a larger cache
-    assert made[0].scores.numel() == 0 and made[-1].selected.shape == (2, 2, 2, 6) and made[-1].scores.shape == (2, 2, 2, 60)
+        assert made[-4] is made[-3] is made[-2] is not made[-1] and made[-1].longest == 160    # a longer one
+        engine._prepare([Request([1] * 140, 20)] * 2)
+        assert engine.graphs is not made[-1] and engine.cache.n_slots == engine.cache.k.shape[2] - engine.cache.block      # a larger cache
+    assert made[0].scores.numel() == 0 and made[-1].selected.shape == (2, 2, 2, 16) and made[-1].scores.shape == (2, 2, 2, 160)
 
 
 class Counting(TorchDispatchMode):
@@ -327,7 +350,7 @@ def test_a_forwards_tables_go_in_one_copy(monkeypatch):
     run = graphs_of(200, 3, 100, 1, lambda x: [x.tokens])
     for n in (3, 2):
         sent.clear()
-        run.fill(4, [Segment(None, [1] * n, 0, FullKeys(run.cache, 0, 0, n), "", n)], [0])
+        run.fill(4, [Segment(None, [1] * n, 0, FullKeys(run.cache, run.cache.open(n), 0, n), "", n)], [0])
         assert sent == [True]
 
 
@@ -407,8 +430,9 @@ def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, count
         drafter.propose = propose
         engine = Engine(TARGET, lambda e, drafter=drafter: Lockstep(e, drafter, k), 2)
         engine.fused = on_kernels
-        answers = engine.generate([Request([3, 1, 4, 1, 5], 6, Sampling(temperature, seed=1)),
-                                   Request([9, 2], 9, Sampling(temperature, seed=2))])
+        with scattered(4):
+            answers = engine.generate([Request([3, 1, 4, 1, 5], 6, Sampling(temperature, seed=1)),
+                                       Request([9, 2], 19, Sampling(temperature, seed=2))])
         runs.append((proposed, [g.token_ids for g in answers]))
         assert (drafter.graphs is not None and len(drafter.graphs.graphs) > 0) == on_kernels
     assert runs[0] == runs[1]

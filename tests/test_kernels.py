@@ -227,18 +227,19 @@ def test_shipped_report_covers_every_configuration():
 
 
 def test_scores_equal_what_the_cpu_path_records():
-    from minispec.core.attention import FullKeys
+    from minispec.core.attention import FullKeys, packed_attend
     from minispec.core.gpt import GPTConfig
     from minispec.core.kv_cache import KVCache
     torch.manual_seed(0)
     g, d, n, length = 4, 16, 9, 40
-    cache = KVCache(GPTConfig(n_layer=1, n_head=2 * g, n_kv_head=2, head_dim=d), 64)
+    cache = KVCache(GPTConfig(n_layer=1, n_head=2 * g, n_kv_head=2, head_dim=d), 512)
     cache.k.normal_(), cache.v.normal_()
     q, k, v = torch.randn(n, 2 * g, d), torch.randn(n, 2, d), torch.randn(n, 2, d)
-    base = cache.open(10).end
-    keys = FullKeys(cache, base, length - n, n, record=True)
-    out = keys.attend(0, q, k, v)
-    slots, plan = torch.arange(base, base + length, dtype=torch.int32)[None], att.make_plan([(n, length, 0, 0)], g)
+    cache.open(10)
+    blocks = cache.open(length)
+    keys = FullKeys(cache, blocks, length - n, n, record=True)
+    out = packed_attend([(0, n, keys)])(0, q, k, v)
+    slots, plan = cache.slots_of(blocks, range(length)).int()[None], att.make_plan([(n, length, 0, 0)], g)
     want, lse = references.attention(q, cache.k[0], cache.v[0], slots, torch.zeros(1, 2, 0, dtype=torch.int32), plan)
     got = references.scores(q, cache.k[0], lse, slots, plan, torch.tensor([0]), torch.zeros(1, 2, length))
     close(out, want, 1e-5)

@@ -44,7 +44,7 @@ def dense_attend(mask=None):
 
 # -- decoding: one packed batch, a keys object for every request ---------------------------------------------
 
-def packed_attend(segments):
+def packed_attend(segments, device=None):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
     Keys with the same server are served together: server.serve(list of keys) -> store(layer, k, v), which
     keeps the new rows' keys and values (n, G, D), and read(layer, q (n, H, D)) -> (n, H, D)."""
@@ -53,7 +53,7 @@ def packed_attend(segments):
         groups.setdefault(keys.server, []).append((first, end, keys))
     parts = []                                           # (rows, store, read)
     for server, some in groups.items():
-        rows = [row for first, end, _ in some for row in range(first, end)]
+        rows = torch.tensor([row for first, end, _ in some for row in range(first, end)], device=device)
         parts.append((rows, *server.serve([keys for *_, keys in some])))
 
     def attend(layer, q, k, v):
@@ -63,10 +63,10 @@ def packed_attend(segments):
             return read(layer, q)
         # All rows are stored before any are read, because a request may feed several segments.
         for rows, store, _ in parts:
-            store(layer, k[rows], v[rows])
+            store(layer, k.index_select(0, rows), v.index_select(0, rows))
         out = torch.empty_like(q)
         for rows, _, read in parts:
-            out[rows] = read(layer, q[rows])
+            out.index_copy_(0, rows, read(layer, q.index_select(0, rows)))
         return out
     return attend
 

@@ -227,6 +227,7 @@ class Chained(Cached):
             more["coins"] = torch.zeros(len(last), steps)
             for i, (r, depth) in enumerate(zip(requests, depths)):
                 more["coins"][i, :depth] = r.coins(depth)
+            more["coins"][len(work):] = more["coins"][0]
         return self.run_round(work, more, (steps, settings))
 
     def round(self, x):
@@ -265,7 +266,7 @@ class Chained(Cached):
         """The batch of a later step out of the one before: tokens (n, w) are the newest rows of n requests,
         all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
         n, w = tokens.shape
-        ends = x.more["ends"] + number - 2               # the new rows' position, of chains their slot too
+        ends = x.more["ends"] + (number - 2)             # the new rows' position, of chains in the cache too
         positions = ends.clamp(max=self.config.block_size - 1)[:, None].expand(n, w).flatten().contiguous()
         x = replace(x, tokens=tokens.flatten(), positions=positions, features=None)
         if isinstance(x, Batch):
@@ -276,15 +277,16 @@ class Chained(Cached):
                 spans.append((i * w, (i + 1) * w, keys))
             x.segments = spans
             return x
-        # On the kernels: slots, lengths and who sees whom, all on the device. Every step before took w slots.
-        new = ends[:, None] + (number - 2) * (w - 1) + torch.arange(w, device=ends.device)
+        # On the kernels: slots, lengths and who sees whom, all on the device. Every step before wrote w rows.
+        first = (number - 2) * (w - 1)
+        new = ends[:, None] + torch.arange(first, first + w, device=ends.device)
         requests = self.later.requests.clone()
         requests[:, 2] = new[:, -1] + 1
         plan = replace(self.later, requests=requests)
         if sees is not None:
             back = torch.arange(sees.shape[-1] - 1, -1, -1, device=ends.device)
             plan.sees = ~((~sees).long() << back).sum(-1).flatten()
-        return replace(x, new=(x.first[:, None] + new).flatten(), plan=plan)
+        return replace(x, new=x.slots.gather(1, new).flatten().long(), plan=plan)
 
 
 # -- drafters ------------------------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ class Planner:
         """Segments for the requests that may decode: their prompts are read and their last rounds judged."""
 
     def extra_slots(self, request):
-        """Buffers that this request needs next to its run, in slots of the cache."""
+        """Buffers that this request needs besides its blocks, in slots of the cache."""
         return 0
 
     def widest(self, length):

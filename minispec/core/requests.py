@@ -202,7 +202,7 @@ class Batch:
     @cached_property
     def attend(self):
         """Every row sees the keys of its own request."""
-        return packed_attend(self.segments)
+        return packed_attend(self.segments, self.tokens.device)
 
 
 def pack(segments, device, more=None, how=()):
