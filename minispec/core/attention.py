@@ -95,8 +95,7 @@ class FullKeys:
         if record:
             layers, groups, _, _ = cache.k.shape
             self.scores = torch.empty(layers, groups, self.length, device=cache.k.device)
-        # Requests with about as many rows are served together: those up to the same power of two.
-        self.server = FewRows(cache, (n - 1).bit_length()) if n <= FEW else OneRequest()
+        self.server = FewRows(cache, n) if n <= FEW else OneRequest()
 
     def sees(self):
         """bool (n, T): the positions that each row sees."""
@@ -178,27 +177,17 @@ class OneRequest:
 
 @dataclass(frozen=True)
 class FewRows:
-    """Attention of requests with at most 2 ** size new rows each, over the blocks of one cache.
+    """Attention of requests with n new rows each, over the blocks of one cache.
 
     Blocks are read where they lie. A product would copy scattered ones, so it takes a span of neighbours."""
     cache: KVCache
-    size: int
+    n: int
 
     def serve(self, some):
         cache = self.cache
         if len(some) == 1 and cache.lies_together(some[0].blocks, some[0].length):
             return OneRequest().serve(some)
-        # 1. Every request gets as many rows as the one with most, its last one repeated.
-        most = max(keys.n for keys in some)
-        padded, own, n = [], [], 0
-        for i, keys in enumerate(some):
-            own += range(i * most, i * most + keys.n)
-            padded += [n + min(row, keys.n - 1) for row in range(most)]
-            n += keys.n
-        ragged = len(padded) > n
-        padded, own = (torch.tensor(rows, device=cache.k.device) for rows in (padded, own))
-
-        # 2. The blocks, in the order of the pool. One that several requests read comes again, behind the
+        # 1. The blocks, in the order of the pool. One that several requests read comes again, behind the
         # others.
         counts = [cache.blocks_for(keys.length) for keys in some]
         readers = Counter()
@@ -210,14 +199,13 @@ class FewRows:
         in_order = order == sorted(order)
         _, blocks, owner, number = zip(*sorted(order))
         owner, number = torch.tensor(owner), torch.tensor(number)              # (m,)
-        # 3. What the rows do not see of each.
-        hidden = torch.zeros(len(some), most, max(counts) * cache.block, dtype=torch.bool)
-        for i, keys in enumerate(some):
-            hidden[i, :keys.n] = True
-            hidden[i, :keys.n, :keys.length] = ~keys.sees()
-        hidden = hidden.unflatten(2, (-1, cache.block))[owner, :, number]      # (m, most, BLOCK)
+        # 2. What the rows do not see of each.
+        hidden = torch.ones(len(some), self.n, max(counts) * cache.block, dtype=torch.bool)
+        for of_request, keys in zip(hidden, some):
+            of_request[:, :keys.length] = ~keys.sees()
+        hidden = hidden.unflatten(2, (-1, cache.block))[owner, :, number]      # (m, n, BLOCK)
 
-        # 4. Two ways to read them.
+        # 3. Two ways to read them.
         together = in_order and blocks == tuple(range(blocks[0], blocks[0] + len(blocks)))
         record = any(keys.scores is not None for keys in some)
         if together and len(set(counts)) == 1 and len(blocks) <= FEW_BLOCKS and not record:
@@ -226,11 +214,8 @@ class FewRows:
             cached = self._block_by_block(some, blocks, owner, number, hidden)
 
         def read(layer, q):
-            if ragged:
-                q = q.index_select(0, padded)
-            q = group_rows(q.view(-1, most, *q.shape[1:]), cache.k.shape[1])   # (B, G, g * most, D)
-            out = ungroup_rows(cached(layer, q), most).flatten(0, 1)           # (N, H, D)
-            return out.index_select(0, own) if ragged else out
+            q = group_rows(q.view(-1, self.n, *q.shape[1:]), cache.k.shape[1])         # (B, G, g * n, D)
+            return ungroup_rows(cached(layer, q), self.n).flatten(0, 1)        # (N, H, D)
         return writer(some), read
 
     def _side_by_side(self, n, blocks, hidden):
@@ -238,13 +223,12 @@ class FewRows:
         torch's attention. It starts fast and reads slowly, which fits few blocks."""
         span = slice(blocks[0] * self.cache.block, (blocks[-1] + 1) * self.cache.block)
         views = [x[:, :, span].unflatten(2, (n, -1)).transpose(1, 2).unbind() for x in self.cache.kv]
-        hidden = hidden.unflatten(0, (n, -1)).transpose(1, 2).flatten(2)       # (B, most, T)
-        most = hidden.shape[1]
+        hidden = hidden.unflatten(0, (n, -1)).transpose(1, 2).flatten(2)       # (B, n, T)
         mask = of_group(additive(hidden, self.cache.k)[:, None])
 
         def read(layer, q):
             keys, values = views[0][layer], views[1][layer]
-            return F.scaled_dot_product_attention(q, keys, values, mask(q.shape[2] // most))
+            return F.scaled_dot_product_attention(q, keys, values, mask(q.shape[2] // self.n))
         return read
 
     def _block_by_block(self, some, blocks, owner, number, hidden):
@@ -255,8 +239,7 @@ class FewRows:
         own = [(owner == i).nonzero()[:, 0] for i in range(len(some))]
         own = [rows[number[rows].argsort()] for rows in own]                   # each request's blocks
         masked = hidden.flatten(1).any(1).nonzero()[:, 0]                      # most blocks are seen as a whole
-        most = hidden.shape[1]
-        mask = of_group(additive(hidden[masked], cache.k))                     # (t, g * most, BLOCK)
+        mask = of_group(additive(hidden[masked], cache.k))                     # (t, g * n, BLOCK)
         owner, masked = owner.to(cache.k.device), masked.to(cache.k.device)
         # Spans of neighbours: which of `blocks`, and views (L, G, blocks of the span, BLOCK, D).
         starts = [i for i, block in enumerate(blocks) if not i or block != blocks[i - 1] + 1]
@@ -276,8 +259,8 @@ class FewRows:
         def read(layer, q):
             b, _, rows, _ = q.shape
             q = (q * d ** -0.5).transpose(0, 1)
-            x = products(q.index_select(1, owner), layer, 0)                   # (G, m, g * most, BLOCK)
-            x.index_add_(1, masked, mask(rows // most).expand(groups, -1, -1, -1))
+            x = products(q.index_select(1, owner), layer, 0)                   # (G, m, g * n, BLOCK)
+            x.index_add_(1, masked, mask(rows // self.n).expand(groups, -1, -1, -1))
             # Of every row the maximum and the sum over all blocks of its request.
             of_row = owner[None, :, None].expand(groups, -1, rows)
             top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, x.amax(-1), "amax")
@@ -287,9 +270,8 @@ class FewRows:
             out = torch.zeros_like(q, dtype=exact).index_add_(1, owner, products(x, layer, 1).to(exact))
             for i, keys in enumerate(some):
                 if keys.scores is not None:
-                    p = x[:, own[i]] / total[:, i, None, :, None]           # (G, blocks, g * most, BLOCK)
-                    p = p.unflatten(2, (-1, most))[:, :, :, :keys.n].mean((2, 3))
-                    keys.scores[layer] = p.flatten(1)[:, :keys.length]
+                    p = x[:, own[i]] / total[:, i, None, :, None]              # (G, blocks, g * n, BLOCK)
+                    keys.scores[layer] = p.mean(2).flatten(1)[:, :keys.length]
             return (out / total[..., None]).to(q.dtype).transpose(0, 1)
         return read
 
