@@ -4,7 +4,7 @@ from conftest import attend_alone, dense_logits, only_keys, toy_model
 
 from minispec.core import attention
 from minispec.core.attention import FewRows, FullKeys, OneRequest, dense_attend, group_rows, packed_attend, ungroup_rows
-from minispec.core.kv_cache import KVCache
+from minispec.core.kv_cache import Allocation, KVCache
 
 
 def cached_logits(model, cache, blocks, ids, chunks, record=False):
@@ -141,6 +141,20 @@ def test_prompts_and_long_contexts_in_bf16_are_read_by_products(rows, monkeypatc
     assert (got.float() - want[:39]).abs().max() < 0.05 * want.abs().max()
 
 
+@pytest.mark.parametrize("table", [[0, 3, 2], [3, 4, 5], [5, 4, 3], [9, 0, 2]])
+def test_rows_go_to_their_own_slots_alone(table):
+    """Nine rows over three blocks, whose first and last slot may be as far apart as those of neighbours."""
+    model = toy_model()
+    cache = KVCache(model.config, 60)
+    slots = cache.slots_of(Allocation(table), range(9))
+    with torch.inference_mode():
+        cache.kv.normal_()
+        before = cache.kv.clone()
+        model(torch.arange(9), torch.arange(9), packed_attend([(0, 9, FullKeys(cache, Allocation(table), 0, 9))]))
+    changed = (cache.kv != before).any(4).any(2).any(1).any(0).nonzero()[:, 0]
+    assert changed.tolist() == sorted(slots.tolist())
+
+
 @pytest.mark.parametrize("few", [0, 100])
 def test_segments_of_one_request_read_the_same_blocks(few, monkeypatch):
     """A request feeds its newest tokens in two segments, and next to it two others do: of equal and of unequal lengths."""
@@ -250,7 +264,7 @@ def test_rows_of_a_tree_see_their_paths_behind_few_and_many_keys_in_bf16(start):
     """Behind many keys a processor that multiplies bf16 takes single products for a tree, too."""
     from minispec.core.attention import tree_mask
     from minispec.core.gpt import GPTConfig
-    from minispec.core.kv_cache import KVCache
+    from minispec.core.kv_cache import Allocation, KVCache
     g = torch.Generator().manual_seed(0)
     c = GPTConfig(vocab_size=8, n_layer=1, n_head=4, n_kv_head=2, d_model=64, head_dim=16, d_ff=8, block_size=2048)
     sees = tree_mask([0, 1, 0, 3])

@@ -109,11 +109,10 @@ def writer(some):
     cache = some[0].cache
     slots = [cache.slots_of(keys.blocks, range(keys.start, keys.start + keys.n)) for keys in some]
     slots = torch.cat(slots)
-    together = int(slots[-1] - slots[0]) == len(slots) - 1 and len(some) == 1
+    first, n = int(slots[0]), len(slots)
+    together = torch.equal(slots, torch.arange(first, first + n, device=slots.device))
     of_layers = cache.kv.transpose(2, 3)                 # (2, L, n_slots, G, D)
-    if together:
-        of_layers = of_layers[:, :, int(slots[0]):int(slots[-1]) + 1]
-    k_slots, v_slots = (x.unbind() for x in of_layers)
+    k_slots, v_slots = (of_layers[:, :, first:first + n] if together else of_layers).unbind()
 
     def store(layer, k, v):
         if together:
