@@ -89,10 +89,7 @@ class DraftPool:
         self.cache = cache
         self.room = room
         self.taken = []                                    # row -> the keys that have it, or None
-        layers, groups, slots, d = cache.k.shape
-        # Where each layer's and head's slots begin, of the cache seen as one table of rows (D,).
-        starts = torch.arange(0, layers * groups * slots, slots, device=cache.k.device)
-        self.heads = starts.view(layers, groups, 1)
+        layers, groups, _, d = cache.k.shape
         self.k = self.v = cache.k.new_empty(layers, 0, groups, 0, d)
 
     def give_back(self, keys):
@@ -107,6 +104,9 @@ class DraftPool:
         keys.row = self.taken.index(None)
         self.taken[keys.row] = keys
         self._grow(len(self.taken), keys.n + self.room)
+        # Where each layer's and head's slots begin, of the cache seen as one table of rows (D,).
+        layers, groups, n_slots, _ = self.cache.k.shape
+        heads = torch.arange(0, layers * groups * n_slots, n_slots, device=self.k.device).view(layers, groups, 1)
         # The slots of all positions, then of those that are seen.
         slots = self.cache.slots_of(keys.blocks, range(keys.length))
         if keys.selected is not None:
@@ -114,7 +114,7 @@ class DraftPool:
             slots = torch.cat([slots[keys.selected], newest], 2)               # (L, G, n)
         for pool, cached in ((self.k, self.cache.k), (self.v, self.cache.v)):
             # F.embedding copies whole rows: a tenth of the time of gather.
-            pool[:, keys.row, :, :keys.n] = F.embedding(self.heads + slots, cached.flatten(0, 2))
+            pool[:, keys.row, :, :keys.n] = F.embedding(heads + slots, cached.flatten(0, 2))
 
     def _grow(self, rows, width):
         more_rows = max(rows - self.k.shape[1], 0)

@@ -114,12 +114,13 @@ RUNS = 500 if os.environ.get("MINISPEC_FULL") else 50
 
 @pytest.mark.parametrize("part", range(2))
 def test_fuzz(part):
-    """100 runs in all (MINISPEC_FULL=1: 1,000): arrivals, lengths, pools, settings and cancellations at random. No slot is leaked,
-    shared or freed twice, and every request that was not cancelled gets the tokens it gets alone."""
-    alone = {}
+    """100 runs in all (MINISPEC_FULL=1: 1,000): arrivals, lengths, pools, settings and cancellations at random; many prompts begin
+    alike. No block is leaked or freed twice, and every request that was not cancelled gets the tokens it gets alone."""
+    alone, shared = {}, 0
     for seed in range(part * RUNS, (part + 1) * RUNS):
         rng = random.Random(seed)
         some = [tuple(rng.randrange(64) for _ in range(rng.choice([1, 3, 8, 20]))) for _ in range(rng.randint(1, 6))]
+        some = [tuple(range(20))[:rng.choice([0, 0, 6, 13, 20])] + p for p in some]
         news = [rng.choice([1, 2, 9, 20]) for _ in some]
         for p, n in zip(some, news):
             if (p, n) not in alone:
@@ -138,13 +139,88 @@ def test_fuzz(part):
             if rng.random() < 0.03:
                 rng.choice(requests).cancel()
             held = [block for r in [*engine.active, *engine.admission.paused] for block in r.blocks.table]
-            assert len(set(held + engine.cache.free_blocks)) == engine.cache.n_blocks == len(held) + len(engine.cache.free_blocks)
+            free = [*engine.cache.free_blocks, *engine.cache.idle]
+            assert len(set(free)) == len(free) and set(free) | set(held) == set(range(engine.cache.n_blocks)) and not set(free) & set(held)
+            assert all(engine.cache.users[block] == held.count(block) for block in range(engine.cache.n_blocks))
         engine.generate(later)
         for r, p, n in zip(requests, some, news):
             want = alone[p, n]
             assert r.generation.token_ids == (want[:len(r.generation.token_ids)] if r.generation.finish == "cancelled" else want), seed
         assert engine.cache.used == engine.cache.charged == 0
         assert not engine.active and not engine.admission.paused
+        shared += engine.admission.shared
+    assert shared > 200
+
+
+BEGINNING = [(7 * i) % 60 for i in range(41)]
+
+
+@pytest.mark.parametrize("policy", admission.POLICIES)
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_a_common_beginning_is_read_once(planner, policy):
+    """Questions about one text, at once and one after the other: the text is read by the first one alone."""
+    some = [BEGINNING + tail for tail in prompts(6, longest=9)]
+    want = [Engine(MODEL, Lockstep, 1).generate([Request(p, 30)])[0].token_ids for p in some]
+    engine = Engine(MODEL, PLANNERS[planner], 4, prefill_chunk=16, admission=policy)
+    for turn in range(2):
+        engine.iterations.clear()
+        got = engine.generate([Request(p, 30) for p in some])
+        assert [g.token_ids for g in got] == want
+        read, blocks = sum(i["prefill"] for i in engine.iterations), engine.cache.block
+        last = max(engine.planner.record_prompt, 1)                # rows that are read in any case
+        unshared = sum(len(p) - (min(len(p) - last, 40) if turn or i else 0) // blocks * blocks for i, p in enumerate(some))
+        assert read <= unshared < 0.5 * sum(map(len, some))
+    assert engine.cache.used == 0 and engine.admission.shared > 400
+
+
+def test_what_is_shared_is_never_written(monkeypatch):
+    """While others decode behind the same beginning, its keys and values stay as they are, to the bit."""
+    engine = Engine(MODEL, PLANNERS["specgen"], 4)
+    engine.generate([Request(BEGINNING, 5)])
+    blocks = list(engine.cache.idle)
+    slots = torch.cat([torch.arange(b * 4, b * 4 + 4) for b in blocks])
+    before = engine.cache.kv[:, :, :, slots].clone()
+    engine.cache.enlarge(1000)                                     # a larger pool holds what the smaller one held
+    for _ in engine.stream([Request(BEGINNING + p, 40) for p in prompts(4)]):
+        assert torch.equal(engine.cache.kv[:, :, :, slots], before)
+    assert engine.admission.shared >= 4 * 4 * (len(blocks) - 1)
+
+
+def test_what_nobody_uses_goes_when_the_room_is_needed():
+    """A pool for one request: each new text takes the blocks of the oldest, and all answers stay right."""
+    some = [[i] + BEGINNING for i in range(5)]
+    engine = Engine(MODEL, Lockstep, 1, cache_tokens=100)
+    want = [Engine(MODEL, Lockstep, 1).generate([Request(p, 30)])[0].token_ids for p in some]
+    for order in (range(5), (4, 4, 0, 4)):
+        for i in order:
+            shared = engine.admission.shared
+            assert engine.generate([Request(some[i], 30)])[0].token_ids == want[i]
+            hit = engine.admission.shared > shared
+            assert len(engine.cache.idle) <= engine.cache.n_blocks and len(engine.cache.names) == len(engine.cache.named) <= engine.cache.n_blocks
+        assert hit == (order != range(5))
+
+
+def test_a_conversation_reads_the_new_line_alone():
+    """Ten turns: each reads what is new, the rest of its last block, and nothing else; also when the pool has to grow."""
+    engine, text = Engine(MODEL, PLANNERS["specgen"], 1), []
+    for turn in range(10):
+        text = text + [turn, 5, 9, 11, 3, 2]
+        engine.iterations.clear()
+        got, = engine.generate([Request(text, 12)])
+        assert got.token_ids == Engine(MODEL, Lockstep, 1).generate([Request(text, 12)])[0].token_ids
+        assert sum(i["prefill"] for i in engine.iterations) <= 6 + 1 + 4 + 4 + 5         # line, last answer token, block, recorded rows
+        text = text + got.token_ids
+
+
+def test_drafters_that_read_states_read_the_beginning_themselves():
+    """The target's states of shared tokens are gone, so nothing is shared."""
+    from minispec import prism
+    drafter = prism.PrismDrafter(prism.for_target(MODEL, (0,)).eval(), MODEL, 3)
+    engine = Engine(MODEL, lambda e: Lockstep(e, drafter, 3), 2)
+    some = [BEGINNING + p for p in prompts(3)]
+    got = engine.generate([Request(p, 20) for p in some])
+    assert [g.token_ids for g in got] == [Engine(MODEL, Lockstep, 1).generate([Request(p, 20)])[0].token_ids for p in some]
+    assert engine.admission.shared == 0
 
 
 def test_nobody_leaves_the_cache_before_being_judged():

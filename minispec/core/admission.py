@@ -15,7 +15,7 @@ comes back first, so those that wait on the host are a stack and service is in o
 while a verdict on its last verification is due (delayed verification), because that verdict says how much of
 its cache is valid. The cache hands out whole blocks (kv_cache.py), so sizes here are multiples of one.
 """
-from minispec.core.kv_cache import whole_blocks
+from minispec.core.kv_cache import Allocation, whole_blocks
 
 POLICIES = ("reserve", "preempt", "offload")
 CHUNK = 1024            # tokens that move between device and host at once
@@ -30,6 +30,7 @@ class Admission:
         self.policy = policy
         self.paused = []
         self.recomputed = 0                                # tokens that `preempt` threw away
+        self.shared = 0                                    # tokens that were not read, because others had been
 
     def step(self):
         """Before an iteration: make room for what the active requests will write, then let others in. Returns
@@ -106,11 +107,25 @@ class Admission:
     def _enter(self, r):
         cache = self.engine.cache
         extra = self.engine.planner.extra_slots(r)
-        if self._missing_slots() + self.claim(r) + extra > cache.free:
+        if self._missing_slots() + self.claim(r) + extra > cache.free or self._is_being_read(r):
             return False
-        r.blocks = cache.open(self.reach(r))
+        r.blocks = Allocation()
+        if self.engine.planner.shares and not r.n_cached:
+            # The last rows are read in any case: the first token, and what they record, comes of them.
+            known = len(r.tokens) - max(self.engine.planner.record_prompt, 1)
+            r.n_cached = cache.share(r.blocks, r.tokens[:max(known, 0)])
+            self.shared += r.n_cached
+        cache.resize(r.blocks, self.reach(r))
         cache.charged += extra
         return True
+
+    def _is_being_read(self, r):
+        """Whether an active request reads the beginning of this one, which waits for it."""
+        if not self.engine.planner.shares:
+            return False
+        n = self.engine.cache.block
+        return any(not other.is_read and len(r.tokens) > n and other.tokens[:n] == r.tokens[:n]
+                   for other in self.engine.active)
 
     def _resume(self, r):
         """Bring a request back, chunk by chunk, once the next rows of all others fit next to it. True when it
@@ -126,9 +141,15 @@ class Admission:
             cache.restore(r.blocks)
         return cache.resize(r.blocks, size)
 
+    def remember(self, r):
+        """Let others share what this request has in the cache."""
+        if not r.blocks.host:
+            self.engine.cache.remember(r.blocks, r.tokens[:r.n_cached])
+
     def leave(self, r):
         """A request that is finished, or starts again: its blocks and buffers are free."""
         self.engine.planner.release(r)
+        self.remember(r)
         self.engine.cache.close(r.blocks)
         if r in self.paused:
             self.paused.remove(r)

@@ -195,6 +195,8 @@ class Engine:
             if s.kind == "prefill":
                 s.request.n_cached += len(s.tokens)
                 self.planner.observe(s, range(len(s.tokens)))
+                if s.request.is_read:
+                    self.admission.remember(s.request)
                 if self.on_read:
                     self.on_read(len(s.tokens))
         # A plan begins with its drafting segments.
@@ -272,6 +274,8 @@ class Engine:
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
         if largest > slots:
             raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
+        if self.cache and self.cache.n_slots < slots and not self.fused:
+            self.cache.enlarge(slots)                    # with what it holds of earlier texts
         if self.cache is None or self.cache.n_slots < slots:
             self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device,
                                  spare=int(self.fused))
@@ -314,6 +318,7 @@ class Planner:
     record_prompt = 0                    # how many last rows of a prompt are recorded, to choose keys by
     fusable = True                       # whether the kernels serve all of its rows
     rows = 1                             # the most that a verification writes
+    shares = True                        # whether a request may begin with what others have in the cache
     feature_layers = ()                  # whose states `observe` gets besides the final ones
 
     def plan(self, ready):
@@ -362,6 +367,7 @@ class Lockstep(Planner):
         self.ngram = NGram()
         self.rows = k + lookup + 1
         self.feature_layers = self.drafter.feature_layers
+        self.shares = not self.drafter.reads             # the states of shared tokens are gone
         self.fusable = self.drafter.width == 1 and not lookup or self.rows <= TREE
 
     def plan(self, ready):

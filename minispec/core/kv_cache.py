@@ -6,8 +6,14 @@ A block holds the keys and values of BLOCK tokens in all layers. Position p of a
 Attention reads whole blocks where they lie (attention.py). Rolling rejected tokens back needs no method: what
 counts as cached is the request's own length, and the next tokens overwrite the rest. Of a draft tree, `keep`
 moves the accepted path together.
+
+Texts that begin alike share the blocks of their common beginning (prefix caching, as in vLLM): a full block is
+found by its tokens and the block before it, and counts its users. A block without users keeps its content
+until the room is needed; the one that was left first goes first. Shared blocks are never written.
 """
 import heapq
+import itertools
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
@@ -58,6 +64,11 @@ class KVCache:
         shape = (2, config.n_layer, config.n_kv_head, slots, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
         self.free_blocks = list(range(self.n_blocks))    # a heap: the lowest come first, and lie together
+        self.users = [0] * self.n_blocks                 # requests that have each block
+        self.names = {}                                  # (name of the block before, tokens) -> (name, block)
+        self.named = {}                                  # block -> its key in `names`
+        self.idle = OrderedDict()                        # named blocks without users, first left first
+        self.new_name = itertools.count(1)
         self.charged = 0
         self.offloaded = 0                               # tokens copied so far
         self.side = torch.cuda.Stream(self.kv.device) if self.kv.is_cuda else None
@@ -76,7 +87,7 @@ class KVCache:
 
     @property
     def used(self):
-        return self.n_slots - len(self.free_blocks) * self.block
+        return self.n_slots - (len(self.free_blocks) + len(self.idle)) * self.block
 
     @property
     def free(self):
@@ -105,22 +116,75 @@ class KVCache:
         if more * self.block > self.free:
             return False
         for _ in range(more):
-            blocks.table.append(heapq.heappop(self.free_blocks))
+            blocks.table.append(self._take())
         for _ in range(-more):
-            heapq.heappush(self.free_blocks, blocks.table.pop())
+            self._leave(blocks.table.pop())
         return True
+
+    def _take(self):
+        if self.free_blocks:
+            block = heapq.heappop(self.free_blocks)
+        else:
+            block, _ = self.idle.popitem(last=False)
+            del self.names[self.named.pop(block)]
+        self.users[block] = 1
+        return block
+
+    def _leave(self, block):
+        self.users[block] -= 1
+        if not self.users[block]:
+            if block in self.named:
+                self.idle[block] = None
+            else:
+                heapq.heappush(self.free_blocks, block)
 
     def extend(self, blocks, n):
         """Give an Allocation blocks for at least n slots. The pool is copied to a larger one where it has too
         few."""
         if n <= self.size(blocks) or self.resize(blocks, n):
             return
-        more = max(self.blocks_for(n), self.n_blocks)
+        self.enlarge(self.n_slots + max(n, self.n_slots))
+        self.resize(blocks, n)
+
+    def enlarge(self, n_slots):
+        """Copy the pool to one of at least n_slots."""
+        more = self.blocks_for(n_slots) - self.n_blocks
         self.kv = F.pad(self.kv, (0, 0, 0, more * self.block))
         self.free_blocks += range(self.n_blocks, self.n_blocks + more)
         heapq.heapify(self.free_blocks)
+        self.users += [0] * more
         self.n_blocks += more
-        self.resize(blocks, n)
+
+    # -- texts that begin alike ------------------------------------------------------------------------------
+
+    def _full_blocks(self, tokens):
+        """The tokens of each full block."""
+        ends = range(self.block, len(tokens) + 1, self.block)
+        return [tuple(tokens[end - self.block:end]) for end in ends]
+
+    def share(self, blocks, tokens):
+        """Give a new Allocation the blocks that hold the beginning of `tokens`. Returns how many tokens they
+        hold."""
+        name = 0
+        for part in self._full_blocks(tokens):
+            if (name, part) not in self.names:
+                break
+            name, block = self.names[name, part]
+            self.users[block] += 1
+            self.idle.pop(block, None)
+            blocks.table.append(block)
+        return self.size(blocks)
+
+    def remember(self, blocks, tokens):
+        """The blocks hold `tokens` for good: let others share them."""
+        name = 0
+        for block, part in zip(blocks.table, self._full_blocks(tokens)):
+            if (name, part) not in self.names and block not in self.named:
+                self.names[name, part] = next(self.new_name), block
+                self.named[block] = name, part
+            if (name, part) not in self.names:           # a copy of a block that has left
+                break
+            name, _ = self.names[name, part]
 
     # -- where tokens lie ------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ def summary(generations, engine):
     prefill = 0.0
     fed = sum(i["prefill"] for i in getattr(engine, "iterations", []))
     if fed:
-        prefill = engine.seconds["prefill"] * prompt / fed
+        prefill = engine.seconds["prefill"] * min(prompt / fed, 1)       # without what was read again
         decoded -= sum(bool(g.token_ids) for g in generations)
 
     # Of the rounds that proposed a draft at this position, how many accepted it?
@@ -108,6 +108,7 @@ def schedule_view(engine):
         "cache_peak": max(i["used"] for i in iterations),
         "offloaded": engine.cache.offloaded,
         "recomputed": engine.admission.recomputed,
+        "shared": engine.admission.shared,
     }
 
 

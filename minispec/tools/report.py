@@ -108,5 +108,6 @@ def schedule_lines(v):
         f"rows: {v['prefill_rows']} prefill, {v['draft_rows']} draft, {v['verify_rows']} verify; "
         f"{v['active_mean']:.1f} requests at once, {v['stalled']} stalls",
         f"cache: at most {v['cache_peak']} of {v['cache_slots']} slots; "
-        f"{v['offloaded']} tokens offloaded, {v['recomputed']} recomputed",
+        f"{v['offloaded']} tokens offloaded, {v['recomputed']} recomputed"
+        + (f", {v['shared']} shared" if v.get("shared") else ""),
     ]
