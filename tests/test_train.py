@@ -150,3 +150,17 @@ def test_without_file_locks_of_the_system_an_exclusive_file_is_the_lock(tmp_path
         raise KeyboardInterrupt
     with training.locked(tmp_path):
         pass
+
+
+def test_divergence_is_in_fp32_also_where_products_are_not():
+    """Under autocast, of a model that is nearly the target: small, and never below 0."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(64, 500, generator=generator) * 3
+    logits = (target + 0.1 * torch.randn(64, 500, generator=generator)).requires_grad_()
+    p, q = target.double().softmax(-1), logits.double().softmax(-1)
+    want = (p * (p / q).log()).sum(-1)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = training.Divergence(target)(logits)
+    assert torch.allclose(got.double(), want, atol=1e-5) and (got > 0).all()
+    got.sum().backward()
+    assert torch.allclose(logits.grad.double(), q - p, atol=1e-5)
