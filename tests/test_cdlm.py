@@ -16,8 +16,7 @@ import train_cdlm
 from minispec import cdlm
 from minispec.core import gpt
 from minispec.tools import checkpoints
-from minispec.data import masks, tasks
-from minispec.studies.cdlm import fitting
+from minispec.data import tasks
 from minispec.tools import methods
 from minispec.core.attention import dense_attend
 from minispec.core.requests import Request
@@ -77,7 +76,7 @@ def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
 
 def test_block_causal_mask_is_its_definition():                                    # 1
     prompts, width, length, block = [[3] * n for n in (1, 5, 13)], 13, 20, B
-    positions, blocks = cdlm.layout(pad_prompts(prompts), length)
+    positions, blocks = cdlm.layout(pad_prompts(prompts), length, block)
     mask, everything = cdlm.block_causal(blocks)[:, 0], cdlm.bidirectional(blocks)[:, 0]
     for row, p in enumerate(map(len, prompts)):
         number = lambda i: 0 if i < p else 1 + (i - p) // block
@@ -100,10 +99,9 @@ def test_later_blocks_do_not_reach_back(model):                                 
     assert not torch.allclose(whole(slots)[1], whole(slots[:-1] + [0])[1])
 
 
-@mock.patch.object(cdlm, "BLOCK_SIZE", L)
 def test_prompt_never_sees_the_answer(model):                                      # 6
     def prompt_rows(slots):
-        positions, blocks = cdlm.layout(torch.tensor(PROMPTS[:1]), L)
+        positions, blocks = cdlm.layout(torch.tensor(PROMPTS[:1]), L, L)
         return model(torch.tensor([PROMPTS[0] + slots]), positions, dense_attend(cdlm.block_causal(blocks)))[:, :9]
     assert torch.equal(prompt_rows([1] * L), prompt_rows([2] * L))
 
@@ -404,7 +402,7 @@ def test_blocks_behind_the_end_of_text_are_not_lived_through(model):            
     model.config.eos_id = old
     assert data["live"].tolist() == [live] and data["tokens"][0, :live].tolist() == filled(free)[0][:live] and (data["tokens"][0, live:] == eos).all()
     assert (data["rank"].sort(-1).values == torch.arange(WHOLE)).all() and (data["hidden"][0, :live].abs().sum(-1) > 0).all() and (data["hidden"][0, live:] == 0).all()
-    k, ends = train_cdlm.draw_states(data["live"].repeat(200), WHOLE, torch.Generator().manual_seed(0)), torch.arange(B, WHOLE + B, B)
+    k, ends = cdlm.draw_states(data["live"].repeat(200), WHOLE, B, torch.Generator().manual_seed(0)), torch.arange(B, WHOLE + B, B)
     opened = torch.arange(0, WHOLE, B) < live
     assert (k < ends)[:, opened].all() and (k == ends)[:, ~opened].all()     # nothing to learn behind the text
 
@@ -413,7 +411,7 @@ def test_problems_fit_and_fill_up_with_ends_of_text():
     tokenizer = Tokenizer.load(TARGET)
     for family in tasks.FAMILIES:
         for split in ("train", "heldout"):
-            problem, prompt, answer = fitting(tokenizer, family, 3, split)
+            problem, prompt, answer = tasks.fitting(tokenizer, family, 3, split, 256)
             body = tokenizer.response_ids(problem.think, problem.answer)
             assert len(answer) == 256 and len(prompt) <= 160 and answer[:len(body)] == body and set(answer[len(body):]) <= {tokenizer.special["<|eos|>"]}
             assert tasks.is_heldout(problem.prompt) == (split == "heldout") and tasks.check(problem, tokenizer.answer_text(answer))

@@ -84,6 +84,23 @@ def make(family, seed, split="train", size=None):
             return Problem(family, prompt, think, answer, facts)
 
 
+def fitting(tokenizer, family, seed, split, length, longest_prompt=160):
+    """A problem whose solution fits `length` answer slots: (problem, prompt ids, answer ids (L,), filled up
+    with ends of text). Sizes are drawn from the trained range and from 3 on, smaller and smaller until one
+    fits."""
+    rng = random.Random(f"{family}/{split}/{seed}/fitting")
+    low, high = SIZES[family]
+    low = min(low, 3)
+    while True:
+        size = rng.randint(low, high)
+        problem = make(family, rng.randrange(1 << 40), split, size)
+        prompt = tokenizer.prompt_ids(problem.prompt)
+        answer = tokenizer.response_ids(problem.think, problem.answer)
+        if len(prompt) <= longest_prompt and len(answer) <= length:
+            return problem, prompt, answer + answer[-1:] * (length - len(answer))
+        high = max(size - 1, low)
+
+
 def check(problem, text):
     """Whether `text`, what was written after the answer mark, solves the problem."""
     if problem.family != "search":
