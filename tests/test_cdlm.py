@@ -149,7 +149,7 @@ class Compared(cdlm.Decoder):
 
     def forward(self, active):
         hidden, logits, spent = super().forward(active)
-        want = [dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:])
+        want = [dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:], block_size=self.block_size)
                 [[i - a.prompt for i in a.masked()]] for a in active]
         self.worst = max(self.worst, (logits - torch.cat(want)).abs().max().item())
         assert self.stale or torch.equal(logits.argmax(-1), torch.cat(want).argmax(-1))
@@ -169,8 +169,9 @@ class Stale(Compared):
 
 
 @pytest.mark.parametrize("steps", [None, 3])
-def test_cached_logits_equal_uncached_ones(model, steps):                          # 3, 4
-    decoder = Compared(model, MASK, steps_a_block=steps, batch_size=4)
+@pytest.mark.parametrize("size", [None, 4, 16])
+def test_cached_logits_equal_uncached_ones(model, steps, size):                    # 3, 4
+    decoder = Compared(model, MASK, steps_a_block=steps, batch_size=4, block_size=size)
     decoder.generate(requests())
     assert 0 < decoder.worst <= 1e-5
 
@@ -217,6 +218,38 @@ def naive(model, prompt, length, block, steps, order="surest"):
             for i in confidence.topk(m // per_block + (s < m % per_block)).indices.tolist():
                 x[i] = x0[i - len(prompt)].item()
     return x[len(prompt):]
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_decoder_may_have_other_blocks_than_the_model(model, size):              # 7
+    reqs = requests(length=24)
+    cdlm.Decoder(model, MASK, "teacher", order="surest", batch_size=3, block_size=size).generate(reqs)
+    assert filled(reqs) == [naive(model, p, 24, size, 24) for p in PROMPTS] != [naive(model, p, 24, B, 24) for p in PROMPTS]
+    assert all(rank // size == i // size for r in reqs for i, rank in enumerate(r.state.rank))
+
+
+def test_the_block_size_is_the_models(model, tmp_path):
+    """Kept in config.json; a config without it means 32 (here B), as of the models that ship."""
+    own = toy_model(n_layer=3, diffusion_block_size=4)
+    own.load_state_dict(model.state_dict())
+    for name, saved in (("plain", model), ("own", own)):
+        checkpoints.save(saved, tmp_path / name)
+    assert "diffusion_block_size" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    loaded = checkpoints.load(tmp_path / "own")
+    assert loaded.config.diffusion_block_size == 4 and cdlm.block_size_of(loaded) == 4 and cdlm.block_size_of(checkpoints.load(tmp_path / "plain")) == B
+    tokens = lambda model, **how: [g.token_ids for g in cdlm.Decoder(model, MASK, **how).generate(requests())]
+    assert tokens(loaded) == tokens(model, block_size=4) != tokens(model) == tokens(loaded, block_size=B)
+    # Training has the same blocks: a slot does not see the block behind its own.
+    answer = torch.randint(0, 60, (1, 8), generator=torch.Generator().manual_seed(0))
+    other = torch.cat([answer[:, :4], answer[:, 4:] + 1], 1)
+    with torch.inference_mode():
+        one, two = (cdlm.answer_hidden(loaded, torch.tensor(PROMPTS[:1]), x) for x in (answer, other))
+        assert torch.equal(one[:, :4], two[:, :4]) and not torch.equal(cdlm.answer_hidden(model, torch.tensor(PROMPTS[:1]), other)[:, :4], two[:, :4])
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    for wrong in ("x", -4, 2.5, 1 << 30):
+        (tmp_path / "own" / "config.json").write_text(json.dumps({**config, "diffusion_block_size": wrong}))
+        with pytest.raises(ValueError, match=f"diffusion_block_size {wrong} is out of range"):
+            checkpoints.load(tmp_path / "own")
 
 
 @pytest.mark.parametrize("order", cdlm.ORDERS)
@@ -378,6 +411,20 @@ def test_a_trajectory_in_the_order_of_the_text(model):
     assert torch.equal(data["rank"], torch.arange(WHOLE).expand(4, -1)) and (data["hidden"].abs().sum(-1) > 0).all()
 
 
+def test_how_far_from_left_to_right(trajectories):
+    """The share of reveals that left a masked slot to the left; of random orders of n slots all but H(n) / n."""
+    share = lambda *rank, live=4: train_cdlm.passed_over(torch.tensor([rank]), torch.tensor([live]))
+    assert [share(0, 1, 2, 3), share(1, 0, 2, 3), share(1, 2, 3, 0), share(3, 2, 1, 0)] == [0, 0.25, 0.25, 0.75]
+    assert [share(1, 0, 3, 2, live=2), share(0, 1, 3, 2, live=2)] == [0.5, 0]          # slots that were never decoded do not count
+    random = torch.rand(2000, 32, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    mean = train_cdlm.passed_over(random, torch.full((2000,), 32))
+    assert abs(mean - (1 - sum(1 / i for i in range(1, 33)) / 32)) < 0.005 and f"{mean:.2f}" in train_cdlm.passed_over.__doc__
+    # By a walk through the states.
+    rank = trajectories["rank"]
+    passed = sum(bool((rank[row, :slot] > rank[row, slot]).any()) for row in range(4) for slot in range(WHOLE))
+    assert 0 < passed and train_cdlm.passed_over(rank, trajectories["live"]) == pytest.approx(passed / 4 / WHOLE)
+
+
 def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):     # 11
     assert trajectories["hidden"].dtype == torch.float16
     for row, prompt in enumerate(PROMPTS[:2]):
@@ -435,8 +482,8 @@ def test_settings_reach_the_decoder(toy):
     for method, threshold in (("cdlm", cdlm.THRESHOLD), ("dlm", None)):
         plain = methods.make_engine(method, target, methods.settings(drafter=toy), 1)
         assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method])
-        other = methods.make_engine(method, target, methods.settings(drafter=toy, order="surest", threshold=0.5), 3)
-        assert (other.order, other.threshold, other.batch_size) == ("surest", 0.5, 3)
+        other = methods.make_engine(method, target, methods.settings(drafter=toy, order="surest", threshold=0.5, block_size=5), 3)
+        assert (other.order, other.threshold, other.batch_size, other.block_size) == ("surest", 0.5, 3, 5) and plain.block_size == B
 
 
 def test_a_model_of_ones_own_has_diffusion_models_of_its_own():
@@ -465,6 +512,13 @@ def test_decode_json(toy, tmp_path, capsys):
         d = json.loads((tmp_path / "o.json").read_text())
         assert d["counts"]["forwards"] >= 2 and d["counts"]["tokens_kept"] == d["new_tokens"] and "tokens per forward" in out and "speed-up" in out
         assert "identical" not in out and len(d["requests"]) == 2
+
+
+def test_decode_with_another_block_size(toy, tmp_path):
+    args = ["--model", toy, "--method", "cdlm", "--drafter", toy, "--prompt", "hi", "--max-new-tokens", "48", "--threshold", "0", "--json", str(tmp_path / "o.json")]
+    for more, steps in (([], 48 / B), (["--block-size", "4"], 12), (["--block-size", "100"], 1)):
+        decode.main([*args, *more])
+        assert json.loads((tmp_path / "o.json").read_text())["counts"]["forwards"] == steps
 
 
 def test_watch_prints_a_line_a_step_with_new_tokens_in_green(toy, capsys):

@@ -9,15 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TARGET, toy_model
-from safetensors.torch import load_file
+from conftest import TARGET, run_script, save_toy_target, toy_model
+from safetensors.torch import load_file, save_file
 from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, dense, filled, pad_prompts, requests
 from test_cdlm import model, small_blocks, trajectories  # noqa: F401  fixtures
 
+import decode
 import train_cdlm
 from minispec import cdlm
-from minispec.data import tasks
+from minispec.data import rollouts, tasks
 from minispec.data.tokenizer import Tokenizer
+from minispec.tools import checkpoints
 from minispec.tools.training import Optimizer, schedule
 
 
@@ -292,7 +294,7 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
         assert [{**r, "seconds": 0} for r in log(trained / stage)] == [{**r, "seconds": 0} for r in log(tmp_path / stage)]
 
 
-def test_trajectories_reveal_the_most_confident_slot_first(toy, tmp_path, monkeypatch):
+def test_trajectories_reveal_the_most_confident_slot_first(toy, tmp_path, monkeypatch, capsys):
     """As the script records them. In reading order the rank of a slot would be its place."""
     seen, pick = [], cdlm.pick
 
@@ -308,6 +310,8 @@ def test_trajectories_reveal_the_most_confident_slot_first(toy, tmp_path, monkey
     assert len(seen) >= 2 * B and all(picked == [confidence.index(max(confidence))] for confidence, picked in seen)
     rank = train_cdlm.load_trajectories(tmp_path)["rank"][:, :B]
     assert (rank.sort().values == torch.arange(B)).all() and (rank != torch.arange(B)).any()
+    data = train_cdlm.load_trajectories(tmp_path)
+    assert f"2 trajectories; {train_cdlm.passed_over(data['rank'], data['live']):.0%} of the reveals left a masked slot to the left" in capsys.readouterr().out
     # Those of another order are refused, and those from the time when there was one order alone.
     settings = json.loads((tmp_path / "settings.json").read_text())
     for order, said in ({"order": "first"}, "first"), ({}, "None"):
@@ -333,6 +337,81 @@ def test_trajectory_files(trained, toy, monkeypatch):                           
     with pytest.raises(ValueError, match="trajectories.* was begun with teacher .*, not "):
         train(monkeypatch, toy, trained, "--name", "other")
     (trained / "kept").rename(trained / "teacher" / "model.safetensors")
+
+
+# -- another target ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """(folder of a random target that knows neither masks nor our problems, folder of its answers to a file of prompts)."""
+    folder = tmp_path_factory.mktemp("other")
+    target = save_toy_target(folder, seed=2)
+    tokenizer = os.path.join(target, "tokenizer.json")
+    with open(tokenizer) as f:
+        text = f.read().replace("<|mask|>", "<|spare|>").replace("<|answer|>", "<|free|>")
+    with open(tokenizer, "w") as f:
+        f.write(text)
+    (folder / "target" / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Is {i} more than {i * i}?"}) + "\n" for i in range(60)))
+    run_script(rollouts, "--target", target, "--out", folder / "answers", "--prompt-file", folder / "prompts.jsonl", "--prompts", 12, "--heldout", 3,
+               "--max-new-tokens", 40, "--device", "cpu")
+    return target, str(folder / "answers")
+
+
+def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, monkeypatch, capsys):
+    target, answers = other
+    train(monkeypatch, target, tmp_path, "--answers", answers, "--block-size", "4", "--prompts", "100", gen_length=32)
+    old, new, tokenizer = checkpoints.load(target), checkpoints.load(tmp_path / "target"), Tokenizer.load(tmp_path / "target")
+    assert tokenizer.mask_id == old.config.vocab_size == new.config.vocab_size - 1 == 2048 and tokenizer.special.keys() - Tokenizer.load(target).special.keys() == {"<|mask|>"}
+    for name in ("embed", "head"):
+        rows, more = getattr(old, name).weight, getattr(new, name).weight
+        assert torch.equal(rows, more[:2048]) and torch.allclose(rows.mean(0), more[2048])
+    assert all(torch.equal(p, dict(new.named_parameters())[name]) for name, p in old.named_parameters() if name[:4] not in ("embe", "head"))
+    data, texts = train_cdlm.load_trajectories(tmp_path / "trajectories"), len(load_file(os.path.join(answers, "train-0-12.safetensors"))) // 6
+    assert 2 <= len(data["live"]) <= 2 * texts == 24 and (data["tokens"] != 2048).all()          # not more than there are prompts
+    assert f"{len(data['live'])} trajectories; " in capsys.readouterr().out
+    for stage in ("teacher", "student"):
+        records = log(tmp_path / stage)
+        assert len(records) == 3 and all(record["heldout"].keys() == {"heldout"} and math.isfinite(record["loss"]) for record in records)
+        assert Tokenizer.load(tmp_path / stage).mask_id == 2048 and Tokenizer.load(tmp_path / stage).chat_template == "{{ messages[0].content }}!"
+        assert json.loads((tmp_path / stage / "config.json").read_text())["diffusion_block_size"] == 4
+    assert log(tmp_path / "student")[-1]["distill"] < log(tmp_path / "student")[0]["distill"]
+    args = ["--model", target, "--method", "cdlm", "--drafter", str(tmp_path / "student"), "--prompt", "Is 2 more than 4?", "--max-new-tokens", "32"]
+    decode.main([*args, "--threshold", "0", "--json", str(tmp_path / "o.json")])
+    assert 1 <= json.loads((tmp_path / "o.json").read_text())["counts"]["forwards"] <= 8
+    # Once more: all is there.
+    train(monkeypatch, target, tmp_path, "--answers", answers, "--block-size", "4", "--prompts", "100", gen_length=32)
+    assert capsys.readouterr().out.count("is complete") == 2
+
+
+def test_what_another_target_needs(other, toy, tmp_path, monkeypatch):
+    target, answers = other
+    for model, more, message in ((target, [], f"{target} needs --answers DIR; this makes some: python -m minispec.data.rollouts"),
+                                 (toy, ["--answers", answers], "was begun with target .*, not "),
+                                 (target, ["--answers", "nowhere"], "cannot read nowhere/settings.json"),
+                                 (target, ["--answers", answers, "--prompt-length", "2"], f"{answers} lacks answers to prompts of at most 2 tokens")):
+        with pytest.raises(ValueError, match=message):
+            train(monkeypatch, model, tmp_path, *more, gen_length=32)
+    with pytest.raises(SystemExit):
+        train(monkeypatch, target, tmp_path, "--block-size", "5")
+
+
+def test_which_answers_are_examples(tmp_path, monkeypatch):
+    """Cut to the slots, or filled up behind an end of text. One that was given up, and one to a long prompt, are left out."""
+    monkeypatch.setattr(cdlm, "GEN_LENGTH", 4)
+    tokenizer = SimpleNamespace(ends=[9, 8])
+    texts = {"0": ([1, 2], [3, 4, 8]), "1": ([1], [3, 4, 5, 6, 7]), "2": ([1], [3, 4, 5]), "3": ([1, 2, 3], [4, 9])}
+    tensors = {f"{i}.ids": torch.tensor(prompt + answer) for i, (prompt, answer) in texts.items()}
+    tensors |= {f"{i}.learn": torch.arange(len(prompt + answer)) >= len(prompt) for i, (prompt, answer) in texts.items()}
+    save_file(tensors, tmp_path / "given-0-4.safetensors")
+    args = SimpleNamespace(answers=tmp_path, prompt_length=2)
+    assert train_cdlm.read_answers(args, tokenizer, "given") == [([1, 2], [3, 4, 8, 9]), ([1], [3, 4, 5, 6])] and train_cdlm.read_answers(args, tokenizer, "train") == []
+
+
+def test_a_gguf_file_without_a_mask_token_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_cdlm.Tokenizer, "load", lambda path: SimpleNamespace(special={}))
+    with pytest.raises(ValueError, match="target must be a Hugging Face folder, got model.gguf"):
+        train_cdlm.with_mask("model.gguf", tmp_path)
 
 
 def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):
