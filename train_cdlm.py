@@ -56,7 +56,7 @@ def parse_args():
         help="the autoregressive model that the teacher starts from (default %(default)s)")
     add("--answers", metavar="DIR",
         help="the target's answers to prompts (default: problems of our families, with their solutions)")
-    add("--prompt-length", type=int, default=160,
+    add("--prompt-length", type=int, default=tasks.LONGEST_PROMPT,
         help="longest prompt in tokens; longer ones are left out (default %(default)s)")
     add("--block-size", type=int, default=cdlm.BLOCK_SIZE, choices=BLOCK_SIZES,
         help="slots of a block (default %(default)s)")
@@ -115,6 +115,9 @@ def examples_of(args, tokenizer):
         if not tokenizer.ours:
             raise ValueError(f"{args.target} needs --answers DIR; this makes some: python -m "
                              f"minispec.data.rollouts --target {args.target} --out DIR")
+        if args.prompt_length < tasks.LONGEST_PROMPT:
+            raise ValueError(f"prompt-length must be {tasks.LONGEST_PROMPT} or more without --answers, got "
+                             f"{args.prompt_length}")
         heldout = {family: [problem(args, tokenizer, n, family, "heldout") for n in range(HELDOUT)]
                    for family in tasks.FAMILIES}
         return partial(problem, args, tokenizer), heldout
@@ -144,14 +147,13 @@ def reference_batch(model, examples, block_causal, generator, in_order=0.0):
 def with_mask(source, folder):
     """The folder `source`, or a copy of it in `folder` whose vocabulary has a mask token too, embedded as the
     mean of all others."""
-    tokenizer = Tokenizer.load(source)
+    tokenizer, file = Tokenizer.load(source), f"{folder}/tokenizer.json"
     if MASK in tokenizer.special:
         return source
-    if not os.path.isdir(source):
-        raise ValueError(f"target must be a Hugging Face folder, got {source}")
-    file = f"{folder}/tokenizer.json"
     if os.path.exists(file) and MASK in Tokenizer.load(folder).special:
         return folder
+    if not os.path.isdir(source):
+        raise ValueError(f"target must be a Hugging Face folder, got {source}")
     old = checkpoints.load(source)
     state = old.state_dict()
     for name in ("embed.weight", "head.weight"):

@@ -84,9 +84,11 @@ def test_consistency_loss_by_hand(model, trajectories):                         
 def test_divergence():                                                             # 14, 17
     a, b = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
     p, q = a.softmax(-1), b.softmax(-1)
-    assert torch.allclose(cdlm.kl(a, b), (p * (p / q).log()).sum(-1), atol=1e-5)
-    masked = cdlm.mask_free(a, 3)
-    assert (cdlm.kl(a, a).abs() < 1e-6).all() and cdlm.kl(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
+    want, masked = (p * (p / q).log()).sum(-1), cdlm.mask_free(a, 3)
+    for rounded in (False, True):                        # training multiplies in bf16, but a divergence near 0 would drown in that
+        with torch.autocast("cpu", torch.bfloat16, rounded):
+            assert torch.allclose(cdlm.kl(a, b), want, atol=1e-5) and (cdlm.kl(a, a).abs() < 1e-6).all()
+    assert cdlm.kl(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
 
 
 def test_a_model_has_nothing_to_learn_from_its_own_last_step(model):               # 14
@@ -388,6 +390,7 @@ def test_what_another_target_needs(other, toy, tmp_path, monkeypatch):
     target, answers = other
     for model, more, message in ((target, [], f"{target} needs --answers DIR; this makes some: python -m minispec.data.rollouts"),
                                  (toy, ["--answers", answers], "was begun with target .*, not "),
+                                 (toy, ["--prompt-length", "159"], "prompt-length must be 160 or more without --answers, got 159"),
                                  (target, ["--answers", "nowhere"], "cannot read nowhere/settings.json"),
                                  (target, ["--answers", answers, "--prompt-length", "2"], f"{answers} lacks answers to prompts of at most 2 tokens")):
         with pytest.raises(ValueError, match=message):
