@@ -122,7 +122,9 @@ def examples_of(args, tokenizer):
                    for family in tasks.FAMILIES}
         return partial(problem, args, tokenizer), heldout
     target = checkpoints.fingerprint(checkpoints.load(args.target))
-    training.unchanged(read_json(f"{args.answers}/settings.json"), {"target": target})
+    settings = f"{args.answers}/settings.json"
+    with blame(settings):
+        training.unchanged(read_json(settings), {"target": target})
     train, given, heldout = (read_answers(args, tokenizer, kind) for kind in ("train", "given", "heldout"))
     train += given
     if not train or not heldout:

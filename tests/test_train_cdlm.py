@@ -388,7 +388,9 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, mon
 
 def test_what_another_target_needs(other, toy, tmp_path, monkeypatch):
     target, answers = other
-    for model, more, message in ((target, [], f"{target} needs --answers DIR; this makes some: python -m minispec.data.rollouts"),
+    (tmp_path / "settings.json").write_text("[]")
+    for model, more, message in ((target, ["--answers", str(tmp_path)], "settings.json is damaged"),
+                                 (target, [], f"{target} needs --answers DIR; this makes some: python -m minispec.data.rollouts"),
                                  (toy, ["--answers", answers], "was begun with target .*, not "),
                                  (toy, ["--prompt-length", "159"], "prompt-length must be 160 or more without --answers, got 159"),
                                  (target, ["--answers", "nowhere"], "cannot read nowhere/settings.json"),

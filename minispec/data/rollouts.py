@@ -10,12 +10,12 @@ run goes on where it was:
     given-0-128.safetensors    the same of answers that others wrote (--given)
 
 They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch
-costs the drafter alone. A drafter's training makes them; for train_cdlm.py
+costs the drafter alone. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and
+read back, and the end of text stays where it was chosen. A greedy answer ends where it starts to loop.
+
+The training of a drafter makes its shards. For train_cdlm.py this command makes them:
 
     python -m minispec.data.rollouts --target FOLDER --out DIR
-
-does. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and
-read back, and the end of text stays where it was chosen. A greedy answer ends where it starts to loop.
 """
 import itertools
 import os
