@@ -106,14 +106,18 @@ def test_prompt_never_sees_the_answer(model):                                   
     assert torch.equal(prompt_rows([1] * L), prompt_rows([2] * L))
 
 
-def test_two_copies_train_every_block_as_decoding_meets_it(model):
+@pytest.mark.parametrize("size", [0, 4])
+def test_two_copies_train_every_block_as_decoding_meets_it(model, size):
+    """In blocks of the model's size; 0: its config does not say one."""
+    model, weights, size = toy_model(n_layer=3, diffusion_block_size=size), model.state_dict(), size or B
+    model.load_state_dict(weights)
     g, prompt = torch.Generator().manual_seed(0), pad_prompts(PROMPTS)
     clean = torch.randint(0, 60, (len(PROMPTS), L), generator=g)
     noisy = clean.masked_fill(torch.rand(clean.shape, generator=g) < 0.5, MASK)
     with torch.inference_mode():
         got = cdlm.blocks_hidden(model, prompt, clean, noisy)
-        for first in range(0, L, B):
-            block = slice(first, first + B)
+        for first in range(0, L, size):
+            block = slice(first, first + size)
             alone = clean.clone()
             alone[:, block] = noisy[:, block]
             assert (got[:, block] - cdlm.answer_hidden(model, prompt, alone)[:, block]).abs().max() < 1e-5

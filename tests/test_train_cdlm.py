@@ -365,6 +365,7 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, mon
     train(monkeypatch, target, tmp_path, "--answers", answers, "--block-size", "4", "--prompts", "100", gen_length=32)
     old, new, tokenizer = checkpoints.load(target), checkpoints.load(tmp_path / "target"), Tokenizer.load(tmp_path / "target")
     assert tokenizer.mask_id == old.config.vocab_size == new.config.vocab_size - 1 == 2048 and tokenizer.special.keys() - Tokenizer.load(target).special.keys() == {"<|mask|>"}
+    assert new.config.eos_id == tokenizer.ends[0]        # what fills up the answers
     for name in ("embed", "head"):
         rows, more = getattr(old, name).weight, getattr(new, name).weight
         assert torch.equal(rows, more[:2048]) and torch.allclose(rows.mean(0), more[2048])
