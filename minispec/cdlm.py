@@ -1,22 +1,21 @@
 """CDLM (arXiv 2511.19269): a diffusion model that reveals many tokens a step, with an exact KV cache.
 
-A masked-diffusion model reads a prompt and L answer slots. Some slots hold the mask token, and all masked
-slots are predicted at once. One GPT body serves three ways of decoding. They differ in which keys a query may
-see:
+A masked-diffusion model reads a prompt and L answer slots, some of which hold the mask token, and predicts
+all masked slots at once. One GPT body decodes in three ways, which differ in the keys that a query may see:
 
     autoregressive  row i sees rows 0..i           one token a forward, 1 row       exact cache
     teacher         every row sees all rows        one token a forward, P + L rows  no cache: all keys change
     student         a row sees the prompt, the     several tokens a forward,        exact cache of prompt and
                     finished and its own block     B rows                           finished blocks
 
-The student starts from the teacher's weights and learns from what the teacher did: from an early state of a
-block it predicts what the teacher predicted at the later, better informed step at which it revealed each
-token.
+The student starts from the teacher's weights. From an early state of a block it learns to predict what the
+teacher predicted at the later, better informed step at which it revealed each token.
 
-Glossary: P prompt tokens, L answer slots (`gen_length`), B slots of a block (`BLOCK_SIZE`), n answers in a
-batch, C model width, V vocabulary. rank (n, L): the order in which slots were revealed. State k of a
-trajectory (y in the paper): the slots of rank < k hold their tokens, the others are masked. The paper's tau
-is `threshold`.
+Glossary: P prompt tokens, L answer slots (`gen_length`), B slots of a block (`block_size`), n answers in a
+batch, C model width, V vocabulary. rank (n, L): the order in which slots were revealed. y: state k of a
+trajectory, in which the slots of rank < k hold their tokens and the others are masked. y*: the state in which
+the block that is open in y is complete. U_y: slots masked in y but not in y*. S_y: slots masked in y*. q: the
+student. The paper's tau is `threshold`.
 
 What differs from the paper:
   - If no slot is above the threshold, the first masked slot is revealed, not the most confident: see `pick`.
@@ -25,22 +24,22 @@ What differs from the paper:
     (and in Dream; in LLaDA it predicts its own slot). The row before a block predicts its first slot, so it
     is fed once more with the block.
   - All blocks of an answer are trained in one forward: see `two_copies`.
-  - The shipped student learned consistency inside the block; train_cdlm.py has it as printed.
+  - The shipped student learned consistency inside the block; here the loss is as printed.
 """
 import time
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from minispec.core.attention import FullKeys, dense_attend
-from minispec.core.engine import Engine
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request, Segment, Step, check_requests, pack
 from minispec.core.verify import check_numbers, draw, warp
 
 GEN_LENGTH = 256
-BLOCK_SIZE = 32
+BLOCK_SIZE = 32                  # of a model whose config names none
 PADDING = -1                     # in place of a token, left of prompts in a batch of training
 THRESHOLD = 0.99                 # the paper decodes at 0.9
 ORDERS = ("first", "surest")
@@ -53,17 +52,21 @@ def mask_free(logits, mask_id):
     return logits.float().index_fill(-1, torch.tensor([mask_id], device=logits.device), -1e9)
 
 
+def block_size_of(model):
+    """B, with which the model was trained."""
+    return model.config.diffusion_block_size or BLOCK_SIZE
+
+
 # -- decoding: one loop for student, teacher and dual cache --------------------------------------------------
 
 @dataclass
 class Answer:
-    """The answer of a request while it is filled in.
-
-    tokens: prompt and slots. [first, last): the positions of the open block. n_cached: positions whose cached
-    keys are final. rank (L,): when each slot was revealed, or its place. hidden: {slot: (C,)}, the rows from
-    which they were, if recorded. """
+    """The answer of a request while it is filled in. tokens: prompt and slots. [first, last): the positions
+    of the open block. n_cached: positions whose cached keys are final. rank (L,): when each slot was
+    revealed, or its place. hidden: {slot: (C,)}, the rows from which they were, if recorded. """
     request: Request
     mask_id: int
+    block_size: int
 
     def __post_init__(self):
         slots = self.request.max_new_tokens
@@ -71,14 +74,13 @@ class Answer:
         self.tokens = self.request.tokens + [self.mask_id] * slots
         self.rank = list(range(slots))
         self.hidden = {}
-        self.n_revealed = 0
-        self.n_cached = 0
+        self.n_revealed = self.n_cached = 0
         self.last = self.prompt
         self.open_block()
 
     def open_block(self):
         self.first = self.last
-        self.last = min(self.first + BLOCK_SIZE, len(self.tokens))
+        self.last = min(self.first + self.block_size, len(self.tokens))
         self.steps = 0
 
     def masked(self):
@@ -105,11 +107,8 @@ def choose(logits, request):
 def pick(confidence, n=1, threshold=None, order=ORDER):
     """Which masked slots to reveal, by index into `confidence`: all above the threshold; if there are none,
     or without a threshold, the first n (1 with a threshold) in `order`: the most confident ("surest"), or the
-    leftmost ("first").
-
-    A choice that is left open, such as how to begin a sentence, leaves everything behind it a mixture of what
-    may follow, and the most confident slot of a mixture is not reliable. Made first, the choice makes the
-    rest certain."""
+    leftmost ("first"). Behind an open choice, such as how to begin a sentence, slots are guessed from a
+    mixture of what may follow, and the most confident of them is not reliable."""
     slots = list(range(len(confidence)))
     if order == "surest":
         slots.sort(key=lambda i: -confidence[i])                 # ties to the left
@@ -121,8 +120,7 @@ def pick(confidence, n=1, threshold=None, order=ORDER):
 
 @dataclass
 class Decoder:
-    """Answers requests block by block; `stream` and `generate` are the engine's, but a request that was begun
-    cannot go on. kind:
+    """Answers requests block by block, with the engine's `stream` and `generate`. kind:
 
         student  feeds the open block, and once the block before it, clean. The cache of the rest is exact.
         teacher  feeds the prompt and all slots, every time.
@@ -132,7 +130,8 @@ class Decoder:
 
     threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
     token each). order: see `pick`. record: keep the hidden rows, and complete every block, for `collect`.
-    on_step(answer, revealed positions) is called after every step. """
+    block_size: None for the one that the model was trained with. on_step(answer, revealed positions) is
+    called after every step. """
     model: GPT
     mask_id: int
     kind: str = "student"
@@ -141,21 +140,36 @@ class Decoder:
     order: str = ORDER
     batch_size: int = 1
     record: bool = False
+    block_size: int = None
     on_step = None
-    generate = Engine.generate
 
     def __post_init__(self):
         if self.threshold is not None and not 0 <= self.threshold <= 1:
             raise ValueError(f"threshold {self.threshold} is out of range; "
                              "allowed is 0 (a block per step) to 1 (a token per step)")
+        self.block_size = self.block_size or block_size_of(self.model)
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}   # prefill: all clean rows
         self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}       # one forward for a whole batch
 
+    def generate(self, requests):
+        """Answer the requests and return their generations, in order."""
+        for _ in self.stream(requests):
+            pass
+        return [r.generation for r in requests]
+
     @torch.inference_mode()
     def stream(self, requests):
-        """Answer the requests, `max_new_tokens` slots each. Yields (request, tokens that are final up to the
+        """Answer new requests, `max_new_tokens` slots each. Yields (request, tokens that are final up to the
         first mask). Raises ValueError where a request does not fit the context."""
-        left = self._prepare(requests)
+        check_requests(requests, self.model.config)
+        for r in requests:
+            r.state = Answer(r, self.mask_id, self.block_size)
+            r.blocks = None
+        # A cache for this stream alone: one that was left in the middle cannot be in the way.
+        n_slots = whole_blocks(max((r.longest for r in requests), default=0))
+        n_slots *= min(self.batch_size, len(requests))
+        self.cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
+        left = [r.state for r in requests]
         while True:
             started = time.perf_counter()
             # 0. Finished answers make room; the caller may have cancelled others.
@@ -175,20 +189,8 @@ class Decoder:
             self.seconds["other"] += time.perf_counter() - started - seconds
             yield from committed
 
-    def _prepare(self, requests):
-        check_requests(requests, self.model.config)
-        for r in requests:
-            r.state = Answer(r, self.mask_id)
-            r.blocks = None
-        # A cache for this stream alone: one that was left in the middle cannot be in the way.
-        longest = max((r.longest for r in requests), default=0)
-        n_slots = whole_blocks(longest) * min(self.batch_size, len(requests))
-        self.cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
-        return [r.state for r in requests]
-
     def window(self, a):
-        """The segments that this answer feeds now: the only place in which student, teacher and dual cache
-        differ."""
+        """The segments that this answer feeds now: here alone student, teacher and dual cache differ."""
         everything = len(a.tokens)
         if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
             return [self._segment(a, 0, everything, everything)]
@@ -196,15 +198,13 @@ class Decoder:
             return [self._segment(a, a.first - 1, a.last, everything)]
         # When a block opens, the cached keys of the finished block are those of its last step, in which it
         # still had masks. Feed it again, clean, in the same forward (at first: the prompt). Clean keys stay.
-        # Those of the open block are overwritten by the next forward: a token that this step reveals was
-        # itself still a mask when its key was computed.
+        # The next forward overwrites those of the open block: some of its tokens are masks in this one.
         start = min(a.n_cached, a.first - 1)
         return [self._segment(a, start, a.first, a.first, "prefill"),
                 self._segment(a, a.first, a.last, a.last)]
 
     def _segment(self, a, start, end, seen, kind="verify"):
-        # All rows see the same positions, those behind them too.
-        sees = torch.ones(end - start, seen, dtype=torch.bool)
+        sees = torch.ones(end - start, seen, dtype=torch.bool)           # all rows alike, also behind them
         keys = FullKeys(self.cache, a.request.blocks, start, end - start, tail=sees)
         return Segment(a.request, a.tokens[start:end], start, keys, kind)
 
@@ -254,8 +254,7 @@ class Decoder:
         return committed
 
     def _commit(self, a, seconds):
-        """Hand on what is final, up to the first mask or end of text. Then see if the block or the answer is
-        done."""
+        """Hand on what is final, up to the first mask or end of text; then see what is done."""
         g, eos = a.request.generation, a.request.stop_ids
         done = len(a.request.tokens)
         # Slots are revealed in any order; what is handed on is the text up to the first gap.
@@ -278,28 +277,20 @@ class Decoder:
         return kept
 
 
-def mask_id_of(tokenizer, where):
-    if "<|mask|>" not in tokenizer.special:
-        raise ValueError(f"{where}: the tokenizer has no <|mask|>")
-    return tokenizer.special["<|mask|>"]
+# -- attention masks of whole sequences, for training --------------------------------------------------------
 
-
-# -- masks of whole sequences, for training ------------------------------------------------------------------
-# A batch is padded on the left: answers lie in the last L columns, whatever the lengths of the prompts are.
-
-def layout(prompt, gen_length):
-    """Positions and block numbers, each (n, width + L), of prompts (n, width). Blocks: -1 padding, 0 the
-    prompt, then 1, 2, ... of B slots each."""
+def layout(prompt, gen_length, block_size):
+    """Positions and block numbers, each (n, width + L), of prompts (n, width), padded on the left, and L
+    slots. Blocks: -1 padding, 0 the prompt, then 1, 2, ... of B slots each."""
     width = prompt.shape[1]
     column = torch.arange(width + gen_length, device=prompt.device) - width             # 0: the first slot
     positions = column + (prompt != PADDING).sum(-1, keepdim=True)
-    blocks = (column // BLOCK_SIZE + 1).clamp(min=0)
+    blocks = (column // block_size + 1).clamp(min=0)
     return positions.clamp(min=0), torch.where(positions < 0, -1, blocks)
 
 
 def bidirectional(blocks):
-    """Mask (n, 1, T, T) of the teacher: every row sees all but padding. Padding sees itself: no row may be
-    empty."""
+    """Mask (n, 1, T, T) of the teacher: a row sees all but padding, and itself, so that none is empty."""
     own = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
     return ((blocks >= 0)[:, None, :] | own)[:, None]
 
@@ -311,20 +302,18 @@ def block_causal(blocks):
 
 def two_copies(blocks, gen_length):
     """Mask (n, 1, T + L, T + L) of prompt, clean answer and noisy answer in one sequence (the training mask
-    of BD3-LM). A clean row sees what a student's row does. A noisy row of block b sees the clean blocks
-    before b and the noisy block b. So every block has before it what it has in decoding, and one forward
-    trains them all."""
+    of BD3-LM). A row sees its own block in its own copy, and the clean blocks before. So every noisy block
+    has before it what it has in decoding, and one forward trains them all."""
     noisy = torch.arange(blocks.shape[1] + gen_length, device=blocks.device) >= blocks.shape[1]
     blocks = torch.cat([blocks, blocks[:, -gen_length:]], 1)
     row, key = blocks[:, :, None], blocks[:, None, :]
-    noisy_sees = noisy[:, None] & (key == row)
-    clean_sees = key < row + (~noisy)[:, None]                   # a clean row sees its own block too
-    return bidirectional(blocks) & torch.where(noisy, noisy_sees, clean_sees)[:, None]
+    sees = (key == row) & (noisy == noisy[:, None]) | (key < row) & ~noisy
+    return bidirectional(blocks) & sees[:, None]
 
 
 def answer_hidden(model, prompt, answer, mask=block_causal):
     """Hidden states (n, L, C) that predict the slots (n, L) behind left-padded prompts (n, width)."""
-    positions, blocks = layout(prompt, answer.shape[1])
+    positions, blocks = layout(prompt, answer.shape[1], block_size_of(model))
     tokens = torch.cat([prompt.clamp(min=0), answer], 1)
     hidden = model(tokens, positions, dense_attend(mask(blocks)))
     return hidden[:, prompt.shape[1] - 1:-1]                     # the row before a slot predicts it
@@ -333,10 +322,127 @@ def answer_hidden(model, prompt, answer, mask=block_causal):
 def blocks_hidden(model, prompt, clean, noisy):
     """Hidden states (n, L, C) from which a block-causal model predicts the noisy slots (n, L), each block
     behind clean ones. A clean row predicts a block's first slot, as in decoding."""
-    length = clean.shape[1]
-    positions, blocks = layout(prompt, length)
+    length, block_size = clean.shape[1], block_size_of(model)
+    positions, blocks = layout(prompt, length, block_size)
     positions = torch.cat([positions, positions[:, -length:]], 1)
     tokens = torch.cat([prompt.clamp(min=0), clean, noisy], 1)
     hidden = model(tokens, positions, dense_attend(two_copies(blocks, length)))
     slot = torch.arange(length, device=clean.device)
-    return hidden[:, prompt.shape[1] + slot - 1 + length * (slot % BLOCK_SIZE > 0)]
+    return hidden[:, prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)]
+
+
+# -- which slots are masked while a model learns -------------------------------------------------------------
+# Answers have L / B whole blocks. Random numbers are drawn on the CPU: they are the same on every device.
+
+def mask_rates(n, generator, low=1e-3):
+    """n mask rates t in [low, 1], spread evenly from one random offset, so that batches differ little."""
+    u = (torch.rand((), generator=generator) + torch.arange(n) / n) % 1
+    return (1 - low) * u[torch.randperm(n, generator=generator)] + low
+
+
+def text_blocks(answer, eos_id, block_size):
+    """How many blocks (n,) of answers (n, L) decoding opens: up to the one with the first end of text."""
+    return (answer != eos_id).sum(-1).clamp(max=answer.shape[1] - 1) // block_size + 1
+
+
+def student_states(answer, eos_id, block_size, generator):
+    """For `two_copies`: mask rates (n, L), one a block, and the slots (n, L) to predict: blocks with text."""
+    n, length = answer.shape
+    rate = mask_rates(n * length // block_size, generator, 1 / block_size).view(n, -1)
+    counted = torch.arange(rate.shape[1]) < text_blocks(answer, eos_id, block_size)[:, None]
+    return rate.repeat_interleave(block_size, 1), counted.repeat_interleave(block_size, 1)
+
+
+def teacher_states(answer, eos_id, block_size, generator):
+    """Mask rates (n, L), and the slots (n, L) to predict. Every second row is in a state that decoding meets:
+    one block of the text is masked at a rate and to be predicted, those before it are finished, those behind
+    it all masks. The others have one rate for all slots, with the ends of text that fill up an answer: with
+    them the model says how long its answer is."""
+    n, length = answer.shape
+    opened = torch.rand(n, generator=generator) * text_blocks(answer, eos_id, block_size)
+    rate = mask_rates(n, generator, 1 / block_size)[:, None]
+    block, of_slot = opened.long()[:, None], torch.arange(length) // block_size
+    counted = of_slot == block
+    rate = torch.where(counted, rate, (of_slot > block).float())
+    rate[1::2] = mask_rates(n // 2, generator)[:, None]
+    counted[1::2] = True
+    return rate, counted
+
+
+def turns(shape, block_size, generator, in_order=0.0):
+    """When, from 1 down to 0, each slot (n, L) is revealed: masked are the slots whose turn is below their
+    rate. Turns are random numbers, but in a share `in_order` of the blocks they follow the text from left to
+    right, more or less. So does decoding, and random masks hardly ever show a block like that."""
+    turn = torch.rand(shape, generator=generator).unflatten(1, (-1, block_size))         # (n, L / B, B)
+    loose, ordered = torch.rand(2, *turn.shape[:2], 1, generator=generator)
+    overtake = 0.75 * block_size * loose ** 2                    # so many slots may overtake each other
+    left_to_right = 1 - (torch.arange(block_size) + (1 + overtake) * turn) / (block_size + overtake)
+    return torch.where(ordered < in_order, left_to_right, turn).flatten(1)
+
+
+def draw_states(live, length, block_size, generator):
+    """A step k (n, L / B) in the life of each block of trajectories of `live` (n,) decoded slots, uniform
+    over it. Blocks that were never opened are at their end, and have nothing to teach."""
+    first = torch.arange(0, length, block_size)
+    lived = (torch.rand(len(live), len(first), generator=generator) * block_size).long()
+    return first + torch.where(first < live.cpu()[:, None], lived, block_size)
+
+
+# -- the three losses ----------------------------------------------------------------------------------------
+
+def kl(p, q):
+    """KL(p || q) (...) of logits (..., V): q must cover all of p's mass. No gradient reaches p."""
+    return F.kl_div(q.log_softmax(-1), p.detach().softmax(-1), reduction="none").sum(-1)
+
+
+def distillation_loss(model, teacher_head, batch, k, mask_id):
+    """L_distill: mean over the slots U_y of KL(p_teacher || q(y)). y: the state k (n, L / B) of every block,
+    all blocks at once, so U_y is all that is masked. p_teacher is rebuilt from the hidden row with which the
+    teacher revealed the token, by its own head (V, C). It knew more than y says, and that is the lesson."""
+    tokens, block_size = batch["tokens"], block_size_of(model)
+    k = k.to(tokens.device).repeat_interleave(block_size, 1)             # of each slot
+    u_y = batch["rank"] >= k
+    hidden = blocks_hidden(model, batch["prompt"], tokens, tokens.masked_fill(u_y, mask_id))
+    with torch.autocast(tokens.device.type, enabled=False):
+        p_teacher = mask_free(batch["hidden"][u_y].to(teacher_head.dtype) @ teacher_head.T, mask_id)
+    q = mask_free(model.logits(hidden[u_y]), mask_id)
+    masked = block_size - k % block_size                         # slots of the block
+    return (kl(p_teacher, q) / masked[u_y]).sum() / (batch["live"] // block_size).sum()
+
+
+def consistency_loss(model, batch, mask_id, generator):
+    """L_cons: mean over the slots S_y of KL(stop(q(y*)) || q(y)). S_y are slots of later blocks: while one
+    block of each answer is half done, predict behind it what you will predict once it is done."""
+    tokens, rank, live = batch["tokens"], batch["rank"], batch["live"][:, None]
+    block_size = block_size_of(model)
+    # The steps (n, 1) of the two states, and the slots that are masked in both.
+    k = (torch.rand(len(tokens), 1, generator=generator).to(live.device) * live).long()
+    k_star = (k // block_size + 1) * block_size
+    s_y = (rank >= k_star) & (rank < live)
+
+    def q(k):
+        y = tokens.masked_fill(rank >= k, mask_id)
+        return mask_free(model.logits(answer_hidden(model, batch["prompt"], y)[s_y]), mask_id)
+
+    with torch.no_grad():
+        goal = q(k_star)
+    size = s_y.sum(-1, keepdim=True).expand_as(s_y)
+    return (kl(goal, q(k)) / size[s_y]).sum() / len(tokens)
+
+
+def dlm_loss(model, batch, mask_id, block_causal):
+    """L_dlm on reference answers, where the slots `masked` (n, L) are masks; `rate` (n, L) is t, with which
+    each became one. The mean over rows of the summed cross-entropies of masked slots, each divided by t and
+    by the number of `counted` slots (n, L). With all counted and one t a row, that is an upper bound on the
+    answer's negative log-likelihood per slot. block_causal: as the student reads, else as the teacher."""
+    answer = batch["answer"]
+    where = batch["masked"] & batch["counted"]
+    noisy = answer.masked_fill(batch["masked"], mask_id)
+    if block_causal:
+        hidden = blocks_hidden(model, batch["prompt"], answer, noisy)
+    else:
+        hidden = answer_hidden(model, batch["prompt"], noisy, bidirectional)
+    logits = mask_free(model.logits(hidden[where]), mask_id)
+    loss = F.cross_entropy(logits, answer[where], reduction="none")
+    share = batch["rate"] * batch["counted"].sum(-1, keepdim=True)
+    return (loss / share[where]).sum() / len(answer)

@@ -16,8 +16,7 @@ import train_cdlm
 from minispec import cdlm
 from minispec.core import gpt
 from minispec.tools import checkpoints
-from minispec.data import masks, tasks
-from minispec.studies.cdlm import fitting
+from minispec.data import tasks
 from minispec.tools import methods
 from minispec.core.attention import dense_attend
 from minispec.core.requests import Request
@@ -77,7 +76,7 @@ def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
 
 def test_block_causal_mask_is_its_definition():                                    # 1
     prompts, width, length, block = [[3] * n for n in (1, 5, 13)], 13, 20, B
-    positions, blocks = cdlm.layout(pad_prompts(prompts), length)
+    positions, blocks = cdlm.layout(pad_prompts(prompts), length, block)
     mask, everything = cdlm.block_causal(blocks)[:, 0], cdlm.bidirectional(blocks)[:, 0]
     for row, p in enumerate(map(len, prompts)):
         number = lambda i: 0 if i < p else 1 + (i - p) // block
@@ -100,22 +99,25 @@ def test_later_blocks_do_not_reach_back(model):                                 
     assert not torch.allclose(whole(slots)[1], whole(slots[:-1] + [0])[1])
 
 
-@mock.patch.object(cdlm, "BLOCK_SIZE", L)
 def test_prompt_never_sees_the_answer(model):                                      # 6
     def prompt_rows(slots):
-        positions, blocks = cdlm.layout(torch.tensor(PROMPTS[:1]), L)
+        positions, blocks = cdlm.layout(torch.tensor(PROMPTS[:1]), L, L)
         return model(torch.tensor([PROMPTS[0] + slots]), positions, dense_attend(cdlm.block_causal(blocks)))[:, :9]
     assert torch.equal(prompt_rows([1] * L), prompt_rows([2] * L))
 
 
-def test_two_copies_train_every_block_as_decoding_meets_it(model):
+@pytest.mark.parametrize("size", [0, 4])
+def test_two_copies_train_every_block_as_decoding_meets_it(model, size):
+    """In blocks of the model's size; 0: its config does not say one."""
+    model, weights, size = toy_model(n_layer=3, diffusion_block_size=size), model.state_dict(), size or B
+    model.load_state_dict(weights)
     g, prompt = torch.Generator().manual_seed(0), pad_prompts(PROMPTS)
     clean = torch.randint(0, 60, (len(PROMPTS), L), generator=g)
     noisy = clean.masked_fill(torch.rand(clean.shape, generator=g) < 0.5, MASK)
     with torch.inference_mode():
         got = cdlm.blocks_hidden(model, prompt, clean, noisy)
-        for first in range(0, L, B):
-            block = slice(first, first + B)
+        for first in range(0, L, size):
+            block = slice(first, first + size)
             alone = clean.clone()
             alone[:, block] = noisy[:, block]
             assert (got[:, block] - cdlm.answer_hidden(model, prompt, alone)[:, block]).abs().max() < 1e-5
@@ -151,7 +153,7 @@ class Compared(cdlm.Decoder):
 
     def forward(self, active):
         hidden, logits, spent = super().forward(active)
-        want = [dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:])
+        want = [dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:], block_size=self.block_size)
                 [[i - a.prompt for i in a.masked()]] for a in active]
         self.worst = max(self.worst, (logits - torch.cat(want)).abs().max().item())
         assert self.stale or torch.equal(logits.argmax(-1), torch.cat(want).argmax(-1))
@@ -171,8 +173,9 @@ class Stale(Compared):
 
 
 @pytest.mark.parametrize("steps", [None, 3])
-def test_cached_logits_equal_uncached_ones(model, steps):                          # 3, 4
-    decoder = Compared(model, MASK, steps_a_block=steps, batch_size=4)
+@pytest.mark.parametrize("size", [None, 4, 16])
+def test_cached_logits_equal_uncached_ones(model, steps, size):                    # 3, 4
+    decoder = Compared(model, MASK, steps_a_block=steps, batch_size=4, block_size=size)
     decoder.generate(requests())
     assert 0 < decoder.worst <= 1e-5
 
@@ -219,6 +222,38 @@ def naive(model, prompt, length, block, steps, order="surest"):
             for i in confidence.topk(m // per_block + (s < m % per_block)).indices.tolist():
                 x[i] = x0[i - len(prompt)].item()
     return x[len(prompt):]
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_decoder_may_have_other_blocks_than_the_model(model, size):              # 7
+    reqs = requests(length=24)
+    cdlm.Decoder(model, MASK, "teacher", order="surest", batch_size=3, block_size=size).generate(reqs)
+    assert filled(reqs) == [naive(model, p, 24, size, 24) for p in PROMPTS] != [naive(model, p, 24, B, 24) for p in PROMPTS]
+    assert all(rank // size == i // size for r in reqs for i, rank in enumerate(r.state.rank))
+
+
+def test_the_block_size_is_the_models(model, tmp_path):
+    """Kept in config.json; a config without it means 32 (here B), as of the models that ship."""
+    own = toy_model(n_layer=3, diffusion_block_size=4)
+    own.load_state_dict(model.state_dict())
+    for name, saved in (("plain", model), ("own", own)):
+        checkpoints.save(saved, tmp_path / name)
+    assert "diffusion_block_size" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    loaded = checkpoints.load(tmp_path / "own")
+    assert loaded.config.diffusion_block_size == 4 and cdlm.block_size_of(loaded) == 4 and cdlm.block_size_of(checkpoints.load(tmp_path / "plain")) == B
+    tokens = lambda model, **how: [g.token_ids for g in cdlm.Decoder(model, MASK, **how).generate(requests())]
+    assert tokens(loaded) == tokens(model, block_size=4) != tokens(model) == tokens(loaded, block_size=B)
+    # Training has the same blocks: a slot does not see the block behind its own.
+    answer = torch.randint(0, 60, (1, 8), generator=torch.Generator().manual_seed(0))
+    other = torch.cat([answer[:, :4], answer[:, 4:] + 1], 1)
+    with torch.inference_mode():
+        one, two = (cdlm.answer_hidden(loaded, torch.tensor(PROMPTS[:1]), x) for x in (answer, other))
+        assert torch.equal(one[:, :4], two[:, :4]) and not torch.equal(cdlm.answer_hidden(model, torch.tensor(PROMPTS[:1]), other)[:, :4], two[:, :4])
+    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    for wrong in ("x", -4, 2.5, 1 << 30):
+        (tmp_path / "own" / "config.json").write_text(json.dumps({**config, "diffusion_block_size": wrong}))
+        with pytest.raises(ValueError, match=f"diffusion_block_size {wrong} is out of range"):
+            checkpoints.load(tmp_path / "own")
 
 
 @pytest.mark.parametrize("order", cdlm.ORDERS)
@@ -380,6 +415,20 @@ def test_a_trajectory_in_the_order_of_the_text(model):
     assert torch.equal(data["rank"], torch.arange(WHOLE).expand(4, -1)) and (data["hidden"].abs().sum(-1) > 0).all()
 
 
+def test_how_far_from_left_to_right(trajectories):
+    """The share of reveals that left a masked slot to the left; of random orders of n slots all but H(n) / n."""
+    share = lambda *rank, live=4: train_cdlm.passed_over(torch.tensor([rank]), torch.tensor([live]))
+    assert [share(0, 1, 2, 3), share(1, 0, 2, 3), share(1, 2, 3, 0), share(3, 2, 1, 0)] == [0, 0.25, 0.25, 0.75]
+    assert [share(1, 0, 3, 2, live=2), share(0, 1, 3, 2, live=2)] == [0.5, 0]          # slots that were never decoded do not count
+    random = torch.rand(2000, 32, generator=torch.Generator().manual_seed(0)).argsort(-1)
+    mean = train_cdlm.passed_over(random, torch.full((2000,), 32))
+    assert abs(mean - (1 - sum(1 / i for i in range(1, 33)) / 32)) < 0.005 and f"{mean:.2f}" in train_cdlm.passed_over.__doc__
+    # By a walk through the states.
+    rank = trajectories["rank"]
+    passed = sum(bool((rank[row, :slot] > rank[row, slot]).any()) for row in range(4) for slot in range(WHOLE))
+    assert 0 < passed and train_cdlm.passed_over(rank, trajectories["live"]) == pytest.approx(passed / 4 / WHOLE)
+
+
 def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):     # 11
     assert trajectories["hidden"].dtype == torch.float16
     for row, prompt in enumerate(PROMPTS[:2]):
@@ -404,7 +453,7 @@ def test_blocks_behind_the_end_of_text_are_not_lived_through(model):            
     model.config.eos_id = old
     assert data["live"].tolist() == [live] and data["tokens"][0, :live].tolist() == filled(free)[0][:live] and (data["tokens"][0, live:] == eos).all()
     assert (data["rank"].sort(-1).values == torch.arange(WHOLE)).all() and (data["hidden"][0, :live].abs().sum(-1) > 0).all() and (data["hidden"][0, live:] == 0).all()
-    k, ends = train_cdlm.draw_states(data["live"].repeat(200), WHOLE, torch.Generator().manual_seed(0)), torch.arange(B, WHOLE + B, B)
+    k, ends = cdlm.draw_states(data["live"].repeat(200), WHOLE, B, torch.Generator().manual_seed(0)), torch.arange(B, WHOLE + B, B)
     opened = torch.arange(0, WHOLE, B) < live
     assert (k < ends)[:, opened].all() and (k == ends)[:, ~opened].all()     # nothing to learn behind the text
 
@@ -413,7 +462,7 @@ def test_problems_fit_and_fill_up_with_ends_of_text():
     tokenizer = Tokenizer.load(TARGET)
     for family in tasks.FAMILIES:
         for split in ("train", "heldout"):
-            problem, prompt, answer = fitting(tokenizer, family, 3, split)
+            problem, prompt, answer = tasks.fitting(tokenizer, family, 3, split, 256)
             body = tokenizer.response_ids(problem.think, problem.answer)
             assert len(answer) == 256 and len(prompt) <= 160 and answer[:len(body)] == body and set(answer[len(body):]) <= {tokenizer.special["<|eos|>"]}
             assert tasks.is_heldout(problem.prompt) == (split == "heldout") and tasks.check(problem, tokenizer.answer_text(answer))
@@ -437,8 +486,8 @@ def test_settings_reach_the_decoder(toy):
     for method, threshold in (("cdlm", cdlm.THRESHOLD), ("dlm", None)):
         plain = methods.make_engine(method, target, methods.settings(drafter=toy), 1)
         assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method])
-        other = methods.make_engine(method, target, methods.settings(drafter=toy, order="surest", threshold=0.5), 3)
-        assert (other.order, other.threshold, other.batch_size) == ("surest", 0.5, 3)
+        other = methods.make_engine(method, target, methods.settings(drafter=toy, order="surest", threshold=0.5, block_size=5), 3)
+        assert (other.order, other.threshold, other.batch_size, other.block_size) == ("surest", 0.5, 3, 5) and plain.block_size == B
 
 
 def test_a_model_of_ones_own_has_diffusion_models_of_its_own():
@@ -467,6 +516,13 @@ def test_decode_json(toy, tmp_path, capsys):
         d = json.loads((tmp_path / "o.json").read_text())
         assert d["counts"]["forwards"] >= 2 and d["counts"]["tokens_kept"] == d["new_tokens"] and "tokens per forward" in out and "speed-up" in out
         assert "identical" not in out and len(d["requests"]) == 2
+
+
+def test_decode_with_another_block_size(toy, tmp_path):
+    args = ["--model", toy, "--method", "cdlm", "--drafter", toy, "--prompt", "hi", "--max-new-tokens", "48", "--threshold", "0", "--json", str(tmp_path / "o.json")]
+    for more, steps in (([], 48 / B), (["--block-size", "4"], 12), (["--block-size", "100"], 1)):
+        decode.main([*args, *more])
+        assert json.loads((tmp_path / "o.json").read_text())["counts"]["forwards"] == steps
 
 
 def test_watch_prints_a_line_a_step_with_new_tokens_in_green(toy, capsys):

@@ -16,6 +16,7 @@ from conftest import ROOT
 
 import bench
 import decode
+from minispec import cdlm
 from minispec.core.verify import draw, rejection_chain
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import figures, own_files, results
@@ -279,6 +280,19 @@ def test_the_streaks_gain_is_in_the_results():
     gain = f"{100 * (drafts['streak'] / drafts['mdlm'] - 1):.0f} %"
     assert "{streak:.3f} drafts a window against {mdlm:.3f}, ".format(**drafts) + gain in read("docs/appendix/specdiff.md")
     assert f"{gain} more accepted" in read("README.md") and f"{gain} more drafts accepted" in read("docs/specdiff.md")
+
+
+def test_masks_of_cdlm_by_drawing():
+    """Two prompt tokens, four slots in blocks of two, and the noisy copy of the slots."""
+    _, blocks = cdlm.layout(torch.tensor([[1, 1]]), 4, 2)
+    causal = torch.ones(6, 6).tril()[None, None] > 0
+    draw = lambda mask, names: [" ".join(names), *(f"{name}   " + " ".join(".x"[seen] for seen in row) for name, row in zip(names, mask[0, 0].tolist()))]
+    three = [draw(mask, "PPabcd") for mask in (causal, cdlm.bidirectional(blocks), cdlm.block_causal(blocks))]
+    (head, _, _), *rows = zip(*three)
+    page = read("docs/cdlm.md")
+    assert "\n".join([" " * 8 + (" " * 15).join([head] * 3), *(" " * 4 + (" " * 11).join(row) for row in rows)]) in page
+    head, *rows = draw(cdlm.two_copies(blocks, 4), "PPabcdABCD")
+    assert "\n".join([" " * 8 + head, *(" " * 4 + row for row in rows)]) in page
 
 
 def test_formulas_with_numbers_put_in():

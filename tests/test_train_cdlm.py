@@ -4,19 +4,22 @@ import json
 import math
 import os
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TARGET, toy_model
-from safetensors.torch import load_file
+from conftest import TARGET, run_script, save_toy_target, toy_model
+from safetensors.torch import load_file, save_file
 from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, dense, filled, pad_prompts, requests
 from test_cdlm import model, small_blocks, trajectories  # noqa: F401  fixtures
 
+import decode
 import train_cdlm
 from minispec import cdlm
-from minispec.data import masks, tasks
+from minispec.data import rollouts, tasks
 from minispec.data.tokenizer import Tokenizer
+from minispec.tools import checkpoints
 from minispec.tools.training import Optimizer, schedule
 
 
@@ -27,12 +30,12 @@ ENDS = [8, 16, 24, 32]           # of the blocks of L slots
 
 def test_sets_of_slots(trajectories):                                              # 13
     rank, ends, g = trajectories["rank"], torch.tensor(ENDS), torch.Generator().manual_seed(1)
-    masked = lambda k: rank >= masks.per_slot(k)
+    masked = lambda k: rank >= k.repeat_interleave(B, 1)
     for _ in range(20):
-        k = train_cdlm.draw_states(trajectories["live"], L, g)
+        k = cdlm.draw_states(trajectories["live"], L, B, g)
         assert (k < ends).all() and (k >= ends - B).all()
         assert torch.equal(masked(k).sum(-1), (ends - k).sum(-1)) and not masked(ends.expand(4, -1)).any()
-    drawn = torch.cat([train_cdlm.draw_states(trajectories["live"], L, g) for _ in range(100)])
+    drawn = torch.cat([cdlm.draw_states(trajectories["live"], L, B, g) for _ in range(100)])
     assert (drawn.unique() == torch.arange(L)).all()
 
 
@@ -42,11 +45,11 @@ def lived(n, k):
 
 
 def distillation(model, batch, k):
-    return train_cdlm.distillation_loss(model, model.head.weight.detach(), batch, lived(len(batch["live"]), k), MASK)
+    return cdlm.distillation_loss(model, model.head.weight.detach(), batch, lived(len(batch["live"]), k), MASK)
 
 
 def consistency(model, batch):
-    return train_cdlm.consistency_loss(model, batch, MASK, torch.Generator().manual_seed(0))
+    return cdlm.consistency_loss(model, batch, MASK, torch.Generator().manual_seed(0))
 
 
 def test_last_block_has_no_consistency_loss(model, trajectories):                  # 13
@@ -74,16 +77,18 @@ def test_consistency_loss_by_hand(model, trajectories):                         
         one = {"tokens": tokens[row:row + 1], "rank": rank[row:row + 1]}
         logp = lambda step: dense(model, prompt, at(one, torch.tensor([step]))[0].tolist()).log_softmax(-1)[ENDS[b]:]
         if b < 3:
-            want += train_cdlm.Divergence(logp(ENDS[b]))(logp(k[row])).mean().item() / 4
+            want += cdlm.kl(logp(ENDS[b]), logp(k[row])).mean().item() / 4
     assert want > 0 and abs(consistency(model, trajectories).item() / want - 1) < 1e-3
 
 
 def test_divergence():                                                             # 14, 17
     a, b = torch.randn(2, 5, 20, generator=torch.Generator().manual_seed(0))
     p, q = a.softmax(-1), b.softmax(-1)
-    assert torch.allclose(train_cdlm.Divergence(a)(b), (p * (p / q).log()).sum(-1), atol=1e-5)
-    masked = cdlm.mask_free(a, 3)
-    assert (train_cdlm.Divergence(a)(a).abs() < 1e-6).all() and train_cdlm.Divergence(masked)(cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
+    want, masked = (p * (p / q).log()).sum(-1), cdlm.mask_free(a, 3)
+    for rounded in (False, True):                        # training multiplies in bf16, but a divergence near 0 would drown in that
+        with torch.autocast("cpu", torch.bfloat16, rounded):
+            assert torch.allclose(cdlm.kl(a, b), want, atol=1e-5) and (cdlm.kl(a, a).abs() < 1e-6).all()
+    assert cdlm.kl(masked, cdlm.mask_free(b, 3)).isfinite().all() and masked.softmax(-1)[:, 3].sum() == 0
 
 
 def test_a_model_has_nothing_to_learn_from_its_own_last_step(model):               # 14
@@ -112,9 +117,9 @@ def rates_of(rates):
 
 
 def dlm_loss(model, batch, rate, counted, g, mask):
-    masked = masks.turns(rate.shape, g) < rate
+    masked = cdlm.turns(rate.shape, B, g) < rate
     batch = {**batch, "masked": masked, "rate": rate, "counted": counted}
-    return train_cdlm.dlm_loss(model, batch, MASK, mask is cdlm.two_copies).item()
+    return cdlm.dlm_loss(model, batch, MASK, mask is cdlm.two_copies).item()
 
 
 def test_dlm_loss_by_hand(model, trajectories):                                    # 15
@@ -134,8 +139,8 @@ def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories):                    
     flat, g = toy_model(gain=0.0), torch.Generator().manual_seed(0)
     big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
     mean = lambda states, mask: sum(dlm_loss(flat, big, *states(), g, mask) for _ in range(30)) / 30
-    for states, mask in ((lambda: rates_of(masks.mask_rates(64, g)), cdlm.bidirectional), (lambda: masks.all_blocks(big["answer"], 45, g), cdlm.two_copies),
-                         (lambda: masks.teacher_states(big["answer"], 45, g), cdlm.bidirectional)):
+    for states, mask in ((lambda: rates_of(cdlm.mask_rates(64, g)), cdlm.bidirectional), (lambda: cdlm.student_states(big["answer"], 45, B, g), cdlm.two_copies),
+                         (lambda: cdlm.teacher_states(big["answer"], 45, B, g), cdlm.bidirectional)):
         assert abs(mean(states, mask) / math.log(63) - 1) < 0.04                   # 63: the mask itself is never predicted
 
 
@@ -145,10 +150,10 @@ def test_states_of_training():
     for row, n in enumerate((17, 3, 27, 8)):             # then an end of text, in the block behind if the text fills its own
         answer[row, :n] = 7
     g = torch.Generator().manual_seed(0)
-    assert masks.text_blocks(answer, 45).tolist() == [3, 1, 4, 2] and masks.text_blocks(torch.full((1, L), 7), 45).tolist() == [4]
+    assert cdlm.text_blocks(answer, 45, B).tolist() == [3, 1, 4, 2] and cdlm.text_blocks(torch.full((1, L), 7), 45, B).tolist() == [4]
     seen = [set() for _ in range(4)]
     for _ in range(60):
-        rate, counted = (x[::2] for x in masks.teacher_states(answer.repeat_interleave(2, 0), 45, g))
+        rate, counted = (x[::2] for x in cdlm.teacher_states(answer.repeat_interleave(2, 0), 45, B, g))
         for row in range(4):
             slots = counted[row].nonzero()[:, 0].tolist()
             block = slots[0] // B
@@ -156,17 +161,16 @@ def test_states_of_training():
             assert slots == list(range(block * B, min(block * B + B, L))) and len(rate[row, slots].unique()) == 1 and 1 / B <= rate[row, slots[0]] <= 1
             assert (rate[row, :slots[0]] == 0).all() and (rate[row, slots[-1] + 1:] == 1).all()
     assert seen == [{0, 1, 2}, {0}, {0, 1, 2, 3}, {0, 1}]
-    rate, counted = masks.all_blocks(answer, 45, g)
+    rate, counted = cdlm.student_states(answer, 45, B, g)
     assert counted.sum(-1).tolist() == [24, 8, 32, 16] and all(len(rate[row, e - 4:e].unique()) == 1 for row in range(4) for e in ENDS)
-    rate, counted = masks.teacher_states(answer, 45, g)
+    rate, counted = cdlm.teacher_states(answer, 45, B, g)
     assert counted.sum(-1)[1::2].tolist() == [L, L] and (rate[1::2] == rate[1::2, :1]).all() and (counted.sum(-1)[::2] <= B).all()
 
 
-def test_turns_follow_the_text_as_far_as_they_are_told(monkeypatch):
+def test_turns_follow_the_text_as_far_as_they_are_told():
     g, length, block = torch.Generator().manual_seed(0), 64, 32
-    monkeypatch.setattr(cdlm, "BLOCK_SIZE", block)
-    plain = masks.turns((2000, length), g)
-    some, ordered = masks.turns((2000, length), g, 0.5), masks.turns((2000, length), g, 1.0)
+    plain = cdlm.turns((2000, length), block, g)
+    some, ordered = cdlm.turns((2000, length), block, g, 0.5), cdlm.turns((2000, length), block, g, 1.0)
     for rate in (0.1, 0.5, 0.9):                         # about so many masks either way
         assert abs((plain < rate).float().mean() - rate) < 0.01 and abs((ordered[:, :block] < rate).float().mean() - rate) < 0.07
     first, last = (ordered < 0.5)[:, [0, block]].float().mean(), (ordered < 0.5)[:, [block - 1]].float().mean()
@@ -175,12 +179,12 @@ def test_turns_follow_the_text_as_far_as_they_are_told(monkeypatch):
     assert abs(half - (0.25 + first / 2)) < 0.02         # half of the blocks, whichever they are
     in_line = lambda turn: (turn[:, :block].diff() < 0).all(1).float().mean()
     assert in_line(plain) == 0 and 0.05 < in_line(ordered) < 0.3 and abs(in_line(some) - in_line(ordered) / 2) < 0.04
-    a, b = (masks.turns((4, L), torch.Generator().manual_seed(3), x) for x in (0.0, 1.0))
+    a, b = (cdlm.turns((4, L), B, torch.Generator().manual_seed(3), x) for x in (0.0, 1.0))
     assert torch.equal(a, torch.rand(4, L, generator=torch.Generator().manual_seed(3))) and not torch.equal(a, b)
 
 
 def test_mask_rates_cover_the_interval_evenly():
-    rates = masks.mask_rates(100, torch.Generator().manual_seed(0))
+    rates = cdlm.mask_rates(100, torch.Generator().manual_seed(0))
     assert ((rates >= 1e-3) & (rates <= 1)).all() and (rates.sort().values.diff() < 0.011).all()
 
 
@@ -197,8 +201,8 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
     optimizer = Optimizer(student, muon=True)            # as the script
     for step in range(steps):
-        k = train_cdlm.draw_states(batch["live"], length, g)
-        train_cdlm.distillation_loss(student, teacher.head.weight.detach(), batch, k, MASK).backward()
+        k = cdlm.draw_states(batch["live"], length, B, g)
+        cdlm.distillation_loss(student, teacher.head.weight.detach(), batch, k, MASK).backward()
         optimizer.step(1e-2 * min(1, 2 * (1 - step / steps)))
     got = cdlm.Decoder(student, MASK, threshold=0.9, batch_size=8).generate(requests(prompts, length))
     same = sum(a == b for g, row in zip(got, batch["tokens"].tolist()) for a, b in zip(g.token_ids, row)) / batch["tokens"].numel()
@@ -249,9 +253,8 @@ def test_all_stages_lower_their_losses(trained):
 def test_a_loss_without_weight_is_not_computed(toy, tmp_path, monkeypatch):          # 17
     asked = {"turns": [], "distillation_loss": [], "consistency_loss": []}
     for name in asked:
-        owner = masks if name == "turns" else train_cdlm
-        real = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, name=name, real=real: asked[name].append(a) or real(*a))
+        real = getattr(cdlm, name)
+        monkeypatch.setattr(cdlm, name, lambda *a, name=name, real=real: asked[name].append(a) or real(*a))
     train(monkeypatch, toy, tmp_path, "--steps", "2", "--prompts", "1", "--weights", "1", "0", "1")
     assert len(asked["distillation_loss"]) == 2 and not asked["consistency_loss"]
     heldout = 2 * len(FAMILIES)                        # of both stages: always measured on masks drawn at random
@@ -279,11 +282,11 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
             train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
         monkeypatch.setattr(owner, name, real)
 
-    kill_after(2 * (4 + 2) + 1, train_cdlm, "dlm_loss")       # in the teacher's step 10: 2 held-out losses a checkpoint
+    kill_after(2 * (4 + 2) + 1, cdlm, "dlm_loss")       # in the teacher's step 10: 2 held-out losses a checkpoint
     kill_after(2, train_cdlm, "collect")                     # before the third shard
     assert len(list((tmp_path / "trajectories").glob("*.safetensors"))) == 2
     (tmp_path / "trajectories" / "00002.safetensors.tmp").write_bytes(b"half")
-    kill_after(6, train_cdlm, "distillation_loss")
+    kill_after(6, cdlm, "distillation_loss")
     assert len(log(tmp_path / "student")) == 1
     train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
     for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
@@ -293,7 +296,7 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
         assert [{**r, "seconds": 0} for r in log(trained / stage)] == [{**r, "seconds": 0} for r in log(tmp_path / stage)]
 
 
-def test_trajectories_reveal_the_most_confident_slot_first(toy, tmp_path, monkeypatch):
+def test_trajectories_reveal_the_most_confident_slot_first(toy, tmp_path, monkeypatch, capsys):
     """As the script records them. In reading order the rank of a slot would be its place."""
     seen, pick = [], cdlm.pick
 
@@ -303,17 +306,20 @@ def test_trajectories_reveal_the_most_confident_slot_first(toy, tmp_path, monkey
 
     monkeypatch.setattr(cdlm, "GEN_LENGTH", 160)
     monkeypatch.setattr(cdlm, "pick", watched)
-    args = SimpleNamespace(device="cpu", prompts=1, seed=7, batch=2)
-    train_cdlm.collect_trajectories(args, Tokenizer.load(TARGET), 2044, tmp_path, toy)
+    args, tokenizer = SimpleNamespace(device="cpu", prompts=1, prompt_length=160, seed=7, batch=2, block_size=B), Tokenizer.load(TARGET)
+    collect = lambda: train_cdlm.collect_trajectories(args, tokenizer, partial(train_cdlm.problem, args, tokenizer), tmp_path, toy)
+    collect()
     assert len(seen) >= 2 * B and all(picked == [confidence.index(max(confidence))] for confidence, picked in seen)
     rank = train_cdlm.load_trajectories(tmp_path)["rank"][:, :B]
     assert (rank.sort().values == torch.arange(B)).all() and (rank != torch.arange(B)).any()
+    data = train_cdlm.load_trajectories(tmp_path)
+    assert f"2 trajectories; {train_cdlm.passed_over(data['rank'], data['live']):.0%} of the reveals left a masked slot to the left" in capsys.readouterr().out
     # Those of another order are refused, and those from the time when there was one order alone.
     settings = json.loads((tmp_path / "settings.json").read_text())
     for order, said in ({"order": "first"}, "first"), ({}, "None"):
         (tmp_path / "settings.json").write_text(json.dumps({name: x for name, x in settings.items() if name != "order"} | order))
         with pytest.raises(ValueError, match=f"was begun with order {said}, not surest"):
-            train_cdlm.collect_trajectories(args, Tokenizer.load(TARGET), 2044, tmp_path, toy)
+            collect()
 
 
 def test_trajectory_files(trained, toy, monkeypatch):                              # 12
@@ -333,6 +339,85 @@ def test_trajectory_files(trained, toy, monkeypatch):                           
     with pytest.raises(ValueError, match="trajectories.* was begun with teacher .*, not "):
         train(monkeypatch, toy, trained, "--name", "other")
     (trained / "kept").rename(trained / "teacher" / "model.safetensors")
+
+
+# -- another target ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """(folder of a random target that knows neither masks nor our problems, folder of its answers to a file of prompts)."""
+    folder = tmp_path_factory.mktemp("other")
+    target = save_toy_target(folder, seed=2)
+    tokenizer = os.path.join(target, "tokenizer.json")
+    with open(tokenizer) as f:
+        text = f.read().replace("<|mask|>", "<|spare|>").replace("<|answer|>", "<|free|>")
+    with open(tokenizer, "w") as f:
+        f.write(text)
+    (folder / "target" / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Is {i} more than {i * i}?"}) + "\n" for i in range(60)))
+    run_script(rollouts, "--target", target, "--out", folder / "answers", "--prompt-file", folder / "prompts.jsonl", "--prompts", 12, "--heldout", 3,
+               "--max-new-tokens", 40, "--device", "cpu")
+    return target, str(folder / "answers")
+
+
+def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, monkeypatch, capsys):
+    target, answers = other
+    train(monkeypatch, target, tmp_path, "--answers", answers, "--block-size", "4", "--prompts", "100", gen_length=32)
+    old, new, tokenizer = checkpoints.load(target), checkpoints.load(tmp_path / "target"), Tokenizer.load(tmp_path / "target")
+    assert tokenizer.mask_id == old.config.vocab_size == new.config.vocab_size - 1 == 2048 and tokenizer.special.keys() - Tokenizer.load(target).special.keys() == {"<|mask|>"}
+    assert new.config.eos_id == tokenizer.ends[0]        # what fills up the answers
+    for name in ("embed", "head"):
+        rows, more = getattr(old, name).weight, getattr(new, name).weight
+        assert torch.equal(rows, more[:2048]) and torch.allclose(rows.mean(0), more[2048])
+    assert all(torch.equal(p, dict(new.named_parameters())[name]) for name, p in old.named_parameters() if name[:4] not in ("embe", "head"))
+    data, texts = train_cdlm.load_trajectories(tmp_path / "trajectories"), len(load_file(os.path.join(answers, "train-0-12.safetensors"))) // 6
+    assert 2 <= len(data["live"]) <= 2 * texts == 24 and (data["tokens"] != 2048).all()          # not more than there are prompts
+    assert f"{len(data['live'])} trajectories; " in capsys.readouterr().out
+    for stage in ("teacher", "student"):
+        records = log(tmp_path / stage)
+        assert len(records) == 3 and all(record["heldout"].keys() == {"heldout"} and math.isfinite(record["loss"]) for record in records)
+        assert Tokenizer.load(tmp_path / stage).mask_id == 2048 and Tokenizer.load(tmp_path / stage).chat_template == "{{ messages[0].content }}!"
+        assert json.loads((tmp_path / stage / "config.json").read_text())["diffusion_block_size"] == 4
+    assert log(tmp_path / "student")[-1]["distill"] < log(tmp_path / "student")[0]["distill"]
+    args = ["--model", target, "--method", "cdlm", "--drafter", str(tmp_path / "student"), "--prompt", "Is 2 more than 4?", "--max-new-tokens", "32"]
+    decode.main([*args, "--threshold", "0", "--json", str(tmp_path / "o.json")])
+    assert 1 <= json.loads((tmp_path / "o.json").read_text())["counts"]["forwards"] <= 8
+    # Once more: all is there.
+    train(monkeypatch, target, tmp_path, "--answers", answers, "--block-size", "4", "--prompts", "100", gen_length=32)
+    assert capsys.readouterr().out.count("is complete") == 2
+
+
+def test_what_another_target_needs(other, toy, tmp_path, monkeypatch):
+    target, answers = other
+    (tmp_path / "settings.json").write_text("[]")
+    for model, more, message in ((target, ["--answers", str(tmp_path)], "settings.json is damaged"),
+                                 (target, [], f"{target} needs --answers DIR; this makes some: python -m minispec.data.rollouts"),
+                                 (toy, ["--answers", answers], "was begun with target .*, not "),
+                                 (toy, ["--prompt-length", "159"], "prompt-length must be 160 or more without --answers, got 159"),
+                                 (target, ["--answers", "nowhere"], "cannot read nowhere/settings.json"),
+                                 (target, ["--answers", answers, "--prompt-length", "2"], f"{answers} lacks answers to prompts of at most 2 tokens")):
+        with pytest.raises(ValueError, match=message):
+            train(monkeypatch, model, tmp_path, *more, gen_length=32)
+    with pytest.raises(SystemExit):
+        train(monkeypatch, target, tmp_path, "--block-size", "5")
+
+
+def test_which_answers_are_examples(tmp_path, monkeypatch):
+    """Cut to the slots, or filled up behind an end of text. One that was given up, and one to a long prompt, are left out."""
+    monkeypatch.setattr(cdlm, "GEN_LENGTH", 4)
+    tokenizer = SimpleNamespace(ends=[9, 8])
+    texts = {"0": ([1, 2], [3, 4, 8]), "1": ([1], [3, 4, 5, 6, 7]), "2": ([1], [3, 4, 5]), "3": ([1, 2, 3], [4, 9])}
+    tensors = {f"{i}.ids": torch.tensor(prompt + answer) for i, (prompt, answer) in texts.items()}
+    tensors |= {f"{i}.learn": torch.arange(len(prompt + answer)) >= len(prompt) for i, (prompt, answer) in texts.items()}
+    save_file(tensors, tmp_path / "given-0-4.safetensors")
+    args = SimpleNamespace(answers=tmp_path, prompt_length=2)
+    assert train_cdlm.read_answers(args, tokenizer, "given") == [([1, 2], [3, 4, 8, 9]), ([1], [3, 4, 5, 6])] and train_cdlm.read_answers(args, tokenizer, "train") == []
+
+
+def test_a_gguf_file_without_a_mask_token_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_cdlm.Tokenizer, "load", lambda path: SimpleNamespace(special={}))
+    with pytest.raises(ValueError, match="target must be a Hugging Face folder, got model.gguf"):
+        train_cdlm.with_mask("model.gguf", tmp_path)
 
 
 def test_bad_training_input_is_one_line(toy, tmp_path, monkeypatch):

@@ -152,6 +152,7 @@ class GPTConfig:
     tied: bool = True           # output head = token embedding
     bos_id: int = 2040
     eos_id: int = 2041
+    diffusion_block_size: int = 0  # slots of a block (cdlm.py); 0: not said, or no diffusion model
 
 
 # One dial that makes everything smaller. `micro` is the drafter of `nano`, `tiny` is for tests.

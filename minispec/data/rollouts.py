@@ -12,6 +12,10 @@ run goes on where it was:
 They are made once and read by every arm, seed and prefix. The states are mapped, not loaded, so an epoch
 costs the drafter alone. Prompts of the split "heldout" are never trained on. Nothing is decoded to text and
 read back, and the end of text stays where it was chosen. A greedy answer ends where it starts to loop.
+
+The training of a drafter makes its shards. For train_cdlm.py this command makes them:
+
+    python -m minispec.data.rollouts --target FOLDER --out DIR
 """
 import itertools
 import os
@@ -38,6 +42,7 @@ from minispec.data.loops import loops
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, training
 from minispec.tools.files import blame, read_tensors, replaced
+from minispec.tools.script import Parser, add_device, run_main
 
 SHARD = 128                 # prompts answered between two writes
 LONGEST = 1536              # tokens of a training text; longer ones are cut
@@ -47,13 +52,11 @@ TEMPERATURES = (0, 0.7, 0, 1)           # of the target's answers, in turn
 
 # -- settings ------------------------------------------------------------------------------------------------
 
-def add_arguments(parser):
-    """The settings of a drafter's training: which answers to train on, and in what batches."""
-    training.add_arguments(parser, lr=2e-3, save_every=200)
+def add_answers(parser):
+    """The settings of the target's answers."""
     add = parser.add_argument
     add("--target", default=SHIPPED, metavar="MODEL",
-        help="the model to draft for: a folder, a GGUF file, or smollm2 (default %(default)s)")
-    add("--minutes", type=float, help="time for all: half for the answers, half for the training")
+        help="the model that answers: a folder, a GGUF file, or smollm2 (default %(default)s)")
     add("--prompt-file", metavar="FILE", nargs="+", default=[],
         help="JSON lines of prompts to answer (default: prompts that the target writes itself)")
     add("--prompts", type=int, default=4000,
@@ -64,11 +67,19 @@ def add_arguments(parser):
     add("--given-answers", type=int, metavar="N",
         help="read the first N of these answers (default: all)")
     add("--heldout", type=int, default=40, help="number of held-out prompts for the estimates (default 40)")
-    add("--responses", metavar="DIR", help="folder of the target's answers (default: OUT/responses)")
     add("--temperature", type=float, help="of the target's answers (default: 0, 0.7, 0, 1 in turn)")
+    add("--max-new-tokens", type=int, default=1024, help="limit of an answer (default 1024)")
+
+
+def add_arguments(parser):
+    """The settings of a drafter's training: which answers to train on, and in what batches."""
+    training.add_arguments(parser, lr=2e-3, save_every=200)
+    add_answers(parser)
+    add = parser.add_argument
+    add("--minutes", type=float, help="time for all: half for the answers, half for the training")
+    add("--responses", metavar="DIR", help="folder of the target's answers (default: OUT/responses)")
     add("--last-layer", action="store_true",
         help="the drafter reads the target's last layer alone (default: a low, a middle and the last one)")
-    add("--max-new-tokens", type=int, default=1024, help="limit of an answer (default 1024)")
     add("--draft-vocab", type=int, default=DRAFT_VOCAB, metavar="N",
         help="draft only the N tokens that the answers have most (default %(default)s; 0: all)")
     add("--tokens", type=float, default=8e6, help="training tokens in all")
@@ -267,6 +278,19 @@ def _shard(file, begin, made, least):
     return out
 
 
+def both_splits(args, target, least=0):
+    """(held-out texts, training texts): what the target says to the prompts, in --responses."""
+    tokenizer = Tokenizer.load(args.target)
+    # Answers in the folder must be the same target's.
+    training.same_settings(args.responses, target=checkpoints.fingerprint(target),
+                           temperature=args.temperature, max_new_tokens=args.max_new_tokens)
+    heldout = _texts(args, target, tokenizer, "heldout", args.heldout, 0)
+    texts = _texts(args, target, tokenizer, "train", args.prompts, least)
+    if args.given:
+        texts += _given(args, target, tokenizer, least)
+    return heldout, texts
+
+
 # -- the training --------------------------------------------------------------------------------------------
 
 def start(args, drafter_of, train):
@@ -287,15 +311,8 @@ class DrafterRun(training.Run):
 
     def __init__(self, args, target, model, least=0):
         args.responses = args.responses or f"{args.out}/responses"
-        tokenizer = Tokenizer.load(args.target)
-        # Answers in the folder must be the same target's.
-        training.same_settings(args.responses, target=checkpoints.fingerprint(target),
-                               temperature=args.temperature, max_new_tokens=args.max_new_tokens)
-        # What the target says to the prompts of both splits, and the words that it uses.
-        self.heldout = _texts(args, target, tokenizer, "heldout", args.heldout, 0)
-        self.texts = _texts(args, target, tokenizer, "train", args.prompts, least)
-        if args.given:
-            self.texts += _given(args, target, tokenizer, least)
+        self.heldout, self.texts = both_splits(args, target, least)
+        # The words that it uses.
         answers = [text["ids"][text["learn"]].tolist() for text in self.texts]
         restrict(model, most_frequent(answers, args.draft_vocab, target.config.vocab_size))
         if not self.texts or not self.heldout:
@@ -326,3 +343,20 @@ class DrafterRun(training.Run):
                 means = estimate(padded(some, self.args.device))
             total.update({name: x * len(some) / len(self.heldout) for name, x in means.items()})
         return total
+
+
+# -- answers alone -------------------------------------------------------------------------------------------
+
+def main():
+    parser = Parser(__doc__)
+    add_answers(parser)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the answers")
+    add_device(parser)
+    args = parsed(parser)
+    args.responses, args.minutes = args.out, None
+    target = checkpoints.load(args.target, args.device, training.fast_dtype(args.device))
+    both_splits(args, target)
+
+
+if __name__ == "__main__":
+    run_main(main, "interrupted; the same command goes on")

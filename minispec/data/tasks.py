@@ -50,6 +50,7 @@ TRACE_MAX = 210             # lines of the longest program: prompt and chain hav
 SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}
 ALLOWED = {"trace": (1, TRACE_MAX), "arith": (1, 25), "story": (1, 25), "search": (2, 60), "revise": (2, 24)}
 FAMILIES = tuple(SIZES)
+LONGEST_PROMPT = 160        # tokens; every family has problems that fit, see `fitting`
 
 
 def lines_for(tokens):
@@ -82,6 +83,23 @@ def make(family, seed, split="train", size=None):
         prompt, think, answer, facts = GENERATORS[family](rng, n)
         if is_heldout(prompt) == (split == "heldout"):
             return Problem(family, prompt, think, answer, facts)
+
+
+def fitting(tokenizer, family, seed, split, length, longest_prompt=LONGEST_PROMPT):
+    """A problem whose solution fits `length` answer slots: (problem, prompt ids, answer ids (L,), filled up
+    with ends of text). Sizes are drawn from the trained range and from 3 on, smaller and smaller until one
+    fits."""
+    rng = random.Random(f"{family}/{split}/{seed}/fitting")
+    low, high = SIZES[family]
+    low = min(low, 3)
+    while True:
+        size = rng.randint(low, high)
+        problem = make(family, rng.randrange(1 << 40), split, size)
+        prompt = tokenizer.prompt_ids(problem.prompt)
+        answer = tokenizer.response_ids(problem.think, problem.answer)
+        if len(prompt) <= longest_prompt and len(answer) <= length:
+            return problem, prompt, answer + answer[-1:] * (length - len(answer))
+        high = max(size - 1, low)
 
 
 def check(problem, text):

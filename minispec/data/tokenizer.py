@@ -33,6 +33,7 @@ SPLITS = {"smollm": SMOLLM, "gpt-2": GPT2, "llama-bpe": LLAMA_3, "llama3": LLAMA
           "qwen2": TODAY % "", "deepseek-r1-qwen": TODAY % ""}
 
 ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
+MASK = "<|mask|>"
 # For a model without a chat template.
 TEXT_ALONE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
 MOST_SPACE = 100_000         # white space in a row; of a million, the regular expressions run out of stack
@@ -102,6 +103,13 @@ class Tokenizer:
             out = cls(*read(file), *chat)
         out.file = source
         return out
+
+    @property
+    def mask_id(self):
+        """The id of the mask token of a diffusion model."""
+        if MASK not in self.special:
+            raise ValueError(f"{self.file}: the tokenizer has no {MASK}")
+        return self.special[MASK]
 
     # -- plain text --------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@ decoding, is in the study `run`.
 
 All decoders answer the same held-out problems, which fit the answer slots. A step is a forward in which a
 request took part, whatever the batch; the decoder counts it. """
-import random
 import statistics
 
 import torch
@@ -15,7 +14,6 @@ from minispec.studies.timing import engine_of
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, verdict
 
-LONGEST_PROMPT = 160            # tokens
 FIRST = 3000                    # seed of the first held-out problem used here
 BF16 = torch.bfloat16           # it takes half the time
 STRICT = 0.999                  # at this threshold the shipped student is as good as its teacher
@@ -24,27 +22,10 @@ THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
 
 # -- problems ------------------------------------------------------------------------------------------------
 
-def fitting(tokenizer, family, seed, split="train"):
-    """A problem whose solution fits the answer slots: (problem, prompt ids, answer ids (L,), filled up with
-    ends of text). Sizes are drawn from the trained range and from 3 on, smaller and smaller until one
-    fits."""
-    rng = random.Random(f"{family}/{split}/{seed}/fitting")
-    low, high = tasks.SIZES[family]
-    low = min(low, 3)
-    while True:
-        size = rng.randint(low, high)
-        problem = tasks.make(family, rng.randrange(1 << 40), split, size)
-        prompt = tokenizer.prompt_ids(problem.prompt)
-        answer = tokenizer.response_ids(problem.think, problem.answer)
-        if len(prompt) <= LONGEST_PROMPT and len(answer) <= cdlm.GEN_LENGTH:
-            return problem, prompt, answer + [answer[-1]] * (cdlm.GEN_LENGTH - len(answer))
-        high = max(size - 1, low)
-
-
 def held_out(tokenizer, n):
     """n problems a family that fit."""
     cells = [(family, FIRST + i) for i in range(n) for family in tasks.FAMILIES]
-    return [fitting(tokenizer, family, seed, "heldout")[0] for family, seed in cells]
+    return [tasks.fitting(tokenizer, *cell, "heldout", cdlm.GEN_LENGTH)[0] for cell in cells]
 
 
 def answer(decoder, problems, tokenizer):
@@ -89,7 +70,6 @@ def compare(study, args, model, tokenizer, cells, n):
     are those of the first teacher."""
     folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
     folders["ar"] = args.model
-    mask_id = cdlm.mask_id_of(tokenizer, folders["student"])
     models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
     models["dual"] = models["teacher"]
     problems = held_out(tokenizer, n)
@@ -98,7 +78,7 @@ def compare(study, args, model, tokenizer, cells, n):
         if name == "ar":
             decoder = engine_of("ar", models["ar"], args, 16)
         else:
-            decoder = cdlm.Decoder(models[name], mask_id, name, batch_size=16, **settings)
+            decoder = cdlm.Decoder(models[name], tokenizer.mask_id, name, batch_size=16, **settings)
         row, answers = answer(decoder, problems, tokenizer)
         return {"decoder": name, **settings, **row}, answers
 

@@ -21,11 +21,13 @@ from minispec.tools import gguf_file
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
 
+TEMPLATE = "chat_template.jinja"         # some folders have it in tokenizer_config.json
+
 
 # -- whole models --------------------------------------------------------------------------------------------
 
 def save(model, folder, tokenizer_of=None):
-    """Write `config.json`, `model.safetensors` and, if named, the two files of another folder's tokenizer."""
+    """Write `config.json`, `model.safetensors` and, if named, the files of another folder's tokenizer."""
     # A parameter of ours is several of theirs, stacked.
     state = model.state_dict()
     tensors = {}
@@ -33,7 +35,10 @@ def save(model, folder, tokenizer_of=None):
         tensors.update(zip(theirs, state[ours].split(rows)))
     _write_folder(folder, tensors, to_hf_config(model.config, str(model.dtype).removeprefix("torch.")))
     if tokenizer_of:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
+        names = ["tokenizer.json", "tokenizer_config.json"]
+        if os.path.exists(os.path.join(tokenizer_of, TEMPLATE)):
+            names.append(TEMPLATE)
+        for name in names:
             with replaced(os.path.join(folder, name)) as temporary:
                 shutil.copyfile(os.path.join(tokenizer_of, name), temporary)
 

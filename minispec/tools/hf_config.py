@@ -20,7 +20,7 @@ SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 # The largest that a number can be. Beyond it a file is damaged, and believing it could take all memory.
 MOST = {"n_layer": 1 << 10, "head_dim": 1 << 8, "rope_theta": 1e12, "norm_eps": 1e-2}
 MILLION = 1 << 20                                        # of all others
-FROM_ZERO = ("bos_id", "eos_id", "draft_vocab", "rank")
+FROM_ZERO = ("bos_id", "eos_id", "draft_vocab", "rank", "diffusion_block_size")
 
 
 def weight_names(c):
@@ -63,6 +63,8 @@ def to_hf_config(c, dtype):
            "hidden_act": "silu", "torch_dtype": dtype}
     if c.rope_scaling:
         out["rope_scaling"] = {"rope_type": "llama3", **c.rope_scaling}
+    if c.diffusion_block_size:
+        out["diffusion_block_size"] = c.diffusion_block_size
     return out
 
 
@@ -92,6 +94,7 @@ def from_hf_config(d):
     if isinstance(c["eos_id"], list):
         c["eos_id"] = c["eos_id"][0]
     c["tied"] = c["tied"] or False
+    c["diffusion_block_size"] = d.get("diffusion_block_size", 0)
     return GPTConfig(**c, qk_norm=kind == "qwen3", qkv_bias=kind == "qwen2")
 
 

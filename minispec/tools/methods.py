@@ -125,9 +125,9 @@ def make_engine(name, model, settings, batch_size):
         threshold = cdlm.THRESHOLD
     folder = folder_of(name, settings)
     trained = loaded(folder, model, settings)
-    mask_id = cdlm.mask_id_of(Tokenizer.load(folder), folder)
+    mask_id = Tokenizer.load(folder).mask_id
     return cdlm.Decoder(trained, mask_id, cdlm.METHODS[name], threshold=threshold, order=settings.order,
-                        batch_size=batch_size)
+                        batch_size=batch_size, block_size=settings.block_size)
 
 
 def loaded(folder, model, settings):
@@ -270,6 +270,7 @@ def add_arguments(parser):
         f"(default: cdlm {cdlm.THRESHOLD}, dlm one token per step)")
     add("--order", default=cdlm.ORDER, choices=cdlm.ORDERS, help="what to reveal where no slot is above the "
         "threshold: the first masked slot, or the most confident, as in the papers (default %(default)s)")
+    add("--block-size", type=positive, help="slots of a block (default: as the model was trained)")
 
 
 def settings(*options, **changes):
