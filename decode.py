@@ -70,9 +70,9 @@ def parse_args(argv=None):
 
     add = parser.add_argument_group("output").add_argument
     add("--compare", action="store_true",
-        help="decode autoregressively too: speed-up, and whether the output is identical")
+        help="decode autoregressively too: speed-up, and whether the output is identical, at any temperature")
     add("--explain", type=positive, metavar="N",
-        help="show the first N rounds that have drafts: p, q, the coin, the verdict, what the cache keeps")
+        help="show the first N rounds that have drafts: p, the target's choice, the verdict, what the cache keeps")
     add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
     add("--json", metavar="PATH", help="write the result as JSON")
 
@@ -82,7 +82,7 @@ def parse_args(argv=None):
     args.model = args.model or default_model(args)
     if args.method in methods.DIFFUSION:
         args.max_new_tokens = args.max_new_tokens or cdlm.GEN_LENGTH
-    args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, args.rule)
     check(args)
     return args
 
@@ -188,7 +188,7 @@ def main(argv=None):
         print("\nonce more, by the plain loop ..", flush=True)
         ar = methods.make_engine("ar", model, args, args.batch)
         plain, _ = answer(ar, problems, model, tokenizer, args, quiet=True)
-        compare(result, generations, plain, ar, model)
+        compare(result, generations, plain, ar, model, args.sampling)
     print("\n".join(["", *explained, table(result)]))
     if args.json:
         if len(problems) == 1:

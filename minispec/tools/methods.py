@@ -16,6 +16,7 @@ from minispec.core import drafters
 from minispec.core.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, Lockstep
+from minispec.core.verify import RULES
 from minispec.bounds import CostTable
 from minispec.data.tokenizer import Tokenizer
 from minispec.data.traces import read_costs
@@ -72,7 +73,7 @@ def eagle(model, settings):
 def specdiff_windows(model, settings):
     """a diffusion model drafts a window in one forward; several chains of drafts"""
     trained = _trained("specdiff", specdiff, model, settings)
-    drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts, settings.rule,
+    drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts,
                                        settings.draft_temperature)
     return partial(Lockstep, drafter=drafter, k=drafter.gamma * drafter.width, lookup=settings.lookup or 0)
 
@@ -222,6 +223,9 @@ def add_arguments(parser):
     add("--cache-tokens", type=positive, help="slots of the cache (default: --batch of the longest request)")
 
     add = parser.add_argument_group("drafting").add_argument
+    add("--rule", default="coupled", choices=RULES,
+        help="how drafts are drawn and judged above temperature 0, see core/verify.py (default %(default)s; "
+             "with all but rejection, a seed has one text)")
     add("--k", type=positive,
         help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
     add("--lookup", type=int,
@@ -239,10 +243,8 @@ def add_arguments(parser):
         help="prism, eagle: so many drafts of a tree, the likeliest, go to the target (default 0: a chain)")
     add("--gamma", type=int, help="specdiff: drafts of a chain (default: as the drafter was trained)")
     add("--k-drafts", type=int, default=1, help="specdiff: chains per round (default %(default)s)")
-    add("--rule", default="rejection", choices=specdiff.RULES,
-        help="specdiff: who judges sampled chains (default %(default)s)")
     add("--draft-temperature", type=float,
-        help="specdiff: of the drafts (default: the target's; of several chains 1)")
+        help="specdiff: of the drafts (default: the target's; of several independent chains 1)")
 
     add = parser.add_argument_group("self-speculation: specgen").add_argument
     add("--sparsity", type=float, default=0.05,

@@ -1,6 +1,6 @@
 """What decode.py says of a finished run: one dict, which --json writes, and the closing lines made of it."""
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from minispec.tools.answers import ratio, summary, tie_gap, verdict
 
@@ -28,17 +28,18 @@ def figures(args, tokenizer, engine, problems, generations, first_token):
     return result
 
 
-def compare(result, generations, plain, ar, model):
-    """Add to `result` how much faster it was than the plain loop `ar`, whose generations are `plain`, and, of
-    greedy answers, whether they are identical."""
+def compare(result, generations, plain, ar, model, sampling):
+    """Add to `result` how much faster it was than the plain loop `ar`, whose generations are `plain`, and
+    whether they are identical, which rejection sampling's are not."""
     reference = summary(plain, ar)
     rates = {"speedup": "decode_tokens_per_second", "speedup_end_to_end": "tokens_per_second"}
     for speedup, name in rates.items():
         result["ar_" + name] = reference[name]
         result[speedup] = ratio(result[name], reference[name])
-    if result["temperature"] == 0:
-        pairs = [(g.prompt_ids, a.token_ids, g.token_ids) for a, g in zip(plain, generations)]
-        result["identical"] = all(a == b for _, a, b in pairs)
+    if sampling.temperature == 0 or sampling.rule != "rejection":
+        pairs = [(g.prompt_ids, a.token_ids, g.token_ids, replace(sampling, seed=sampling.seed + i))
+                 for i, (a, g) in enumerate(zip(plain, generations))]
+        result["identical"] = all(a == b for _, a, b, _ in pairs)
         result["tie_gap"] = max(tie_gap(model, *pair) for pair in pairs)
 
 
