@@ -16,7 +16,8 @@ from conftest import ROOT
 
 import bench
 import decode
-from minispec.core.verify import draw, rejection_chain
+from minispec.core.noise import noise, stream
+from minispec.core.verify import draw, greedy_tree, rejection
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import figures, own_files, results
 from minispec.studies.markdown import pick
@@ -213,8 +214,8 @@ def two(numbers, gap="   "):
 
 
 def committed(coins, draft=DRAFT, q=Q):
-    n, token = rejection_chain(draft[None], None if q is None else q[None], P[None, :len(draft) + 1], coins[None])
-    return " ".join(WORDS[t] for t in [*draft[:n].tolist(), token.item()])
+    path, token = rejection([(list(range(1, len(draft) + 1)), q)], draft.tolist(), P[:len(draft) + 1], coins)
+    return " ".join(WORDS[t] for t in [*draft[:len(path)].tolist(), token])
 
 
 def test_the_round_by_hand():
@@ -260,9 +261,11 @@ def test_point_masses_by_hand():
     assert f"residual           {two(left / left.sum())}\n" in page
     # The rule with q = None draws from this very residual.
     coins = torch.rand(4000, 2, generator=torch.Generator().manual_seed(0))
-    n, token = rejection_chain(torch.zeros(4000, 1, dtype=torch.long), None, P[2:].expand(4000, 2, 4), coins)
-    assert abs((n > 0).float().mean() - P[2, 0]) < 0.02
-    assert torch.equal(token[n == 0], draw(left.expand(int((n == 0).sum()), 4), coins[n == 0, 1]))
+    found = [rejection([([1], None)], [0], P[2:], own) for own in coins]
+    rejected = torch.tensor([not path for path, _ in found])
+    assert abs(rejected.float().mean() - 1 + P[2, 0]) < 0.02
+    tokens = torch.tensor([token for _, token in found])[rejected]
+    assert torch.equal(tokens, draw(left.expand(len(tokens), 4), coins[rejected, 1]))
     # The mistake: p / q for a drafter that always drafts `the`.
     assert f"with probability {P[2, 0] / Q[2, 0]:.2f}, twice as often" in page
 
