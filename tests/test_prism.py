@@ -610,7 +610,7 @@ def test_equal_modules_are_one_module():
     two = toy_drafter(TARGET, (0, 1))
     prism.copy_modules(two, DRAFTERS[1])
     for shape in SHAPES.values():
-        a, b = (run(lockstep(d, *shape), prompts(3), temperature=t)[0] for d, t in ((two, 1.0), (DRAFTERS[1], 1.0)))
+        a, b = (run(lockstep(d, *shape), prompts(3), sampling=Sampling(t))[0] for d, t in ((two, 1.0), (DRAFTERS[1], 1.0)))
         assert [(g.token_ids, g.who) for g in a] == [(g.token_ids, g.who) for g in b]
 
 

@@ -404,7 +404,7 @@ def test_a_seed_is_a_text(name, sampling, trained):
         got, _ = run(lockstep(trained, **SETTINGS[name]), prompts(n), batch, sampling=sampling)
         assert [g.token_ids for g in got] == plain(17, sampling)[:n]
     steps = [s for g in got for s in g.steps]
-    assert sum(s.accepted for s in steps) > 0.3 * len(steps)
+    assert sum(s.accepted for s in steps) > 0.1 * len(steps)
 
 
 def test_a_seed_is_a_text_under_every_rule_that_walks(trained):
