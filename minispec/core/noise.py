@@ -23,6 +23,7 @@ import torch
 # drafters whose draws must not depend on the target's; the last one and those after it are of K chains.
 TARGET, COINS, OWN = 0, 1, 2
 LOW = (1 << 31) - 1
+APART = 0x5DEECE66D1234567                               # mix(0) is 0, and seed 0 must not be like token 0
 
 
 def mix(x):
@@ -35,12 +36,12 @@ def mix(x):
 @lru_cache(4096)
 def stream(seed, lane=TARGET):
     """The first number of a stream; its position i has the i-th number after it."""
-    return mix(mix(torch.tensor(seed)) + lane).item()
+    return mix(mix(torch.tensor(seed) + APART) + lane).item()
 
 
 @cache
 def token_keys(vocab_size, device):
-    return (mix(torch.arange(vocab_size, device=device)) & LOW).int()
+    return (mix(torch.arange(vocab_size, device=device) - APART) & LOW).int()
 
 
 def uniform(streams, positions, vocab_size, ids=None):
