@@ -254,6 +254,28 @@ def test_the_round_by_hand():
     assert f"a speed-up of {tau:.2f} / 1.30 = {tau / 1.3:.2f}" in page
 
 
+def test_the_round_with_shared_noise_by_hand():
+    page = read("docs/00-start.md")
+    e = noise(torch.full((3,), stream(2339)), torch.arange(1, 4), 4)
+    e = torch.tensor([[float(f"{x:.2f}") for x in row] for row in e.tolist()])       # as the page shows it
+    drafts, choices = (Q / e).argmax(1).tolist(), (P[:3] / e).argmax(1).tolist()
+    for row, draft, choice, p, q in zip(e, drafts, choices, P, Q):
+        verdict = "accepted" if draft == choice else "rejected"
+        assert f"noise e           {two(row)}\n         q / e             {two(q / row)}     {WORDS[draft]}\n" in page
+        assert f"         p / e             {two(p / row)}     {WORDS[choice]:<4}      {verdict}\n" in page
+    path, token = greedy_tree(drafts, range(3), [*choices, 1])
+    assert " ".join(WORDS[t] for t in [*(drafts[i - 1] for i in path), token]) == "cat sat down"
+    # How often both are first: with noise, and the sum over tokens in closed form.
+    many = noise(torch.full((60_000,), stream(0)), torch.arange(60_000), 4)
+    same = []
+    for p, q in zip(P, Q):
+        same.append((1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)).sum().item())
+        alpha = torch.minimum(p, q).sum()
+        assert abs(((p / many).argmax(1) == (q / many).argmax(1)).float().mean() - same[-1]) < 0.01
+        assert alpha / (2 - alpha) <= same[-1] <= alpha
+    assert "with probability {:.2f}, {:.2f} and {:.2f} in the three rows".format(*same) in page
+
+
 def test_point_masses_by_hand():
     page = read("docs/00-start.md")
     left = P[2].clone()

@@ -29,6 +29,9 @@ LOSSLESS = {
     "method": "{method}",
     "dtype": "{dtype}",
     "identical to autoregressive": SAME,
+    "T = 0.65": "{T 0.65:d} of {sampled}",
+    "T = 1": "{T 1:d} of {sampled}",
+    "top-p 0.9, top-k 50": "{top:d} of {sampled}",
     "largest top-2 gap at a difference": "{largest_tie_gap:.3g}",
 }
 

@@ -82,7 +82,7 @@ def table(r):
                      f"speed-up {known(r['speedup'], '{:.2f}x')} in decoding, "
                      f"{known(r['speedup_end_to_end'], '{:.2f}x')} end to end")
     if "identical" in r and not diffusion:
-        differs = f"differs from autoregressive (top-2 logit gap there: {r['tie_gap']:.2g})"
+        differs = f"differs from autoregressive (top-2 gap of logits and noise there: {r['tie_gap']:.2g})"
         lines.append("output: " + ("identical to autoregressive" if r["identical"] else differs))
 
     # What only some methods and problems have.
