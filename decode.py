@@ -72,7 +72,7 @@ def parse_args(argv=None):
     add("--compare", action="store_true",
         help="decode autoregressively too: speed-up, and whether the output is identical, at any temperature")
     add("--explain", type=positive, metavar="N",
-        help="show the first N rounds that have drafts: p, the target's choice, the verdict, what the cache keeps")
+        help="show the first N rounds that have drafts: p, the target's choice, verdicts, what the cache keeps")
     add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
     add("--json", metavar="PATH", help="write the result as JSON")
 

@@ -180,7 +180,7 @@ class SpecDiffDrafter(Cached):
 
     gamma drafts per chain, k_drafts chains per round. Under the rule `coupled` chain i begins with the i-th
     best token of the first slot, and all go on with the best. Under the others chains are drawn independently
-    at temperature `temperature` (default: of one chain the request's own, of several 1); at 0 the chain is the
+    at temperature `temperature` (default: of one chain the request's own, of several 1); at 0 they are the
     argmax. A single chain is cut where it gets improbable, like those of `Chained`. """
     name = "specdiff"
 
@@ -259,17 +259,14 @@ class SpecDiffDrafter(Cached):
         of the slots."""
         # At which temperature?
         sampling = request.sampling.drafting
-        coupled = sampling.rule == "coupled"
         temperature = self.temperature
-        if temperature is None and self.width > 1 and not coupled:
+        if temperature is None and self.width > 1 and sampling.rule != "coupled":
             temperature = 1.0                            # chains that are all alike would be one chain
         if temperature is not None:
             sampling = replace(sampling, temperature=temperature)
         # Draw k chains. Near the end of an answer, fewer fit into its cache.
         n = len(states)
-        k = min(self.width, limit // n, CANDIDATES if coupled else limit)
-        if not (sampling.temperature or coupled):
-            k = 1
+        k = min(self.width, limit // n, CANDIDATES, self.words.size)
         drawn, q = self._draw(request, states, k, sampling)                               # (n, k), (n, k, N)
         known = sampling.temperature and sampling.rule == "rejection"
         if k == 1:
@@ -284,39 +281,32 @@ class SpecDiffDrafter(Cached):
         return tokens, None, parents
 
     def _noise(self, request, n, k, sampling):
-        """The noise (n, K, N) of n slots: under the rule `coupled` the target's, else one for each chain."""
+        """The noise (n, k, N) of n slots: under the rule `coupled` the target's, else one for each chain."""
         if not sampling.temperature:
-            return torch.ones(n, 1, 1, device=self.target.device)
-        lanes = [sampling.lane] if sampling.rule == "coupled" else range(sampling.lane, sampling.lane + k)
-        streams = torch.tensor([stream(request.sampling.seed, lane) for lane in lanes]).repeat(n)
-        slots = torch.arange(n).repeat_interleave(len(lanes)) + len(request.tokens)
-        streams, slots = streams.to(self.target.device), slots.to(self.target.device)
-        return self.words.noise(streams, slots).unflatten(0, (n, -1))
+            return torch.ones(n, k, self.words.size, device=self.target.device)
+        lanes = [sampling.lane + chain * (sampling.rule != "coupled") for chain in range(k)]
+        streams = torch.tensor([stream(request.sampling.seed, lane) for lane in lanes] * n)
+        slots = len(request.tokens) + torch.arange(n).repeat_interleave(k)
+        device = self.target.device
+        return self.words.noise(streams.to(device), slots.to(device)).unflatten(0, (n, k))
 
     def _draw(self, request, states, k, sampling):
         """k chains from the states (n, C) of n slots: indices (n, k), and the distributions (n, k, N) that
         they were drawn from; at temperature 0 the argmax, and the softmax."""
-        n = len(states)
-        noise = self._noise(request, n, k, sampling)
+        noise = self._noise(request, len(states), k, sampling)
         logits = self.words.logits(states)                                                # (n, N)
         if self.drafter.markov is None:
-            q = _distribution(logits, sampling)[:, None]                                  # (n, 1, N)
-            index = (q / noise).argmax(-1).expand(-1, k)
-            if sampling.rule == "coupled":
-                index = torch.cat([(q / noise)[0].topk(k).indices, index[1:]])
-            return index, q.expand(-1, k, -1)
+            q = _distribution(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
+            drawn = [_best(*both, slot, sampling) for slot, both in enumerate(zip(q, noise))]
+            return torch.stack(drawn), q
 
         # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
         top, among = logits.topk(min(CANDIDATES, self.words.size))                        # (n, c)
         of_head = self.words.head.weight[among]                                           # (n, c, C)
-        noise = noise.expand(-1, -1, self.words.size)
         indices, qs, more = [], [], 0.0
-        for slot in range(n):
+        for slot in range(len(states)):
             q = _distribution((top[slot] + more).expand(k, -1), sampling)
-            scores = q / noise[slot][:, among[slot]]
-            index = scores.argmax(-1)
-            if slot == 0 and sampling.rule == "coupled":
-                index = scores[0].topk(k).indices
+            index = _best(q, noise[slot][:, among[slot]], slot, sampling)
             indices.append(among[slot][index])                                            # (k,)
             qs.append(logits.new_zeros(k, self.words.size, dtype=q.dtype).index_copy_(1, among[slot], q))
             if slot + 1 < len(states):
@@ -335,6 +325,14 @@ class SpecDiffDrafter(Cached):
 def _distribution(logits, sampling):
     """What drafts are drawn from; at temperature 0, the softmax whose largest is drafted."""
     return warp(logits, sampling) if sampling.temperature else logits.float().softmax(-1)
+
+
+def _best(q, noise, slot, sampling):
+    """What k chains draw (k,) for a slot from q (k, N)."""
+    scores = q / noise
+    if slot == 0 and sampling.rule == "coupled":
+        return scores[0].topk(len(q)).indices
+    return scores.argmax(-1)
 
 
 # -- folders ---------------------------------------------------------------------------------------

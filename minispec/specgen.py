@@ -11,7 +11,7 @@ One round of a request that has N tokens in the cache and N + 1 committed:
              round's own rows (with `lookup`, fewer times, some rows)
     VERIFY   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
     (judge)  the walk (verify.py), or rejection with the draft's own distributions: a of k drafts, and one
-             more token; then, for every layer and KV head, select the positions to draft with in the next round
+             more token; then, for every layer and KV head, select the positions to draft with next
 Before the first round the prompt is read. With delayed verification the host judges while the next forward
 already runs; the request sits that iteration out (a stall), the others do not wait.
 

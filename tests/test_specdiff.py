@@ -437,7 +437,7 @@ def test_greedy_is_identical_to_autoregressive(name, trained):
             steps = [s for g in got for s in g.steps]
             assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
             if n == many:
-                assert sum(s.accepted for s in steps) > (0.6 if name == "early stop" else 1) * len(steps) and any(s.accepted < s.proposed for s in steps)
+                assert sum(s.accepted for s in steps) > (0.6 if name in ("early stop", "walk") else 1) * len(steps) and any(s.accepted < s.proposed for s in steps)
                 assert (name == "early stop") == any(s.proposed < 4 and s.position < 20 for s in steps)
 
 

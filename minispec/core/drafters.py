@@ -255,8 +255,8 @@ class Chained(Cached):
         return out
 
     def guess(self, number, x, states):
-        """The drafter's distributions q (B, w, N) of a step with states (B, w, C), and the scores whose largest
-        are drafted. A tree is drawn with the target's noise, or not at all."""
+        """The drafter's distributions q (B, w, N) of a step with states (B, w, C), and the scores whose
+        largest are drafted. A tree is drawn with the target's noise, or not at all."""
         _, settings = x.how
         logits = self.words.logits(states).float()
         if settings.temperature == 0 or self.width > 1 and settings.rule != "coupled":

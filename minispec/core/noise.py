@@ -1,5 +1,5 @@
-"""Noise that is looked up, not drawn: the same numbers for the same (seed, position, token), in any order, at any
-time.
+"""Noise that is looked up, not drawn: the same numbers for the same (seed, position, token), in any order, at
+any time.
 
 To draw from p, give every token x an independent exponential number e(x), and take the token with the largest
 p(x) / e(x). This draws x with probability p(x): think of e(x) / p(x) as the time at which a clock rings that
@@ -8,19 +8,20 @@ g(x), where g = -log e has Gumbel's distribution.)
 
 If e depends on nothing but the seed, the position in the text and the token, then the token that the target
 draws is a function of the text before it, as an argmax is. A seed is a text, whoever drafts it. And a drafter
-that divides its own q by the same e guesses what the target will draw (Daliri, Musco, Suresh, "Coupling without
-communication and drafter-invariant speculative decoding", 2408.07978).
+that divides its own q by the same e guesses what the target will draw (Daliri, Musco, Suresh, "Coupling
+without communication and drafter-invariant speculative decoding", 2408.07978).
 
-A generator with a state cannot do that. This one has none: it hashes its arguments. A number of 64 bits for the
-seed and the position is mixed as in SplitMix64 (Steele, Lea, Flood 2014). With it, a few operations on 32-bit
-integers scramble the numbers of all tokens, on a GPU as on a CPU. (The logarithm may differ in its last bit.)
+A generator with a state cannot do that. This one has none: it hashes its arguments. A number of 64 bits for
+the seed and the position is mixed as in SplitMix64 (Steele, Lea, Flood 2014). With it, a few operations on
+32-bit integers scramble the numbers of all tokens, on a GPU as on a CPU. (The logarithm may differ in its
+last bit.)
 """
 from functools import cache, lru_cache
 
 import torch
 
-# A seed has several streams of numbers: for the target's choices, for the coins of rejection sampling, and for
-# drafters whose draws must not depend on the target's; the last one and those after it are of K chains.
+# A seed has several streams of numbers: for the target's choices, for the coins of rejection sampling, and
+# for drafters whose draws must not depend on the target's; the last one and those after it are of K chains.
 TARGET, COINS, OWN = 0, 1, 2
 LOW = (1 << 31) - 1
 APART = 0x5DEECE66D1234567                               # mix(0) is 0, and seed 0 must not be like token 0

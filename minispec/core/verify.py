@@ -1,15 +1,15 @@
 """Who checks the draft, and how: acceptance rules as pure functions, and the one place where logits become
 probabilities.
 
-Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes n drafts: a
-chain, or a tree with `parents`. Draft i is row i of the verification (row 0 is the last committed token) and
-hangs from row parents[i - 1] < i, so a chain of k is the tree with parents 0 .. k - 1. Siblings differ. Every
-rule returns the accepted path as a list of rows, and the token that follows it, so a round always commits at
-least one token.
+Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes n drafts:
+a chain, or a tree with `parents`. Draft i is row i of the verification (row 0 is the last committed token)
+and hangs from row parents[i - 1] < i, so a chain of k is the tree with parents 0 .. k - 1. Siblings differ.
+Every rule returns the accepted path as a list of rows, and the token that follows it, so a round always
+commits at least one token.
 
-    walk        the target chooses a token in every row, without looking at the drafts. Start at row 0 and go to
-                the child that is the row's choice, as long as there is one. The choice that no child has is the
-                token that follows.
+    walk        the target chooses a token in every row, without looking at the drafts. Start at row 0 and go
+                to the child that is the row's choice, as long as there is one. The choice that no child has
+                is the token that follows.
     rejection   accept draft d with probability min(1, p(d) / q(d)), else go on with max(p - q, 0), normalised
                 (Leviathan et al. 2211.17192, Theorem 3.5; Chen et al. 2302.01318); of K chains in turn
                 (multi-round, SpecInfer 2305.09781)
@@ -131,8 +131,8 @@ def scores(logits, sampling, streams, positions):
 
 
 def greedy_tree(draft, parents, best):
-    """The walk. draft: n token ids that hang from rows `parents`; best: the target's choice in each of the n +
-    1 rows (lists of ints). Returns (accepted rows, next token)."""
+    """The walk. draft: n token ids that hang from rows `parents`; best: the target's choice in each of the
+    n + 1 rows (lists of ints). Returns (accepted rows, next token)."""
     path = [0]
     # Parents come first, so one pass is enough.
     for row, (token, parent) in enumerate(zip(draft, parents), 1):
@@ -142,8 +142,8 @@ def greedy_tree(draft, parents, best):
 
 
 def best_path(draft, parents, p):
-    """SpecDiff-2's self-selection (section 4, Eq. 7): the rows of the path with the largest sum, over its rows,
-    of the probability that the target would accept that far. p (n + 1, V)."""
+    """SpecDiff-2's self-selection (section 4, Eq. 7): the rows of the path with the largest sum, over its
+    rows, of the probability that the target would accept that far. p (n + 1, V)."""
     # reach: the probability to be accepted up to a row; score: its sum along the path.
     given = p[list(parents), draft].tolist()
     reach, score = [1.0], [0.0]
@@ -162,10 +162,10 @@ def best_path(draft, parents, p):
 def rejection(chains, draft, p, coins):
     """Rejection sampling of chains that were drawn independently, of one or of several in turn.
 
-    chains: pairs (rows, q): position j of a chain is row rows[j] and was drawn from q[j] (k, V); q None: it was
-    chosen without chance. Chains that begin alike share rows. draft: n token ids; p (n + 1, V); coins (n + 1,)
-    independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token that follows.
-    Returns (accepted rows, next token).
+    chains: pairs (rows, q): position j of a chain is row rows[j] and was drawn from q[j] (k, V); q None: it
+    was chosen without chance. Chains that begin alike share rows. draft: n token ids; p (n + 1, V); coins
+    (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token that
+    follows. Returns (accepted rows, next token).
     """
     path = []
     left = p[0].double()                                 # what the next chain is judged by
