@@ -56,7 +56,8 @@ def interval(prompts, other=None, draws=2000):
 def accepted_lengths(engine, problems, tokenizer, temperature):
     """Decode the problems: (prompts (n, 2) as `tau` takes them, how often draft 1, 2, .. is
     accepted where those before it are)."""
-    requests = requests_of(problems, tokenizer, engine.model, NEW, Sampling(temperature))
+    sampling = Sampling(temperature, rule="rejection")       # some losses are made for it
+    requests = requests_of(problems, tokenizer, engine.model, NEW, sampling)
     answers = [g.steps for g in engine.generate(requests)]
     prompts = np.array([[sum(s.committed for s in steps), len(steps)] for steps in answers], float)
 

@@ -16,7 +16,6 @@ from minispec.core import drafters
 from minispec.core.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, Lockstep
-from minispec.core.verify import RULES
 from minispec.bounds import CostTable
 from minispec.data.tokenizer import Tokenizer
 from minispec.data.traces import read_costs
@@ -223,9 +222,6 @@ def add_arguments(parser):
     add("--cache-tokens", type=positive, help="slots of the cache (default: --batch of the longest request)")
 
     add = parser.add_argument_group("drafting").add_argument
-    add("--rule", default="coupled", choices=RULES,
-        help="how drafts are drawn and judged above temperature 0, see core/verify.py (default %(default)s; "
-             "with all but rejection, a seed has one text)")
     add("--k", type=positive,
         help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
     add("--lookup", type=int,
