@@ -109,6 +109,17 @@ def test_a_seed_is_a_text_under_every_rule_that_walks(name, rule):
     assert [g.token_ids for g in got] == plain(8, 30, Sampling(1.0))
 
 
+def test_a_seed_is_a_text_on_any_number_of_threads():
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            got, _ = run("draft", prompts(4), sampling=Sampling(1.0))
+        finally:
+            torch.set_num_threads(before)
+        assert [g.token_ids for g in got] == plain(4, 30, Sampling(1.0))
+
+
 def test_rejection_writes_another_text_and_copies_alone_do_not():
     sampling = Sampling(1.0, rule="rejection")
     assert [g.token_ids for g in run("draft", prompts(8), sampling=sampling)[0]] != plain(8, 30, Sampling(1.0))
