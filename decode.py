@@ -24,7 +24,7 @@ minispec.need_torch()
 import torch
 
 from minispec import cdlm
-from minispec.core.verify import Sampling
+from minispec.core.verify import RULES, Sampling
 from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies.workloads import QUESTIONS, STORY
@@ -70,13 +70,16 @@ def parse_args(argv=None):
     add("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 is off")
     add("--top-p", type=float, default=1.0, help="keep the most likely tokens that reach this mass; 1 is off")
     add("--seed", type=int, default=0, help="of sampling, and of the first problem of --task")
+    add("--rule", default="coupled", choices=RULES,
+        help="how drafts are drawn and judged above temperature 0, see core/verify.py; under all but "
+             "rejection a seed has one text, that of plain decoding (default %(default)s)")
 
     add = parser.add_argument_group("output").add_argument
     add("--compare", action="store_true",
         help="time this method and plain decoding once more, both warmed up: speed-up, and whether the "
              "output is identical")
     add("--explain", type=positive, metavar="N",
-        help="show the first N rounds that have drafts: p, q, the coin, the verdict, what the cache keeps")
+        help="show the first N rounds that have drafts: p, the target's choice, verdicts, the cache")
     add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
     add("--json", metavar="PATH", help="write the result as JSON")
 
@@ -87,7 +90,7 @@ def parse_args(argv=None):
     if args.method in methods.DIFFUSION:
         args.model = methods.folder_of(args.method, args)            # it decodes; the target is for --compare
         args.max_new_tokens = args.max_new_tokens or cdlm.GEN_LENGTH
-    args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed)
+    args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, args.rule)
     check(args)
     return args
 
@@ -202,7 +205,7 @@ def main(argv=None):
             engine = methods.make_engine(name, target if name == "ar" else model, args, args.batch)
             runs.append(answer(engine, problems, tokenizer, args, quiet=True))
         _, result, plain = runs
-        compare(result, plain, target)
+        compare(result, plain, target, args.sampling)
 
     # Report. The file first, because standard output may be closed or full.
     lines = ["", *explained, table(result)]

@@ -36,7 +36,8 @@ from minispec.core.attention import FullKeys, dense_attend
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request, Segment, Step, check_requests, pack
-from minispec.core.verify import check_numbers, draw, warp
+from minispec.core.noise import stream
+from minispec.core.verify import check_numbers, scores
 
 GEN_LENGTH = 256
 BLOCK_SIZE = 32                  # of a model whose config names none
@@ -93,13 +94,11 @@ class Answer:
         self.n_revealed += 1
 
 
-def choose(logits, request):
-    """A token for each row of logits (n, V) and its probability. A request that samples draws from its own
-    random stream; the probability is always that of temperature 1."""
-    tokens = logits.argmax(-1)
-    if request.sampling.temperature > 0:
-        p = warp(logits, request.sampling)
-        tokens = draw(p, request.coins(len(p)).to(p.device))
+def choose(logits, request, slots):
+    """A token for each row of logits (n, V), which are of these slots, and its probability, which is always
+    that of temperature 1. A request that samples has the same noise for a slot in every step."""
+    streams = [stream(request.sampling.seed)] * len(slots)
+    tokens = scores(logits, request.sampling, streams, slots).argmax(-1)
     confidence = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
     return tokens.tolist(), confidence.tolist()
 
@@ -236,7 +235,7 @@ class Decoder:
         committed = []
         for a, hidden, logits in zip(active, hidden.split(counts), logits.split(counts)):
             masked = a.masked()
-            tokens, confidence = choose(logits, a.request)
+            tokens, confidence = choose(logits, a.request, masked)
             # Without a threshold, the block's slots are spread over its steps, early steps first.
             size = a.last - a.first
             share, rest = divmod(size, self.steps_a_block or size)

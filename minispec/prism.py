@@ -142,8 +142,8 @@ def copy_modules(prism, source):
 
 def prune(tokens, parents, scores, n):
     """The n nodes of largest score of a tree as (tokens, None, parents) for the engine; see drafters.py.
-    Nodes are in order of creation, each with the one it hangs from (-1: the last committed token) and the
-    log-probability of its path, its score.
+    Nodes are in order of creation, each with the one it hangs from (-1: the last committed token) and its
+    score.
 
     A child's score is at most its parent's, and where they tie the parent is older. So the best n of all
     nodes always include the parents of all of them."""
@@ -159,9 +159,10 @@ class PrismDrafter(Chained):
     k).
 
     width 1: chains of k drafts (at most `depth`), drawn like the target draws, with temperature. width > 1:
-    EAGLE-2's dynamic trees. Every step opens the `width` most probable new nodes and drafts `width` children
-    of each; after `depth` steps the k most probable nodes of all go to the target. All requests take a step
-    in one forward. A tree ends early like a chain: where the path to no new node is as probable as `stop`. A
+    EAGLE-2's dynamic trees. Every step opens the `width` new nodes of largest score and drafts `width`
+    children of each; after `depth` steps the k nodes of largest score go to the target. A score is the log-
+    probability of a path, with the target's noise in it under the rule `coupled`. All requests take a step in
+    one forward. A tree ends early like a chain: where the path to no new node is as probable as `stop`. A
     row of the target costs less than a step, so nodes go to it that are a quarter as probable.
     """
     reads = True
@@ -216,7 +217,7 @@ class PrismDrafter(Chained):
         states = self.step(1, x, x.features)[x.more["last"]][:, None]          # (B, open nodes, C)
         sees = states.new_empty(len(states), 1, 0, dtype=torch.bool)           # (B, open nodes, rows so far)
         so_far = states.new_zeros(states.shape[:2], dtype=torch.double)
-        tokens, scores = self._children(states, so_far)                        # (B, new nodes)
+        tokens, scores = self._children(1, x, states, so_far)                  # (B, new nodes)
         out = [torch.stack([tokens.double(), torch.full_like(scores, -1), scores], 1)]
         n_nodes = 0                                                            # before the new ones
 
@@ -236,16 +237,17 @@ class PrismDrafter(Chained):
             # Their children are the next new ones.
             parents = (best + n_nodes)[..., None].expand(-1, -1, width).flatten(1)
             n_nodes += tokens.shape[1]
-            tokens, scores = self._children(states, scores.gather(1, best))
+            tokens, scores = self._children(number, x, states, scores.gather(1, best))
             scores = scores.masked_fill(ended[:, None], float("-inf"))
             out.append(torch.stack([tokens.double(), parents.double(), scores], 1))
         return [torch.cat(out, 2)]
 
-    def _children(self, states, so_far):
-        """The most probable children of all open nodes, whose scores are so_far (B, open nodes): tokens and
-        scores (B, open nodes * width)."""
-        top = self.words.logits(states).float().log_softmax(-1).topk(self.width)
-        scores = so_far[..., None] + top.values.clamp(max=0)
+    def _children(self, number, x, states, so_far):
+        """The best children of all open nodes, whose scores are so_far (B, open nodes): tokens and scores (B,
+        open nodes * width)."""
+        _, scores = self.guess(number, x, states)
+        top = (scores / scores.sum(-1, keepdim=True)).topk(self.width)
+        scores = so_far[..., None] + top.values.log().clamp(max=0)
         return self.words.tokens(top.indices).flatten(1), scores.flatten(1)
 
 

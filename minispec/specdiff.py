@@ -9,8 +9,8 @@ expected number of accepted drafts,
     J = sum_m c_m,    c_m = q_1(x_1) .. q_m(x_m)          x the target's tokens, q_j the marginal of slot j
 
 instead of agreement slot by slot. And because the marginals do not depend on the drafted tokens, K chains
-cost one forward like one chain does; the target judges their merged trie in one forward, too (`RULES`;
-verify.py has the acceptance rules).
+cost one forward like one chain does; the target judges their merged trie in one forward, too (verify.py has
+the acceptance rules).
 
 Rows of a round: first the tokens committed since the last one, causal, whose keys stay in the drafter's cache
 for good. Then the window, whose rows see everything, each other included, and whose keys are overwritten by
@@ -55,12 +55,11 @@ from minispec.core.attention import can_fuse
 from minispec.core.drafters import STOP, Cached
 from minispec.core.requests import MAX_K, MAX_NODES
 from minispec.core.words import Words, buffer, fusion
-from minispec.core.verify import (LEAST_TEMPERATURE, argmax, draw, graft, point_mass_tree, rejection_tree,
-                                  selection_tree, warp)
+from minispec.core.noise import stream
+from minispec.core.verify import LEAST_TEMPERATURE, graft, warp
 
 CANDIDATES = 16             # tokens of a slot that the Markov head chooses among
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
-RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point_mass_tree}
 
 
 @dataclass
@@ -179,21 +178,19 @@ def from_prism(prism, target, gamma, rank=0):
 class SpecDiffDrafter(Cached):
     """Drafts for the engine's Lockstep planner: Lockstep(engine, SpecDiffDrafter(..), gamma * k_drafts).
 
-    gamma drafts per chain, k_drafts chains per round. Chains are drawn independently at temperature
-    `temperature` (default: of one chain the request's own, of several 1); at 0 the chain is the argmax. rule:
-    who judges them where the target samples, see RULES; with one chain, selection and walk both are the point
-    mass. A single chain is cut where it gets improbable, like those of `Chained`. """
+    gamma drafts per chain, k_drafts chains per round. Under the rule `coupled` chain i begins with the i-th
+    best token of the first slot, and all go on with the best. Under the others chains are drawn independently
+    at temperature `temperature` (default: of one chain the request's own, of several 1); at 0 they are the
+    argmax. A single chain is cut where it gets improbable, like those of `Chained`. """
     name = "specdiff"
 
-    def __init__(self, drafter, target, gamma=None, k_drafts=1, rule="rejection", temperature=None):
+    def __init__(self, drafter, target, gamma=None, k_drafts=1, temperature=None):
         if gamma is None:
             gamma = drafter.config.gamma
         if not 1 <= gamma <= MAX_K:
             raise ValueError(f"gamma {gamma} is out of range; allowed is 1 to {MAX_K}")
         if not 1 <= k_drafts <= MAX_NODES // gamma:
             raise ValueError(f"k-drafts {k_drafts} is out of range; allowed is 1 to {MAX_NODES // gamma}")
-        if temperature is None and k_drafts > 1:
-            temperature = 1.0                            # chains that are all alike would be one chain
         if temperature and not LEAST_TEMPERATURE <= temperature <= 100:
             raise ValueError(f"draft-temperature {temperature} is out of range; "
                              f"allowed is 0 (the argmax), or {LEAST_TEMPERATURE} to 100")
@@ -202,7 +199,6 @@ class SpecDiffDrafter(Cached):
         self.words = drafter.words
         self.gamma = gamma
         self.width = k_drafts
-        self.rule = rule
         self.temperature = temperature
         self.stop = STOP if k_drafts == 1 else 0.0
         self.reads = drafter.config.reads
@@ -262,45 +258,55 @@ class SpecDiffDrafter(Cached):
         """What the engine gets of one request: a chain, or the trie of several, drawn from the states (n, C)
         of the slots."""
         # At which temperature?
-        sampling = request.sampling
-        if self.temperature is not None:
-            sampling = replace(sampling, temperature=self.temperature)
+        sampling = request.sampling.drafting
+        temperature = self.temperature
+        if temperature is None and self.width > 1 and sampling.rule != "coupled":
+            temperature = 1.0                            # chains that are all alike would be one chain
+        if temperature is not None:
+            sampling = replace(sampling, temperature=temperature)
         # Draw k chains. Near the end of an answer, fewer fit into its cache.
         n = len(states)
-        k = min(self.width, limit // n) if sampling.temperature else 1
-        coins = None
-        if sampling.temperature:
-            coins = request.coins(n * k).view(n, k).to(states.device)
-        drawn, q = self._draw(states, k, sampling, coins)                                 # (n, k), (n, k, N)
+        k = min(self.width, limit // n, CANDIDATES, self.words.size)
+        drawn, q = self._draw(request, states, k, sampling)                               # (n, k), (n, k, N)
+        known = sampling.temperature and sampling.rule == "rejection"
         if k == 1:
             chain = self._cut(drawn[:, 0], q[:, 0])
-            known = sampling.temperature and self.rule == "rejection"
             return chain, self.words.whole(q[:len(chain), 0]) if known else None
 
-        # Merge them to a trie, and say which rule judges it.
-        q = self.words.whole(q).unbind(1)                                                 # k of (n, V)
+        # Merge them to a trie.
         tokens, parents = [], []
         rows = [graft(chain, tokens, parents) for chain in self.words.tokens(drawn).T.tolist()]
-        rule = RULES[self.rule]
-        if self.rule == "rejection":
-            rule = partial(rejection_tree, list(zip(rows, q)))
-        return tokens, None, parents, rule
+        if known:
+            return tokens, None, parents, list(zip(rows, self.words.whole(q).unbind(1)))  # k of (n, V)
+        return tokens, None, parents
 
-    def _draw(self, states, k, sampling, coins):
+    def _noise(self, request, n, k, sampling):
+        """The noise (n, k, N) of n slots: under the rule `coupled` the target's, else one for each chain."""
+        if not sampling.temperature:
+            return torch.ones(n, k, self.words.size, device=self.target.device)
+        lanes = [sampling.lane + chain * (sampling.rule != "coupled") for chain in range(k)]
+        streams = torch.tensor([stream(request.sampling.seed, lane) for lane in lanes] * n)
+        slots = len(request.tokens) + torch.arange(n).repeat_interleave(k)
+        device = self.target.device
+        return self.words.noise(streams.to(device), slots.to(device)).unflatten(0, (n, k))
+
+    def _draw(self, request, states, k, sampling):
         """k chains from the states (n, C) of n slots: indices (n, k), and the distributions (n, k, N) that
-        they were drawn from with coins (n, k); at temperature 0 the argmax, and the softmax."""
-        logits = self.words.logits(states)[:, None]                                       # (n, 1, N)
+        they were drawn from; at temperature 0 the argmax, and the softmax."""
+        noise = self._noise(request, len(states), k, sampling)
+        logits = self.words.logits(states)                                                # (n, N)
         if self.drafter.markov is None:
-            index, q = _choose(logits, sampling, coins)
-            return index.expand(-1, k), q.expand(-1, k, -1)
+            q = _distribution(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
+            drawn = [_best(*both, slot, sampling) for slot, both in enumerate(zip(q, noise))]
+            return torch.stack(drawn), q
 
         # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
-        top, among = logits[:, 0].topk(min(CANDIDATES, self.words.size))                  # (n, c)
+        top, among = logits.topk(min(CANDIDATES, self.words.size))                        # (n, c)
         of_head = self.words.head.weight[among]                                           # (n, c, C)
         indices, qs, more = [], [], 0.0
         for slot in range(len(states)):
-            coin = None if coins is None else coins[slot]
-            index, q = _choose((top[slot] + more).expand(k, -1), sampling, coin)
+            q = _distribution((top[slot] + more).expand(k, -1), sampling)
+            index = _best(q, noise[slot][:, among[slot]], slot, sampling)
             indices.append(among[slot][index])                                            # (k,)
             qs.append(logits.new_zeros(k, self.words.size, dtype=q.dtype).index_copy_(1, among[slot], q))
             if slot + 1 < len(states):
@@ -316,12 +322,17 @@ class SpecDiffDrafter(Cached):
         return self.words.tokens(index[:n]).tolist()
 
 
-def _choose(logits, sampling, coins):
-    """(indices (..), the distributions (.., N) they were drawn from) of logits (.., N)."""
-    if sampling.temperature == 0:
-        return argmax(logits), logits.float().softmax(-1)
-    q = warp(logits, sampling)
-    return draw(q.expand(*coins.shape, -1), coins), q
+def _distribution(logits, sampling):
+    """What drafts are drawn from; at temperature 0, the softmax whose largest is drafted."""
+    return warp(logits, sampling) if sampling.temperature else logits.float().softmax(-1)
+
+
+def _best(q, noise, slot, sampling):
+    """What k chains draw (k,) for a slot from q (k, N)."""
+    scores = q / noise
+    if slot == 0 and sampling.rule == "coupled":
+        return scores[0].topk(len(q)).indices
+    return scores.argmax(-1)
 
 
 # -- folders ---------------------------------------------------------------------------------------

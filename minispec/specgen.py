@@ -10,8 +10,8 @@ One round of a request that has N tokens in the cache and N + 1 committed:
     DRAFT    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the
              round's own rows (with `lookup`, fewer times, some rows)
     VERIFY   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
-    (judge)  greedy or rejection sampling with the draft's own distributions: a of k drafts, and one more
-             token; then, for every layer and KV head, select the positions to draft with in the next round
+    (judge)  the walk (verify.py), or rejection with the draft's own distributions: a of k drafts, and one
+             more token; then, for every layer and KV head, select the positions to draft with next
 Before the first round the prompt is read. With delayed verification the host judges while the next forward
 already runs; the request sits that iteration out (a stall), the others do not wait.
 
@@ -46,7 +46,7 @@ from minispec.core.attention import FullKeys, group_rows, ungroup_rows
 from minispec.core.drafters import NGram
 from minispec.core.engine import Planner
 from minispec.core.requests import Segment, check_k, check_lookup
-from minispec.core.verify import judge, warp
+from minispec.core.verify import walk, warp
 
 SELECTIONS = ("ahead", "pillar", "window")
 SCHEDULES = ("unified", "lockstep")
@@ -200,7 +200,7 @@ class Round:
     selected (L, G, c): positions, or None for all. recent: how many of the newest are seen besides. memory
     (L, G, T): scores that the next selection remembers. place: the first iteration of the schedule's k + 1
     that it has; None for the first round of a request, which gets its place when it starts. k: drafts of this
-    round, set at its start. q: the distributions that the drafts were drawn from.
+    round, set at its start. q: the distributions that the drafts were drawn from, for rejection.
 
     In an iteration a request feeds
 
@@ -316,16 +316,16 @@ class SpecGen(Planner):
     # -- settle: drafts, then verdicts and selections --------------------------------------------------------
 
     def take_drafts(self, segments, logits):
-        """Draw the next drafts of each request from the logits (n, V) of its rows. A copy is judged like any
-        draft, by the distribution that sparse attention gives: so each draft is drawn from that, whether it
-        was copied or not."""
+        """Draw the next drafts of each request from the logits (n, V) of its rows. The walk judges copies by
+        the distribution that sparse attention gives: so each draft is drawn from that, whether it was copied
+        or not."""
         each = logits.split([len(s.tokens) for s in segments])
-        for s, own, (path, token) in zip(segments, each, judge(segments, logits)):
-            state = s.request.state
+        for s, own, (path, token) in zip(segments, each, walk(segments, logits, drafting=True)):
+            state, sampling = s.request.state, s.request.sampling
             right = len(path)
             state.drafts += [*s.drafts[:right], token]
-            if s.request.sampling.temperature > 0:
-                state.q += warp(own[:right + 1], s.request.sampling).unbind()
+            if sampling.temperature > 0 and sampling.rule == "rejection":
+                state.q += warp(own[:right + 1], sampling).unbind()
             s.keys.n -= len(s.drafts) - right              # the next step overwrites the wrong ones
 
     def judged(self, segment, accepted):

@@ -209,6 +209,6 @@ class Arbitrary(SpecGen):
     def _select(self, r, keys, accepted):
         state = super()._select(r, keys, accepted)
         if self.select == "random" and state.selected is not None:
-            scores = torch.rand(*keys.scores.shape[:2], r.n_cached - state.recent, generator=r.rng)
+            scores = torch.rand(*keys.scores.shape[:2], r.n_cached - state.recent, generator=torch.Generator().manual_seed(r.n_cached + r.sampling.seed))
             state.selected = scores.topk(state.selected.shape[-1], dim=-1).indices
         return state

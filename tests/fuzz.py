@@ -38,6 +38,7 @@ import train_gpt
 import train_prism
 import train_specdiff
 from minispec import prism, specdiff
+from minispec.core.verify import RULES
 from minispec.tools import checkpoints
 from minispec.data import traces
 from minispec.studies import results
@@ -63,7 +64,7 @@ GOOD = {    # values that options not listed here do not guess by their type
     "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--drafter": ["checkpoints/draft", "checkpoints/prism", "checkpoints/specdiff", "checkpoints/cdlm/student"],
     "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
     "--teacher": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"],
-    "--rule": list(specdiff.RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt"], "--device": ["cpu"],
+    "--rule": list(RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt"], "--device": ["cpu"],
     "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
 NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]

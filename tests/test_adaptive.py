@@ -1,12 +1,13 @@
 """The method that chooses: lossless whoever drafts, and its choices are the sensible ones under prices made up here."""
 import itertools
 import statistics
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import chi_square, toy_model
-from test_engine import PLANNERS, exact, prompts, sampled
+from test_engine import JUDGED, PLANNERS, SAMPLED, exact, plain, prompts, run, sampled
 
 from minispec import bounds
 from minispec.tools import methods
@@ -16,13 +17,14 @@ from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.bounds import CostTable
 from test_bounds import recorded, time_of
-from minispec.core.verify import Sampling
+from minispec.core.noise import noise
+from minispec.core.words import Words
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1)
 CLOSE = toy_model(seed=0)
 with torch.no_grad():
-    for p, noise in zip(CLOSE.parameters(), toy_model(seed=9).parameters()):
-        p.add_(0.3 * noise)
+    for p, other in zip(CLOSE.parameters(), toy_model(seed=9).parameters()):
+        p.add_(0.3 * other)
 
 
 @pytest.fixture(autouse=True)
@@ -82,24 +84,33 @@ PLANNERS["adaptive"] = lambda model, other: adaptive(prices(token=0.0), NGram(3,
 
 def test_sampled_output_has_the_targets_distribution():
     """Over all outputs of three tokens; a correct engine fails with probability 1e-6."""
-    counts, rate = sampled("adaptive", Sampling(1.0))
-    assert chi_square(counts, exact(Sampling(1.0))) > 1e-6
+    counts, rate = sampled("adaptive", JUDGED)
+    assert chi_square(counts, exact(JUDGED)) > 1e-6
     assert 0.05 < rate < 0.98
+
+
+@pytest.mark.parametrize("sampling", SAMPLED, ids=str)
+def test_a_seed_is_a_text(sampling):
+    for batch in (1, 8):
+        got, _ = run("adaptive", prompts(8), batch, sampling=sampling)
+        assert [g.token_ids for g in got] == plain(8, 30, sampling)
 
 
 class CherryPicker(Adaptive):
     """Wrong: looks at two draws and keeps the one it likes; the draft no longer comes from the distribution it says."""
 
     def propose(self, requests, limits):
-        first, second = super().propose(requests, limits), super().propose(requests, limits)
+        first = super().propose(requests, limits)
+        with mock.patch.object(Words, "noise", lambda self, streams, positions: noise(streams + (1 << 40), positions, self.size)):
+            second = super().propose(requests, limits)
         likes = lambda draft: float(draft[1][0, draft[0][0]]) if draft[1] is not None else 0.0
         return [max(pair, key=likes) for pair in zip(first, second)]
 
 
 def test_control_choosing_after_the_draw_is_rejected():
     PLANNERS["cherry"] = lambda model, other: lambda e: Lockstep(e, CherryPicker([SmallLM(other, model)], prices(0.0, token=0.0), 4), 4)
-    counts, _ = sampled("cherry", Sampling(1.0), 3_000)
-    assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
+    counts, _ = sampled("cherry", JUDGED, 3_000)
+    assert chi_square(counts, exact(JUDGED)) < 1e-6
 
 
 def test_copies_that_are_worth_their_rows_are_judged_next_to_drafts():

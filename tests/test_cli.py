@@ -144,6 +144,14 @@ def test_json_of_several_prompts_has_totals_and_each(toy, tmp_path):
     assert d["correct"] == sum(x["correct"] for x in d["requests"]) and d["identical"]
 
 
+@pytest.mark.parametrize("temperature", [0.65, 1])
+def test_sampled_output_is_compared_too(temperature, toy, tmp_path):
+    out = tmp_path / "o.json"
+    args = ["--model", toy, "--method", "ngram", "--task", "arith", "--n", 3, "--batch", 2, "--max-new-tokens", 30, "--compare", "--json", out]
+    r = decode(*args, "--temperature", temperature, "--top-p", 0.9)
+    assert "output: identical to autoregressive" in r.stdout and json.loads(out.read_text())["tie_gap"] == 0
+
+
 def test_streams_and_is_seeded(toy):
     args = ["--model", toy, "--prompt", "x", "--max-new-tokens", 30, "--temperature", 1, "--seed", 3]
     a, b = decode(*args), decode(*args)
@@ -354,6 +362,7 @@ def test_without_arguments_methods_and_first_commands_are_shown(capsys):
 
 EXPLAINED = {
     "draft": ["--temperature", "1"],
+    "rejection": ["--temperature", "1", "--rule", "rejection"],
     "ngram": [],
     "specgen": ["--temperature", "1"],
     "prism": ["--tree", "8", "--temperature", "1"],
@@ -363,9 +372,9 @@ EXPLAINED = {
 
 @pytest.mark.parametrize("method", EXPLAINED)
 def test_explained_rounds_are_those_that_were_decoded(method, tmp_path, capsys):
-    """Verdicts follow from p, q and the coins that are shown, and their number from the steps of the answer."""
+    """Verdicts follow from the choices, or from p, q and the coins, that are shown, and their number from the steps of the answer."""
     out = tmp_path / "o.json"
-    args = ["--model", TARGET, "--method", method, "--task", "revise", "--max-new-tokens", "24", *EXPLAINED[method]]
+    args = ["--model", TARGET, "--method", method.replace("rejection", "draft"), "--task", "revise", "--max-new-tokens", "24", *EXPLAINED[method]]
     decode_script.main([*args, "--explain", "2", "--json", str(out)])
     explained, d = capsys.readouterr().out, json.loads(out.read_text())
     decode_script.main([*args, "--json", str(out)])
@@ -375,10 +384,12 @@ def test_explained_rounds_are_those_that_were_decoded(method, tmp_path, capsys):
     for shown, step in zip(rounds, [s for s in d["steps"] if s["proposed"]]):
         lines = [line for line in shown.splitlines() if line.endswith(("accepted", "rejected", "not reached"))]
         assert sum(line.endswith("accepted") for line in lines) == step["accepted"]
-        if method == "draft":
-            for line in lines:
-                q, p, coin = map(float, line[-43:].split()[-4 - line.endswith("reached"):][:3])
-                assert line.endswith("reached") or abs(coin * q - p) < 0.002 or (coin * q < p) == line.endswith("accepted")
+        for line in lines if method == "rejection" else []:
+            q, p, coin = map(float, line[-43:].split()[-4 - line.endswith("reached"):][:3])
+            assert line.endswith("reached") or abs(coin * q - p) < 0.002 or (coin * q < p) == line.endswith("accepted")
+        for line in lines if method != "rejection" else []:
+            draft, choice = re.fullmatch(r" +\d+ +\d+  (.+?)  +\d\.\d{3}  (.+?)  +(?:accepted|rejected|not reached)", line).groups()
+            assert line.endswith("reached") or (draft == choice) == line.endswith("accepted")
         end = shown.splitlines()[len(lines) + 2]
         assert end.endswith(("correction", "bonus")) and "the cache keeps" in shown
 

@@ -17,7 +17,8 @@ from conftest import ROOT
 import bench
 import decode
 from minispec import cdlm
-from minispec.core.verify import draw, rejection_chain
+from minispec.core.noise import noise, stream
+from minispec.core.verify import draw, greedy_tree, rejection
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import figures, own_files, results
 from minispec.studies.markdown import pick
@@ -214,8 +215,8 @@ def two(numbers, gap="   "):
 
 
 def committed(coins, draft=DRAFT, q=Q):
-    n, token = rejection_chain(draft[None], None if q is None else q[None], P[None, :len(draft) + 1], coins[None])
-    return " ".join(WORDS[t] for t in [*draft[:n].tolist(), token.item()])
+    path, token = rejection([(list(range(1, len(draft) + 1)), q)], draft.tolist(), P[:len(draft) + 1], coins)
+    return " ".join(WORDS[t] for t in [*draft[:len(path)].tolist(), token])
 
 
 def test_the_round_by_hand():
@@ -254,6 +255,28 @@ def test_the_round_by_hand():
     assert f"a speed-up of {tau:.2f} / 1.30 = {tau / 1.3:.2f}" in page
 
 
+def test_the_round_with_shared_noise_by_hand():
+    page = read("docs/00-start.md")
+    e = noise(torch.full((3,), stream(2339)), torch.arange(1, 4), 4)
+    e = torch.tensor([[float(f"{x:.2f}") for x in row] for row in e.tolist()])       # as the page shows it
+    drafts, choices = (Q / e).argmax(1).tolist(), (P[:3] / e).argmax(1).tolist()
+    for row, draft, choice, p, q in zip(e, drafts, choices, P, Q):
+        verdict = "accepted" if draft == choice else "rejected"
+        assert f"noise e           {two(row)}\n         q / e             {two(q / row)}     {WORDS[draft]}\n" in page
+        assert f"         p / e             {two(p / row)}     {WORDS[choice]:<4}      {verdict}\n" in page
+    path, token = greedy_tree(drafts, range(3), [*choices, 1])
+    assert " ".join(WORDS[t] for t in [*(drafts[i - 1] for i in path), token]) == "cat sat down"
+    # How often both are first: with noise, and the sum over tokens in closed form.
+    many = noise(torch.full((60_000,), stream(0)), torch.arange(60_000), 4)
+    same = []
+    for p, q in zip(P, Q):
+        same.append((1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)).sum().item())
+        alpha = torch.minimum(p, q).sum()
+        assert abs(((p / many).argmax(1) == (q / many).argmax(1)).float().mean() - same[-1]) < 0.01
+        assert alpha / (2 - alpha) <= same[-1] <= alpha
+    assert "with probability {:.2f}, {:.2f} and {:.2f} in the three rows".format(*same) in page
+
+
 def test_point_masses_by_hand():
     page = read("docs/00-start.md")
     left = P[2].clone()
@@ -261,9 +284,11 @@ def test_point_masses_by_hand():
     assert f"residual           {two(left / left.sum())}\n" in page
     # The rule with q = None draws from this very residual.
     coins = torch.rand(4000, 2, generator=torch.Generator().manual_seed(0))
-    n, token = rejection_chain(torch.zeros(4000, 1, dtype=torch.long), None, P[2:].expand(4000, 2, 4), coins)
-    assert abs((n > 0).float().mean() - P[2, 0]) < 0.02
-    assert torch.equal(token[n == 0], draw(left.expand(int((n == 0).sum()), 4), coins[n == 0, 1]))
+    found = [rejection([([1], None)], [0], P[2:], own) for own in coins]
+    rejected = torch.tensor([not path for path, _ in found])
+    assert abs(rejected.float().mean() - 1 + P[2, 0]) < 0.02
+    tokens = torch.tensor([token for _, token in found])[rejected]
+    assert torch.equal(tokens, draw(left.expand(len(tokens), 4), coins[rejected, 1]))
     # The mistake: p / q for a drafter that always drafts `the`.
     assert f"with probability {P[2, 0] / Q[2, 0]:.2f}, twice as often" in page
 

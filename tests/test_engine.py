@@ -1,20 +1,22 @@
-"""Losslessness of the whole loop, on toy models: greedy output equals autoregressive output token by token, sampled
-output has the target's distribution, and no request notices its neighbours."""
+"""Losslessness of the whole loop, on toy models: greedy and sampled output equals autoregressive output token by token, that of
+rejection sampling has the target's distribution, and no request notices its neighbours."""
 import functools
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import TARGET as SHIPPED, Arbitrary, chi_square, dense_logits, toy_model
 
-from minispec.core import drafters
-from minispec.core.drafters import NGram, SmallLM
+from minispec.core import verify
+from minispec.core.drafters import Drafter, NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request, Segment
 from minispec.data.tokenizer import Tokenizer
 from minispec.specgen import SpecGen
-from minispec.core.verify import Sampling, judge, warp
+from minispec.core.verify import RULES, Sampling, walk, warp
+from minispec.core.words import Words
 from minispec.tools.answers import summary
 from minispec.tools.watch import Explain
 
@@ -45,17 +47,16 @@ def prompts(n=8, vocab=64, seed=0):
     return [[rng.randrange(vocab) for _ in range(rng.choice([1, 2, 9, 16, 17, 40, 100]))] for _ in range(n)]
 
 
-def run(name, prompt_list, batch=4, max_new=30, temperature=0.0, stop=(), model=TARGET, other=OTHER, seeds=None, **kw):
+def run(name, prompt_list, batch=4, max_new=30, sampling=Sampling(), stop=(), model=TARGET, other=OTHER, **kw):
     engine = Engine(model, PLANNERS[name](model, other), batch, prefill_chunk=16, **kw)
-    seeds = seeds or range(len(prompt_list))
-    requests = [Request(p, max_new, Sampling(temperature, seed=s), stop) for p, s in zip(prompt_list, seeds)]
+    requests = [Request(p, max_new, replace(sampling, seed=i), stop) for i, p in enumerate(prompt_list)]
     return engine.generate(requests), engine
 
 
 @functools.cache
-def plain(n, max_new=30):
+def plain(n, max_new=30, sampling=Sampling()):
     """Tokens of the autoregressive loop for prompts(n)."""
-    return [g.token_ids for g in run("ar", prompts(n), max_new=max_new)[0]]
+    return [g.token_ids for g in run("ar", prompts(n), max_new=max_new, sampling=sampling)[0]]
 
 
 def reference(prompt, n):
@@ -88,17 +89,60 @@ def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
     assert [g.token_ids for g in run("draft", prompts(8))[0]] != plain(8)
 
 
-# With sampling, where SpecGen's first round starts or how many copies there are, and so which coin serves which token, depends on
-# the neighbours.
-@pytest.mark.parametrize("name, temperature", [(m, 0.0) for m in METHODS] + [(m, 1.0) for m in METHODS if m not in ("draft, copies", "specgen", "lookup")])
-def test_a_request_gets_the_same_alone_and_among_seven_others(name, temperature):
-    some = prompts(8)
-    together, _ = run(name, some, 8, temperature=temperature)
-    if temperature == 0:
-        assert [g.token_ids for g in together] == plain(8)
-    for i in (0, 3, 7):
-        alone, _ = run(name, [some[i]], 1, temperature=temperature, seeds=[i])
-        assert alone[0].token_ids == together[i].token_ids
+SAMPLED = [Sampling(0.65), Sampling(1.0), Sampling(1.0, 0, 0.9), Sampling(0.65, 50, 0.9)]
+
+
+@pytest.mark.parametrize("name", [*METHODS, "delayed"])
+@pytest.mark.parametrize("sampling", SAMPLED, ids=str)
+def test_a_seed_is_a_text(name, sampling):
+    """Whatever the method, the batch and the neighbours: token by token that of plain decoding."""
+    for batch in (1, 8, 17):
+        n = 4 if batch == 1 else 17
+        got, engine = run(name, prompts(n), batch, sampling=sampling)
+        assert [g.token_ids for g in got] == plain(17, 30, sampling)[:n] and engine.cache.used == 0
+    assert plain(17, 30, sampling) != plain(17, 30, replace(sampling, temperature=1.5))
+    steps = [s for g in got for s in g.steps]
+    assert name in ("ar", "ngram") or sum(s.accepted for s in steps) > 0.2 * len(steps)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "rejection"])
+@pytest.mark.parametrize("name", ["draft", "draft, copies", "lookup"])
+def test_a_seed_is_a_text_under_every_rule_that_walks(name, rule):
+    got, _ = run(name, prompts(8), sampling=Sampling(1.0, rule=rule))
+    assert [g.token_ids for g in got] == plain(8, 30, Sampling(1.0))
+
+
+def test_a_seed_is_a_text_on_any_number_of_threads():
+    before = torch.get_num_threads()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        try:
+            got, _ = run("draft", prompts(4), sampling=Sampling(1.0))
+        finally:
+            torch.set_num_threads(before)
+        assert [g.token_ids for g in got] == plain(4, 30, Sampling(1.0))
+
+
+def test_rejection_writes_another_text_and_copies_alone_do_not():
+    sampling = Sampling(1.0, rule="rejection")
+    assert [g.token_ids for g in run("draft", prompts(8), sampling=sampling)[0]] != plain(8, 30, Sampling(1.0))
+    assert [g.token_ids for g in run("ngram", prompts(8), sampling=sampling)[0]] == plain(8, 30, Sampling(1.0))
+    assert plain(8, 30, sampling) == plain(8, 30, Sampling(1.0))
+
+
+def test_control_noise_that_depends_on_the_row_is_caught(monkeypatch):
+    """Plain decoding and a round of drafts have the same token in different rows."""
+    real = verify.scores
+    monkeypatch.setattr(verify, "scores", lambda logits, sampling, streams, positions: real(logits, sampling, streams, range(len(positions))))
+    assert [g.token_ids for g in run("draft", prompts(8), sampling=Sampling(1.0))[0]] != plain.__wrapped__(8, 30, Sampling(1.0))
+
+
+@pytest.mark.parametrize("name", ["ar", "draft", "specgen"])
+@pytest.mark.parametrize("policy", ["preempt", "offload"])
+def test_a_seed_is_a_text_for_who_must_leave_the_cache(name, policy):
+    got, engine = run(name, prompts(8), 8, sampling=Sampling(1.0), cache_tokens=240, admission=policy)
+    assert [g.token_ids for g in got] == plain(8, 30, Sampling(1.0))
+    assert engine.admission.recomputed or engine.cache.offloaded
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -155,11 +199,12 @@ def test_tokens_are_streamed_as_they_are_committed():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_a_cancelled_request_stops_at_once_and_the_others_go_on(name):
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_cancelled_request_stops_at_once_and_the_others_go_on(name, temperature):
     some = prompts(4)
-    want = plain(4)
+    want = plain(4, 30, Sampling(temperature))
     engine = Engine(TARGET, PLANNERS[name](TARGET, OTHER), 4)
-    requests, n = [Request(p, 30) for p in some], None
+    requests, n = [Request(p, 30, Sampling(temperature, seed=i)) for i, p in enumerate(some)], None
     for request, _ in engine.stream(requests):
         if n is None and len(requests[1].generation.token_ids) > 5:
             requests[1].cancel()
@@ -172,7 +217,8 @@ def test_a_cancelled_request_stops_at_once_and_the_others_go_on(name):
 @pytest.mark.parametrize("name, way", [*((name, "break") for name in METHODS), *(("delayed", way) for way in ("break", "close", "exception"))])
 def test_leaving_a_stream_in_the_middle_leaves_a_clean_engine(name, way):
     """The next request is longer, so it needs a larger cache; and a request that was left goes on where it was."""
-    first, second = [Request(p, 20) for p in prompts(3)], Request(prompts(4)[3], 60)
+    first = [Request(p, 20, Sampling(float(i == 0), seed=i)) for i, p in enumerate(prompts(3))]    # one is sampled
+    second = Request(prompts(4)[3], 60)
     engine = Engine(TARGET, PLANNERS[name](TARGET, OTHER), 2)
     stream = engine.stream(first)
     try:
@@ -186,7 +232,7 @@ def test_leaving_a_stream_in_the_middle_leaves_a_clean_engine(name, way):
     stream.close()
     assert engine.cache.used == engine.cache.charged == 0 and not engine.active and not engine.waiting
     assert engine.generate([second])[0].token_ids == plain(4, 60)[3]
-    assert [g.token_ids for g in engine.generate(first)] == plain(3, 20)
+    assert [g.token_ids for g in engine.generate(first)] == [plain(1, 20, Sampling(1.0))[0], *plain(3, 20)[1:]]
 
 
 def test_what_a_left_stream_did_not_judge_is_forgotten():
@@ -216,12 +262,12 @@ def test_one_stream_at_a_time():
 
 def test_a_drafter_identical_to_the_target_is_always_accepted():
     some = prompts(6)
-    for temperature in (0.0, 1.0):
-        got, _ = run("draft", some, temperature=temperature, other=TARGET)
+    for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, rule="rejection")):
+        got, _ = run("draft", some, sampling=sampling, other=TARGET)
         assert all(s.accepted == s.proposed for g in got for s in g.steps)
 
 
-class Planted(drafters.Drafter):
+class Planted(Drafter):
     """Drafts one tree: `right` of the target's next tokens, and next to the first one a wrong chain of three."""
     width = 2
 
@@ -257,7 +303,7 @@ def test_of_several_chains_a_shorter_one_may_be_accepted_whole():
         assert r.generation.who[-1] == who and r.generation.steps[0].proposed == proposed
 
 
-# -- sampling: chi-square over all outputs of three tokens, vocabulary 8 ------------------------------------------------
+# -- sampling: chi-square over all outputs of three tokens, vocabulary 8: plain decoding and rejection -------------------
 
 PLANNERS["sparse"] = lambda model, other: lambda e: Arbitrary(e, k=3, sparsity=0.1, min_budget=1, select="random")
 PLANNERS["sparse, lookup"] = lambda model, other: lambda e: Arbitrary(e, k=3, sparsity=0.1, min_budget=1, select="random", lookup=999)
@@ -287,23 +333,36 @@ def sampled(name, sampling, rounds=ROUNDS):
     accepted."""
     counts, played, proposed, accepted, seed = torch.zeros(512, dtype=torch.long), 0, 0, 0, 0
     while played < rounds:
-        requests = [Request(PROMPT, 4, Sampling(sampling.temperature, 0, sampling.top_p, seed + i)) for i in range(250)]
+        requests = [Request(PROMPT, 4, replace(sampling, seed=seed + i)) for i in range(250)]
         for g in Engine(SMALL, PLANNERS[name](SMALL, SMALL_OTHER), 250).generate(requests):
             a, b, c = g.token_ids[:3]
             counts[a * 64 + b * 8 + c] += 1
-            played += len(g.steps)
+            played += len(g.steps) if name != "ar" else 1
             proposed += sum(s.proposed for s in g.steps)
             accepted += sum(s.accepted for s in g.steps)
         seed += 250
-    return counts, accepted / proposed
+    return counts, accepted / max(proposed, 1)
 
 
-GRID = [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
+GRID = [Sampling(t, 0, top_p, rule="rejection") for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
+JUDGED = Sampling(1.0, rule="rejection")
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft", "draft, copies", "sparse", "sparse, lookup"])
+@pytest.mark.parametrize("sampling", GRID, ids=lambda s: f"T{s.temperature}-p{s.top_p}")
+def test_plain_sampling_has_the_targets_distribution(sampling, monkeypatch):
+    """And so have all methods, which write the same. A correct engine fails with probability 1e-6. The control has the noise of one
+    position at the next one, too."""
+    counts, _ = sampled("ar", replace(sampling, rule="coupled"))
+    assert chi_square(counts, exact(sampling)) > 1e-6
+    real = verify.noise
+    monkeypatch.setattr(verify, "noise", lambda streams, positions, size: real(streams, positions // 2, size))
+    counts, _ = sampled("ar", replace(sampling, rule="coupled"))
+    assert chi_square(counts, exact(sampling)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["draft", "draft, copies", "sparse", "sparse, lookup"])
 @pytest.mark.parametrize("sampling", GRID if FULL else GRID[1:2], ids=lambda s: f"T{s.temperature}-p{s.top_p}")
-def test_sampled_output_has_the_targets_distribution(name, sampling):
+def test_rejection_has_the_targets_distribution(name, sampling):
     """The whole engine; a correct one fails with probability 1e-6. MINISPEC_FULL=1 runs all settings, 100,000 rounds each
     (test_verify.py always runs them on the rules alone)."""
     # Copies are rare here: as many rounds as their control needs.
@@ -315,30 +374,31 @@ def test_sampled_output_has_the_targets_distribution(name, sampling):
 
 def test_control_drafts_by_argmax_judged_by_softmax_are_rejected(monkeypatch):
     """The classical mistake: the drafter takes its argmax, the rule divides by its softmax."""
-    monkeypatch.setattr("minispec.core.drafters.draw", lambda q, coin: q.argmax(-1))
-    counts, _ = sampled("draft", Sampling(1.0), 5_000)
-    assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
+    monkeypatch.setattr(Words, "noise", lambda self, streams, positions: torch.ones(len(streams), self.size))
+    counts, _ = sampled("draft", JUDGED, 5_000)
+    assert chi_square(counts, exact(JUDGED)) < 1e-6
 
 
 def test_control_guesses_that_are_believed_are_rejected(monkeypatch):
     """A draft that was copied and not judged was not drawn from sparse attention's distribution."""
-    def believe(segments, logits):
-        return [(list(range(1, len(s.drafts) + 1)), token) for s, (_, token) in zip(segments, judge(segments, logits))]
-    monkeypatch.setattr("minispec.specgen.judge", believe)
-    counts, _ = sampled("sparse, lookup", Sampling(1.0), 10_000)
-    assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
+    def believe(segments, logits, drafting):
+        return [(list(range(1, len(s.drafts) + 1)), token) for s, (_, token) in zip(segments, walk(segments, logits, drafting))]
+    monkeypatch.setattr("minispec.specgen.walk", believe)
+    counts, _ = sampled("sparse, lookup", JUDGED, 10_000)
+    assert chi_square(counts, exact(JUDGED)) < 1e-6
 
 
 def test_control_copies_judged_as_if_they_were_drawn_are_rejected(monkeypatch):
-    def as_drawn(chains, *args, real=drafters.rejection_tree):
-        (own, q), (rows, _) = chains
-        return real([(own, q), (rows[:len(own)], q)], *args)
-    monkeypatch.setattr(drafters, "rejection_tree", as_drawn)
-    counts, _ = sampled("draft, copies", Sampling(1.0), 15_000)
-    assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
+    def as_drawn(chains, *args, real=verify.rejection):
+        (own, q), *copied = chains
+        return real([(own, q), *((rows[:len(own)], q) for rows, _ in copied)], *args)
+    monkeypatch.setattr(verify, "rejection", as_drawn)
+    counts, _ = sampled("draft, copies", JUDGED, 15_000)
+    assert chi_square(counts, exact(JUDGED)) < 1e-6
 
 
 def test_control_one_coin_for_a_round_is_rejected(monkeypatch):
-    monkeypatch.setattr(Request, "coins", lambda self, n: torch.rand(1, generator=self.rng).expand(n))
-    counts, _ = sampled("draft", Sampling(1.0), 5_000)
-    assert chi_square(counts, exact(Sampling(1.0))) < 1e-6
+    real = verify.coins
+    monkeypatch.setattr(verify, "coins", lambda segment: real(segment)[:1].expand(len(segment.drafts) + 1))
+    counts, _ = sampled("draft", JUDGED, 5_000)
+    assert chi_square(counts, exact(JUDGED)) < 1e-6

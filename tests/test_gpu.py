@@ -16,7 +16,7 @@ from minispec.core.engine import Engine, Lockstep
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
-from minispec.core.verify import Sampling, point_mass_tree, selection_tree, warp
+from minispec.core.verify import Sampling, walk
 from minispec.specgen import SpecGen
 from minispec.studies import specgen as studies
 from minispec.tools.script import check_device
@@ -128,11 +128,11 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
     """Judging a tree asks for a few numbers of each row, never for a row of the vocabulary."""
     asked, tolist = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: (asked.append(x.numel()), tolist(x))[1])
-    p = warp(torch.randn(7, 5000), Sampling(1.0))
-    for rule in (point_mass_tree, selection_tree):
+    for rule in ("coupled", "selection"):
         for seed in range(5):
-            rule([1, 2, 3, 4, 5, 6], [0, 0, 1, 1, 2, 3], p, torch.rand(7, generator=torch.Generator().manual_seed(seed)))
-    assert len(asked) > 5 and max(asked) <= 3 * 7
+            r = Request([3, 4], 30, Sampling(1.0, seed=seed, rule=rule))
+            walk([Segment(r, [4, 1, 2, 3, 4, 5, 6], 1, None, "verify", 7, [1, 2, 3, 4, 5, 6], parents=[0, 0, 1, 1, 2, 3])], torch.randn(7, 5000))
+    assert len(asked) >= 10 and max(asked) <= 3 * 7
 
 
 def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom():

@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,10 +21,12 @@ from minispec.core.drafters import STOP as STOP_AT
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
-from minispec.specdiff import MASK, RULES, SpecDiffDrafter
+from minispec.specdiff import MASK, SpecDiffDrafter
 from minispec.core.words import Words, restrict
-from minispec.core.verify import Sampling, draw, graft, greedy_tree, point_mass_tree, rejection_chain, rejection_tree, selection_tree, warp
+from minispec.core import verify
+from minispec.core.verify import Sampling, best_path, draw, graft, greedy_tree, rejection, warp
 
+RULES = ("rejection", "selection", "walk")
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 TARGET = toy_model(vocab=12, seed=2)
 SMALLER = toy_model(vocab=12, seed=3, n_layer=1, d_model=16, n_head=2, n_kv_head=1)     # a target of another width
@@ -67,13 +70,13 @@ def lockstep(drafter, target=TARGET, stop=0.0, **settings):
 
 def run(planner, some, batch=4, max_new=30, sampling=Sampling(), stop=(), target=TARGET, **kw):
     engine = Engine(target, planner, batch, prefill_chunk=16, **kw)
-    return engine.generate([Request(p, max_new, Sampling(sampling.temperature, sampling.top_k, sampling.top_p, i), stop) for i, p in enumerate(some)]), engine
+    return engine.generate([Request(p, max_new, replace(sampling, seed=i), stop) for i, p in enumerate(some)]), engine
 
 
 @functools.cache
-def plain(n):
+def plain(n, sampling=Sampling()):
     """Tokens of the autoregressive loop for prompts(n)."""
-    return [g.token_ids for g in run(Lockstep, prompts(n))[0]]
+    return [g.token_ids for g in run(Lockstep, prompts(n), 17, sampling=sampling)[0]]
 
 
 def texts(some):
@@ -162,10 +165,12 @@ def test_cached_drafting_equals_a_forward_without_cache(form):
             for r, (tokens, q) in zip(requests, out):
                 if len(tokens) == 4:
                     seen.append((list(r.tokens), tokens, q))
-                    if r is requests[0]:                           # once more, alone, with other coins
-                        note = drafts.note(r)
+                    if r is requests[0]:                           # once more, alone, with other noise
+                        note, own = drafts.note(r), r.sampling
                         after, (note.cached, note.features) = note.cached, before[r]
+                        r.sampling = replace(own, seed=99)
                         again = propose([r], [4])[0]
+                        r.sampling = own
                         same = again[0] == tokens or drafter.markov is None
                         assert not same or torch.allclose(again[1], q, atol=1e-5)
                         assert torch.allclose(again[1][0], q[0], atol=1e-5) and note.cached == after
@@ -173,7 +178,7 @@ def test_cached_drafting_equals_a_forward_without_cache(form):
         drafts.propose = record
         return Lockstep(engine, drafts, 4)
 
-    run(planner, prompts(4), 2, 24, Sampling(1.0, 5))
+    run(planner, prompts(4), 2, 24, Sampling(1.0, 5, rule="rejection"))
     assert len(seen) > 15 and len({tuple(tokens) for _, tokens, _ in seen}) > 10
     for ids, tokens, q in seen:
         want = warp(obvious_logits(drafter, ids, len(ids), drafts=tokens), Sampling(1.0, 5))
@@ -272,11 +277,22 @@ def merge(chains):
 
 
 def judge_by(rule, chains, q, p, coins):
-    """(accepted tokens, next token) by a rule of RULES."""
+    """(accepted tokens, next token) by a rule of RULES; the walk's choices are drawn with coins, one for each row."""
     tokens, parents, rows = merge(chains)
-    args = tokens, parents, p[[V, *tokens]], coins[:len(tokens) + 1]
-    path, token = rejection_tree([(row, q) for row in rows], *args) if rule == "rejection" else RULES[rule](*args)
+    own, coins = p[[V, *tokens]], coins[:len(tokens) + 1]
+    if rule == "rejection":
+        path, token = rejection([(row, q) for row in rows], tokens, own, coins)
+    else:
+        kept = best_path(tokens, parents, own) if rule == "selection" else range(99)
+        parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
+        path, token = greedy_tree(tokens, parents, draw(own, coins).tolist())
     return [tokens[i - 1] for i in path], token
+
+
+def of_one(chain, q, p, coins):
+    """Rejection of one chain."""
+    path, token = rejection([(list(range(1, GAMMA + 1)), q)], chain, p[[V, *chain]], coins[:GAMMA + 1])
+    return chain[:len(path)], token
 
 
 def select_then_divide(chains, q, p, coins):
@@ -287,17 +303,13 @@ def select_then_divide(chains, q, p, coins):
             reach *= p[before, token].item()
             total += reach
         return total
-    best = max(chains, key=score)
-    n, token = rejection_chain(torch.tensor([best]), q[None], p[[V, *best]][None], coins[None, :GAMMA + 1])
-    return best[:n], token.item()
+    return of_one(max(chains, key=score), q, p, coins)
 
 
 def best_of_independent(chains, q, p, coins):
     """Verify every chain on its own and keep the longest."""
     c = coins[:len(chains) * (GAMMA + 1)].view(len(chains), -1)
-    n, token = rejection_chain(torch.tensor(chains), q.expand(len(chains), -1, -1), torch.stack([p[[V, *x]] for x in chains]), c)
-    best = int(n.argmax())
-    return chains[best][:n[best]], token[best].item()
+    return max((of_one(x, q, p, own) for x, own in zip(chains, c)), key=lambda found: len(found[0]))
 
 
 def chi_square_of(judge, k, sampling, rounds=ROUNDS):
@@ -345,21 +357,11 @@ def random_round(g, k=3):
     return p, q, chains, torch.rand(k * GAMMA + 1, generator=g)
 
 
-def test_rules_on_one_chain_are_the_chain_rules():
-    g = torch.Generator().manual_seed(0)
-    for _ in range(200):
-        p, q, (chain,), coins = random_round(g, 1)
-        for rule, given in (("rejection", q[None]), ("selection", None), ("walk", None)):
-            n, token = rejection_chain(torch.tensor([chain]), given, p[[V, *chain]][None], coins[None])
-            assert judge_by(rule, [chain], q, p, coins) == (chain[:n], token.item())
-
-
 def test_selection_by_hand():
     draft, parents = [0, 1, 2, 3, 3], [0, 1, 0, 3, 4]              # chains 0 1 and 2 3 3
     p = torch.full((6, 4), 0.25)
     p[0], p[1], p[3] = torch.tensor([0.4, 0.1, 0.4, 0.1]), torch.tensor([0.2, 0.6, 0.1, 0.1]), torch.tensor([0.1, 0.1, 0.3, 0.5])
-    coins = torch.tensor([0.0, 0.0, 0.39, 0.49, 0.26, 0.9])
-    assert selection_tree(draft, parents, p, coins) == ([3, 4], 2) # 0.4 + 0.24 against 0.4 + 0.2 + 0.05: the second is larger
+    assert best_path(draft, parents, p) == [3, 4, 5]               # 0.4 + 0.24 against 0.4 + 0.2 + 0.05: the second is larger
 
 
 def test_rejection_at_the_edges():
@@ -370,7 +372,7 @@ def test_rejection_at_the_edges():
         same = p[[V] * GAMMA]
         chains = draw(same[:, None].expand(-1, 3, -1), torch.rand(GAMMA, 3, generator=g)).T.tolist()
         tokens, parents, rows = merge(chains)
-        path, _ = rejection_tree([(row, same) for row in rows], tokens, parents, same[:1].expand(len(tokens) + 1, -1), torch.rand(len(tokens) + 1, generator=g))
+        path, _ = rejection([(row, same) for row in rows], tokens, same[:1].expand(len(tokens) + 1, -1), torch.rand(len(tokens) + 1, generator=g))
         assert path == rows[0]
     p, q = torch.tensor([0.5, 0.5, 0, 0]).expand(V + 1, V), torch.tensor([0, 0, 0.5, 0.5]).expand(GAMMA, V)
     counts = torch.zeros(V, dtype=torch.long)
@@ -381,7 +383,7 @@ def test_rejection_at_the_edges():
         counts[token] += 1
     assert chi_square(counts, p[0]) > 1e-6
     half = torch.tensor([[0.5, 0.5, 0, 0]])                        # no residual is left: the target's own row is the right draw
-    assert rejection_tree([([1], half)], [0], [0], half.expand(2, -1), torch.tensor([1.0, 0.7])) == ([], 1)
+    assert rejection([([1], half)], [0], half.expand(2, -1), torch.tensor([1.0, 0.7])) == ([], 1)
 
 
 def test_merged_chains_by_hand():
@@ -390,8 +392,35 @@ def test_merged_chains_by_hand():
 
 # -- losslessness: the loop --------------------------------------------------------------------------------------------
 
-SETTINGS = {"one chain": dict(), "early stop": dict(stop=0.8), "rejection": dict(k_drafts=3), "selection": dict(k_drafts=3, rule="selection", temperature=1.5),
-            "walk": dict(k_drafts=8, rule="walk", temperature=2.0)}
+SETTINGS = {"one chain": dict(), "early stop": dict(stop=0.8), "rejection": dict(k_drafts=3), "selection": dict(k_drafts=3, temperature=1.5),
+            "walk": dict(k_drafts=8, temperature=2.0)}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("sampling", [Sampling(0.65), Sampling(1.0), Sampling(1.0, 0, 0.9), Sampling(0.65, 5)], ids=str)
+def test_a_seed_is_a_text(name, sampling, trained):
+    for batch in (1, 8, 17):
+        n = 4 if batch == 1 else 17
+        got, _ = run(lockstep(trained, **SETTINGS[name]), prompts(n), batch, sampling=sampling)
+        assert [g.token_ids for g in got] == plain(17, sampling)[:n]
+    steps = [s for g in got for s in g.steps]
+    assert sum(s.accepted for s in steps) > 0.1 * len(steps)
+
+
+def test_a_seed_is_a_text_under_every_rule_that_walks(trained):
+    markov = toy_drafter(**FORMS["markov"])
+    for rule, drafter, name in itertools.product(verify.RULES, (trained, markov), ("one chain", "rejection")):
+        got, _ = run(lockstep(drafter, **SETTINGS[name]), prompts(6), sampling=Sampling(1.0, rule=rule))
+        assert ([g.token_ids for g in got] == plain(6, Sampling(1.0))) == (rule != "rejection")
+
+
+def test_coupled_chains_begin_with_the_best_tokens(trained):
+    """Of the target's own noise: so several chains are more often right than one, and never less."""
+    taus = []
+    for settings in (dict(), dict(k_drafts=4)):
+        got, _ = run(lockstep(trained, **settings), prompts(17), sampling=Sampling(1.0))
+        taus.append(sum(s.accepted for g in got for s in g.steps) / sum(len(g.steps) for g in got))
+    assert taus[1] > 1.05 * taus[0]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -408,7 +437,7 @@ def test_greedy_is_identical_to_autoregressive(name, trained):
             steps = [s for g in got for s in g.steps]
             assert all(0 <= s.accepted <= s.proposed <= 4 and s.committed in (s.accepted, s.accepted + 1) for s in steps)
             if n == many:
-                assert sum(s.accepted for s in steps) > (0.6 if name == "early stop" else 1) * len(steps) and any(s.accepted < s.proposed for s in steps)
+                assert sum(s.accepted for s in steps) > (0.6 if name in ("early stop", "walk") else 1) * len(steps) and any(s.accepted < s.proposed for s in steps)
                 assert (name == "early stop") == any(s.proposed < 4 and s.position < 20 for s in steps)
 
 
@@ -435,14 +464,6 @@ def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, trained):
     assert engine.admission.recomputed or engine.cache.offloaded
 
 
-def test_a_request_gets_the_same_alone_and_among_others(trained):
-    for settings in (SETTINGS["one chain"], SETTINGS["rejection"]):
-        together, _ = run(lockstep(trained, **settings), prompts(6), 6, sampling=Sampling(1.0))
-        for i in (0, 5):
-            engine = Engine(TARGET, lockstep(trained, **settings), 1, prefill_chunk=16)
-            assert engine.generate([Request(prompts(6)[i], 30, Sampling(1.0, seed=i))])[0].token_ids == together[i].token_ids
-
-
 TINY = toy_model(vocab=6, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
 PROMPT, STOP = [1, 5, 2, 4, 3, 3], 2
 
@@ -452,8 +473,8 @@ def next_to(tokens, sampling):
     return warp(dense_logits(TINY, PROMPT + list(tokens))[-1], sampling)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_sampled_output_has_the_targets_distribution(name, vocabulary=None):
+@pytest.mark.parametrize("name", ["one chain", "early stop", "rejection"])
+def test_rejection_has_the_targets_distribution(name, vocabulary=None, rule="rejection"):
     """B1 and B5 through the engine: answers of up to three tokens, the second and third from one round, ended by a token of the
     vocabulary. A correct rule fails with probability 1e-6."""
     sampling, rounds = Sampling(0.9, 0, 0.95), 40_000 if FULL else 1_000
@@ -471,7 +492,7 @@ def test_sampled_output_has_the_targets_distribution(name, vocabulary=None):
     counts, done, accepted = torch.zeros(216, dtype=torch.long), 0, 0
     while done < rounds:
         # Room for all chains of a round; only the first three tokens are of interest.
-        requests = [Request(PROMPT, 20, Sampling(0.9, 0, 0.95, done + i), [STOP]) for i in range(250)]
+        requests = [Request(PROMPT, 20, replace(sampling, seed=done + i, rule=rule), [STOP]) for i in range(250)]
         for r, _ in Engine(TINY, lockstep(drafter, TINY, **SETTINGS[name]), 250).stream(requests):
             if len(r.generation.token_ids) >= 3:
                 r.cancel()
@@ -487,13 +508,14 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
     """B1 once more. The controls put q at the wrong tokens, and cut the target's distribution as well: the same test rejects both."""
     p = sum(next_to((first,), Sampling(0.9, 0, 0.95)) * next_to((), Sampling(0.9, 0, 0.95))[first] for first in range(6))
     some = p.argsort()[:4].sort().values
-    test_sampled_output_has_the_targets_distribution(name, some)
+    rule = "walk" if name == "walk" else "rejection"
+    test_rejection_has_the_targets_distribution(name, some, rule)
     if name == "walk":
-        inside = torch.zeros(6).index_fill(0, some, 1.0)
-        monkeypatch.setitem(RULES, "walk", lambda draft, parents, p, coins: point_mass_tree(draft, parents, p * inside + 1e-9, coins))
+        real, inside = verify.scores, torch.zeros(6).index_fill(0, some, 1.0)
+        monkeypatch.setattr(verify, "scores", lambda *args: real(*args) * inside)
     monkeypatch.setattr(Words, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(some))))
     with pytest.raises(AssertionError, match="1e-06"):
-        test_sampled_output_has_the_targets_distribution(name, some)
+        test_rejection_has_the_targets_distribution(name, some, rule)
 
 
 def test_one_chain_ends_early_and_several_do_not():
@@ -517,7 +539,7 @@ def test_control_a_chain_that_leaves_an_improbable_draft_out_is_rejected(monkeyp
         return chain[:n], q[:n]
     monkeypatch.setattr(SpecDiffDrafter, "_chains", wrong)
     with pytest.raises(AssertionError, match="1e-06"):
-        test_sampled_output_has_the_targets_distribution("early stop")
+        test_rejection_has_the_targets_distribution("early stop")
 
 
 def test_control_a_drafter_that_reports_another_q_is_rejected(monkeypatch):
@@ -528,7 +550,7 @@ def test_control_a_drafter_that_reports_another_q_is_rejected(monkeypatch):
         return (tokens if q is None else q.argmax(-1).tolist()), q
     monkeypatch.setattr(SpecDiffDrafter, "_chains", lying)
     with pytest.raises(AssertionError, match="1e-06"):
-        test_sampled_output_has_the_targets_distribution("one chain")
+        test_rejection_has_the_targets_distribution("one chain")
 
 
 # -- formulas (C) ------------------------------------------------------------------------------------------------------
@@ -565,11 +587,10 @@ def test_streak_losses_are_the_expected_accepted_lengths():
         by_point_mass, by_rejection = accepted_of(p, q)
         assert abs(loss_of("streak", p, q) + by_point_mass) < 1e-5 and abs(loss_of("streak-rs", p, q) + by_rejection) < 1e-5
         assert by_point_mass < by_rejection
-        draft = draw(q[:, None].expand(-1, 20_000, -1), torch.rand(GAMMA, 20_000, generator=g)).T
-        rows = p[torch.cat([torch.full((20_000, 1), V), draft], 1)]
-        for given, want in ((None, by_point_mass), (q.expand(20_000, -1, -1), by_rejection)):
-            n = rejection_chain(draft, given, rows, torch.rand(20_000, GAMMA + 1, generator=g))[0].double()
-            assert abs(n.mean() - want) < 4 * n.std() / 20_000 ** 0.5
+        drafts = draw(q[:, None].expand(-1, 3000, -1), torch.rand(GAMMA, 3000, generator=g)).T.tolist()
+        for rule, want in (("walk", by_point_mass), ("rejection", by_rejection)):
+            n = torch.tensor([len(judge_by(rule, [draft], q, p, torch.rand(9, generator=g))[0]) for draft in drafts]).double()
+            assert abs(n.mean() - want) < 4 * n.std() / 3000 ** 0.5
     for p, q in ((warp(p, Sampling()), q), (p, warp(q, Sampling()).clamp(min=1e-30))):         # a point mass on one side: the rules agree
         a, b = accepted_of(p, q)
         assert abs(a - b) < 1e-9
@@ -595,7 +616,7 @@ def test_accepted_drafts_of_k_chains_at_temperature_zero():
 
 def test_the_walk_accepts_the_sum_of_path_probabilities_and_selection_one_path_of_it():
     """C5: for given chains the walk's mean is the sum over all rows of the probability that the target gets there; selection's, and
-    it is smaller, the sum along its path. (The walk is point_mass_tree: this is why it needs no rule of its own.)"""
+    it is smaller, the sum along its path."""
     g, total = torch.Generator().manual_seed(0), {"walk": [0.0, 0.0, 0.0], "selection": [0.0, 0.0, 0.0]}
     for _ in range(1500):
         p, q, chains, coins = random_round(g)

@@ -29,8 +29,7 @@ A drafter that has not read a request's tokens must do so before it drafts, and 
 longer than the whole answer. The table's price of reading is spread over the tokens that the request may
 still get.
 
-The choice depends on committed tokens alone, never on the coins that will judge it, so the output is the
-target's own, greedy or sampled.
+The choice depends on committed tokens alone, never on the coins of rejection, so that rule is exact here too.
 
 Glossary: situation <-> what an alpha is counted for: a drafter, or a lookup with so long a match.
 """

@@ -12,7 +12,6 @@ A drafter sees what was accepted by reading `request.tokens`. Committed tokens n
 them with what it drafted before and knows which of its own keys and values are still right.
 """
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 
 import torch
@@ -21,7 +20,8 @@ from minispec.core import gpt
 from minispec.core.attention import TREE, FullKeys, can_fuse
 from minispec.core.kv_cache import Allocation, KVCache, whole_blocks
 from minispec.core.requests import MAX_K, Batch, Segment, pack
-from minispec.core.verify import argmax, draw, graft, point_mass_tree, rejection_tree, warp
+from minispec.core.noise import stream
+from minispec.core.verify import graft, warp
 from minispec.core.words import Words
 
 
@@ -40,10 +40,10 @@ class Drafter:
     seconds = 0.0           # that captures of CUDA graphs took
 
     def propose(self, requests, limits):
-        """For every request (tokens, q): at most limits[i] draft tokens, and the distributions (k, V) they
-        were drawn from, or None if they are a point mass (copied, or an argmax). A tree has a third part,
-        parents: the row that each draft hangs from (verify.py). It may have a fourth: the rule that judges
-        it, if that is not point_mass_tree; and a fifth: how many drafts, the last ones, are copies."""
+        """For every request (tokens, q): at most limits[i] draft tokens, and None, or, if rejection shall
+        judge them, the distributions (k, V) that they were drawn from. A tree has a third part, parents: the
+        row that each draft hangs from (verify.py). It may have a fourth: its chains, if rejection shall judge
+        it; and a fifth: how many drafts, the last ones, are copies."""
         return [([], None)] * len(requests)
 
     def observe(self, request, features):
@@ -163,8 +163,8 @@ class Chained(Cached):
     every step but the first.
 
     Early stop: while the product of the drafter's own probabilities of a chain's drafts is below `stop`, no
-    further one is worth its time. A low one ends the chain, it does not leave it: who was drawn must be
-    judged, or the drafts would not be drawn from q any more."""
+    further one is worth its time. A low one ends the chain, it does not leave it: where rejection judges, who
+    was drawn must be judged, or the drafts would not be drawn from q any more."""
     depth = MAX_K                                        # the most steps
     stop = STOP
     steps = 0                                            # of the longest round on a GPU so far
@@ -175,8 +175,7 @@ class Chained(Cached):
             return
         device = self.target.device
         one_each = torch.zeros(batch, dtype=torch.long)
-        more = {"last": one_each, "ends": one_each, "stop": torch.zeros(batch),
-                "coins": torch.zeros(batch, self.depth)}
+        more = dict.fromkeys(("last", "ends", "streams", "at"), one_each) | {"stop": torch.zeros(batch)}
         self.make_graphs(batch, longest, more=more)
         # The plan of a later step.
         trees = dict.fromkeys(range(batch), torch.ones(self.width, self.width)) if self.width > 1 else None
@@ -191,11 +190,11 @@ class Chained(Cached):
             rows = self.first_rows(r) if limit > 0 else None
             if rows:
                 work[i] = rows
-                groups.setdefault(r.sampling.settings, []).append(i)
+                groups.setdefault(r.sampling.drafting.settings, []).append(i)
         # 2. A round of each group.
         for settings, group in groups.items():
-            depths = [min(self.depth, limits[i]) for i in group]
-            drafts, *q = self.draft([requests[i] for i in group], [work[i] for i in group], depths, settings)
+            steps = min(self.depth, max(limits[i] for i in group))
+            drafts, *q = self.draft([requests[i] for i in group], [work[i] for i in group], steps, settings)
             for row, (i, some) in enumerate(zip(group, drafts.tolist())):
                 out[i] = self.result(some, q[0][row] if q else None, limits[i])
         return out
@@ -206,33 +205,29 @@ class Chained(Cached):
         n = drafts.index(NONE) if NONE in drafts else len(drafts)
         return drafts[:n], None if q is None else q[:n]
 
-    def draft(self, requests, work, depths, settings):
-        """A round of requests that feed `work` first and want depths[i] drafts. All take as many steps as the
-        deepest: a row more costs little."""
-        # 1. Of every request its last row, and how many slots it will have filled.
-        last = [n - 1 for n in accumulate(len(rows.tokens) for rows in work)]
-        ends = [rows.start + len(rows.tokens) for rows in work]
-        steps = max(depths)
+    def draft(self, requests, work, steps, settings):
+        """A round of requests that feed `work` first. All take as many steps as the deepest: a row more costs
+        little."""
+        # Of every request: its last row, how many slots it will have filled, and where its noise is.
+        lists = {
+            "last": [n - 1 for n in accumulate(len(rows.tokens) for rows in work)],
+            "ends": [rows.start + len(rows.tokens) for rows in work],
+            "streams": [stream(r.sampling.seed, settings.lane) for r in requests],
+            "at": [len(r.tokens) for r in requests],
+        }
+        absent = 0
         if self.in_pool(work):
             # In a graph as many as the longest round had, which saves captures. Places without a request
             # repeat the first one, to the same result.
             self.steps = steps = max(self.steps, steps)
             absent = len(self.later.requests) - len(work)
-            last += last[:1] * absent
-            ends += ends[:1] * absent
-        more = {"last": torch.tensor(last), "ends": torch.tensor(ends),
-                "stop": torch.full((len(last),), self.stop)}             # a table, because it may change
-        # 2. What it draws with.
-        if settings.temperature > 0:
-            more["coins"] = torch.zeros(len(last), steps)
-            for i, (r, depth) in enumerate(zip(requests, depths)):
-                more["coins"][i, :depth] = r.coins(depth)
-            more["coins"][len(work):] = more["coins"][0]
+        more = {name: torch.tensor(some + some[:1] * absent) for name, some in lists.items()}
+        more["stop"] = torch.full(more["last"].shape, self.stop)         # a table, because it may change
         return self.run_round(work, more, (steps, settings))
 
     def round(self, x):
-        """All steps of chains: the drafts (B, steps), NONE behind a chain that ended early, and, where they
-        are sampled, the distributions (B, steps, V)."""
+        """All steps of chains: the drafts (B, steps), NONE behind a chain that ended early, and, for
+        rejection, the distributions (B, steps, V) that they were drawn from."""
         steps, settings = x.how
         # The first step reads all new rows of a request; its last one guesses.
         states = self.step(1, x, x.features)[x.more["last"]]
@@ -246,21 +241,27 @@ class Chained(Cached):
                 # The drawn token is the next row.
                 x = self.next_rows(x, number, token[:, None])
                 states = self.step(number, x, states)
-            logits = self.words.logits(states).float()
-            if settings.temperature > 0:
-                q = warp(logits, settings)
-                qs.append(q)
-                index = draw(q, x.more["coins"][:, number - 1])
-            else:
-                q = logits.softmax(-1)
-                index = argmax(logits)
-            token = self.words.tokens(index)
+            q, scores = self.guess(number, x, states[:, None])                 # (B, 1, N)
+            qs.append(q)
+            index = scores.argmax(-1)
+            token = self.words.tokens(index[:, 0])
             tokens.append(token.where(~ended, NONE))
-            reach = reach * q.gather(-1, index[:, None])[:, 0]
+            reach = reach * q.gather(-1, index[..., None])[:, 0, 0]
         out = [torch.stack(tokens, 1)]
-        if qs:
-            out.append(self.words.whole(torch.stack(qs, 1)))
+        if settings.temperature > 0 and settings.rule == "rejection":
+            out.append(self.words.whole(torch.cat(qs, 1)))
         return out
+
+    def guess(self, number, x, states):
+        """The drafter's distributions q (B, w, N) of a step with states (B, w, C), and the scores whose
+        largest are drafted. A tree is drawn with the target's noise, or not at all."""
+        _, settings = x.how
+        logits = self.words.logits(states).float()
+        if settings.temperature == 0 or self.width > 1 and settings.rule != "coupled":
+            q = logits.softmax(-1)
+            return q, q
+        q = warp(logits, settings)
+        return q, q / self.words.noise(x.more["streams"], x.more["at"] + number - 1)[:, None]
 
     def next_rows(self, x, number, tokens, sees=None):
         """The batch of a later step out of the one before: tokens (n, w) are the newest rows of n requests,
@@ -333,8 +334,8 @@ class NGram(Drafter):
 
 
 def with_copies(proposal, copies):
-    """A proposal (see Drafter.propose) as a tree that a chain of copied tokens grows on, where it is a chain
-    or a tree without a rule of its own."""
+    """A proposal (see Drafter.propose) as a tree that a chain of copied tokens grows on, unless it is a tree
+    that rejection judges."""
     drafts, q, *tree = proposal
     if len(tree) > 1:
         return proposal
@@ -344,10 +345,10 @@ def with_copies(proposal, copies):
     new = len(tokens) - len(drafts)
     if not new:
         return proposal
-    rule = point_mass_tree
+    chains = None
     if q is not None:
-        rule = partial(rejection_tree, [(range(1, len(drafts) + 1), q), (rows, None)])
-    return tokens, None, parents, rule, new
+        chains = [(list(range(1, len(drafts) + 1)), q), (rows, None)]
+    return tokens, None, parents, chains, new
 
 
 class SmallLM(Chained):

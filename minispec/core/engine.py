@@ -16,11 +16,8 @@ updating the cache.
 With delayed verification (`planner.delayed`) the host judges an iteration while the next forward runs.
 Requests that wait for their verdict sit that forward out.
 
-What a request gets, and its neighbours: each has its own keys, coins and limits. So greedy output does not
-depend on the other requests (up to rounding: a forward with more rows may round differently), and neither
-does the distribution of sampled output. Which tokens a seed draws may depend on them, where they decide how
-many drafts a round has and so which coin judges which token: SpecGen's schedule and the adaptive drafter look
-at the batch, `preempt` reads a text again in the middle, and long prompts share a forward.
+What a request gets does not depend on its neighbours, greedy or sampled: the text before a position and the
+seed settle the target's token there (up to rounding: a forward with more rows may round differently).
 """
 import time
 from concurrent.futures import ThreadPoolExecutor

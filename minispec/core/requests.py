@@ -6,7 +6,7 @@ from itertools import accumulate
 import torch
 
 from minispec.core.attention import packed_attend
-from minispec.core.verify import Sampling, point_mass_tree
+from minispec.core.verify import Sampling
 
 
 @dataclass
@@ -53,8 +53,6 @@ class Request:
         self.sampling = sampling
         self.stop_ids = set(stop_ids)
         self.longest = len(prompt_ids) + max_new_tokens
-        self.rng = torch.Generator().manual_seed(sampling.seed)
-        self.drawn = None                # the numbers that it drew last
         self.generation = Generation(list(prompt_ids))
         self.n_cached = 0
         self.blocks = None               # its Allocation in the cache
@@ -77,11 +75,6 @@ class Request:
     def cancel(self):
         """Stop here; what was generated stays."""
         self.generation.finish = self.generation.finish or "cancelled"
-
-    def coins(self, n):
-        """n uniform numbers from this request's random stream."""
-        self.drawn = torch.rand(n, generator=self.rng)
-        return self.drawn
 
     def commit(self, segment, path, token, proposer):
         """Append a round's tokens (the accepted drafts, in the rows `path` of a verified segment, then
@@ -156,9 +149,9 @@ class Segment:
     kind: str = "draft"                  # "prefill", "draft", "verify" (plain decoding verifies no drafts)
     n_logits: int = 0                    # the target's logits are wanted for the last n_logits rows
     drafts: list = field(default_factory=list)
-    q: torch.Tensor = None               # (k, V) distributions the drafts were drawn from; None: point masses
+    q: torch.Tensor = None               # of a chain that rejection judges: (k, V) it was drawn from
     parents: list = None  # of a tree: the row that each draft hangs from (verify.py); None: a chain
-    rule: object = point_mass_tree       # of a tree: the rule that judges it where tokens are sampled
+    chains: list = None                  # of a tree that rejection judges: see verify.rejection
     copies: int = 0                      # of a tree: so many drafts, the last ones, are not the drafter's own
     features: torch.Tensor = None  # (n, C) final hidden states of the target: a forward of it sets them, one
     #                                of a drafter may read them

@@ -1,56 +1,57 @@
 """Who checks the draft, and how: acceptance rules as pure functions, and the one place where logits become
 probabilities.
 
-Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes a chain of
-k tokens. The target sees k + 1 rows (the last committed token, then the k drafts), so row i judges draft i
-and row k gives the bonus token. Every rule returns what was accepted and the token that follows, so a round
-always commits at least one token.
+Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes n drafts:
+a chain, or a tree with `parents`. Draft i is row i of the verification (row 0 is the last committed token)
+and hangs from row parents[i - 1] < i, so a chain of k is the tree with parents 0 .. k - 1. Siblings differ.
+Every rule returns the accepted path as a list of rows, and the token that follows it, so a round always
+commits at least one token.
 
-    greedy      accept while the draft is the target's argmax; then the target's argmax
-    rejection   accept draft d with probability min(1, p(d) / q(d)); at the first rejection draw from
-                max(p - q, 0), normalised (Leviathan et al. 2211.17192, Theorem 3.5; Chen et al. 2302.01318)
+    walk        the target chooses a token in every row, without looking at the drafts. Start at row 0 and go
+                to the child that is the row's choice, as long as there is one. The choice that no child has
+                is the token that follows.
+    rejection   accept draft d with probability min(1, p(d) / q(d)), else go on with max(p - q, 0), normalised
+                (Leviathan et al. 2211.17192, Theorem 3.5; Chen et al. 2302.01318); of K chains in turn
+                (multi-round, SpecInfer 2305.09781)
 
-A tree of drafts is a list of tokens and `parents`: draft i is row i of the verification (row 0 is the last
-committed token) and hangs from row parents[i - 1] < i, so a chain of k is the tree with parents 0 .. k - 1.
-Siblings differ. Every tree rule returns the accepted path as a list of rows, and the token that follows it.
+The walk commits what plain decoding would have written, whatever the drafts are: they only save forwards. At
+temperature 0 the choice is the argmax. Above, it is the largest of p / e, with noise e that depends on seed,
+position and token alone (noise.py). So a seed has one text, for every method, batch and drafter.
 
-    greedy      walk from the root to the child that is the target's argmax, as long as there is one
-    point mass  try the children of a row in order: accept child c with probability p(c), else strike c out
-                of p, renormalise and try the next; with none left draw from what remains of p (SpecInfer
-                2305.09781 with one-token distributions). The order may depend on the drafter, never on the
-                target's coins. This is the same as drawing one token from p and looking whether a child has
-                it, so it serves as the walk of the target on a trie of drafted chains as well (SpecDiff-2's
-                walk).
-    selection   keep the one path of the tree that the target likes best, then point mass on it
-                (SpecDiff-2 2511.00606)
-    rejection   of K chains, each drawn from a q of its own or copied (multi-round, SpecInfer)
+Sampling.rule says how drafts are made above temperature 0, and who judges them:
 
-The last two judge chains that were drawn at random. Selection may look at p but must then forget q: a path
-chosen by p was not drawn from q any more, and p / q would be wrong. Rejection must know q, and see all draws
-in an order that does not depend on p.
+    coupled     drafts are the largest of q / e, with the target's own noise; the walk judges them
+    point-mass  drafts are the most likely tokens of q; the walk
+    walk        drafts are drawn from q with other noise; the walk (of K chains: SpecDiff-2 2511.00606)
+    selection   the same, but only the one path of a tree that the target likes best is walked (SpecDiff-2)
+    rejection   drafts are drawn from q with other noise, and rejection judges them, where they have a q; the
+                walk judges copies and trees, whose drafts were chosen without chance
 
-The rejection rule returns exactly the target's distribution only if d was drawn from q. A drafter that
-proposes its argmax, or copies from the prompt, drew from a point mass, and must be judged as one (q = None):
-dividing by its softmax instead is a common mistake, and a test here shows the bias. Randomness comes in as
-explicit coins, so rules are deterministic functions, and a request's coins are its own.
+Rejection is exact only if d was drawn from q. A drafter that proposes its argmax drew from a point mass:
+dividing by its softmax is a common mistake, and a test here shows the bias. Selection may look at p, but must
+then forget q: a path chosen by p was not drawn from q any more. Rejection needs coins; they are explicit
+arguments here, so the rules are deterministic functions.
 """
 import math
 from dataclasses import dataclass, replace
 
 import torch
 
+from minispec.core.noise import COINS, OWN, TARGET, noise, stream, uniform
 
+RULES = ("coupled", "rejection", "point-mass", "selection", "walk")
 LEAST_TEMPERATURE = 1e-3        # below it logits / temperature may overflow, and greedy is what is meant
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How to draw. temperature: 0 is greedy, else LEAST_TEMPERATURE to 100; top_k 0 and top_p 1 keep
-    everything. seed: of the request's own random stream. ValueError for anything out of range."""
+    everything. seed: of the noise. rule: see above. ValueError for anything out of range."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    rule: str = "coupled"
 
     def __post_init__(self):
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= 100:
@@ -62,11 +63,23 @@ class Sampling:
             raise ValueError(f"top-p {self.top_p} is out of range; allowed is above 0 up to 1 (off)")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"seed {self.seed} is out of range; allowed is 0 to {(1 << 63) - 1}")
+        if self.rule not in RULES:
+            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {self.rule}")
 
     @property
     def settings(self):
         """What makes two requests draw alike: everything but the seed."""
         return replace(self, seed=0)
+
+    @property
+    def drafting(self):
+        """How drafts are drawn."""
+        return replace(self, temperature=0.0) if self.rule == "point-mass" else self
+
+    @property
+    def lane(self):
+        """The stream of noise that drafts are drawn with."""
+        return TARGET if self.rule == "coupled" else OWN
 
 
 def warp(logits, sampling):
@@ -116,37 +129,19 @@ def draw(weights, coin):
     return torch.searchsorted(total, target[..., None], right=True)[..., 0]
 
 
-def rejection_chain(draft, q, p, coins):
-    """Rejection sampling of B chains at once.
-
-    draft (B, k) token ids; q (B, k, V) the distributions they were drawn from, or None for point masses on
-    them; p (B, k + 1, V) the target's; coins (B, k + 1) independent and uniform in [0, 1): coin i < k judges
-    draft i, the last one draws the token that follows. Returns (accepted (B,), next token (B,)).
-    """
-    b, k = draft.shape
-    if k == 0:
-        return torch.zeros(b, dtype=torch.long, device=p.device), draw(p[:, 0], coins[:, 0])
-    if q is None:
-        q = torch.zeros_like(p[:, :k]).scatter_(-1, draft[..., None], 1.0)
-    # Accept draft i if coin < p / q (without dividing), and only behind accepted ones.
-    p_draft = p[:, :k].gather(-1, draft[..., None])[..., 0]                              # (B, k)
-    q_draft = q.gather(-1, draft[..., None])[..., 0]
-    accept = coins[:, :k] * q_draft < p_draft
-    n = accept.long().cumprod(-1).sum(-1)                                                # (B,)
-    # The row behind the accepted ones gives the next token; for the bonus there is no q to subtract.
-    row = torch.arange(b, device=p.device)
-    p_next = p[row, n]                                                                   # (B, V)
-    q_next = torch.cat([q, torch.zeros_like(p[:, :1])], dim=1)[row, n]
-    residual = (p_next - q_next).clamp(min=0)
-    # p == q leaves no residual; then rejection has probability 0 but for rounding, and p itself is the
-    # right draw.
-    residual = torch.where(residual.sum(-1, keepdim=True) > 0, residual, p_next)
-    return n, draw(residual, coins[:, k])
+def scores(logits, sampling, streams, positions):
+    """Of rows of logits (n, V), numbers (n, V) whose largest is the token at positions (n,) of the texts that
+    these streams (n,) of noise belong to."""
+    if sampling.temperature == 0:
+        return logits.float()
+    p = warp(logits, sampling)
+    streams, positions = (torch.tensor(x, device=p.device) for x in (streams, positions))
+    return p / noise(streams, positions, p.shape[-1])
 
 
 def greedy_tree(draft, parents, best):
-    """draft: n token ids that hang from rows `parents`; best: the target's argmax in each of the n + 1 rows
-    (lists of ints). Returns (accepted rows, next token)."""
+    """The walk. draft: n token ids that hang from rows `parents`; best: the target's choice in each of the
+    n + 1 rows (lists of ints). Returns (accepted rows, next token)."""
     path = [0]
     # Parents come first, so one pass is enough.
     for row, (token, parent) in enumerate(zip(draft, parents), 1):
@@ -155,48 +150,11 @@ def greedy_tree(draft, parents, best):
     return path[1:], best[path[-1]]
 
 
-def point_mass_tree(draft, parents, p, coins):
-    """Sampling with a tree of drafts that were chosen without chance.
-
-    draft: n token ids that hang from rows `parents` (lists of ints); p (n + 1, V) the target's distributions;
-    coins (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token
-    that follows. Returns (accepted rows, next token).
-    """
-    # Where a path ends, every child of its last row was struck out. So the token that follows is drawn for
-    # each row before the walk, and all numbers come to the host together; p stays on its device.
-    parents = list(parents)
-    given = p[parents, draft]                            # of each draft, in the row that it hangs from
-    rest = p.clone()
-    rest[parents, draft] = 0.0
-    # Nothing left: the last child had all the mass, and was rejected by rounding alone. Then p is the
-    # right draw.
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
-    next_token = draw(rest, coins[-1])
-    numbers = torch.cat([given.double(), next_token.double()]).tolist()
-    given, next_token = numbers[:len(draft)], numbers[len(draft):]
-    coin = coins.tolist()
-
-    path = [0]
-    left = 1.0                                           # mass of the row where the path ends
-    # Siblings come in order, after their parent.
-    for row, parent in enumerate(parents, 1):
-        if parent != path[-1]:
-            continue
-        chance = given[row - 1]
-        if coin[row - 1] * left < chance:
-            path.append(row)
-            left = 1.0
-        else:
-            left = max(left - chance, 0.0)
-    return path[1:], int(next_token[path[-1]])
-
-
-def selection_tree(draft, parents, p, coins):
-    """SpecDiff-2's self-selection (section 4, Eq. 7): of all paths take the one with the largest sum, over
-    its rows, of the probability that the target would accept that far, and judge it as a point mass.
-    Arguments and result as for point_mass_tree."""
+def best_path(draft, parents, p):
+    """SpecDiff-2's self-selection (section 4, Eq. 7): the rows of the path with the largest sum, over its
+    rows, of the probability that the target would accept that far. p (n + 1, V)."""
     # reach: the probability to be accepted up to a row; score: its sum along the path.
-    given = p[parents, draft].tolist()
+    given = p[list(parents), draft].tolist()
     reach, score = [1.0], [0.0]
     for parent, one in zip(parents, given):
         reach.append(reach[parent] * one)
@@ -207,47 +165,38 @@ def selection_tree(draft, parents, p, coins):
     while row:
         rows.insert(0, row)
         row = parents[row - 1]
-    return rejection_tree([(rows, None)], draft, parents, p, coins)
+    return rows
 
 
-def rejection_tree(chains, draft, parents, p, coins):
-    """Multi-round rejection of K chains that were drawn independently.
+def rejection(chains, draft, p, coins):
+    """Rejection sampling of chains that were drawn independently, of one or of several in turn.
 
-    chains: K pairs (rows, q): position j of a chain is row rows[j] and was drawn from q[j] (k, V); q None: it
-    was chosen without chance. Chains that begin alike share rows. The rest as for point_mass_tree. At every
-    position the chains that agree with the accepted path are tried in turn: accept with probability min(1,
-    p / q), else go on with max(p - q, 0), normalised. (A token rejected once has no mass left, so one coin a
-    row is enough.)
+    chains: pairs (rows, q): position j of a chain is row rows[j] and was drawn from q[j] (k, V); q None: it
+    was chosen without chance. Chains that begin alike share rows. draft: n token ids; p (n + 1, V); coins
+    (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token that
+    follows. Returns (accepted rows, next token).
     """
-    # The drafts' own numbers come to the host first; p and q stay on their device.
-    given = p[parents, draft].tolist()
-    coin = coins.tolist()
-    live = []                                            # the chains that agree with the accepted path
-    for rows, q in chains:
-        of_q = [1.0] * len(rows)
-        if q is not None:
-            of_q = q[range(len(rows)), [draft[row - 1] for row in rows]].tolist()
-        live.append((rows, q, of_q))
     path = []
-    left = p[0].double()
+    left = p[0].double()                                 # what the next chain is judged by
     for j in range(max(len(rows) for rows, _ in chains)):
-        live = [chain for chain in live if len(chain[0]) > j]
-        for i, (rows, q, of_q) in enumerate(live):
+        # Only chains that agree with the accepted path.
+        chains = [(rows, q) for rows, q in chains if len(rows) > j and rows[:j] == path]
+        for rows, q in chains:
             row = rows[j]
-            # After a rejection it is no longer p that judges, but what is left of it.
-            chance = left[draft[row - 1]].item() if i else given[row - 1]
-            if coin[row - 1] * of_q[j] < chance:
+            token = draft[row - 1]
+            of_q = torch.zeros_like(left)
+            of_q[token] = 1.0
+            if q is not None:
+                of_q = q[j]
+            # Without dividing. A token rejected once has no mass left, so one coin a row is enough.
+            if coins[row - 1] * of_q[token] < left[token]:
                 path.append(row)
-                live = [chain for chain in live if chain[0][j] == row]
                 left = p[row].double()
                 break
-            if q is None:
-                rest = left.clone()
-                rest[draft[row - 1]] = 0.0
-            else:
-                rest = (left - q[j]).clamp(min=0)
-            # No rest: rejected by rounding alone, see rejection_chain.
-            left = torch.where(rest.sum() > 0, rest / rest.sum(), left)
+            rest = (left - of_q).clamp(min=0)
+            # Nothing left: rejected by rounding alone. Then p is the right draw.
+            if rest.any():
+                left = rest / rest.sum()
         else:
             break
     return path, draw(left, coins[-1]).item()
@@ -271,34 +220,56 @@ def graft(chain, tokens, parents):
 
 # -- a batch of requests -------------------------------------------------------------------------------------
 
-def judge(segments, logits):
-    """Apply the acceptance rule that fits to each of `segments` (requests.Segment), which fed their last
-    committed token and their drafts. logits (n, V) are of all these rows, one segment after the other.
+def walk(segments, logits, drafting=False):
+    """The walk of each of `segments` (requests.Segment), which fed a committed token and drafts behind it.
+    logits (n, V) are of all these rows, one segment after the other. drafting: the logits are a drafter's.
 
     Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows
-    them.
-    """
-    verdicts = [None] * len(segments)
+    them."""
     sizes = [len(s.drafts) + 1 for s in segments]
     rows = logits.split(sizes)
-    if any(s.request.sampling.temperature == 0 for s in segments):
-        best = argmax(logits).cpu().split(sizes)
-    alike = {}  # sampled chains of one length and setting: their indices
-    for i, (s, n) in enumerate(zip(segments, sizes)):
-        sampling = s.request.sampling
-        if sampling.temperature == 0:
-            verdicts[i] = greedy_tree(s.drafts, s.above, best[i].tolist())
-        elif s.parents is not None:
-            verdicts[i] = s.rule(s.drafts, s.parents, warp(rows[i], sampling), s.request.coins(n))
-        else:
-            alike.setdefault((n, s.q is None, sampling.settings), []).append(i)
-    for (n, point_masses, _), group in alike.items():
-        some = [segments[i] for i in group]
-        p = warp(torch.stack([rows[i] for i in group]), some[0].request.sampling)               # (B, n, V)
-        draft = torch.tensor([s.drafts for s in some], dtype=torch.long, device=logits.device)
-        q = None if point_masses else torch.stack([s.q for s in some])
-        coins = torch.stack([s.request.coins(n) for s in some]).to(logits.device)
-        accepted, token = rejection_chain(draft, q, p, coins)
-        for i, (a, t) in zip(group, torch.stack([accepted, token], 1).tolist()):
-            verdicts[i] = list(range(1, a + 1)), t
+    alike = {}                                           # requests that draw alike: their indices
+    for i, s in enumerate(segments):
+        how = s.request.sampling.drafting if drafting else s.request.sampling
+        alike.setdefault(how.settings, []).append(i)
+    verdicts = [None] * len(segments)
+    for how, group in alike.items():
+        # 1. The choice in each row, all of the group together.
+        streams, positions = [], []
+        for s, n in ((segments[i], sizes[i]) for i in group):
+            streams += [stream(s.request.sampling.seed, how.lane if drafting else TARGET)] * n
+            positions += [position + 1 for position in s.positions[-n:]]
+        logits = torch.cat([rows[i] for i in group])
+        best = scores(logits, how, streams, positions).argmax(-1).tolist()
+        # 2. Which drafts are the choices?
+        for i in group:
+            s, n = segments[i], sizes[i]
+            own, best = best[:n], best[n:]
+            parents = s.above
+            if s.drafts and how.rule == "selection" and how.temperature > 0:
+                kept = best_path(s.drafts, parents, warp(rows[i], how))
+                parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
+            verdicts[i] = greedy_tree(s.drafts, parents, own)
+    return verdicts
+
+
+def coins(segment):
+    """Of rejection: coins (n + 1,), other ones for every round of a request."""
+    n = len(segment.drafts) + 1
+    place = torch.arange(n) + (segment.start << 10)      # a round has fewer drafts than that
+    seed = torch.tensor(stream(segment.request.sampling.seed, COINS))
+    return uniform(seed, place, 1)[:, 0]
+
+
+def judge(segments, logits):
+    """Apply the acceptance rule that fits to each of `segments`; arguments and result as for `walk`."""
+    verdicts = walk(segments, logits)
+    rows = logits.split([len(s.drafts) + 1 for s in segments])
+    for i, s in enumerate(segments):
+        chains = s.chains
+        if s.q is not None:
+            chains = [(list(range(1, len(s.drafts) + 1)), s.q)]
+        if chains and s.request.sampling.temperature > 0:
+            p = warp(rows[i], s.request.sampling)
+            verdicts[i] = rejection(chains, s.drafts, p, coins(s))
     return verdicts

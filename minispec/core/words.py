@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 
 from minispec.core.cpu import Linear
+from minispec.core.noise import noise
 
 DRAFT_VOCAB = 4000          # the default; a target with fewer tokens has no need of one
 
@@ -55,6 +56,10 @@ class Words:
         index = torch.full((self.vocab_size,), -1, device=self.ids.device)
         index[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
         return index[tokens]
+
+    def noise(self, streams, positions):
+        """The noise (n, N) of these tokens; see noise.py."""
+        return noise(streams, positions, self.vocab_size, self.ids)
 
     def whole(self, q):
         """A distribution over the whole vocabulary: (..., N) -> (..., V), 0 outside."""

@@ -56,7 +56,8 @@ def interval(prompts, other=None, draws=2000):
 def accepted_lengths(engine, problems, tokenizer, temperature):
     """Decode the problems: (prompts (n, 2) as `tau` takes them, how often draft 1, 2, .. is
     accepted where those before it are)."""
-    requests = requests_of(problems, tokenizer, engine.model, NEW, Sampling(temperature))
+    sampling = Sampling(temperature, rule="rejection")       # some losses are made for it
+    requests = requests_of(problems, tokenizer, engine.model, NEW, sampling)
     answers = [g.steps for g in engine.generate(requests)]
     prompts = np.array([[sum(s.committed for s in steps), len(steps)] for steps in answers], float)
 
@@ -149,16 +150,17 @@ def specdiff_chains(args, model, tokenizer):
     n = 1 if args.quick else 2
     problems = sum(workloads.problems_of(tokenizer, n, args.data, FIRST).values(), [])
 
-    def build(way, temperature=0.0):
-        requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature))
+    def build(way, temperature=0.0, rule="coupled"):
+        requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature, rule=rule))
         return engine_of(way, model, args, 1), requests
 
     names = ("chains", "rule", "draft_temperature", "temperature")
     cells = list(itertools.product((1, 2, 4, 8), ("rejection", "selection", "walk"), (0.7, 1.0), (0.0, 1.0)))
     builders = {"ar": partial(build, "ar")}
     for cell in cells[:3] if args.quick else cells:
-        way = "specdiff --k-drafts {} --rule {} --draft-temperature {}".format(*cell)
-        builders[cell] = partial(build, way, cell[-1])
+        chains, rule, draft_temperature, temperature = cell
+        way = f"specdiff --k-drafts {chains} --draft-temperature {draft_temperature}"
+        builders[cell] = partial(build, way, temperature, rule)
     runs = race(builders, n, "chains")
     plain = runs.pop("ar")
     return {"rows": [{

@@ -57,8 +57,8 @@ def summary(cells, name):
 
 def observed_cells(traces, cost, runs):
     """A cell for each workload and batch that was run."""
-    # Answers of diffusion models and sampled ones are of their own.
-    runs = [r for r in runs if r["identical"] is not None]
+    # Answers of diffusion models are their own, and traces are greedy.
+    runs = [r for r in runs if r["identical"] is not None and not r.get("temperature")]
     by_id = {t.id: t for t in traces}
     cells = []
     for plain in (r for r in runs if r["method"] == "ar"):

@@ -11,7 +11,7 @@ a function (settings, target, tokenizer) -> a dict that JSON can hold. `--quick`
 tables.py and figures.py say how each one is shown.
 """
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -216,7 +216,7 @@ def rows_of(timed, about, prices):
         proposed = sum(s.proposed for s in steps)
         method = name.split()[0]
         priced = cost and name not in TREES and method in ("ar", COMBINED, *cost.drafters)
-        compared = method in methods.METHODS and not about["temperature"]
+        compared = method in methods.METHODS
         rows.append({
             **about,
             "method": name,
@@ -229,7 +229,6 @@ def rows_of(timed, about, prices):
             "acceptance": sum(s.accepted for s in steps) / proposed if proposed else None,
             "phases": run.phases,
             "modelled": replay(plans, prompts, cost, about["batch"]) if priced else None,
-            # Sampled answers differ: of the same distribution, not of the same coins.
             "identical": identical(plain, run) if compared else None,
             "prompts": len(prompts),
         })
@@ -255,12 +254,19 @@ WAYS = [
     # As many rows for each of ten requests as COPYING has for one.
     *(f"{name} --lookup 80" for name in methods.TRAINED),
 ]
+# How answers are drawn, and requests at a time.
+DRAWN = {
+    "greedy": (Sampling(), 10),
+    "T 0.65": (Sampling(0.65), 17),
+    "T 1": (Sampling(1.0), 8),
+    "top": (Sampling(1.0, 50, 0.9), 1),
+}
 LONGEST = 400           # tokens of a prompt of a real model, because reading takes longer than answering
 
 
 def lossless(args, model, tokenizer):
-    """Greedy output against autoregressive output: identical in fp32; in bf16, where the number of rows
-    changes rounding, a first difference must sit at a near-tie."""
+    """Greedy and sampled output against autoregressive output: identical in fp32; in bf16, where the number
+    of rows changes rounding, a first difference must sit at a near-tie."""
     new = 160 if tokenizer.ours else 48
     workload = workloads.problems_of(tokenizer, 4 if args.quick else 20, args.data)
     problems = [p for p in sum(workload.values(), [])
@@ -271,14 +277,20 @@ def lossless(args, model, tokenizer):
     for dtype, some in (("float32", problems), ("bfloat16", problems[::5])):
         target = checkpoints.load(args.model, args.device, getattr(torch, dtype))
 
-        def answers(name):
-            requests = requests_of(some, tokenizer, target, new)
-            return engine_of(name, target, args, 10).generate(requests)
+        def answers(name, drawn):
+            sampling, batch = DRAWN[drawn]
+            asked = some if drawn == "greedy" or dtype == "bfloat16" else some[::2 if tokenizer.ours else 5]
+            requests = requests_of(asked, tokenizer, target, new, sampling)
+            return engine_of(name, target, args, batch).generate(requests)
 
-        plain = answers("ar")
+        plain = {drawn: answers("ar", drawn) for drawn in DRAWN}
         for name in tqdm(names, desc=dtype):
-            gaps = [tie_gap(target, a.prompt_ids, a.token_ids, b.token_ids)
-                    for a, b in zip(plain, answers(name)) if a.token_ids != b.token_ids]
-            rows.append({"method": name, "dtype": dtype, "prompts": len(some),
-                         "identical": len(some) - len(gaps), "largest_tie_gap": max(gaps, default=0.0)})
+            row = {"method": name, "dtype": dtype, "prompts": len(some), "sampled": len(plain["T 1"])}
+            gaps = []
+            for drawn, (sampling, _) in DRAWN.items():
+                pairs = list(zip(plain[drawn], answers(name, drawn)))
+                row[drawn] = sum(a.token_ids == b.token_ids for a, b in pairs)
+                gaps += [tie_gap(target, a.prompt_ids, a.token_ids, b.token_ids, replace(sampling, seed=i))
+                         for i, (a, b) in enumerate(pairs)]
+            rows.append({**row, "identical": row["greedy"], "largest_tie_gap": max(gaps)})
     return {"new_tokens": new, "rows": rows}

@@ -6,7 +6,8 @@ import torch
 
 from minispec.core.attention import dense_attend
 from minispec.core.requests import Request, check_requests
-from minispec.core.verify import Sampling
+from minispec.core.noise import stream
+from minispec.core.verify import Sampling, scores
 from minispec.data import prompts, tasks
 from minispec.tools.files import blame
 
@@ -113,13 +114,17 @@ def schedule_view(engine):
 
 
 @torch.inference_mode()
-def tie_gap(model, prompt_ids, a, b):
-    """Gap between the target's two largest logits where outputs a and b first differ; 0 if they do not."""
+def tie_gap(model, prompt_ids, a, b, sampling=Sampling()):
+    """Gap between the target's two largest logits, with their noise, where outputs a and b first differ; 0 if
+    they do not."""
     differing = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
     if not differing:
         return 0.0
     ids = torch.tensor([prompt_ids + a[:differing[0]]], device=model.device)
     positions = torch.arange(ids.shape[1], device=model.device)[None]
     hidden = model(ids, positions, dense_attend())[0, -1]
-    best, second = model.logits(hidden).float().topk(2).values.tolist()
+    own = scores(model.logits(hidden)[None], sampling, [stream(sampling.seed)], [ids.shape[1]])[0]
+    if sampling.temperature > 0:
+        own = own.log()
+    best, second = own.topk(2).values.tolist()
     return best - second

@@ -70,7 +70,7 @@ def eagle(model, settings):
 def specdiff_windows(model, settings):
     """a diffusion model drafts a window in one forward; several chains of drafts"""
     trained = _trained("specdiff", specdiff, model, settings)
-    drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts, settings.rule,
+    drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts,
                                        settings.draft_temperature)
     return partial(Lockstep, drafter=drafter, k=drafter.gamma * drafter.width, lookup=settings.lookup or 0)
 
@@ -249,10 +249,8 @@ def add_arguments(parser):
         help="prism, eagle: so many drafts of a tree, the likeliest, go to the target (default 0: a chain)")
     add("--gamma", type=int, help="specdiff: drafts of a chain (default: as the drafter was trained)")
     add("--k-drafts", type=int, default=1, help="specdiff: chains per round (default %(default)s)")
-    add("--rule", default="rejection", choices=specdiff.RULES,
-        help="specdiff: who judges sampled chains (default %(default)s)")
     add("--draft-temperature", type=float,
-        help="specdiff: of the drafts (default: the target's; of several chains 1)")
+        help="specdiff: of the drafts (default: the target's; of several independent chains 1)")
 
     add = parser.add_argument_group("self-speculation: specgen").add_argument
     add("--sparsity", type=float, default=0.05,

@@ -1,6 +1,6 @@
 """What decode.py says of a finished run: one dict, which --json writes, and the closing lines made of it."""
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from minispec.tools.answers import ratio, schedule_view, summary, tie_gap, verdict
 
@@ -30,17 +30,17 @@ def figures(args, tokenizer, engine, problems, generations, first_token):
     return result
 
 
-def compare(result, plain, model):
+def compare(result, plain, model, sampling):
     """Add to the figures of a run how much faster it was than the plain loop, whose figures are `plain`, and
-    whether greedy answers are identical."""
+    whether answers are identical, which those of rejection sampling are not."""
     rates = {"speedup": "decode_tokens_per_second", "speedup_end_to_end": "tokens_per_second"}
     for speedup, name in rates.items():
         result["ar_" + name] = plain[name]
         result[speedup] = ratio(result[name], plain[name])
-    if result["temperature"] == 0:
-        pairs = [(g["prompt_ids"], a["token_ids"], g["token_ids"])
-                 for a, g in zip(plain["requests"], result["requests"])]
-        result["identical"] = all(a == b for _, a, b in pairs)
+    if sampling.temperature == 0 or sampling.rule != "rejection":
+        pairs = [(g["prompt_ids"], a["token_ids"], g["token_ids"], replace(sampling, seed=sampling.seed + i))
+                 for i, (a, g) in enumerate(zip(plain["requests"], result["requests"]))]
+        result["identical"] = all(a == b for _, a, b, _ in pairs)
         result["tie_gap"] = max(tie_gap(model, *pair) for pair in pairs)
 
 
@@ -83,7 +83,7 @@ def table(r):
                      f"speed-up {known(r['speedup'], '{:.2f}x')} in decoding, "
                      f"{known(r['speedup_end_to_end'], '{:.2f}x')} end to end")
     if "identical" in r and not diffusion:
-        differs = f"differs from autoregressive (top-2 logit gap there: {r['tie_gap']:.2g})"
+        differs = f"differs from autoregressive (top-2 gap of logits and noise there: {r['tie_gap']:.2g})"
         lines.append("output: " + ("identical to autoregressive" if r["identical"] else differs))
 
     # What only some methods and problems have.

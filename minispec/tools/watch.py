@@ -1,6 +1,7 @@
 """decode.py --watch: a diffusion model's answer while it fills in. --explain: the first rounds, draft by
 draft."""
-from minispec.core.verify import warp
+from minispec.core.noise import stream
+from minispec.core.verify import coins, scores, warp
 from minispec.tools.script import visible
 from minispec.tools.terminal import coloured
 
@@ -46,12 +47,16 @@ class Explain:
     def explain(self, s, logits, path, token):
         """One round: the segment s, the logits (n, V) of its rows, and the verdict."""
         r, n = s.request, len(logits)
-        # Greedy rounds toss no coins.
-        p, coins = logits.float().softmax(-1), [None] * n
+        p = logits.float().softmax(-1)
         if r.sampling.temperature > 0:
-            p, coins = warp(logits, r.sampling), r.drawn
+            p = warp(logits, r.sampling)
+        positions = [position + 1 for position in s.positions]
+        choices = scores(logits, r.sampling, [stream(r.sampling.seed)] * n, positions).argmax(-1).tolist()
+        chains = s.chains or [(None, s.q)]
+        rejection = chains[0][1] is not None and r.sampling.temperature > 0
+        heads = "q       p    coin" if rejection else "        p  target's choice"
         self.lines += [f"at {len(r.tokens)} tokens: {n - 1} drafts",
-                       "  row after  token                 q       p    coin"]
+                       f"  row after  token                 {heads}"]
 
         # The drafts. Of a tree, those that hang from the accepted path were tried, in order.
         for row, (draft, parent) in enumerate(zip(s.drafts, s.above), 1):
@@ -61,23 +66,24 @@ class Explain:
                 verdict = "rejected"
             else:
                 verdict = "not reached"
-            q = self.q(s, draft, s.positions[row] - s.start)
-            self.line(row, parent, draft, [q, p[parent, draft], coins[row - 1]], verdict)
+            if rejection:
+                q = 1.0 if chains[0][1] is None else chains[0][1][s.positions[row] - s.start - 1, draft]
+                numbers = f"{q:8.3f}{p[parent, draft]:8.3f}{coins(s)[row - 1]:8.3f}"
+            else:
+                numbers = f"        {p[parent, draft]:8.3f}  {self.text(choices[parent])}"
+            self.line(row, parent, draft, numbers, verdict)
 
         # The token that follows.
         last = path[-1] if path else 0
         verdict = "correction" if last in s.above else "bonus"
-        self.line("", last, token, [None, p[last, token], coins[-1]], verdict)
+        coin = f"{coins(s)[-1]:8.3f}" if rejection else f"  {self.text(token)}"
+        self.line("", last, token, f"        {p[last, token]:8.3f}{coin}", verdict)
         kept = r.n_cached + 1 + len(path)
         self.lines += [f"  the cache keeps {1 + len(path)} of {n} rows, {kept} in all\n"]
 
-    def q(self, s, draft, depth):
-        """The probability that this draft was drawn with; 1 where it was not drawn, but chosen."""
-        q = s.q if s.parents is None else getattr(s.rule, "args", (None, None))[1]
-        return 1.0 if q is None else q[depth - 1, draft]
+    def text(self, token):
+        return f"{visible(repr(self.tokenizer.decode([token]))):<16}"
 
     def line(self, row, after, token, numbers, verdict):
-        """A line of the table; of the numbers q, p and the coin, None is an empty cell."""
-        text = visible(repr(self.tokenizer.decode([token])))
-        cells = "".join(" " * 8 if x is None else f"{x:8.3f}" for x in numbers)
-        self.lines.append(f"  {row:>3} {after:>5}  {text:<16}{cells}  {verdict}")
+        """A line of the table."""
+        self.lines.append(f"  {row:>3} {after:>5}  {self.text(token)}{numbers}  {verdict}")

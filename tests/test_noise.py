@@ -1,0 +1,109 @@
+"""The quality of the noise: uniform, independent between tokens, positions, seeds and lanes, and the same however it is asked for.
+Seeds are fixed, so nothing here fails by chance; a good generator would with probability 1e-6 a test."""
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, chi_square
+
+from minispec.core import noise as module
+from minispec.core.noise import COINS, OWN, TARGET, noise, stream, uniform
+
+N, V = 256, 4096
+
+
+def asked(seeds, positions, lane=TARGET, v=V):
+    streams = torch.tensor([stream(seed, lane) for seed in seeds])
+    return uniform(streams, torch.as_tensor(positions), v)
+
+
+def neighbours():
+    """{what differs between them: two tables (N, V)}"""
+    one = asked([7] * N, range(N))
+    return {
+        "tokens": (one[:, ::2], one[:, 1::2]),
+        "positions": (one[:-1], one[1:]),
+        "positions half a context away": (one[:N // 2], one[N // 2:]),
+        "seeds": (one, asked([8] * N, range(N))),
+        "seeds and positions": (one, asked([8] * N, torch.arange(N) - 1)),
+        "seeds at one position": (asked(range(N), [50] * N), asked(range(1, N + 1), [50] * N)),
+        "large seeds": (asked([2 ** 63 - 1] * N, range(N)), asked([2 ** 63 - 2] * N, range(N))),
+        "lanes": (one, asked([7] * N, range(N), OWN)),
+        "coins": (one, asked([7] * N, range(N), COINS)),
+        "chains": (asked([7] * N, range(N), OWN), asked([7] * N, range(N), OWN + 1)),
+    }
+
+
+def pairs(a, b, cells=16):
+    """p-value of independence: both numbers of a pair in one of `cells` x `cells`."""
+    place = (a.double() * cells).long() * cells + (b.double() * cells).long()
+    return chi_square(torch.bincount(place.flatten(), minlength=cells ** 2), torch.full((cells ** 2,), cells ** -2.0))
+
+
+@pytest.mark.parametrize("what", neighbours())
+def test_neighbours_are_uniform_and_independent(what):
+    a, b = neighbours()[what]
+    for x in (a, b):
+        assert chi_square(torch.bincount((x.double() * 1000).long().flatten(), minlength=1000), torch.full((1000,), 1e-3)) > 1e-6
+    assert pairs(a, b) > 1e-6
+    # Small numbers decide a race: how many pairs are small in both?
+    both, want = ((a < 0.02) & (b < 0.02)).sum().item(), 0.02 ** 2 * a.numel()
+    assert abs(both - want) < 5 * want ** 0.5
+    # A control: the test sees that a pair shares a quarter of its numbers.
+    mixed = torch.where(torch.rand(a.shape, generator=torch.Generator().manual_seed(0)) < 0.25, a, b)
+    assert pairs(a, mixed) < 1e-6
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2 ** 63 - 1])
+def test_small_numbers_are_fine_and_never_zero(seed):
+    """A token of probability 1e-7 must win as seldom as that: 24 bits would not do, and no token may be the hash's fixed point."""
+    x = asked([seed] * 512, range(512), v=49152).double()
+    for least in (1e-4, 1e-5, 1e-6):
+        n, want = (x < least).sum().item(), least * x.numel()
+        assert abs(n - want) < 5 * want ** 0.5
+    assert 0 < x.min() < 1e-6 and 1 - 1e-6 < x.max() < 1
+    e = noise(torch.full((512,), stream(seed)), torch.arange(512), 49152)
+    assert e.isfinite().all() and (e > 0).all() and e.double().mean().item() == pytest.approx(1, abs=1e-3)
+    # The smallest and the largest number that there can be.
+    ends = torch.tensor([1, module.LOW], dtype=torch.int32).mul(2.0 ** -31 * (1 - 2.0 ** -23))
+    assert 0 < ends[0] and ends[1] < 1
+
+
+def test_three_numbers_of_a_row_and_the_order_of_a_row_are_independent_of_other_rows():
+    x = asked([3] * 20_000, range(20_000), v=6)
+    place = ((x.double() * 8).long()[:, :3] * torch.tensor([64, 8, 1])).sum(1)
+    assert chi_square(torch.bincount(place, minlength=512), torch.full((512,), 1 / 512)) > 1e-6
+    # Who is first here, and who next; of distinct tokens and of a single pair of them.
+    first = x.argmin(1)
+    both = first[:-1] * 6 + first[1:]
+    assert chi_square(torch.bincount(both, minlength=36), torch.full((36,), 1 / 36)) > 1e-6
+
+
+def test_the_first_of_a_race_is_drawn_from_p():
+    p = torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01, 0.0])
+    streams = torch.tensor([stream(seed) for seed in range(40)]).repeat_interleave(500)
+    drawn = (p / noise(streams, torch.arange(500).repeat(40), 6)).argmax(-1)
+    counts = torch.bincount(drawn, minlength=6)
+    assert counts[5] == 0 and chi_square(counts[:5], p[:5]) > 1e-6
+
+
+def test_the_same_numbers_alone_together_and_for_some_tokens():
+    streams, positions = torch.tensor([stream(s) for s in (1, 1, 2)]), torch.tensor([5, 6, 5])
+    together, ids = noise(streams, positions, 1000), torch.tensor([999, 3, 500])
+    for i in range(3):
+        assert torch.equal(noise(streams[i:i + 1], positions[i:i + 1], 1000)[0], together[i])
+    assert torch.equal(noise(streams, positions, 1000, ids), together[:, ids])
+    assert torch.equal(noise(streams, positions, 600), together[:, :600])       # tokens have their numbers in any vocabulary
+
+
+def test_the_numbers_are_these():
+    """In every process, on every machine: a seed that was noted keeps its text."""
+    x = uniform(torch.tensor([stream(0)]), torch.tensor([10]), 4)[0].tolist()
+    code = ("import torch; from minispec.core.noise import *; "
+            "print(uniform(torch.tensor([stream(0)]), torch.tensor([10]), 4)[0].tolist())")
+    p = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert eval(p.stdout) == x == pytest.approx(NUMBERS, abs=1e-7)
+
+
+NUMBERS = [0.9456652402877808, 0.6617534756660461, 0.30424267053604126, 0.5483523011207581]
