@@ -10,7 +10,7 @@ from test_engine import PLANNERS, exact, prompts, sampled
 
 from minispec import bounds
 from minispec.tools import methods
-from minispec.core.adaptive import Adaptive, Counts, richest
+from minispec.adaptive import Adaptive, Counts, richest
 from minispec.core.drafters import Chained, NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request

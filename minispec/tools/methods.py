@@ -13,7 +13,7 @@ from functools import partial
 
 from minispec import ROOT, SHIPPED, cdlm, prism, specdiff, specgen
 from minispec.core import drafters
-from minispec.core.adaptive import Adaptive
+from minispec.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, Lockstep
 from minispec.bounds import CostTable
