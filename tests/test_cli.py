@@ -22,7 +22,6 @@ import train_gpt
 import train_prism
 import train_specdiff
 from minispec.core.requests import Generation
-from minispec.studies import own_files
 from minispec.tools import answers, gguf_file, methods, terminal, training
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
@@ -326,12 +325,13 @@ def test_defaults_are_found_from_any_working_directory(tmp_path):
         sys.path.insert(0, sys.argv.pop(1))
         import decode, train_cdlm, train_gpt, train_specdiff, minispec
         from minispec import cdlm
-        from minispec.studies import own_files, workloads
+        from minispec import bounds
+        from minispec.studies import workloads
         from minispec.tools import methods
         settings = methods.settings()
         trains = [script.parse_args().target for script in (train_cdlm, train_specdiff)]
         folders = [methods.folder_of(name, settings) for name in ("draft", *methods.TRAINED, *methods.DIFFUSION)]
-        cost = own_files.parse_args(["bounds", "--traces", "t"]).cost
+        cost = bounds.parse_args(["--traces", "t"]).cost
         print(*trains, settings.model, *folders, methods.costs_of(settings), cost, workloads.STORY, sep="\\n")'''
     shown = lambda cwd: subprocess.run([sys.executable, "-c", code, ROOT, "--out", "x"], cwd=cwd, capture_output=True, text=True)
     near, far = shown(ROOT), shown(tmp_path)
@@ -517,8 +517,8 @@ class Full(io.StringIO):
 def test_results_are_kept_where_their_lines_cannot_be_printed(toy, tmp_path, monkeypatch):
     r = outcome(decode_script, "--model", toy, "--prompt", "x", "--max-new-tokens", 5, "--json", tmp_path / "o.json", out=Full())
     assert r.returncode == 2 and json.loads((tmp_path / "o.json").read_text())["new_tokens"] == 5
-    monkeypatch.setattr(own_files.figures, "draw", lambda *_: None)
-    r = outcome(own_files, "bounds", "--traces", os.path.join(ROOT, "results", "traces.jsonl"), "--batches", 1, "--json", tmp_path / "b.json", out=Full())
+    monkeypatch.setattr(bounds, "draw", lambda *_: None)
+    r = outcome(bounds, "--traces", os.path.join(ROOT, "results", "traces.jsonl"), "--batches", 1, "--json", tmp_path / "b.json", out=Full())
     assert r.returncode == 2 and json.loads((tmp_path / "b.json").read_text())["cells"]
     # The studies of bench.py.
     monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: {"about": {}}})

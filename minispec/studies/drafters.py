@@ -16,11 +16,11 @@ import numpy as np
 from tqdm import tqdm
 
 from minispec.core.verify import Sampling
-from minispec.data.prompts import read_rows
 from minispec.studies import workloads
 from minispec.studies.timing import engine_of, identical, race, ratio
 from minispec.tools import checkpoints
 from minispec.tools.answers import requests_of
+from minispec.tools.files import read_rows
 
 FIRST = 30              # of the problems of a workload: those before are used elsewhere
 NEW = 192               # most tokens of an answer

@@ -9,7 +9,7 @@ import random
 
 from minispec import ROOT
 from minispec.data import prompts, tasks
-from minispec.tools.files import blame
+from minispec.tools.files import blame, read_rows
 
 FIRST = 800             # seed of the first held-out problem used here
 STORY = f"{ROOT}minispec/data/goblin.txt"
@@ -58,7 +58,7 @@ def problems_of(tokenizer, n, data=None, first=0):
 def edits(file):
     """The rewriting tasks of an instruction file: an instruction, and the text that it is about."""
     out = []
-    for where, row in prompts.read_rows(file):
+    for where, row in read_rows(file):
         with blame(where):
             if row.get("input") and row.get("instruction", "").startswith(EDITS):
                 out.append(tasks.Problem("edit", prompts.problem_of(row).prompt))

@@ -16,11 +16,10 @@ from minispec.core import drafters
 from minispec.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, Lockstep
-from minispec.bounds import CostTable
 from minispec.data.tokenizer import Tokenizer
-from minispec.data.traces import read_costs
 from minispec.tools import checkpoints
 from minispec.tools.script import add_device, positive
+from minispec.traces import CostTable, read_costs
 
 LOOKUP = 4                                       # of specgen
 TRAINED = {                                      # methods whose drafter lies in a folder, and what trains it
