@@ -21,6 +21,7 @@ import train_cdlm
 import train_gpt
 import train_prism
 import train_specdiff
+from minispec import bounds
 from minispec.core.requests import Generation
 from minispec.tools import answers, gguf_file, methods, terminal, training
 from minispec.data import tasks
