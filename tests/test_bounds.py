@@ -19,7 +19,7 @@ from minispec.bounds import AVERAGES, deepest, replay
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
-from minispec.studies import run
+from minispec.studies.run import statistics
 from minispec.traces import CostTable, Trace, read_costs, read_traces, write_traces
 from minispec.core.verify import greedy_tree
 
@@ -761,7 +761,7 @@ def test_model_of_an_h100_by_batch():
 def test_spread_of_accept_lengths():
     """By position a long match is counted at each of its tokens, by round once."""
     t = trace_of(a=[5, 4, 3, 2, 1, 1, 1, 1])
-    [said] = run.statistics([t], ["a"], 8).values()
+    [said] = statistics([t], ["a"], 8).values()
     assert said["by_position"] == 2.25 and said["by_round"] == 2
     assert said["positions"] == 8 and said["censored"] == 0
 
