@@ -23,6 +23,7 @@ not done. """
 import os
 import re
 
+from minispec import ROOT
 from minispec.data.tasks import Problem
 from minispec.tools.files import blame, read_rows
 
@@ -36,10 +37,28 @@ PROMPT_FILES = {    # name: (path under the data folder, public source)
 # The categories of MT-bench are one block of Spec-Bench.
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 FIELDS = ("prompt", "question", "problem", "text", "turns", "instruction")       # where the prompt may be
+# What ships: three chapters of The Princess and the Goblin (George MacDonald, 1872), 4,400 tokens.
+STORY = f"{ROOT}minispec/data/goblin.txt"
+QUESTIONS = (
+    "Why is the sky blue, and why are sunsets red?",
+    "What should I look at when I buy a used bicycle?",
+    "Explain to a child how a vaccine works.",
+    "Write a short letter to a landlord about a broken heater.",
+    "Name five uses of a brick and say what each one needs.",
+    "What is the difference between weather and climate?",
+    "Write a Python function that counts the vowels of a text.",
+    "Plan a day in the mountains with two small children.",
+)
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 # -- loading -------------------------------------------------------------------------------------------------
+
+def story():
+    """The text of STORY."""
+    with open(STORY, encoding="utf-8") as f:
+        return f.read()
+
 
 def load_named(name, data=None):
     """The prompts of a known public file under the data folder. ValueError says where to get the file."""
