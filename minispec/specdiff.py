@@ -50,7 +50,6 @@ import torch
 import torch.nn as nn
 
 from minispec.core import gpt
-from minispec.tools import checkpoints
 from minispec.core.attention import can_fuse
 from minispec.core.drafters import STOP, Cached
 from minispec.core.requests import MAX_K, MAX_NODES
@@ -66,11 +65,12 @@ RULES = {"rejection": rejection_tree, "selection": selection_tree, "walk": point
 @dataclass
 class SpecDiffConfig(gpt.GPTConfig):
     """The shape of the model that the drafter starts from, and what makes it a drafter."""
+    kind = "specdiff"       # in the file of a drafter
     gamma: int = 8          # slots of a window in training; decoding may use another number
     reads: bool = False     # whether it reads the target's final hidden states,
     feature_layers: tuple = ()      # and those of these layers
     rank: int = 0           # of the Markov head; 0: none
-    target: str = ""        # fingerprint of the target that it is trained for
+    target: str = ""        # fingerprint of the target that it was saved for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
 
     def __post_init__(self):
@@ -79,6 +79,10 @@ class SpecDiffConfig(gpt.GPTConfig):
         if not 0 <= self.rank <= self.d_model:
             raise ValueError(f"rank {self.rank} is out of range; allowed is 0 to {self.d_model}")
         self.feature_layers = tuple(self.feature_layers)         # JSON has lists only
+
+    def make(self, target):
+        """An untrained drafter of this shape."""
+        return Drafter(self, target)
 
 
 class Drafter(nn.Module):
@@ -135,9 +139,8 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
     the mean of all tokens. Where it reads the target's states, these pass the projection as they are, and
     embeddings, small next to states in most models, are scaled to weigh as much."""
     shape = {**asdict(target.config), "n_layer": n_layer or target.config.n_layer}
-    config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, feature_layers=feature_layers, rank=rank,
-                            target=checkpoints.fingerprint(target))
-    drafter = Drafter(config, target).to(target.device)
+    config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, feature_layers=feature_layers, rank=rank)
+    drafter = config.make(target).to(target.device)
     # Nothing starts at random: the target's own layers guess the first slot well from the beginning.
     with torch.no_grad():
         drafter.norm.load_state_dict(target.norm.state_dict())
@@ -322,15 +325,3 @@ def _choose(logits, sampling, coins):
         return argmax(logits), logits.float().softmax(-1)
     q = warp(logits, sampling)
     return draw(q.expand(*coins.shape, -1), coins), q
-
-
-# -- folders ---------------------------------------------------------------------------------------
-
-def save(drafter, folder):
-    checkpoints.save_drafter(drafter, folder, "specdiff")
-
-
-def load(folder, target):
-    """The drafter in a folder, for this target; see checkpoints.load_drafter."""
-    make = partial(Drafter, target=target)
-    return checkpoints.load_drafter(folder, "specdiff", target, SpecDiffConfig, make)

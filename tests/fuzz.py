@@ -89,9 +89,9 @@ def template(folder, runs=True):
     for name in ("draft", "cdlm/student", "cdlm/teacher"):
         shutil.copytree(target, os.path.join(shipped, name))
     model = checkpoints.load(target)
-    prism.save(prism.for_target(model, (0, 1)), os.path.join(shipped, "prism"))
-    prism.save(prism.for_target(model, (0,)), os.path.join(shipped, "eagle"))
-    specdiff.save(specdiff.for_target(model), os.path.join(shipped, "specdiff"))
+    checkpoints.save_drafter(prism.for_target(model, (0, 1)), os.path.join(shipped, "prism"), model)
+    checkpoints.save_drafter(prism.for_target(model, (0,)), os.path.join(shipped, "eagle"), model)
+    checkpoints.save_drafter(specdiff.for_target(model), os.path.join(shipped, "specdiff"), model)
     shutil.copytree(target, os.path.join(folder, "sharded"))
     os.rename(os.path.join(folder, "sharded", "model.safetensors"), os.path.join(folder, "sharded", "model-1.safetensors"))
     names = [name for _, parts, _ in checkpoints.weight_names(model.config) for name in parts]

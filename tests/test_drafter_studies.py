@@ -37,8 +37,8 @@ def toy(tmp_path_factory):
     target = checkpoints.load(folder / "target")
     arms = folder / "arms"
     for name, step_map in (("ttt1", (0,)), ("prism2", (0, 1))):
-        prism.save(prism.for_target(target, step_map), arms / name)
-    specdiff.save(specdiff.for_target(target, n_layer=1, gamma=3, reads=True), arms / "ce")
+        checkpoints.save_drafter(prism.for_target(target, step_map), arms / name, target)
+    checkpoints.save_drafter(specdiff.for_target(target, n_layer=1, gamma=3, reads=True), arms / "ce", target)
     for name in ("ttt1", "prism2", "ce"):
         (arms / name / "log.jsonl").write_text(json.dumps({"tokens": 1e6, "seconds": 60}) + "\n")
     (arms / "notes.txt").write_text("not a drafter")
@@ -80,7 +80,7 @@ def test_seeds_of_an_arm_are_added_up_and_sizes_kept_apart(toy, small, tmp_path)
     target, tokenizer, args = toy
     for i, name in enumerate(("ttt1-64-s1", "ttt1-64-s2", "prism2-64-s1", "prism2-128")):
         torch.manual_seed(i)
-        prism.save(prism.for_target(target, (0, 1) if "2-" in name[:7] else (0,)), tmp_path / name)
+        checkpoints.save_drafter(prism.for_target(target, (0, 1) if "2-" in name[:7] else (0,)), tmp_path / name, target)
         (tmp_path / name / "log.jsonl").write_text(json.dumps({"tokens": 1e6, "seconds": 60}) + "\n")
     out = drafters.prism_arms(methods.settings(**{**vars(args), "arms": str(tmp_path)}), target, tokenizer)
     assert list(out["arms"]) == ["prism2, 128 prompts", "prism2, 64 prompts", "ttt1, 64 prompts"] and out["reference"] == "ttt1"

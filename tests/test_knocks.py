@@ -34,10 +34,14 @@ def full_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def save_toy_drafter(target, folder):
+    checkpoints.save_drafter(prism.for_target(target), folder, target)
+
+
 WRITERS = {     # what is written: (file, writer of something small or large)
     "json": ("a.json", lambda folder, n: files.write_json(f"{folder}/a.json", [1] * n)),
     "weights": ("model.safetensors", lambda folder, n: checkpoints.save(toy_model(vocab=n // 10), folder)),
-    "drafter": ("model.safetensors", lambda folder, n: checkpoints.save_drafter(prism.for_target(toy_model(d_model=n // 25, vocab=9)), folder, "prism")),
+    "drafter": ("model.safetensors", lambda folder, n: save_toy_drafter(toy_model(d_model=n // 25, vocab=9), folder)),
 }
 
 
