@@ -76,7 +76,7 @@ def test_a_way_is_a_command_line_that_outweighs_the_settings(toy):
 
 def test_seeds_of_an_arm_are_added_up_and_sizes_kept_apart(toy, small, tmp_path):
     """Names say which is which; an arm is held against the reference of its own size, and has no ratio where there is none."""
-    assert [checkpoints.arm_of(x) for x in ("prism2", "ttt1-125", "ttt1-125-s3", "exp-ce-s1", "mdlm_more")] == [("prism2", 0), ("ttt1", 125), ("ttt1", 125), ("exp-ce", 0), ("mdlm_more", 0)]
+    assert [drafters.arm_of(x) for x in ("prism2", "ttt1-125", "ttt1-125-s3", "exp-ce-s1", "mdlm_more")] == [("prism2", 0), ("ttt1", 125), ("ttt1", 125), ("exp-ce", 0), ("mdlm_more", 0)]
     target, tokenizer, args = toy
     for i, name in enumerate(("ttt1-64-s1", "ttt1-64-s2", "prism2-64-s1", "prism2-128")):
         torch.manual_seed(i)

@@ -7,7 +7,6 @@ drafter, and `model.safetensors`: `load_drafter`, `save_drafter`.
 import hashlib
 import math
 import os
-import re
 import shutil
 from dataclasses import asdict
 
@@ -194,12 +193,3 @@ def kind_of(folder):
     file = os.path.join(folder, "config.json")
     with blame(file):
         return read_json(file, {}).get("model_type")
-
-
-# -- what a training leaves next to its weights --------------------------------------------------------------
-
-def arm_of(folder):
-    """(arm, number of prompts or 0) of a folder called ARM or ARM-PROMPTS; -sSEED at the end is one of
-    several trainings."""
-    name, n = re.fullmatch(r"(.+?)(?:-(\d+))?(?:-s\d+)?", folder).groups()
-    return name, int(n or 0)
