@@ -75,7 +75,7 @@ LEFT_OUT = {"--help", "-h", "--watch"}                   # a terminal; seconds a
 def template(folder, runs=True):
     """A folder in which every script works, in a few seconds: toys in place of checkpoints/, and files of every kind it reads. runs:
     also training that can be resumed."""
-    for name in [n + ".py" for n in SCRIPTS] + ["minispec", "kernels", "docs", "README.md", "results"]:
+    for name in [n + ".py" for n in SCRIPTS if n != "bounds"] + ["minispec", "kernels", "docs", "README.md", "results"]:
         source = os.path.join(ROOT, name)
         (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, os.path.join(folder, name))
     stored = os.path.join(folder, "results", "run.json")                       # all of it would take `bounds` a quarter of a minute
@@ -148,7 +148,7 @@ def run(folder, name, argv, show=False, drawing=False):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if not drawing:
             sys.modules["matplotlib"] = None
-        runpy.run_path(os.path.join(folder, name + ".py"), run_name="__main__")
+        runpy.run_path(os.path.join(folder, os.path.relpath(SCRIPTS[name].__file__, ROOT)), run_name="__main__")
 
     output = None if show else os.path.join(folder, ".output")
     pid = forked(folder, name, argv, main, output)
