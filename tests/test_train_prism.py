@@ -270,7 +270,7 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, monkeypatch, tm
     assert "output: identical to autoregressive" in capsys.readouterr().out
 
     # Stopped at a second write of every kind, then continued.
-    for module, name in [(magpie, "write_json"), (rollouts, "save_file"), (prism, "save")]:
+    for module, name in [(magpie, "write_json"), (rollouts, "save_file"), (checkpoints, "save_drafter")]:
         write, calls = getattr(module, name), []
         def dies(*args, **kw):
             calls.append(1)
