@@ -2,7 +2,6 @@
 
     python bench.py                     # every method: where its time goes, and what would be possible
     python bench.py serving --quick     # one study, a tenth of the work: does it run here?
-    python bench.py bounds --traces T.jsonl --cost C.json      # what is possible, from files of your own
 
     python bench.py all --force         # all studies again, about an hour and a half on 2 CPU cores
     python bench.py run serving --device cpu                   # the results of a GPU go to results/gpu
@@ -16,44 +15,37 @@ is fastest then; the small one in fp32.
 """
 import os
 import re
-import sys
 import time
 from pathlib import Path
 
-from minispec.studies import own_files
-from minispec.tools.script import Parser, check_device, run_main, visible
-
-# From files alone, and so before torch is imported: it need not be there.
-if __name__ == "__main__" and own_files.asked():
-    run_main(own_files.main)
-    sys.exit()
-
 import minispec  # before torch: it tunes the allocator
 minispec.need_torch()
-from minispec import ROOT
 import torch
 
-from minispec.data import traces
+from minispec import ROOT, traces
+from minispec.bounds import analyse
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies import figures, ladder, results
+from minispec.studies import figures, results
 from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
 from minispec.studies.drafters import prism_arms, specdiff_chains, specdiff_objectives
-from minispec.studies.markdown import pick
 from minispec.studies.run import lossless, profile, run, speed, trace
 from minispec.studies.specgen import acceptance, scheduler, serving
 from minispec.studies.tables import SHOWN_FROM, render
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.files import blame, read_json, write_text
+from minispec.tools.markdown import join
+from minispec.tools.plots import draw
+from minispec.tools.script import Parser, check_device, run_main, visible
 from minispec.tools.training import fast_dtype
 
 
 def bounds(args, model, tokenizer):
     """The ladder of bounds, from the traces and the cost table that were measured here, with what `run`
-    observed. For other files see studies/own_files.py."""
+    observed. For other files: python -m minispec.bounds."""
     some = traces.read_traces(results.path("traces.jsonl"))
     table, file = traces.read_costs(args.cost), results.path("run.json")
     with blame(file):
-        return ladder.analyse(some, table, read_json(file)["result"]["rows"])
+        return analyse(some, table, read_json(file)["result"]["rows"])
 
 
 STUDIES = {study.__name__: study for study in (
@@ -176,6 +168,41 @@ def study_table(name, choice=""):
         return f"{pick(render(name, r['result']), **wanted)}\n\n{source}"
 
 
+def pick(text, columns="", rows="", say=""):
+    """Of the first table in `text`, the columns "a, b" and the rows "c; d" that begin so, in that order, with
+    what follows the table; all where nothing is asked for. Or the sentence `say`, in which {a @ c} becomes
+    the cell of that column and row. ValueError for what is not there."""
+    shown, *notes = text.split("\n\n")
+    head, rule, *body = shown.splitlines()
+    heads = cells_of(head)
+
+    def cell_at(match):
+        column, row = match[1].split(" @ ")
+        return cells_of(body[place(f"| {row}", body)])[place(column, heads)]
+
+    if say:
+        return re.sub("{(.+?)}", cell_at, say)
+    if rows:
+        body = [body[place(f"| {row}", body)] for row in rows.split("; ")]
+    places = range(len(heads))
+    if columns:
+        places = [place(column, heads) for column in columns.split(", ")]
+    shown = join([[cells_of(line)[i] for i in places] for line in (head, rule, *body)])
+    return "\n\n".join([shown, *notes])
+
+
+def cells_of(line):
+    return line[2:-2].split(" | ")
+
+
+def place(name, lines):
+    """Which one of `lines` is the first that begins so."""
+    for i, line in enumerate(lines):
+        if line.startswith(name):
+            return i
+    raise ValueError(f"a page asks for '{name}', which is not in the table: {lines}")
+
+
 def main():
     args = parse_args()
     check_device(args.device)
@@ -189,8 +216,8 @@ def main():
     for page in pages():
         report(page)
     drawings = f"{ROOT}docs/figures/"
-    figures.draw(figures.stored(everything), drawings)
-    figures.draw(figures.stored(os.path.join(everything, "smollm2")), drawings + "smollm2_")
+    draw(figures.FIGURES, figures.stored(everything), drawings)
+    draw(figures.FIGURES, figures.stored(os.path.join(everything, "smollm2")), drawings + "smollm2_")
 
 
 if __name__ == "__main__":

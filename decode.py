@@ -27,7 +27,6 @@ from minispec import cdlm
 from minispec.core.verify import RULES, Sampling
 from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies.workloads import QUESTIONS, STORY
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.answers import UNKNOWN, requests_of
 from minispec.tools.files import write_json
@@ -37,8 +36,7 @@ from minispec.tools.script import Parser, check_device, check_writable, positive
 from minispec.tools.terminal import Printer, chat, stream
 from minispec.tools.watch import Explain, Watch
 
-# Models that speak English are asked a question, and SpecGen, which is made for long contexts, about a story
-# of 4,400 tokens (the first three chapters of The Princess and the Goblin, George MacDonald, 1872).
+# Models that speak English are asked a question, and SpecGen, which is made for long contexts, about a story.
 TASK = "\n\nTell me in your own words what happens in this story, and who the old lady is."
 ANSWER = 256                     # tokens of an answer to one of these
 LONG = 10_000                    # characters of a prompt that are shown; of a longer one, its ends
@@ -88,7 +86,8 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     args.target = args.model = args.model or default_model(args)
     if args.method in methods.DIFFUSION:
-        args.model = methods.folder_of(args.method, args)            # it decodes; the target is for --compare
+        # It decodes; the target is for --compare.
+        args.model = args.drafter = methods.folder_of(args.method, args)
         args.max_new_tokens = args.max_new_tokens or cdlm.GEN_LENGTH
     args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, args.rule)
     check(args)
@@ -140,9 +139,8 @@ def built_in(args, tokenizer):
         return [tasks.make("story", 5, "heldout", 5)]
     args.max_new_tokens = args.max_new_tokens or ANSWER
     if args.method != "specgen":
-        return [tasks.Problem("prompt", QUESTIONS[0])]
-    with open(STORY, encoding="utf-8") as f:
-        return [tasks.Problem("prompt", f.read() + TASK)]
+        return [tasks.Problem("prompt", prompts.QUESTIONS[0])]
+    return [tasks.Problem("prompt", prompts.story() + TASK)]
 
 
 def answer(engine, problems, tokenizer, args, quiet=False):

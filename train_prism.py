@@ -25,6 +25,7 @@ from minispec import prism
 from minispec.core.verify import argmax
 from minispec.core.words import Words, feature_layers_of
 from minispec.data import rollouts
+from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import Divergence, bf16, numbers_of
 
@@ -65,7 +66,7 @@ def drafter_of(args, target):
     model = prism.for_target(target, step_map, n_layer, layers)
     if not args.init:
         return model
-    source = prism.load(args.init, target)
+    source = checkpoints.load_drafter(args.init, target, prism.PrismConfig)
     for name in ("n_layer", "feature_layers"):
         theirs, mine = getattr(source.config, name), getattr(model.config, name)
         if theirs != mine:
@@ -215,7 +216,7 @@ def train(args, target, model):
         run.update(run.used, loss=loss, tau=1 + accepted.sum())
         if run.checkpoint_due():
             tau = evaluate(run, words)                     # also sets the depth, which is saved
-            prism.save(model, args.out)
+            checkpoints.save_drafter(model, args.out, target)
             run.checkpoint(tokens=run.tokens, heldout_tau=tau)
 
 

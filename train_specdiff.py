@@ -69,11 +69,11 @@ def drafter_of(args, target):
         return specdiff.for_target(target, n_layer, args.gamma, not args.blind, layers, args.markov)
 
     if checkpoints.kind_of(args.init) == "prism":
-        drafter = specdiff.from_prism(prism.load(args.init, target), target, args.gamma, args.markov)
+        head = checkpoints.load_drafter(args.init, target, prism.PrismConfig)
+        drafter = specdiff.from_prism(head, target, args.gamma, args.markov)
     else:
-        drafter = specdiff.load(args.init, target)
-        drafter.config = replace(drafter.config, gamma=args.gamma, rank=args.markov or drafter.config.rank,
-                                 target=checkpoints.fingerprint(target))
+        drafter = checkpoints.load_drafter(args.init, target, specdiff.SpecDiffConfig)
+        drafter.config = replace(drafter.config, gamma=args.gamma, rank=args.markov or drafter.config.rank)
         drafter.markov = drafter.markov or specdiff.markov_head(drafter.config)
     if args.blind and drafter.config.reads:
         raise ValueError(f"the drafter in {args.init} reads the target's states; --blind cannot change that")
@@ -296,7 +296,7 @@ def train(args, target, model):
         run.update(run.used, loss=loss)
 
         if run.checkpoint_due():
-            specdiff.save(model, args.out)
+            checkpoints.save_drafter(model, args.out, target)
             run.checkpoint(tokens=run.tokens, heldout_tau=evaluate(run))
 
 

@@ -1,17 +1,20 @@
 """How fast could speculative decoding be? The ladder of bounds of "Speculative Decoding: Performance or
 Illusion?" (Liu, Yu, Park, Stoica, Cheung, arXiv 2601.11580), from two files: accept traces and a cost table
-(minispec/data/traces.py).
+(traces.py describes both).
 
-The file reads from the price of one round to the rungs of many requests:
+    python -m minispec.bounds --traces T.jsonl --cost C.json
 
-    CostTable        seconds of a round, by rows, tokens and context
+docs/own-traces.md has a converter for the logs of an engine. The file reads from the rungs of one request to
+the table of a study:
+
     rung_seconds     the time of every request on every rung, by dynamic programming from the last token
     ladder           the rungs of a set of requests
-    replay           what a batch of different requests costs whose rounds are known
+    replay           seconds of known rounds of different requests that share forwards
+    analyse          the ladder of every workload and batch size, next to the observed speed-ups
 
 A rung is a speed-up: plain decoding's time divided by the time that the rung's choices take.
 
-    L0 observed        wall clock (studies/ladder.py)          L5 optimum, one drafter   a bound
+    L0 observed        wall clock                              L5 optimum, one drafter   a bound
     L1 modelled        the recorded rounds, at these prices    L6 optimum, all drafters  each at its own price
     L2 best fixed k    one k for all requests                  L7 L6 with free drafters
     L4 greedy          the paper's oracle, NOT a bound         L9 one pass               the model's ceiling
@@ -32,93 +35,35 @@ What differs from the paper, and why:
 - Its simulator reads accept[i - 1] at position i, charges a drafter that proposes nothing, and prices the
   winner of several drafters as an n-gram lookup (test_bounds.py plays these rules). Here L4 keeps only the
   second of them.
-- Costs may be a measured grid. The paper's are linear, with constants fitted at one k.
 - Its batch is B copies of one request, and so is `rows` here. With linear costs, 1/rows of that time, summed
-  over requests, also bounds from below what a batch of at most `rows` different requests needs.
+  over requests, also bounds from below what a batch of at most `rows` different requests needs. Observed
+  batches hold different requests: their L1 is exact, their bounds are those of 1/rows of a batch of copies.
 
 L5 to L7 are bounds for rounds of at most k_max drafts. Where a trace is *censored*, all drafts that were
 asked for were accepted, so longer rounds might gain more. Every cell reports this share of positions.
 
 All times are seconds. numpy only, no torch.
 """
+import os
 from itertools import product
 
 import numpy as np
 from tqdm import tqdm
 
-from minispec.data.traces import GRID, LINEAR, check_costs
+from minispec import ROOT
+from minispec.tools.files import write_json
+from minispec.tools.markdown import cell, texts
+from minispec.tools.plots import draw, lines
+from minispec.tools.script import Parser, check_writable, positive, run_main, visible
+from minispec.traces import CostTable, read_costs, read_traces
 
 BATCHES = (1, 4, 16)
 AVERAGES = ("total time", "mean rate")
-FREE = {"kind": "linear"}
-
-
-# -- the cost model --------------------------------------------------------------------------------
-
-class CostTable:
-    """Seconds of each part of a round. Arguments are totals over the rows, numbers or arrays that broadcast;
-    `drafts` is per row. ValueError if the table is not valid."""
-
-    def __init__(self, table):
-        self.table = {"draft": {}, "read": {}, "overhead": FREE, **check_costs(table)}
-        self.drafters = tuple(self.table["draft"])
-        self.accept = table.get("accept", {})
-
-    def verify(self, kv, queries, rows=1):
-        """T_verify: one target forward of `queries` tokens over `kv` cached ones."""
-        return seconds(self.table["verify"], rows, queries / rows, kv)
-
-    def step(self, kv, queries, rows=1):
-        """What every round pays: verification and the overhead T_ovh, all that a round needs besides the two
-        models, sampling included."""
-        return self.verify(kv, queries, rows) + seconds(self.table["overhead"], rows, 1, 0)
-
-    def draft(self, name, kv, drafts, rows=1):
-        """T_draft: drafter `name` proposes `drafts` tokens for each row."""
-        entry = self.table["draft"][name]
-        if entry["kind"] == "share":
-            return entry["of_verify"] * self.verify(kv, rows * (1 + drafts), rows)
-        return seconds(entry, rows, drafts, kv)
-
-    def read(self, name, tokens):
-        """What drafter `name` takes to read `tokens` tokens of a request that it has not seen; 0 if not in
-        the table."""
-        return seconds(self.table["read"].get(name, FREE), 1, tokens, 0)
-
-    def prefill(self, prompt_len, rows=1):
-        """The forward over the prompts, which gives the first token; a step of so many tokens if not in the
-        table."""
-        if "prefill" in self.table:
-            return seconds(self.table["prefill"], rows, prompt_len, 0)
-        return self.step(0, rows * prompt_len, rows)
-
-
-def seconds(entry, rows, tokens, kv):
-    """A TIME entry of the cost table at `rows` rows with `tokens` tokens each and `kv` cached tokens in
-    all."""
-    if entry["kind"] == "grid":
-        return _interpolate(entry, rows, tokens, kv / rows)
-    base, row, token, step, per_kv, kv_step = (entry.get(name, 0.0) for name in LINEAR)
-    return base + row * rows + (token * rows + step) * tokens + (per_kv + kv_step * tokens) * kv
-
-
-def _interpolate(grid, rows, tokens, kv):
-    """Linear in each of the three axes; below the first point as at it, beyond the last one along the last
-    segment."""
-    values = np.array(grid["seconds"], float)
-    least = values.min()
-    # What was measured at one value only is constant: the next point is infinitely far away.
-    values = np.pad(values, [(0, int(n == 1)) for n in values.shape], mode="edge")
-    corners = []
-    for name, x in zip(GRID, (rows, tokens, kv)):
-        axis = np.array(grid[name], float)
-        axis = np.append(axis, np.inf) if len(axis) == 1 else axis
-        x = np.maximum(x, axis[0])
-        i = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
-        weight = (x - axis[i]) / (axis[i + 1] - axis[i])
-        corners.append([(i, 1 - weight), (i + 1, weight)])
-    out = sum(values[i, j, l] * (u * v * w) for (i, u), (j, v), (l, w) in product(*corners))
-    return np.maximum(out, least)        # noise must not lead an extrapolation below what was ever measured
+BOTH = " / ".join(AVERAGES)
+COMBINED = "adaptive"            # the method that may use all drafters
+FEW = 0.05                       # the censored share of positions above which a bound is marked
+WINDOW = 10                      # positions of an output that are averaged in a figure
+LARGEST = 1000                   # a batch, or drafts in a round
 
 
 # -- the rungs -------------------------------------------------------------------------------------
@@ -323,3 +268,240 @@ def replay(plans, prompts, cost, batch):
             total += float(cost.draft(name, sum(kv), max(drafts), len(own)))
         left = [request for request in left if request[1]]
     return total
+
+
+# -- what an engine was observed to do ------------------------------------------------------------
+
+def analyse(traces, prices, runs=None, batches=BATCHES, k_max=None):
+    """The ladders of all cells, as a dict that JSON can hold. A cell is one workload at one batch size.
+
+    prices: a checked cost table; runs: the rows of bench.py's study `run`. With them there is one cell for
+    each workload and batch size that was run (`observed`); without them one for each workload of the traces
+    at each of `batches`, as batches of copies, as in the paper."""
+    cost = CostTable(prices)
+    names = compared(traces, cost)
+    if runs:
+        cells = observed_cells(traces, cost, runs)
+    else:
+        cells = [{"workload": workload, "batch": rows, **ladder(some, cost, rows, k_max)}
+                 for workload, some in by_workload(traces).items() for rows in batches]
+    return {
+        "about": prices.get("about", {}),
+        "left_out": [m for m in traces[0].accept if m not in names],
+        "cells": cells,
+        "model_error": summary(cells, "error"),
+        "speedup_error": summary(cells, "speedup_error"),
+    }
+
+
+def summary(cells, name):
+    """Median and largest of an error over all methods of all cells; None if nothing was observed."""
+    errors = [abs(e) for c in cells for e in c.get(name, {}).values()]
+    return {"median": float(np.median(errors)), "max": max(errors)} if errors else None
+
+
+def observed_cells(traces, cost, runs):
+    """A cell for each workload and batch that was run."""
+    # Answers of diffusion models are their own, and traces are greedy.
+    runs = [r for r in runs if r["identical"] is not None and not r.get("temperature")]
+    by_id = {t.id: t for t in traces}
+    cells = []
+    for plain in (r for r in runs if r["method"] == "ar"):
+        missing = [i for i in plain["ids"] if i not in by_id]
+        if missing:
+            raise ValueError(f"the run has a request '{missing[0]}' that has no trace; measure both again")
+        some = [by_id[i] for i in plain["ids"]]
+        about = {key: plain[key] for key in ("workload", "batch")}
+        one = about | ladder(some, cost, plain["batch"])
+        rows = [r for r in runs if about.items() <= r.items()]
+        one |= observed(rows, one, sum(t.n_out for t in some))
+        for by, field in zip(AVERAGES, ("speedup", "rate_speedup")):
+            one[by]["L0"] = {r["method"]: r.get(field) for r in rows}
+        cells.append(one)
+    return cells
+
+
+def observed(rows, cell, traced):
+    """The observed part of one cell, by total time and with reading the prompts:
+
+    L1: speed-up of every method with both times modelled, its recorded rounds replayed through the cost table
+    error: modelled seconds / observed seconds - 1, also of plain decoding. It includes how the machine's
+        speed changed between pricing and running; "speedup_error", L1 / L0 - 1, does not
+    above: observed seconds / the least seconds of the optimum (L5; L6 for the combined method). 1.5 says that
+        50 % more time was spent than any choice of lengths needs; below 1 the model or the bound is wrong
+    gap: share of the way from the best single method to L6 that the combined method goes by the clock;
+        "gap_modelled", the same with all three at the same prices
+
+    rows: one row of the study `run` for each method; traced: the tokens of the traces, because in bf16
+    answers may part from them at near-ties."""
+    by_clock = {r["method"]: r["speedup"] for r in rows}
+    runs = {r["method"]: r for r in rows}
+    modelled = {m: r["modelled"] for m, r in runs.items() if r.get("modelled")}
+    by_model = {m: runs[m]["tokens"] / s * modelled["ar"] / runs["ar"]["tokens"] for m, s in modelled.items()}
+    alone, together = (cell["total time"][rung] for rung in ("L5", "L6"))
+    optimum = {**alone, COMBINED: together, "ar": 1.0}
+    plain = cell["seconds"] / traced                     # of a token, by the model
+    out = {
+        "L1": by_model,
+        "error": {m: s / runs[m]["seconds"] - 1 for m, s in modelled.items()},
+        "speedup_error": {m: s / by_clock[m] - 1 for m, s in by_model.items() if m != "ar"},
+        "above": {m: r["seconds"] / r["tokens"] * optimum[m] / plain
+                  for m, r in runs.items() if m in optimum},
+    }
+    for gained, name in ((by_clock, "gap"), (by_model, "gap_modelled")):
+        single = max((s for m, s in gained.items() if m in ("ar", *alone)), default=1.0)
+        if COMBINED in gained and together > single:
+            out[name] = (gained[COMBINED] - single) / (together - single)
+    return out
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+def table(r):
+    """The Markdown table of what `analyse` returns, and notes on it."""
+    rows = [row_of(c, m) for c in r["cells"] for m in c["censored"]]
+    parts = [texts(rows), f"All speed-ups are {BOTH}."]
+    if any(share > FEW for c in r["cells"] for share in c["censored"].values()):
+        parts.append(
+            f"*: at more than {100 * FEW:.0f} % of the positions all drafts of the trace were accepted, so "
+            "longer rounds might gain more; the figure only bounds rounds of at most as many drafts.")
+    if r["left_out"]:
+        parts.append(f"Left out, because the cost table has no price for it: {', '.join(r['left_out'])}.")
+    for what, e in (("seconds", r["model_error"]), ("speed-ups", r["speedup_error"])):
+        if e:
+            parts.append(f"Error of the cost model, modelled over observed {what}: "
+                         f"median {100 * e['median']:.0f} %, at most {100 * e['max']:.0f} %.")
+    return "\n\n".join(parts)
+
+
+def row_of(c, m):
+    """{head: text} of a cell's drafter, or of all together, for which L2 and L5 have the best one."""
+    total = c[AVERAGES[0]]
+    together = m == "all"
+    fixed = best = m
+    if together:
+        fixed = max(total["L2"], key=lambda name: total["L2"][name]["speedup"])
+        best = max(total["L5"], key=total["L5"].get)
+    row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}
+    if "L0" in total:
+        who = COMBINED if together else m
+        row["L0 observed"] = both(c, "L0", who)
+        row["L1 modelled"] = cell("{%s:.2f}" % who, c["L1"])
+        row["time over the bound's"] = cell("{%s:.2f}" % who, c["above"])
+        if together:
+            row["share of the gap to L6"] = cell("{gap:.0%}", c)
+            row["the same, modelled"] = cell("{gap_modelled:.0%}", c)
+    k = " / ".join(dict.fromkeys(str(c[by]["L2"][fixed]["k"]) for by in AVERAGES))
+    speedups = " / ".join(f"{c[by]['L2'][fixed]['speedup']:.2f}" for by in AVERAGES)
+    row["L2 best fixed k"] = f"{speedups}, k {k}" + f" {fixed}" * together
+    row["L4 greedy (not a bound)"] = both(c, "L4", m)
+    row["L5 optimum of one"] = both(c, "L5", best, c["censored"][best]) + f" {best}" * together
+    if together:
+        row["L6 of all"] = both(c, "L6", mark=c["censored"]["all"])
+        row["L7 free drafters"] = both(c, "L7", mark=c["censored"]["all"])
+        row["L9 one pass"] = both(c, "L9")
+    row["censored"] = f"{100 * c['censored'][m]:.0f} %"
+    return row
+
+
+def both(c, rung, m=None, mark=0.0):
+    """A rung by both averages, marked where it is a bound that the traces are too short for."""
+    values = [c[by].get(rung) for by in AVERAGES]
+    if m is not None:
+        values = [some.get(m) for some in values]
+    return " / ".join(f"{x:.2f}" + "*" * (mark > FEW) for x in values if x is not None)
+
+
+# -- the figures -----------------------------------------------------------------------------------
+
+def speedup_by_batch(axes, r):
+    """What was observed and the best of every rung, by total time, against the batch size: of the last
+    workload, which is all of them mixed where they were run."""
+    rows = []
+    shown = r["cells"][-1]["workload"]
+    for one in (c for c in r["cells"] if c["workload"] == shown):
+        c = one[AVERAGES[0]]
+        observed = c.get("L0", {})
+        rungs = {
+            "observed, adaptive": observed.get(COMBINED),
+            "observed, best single": max((observed[m] for m in c["L5"] if m in observed), default=None),
+            "L2 best fixed k": max(x["speedup"] for x in c["L2"].values()),
+            "L5 best single": max(c["L5"].values()),
+            "L6 all drafters": c["L6"],
+            "L7 free drafters": c["L7"],
+        }
+        rows += [(name, one["batch"], x) for name, x in rungs.items() if x]
+    lines(axes, rows, "batch", "speed-up")
+
+
+def winners(axes, traces):
+    """Along the output, the share of positions at which a drafter's round would gain more than any other
+    one's; the band is twice the standard error over requests."""
+    wins = []                                            # by request, (drafters, positions)
+    for t in traces:
+        gain = np.stack([*t.accept.values(), np.ones(t.n_out)])        # a lone drafter is held against none
+        second, most = np.sort(gain, axis=0)[-2:]
+        wins.append((gain[:-1] == most) & (most > second))
+    starts = range(1, max(t.n_out for t in traces) - WINDOW + 1, WINDOW)
+    for i, name in enumerate(traces[0].accept):
+        some = [[w[i, start:start + WINDOW].mean() for w in wins if w.shape[1] >= start + WINDOW]
+                for start in starts]
+        share = np.array([np.mean(x) for x in some])
+        error = np.array([2 * np.std(x) / len(x) ** 0.5 for x in some])
+        axes.plot(starts, share, label=visible(name).replace("$", r"\$"))          # no mathematics
+        axes.fill_between(starts, share - error, share + error, alpha=0.2)
+    axes.set(xlabel="position in the output", ylabel="share of positions where it gains most")
+
+
+FIGURES = {
+    "bounds.json": {"bounds_batch": speedup_by_batch},
+    "traces.jsonl": {"bounds_winners": winners},
+}
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+def sizes(text):
+    """The type of an option that is a list of sizes."""
+    return [positive(one) for one in text.split(",")]
+
+
+def parse_args(argv=None):
+    p = Parser(__doc__)
+    add = p.add_argument
+    add("--traces", required=True, metavar="FILE",
+        help="accept traces, JSON lines (minispec/traces.py)")
+    add("--cost", default=f"{ROOT}results/costs.json", metavar="FILE",
+        help="cost table (minispec/traces.py; default %(default)s; the paper's is "
+        "results/costs_h100.json)")
+    add("--batches", type=sizes, default=BATCHES, metavar="N,N,..",
+        help="batch sizes, like 1,8,64 (default %(default)s)")
+    add("--k-max", type=positive, metavar="K",
+        help="most drafts in a round (default: the most that a trace has accepted)")
+    add("--json", metavar="OUT", help="file for all figures as JSON; drawings are written next to it")
+    args = p.parse_args(argv)
+    largest = max(*args.batches, args.k_max or 1)
+    if largest > LARGEST:
+        raise ValueError(f"--batches and --k-max must be at most {LARGEST}, got {largest}")
+    if args.json:
+        check_writable(args.json, [args.traces, args.cost])
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    traces, prices = read_traces(args.traces), read_costs(args.cost)
+    positions = sum(t.n_out - 1 for t in traces)
+    result = analyse(traces, prices, batches=args.batches, k_max=args.k_max)
+    longest = max(c["k_max"] for c in result["cells"])
+    about = " ".join(f"{name}: {value};" for name, value in result["about"].items())
+    if args.json:
+        write_json(args.json, result)
+        draw(FIGURES, {"bounds.json": result, "traces.jsonl": traces}, os.path.splitext(args.json)[0] + "_")
+    print(visible(f"traces  {args.traces}: {len(traces):,} requests, {positions:,} positions\n"
+                  f"prices  {args.cost} {about}\n"
+                  f"rounds  of at most {longest} drafts\n\n{table(result)}"))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -41,16 +41,16 @@ from minispec.core import gpt
 from minispec.core.drafters import Chained
 from minispec.core.requests import MAX_K, Batch
 from minispec.core.words import Words, buffer, fusion
-from minispec.tools import checkpoints
 
 
 @dataclass
 class PrismConfig(gpt.GPTConfig):
     """The shape of the target's blocks, and what makes it a drafter."""
+    kind = "prism"          # in the file of a drafter
     n_layer: int = 1        # layers of a module
     step_map: tuple = (0, 1)    # draft step 1, 2, .. -> module; the last entry serves all later steps
     feature_layers: tuple = ()  # of the target, read besides its final states
-    target: str = ""        # fingerprint of the target that it is trained for
+    target: str = ""        # fingerprint of the target that it was saved for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
     depth: int = 8          # draft steps of a round, where nothing else is asked
 
@@ -61,6 +61,10 @@ class PrismConfig(gpt.GPTConfig):
         if self.step_map[:1] != (0,) or set(self.step_map) != set(range(self.n_modules)):
             raise ValueError(f"step map {self.step_map} must begin with module 0, which encodes accepted "
                              "tokens, and use every module up to the largest")
+
+    def make(self, target):
+        """An untrained drafter of this shape."""
+        return Prism(self)
 
     @property
     def n_modules(self):
@@ -117,8 +121,7 @@ def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
     is the target's last one, so that they have the right scale for the head; a state passes the projection
     as it is; and embeddings, small next to states in most models, weigh as much as they do."""
     shape = {**asdict(target.config), "n_layer": n_layer}
-    prism = Prism(PrismConfig(**shape, step_map=step_map, feature_layers=feature_layers,
-                              target=checkpoints.fingerprint(target)))
+    prism = Prism(PrismConfig(**shape, step_map=step_map, feature_layers=feature_layers))
     c = prism.config.d_model
     with torch.no_grad():
         scale = target.norm.weight.norm() / c ** 0.5 / target.embed.weight.std()
@@ -249,14 +252,3 @@ class PrismDrafter(Chained):
         top = (scores / scores.sum(-1, keepdim=True)).topk(self.width)
         scores = so_far[..., None] + top.values.log().clamp(max=0)
         return self.words.tokens(top.indices).flatten(1), scores.flatten(1)
-
-
-# -- folders -------------------------------------------------------------------------------------------------
-
-def save(prism, folder):
-    checkpoints.save_drafter(prism, folder, "prism")
-
-
-def load(folder, target):
-    """The drafter in a folder, for this target; see checkpoints.load_drafter."""
-    return checkpoints.load_drafter(folder, "prism", target, PrismConfig, Prism)

@@ -44,13 +44,12 @@ Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; 
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
 of the vocabulary. """
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.nn as nn
 
 from minispec.core import gpt
-from minispec.tools import checkpoints
 from minispec.core.attention import can_fuse
 from minispec.core.drafters import STOP, Cached
 from minispec.core.requests import MAX_K, MAX_NODES
@@ -65,11 +64,12 @@ MASK = -1                   # an open slot; not a token, so that any vocabulary 
 @dataclass
 class SpecDiffConfig(gpt.GPTConfig):
     """The shape of the model that the drafter starts from, and what makes it a drafter."""
+    kind = "specdiff"       # in the file of a drafter
     gamma: int = 8          # slots of a window in training; decoding may use another number
     reads: bool = False     # whether it reads the target's final hidden states,
     feature_layers: tuple = ()      # and those of these layers
     rank: int = 0           # of the Markov head; 0: none
-    target: str = ""        # fingerprint of the target that it is trained for
+    target: str = ""        # fingerprint of the target that it was saved for
     draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
 
     def __post_init__(self):
@@ -78,6 +78,10 @@ class SpecDiffConfig(gpt.GPTConfig):
         if not 0 <= self.rank <= self.d_model:
             raise ValueError(f"rank {self.rank} is out of range; allowed is 0 to {self.d_model}")
         self.feature_layers = tuple(self.feature_layers)         # JSON has lists only
+
+    def make(self, target):
+        """An untrained drafter of this shape."""
+        return Drafter(self, target)
 
 
 class Drafter(nn.Module):
@@ -134,9 +138,8 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
     the mean of all tokens. Where it reads the target's states, these pass the projection as they are, and
     embeddings, small next to states in most models, are scaled to weigh as much."""
     shape = {**asdict(target.config), "n_layer": n_layer or target.config.n_layer}
-    config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, feature_layers=feature_layers, rank=rank,
-                            target=checkpoints.fingerprint(target))
-    drafter = Drafter(config, target).to(target.device)
+    config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, feature_layers=feature_layers, rank=rank)
+    drafter = config.make(target).to(target.device)
     # Nothing starts at random: the target's own layers guess the first slot well from the beginning.
     with torch.no_grad():
         drafter.norm.load_state_dict(target.norm.state_dict())
@@ -297,8 +300,11 @@ class SpecDiffDrafter(Cached):
         logits = self.words.logits(states)                                                # (n, N)
         if self.drafter.markov is None:
             q = _distribution(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
-            drawn = [_best(*both, slot, sampling) for slot, both in enumerate(zip(q, noise))]
-            return torch.stack(drawn), q
+            scores = q / noise
+            drawn = scores.argmax(-1)                                                     # (n, k)
+            if k > 1 and sampling.rule == "coupled":
+                drawn[0] = scores[0, 0].topk(k).indices
+            return drawn, q
 
         # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
         top, among = logits.topk(min(CANDIDATES, self.words.size))                        # (n, c)
@@ -333,15 +339,3 @@ def _best(q, noise, slot, sampling):
     if slot == 0 and sampling.rule == "coupled":
         return scores[0].topk(len(q)).indices
     return scores.argmax(-1)
-
-
-# -- folders ---------------------------------------------------------------------------------------
-
-def save(drafter, folder):
-    checkpoints.save_drafter(drafter, folder, "specdiff")
-
-
-def load(folder, target):
-    """The drafter in a folder, for this target; see checkpoints.load_drafter."""
-    make = partial(Drafter, target=target)
-    return checkpoints.load_drafter(folder, "specdiff", target, SpecDiffConfig, make)

@@ -179,6 +179,7 @@ def rows(args, cached=200, repeats=25):
         linears = [m for m in model.modules() if isinstance(m, cpu.Linear)]
         inputs = {n: [torch.randn(n, m.in_features).to(model.dtype) for m in linears] for n in counts}
         cache = KVCache(model.config, 2 * cached, model.dtype)
+        blocks = cache.open(2 * cached)
 
         def forward(n):
             attend = packed_attend([(0, n, FullKeys(cache, blocks, cached, n))])

@@ -40,11 +40,11 @@ import train_specdiff
 from minispec import prism, specdiff
 from minispec.core.verify import RULES
 from minispec.tools import checkpoints
-from minispec.data import traces
+from minispec import bounds, traces
 from minispec.studies import results
 from minispec.tools import files, script
 
-SCRIPTS = {m.__name__: m for m in (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm)}
+SCRIPTS = {m.__name__.split(".")[-1]: m for m in (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm, bounds)}
 SECONDS, WAIT, MEMORY = 60, 600, 6 << 30        # of a processor, of doing nothing: a case that takes longer hangs; of more memory it must say so
 GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"It is <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"} for i in range(30)]
 PROMPTS = [GSM8K[3], {"problem": "Half?", "solution": "\\boxed{2}", "answer": "2"}, {"prompt": "n \\boxed{}", "answer": 7},
@@ -58,7 +58,8 @@ SMALL = {   # what keeps a valid case short
     "train_gpt": ["--out", "out", "--size", "tiny", "--tokens", "4e3", "--max-length", "256"],
     "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300"],
     "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300"],
-    "train_cdlm": ["--out", "cdlm", "--steps", "2", "--batch", "2", "--prompts", "2"]}
+    "train_cdlm": ["--out", "cdlm", "--steps", "2", "--batch", "2", "--prompts", "2"],
+    "bounds": ["--traces", "traces.jsonl", "--cost", "costs.json"]}
 GOOD = {    # values that options not listed here do not guess by their type
     "--task": ["trace", "arith", "search", "gsm8k"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],
     "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--drafter": ["checkpoints/draft", "checkpoints/prism", "checkpoints/specdiff", "checkpoints/cdlm/student"],
@@ -75,7 +76,7 @@ LEFT_OUT = {"--help", "-h", "--watch"}                   # a terminal; seconds a
 def template(folder, runs=True):
     """A folder in which every script works, in a few seconds: toys in place of checkpoints/, and files of every kind it reads. runs:
     also training that can be resumed."""
-    for name in [n + ".py" for n in SCRIPTS] + ["minispec", "kernels", "docs", "README.md", "results"]:
+    for name in [n + ".py" for n in SCRIPTS if n != "bounds"] + ["minispec", "kernels", "docs", "README.md", "results"]:
         source = os.path.join(ROOT, name)
         (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, os.path.join(folder, name))
     stored = os.path.join(folder, "results", "run.json")                       # all of it would take `bounds` a quarter of a minute
@@ -89,9 +90,9 @@ def template(folder, runs=True):
     for name in ("draft", "cdlm/student", "cdlm/teacher"):
         shutil.copytree(target, os.path.join(shipped, name))
     model = checkpoints.load(target)
-    prism.save(prism.for_target(model, (0, 1)), os.path.join(shipped, "prism"))
-    prism.save(prism.for_target(model, (0,)), os.path.join(shipped, "eagle"))
-    specdiff.save(specdiff.for_target(model), os.path.join(shipped, "specdiff"))
+    checkpoints.save_drafter(prism.for_target(model, (0, 1)), os.path.join(shipped, "prism"), model)
+    checkpoints.save_drafter(prism.for_target(model, (0,)), os.path.join(shipped, "eagle"), model)
+    checkpoints.save_drafter(specdiff.for_target(model), os.path.join(shipped, "specdiff"), model)
     shutil.copytree(target, os.path.join(folder, "sharded"))
     os.rename(os.path.join(folder, "sharded", "model.safetensors"), os.path.join(folder, "sharded", "model-1.safetensors"))
     names = [name for _, parts, _ in checkpoints.weight_names(model.config) for name in parts]
@@ -148,7 +149,7 @@ def run(folder, name, argv, show=False, drawing=False):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if not drawing:
             sys.modules["matplotlib"] = None
-        runpy.run_path(os.path.join(folder, name + ".py"), run_name="__main__")
+        runpy.run_path(os.path.join(folder, os.path.relpath(SCRIPTS[name].__file__, ROOT)), run_name="__main__")
 
     output = None if show else os.path.join(folder, ".output")
     pid = forked(folder, name, argv, main, output)
@@ -186,10 +187,10 @@ def options():
 
 def command_line(rng, known):
     """(script, arguments): what keeps it small, then a few options with good and bad values; some are broken in other ways."""
-    name = rng.choices(list(SCRIPTS), (10, 4, 2, 2, 2, 2))[0]
+    name = rng.choices(list(SCRIPTS), (10, 2, 2, 2, 2, 2, 2))[0]
     argv = list(SMALL[name])
     if name == "bench":
-        argv = rng.choice([["bounds", "--traces", "traces.jsonl", "--cost", "costs.json"], ["bounds", "--quick"], ["report"], ["prism_arms", "--quick"], ["nonsense"]])
+        argv = rng.choice([["bounds", "--quick"], ["report"], ["prism_arms", "--quick"], ["nonsense"]])
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
         option, values, n = rng.choice(known[name])
         nasty = [v for v in NASTY if option not in LONG or v not in ("1e300", "99999999999999999999")]
@@ -206,8 +207,8 @@ DECODE = ["--model", "checkpoints/target", "--max-new-tokens", "6", "--prompt", 
 FILES = [   # (weight, file, script, arguments that read it)
     (10, "prompts.jsonl", "decode", ["--model", "checkpoints/target", "--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--batch", "4"]),
     (6, "many.jsonl", "train_prism", ["--prompt-file", "many.jsonl", *SMALL["train_prism"]]),
-    (8, "traces.jsonl", "bench", ["bounds", "--traces", "traces.jsonl", "--cost", "costs.json"]),
-    (8, "costs.json", "bench", ["bounds", "--traces", "traces.jsonl", "--cost", "costs.json"]),
+    (8, "traces.jsonl", "bounds", SMALL["bounds"]),
+    (8, "costs.json", "bounds", SMALL["bounds"]),
     (4, "costs.json", "decode", ["--method", "adaptive", "--cost", "costs.json", *DECODE]),
     (8, "checkpoints/target/config.json", "decode", DECODE),
     (6, "checkpoints/target/model.safetensors", "decode", ["--method", "specgen", *DECODE]),

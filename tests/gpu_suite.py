@@ -29,7 +29,7 @@ from kernels import attention as packed  # noqa: E402
 from kernels import available, scores  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402
 from minispec.studies import results  # noqa: E402
-from minispec.studies.markdown import table  # noqa: E402
+from minispec.studies.tables import table  # noqa: E402
 from minispec.tools import checkpoints, methods  # noqa: E402
 from minispec.tools.script import Parser, check_device, run_main  # noqa: E402
 

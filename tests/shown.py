@@ -1,7 +1,8 @@
 """How the results of the scripts of this folder are shown: a Markdown table of each, which the script writes next to its figures."""
 import statistics
 
-from minispec.studies.markdown import SAME, cell, join
+from minispec.studies.tables import SAME
+from minispec.tools.markdown import cell, join
 
 
 def spread(rates, digits=0):

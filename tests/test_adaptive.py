@@ -11,7 +11,7 @@ from test_engine import JUDGED, PLANNERS, SAMPLED, exact, plain, prompts, run, s
 
 from minispec import bounds
 from minispec.tools import methods
-from minispec.core.adaptive import Adaptive, Counts, richest
+from minispec.adaptive import Adaptive, Counts, richest
 from minispec.core.drafters import Chained, NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request

@@ -21,11 +21,13 @@ from conftest import ROOT, outcome, run_script, save_toy_target, toy_model
 import bench
 import gpu_suite as gpu
 import references
-from minispec.bounds import AVERAGES, CostTable
+from minispec import bounds, traces
+from minispec.bounds import AVERAGES
 from minispec.tools import checkpoints
-from minispec.data import tasks, traces
-from minispec.studies import figures, ladder, measure, own_files, results, run, specgen, timing, workloads
-from minispec.tools import methods
+from minispec.data import tasks
+from minispec.studies import figures, measure, results, run, specgen, timing, workloads
+from minispec.tools import methods, plots
+from minispec.traces import CostTable
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.requests import Request
 from minispec.tools.files import write_json
@@ -46,7 +48,7 @@ def files(tmp_path):
 
 
 def command(files, *more):
-    return outcome(own_files, "bounds", "--traces", files / "t.jsonl", "--cost", files / "c.json", *more)
+    return outcome(bounds, "--traces", files / "t.jsonl", "--cost", files / "c.json", *more)
 
 
 def test_bounds_from_two_files_prints_the_ladder(files):
@@ -92,8 +94,8 @@ def test_names_from_files_are_shown_not_obeyed(files, monkeypatch):
     assert "\x1b" not in out.getvalue() and "a\\|b" in out.getvalue()
 
 
-def bounds(files):
-    return own_files.main(["bounds", "--traces", str(files / "t.jsonl"), "--cost", str(files / "c.json")])
+def analysed(files):
+    return bounds.main(["--traces", str(files / "t.jsonl"), "--cost", str(files / "c.json")])
 
 
 def test_what_was_asked_is_said_first_and_all_of_it_is_in_the_json(files):
@@ -117,13 +119,13 @@ def test_settings_out_of_range_are_one_line(files, flag, value):
 
 
 def test_bounds_of_own_files_need_no_torch(files):
-    """bench.py itself, where importing torch fails; an error is one line there, too."""
-    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    """The command where importing torch fails; an error is one line there, too."""
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('minispec.bounds', run_name='__main__', alter_sys=True)"
     for name, rc in (("t.jsonl", 0), ("missing", 2)):
-        r = subprocess.run([sys.executable, "-c", code, os.path.join(ROOT, "bench.py"), "bounds", "--traces", files / name, "--cost", files / "c.json"],
+        r = subprocess.run([sys.executable, "-c", code, "--traces", files / name, "--cost", files / "c.json"],
                            cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert r.returncode == rc, r.stderr
-        assert "L6 of all" in r.stdout if rc == 0 else r.stderr.startswith("bench.py: cannot read") and r.stderr.count("\n") == 1
+        assert "L6 of all" in r.stdout if rc == 0 else r.stderr.startswith("bounds.py: cannot read") and r.stderr.count("\n") == 1
 
 
 def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
@@ -144,7 +146,7 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
     some = traces.read_traces(tmp_path / "t.jsonl")
     assert [t.id for t in some] == ["cmpl-0", "cmpl-2"] and "cmpl-1" in r.stderr          # its two outputs differ
     assert some[0].prompt_len == 30 and some[0].accept["ngram"].tolist() == [0, 3, 2, 1] and some[0].censored["ngram"].tolist() == [False, True, False, False]
-    assert own_files.main(["bounds", "--traces", str(tmp_path / "t.jsonl"), "--cost", results.path("costs_h100.json")]) is None
+    assert bounds.main(["--traces", str(tmp_path / "t.jsonl"), "--cost", results.path("costs_h100.json")]) is None
 
 
 BAD = {"no traces": (lambda d: os.remove(d / "t.jsonl"), "cannot read .*t.jsonl"), "no costs": (lambda d: os.remove(d / "c.json"), "cannot read .*c.json"),
@@ -158,7 +160,7 @@ def test_bad_files_are_named(what, files):
     ruin, message = BAD[what]
     ruin(files)
     with pytest.raises(ValueError, match=message) as e:
-        bounds(files)
+        analysed(files)
     assert "\n" not in str(e.value)
 
 
@@ -226,7 +228,7 @@ def test_new_tables_and_figures_come_from_files(measured, tmp_path):
         assert text.startswith("| ") and "nan" not in text
     assert "share of the gap" in bench.render("bounds", out["bounds"])
     pytest.importorskip("matplotlib")
-    figures.draw(figures.stored(str(folder)), f"{tmp_path}/")
+    plots.draw(figures.FIGURES, figures.stored(str(folder)), f"{tmp_path}/")
     drawn = [os.path.basename(f) for f in glob.glob(str(tmp_path / "*.svg"))]
     assert set(drawn) == {f + ".svg" for file in ("traces.jsonl", "bounds.json") for f in figures.FIGURES[file]}
 
@@ -235,7 +237,7 @@ def test_figures_of_what_is_stored(tmp_path):
     """Of both models: some figures have numbers for one of them alone."""
     pytest.importorskip("matplotlib")
     for folder in ("", "smollm2"):
-        figures.draw(figures.stored(results.path(folder)), f"{tmp_path}/")
+        plots.draw(figures.FIGURES, figures.stored(results.path(folder)), f"{tmp_path}/")
     assert sorted(os.listdir(tmp_path)) == sorted(f + ".svg" for some in figures.FIGURES.values() for f in some)
 
 
@@ -284,7 +286,7 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
 def test_gap_is_left_out_where_there_is_none():
     cell = {"seconds": 1.0, "total time": {"L5": {"ngram": 1.0}, "L6": 1.0}}
     rows = [{"method": m, "batch": 1, "seconds": 1.0, "tokens": 2, "modelled": 1.0, "speedup": 1.0} for m in ("ar", "ngram", "adaptive")]
-    assert "gap" not in ladder.observed(rows, cell, 2)
+    assert "gap" not in bounds.observed(rows, cell, 2)
 
 
 def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_path, monkeypatch):
@@ -366,9 +368,9 @@ def test_cells_without_memory_are_named_under_the_tables():
 def test_bounds_of_own_files_write_nothing(files, tmp_path, monkeypatch):
     """Neither a result nor a page nor a figure, also without --quick."""
     monkeypatch.setattr(results, "FOLDER", str(tmp_path / "results"))
-    for writer in (bench.results, "write"), (bench, "report"), (bench.figures, "draw"):
+    for writer in (bench.results, "write"), (bench, "report"), (bench, "draw"):
         monkeypatch.setattr(*writer, lambda *_: pytest.fail("written"))
-    bounds(files)
+    analysed(files)
     assert sorted(os.listdir(files)) == ["c.json", "t.jsonl"]
 
 
@@ -434,8 +436,8 @@ def test_a_real_model_gets_real_prompts(tmp_path):
 def test_a_dollar_in_the_name_of_a_drafter_is_no_mathematics_and_the_ticks_of_other_drawings_stay_mathematics():
     labels = []
     axes = SimpleNamespace(plot=lambda *_, label: labels.append(label), fill_between=lambda *_, **__: None, set=lambda **_: None)
-    figures.winners(axes, [SimpleNamespace(accept={"$x_{$": np.ones(30), "b\x1b": np.zeros(30)}, n_out=30)])
-    assert labels == [r"\$x_{\$", r"b\x1b"] and "text.parse_math" not in figures.STYLE
+    bounds.winners(axes, [SimpleNamespace(accept={"$x_{$": np.ones(30), "b\x1b": np.zeros(30)}, n_out=30)])
+    assert labels == [r"\$x_{\$", r"b\x1b"] and "text.parse_math" not in plots.STYLE
 
 
 def test_results_of_another_target_have_their_own_folder(monkeypatch, tmp_path):

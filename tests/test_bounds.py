@@ -15,12 +15,12 @@ import torch
 from conftest import ROOT, toy_model, whole
 
 from minispec import bounds
-from minispec.bounds import AVERAGES, CostTable, deepest, replay
+from minispec.bounds import AVERAGES, deepest, replay
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
-from minispec.data.traces import Trace, read_costs, read_traces, write_traces
-from minispec.studies import ladder, tables
+from minispec.studies.run import statistics
+from minispec.traces import CostTable, Trace, read_costs, read_traces, write_traces
 from minispec.core.verify import greedy_tree
 
 NO_PREFILL = {"prefill": {"kind": "linear"}}
@@ -728,7 +728,7 @@ def test_censored_positions_are_counted():
 
 def test_a_bound_of_censored_traces_is_marked():
     rungs = lambda x, k: {"L2": {"a": {"k": k, "speedup": x + 0.25}}, "L4": {"a": 1.0, "all": 1.0}, "L5": {"a": x + 0.5}, "L6": x + 0.75, "L7": x + 1, "L9": x + 2}
-    text = lambda share: tables.ladder_table({
+    text = lambda share: bounds.table({
         "model_error": None, "speedup_error": None, "left_out": [],
         "cells": [{"workload": "w", "batch": 1, "censored": {"a": share, "all": share}, "total time": rungs(1, 2), "mean rate": rungs(3, 4)}]})
     assert "| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50* / 3.50* a | 1.75* / 3.75* | 2.00* / 4.00* | 3.00 / 5.00 | 6 % |" in text(0.06) and "only bounds rounds" in text(0.06)
@@ -740,11 +740,11 @@ def test_what_is_left_out_is_said():
     """A drafter without a price, and ids without a workload."""
     some = [trace_of(a=[2, 1], b=[1, 1]), trace_of(a=[1, 1], b=[2, 1])]
     some[0].id, some[1].id = "one", "two"
-    result = ladder.analyse(some, UNIT | {"draft": {"a": linear()}})
+    result = bounds.analyse(some, UNIT | {"draft": {"a": linear()}})
     assert result["left_out"] == ["b"] and {c["workload"] for c in result["cells"]} == {"requests"}
-    assert "no price for it: b." in tables.ladder_table(result)
-    both = ladder.analyse(some, UNIT | {"draft": {"a": linear(), "b": linear()}})
-    assert both["left_out"] == [] and "Left out" not in tables.ladder_table(both)
+    assert "no price for it: b." in bounds.table(result)
+    both = bounds.analyse(some, UNIT | {"draft": {"a": linear(), "b": linear()}})
+    assert both["left_out"] == [] and "Left out" not in bounds.table(both)
     some[0].id, some[1].id = "x/one", "y/two"
     assert list(bounds.by_workload(some)) == ["x", "y"]
 
@@ -761,7 +761,7 @@ def test_model_of_an_h100_by_batch():
 def test_spread_of_accept_lengths():
     """By position a long match is counted at each of its tokens, by round once."""
     t = trace_of(a=[5, 4, 3, 2, 1, 1, 1, 1])
-    [said] = ladder.statistics([t], ["a"], 8).values()
+    [said] = statistics([t], ["a"], 8).values()
     assert said["by_position"] == 2.25 and said["by_round"] == 2
     assert said["positions"] == 8 and said["censored"] == 0
 
@@ -775,7 +775,7 @@ def test_ladder_names_a_missing_drafter():
 
 def test_no_torch():
     """The analyzer works on numbers alone: it imports where there is no torch, and nothing but numpy is loaded for it."""
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); sys.modules['torch'] = None; before = set(sys.modules); import minispec.bounds, minispec.studies.own_files; "
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); sys.modules['torch'] = None; before = set(sys.modules); import minispec.bounds; "
             "print({m.split('.')[0] for m in set(sys.modules) - before} - sys.stdlib_module_names)")
     r = subprocess.run([sys.executable, "-I", "-c", code, ROOT], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert r.returncode == 0, r.stderr

@@ -405,7 +405,7 @@ def test_prompts_that_cannot_be_answered_get_one_line(toy, tmp_path):
 def test_a_drafter_of_another_target_is_refused_by_name(tmp_path):
     target, other = toy_model(seed=1), toy_model(seed=2)
     for method, module in (("prism", prism.for_target(target)), ("specdiff", specdiff.for_target(target, n_layer=1, gamma=3))):
-        (prism if method == "prism" else specdiff).save(module, tmp_path)
+        checkpoints.save_drafter(module, tmp_path, target)
         settings = methods.settings(drafter=str(tmp_path))
         assert len(methods.make_engine(method, target, settings, 1).generate([Request([1, 2, 3], 4)])[0].token_ids) == 4
         with pytest.raises(ValueError) as e:

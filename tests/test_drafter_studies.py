@@ -37,8 +37,8 @@ def toy(tmp_path_factory):
     target = checkpoints.load(folder / "target")
     arms = folder / "arms"
     for name, step_map in (("ttt1", (0,)), ("prism2", (0, 1))):
-        prism.save(prism.for_target(target, step_map), arms / name)
-    specdiff.save(specdiff.for_target(target, n_layer=1, gamma=3, reads=True), arms / "ce")
+        checkpoints.save_drafter(prism.for_target(target, step_map), arms / name, target)
+    checkpoints.save_drafter(specdiff.for_target(target, n_layer=1, gamma=3, reads=True), arms / "ce", target)
     for name in ("ttt1", "prism2", "ce"):
         (arms / name / "log.jsonl").write_text(json.dumps({"tokens": 1e6, "seconds": 60}) + "\n")
     (arms / "notes.txt").write_text("not a drafter")
@@ -76,11 +76,11 @@ def test_a_way_is_a_command_line_that_outweighs_the_settings(toy):
 
 def test_seeds_of_an_arm_are_added_up_and_sizes_kept_apart(toy, small, tmp_path):
     """Names say which is which; an arm is held against the reference of its own size, and has no ratio where there is none."""
-    assert [checkpoints.arm_of(x) for x in ("prism2", "ttt1-125", "ttt1-125-s3", "exp-ce-s1", "mdlm_more")] == [("prism2", 0), ("ttt1", 125), ("ttt1", 125), ("exp-ce", 0), ("mdlm_more", 0)]
+    assert [drafters.arm_of(x) for x in ("prism2", "ttt1-125", "ttt1-125-s3", "exp-ce-s1", "mdlm_more")] == [("prism2", 0), ("ttt1", 125), ("ttt1", 125), ("exp-ce", 0), ("mdlm_more", 0)]
     target, tokenizer, args = toy
     for i, name in enumerate(("ttt1-64-s1", "ttt1-64-s2", "prism2-64-s1", "prism2-128")):
         torch.manual_seed(i)
-        prism.save(prism.for_target(target, (0, 1) if "2-" in name[:7] else (0,)), tmp_path / name)
+        checkpoints.save_drafter(prism.for_target(target, (0, 1) if "2-" in name[:7] else (0,)), tmp_path / name, target)
         (tmp_path / name / "log.jsonl").write_text(json.dumps({"tokens": 1e6, "seconds": 60}) + "\n")
     out = drafters.prism_arms(methods.settings(**{**vars(args), "arms": str(tmp_path)}), target, tokenizer)
     assert list(out["arms"]) == ["prism2, 128 prompts", "prism2, 64 prompts", "ttt1, 64 prompts"] and out["reference"] == "ttt1"

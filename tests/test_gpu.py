@@ -15,7 +15,7 @@ from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
-from minispec.core.requests import Request
+from minispec.core.requests import Request, Segment
 from minispec.core.verify import Sampling, walk
 from minispec.specgen import SpecGen
 from minispec.studies import specgen as studies

@@ -339,7 +339,9 @@ def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monk
     with mode:
         engine.generate(ask)
     n = len(engine.iterations)
-    assert 3 * n < mode.launches <= 60 * n and 0 < len(waits) <= 2 * n, (mode.launches / n, len(waits) / n)
+    # The noise of SpecDiff's window is made outside of its graph, which has no tokens yet; a stateless hash takes some launches.
+    most = 90 if (name, temperature) == ("specdiff", 0.8) else 60
+    assert 3 * n < mode.launches <= most * n and 0 < len(waits) <= 2 * n, (mode.launches / n, len(waits) / n)
 
 
 def test_a_forwards_tables_go_in_one_copy(monkeypatch):

@@ -1,5 +1,7 @@
 """hello.py, the loop on one screen, against the engine: the greedy answer is the same whoever drafts."""
 import random
+import re
+import runpy
 
 import pytest
 from conftest import toy_model
@@ -54,3 +56,11 @@ def test_the_engine_says_the_same_for_every_method(shipped):
     for method in ("ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive"):
         engine = methods.make_engine(method, model, methods.settings(), 1)
         assert engine.generate([Request(prompt, 40)])[0].token_ids == ours, method
+
+
+def test_the_demo_ends_its_answer(capsys):
+    """python -m minispec, with checkpoints found from anywhere; more than one token comes of a forward."""
+    runpy.run_module("minispec", run_name="__main__")
+    *text, last = capsys.readouterr().out.splitlines()
+    tokens, forwards = map(int, re.findall(r"\d+", last)[:2])
+    assert "<|answer|>" in "".join(text) and forwards < tokens

@@ -34,10 +34,14 @@ def full_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def save_toy_drafter(target, folder):
+    checkpoints.save_drafter(prism.for_target(target), folder, target)
+
+
 WRITERS = {     # what is written: (file, writer of something small or large)
     "json": ("a.json", lambda folder, n: files.write_json(f"{folder}/a.json", [1] * n)),
     "weights": ("model.safetensors", lambda folder, n: checkpoints.save(toy_model(vocab=n // 10), folder)),
-    "drafter": ("model.safetensors", lambda folder, n: checkpoints.save_drafter(prism.for_target(toy_model(d_model=n // 25, vocab=9)), folder, "prism")),
+    "drafter": ("model.safetensors", lambda folder, n: save_toy_drafter(toy_model(d_model=n // 25, vocab=9), folder)),
 }
 
 
@@ -192,8 +196,8 @@ def test_weights_that_are_no_numbers_are_not_kept(trained, tmp_path):
 @pytest.mark.parametrize("kind", ["prism", "specdiff"])
 @pytest.mark.parametrize("how", ["nan", "pickled", "another width", "a billion layers", "a word", "truncated", "no object"])
 def test_a_damaged_drafter_is_named(kind, how, tmp_path):
-    target, module = toy_model(), {"prism": prism, "specdiff": specdiff}[kind]
-    module.save(module.for_target(target), str(tmp_path))
+    target, (module, config_class) = toy_model(), {"prism": (prism, prism.PrismConfig), "specdiff": (specdiff, specdiff.SpecDiffConfig)}[kind]
+    checkpoints.save_drafter(module.for_target(target), str(tmp_path), target)
     file, config = tmp_path / "model.safetensors", json.loads((tmp_path / "config.json").read_text())
     if how == "nan":
         tensors = load_file(file)
@@ -207,7 +211,7 @@ def test_a_damaged_drafter_is_named(kind, how, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"another width": {**config, "d_ff": 100}, "a billion layers": {**config, "n_layer": 10 ** 9},
                                                           "a word": {**config, "head_dim": "wide"}, "no object": [1]}[how]))
     with pytest.raises(ValueError) as e:
-        module.load(str(tmp_path), target)
+        checkpoints.load_drafter(str(tmp_path), target, config_class)
     assert str(tmp_path) in str(e.value) and "\n" not in str(e.value) and not (tmp_path / "pwned").exists()
 
 

@@ -11,10 +11,11 @@ from conftest import toy_model, whole
 
 import train_prism
 from minispec import bounds, prism
-from minispec.data import rollouts, traces
-from minispec.bounds import CostTable
+from minispec import bounds, traces
+from minispec.data import rollouts
 from test_bounds import autoregressive, fixed, time_of
-from minispec.studies import ladder, measure
+from minispec.studies import measure
+from minispec.traces import CostTable
 from minispec.studies.tables import render
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
@@ -249,7 +250,7 @@ def test_ladder_of_a_run_and_of_files_alone(dense):
         assert bounds.replay(steps, [t.prompt_len for t in some], cost, 2) == pytest.approx(model[m])
     rows = runs_of(some, ["ar", *DRAFTERS], model, model)
     combined = {**rows[2], "method": "adaptive"}
-    result = ladder.analyse(some, TABLE, [*rows, combined])
+    result = bounds.analyse(some, TABLE, [*rows, combined])
     [cell] = result["cells"]
     assert all(abs(e) < 1e-9 for e in cell["error"].values()) and result["model_error"]["max"] < 1e-9
     rungs = cell["total time"]
@@ -260,13 +261,13 @@ def test_ladder_of_a_run_and_of_files_alone(dense):
     assert cell["gap"] == pytest.approx((rungs["L0"]["draft"] - single) / (rungs["L6"] - single))
     single = max(s for m, s in cell["L1"].items() if m != "adaptive")
     assert cell["gap_modelled"] == pytest.approx((cell["L1"]["adaptive"] - single) / (rungs["L6"] - single))
-    slower = ladder.analyse(some, TABLE, runs_of(some, ["ar", *DRAFTERS], {m: 2 * s for m, s in model.items()}, model))        # since it was priced
+    slower = bounds.analyse(some, TABLE, runs_of(some, ["ar", *DRAFTERS], {m: 2 * s for m, s in model.items()}, model))        # since it was priced
     assert slower["model_error"]["median"] == pytest.approx(0.5) and slower["speedup_error"]["max"] < 1e-9 and "ar" not in slower["cells"][0]["speedup_error"]
-    off = ladder.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": model["ar"], "draft": model["draft"] / 1.25}, model))
+    off = bounds.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": model["ar"], "draft": model["draft"] / 1.25}, model))
     assert off["cells"][0]["speedup_error"] == pytest.approx({"draft": -0.2}) and "modelled over observed speed-ups: median 20 %, at most 20 %" in render("bounds", off)
-    impossible = ladder.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": model["ar"], "draft": model["draft"] / 20}, model))
+    impossible = bounds.analyse(some, TABLE, runs_of(some, ["ar", "draft"], {"ar": model["ar"], "draft": model["draft"] / 20}, model))
     assert impossible["cells"][0]["above"]["draft"] < 1
-    alone = ladder.analyse(some, TABLE)
+    alone = bounds.analyse(some, TABLE)
     assert [(c["workload"], c["batch"]) for c in alone["cells"]] == [("toy", b) for b in bounds.BATCHES] and alone["model_error"] is None
     with pytest.raises(ValueError, match="'toy/9' that has no trace"):
-        ladder.analyse(some, TABLE, [{**rows[0], "ids": ["toy/9"]}])
+        bounds.analyse(some, TABLE, [{**rows[0], "ids": ["toy/9"]}])

@@ -21,6 +21,7 @@ from minispec.prism import PrismConfig, PrismDrafter
 from minispec.core.words import Words, most_frequent, restrict
 from minispec.data import rollouts
 from minispec.core.verify import RULES, Sampling, draw, greedy_tree, rejection, warp
+from minispec.tools.checkpoints import fingerprint, load_drafter, save_drafter
 
 MAPS = {1: (0,), 2: (0, 1), 3: (0, 1, 2)}
 
@@ -393,8 +394,8 @@ def test_a_draft_vocabulary_without_likely_tokens_loses_nothing(shape, monkeypat
 
 
 def test_drafts_are_of_the_draft_vocabulary_and_its_ids_are_kept(tmp_path):
-    prism.save(LACKING, tmp_path)
-    again = prism.load(tmp_path, SMALL)
+    save_drafter(LACKING, tmp_path, SMALL)
+    again = load_drafter(tmp_path, SMALL, prism.PrismConfig)
     assert torch.equal(again.vocabulary, SOME) and again.config.draft_vocab == 5
     for shape in ((2, 1, 2), (3, 3, 9)):
         drafts, seen = PrismDrafter(again, SMALL, *shape[:2]), set()
@@ -416,7 +417,7 @@ def test_drafts_are_of_the_draft_vocabulary_and_its_ids_are_kept(tmp_path):
     for wrong in ("8", "-1"):
         (tmp_path / "config.json").write_text(config.replace('"draft_vocab": 5', f'"draft_vocab": {wrong}'))
         with pytest.raises(ValueError, match=f"draft_vocab {wrong} is out of range"):
-            prism.load(tmp_path, SMALL)
+            load_drafter(tmp_path, SMALL, prism.PrismConfig)
 
 
 def test_the_most_frequent_tokens_of_answers():
@@ -622,29 +623,29 @@ def in_bf16(x):
 
 def test_save_and_load(tmp_path):
     drafter = toy_drafter(TARGET, (0, 1, 1, 2))
-    prism.save(drafter, tmp_path / "d")
-    again = prism.load(tmp_path / "d", TARGET)
-    assert again.config == drafter.config and not os.path.exists(tmp_path / "d" / "model.safetensors.tmp")
+    save_drafter(drafter, tmp_path / "d", TARGET)
+    again = load_drafter(tmp_path / "d", TARGET, prism.PrismConfig)
+    assert again.config == replace(drafter.config, target=fingerprint(TARGET)) and not os.path.exists(tmp_path / "d" / "model.safetensors.tmp")
     assert all(torch.equal(in_bf16(a), b) for a, b in zip(drafter.state_dict().values(), again.state_dict().values()))
     with pytest.raises(ValueError, match="made for a target with vocab_size 12, this one has 8"):
-        prism.load(tmp_path / "d", SMALL)
+        load_drafter(tmp_path / "d", SMALL, prism.PrismConfig)
 
 
 def test_damaged_folders_are_named(tmp_path):
     def message(folder):
         with pytest.raises(ValueError) as e:
-            prism.load(str(folder), TARGET)
+            load_drafter(str(folder), TARGET, prism.PrismConfig)
         assert "\n" not in str(e.value)
         return str(e.value)
 
     assert message(tmp_path / "none").startswith("cannot read ")
     assert message(tmp_path).endswith("config.json: No such file or directory")
-    prism.save(DRAFTERS[2], tmp_path)
+    save_drafter(DRAFTERS[2], tmp_path, TARGET)
     (tmp_path / "config.json").write_text((tmp_path / "config.json").read_text().replace('"d_ff": 64', '"d_ff": 48'))
     assert "does not fit config.json" in message(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "not a drafter made by train_prism.py" in message(tmp_path)
-    prism.save(DRAFTERS[2], tmp_path)
+    save_drafter(DRAFTERS[2], tmp_path, TARGET)
     with open(tmp_path / "model.safetensors", "r+b") as f:
         f.truncate(3000)
     assert "damaged" in message(tmp_path)

@@ -16,6 +16,7 @@ from minispec.studies import run
 from compare_checkpoints import CHATS
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools.answers import requests_of
+from minispec.tools.files import read_rows
 
 DATA = os.environ.get("MINISPEC_DATA", "")
 EVAL = {"task_id": "HumanEval/0", "prompt": 'from math import pi\n\n\ndef inc(x: int) -> int:\n    """One more."""\n', "entry_point": "inc",
@@ -248,7 +249,7 @@ def real(name):
     if not DATA or not os.path.exists(os.path.join(DATA, prompts.PROMPT_FILES[name][0])):
         pytest.skip(f"no {name} under MINISPEC_DATA")
     file = os.path.join(DATA, prompts.PROMPT_FILES[name][0])
-    return prompts.load_named(name, DATA), [row for _, row in prompts.read_rows(file)]
+    return prompts.load_named(name, DATA), [row for _, row in read_rows(file)]
 
 
 def test_every_answer_of_gsm8k_is_right_and_another_wrong():

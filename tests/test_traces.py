@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from test_bounds import PUBLISHED, random_trace
 
-from minispec.bounds import CostTable
-from minispec.data import traces
-from minispec.data.traces import Trace, read_costs, read_traces, write_traces
+from minispec import traces
+from minispec.traces import CostTable, Trace, read_costs, read_traces, write_traces
 
 
 # -- cost tables -----------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from minispec.data import magpie, rollouts, tasks
 from minispec.data.loops import loops
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
 from minispec.tools import checkpoints, methods, training
+from minispec.tools.checkpoints import load_drafter
 
 script = functools.partial(run_script, train_prism)
 
@@ -117,7 +118,7 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
 @pytest.mark.parametrize("arm", train_prism.ARMS)
 def test_every_arm_trains_and_decodes(arm, folder, capsys, tmp_path):
     train(folder, arm, "--arm", arm, "--tokens", "2000")
-    made = prism.load(folder / arm, checkpoints.load(folder / "target"))
+    made = load_drafter(folder / arm, checkpoints.load(folder / "target"), prism.PrismConfig)
     assert made.config.n_modules == {"prism2": 2, "prism3": 3}.get(arm, 1) and made.config.n_layer == (2 if arm == "stack2" else 1)
     method = "prism" if arm.startswith("prism") else "eagle"
     for shape in ([], ["--tree", "12"]):
@@ -262,14 +263,14 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, monkeypatch, tm
     assert {"own-00000.json", "train-0-4.safetensors", "train-8-12.safetensors", "heldout-0-2.safetensors", "settings.json"} <= set(made)
     shards = [load_file(tmp_path / "whole" / "responses" / f"train-{part}.safetensors") for part in ("0-4", "4-8", "8-12")]
     assert [bool(shards[1][f"{i}.log_p"].any()) for i in range(4)] == [False, True] * 2          # greedy, drawn, ..
-    drafter = prism.load(tmp_path / "whole", checkpoints.load(qwen3))
+    drafter = load_drafter(tmp_path / "whole", checkpoints.load(qwen3), prism.PrismConfig)
     answers = [shard[f"{i}.ids"][shard[f"{i}.learn"]].tolist() for shard in shards for i in range(4)]
     assert drafter.config.draft_vocab == 100 and torch.equal(drafter.vocabulary, most_frequent(answers, 100, 300))
     decode.main(["--model", str(qwen3), "--method", "prism", "--drafter", str(tmp_path / "whole"), "--prompt", "hello", "--max-new-tokens", "30", "--compare"])
     assert "output: identical to autoregressive" in capsys.readouterr().out
 
     # Stopped at a second write of every kind, then continued.
-    for module, name in [(magpie, "write_json"), (rollouts, "save_file"), (prism, "save")]:
+    for module, name in [(magpie, "write_json"), (rollouts, "save_file"), (checkpoints, "save_drafter")]:
         write, calls = getattr(module, name), []
         def dies(*args, **kw):
             calls.append(1)
@@ -334,7 +335,8 @@ def test_bad_input_of_training_is_named_before_anything_is_written(name, folder,
     (["--tree", "1000"], "k 1000 is out of range; allowed is 1 to 256 "), (["--depth", "33"], "depth 33 is out of range; allowed is 1 to 32"),
     (["--model", SHIPPED], "made for a target with d_model 32, this one has 256")])
 def test_bad_input_of_decoding_is_one_line(args, message, folder, capsys):
-    prism.save(toy_drafter(checkpoints.load(folder / "target")), folder / "random")
+    target = checkpoints.load(folder / "target")
+    checkpoints.save_drafter(toy_drafter(target), folder / "random", target)
     with pytest.raises(ValueError) as e:
         decode.main(["--model", str(folder / "target"), "--method", "prism", "--drafter", str(folder / "random"), "--prompt", "x", *args])
     assert message in str(e.value) and "\n" not in str(e.value)

@@ -18,6 +18,7 @@ from minispec import prism, specdiff
 from minispec.tools import checkpoints
 from minispec.tools.training import fast_dtype
 from minispec.data import rollouts
+from minispec.tools.checkpoints import load_drafter, save_drafter
 
 
 script = functools.partial(run_script, train_specdiff)
@@ -60,7 +61,7 @@ def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
     shape = {"mdlm": ["--blind"], "ce": ["--draft-vocab", 500]}.get(name, [])
     log = train(folder, name, "--objective", name, *shape, "--gamma", 4, "--tokens", "2000")
     assert all(math.isfinite(x) for x in (log[-1]["loss"], *log[-1]["heldout_tau"].values()))
-    made = specdiff.load(folder / name, checkpoints.load(folder / "target"))
+    made = load_drafter(folder / name, checkpoints.load(folder / "target"), specdiff.SpecDiffConfig)
     assert made.config.reads == (name != "mdlm")
     assert made.config.draft_vocab == (500 if name == "ce" else 0)
     rule = {"mdlm": ["--rule", "walk"], "ce": ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
@@ -106,15 +107,15 @@ def test_a_drafter_can_go_on_from_another(folder):
     one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[n], two[n]) for n in one)
     train(folder, "longer", "--objective", "streak", "--init", folder / "one", "--lr", "0", "--gamma", 6, "--tokens", "1")
-    assert [specdiff.load(folder / name, checkpoints.load(folder / "target")).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
+    assert [load_drafter(folder / name, checkpoints.load(folder / "target"), specdiff.SpecDiffConfig).config.gamma for name in ("one", "two", "longer")] == [4, 4, 6]
 
 
 def test_a_drafter_can_start_as_an_eagle_head(folder):
     target = checkpoints.load(folder / "target")
-    prism.save(prism.for_target(target, (0,)), folder / "head")
-    specdiff.save(specdiff.for_target(target, gamma=4, reads=True), folder / "trained")
+    save_drafter(prism.for_target(target, (0,)), folder / "head", target)
+    save_drafter(specdiff.for_target(target, gamma=4, reads=True), folder / "trained", target)
     train(folder, "from-head", "--init", folder / "head", "--lr", "0", "--gamma", 4, "--tokens", "1")
-    made, head = specdiff.load(folder / "from-head", target), prism.load(folder / "head", target)
+    made, head = load_drafter(folder / "from-head", target, specdiff.SpecDiffConfig), load_drafter(folder / "head", target, prism.PrismConfig)
     assert made.config.n_layer == 2 and made.config.reads and made.config.gamma == 4
     assert torch.equal(made.join.weight, head.bank[0].join.weight) and torch.equal(made.blocks[0].qkv.weight, head.bank[0].blocks[0].qkv.weight)
     assert not made.blocks[1].out.weight.any() and not made.blocks[1].down.weight.any()
@@ -144,7 +145,8 @@ def test_bad_input_of_training_is_named_before_anything_is_written(name, folder,
     (["--draft-temperature", "-1"], "draft-temperature -1.0 is out of range"), (["--model", SHIPPED], "made for a target with"),
     (["--drafter", SHIPPED], "this is not a drafter made by train_specdiff.py")])
 def test_bad_input_of_decoding_is_one_line(args, message, folder):
-    specdiff.save(toy_drafter(checkpoints.load(folder / "target")), folder / "random")
+    target = checkpoints.load(folder / "target")
+    save_drafter(toy_drafter(target), folder / "random", target)
     with pytest.raises(ValueError) as e:
         decode.main(["--model", str(folder / "target"), "--method", "specdiff", "--drafter", str(folder / "random"), "--prompt", "x", *args])
     assert message in str(e.value) and "\n" not in str(e.value)

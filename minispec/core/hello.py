@@ -1,4 +1,4 @@
-"""Speculative decoding on one screen: python -m minispec.core.hello
+"""Speculative decoding on one screen. `python -m minispec` shows it at work.
 
 A language model reads all of its weights to write one token. Checking eight tokens takes hardly longer. So
 let something cheap guess the next tokens (the draft), check all guesses in one forward of the model (verify),
@@ -8,14 +8,8 @@ next. The text is the model's own, token by token. Only the number of forwards c
 Everything else here answers two questions about this loop: who drafts, and which keys may a row see?
 Batches, sampling, trees of drafts and timing are in engine.py and verify.py.
 """
-import minispec  # noqa: F401  before torch: it tunes the allocator
-
 import torch
 import torch.nn.functional as F
-
-from minispec.data import tasks
-from minispec.data.tokenizer import Tokenizer
-from minispec.tools import checkpoints
 
 
 def forward(model, tokens, start, cache):
@@ -76,13 +70,3 @@ def prompt_lookup(tokens, k):
         if tokens[i:i + 3] == tokens[-3:]:
             return tokens[i + 3:i + 3 + k]
     return []
-
-
-if __name__ == "__main__":
-    model, tokenizer = checkpoints.load("checkpoints/target"), Tokenizer.load("checkpoints/target")
-    prompt = tokenizer.prompt_ids(tasks.make("revise", 7).prompt)
-    rounds = list(generate(model, prompt, prompt_lookup, stop_ids=tokenizer.ends))
-    for accepted, own in rounds:
-        print(f"\033[32m{tokenizer.decode(accepted)}\033[0m{tokenizer.decode(own)}", end="")
-    n = sum(len(accepted) + len(own) for accepted, own in rounds)
-    print(f"\n{n} tokens (green: guessed) in {len(rounds)} forwards: {n / len(rounds):.2f} tokens a forward")

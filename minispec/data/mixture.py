@@ -30,8 +30,7 @@ import random
 import sysconfig
 from pathlib import Path
 
-from minispec.data.prompts import read_rows
-from minispec.tools.files import replaced
+from minispec.tools.files import read_rows, replaced
 
 ASKS = ("Summarize: {}", "Summarize the following text in a few sentences.\n\n{}",
         "{}\n\nWhat happens in this passage?", "Rewrite this text in simple words:\n{}",

@@ -20,14 +20,12 @@ HuggingFaceH4/MATH-500, github.com/google-research/google-research (mbpp) and gi
 
 The papers use HumanEval and MBPP to measure speed. Running what a model wrote needs a real sandbox, so it is
 not done. """
-import gzip
-import json
 import os
 import re
-import zlib
 
+from minispec import ROOT
 from minispec.data.tasks import Problem
-from minispec.tools.files import blame
+from minispec.tools.files import blame, read_rows
 
 PROMPT_FILES = {    # name: (path under the data folder, public source)
     "gsm8k": ("gsm8k/test.jsonl", "github.com/openai/grade-school-math, grade_school_math/data"),
@@ -39,10 +37,28 @@ PROMPT_FILES = {    # name: (path under the data folder, public source)
 # The categories of MT-bench are one block of Spec-Bench.
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 FIELDS = ("prompt", "question", "problem", "text", "turns", "instruction")       # where the prompt may be
+# What ships: three chapters of The Princess and the Goblin (George MacDonald, 1872), 4,400 tokens.
+STORY = f"{ROOT}minispec/data/goblin.txt"
+QUESTIONS = (
+    "Why is the sky blue, and why are sunsets red?",
+    "What should I look at when I buy a used bicycle?",
+    "Explain to a child how a vaccine works.",
+    "Write a short letter to a landlord about a broken heater.",
+    "Name five uses of a brick and say what each one needs.",
+    "What is the difference between weather and climate?",
+    "Write a Python function that counts the vowels of a text.",
+    "Plan a day in the mountains with two small children.",
+)
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 # -- loading -------------------------------------------------------------------------------------------------
+
+def story():
+    """The text of STORY."""
+    with open(STORY, encoding="utf-8") as f:
+        return f.read()
+
 
 def load_named(name, data=None):
     """The prompts of a known public file under the data folder. ValueError says where to get the file."""
@@ -63,33 +79,6 @@ def load_prompts(file):
     if not problems:
         raise ValueError(f"{file} holds no prompts")
     return problems
-
-
-def read_rows(file):
-    """[(where it is, for messages; the object)] of a file of JSON lines, or of one JSON array. ValueError
-    names the file and the line or object that is wrong."""
-    opener = gzip.open if str(file).lower().endswith(".gz") else open
-    try:
-        with opener(file, "rt", encoding="utf-8-sig") as f:
-            text = f.read()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
-        raise ValueError(f"cannot read {file}: {getattr(e, 'strerror', None) or e}") from None
-    if text.lstrip().startswith("["):
-        rows = [(f"{file}, object {i}", row) for i, row in enumerate(_parse(text, file), 1)]
-    else:
-        lines = [(f"{file}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        rows = [(where, _parse(line, where)) for where, line in lines]
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a JSON object is needed, this is a {type(row).__name__}")
-    return rows
-
-
-def _parse(text, where):
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where}: not JSON ({e})") from None
 
 
 def problem_of(row):

@@ -8,6 +8,7 @@ prompt.
 import glob
 import itertools
 import os
+import re
 import statistics
 from collections import defaultdict
 from functools import partial
@@ -16,11 +17,11 @@ import numpy as np
 from tqdm import tqdm
 
 from minispec.core.verify import Sampling
-from minispec.data.prompts import read_rows
 from minispec.studies import workloads
 from minispec.studies.timing import engine_of, identical, race, ratio
 from minispec.tools import checkpoints
 from minispec.tools.answers import requests_of
+from minispec.tools.files import read_rows
 
 FIRST = 30              # of the problems of a workload: those before are used elsewhere
 NEW = 192               # most tokens of an answer
@@ -82,6 +83,13 @@ def specdiff_objectives(args, model, tokenizer):
     return compare("specdiff", args, model, tokenizer, (0.0, 1.0))
 
 
+def arm_of(folder):
+    """(arm, number of prompts or 0) of a folder called ARM or ARM-PROMPTS; -sSEED at the end is one of
+    several trainings."""
+    name, n = re.fullmatch(r"(.+?)(?:-(\d+))?(?:-s\d+)?", folder).groups()
+    return name, int(n or 0)
+
+
 def compare(kind, args, model, tokenizer, temperatures, ways=()):
     """Every drafter of this kind in a folder of --arms, on the same held-out problems, at some temperatures;
     and on half of them, greedy and one request at a time, in some ways, which are options.
@@ -103,7 +111,7 @@ def compare(kind, args, model, tokenizer, temperatures, ways=()):
     # Of each (arm, training prompts): what it is, and {setting: accepted lengths of each seed}.
     about, trained = {}, defaultdict(lambda: defaultdict(list))
     for folder in tqdm(folders, desc=kind):
-        arm = checkpoints.arm_of(os.path.basename(folder))
+        arm = arm_of(os.path.basename(folder))
         for setting, (way, temperature, batch, asked) in settings.items():
             engine = whole_rounds(f"{kind} {way}", model, args, batch, drafter=folder, tree=0, lookup=0)
             trained[arm][setting].append(accepted_lengths(engine, asked, tokenizer, temperature))

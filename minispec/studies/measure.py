@@ -5,7 +5,7 @@ Nothing here is a copy of the decoding loop. Costs are the engine's own clock (`
 of a chosen shape; accept lengths come from the drafters themselves, which the engine asks at every position
 of an output that is known:
 
-    cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for bounds.CostTable
+    cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for traces.CostTable
     traces_of      {id: (prompt, output)} -> accept[i], offered[i], censored[i] of every drafter (the paper's
                    section 3.2, "advance one token, whatever was accepted", along one frozen output)
     acceptance     from traces: the chance that one of a drafter's drafts is accepted, over all positions
@@ -33,7 +33,7 @@ from minispec.core.engine import Engine, Lockstep
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request
 from minispec.core.verify import greedy_tree
-from minispec.data.traces import Trace, check_costs
+from minispec.traces import Trace, check_costs
 
 # Tokens of each request of a batch.
 BATCHES = {"1 x 100": [100], "8 x 100": [100] * 8, "64 x 20 to 400": [20 + 6 * i for i in range(64)],
@@ -130,7 +130,7 @@ def prefill_seconds(model, rows, prompt_len, repeats):
 
 def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), drafts=(0, 1, 2, 4, 8, 16),
                prompts=(32, 128, 512), passes=PASSES):
-    """What bounds.CostTable takes, for {name: drafter}: measured grids of verify (forward and acceptance), of
+    """What traces.CostTable takes, for {name: drafter}: measured grids of verify (forward and acceptance), of
     every drafter, of prompts, and the overhead by rows.
 
     All rounds are timed in several passes, because a machine's speed drifts: a drafter whose only turn falls

@@ -6,7 +6,7 @@
     speed       the same for longer answers, mostly of one request at a time; trees and copies, too
     lossless    whether every method gives the very output of plain decoding, in fp32 and in bf16
 
-`bounds` (ladder.py) computes what is possible from the first two, and holds it against the third. A study is
+`bounds` (bounds.py) computes what is possible from the first two, and holds it against the third. A study is
 a function (settings, target, tokenizer) -> a dict that JSON can hold. `--quick` is a tenth of the work.
 tables.py and figures.py say how each one is shown.
 """
@@ -14,14 +14,14 @@ import os
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from minispec.bounds import CostTable, by_workload, ladder, replay
+from minispec import traces
+from minispec.bounds import COMBINED, by_workload, censored_share, ladder, replay
 from minispec.core.verify import Sampling
-from minispec.data import traces
 from minispec.studies import measure, results, workloads
-from minispec.studies.ladder import COMBINED, statistics
 from minispec.studies.timing import engine_of, identical, race
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, tie_gap
@@ -80,7 +80,7 @@ def profile(args, model, tokenizer):
     # By rows, the drafts a round that would have cost least time for these traces.
     best_k = {}
     for rows in table["verify"]["rows"]:
-        fixed = ladder(some, CostTable(table), rows)["total time"]["L2"]
+        fixed = ladder(some, traces.CostTable(table), rows)["total time"]["L2"]
         best_k[str(rows)] = {name: best["k"] for name, best in fixed.items()}
     table["about"] = {
         "device": results.device_name(args.device),
@@ -114,6 +114,31 @@ def traces_of(drafters, model, args, tokenizer, how, n, first=0):
     answers = engine_of("ar", model, args, 16).generate(requests)
     texts = {id: (g.prompt_ids, g.token_ids) for id, g in zip(problems, answers)}
     return measure.traces_of(drafters, model, texts, how.deepest)
+
+
+def statistics(some, names, k):
+    """{drafter: mean tokens that a round would gain, by position and by round of k drafts, and the censored
+    share}. By position a long match is counted at each of its tokens, by round once."""
+    out = {}
+    for m in names:
+        positions = np.concatenate([t.accept[m][1:] for t in some])
+        if len(positions):
+            out[m] = {
+                "positions": len(positions),
+                "by_position": float(positions.mean()),
+                "by_round": sum(t.n_out - 1 for t in some) / sum(rounds(t, m, k) for t in some),
+                "censored": censored_share(some, [m]),
+            }
+    return out
+
+
+def rounds(trace, name, k):
+    """How many rounds of up to k drafts an output takes."""
+    n, position = 0, 1
+    while position < trace.n_out:
+        position += min(int(trace.accept[name][position]), k + 1)
+        n += 1
+    return n
 
 
 # -- run -------------------------------------------------------------------------------------------
@@ -206,7 +231,7 @@ def rows_of(timed, about, prices):
     """The rows of a cell, one for each method. about: what they have in common. prices: a cost table, or {}
     where there is none."""
     plain = middle(timed["ar"])
-    cost = CostTable(prices) if prices else None
+    cost = traces.CostTable(prices) if prices else None
     rows = []
     for name, runs in timed.items():
         run = middle(runs)

@@ -4,15 +4,15 @@ from itertools import product
 
 import numpy as np
 
-from minispec.bounds import AVERAGES
+from minispec import bounds
 from minispec.data import tasks
-from minispec.studies.markdown import SAME, TIMES, cell, table, texts
+from minispec.tools.markdown import cell, texts
 
 # Tables of another study's file.
 SHOWN_FROM = {"methods": "run", "acceptance_kinds": "acceptance"}
 PHASES = ("prefill", "draft", "verify", "sample", "overhead")
-BOTH = " / ".join(AVERAGES)
-FEW = 0.05                       # the censored share of positions above which a bound is marked
+TIMES = "{speedup:.2f} ({speedup_range[0]:.2f}-{speedup_range[1]:.2f})"
+SAME = "{identical:d} of {prompts}"
 
 
 def render(name, result):
@@ -21,6 +21,11 @@ def render(name, result):
         return result["table"]
     shown = TABLES[name]
     return shown(result) if callable(shown) else table(shown, result["rows"])
+
+
+def table(columns, rows):
+    """A Markdown table of dicts. columns: {head: template for str.format}."""
+    return texts([{head: cell(template, x) for head, template in columns.items()} for x in rows])
 
 
 # -- losslessness ----------------------------------------------------------------------------------
@@ -232,7 +237,7 @@ def run_table(r):
         "batch": "{batch}",
         "method": "{method}",
         "tokens/s": "{tokens_per_second:.0f}",
-        f"speed-up, {BOTH}": "{gained}",
+        f"speed-up, {bounds.BOTH}": "{gained}",
         "tau": "{tau:.2f}",
         "accepted": "{acceptance:.0%}",
         **{phase: f"{{{phase}:.0%}}" for phase in PHASES},
@@ -275,63 +280,6 @@ def _decoding_rate(x):
     return x["tokens"] / (x["seconds"] - x["phases"]["prefill"])
 
 
-# -- bounds ----------------------------------------------------------------------------------------
-
-def ladder_table(r):
-    """All that studies/ladder.py found. r: what `analyse` returns."""
-    rows = [rungs(c, m) for c in r["cells"] for m in c["censored"]]
-    parts = [texts(rows), f"All speed-ups are {BOTH}."]
-    if any(share > FEW for c in r["cells"] for share in c["censored"].values()):
-        parts.append(
-            f"*: at more than {100 * FEW:.0f} % of the positions all drafts of the trace were accepted, so "
-            "longer rounds might gain more; the figure only bounds rounds of at most as many drafts.")
-    if r["left_out"]:
-        parts.append(f"Left out, because the cost table has no price for it: {', '.join(r['left_out'])}.")
-    for what, e in (("seconds", r["model_error"]), ("speed-ups", r["speedup_error"])):
-        if e:
-            parts.append(f"Error of the cost model, modelled over observed {what}: "
-                         f"median {100 * e['median']:.0f} %, at most {100 * e['max']:.0f} %.")
-    return "\n\n".join(parts)
-
-
-def rungs(c, m):
-    """{head: text} of a cell's drafter, or of all together, for which L2 and L5 have the best one."""
-    total = c[AVERAGES[0]]
-    together = m == "all"
-    fixed = best = m
-    if together:
-        fixed = max(total["L2"], key=lambda name: total["L2"][name]["speedup"])
-        best = max(total["L5"], key=total["L5"].get)
-    row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}
-    if "L0" in total:
-        who = "adaptive" if together else m
-        row["L0 observed"] = both(c, "L0", who)
-        row["L1 modelled"] = cell("{%s:.2f}" % who, c["L1"])
-        row["time over the bound's"] = cell("{%s:.2f}" % who, c["above"])
-        if together:
-            row["share of the gap to L6"] = cell("{gap:.0%}", c)
-            row["the same, modelled"] = cell("{gap_modelled:.0%}", c)
-    k = " / ".join(dict.fromkeys(str(c[by]["L2"][fixed]["k"]) for by in AVERAGES))
-    speedups = " / ".join(f"{c[by]['L2'][fixed]['speedup']:.2f}" for by in AVERAGES)
-    row["L2 best fixed k"] = f"{speedups}, k {k}" + f" {fixed}" * together
-    row["L4 greedy (not a bound)"] = both(c, "L4", m)
-    row["L5 optimum of one"] = both(c, "L5", best, c["censored"][best]) + f" {best}" * together
-    if together:
-        row["L6 of all"] = both(c, "L6", mark=c["censored"]["all"])
-        row["L7 free drafters"] = both(c, "L7", mark=c["censored"]["all"])
-        row["L9 one pass"] = both(c, "L9")
-    row["censored"] = f"{100 * c['censored'][m]:.0f} %"
-    return row
-
-
-def both(c, rung, m=None, mark=0.0):
-    """A rung by both averages, marked where it is a bound that the traces are too short for."""
-    values = [c[by].get(rung) for by in AVERAGES]
-    if m is not None:
-        values = [some.get(m) for some in values]
-    return " / ".join(f"{x:.2f}" + "*" * (mark > FEW) for x in values if x is not None)
-
-
 TABLES = {                       # a function of the result, or the columns of its rows
     "lossless": lossless,
     "methods": methods,
@@ -348,5 +296,5 @@ TABLES = {                       # a function of the result, or the columns of i
     "trace": trace_table,
     "run": run_table,
     "speed": methods,
-    "bounds": ladder_table,
+    "bounds": bounds.table,
 }

@@ -1,6 +1,5 @@
 """Long texts for SpecGen's studies, as token ids: what people wrote, and what the model itself wrote."""
 import glob
-import json
 import os
 import random
 
@@ -8,7 +7,7 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.core.engine import Engine, Lockstep
 from minispec.data import prompts, tasks
-from minispec.tools.files import blame
+from minispec.tools.files import blame, read_rows
 
 SHARES = 5              # texts of a kind have different turns: each a share of all that there are
 QUESTIONS = 80          # the first ones of Spec-Bench are MT-bench
@@ -73,7 +72,7 @@ def turns_of(kind, data):
     people and a large model."""
     file = os.path.join(data, FILES[kind])
     with blame(file):
-        rows = [row for _, row in prompts.read_rows(file)]
+        rows = [row for _, row in read_rows(file)]
         if kind == "chat":
             return [(f"{row['instruction']}\n{row['input']}", row["output"]) for row in rows]
         # One answer to each question: several models agree too well.

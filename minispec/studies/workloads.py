@@ -7,23 +7,11 @@ without a data folder questions, and two tasks about pages of a story that ships
 import os
 import random
 
-from minispec import ROOT
 from minispec.data import prompts, tasks
-from minispec.tools.files import blame
+from minispec.tools.files import blame, read_rows
 
 FIRST = 800             # seed of the first held-out problem used here
-STORY = f"{ROOT}minispec/data/goblin.txt"
 PAGE = 1200             # characters of the story in a prompt
-QUESTIONS = (
-    "Why is the sky blue, and why are sunsets red?",
-    "What should I look at when I buy a used bicycle?",
-    "Explain to a child how a vaccine works.",
-    "Write a short letter to a landlord about a broken heater.",
-    "Name five uses of a brick and say what each one needs.",
-    "What is the difference between weather and climate?",
-    "Write a Python function that counts the vowels of a text.",
-    "Plan a day in the mountains with two small children.",
-)
 SUMMARISE = "\n\nTell me in three sentences what happens on this page."
 REWRITE = "Rewrite this page in the present tense and change nothing else.\n\n"
 EDITS = ("Rewrite", "Edit", "Correct", "Change", "Convert the", "Improve")       # how such tasks begin
@@ -40,10 +28,9 @@ def problems_of(tokenizer, n, data=None, first=0):
         some = [p for name in ("spec_bench", "gsm8k", "humaneval") for p in prompts.load_named(name, data)]
         some += edits(os.path.join(data, "instruct", "instruction-data.json"))
     else:
-        with open(STORY, encoding="utf-8") as f:
-            story = f.read()
+        story = prompts.story()
         pages = [story[i:i + PAGE] for i in range(0, len(story) - PAGE, PAGE)]
-        some = [tasks.Problem("questions", q + "\n") for q in QUESTIONS]
+        some = [tasks.Problem("questions", q + "\n") for q in prompts.QUESTIONS]
         some += [tasks.Problem("story", page + SUMMARISE + "\n") for page in pages]
         some += [tasks.Problem("edit", REWRITE + page + "\n") for page in pages]
     out = {}
@@ -58,7 +45,7 @@ def problems_of(tokenizer, n, data=None, first=0):
 def edits(file):
     """The rewriting tasks of an instruction file: an instruction, and the text that it is about."""
     out = []
-    for where, row in prompts.read_rows(file):
+    for where, row in read_rows(file):
         with blame(where):
             if row.get("input") and row.get("instruction", "").startswith(EDITS):
                 out.append(tasks.Problem("edit", prompts.problem_of(row).prompt))

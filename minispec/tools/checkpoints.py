@@ -7,7 +7,6 @@ drafter, and `model.safetensors`: `load_drafter`, `save_drafter`.
 import hashlib
 import math
 import os
-import re
 import shutil
 from dataclasses import asdict
 
@@ -142,32 +141,34 @@ def _write_folder(folder, tensors, config):
 
 # -- trained drafters ----------------------------------------------------------------------------------------
 
-def save_drafter(module, folder, kind):
-    """Write a module with a dataclass `config`, in bf16: half of the file, and any drafter is lossless."""
-    tensors = module.state_dict()
+def save_drafter(drafter, folder, target):
+    """Write a drafter of this target, in bf16: half of the file, and any drafter is lossless."""
+    tensors = drafter.state_dict()
     for name, x in tensors.items():
         if x.is_floating_point():
             tensors[name] = x.bfloat16()
-    _write_folder(folder, tensors, {"model_type": kind, **asdict(module.config)})
+    c = drafter.config
+    config = {"model_type": c.kind, **asdict(c), "target": fingerprint(target)}
+    _write_folder(folder, tensors, config)
 
 
-def load_drafter(folder, kind, target, configure, make):
-    """make(configure(**config)) with the folder's weights, on the device and in the dtype of its target.
+def load_drafter(folder, target, config_class):
+    """The drafter in a folder, on the device and in the dtype of its target.
 
     ValueError, in one line, names what is missing, damaged or does not fit."""
     file = os.path.join(folder, "model.safetensors")
     config_file = os.path.join(folder, "config.json")
     config = read_json(config_file)
     with blame(config_file):
-        if config.pop("model_type", None) != kind:
-            raise ValueError(f"this is not a drafter made by train_{kind}.py")
-        config = checked(configure(**config))
+        if config.pop("model_type", None) != config_class.kind:
+            raise ValueError(f"this is not a drafter made by train_{config_class.kind}.py")
+        config = checked(config_class(**config))
         for what in ("d_model", "vocab_size", "block_size"):
             mine, theirs = getattr(config, what), getattr(target.config, what)
             if mine != theirs:
                 raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has "
                                  f"{theirs}")
-        module = make(config)
+        module = config.make(target)
     try:
         module.load_state_dict(read_tensors(file))
     except RuntimeError as e:
@@ -197,12 +198,3 @@ def kind_of(folder):
     file = os.path.join(folder, "config.json")
     with blame(file):
         return read_json(file, {}).get("model_type")
-
-
-# -- what a training leaves next to its weights --------------------------------------------------------------
-
-def arm_of(folder):
-    """(arm, number of prompts or 0) of a folder called ARM or ARM-PROMPTS; -sSEED at the end is one of
-    several trainings."""
-    name, n = re.fullmatch(r"(.+?)(?:-(\d+))?(?:-s\d+)?", folder).groups()
-    return name, int(n or 0)

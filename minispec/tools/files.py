@@ -1,8 +1,10 @@
 """Files are never half of anything: what is written appears whole or not at all; damaged input is named."""
 import contextlib
+import gzip
 import json
 import os
 import uuid
+import zlib
 
 
 # -- writing ----------------------------------------
@@ -74,6 +76,33 @@ def read_json(path, missing=None):
         return missing
     with blame(path), open(path, encoding="utf-8-sig") as f:     # -sig: with or without a byte-order mark
         return json.load(f)
+
+
+def read_rows(file):
+    """[(where it is, for messages; the object)] of a file of JSON lines, or of one JSON array. ValueError
+    names the file and the line or object that is wrong."""
+    opener = gzip.open if str(file).lower().endswith(".gz") else open
+    try:
+        with opener(file, "rt", encoding="utf-8-sig") as f:
+            text = f.read()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {file}: {getattr(e, 'strerror', None) or e}") from None
+    if text.lstrip().startswith("["):
+        rows = [(f"{file}, object {i}", row) for i, row in enumerate(_parse(text, file), 1)]
+    else:
+        lines = [(f"{file}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+        rows = [(where, _parse(line, where)) for where, line in lines]
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: a JSON object is needed, this is a {type(row).__name__}")
+    return rows
+
+
+def _parse(text, where):
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{where}: not JSON ({e})") from None
 
 
 @contextlib.contextmanager

@@ -13,14 +13,13 @@ from functools import partial
 
 from minispec import ROOT, SHIPPED, cdlm, prism, specdiff, specgen
 from minispec.core import drafters
-from minispec.core.adaptive import Adaptive
+from minispec.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, Lockstep
-from minispec.bounds import CostTable
 from minispec.data.tokenizer import Tokenizer
-from minispec.data.traces import read_costs
 from minispec.tools import checkpoints
 from minispec.tools.script import add_device, positive
+from minispec.traces import CostTable, read_costs
 
 LOOKUP = 4                                       # of specgen
 TRAINED = {                                      # methods whose drafter lies in a folder, and what trains it
@@ -55,7 +54,7 @@ def draft(model, settings):
 
 def prism_chain_or_tree(model, settings, name="prism"):
     """modules trained on the model's hidden states draft, one for each draft step"""
-    trained = _trained(name, prism, model, settings)
+    trained = _trained(name, prism.PrismConfig, model, settings)
     depth = settings.depth or trained.config.depth
     width = max(round(settings.tree ** 0.5), 2) if settings.tree else 1
     drafter = prism.PrismDrafter(trained, model, depth, width, name)
@@ -69,7 +68,7 @@ def eagle(model, settings):
 
 def specdiff_windows(model, settings):
     """a diffusion model drafts a window in one forward; several chains of drafts"""
-    trained = _trained("specdiff", specdiff, model, settings)
+    trained = _trained("specdiff", specdiff.SpecDiffConfig, model, settings)
     drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts,
                                        settings.draft_temperature)
     return partial(Lockstep, drafter=drafter, k=drafter.gamma * drafter.width, lookup=settings.lookup or 0)
@@ -170,14 +169,13 @@ def kept(root, model):
     return os.path.join(root, os.path.basename(os.path.abspath(model)))
 
 
-def _trained(name, kind, model, settings):
-    """The drafter in that folder, of the module `kind`. ValueError, where there is none, says how to train
-    one."""
+def _trained(name, config_class, model, settings):
+    """The drafter in that folder. ValueError, where there is none, says how to train one."""
     folder = folder_of(name, settings)
     if not os.path.exists(folder):
         raise ValueError(f"there is no drafter for {settings.model} in {folder}; this trains one: python "
                          f"{TRAINED[name]} --target {settings.model} --out {folder} --minutes 60")
-    drafter = kind.load(folder, model)
+    drafter = checkpoints.load_drafter(folder, model, config_class)
     trained_for, this = drafter.config.target, checkpoints.fingerprint(model)
     if trained_for != this:
         raise ValueError(f"the drafter in {folder} was trained for the target {trained_for}, this one is "

@@ -1,4 +1,5 @@
-"""What bounds.py computes from, as files that anyone can write: accept traces and cost tables.
+"""The two inputs of bounds.py, as files that anyone can write: accept traces (`Trace`) and cost tables
+(`CostTable`, the seconds of each part of a round).
 
 A trace file has one JSON object per line, one line per request (reference: "Speculative Decoding: Performance
 or Illusion?", arXiv 2601.11580, its per-position accept lengths):
@@ -33,20 +34,22 @@ what to hope; about may hold anything (device, versions, command). TIME is one o
     {"kind": "share", "of_verify": x}     a drafter that takes this part of the verification that follows
 
 What differs from the paper's files: theirs hold raw token ids and unclipped values of two separate runs, and
-the cost is seven constants in the code. numpy and the standard library only.
+the cost is seven constants in the code. Costs may be a measured grid; the paper's are linear, with constants
+fitted at one k. numpy and the standard library only.
 """
 import json
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
-from minispec.data.prompts import read_rows
-from minispec.tools.files import blame, read_json, replaced
+from minispec.tools.files import blame, read_json, read_rows, replaced
 
 LINEAR = ("base", "row", "token", "step", "kv", "kv_step")
 GRID = ("rows", "tokens", "kv")
 FIELDS = {"linear": LINEAR, "grid": (*GRID, "seconds"), "share": ("of_verify",)}
 MOST = 1e9                       # the largest number that is believed
+FREE = {"kind": "linear"}
 
 
 # -- accept traces ---------------------------------------------------------------------------------
@@ -172,6 +175,74 @@ def _check_time(entry, where, kinds):
     found = _numbers(entry["seconds"], 3, f"{where}.seconds").shape
     what = f"a number for each of {shape} rows, tokens and kv"
     _expect(list(found) == shape, f"{where}.seconds", what, found)
+
+
+# -- the cost model ----------------------------------------------------------------------------------
+
+class CostTable:
+    """Seconds of each part of a round. Arguments are totals over the rows, numbers or arrays that broadcast;
+    `drafts` is per row. ValueError if the table is not valid."""
+
+    def __init__(self, table):
+        self.table = {"draft": {}, "read": {}, "overhead": FREE, **check_costs(table)}
+        self.drafters = tuple(self.table["draft"])
+        self.accept = table.get("accept", {})
+
+    def verify(self, kv, queries, rows=1):
+        """T_verify: one target forward of `queries` tokens over `kv` cached ones."""
+        return seconds(self.table["verify"], rows, queries / rows, kv)
+
+    def step(self, kv, queries, rows=1):
+        """What every round pays: verification and the overhead T_ovh, all that a round needs besides the two
+        models, sampling included."""
+        return self.verify(kv, queries, rows) + seconds(self.table["overhead"], rows, 1, 0)
+
+    def draft(self, name, kv, drafts, rows=1):
+        """T_draft: drafter `name` proposes `drafts` tokens for each row."""
+        entry = self.table["draft"][name]
+        if entry["kind"] == "share":
+            return entry["of_verify"] * self.verify(kv, rows * (1 + drafts), rows)
+        return seconds(entry, rows, drafts, kv)
+
+    def read(self, name, tokens):
+        """What drafter `name` takes to read `tokens` tokens of a request that it has not seen; 0 if not in
+        the table."""
+        return seconds(self.table["read"].get(name, FREE), 1, tokens, 0)
+
+    def prefill(self, prompt_len, rows=1):
+        """The forward over the prompts, which gives the first token; a step of so many tokens if not in the
+        table."""
+        if "prefill" in self.table:
+            return seconds(self.table["prefill"], rows, prompt_len, 0)
+        return self.step(0, rows * prompt_len, rows)
+
+
+def seconds(entry, rows, tokens, kv):
+    """A TIME entry of the cost table at `rows` rows with `tokens` tokens each and `kv` cached tokens in
+    all."""
+    if entry["kind"] == "grid":
+        return _interpolate(entry, rows, tokens, kv / rows)
+    base, row, token, step, per_kv, kv_step = (entry.get(name, 0.0) for name in LINEAR)
+    return base + row * rows + (token * rows + step) * tokens + (per_kv + kv_step * tokens) * kv
+
+
+def _interpolate(grid, rows, tokens, kv):
+    """Linear in each of the three axes; below the first point as at it, beyond the last one along the last
+    segment."""
+    values = np.array(grid["seconds"], float)
+    least = values.min()
+    # What was measured at one value only is constant: the next point is infinitely far away.
+    values = np.pad(values, [(0, int(n == 1)) for n in values.shape], mode="edge")
+    corners = []
+    for name, x in zip(GRID, (rows, tokens, kv)):
+        axis = np.array(grid[name], float)
+        axis = np.append(axis, np.inf) if len(axis) == 1 else axis
+        x = np.maximum(x, axis[0])
+        i = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
+        weight = (x - axis[i]) / (axis[i + 1] - axis[i])
+        corners.append([(i, 1 - weight), (i + 1, weight)])
+    out = sum(values[i, j, l] * (u * v * w) for (i, u), (j, v), (l, w) in product(*corners))
+    return np.maximum(out, least)        # noise must not lead an extrapolation below what was ever measured
 
 
 # -- what both kinds of files need -----------------------------------------------------------------

@@ -5,7 +5,7 @@ tokens per second.
     goodput(drafter, k) = E(alpha, k) / (T_step(B, k + 1) + T_draft(k))
     E(alpha, k) = 1 + alpha + .. + alpha^k                                  (2211.17192, eq. 1)
 
-with T from a measured cost table (bounds.CostTable) and alpha, the chance that a draft is accepted, from what
+with T from a measured cost table (traces.CostTable) and alpha, the chance that a draft is accepted, from what
 was accepted so far (SmartSpec, 2406.14066, section 4). k = 0 is allowed: then nothing is drafted.
 
 How alpha is estimated. Counts of drafts judged and accepted fade with time. A request's estimate leans on

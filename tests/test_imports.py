@@ -1,0 +1,60 @@
+"""Imports run one way: bench.py -> studies -> papers -> core, and the other scripts -> papers; data and tools stand beside them."""
+import ast
+import glob
+import os
+
+import pytest
+from conftest import ROOT
+
+FILES = [f for part in ("*.py", "minispec/**/*.py", "kernels/*.py") for f in glob.glob(part, root_dir=ROOT, recursive=True)]
+MAY = {     # room: rooms whose files it may import
+    "core": {"core"},
+    "kernels": {"core", "kernels"},
+    "papers": {"core"},
+    "data": {"core", "data", "tools"},
+    "tools": {"core", "data", "tools", "papers", "bounds"},
+    "bounds": {"tools", "bounds"},
+    "studies": {"core", "data", "tools", "papers", "bounds", "studies"},
+    "scripts": {"core", "data", "tools", "papers"},
+    "bench": {"core", "data", "tools", "papers", "bounds", "studies"},
+}
+
+
+def room(file):
+    *folders, name = file.removesuffix(".py").split("/")
+    if folders[1:]:
+        return folders[1]
+    if folders == ["kernels"]:
+        return "kernels"
+    if not folders:
+        return "bench" if name == "bench" else "scripts"
+    return {"bounds": "bounds", "traces": "bounds", "__main__": "scripts", "__init__": None}.get(name, "papers")
+
+
+def imported(file):
+    """Files of the project that a file imports, at any place; kernels only where all of the module needs them, because a CPU never
+    gets to the others."""
+    with open(os.path.join(ROOT, file), encoding="utf-8") as f:
+        tree = ast.parse(f.read())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None)
+            some = [a.name for a in node.names]
+            some = [module, *(f"{module}.{name}" for name in some)] if module else some
+            names |= {name for name in some if not name.startswith("kernels") or node in tree.body}
+    return {name.replace(".", "/") + ".py" for name in names} & set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_imports_run_one_way(file):
+    mine = room(file)
+    for other in imported(file) if mine else ():
+        assert room(other) in MAY[mine], f"{file} ({mine}) imports {other} ({room(other)})"
+
+
+def test_no_paper_imports_another():
+    """Each is read alone; what two of them need is in core."""
+    for file in FILES:
+        if room(file) == "papers":
+            assert not [other for other in imported(file) if room(other) == "papers"], file
