@@ -78,6 +78,18 @@ def test_charged_slots_are_not_given_out():
     assert cache.open(69) is None and cache.size(cache.open(68)) == 68 and cache.free == 0
 
 
+def test_blocks_that_are_used_again_lie_in_order():
+    """Of a text that has left, the end goes first; a new one has its blocks in the order of the pool all the same."""
+    cache = KVCache(toy_model().config, 40)
+    blocks = cache.open(40)
+    cache.remember(blocks, list(range(40)))
+    cache.close(blocks)
+    first = cache.open(20)
+    assert first.table == [5, 6, 7, 8, 9] and cache.lies_together(first, 20)
+    again = cache.open(0)
+    assert cache.share(again, list(range(40))) == 20 and again.table == [0, 1, 2, 3, 4]
+
+
 def test_the_path_of_a_tree_moves_together():
     cache = KVCache(toy_model().config, 40)
     cache.open(6)

@@ -143,7 +143,7 @@ class Admission:
 
     def remember(self, r):
         """Let others share what this request has in the cache."""
-        if not r.blocks.host:
+        if self.engine.planner.shares and not r.blocks.host:
             self.engine.cache.remember(r.blocks, r.tokens[:r.n_cached])
 
     def leave(self, r):

@@ -115,8 +115,8 @@ class KVCache:
         more = self.blocks_for(n) - len(blocks.table)
         if more * self.block > self.free:
             return False
-        for _ in range(more):
-            blocks.table.append(self._take())
+        # In order: blocks that lie together are read at once.
+        blocks.table += sorted(self._take() for _ in range(more))
         for _ in range(-more):
             self._leave(blocks.table.pop())
         return True
