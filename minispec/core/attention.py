@@ -107,10 +107,11 @@ class FullKeys:
 def writer(some):
     """store(layer, k, v) of some FullKeys: the new rows go to their slots."""
     cache = some[0].cache
-    slots = [cache.slots_of(keys.blocks, range(keys.start, keys.start + keys.n)) for keys in some]
-    slots = torch.cat(slots)
-    first, n = int(slots[0]), len(slots)
-    together = torch.equal(slots, torch.arange(first, first + n, device=slots.device))
+    slots = [slot for keys in some
+             for slot in cache.slot_list(keys.blocks, range(keys.start, keys.start + keys.n))]
+    first, n = slots[0], len(slots)
+    together = slots == list(range(first, first + n))
+    slots = torch.tensor(slots, device=cache.k.device)
     of_layers = cache.kv.transpose(2, 3)                 # (2, L, n_slots, G, D)
     k_slots, v_slots = (of_layers[:, :, first:first + n] if together else of_layers).unbind()
 

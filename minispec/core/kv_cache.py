@@ -188,10 +188,13 @@ class KVCache:
 
     # -- where tokens lie ------------------------------------------------------------------------------------
 
+    def slot_list(self, blocks, positions):
+        """The slots of positions, as a list."""
+        return [blocks.table[p // self.block] * self.block + p % self.block for p in positions]
+
     def slots_of(self, blocks, positions):
-        """The slots (n,) of positions, a range of n."""
-        slots = [blocks.table[p // self.block] * self.block + p % self.block for p in positions]
-        return torch.tensor(slots, dtype=torch.long, device=self.kv.device)
+        """The same on the device (n,)."""
+        return torch.tensor(self.slot_list(blocks, positions), dtype=torch.long, device=self.kv.device)
 
     def lies_together(self, blocks, n):
         """Whether the blocks of the first n positions are neighbours, in order."""
