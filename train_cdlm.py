@@ -1,9 +1,10 @@
-"""Train CDLM: a diffusion model from the target (the teacher), its trajectories, and from these the block-causal
-student.
+"""Train CDLM: a diffusion model from the target (the teacher), its trajectories, and from these the student.
 
     python train_cdlm.py --out mine/cdlm                         # all three stages, hours
-    # an ablation: another student from the same trajectories
+    # an ablation: another student from the same teacher and trajectories
     python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill
+    # students of the shipped teacher, here from trajectories in reading order
+    python train_cdlm.py --out mine/first --teacher checkpoints/cdlm/teacher --order first
     # another model: its answers to prompts, then the same
     python -m minispec.data.rollouts --target FOLDER --out mine/answers --prompt-file prompts.jsonl
     python train_cdlm.py --out mine/cdlm --target FOLDER --answers mine/answers
@@ -101,7 +102,7 @@ def answered(args, tokenizer):
     with blame(settings):
         target = checkpoints.fingerprint(checkpoints.load(args.target))
         training.unchanged(read_json(settings), {"target": target})
-    rows = {"train": read_answers(args, tokenizer, "train") + read_answers(args, tokenizer, "given"),
+    rows = {"train": read_answers(args, tokenizer, "train", "given"),
             "heldout": read_answers(args, tokenizer, "heldout")}
     if not all(rows.values()):
         raise ValueError(f"{args.answers} lacks answers to prompts of at most {args.prompt_length} tokens")
@@ -109,11 +110,12 @@ def answered(args, tokenizer):
     return lambda n, split="train": rows[split][n % len(rows[split])]
 
 
-def read_answers(args, tokenizer, kind):
-    """Examples of the shards of a kind. An answer is cut to L slots; one that neither fills them nor ends was
-    given up in a loop, and is left out."""
+def read_answers(args, tokenizer, *kinds):
+    """Examples of the shards of these kinds. An answer is cut to L slots; one that neither fills them nor
+    ends was given up in a loop, and is left out."""
     examples = []
-    for file in sorted(Path(args.answers).glob(f"{kind}-*.safetensors")):
+    files = [file for kind in kinds for file in Path(args.answers).glob(f"{kind}-*.safetensors")]
+    for file in sorted(files):
         with blame(file), opened(file) as tensors:
             for i in sorted({name.split(".")[0] for name in tensors.keys()}):
                 ids, learn = (tensors.get_tensor(f"{i}.{name}") for name in ("ids", "learn"))
@@ -124,8 +126,9 @@ def read_answers(args, tokenizer, kind):
     return examples
 
 
-def padded(prompts, width):
-    """Prompts (n, width), padded on the left."""
+def padded(prompts, width=0):
+    """Prompts (n, at least `width`), padded on the left."""
+    width = max(width, *map(len, prompts))
     return torch.tensor([[cdlm.PADDING] * (width - len(ids)) + ids for ids in prompts])
 
 
@@ -143,8 +146,7 @@ def reference_batch(model, examples, block_causal, generator, in_order=0.0):
     states = cdlm.student_states if block_causal else cdlm.teacher_states
     rate, counted = states(answer, model.config.eos_id, block_size, generator)
     masked = cdlm.turns(answer.shape, block_size, generator, in_order) < rate
-    prompt = padded(prompts, max(map(len, prompts)))
-    batch = {"prompt": prompt, "answer": answer, "masked": masked, "rate": rate, "counted": counted}
+    batch = {"prompt": padded(prompts), "answer": answer, "masked": masked, "rate": rate, "counted": counted}
     return ready(batch, model.device)
 
 
@@ -177,8 +179,8 @@ def with_mask(source, folder):
 
 # -- trajectories --------------------------------------------------------------------------------------------
 
-def collect(decoder, requests, width):
-    """The trajectories of a recording decoder that answers these requests: the prompts (n, width), and the
+def collect(decoder, requests, width=0):
+    """The trajectories of a recording decoder that answers these requests: the padded prompts, and the
     fields of `cdlm.trajectory`, stacked."""
     decoder.generate(requests)
     answers = [r.state for r in requests]

@@ -11,8 +11,6 @@ all masked slots at once. One GPT body decodes in three ways, which differ in th
 The student starts from the teacher's weights. From an early state of a block it learns to predict the
 distributions from which the teacher revealed its tokens later, when it saw more of the block.
 
-The file follows the paper: attention masks, masked states, losses, trajectories, decoding.
-
 Glossary: P prompt tokens, L answer slots (`gen_length`), B slots of a block (`block_size`), n answers in a
 batch, C model width, V vocabulary. rank (n, L): the order in which slots were revealed. y: state k of a
 trajectory, in which the slots of rank < k hold their tokens and the others are masked. y*: the state in which
@@ -91,9 +89,8 @@ def two_copies(blocks, gen_length):
     noisy = torch.arange(blocks.shape[1] + gen_length, device=blocks.device) >= blocks.shape[1]
     blocks = torch.cat([blocks, blocks[:, -gen_length:]], 1)
     row, key = blocks[:, :, None], blocks[:, None, :]
-    own = (key == row) & (noisy == noisy[:, None])
-    before = (key < row) & ~noisy
-    return bidirectional(blocks) & (own | before)[:, None]
+    sees = (key == row) & (noisy == noisy[:, None]) | (key < row) & ~noisy
+    return bidirectional(blocks) & sees[:, None]
 
 
 def answer_hidden(model, prompt, answer, mask=block_causal):
@@ -116,8 +113,7 @@ def blocks_hidden(model, prompt, clean, noisy):
     return hidden[:, prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)]
 
 
-# -- which slots are masked while a model learns -------------------------------------------------------------
-# Answers have L / B whole blocks. Random numbers are drawn on the CPU: they are the same on every device.
+# -- masked states, drawn on the CPU: the same on every device. Answers have L / B whole blocks --------------
 
 def mask_rates(n, generator, low=1e-3):
     """n mask rates t in [low, 1], one from each n-th of the interval, so that batches differ little."""
@@ -140,10 +136,10 @@ def student_states(answer, eos_id, block_size, generator):
 
 
 def teacher_states(answer, eos_id, block_size, generator):
-    """Mask rates (n, L), and the slots (n, L) to predict. Every second answer is in a state that occurs in
-    decoding: one block of the text is masked at a rate and to be predicted, the blocks before it are clean,
-    those behind it all masks. The others have one rate for all slots, including the ends of text that fill up
-    an answer: from them the model learns to tell how long its answer will be."""
+    """Mask rates (n, L), and the slots (n, L) to predict. Every second answer is in a state of decoding: one
+    block is masked at a rate and to be predicted, the blocks before it are clean, those behind it all masks.
+    The others have one rate for all slots, with the ends of text that fill up an answer: they teach the model
+    how long its answer will be."""
     n, length = answer.shape
     opened = torch.rand(n, generator=generator) * text_blocks(answer, eos_id, block_size)
     rate = mask_rates(n, generator, 1 / block_size)[:, None]
@@ -181,16 +177,14 @@ def kl(goal, q, reverse=False):
     """KL(goal || q) (...) of logits (..., V): q must cover all of the goal's mass. reverse: KL(q || goal), q
     may keep to a part of it. No gradient reaches the goal."""
     p, q = goal.detach().log_softmax(-1), q.log_softmax(-1)
-    if reverse:
-        p, q = q, p
+    p, q = (q, p) if reverse else (p, q)
     return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
 
 
 def distillation_loss(model, teacher_head, batch, k, mask_id, reverse=False):
     """L_distill: mean over the slots U_y of KL(p_teacher || q(y)). y: the state k (n, L / B) of every block,
-    all blocks at once, so U_y is all that is masked. p_teacher is rebuilt by the teacher's head (V, C) from
-    the hidden row with which it revealed the token. It had seen more than y shows: the student learns to
-    decide earlier."""
+    all blocks at once, so U_y is every masked slot. p_teacher is rebuilt by the teacher's head (V, C) from
+    the hidden row that revealed the token: the student learns to decide as early as y."""
     tokens, block_size = batch["tokens"], block_size_of(model)
     k = k.to(tokens.device).repeat_interleave(block_size, 1)             # of each slot
     u_y = batch["rank"] >= k
@@ -199,8 +193,7 @@ def distillation_loss(model, teacher_head, batch, k, mask_id, reverse=False):
     with torch.autocast(tokens.device.type, enabled=False):
         p_teacher = mask_free(batch["hidden"][u_y].to(teacher_head.dtype) @ teacher_head.T, mask_id)
     masked = block_size - k % block_size                         # slots of the block
-    loss = kl(p_teacher, q, reverse) / masked[u_y]
-    return loss.sum() / (batch["live"] // block_size).sum()
+    return (kl(p_teacher, q, reverse) / masked[u_y]).sum() / (batch["live"] // block_size).sum()
 
 
 def consistency_loss(model, batch, mask_id, generator, reverse=False):
@@ -208,7 +201,7 @@ def consistency_loss(model, batch, mask_id, generator, reverse=False):
     block of each answer is half done, predict the later blocks as you will once it is complete."""
     tokens, rank, live = batch["tokens"], batch["rank"], batch["live"][:, None]
     block_size = block_size_of(model)
-    # The steps (n, 1) of the two states, and the slots that are masked in both.
+    # The steps (n, 1) of y and y*, and the slots that are masked in both.
     k = (torch.rand(len(tokens), 1, generator=generator).to(live.device) * live).long()
     k_star = (k // block_size + 1) * block_size
     s_y = (rank >= k_star) & (rank < live)
@@ -226,9 +219,8 @@ def consistency_loss(model, batch, mask_id, generator, reverse=False):
 def dlm_loss(model, batch, mask_id, block_causal):
     """L_dlm on reference answers, where the slots `masked` (n, L) are masks; `rate` (n, L) is t, with which
     each became one. The mean over answers of the summed cross-entropies of masked slots, each divided by t
-    and by the number of `counted` slots (n, L). With all counted and one t an answer, that is an upper bound
-    on the answer's negative log-likelihood per slot. block_causal: a student's attention, else a teacher's.
-    """
+    and by the number of `counted` slots (n, L). With all counted and one t an answer, this bounds the
+    answer's negative log-likelihood per slot. block_causal: a student's attention, else a teacher's."""
     answer = batch["answer"]
     where = batch["masked"] & batch["counted"]
     noisy = answer.masked_fill(batch["masked"], mask_id)
@@ -247,8 +239,8 @@ def dlm_loss(model, batch, mask_id, block_causal):
 @dataclass
 class Answer:
     """The answer of a request while it is filled in. tokens: prompt and slots. [first, last): the positions
-    of the open block, in its step number `steps`. n_cached: positions whose cached keys are final. revealed:
-    {slot: the hidden row (C,) that predicted it, if recorded}, in the order of the reveals."""
+    of the open block, `steps` steps old. n_cached: positions whose cached keys are final. revealed: {slot:
+    the hidden row (C,) that predicted it, if recorded}, in the order of the reveals."""
     request: Request
     mask_id: int
     block_size: int
@@ -272,25 +264,23 @@ class Answer:
 
 
 def trajectory(a, eos_id):
-    """How a recording decoder filled in an answer of L slots: the tokens (L,), the rank (L,) at which each
-    was revealed, the number of decoded slots `live`, and hidden (L, C) in 16 bit, the row from which each
-    token was revealed, as it enters the head. Behind the block that ends the text, every token is an end of
-    text, its rank is its place, and its hidden row is 0."""
-    tokens = torch.tensor(a.tokens[a.prompt:])
+    """How a recording decoder filled in an answer: its tokens (L,), their rank (L,), the number of decoded
+    slots `live`, and hidden (L, C) in 16 bit, the head's input when it predicted each token. Behind the block
+    that ends the text, tokens are ends of text, their rank is their place, and their hidden rows are 0."""
+    tokens, rank = torch.tensor(a.tokens[a.prompt:]), torch.arange(len(a.tokens) - a.prompt)
     slots, rows = list(a.revealed), torch.stack(list(a.revealed.values()))
-    rank = torch.arange(len(tokens))
     rank[slots] = torch.arange(len(slots))
     hidden = rows.new_zeros(len(tokens), rows.shape[1])
     hidden[slots] = rows
-    tokens = tokens.masked_fill(tokens == a.mask_id, eos_id)
+    tokens[tokens == a.mask_id] = eos_id
     return {"tokens": tokens, "rank": rank, "live": torch.tensor(len(slots)), "hidden": hidden}
 
 
 # -- decoding: one loop for student, teacher and dual cache --------------------------------------------------
 
 def choose(logits, request, slots):
-    """A token for each row of logits (n, V), which are of these slots, and its probability, which is always
-    that of temperature 1. A request that samples has the same noise for a slot in every step."""
+    """A token for each row of logits (n, V) of these slots, and its probability at temperature 1. A sampling
+    request has the same noise for a slot in every step."""
     streams = [stream(request.sampling.seed)] * len(slots)
     tokens = scores(logits, request.sampling, streams, slots).argmax(-1)
     confidence = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
@@ -298,10 +288,10 @@ def choose(logits, request, slots):
 
 
 def pick(confidence, n=1, threshold=None, order=ORDER):
-    """Which masked slots to reveal, by index into `confidence`: all above the threshold; if there are none,
-    or without a threshold, the first n (1 with a threshold) in `order`: the most confident ("surest"), or the
-    leftmost ("first"). Behind an open choice, such as how to begin a sentence, slots are guessed from a
-    mixture of what may follow, and the most confident of them is not reliable."""
+    """The masked slots to reveal, by index into `confidence`: all above the threshold; without a threshold,
+    n, and if none is above it, 1: the most confident ("surest"), or the leftmost ("first"). Behind an open
+    choice, such as the start of a sentence, slots are predicted from a mixture of all continuations, and the
+    most confident of them is not reliable."""
     slots = list(range(len(confidence)))
     if order == "surest":
         slots.sort(key=lambda i: -confidence[i])                 # ties to the left
@@ -313,17 +303,13 @@ def pick(confidence, n=1, threshold=None, order=ORDER):
 @dataclass
 class Decoder:
     """Answers requests block by block, with the engine's `stream` and `generate`. kind:
-
-        student  feeds the open block, and once the block before it, clean. The cache of the rest is exact.
+        student  feeds the open block, and once the finished block before it. The cache of the rest is exact.
         teacher  feeds the prompt and all slots, every time.
         dual     the teacher with stale keys: one whole forward when a block opens, then the block alone,
-                 against the cached keys of everything, masked slots behind it included (Fast-dLLM's dual
-                 cache). Approximate.
-
+                 against the cached keys of all positions (Fast-dLLM's dual cache). Approximate.
     threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
     token each). order: see `pick`. record: for `trajectory`, keep hidden rows and complete every block.
-    block_size: None for the one that the model was trained with. on_step(answer, revealed positions) is
-    called after every step. """
+    block_size: None for the model's. on_step(answer, revealed positions) is called after every step. """
     model: GPT
     mask_id: int
     kind: str = "student"
@@ -351,8 +337,8 @@ class Decoder:
 
     @torch.inference_mode()
     def stream(self, requests):
-        """Answer new requests, `max_new_tokens` slots each. Yields (request, tokens that are final up to the
-        first mask). Raises ValueError where a request does not fit the context."""
+        """Answer new requests, `max_new_tokens` slots each. Yields (request, new tokens before the first
+        mask). ValueError where a request does not fit the context."""
         check_requests(requests, self.model.config)
         for r in requests:
             r.state = Answer(r, self.mask_id, self.block_size)
@@ -391,9 +377,8 @@ class Decoder:
             return [(0, everything, everything)]
         if self.kind == "dual":
             return [(a.first - 1, a.last, everything)]
-        # When a block opens, the cached keys of the finished block are those of its last step, in which it
-        # still had masks. Feed it again, clean, in the same forward (at first: the prompt). Clean keys stay.
-        # The next forward overwrites those of the open block: some of its tokens are masks in this one.
+        # A finished block's cached keys are of its last step, in which it still had masks. Feed it again,
+        # clean, with the next block (at first: the prompt). The open block's keys are overwritten each step.
         return [(min(a.n_cached, a.first - 1), a.first, a.first), (a.first, a.last, a.last)]
 
     def segments(self, a):
@@ -405,8 +390,7 @@ class Decoder:
             yield Segment(a.request, a.tokens[start:end], start, keys, kind)
 
     def forward(self, active):
-        """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open
-        blocks, in the order of `active`, and the seconds that it took."""
+        """Hidden states (N, C) and logits (N, V) of the masked slots of all open blocks, and the seconds."""
         started = time.perf_counter()
         segments = [s for a in active for s in self.segments(a)]
         x = pack(segments, self.model.device)

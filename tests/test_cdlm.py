@@ -58,11 +58,6 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def pad_prompts(prompts):
-    """Lists of ids -> left-padded (n, width)."""
-    return train_cdlm.padded(prompts, max(map(len, prompts)))
-
-
 def at(trajectories, k):
     """State k (n,) of trajectories (n, L): the slots of rank < k hold their tokens."""
     return trajectories["tokens"].masked_fill(trajectories["rank"] >= k[:, None], MASK)
@@ -84,7 +79,7 @@ def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
 
 def test_masks_are_their_definitions():                                            # 1, 6
     width, length = 13, 20
-    positions, blocks = cdlm.layout(pad_prompts([[3] * n for n in (1, 5, width)]), length, B)
+    positions, blocks = cdlm.layout(train_cdlm.padded([[3] * n for n in (1, 5, width)]), length, B)
     for row, p in enumerate((1, 5, width)):
         first = width - p
         number = torch.tensor([0] * p + [1 + i // B for i in range(length)])
@@ -100,11 +95,8 @@ def test_later_blocks_do_not_reach_back(model):                                 
     slots = torch.randint(0, 60, (L,), generator=seeded()).tolist()
     for end in range(B, L, B):
         other = slots[:end] + [(t + 1) % 60 for t in slots[end:]]
-        one, two = dense(model, PROMPTS[0], slots), dense(model, PROMPTS[0], other)
-        assert torch.equal(one[:end], two[:end])
-        assert not torch.equal(one[end:], two[end:])
-    one, two = (dense(model, PROMPTS[0], x, block_size=L) for x in (slots, slots[:-1] + [0]))
-    assert not torch.allclose(one[1], two[1])                # one block is bidirectional
+        changed = (dense(model, PROMPTS[0], slots) != dense(model, PROMPTS[0], other)).any(-1)
+        assert not changed[:end].any() and changed[end + 1:].all()
 
 
 @pytest.mark.parametrize("size", [0, 4])
@@ -112,7 +104,7 @@ def test_two_copies_train_every_block_as_decoding_meets_it(model, size):
     """In blocks of the model's size; 0: its config does not say one."""
     own = toy_model(n_layer=3, diffusion_block_size=size)
     own.load_state_dict(model.state_dict())
-    prompt = pad_prompts(PROMPTS)
+    prompt = train_cdlm.padded(PROMPTS)
     clean = torch.randint(0, 60, (len(PROMPTS), L), generator=seeded())
     noisy = clean.masked_fill(torch.rand(clean.shape, generator=seeded()) < 0.5, MASK)
     with torch.inference_mode():
@@ -289,7 +281,7 @@ def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(model
     free = requests(PROMPTS[:2])
     decoded(model, kind, free, threshold=threshold)
     out_of_order = 0
-    for prompt, request, slots in zip(PROMPTS, free, filled(free)):
+    for prompt, slots in zip(PROMPTS, filled(free)):
         for eos in sorted(set(slots))[::3]:
             [r], [block] = requests([prompt], stop=[eos]), requests([prompt], stop=[eos])
             decoded(model, kind, [r], threshold=threshold)
@@ -300,8 +292,7 @@ def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(model
             end = math.ceil(len(want) / B) * B
             assert filled([block])[0] == slots[:end] + [MASK] * (L - end)
             assert set(filled([r])[0][end:]) <= {MASK}
-            steps = [len(x.generation.steps) for x in (r, block, request)]
-            assert steps == sorted(steps)
+            assert len(r.generation.steps) <= len(block.generation.steps)
             out_of_order += MASK in filled([r])[0][:end]
     assert out_of_order or threshold is not None
 
@@ -363,7 +354,7 @@ def test_bad_decoding_is_refused(model, settings, length, message):
 
 def collected(model, asked, order="surest"):
     decoder = cdlm.Decoder(model, MASK, "teacher", order=order, batch_size=2, record=True)
-    return train_cdlm.ready(train_cdlm.collect(decoder, asked, 40), "cpu")
+    return train_cdlm.ready(train_cdlm.collect(decoder, asked), "cpu")
 
 
 @pytest.fixture(scope="module")
