@@ -200,19 +200,18 @@ def collect_trajectories(args, tokenizer, example, folder, teacher):
     """The trajectories of the model in the folder `teacher` as one {name: tensor (n, ..)}, see `collect`;
     missing shards are made."""
     model = checkpoints.load(teacher, args.device, fast_dtype(args.device))
-    training.same_settings(folder, prompts=args.prompts, seed=args.seed, order=args.order,
-                           temperatures=args.temperatures, block_size=args.block_size,
-                           teacher=checkpoints.fingerprint(model))
+    # Students of all seeds share them: a problem's number is the seed of its answer.
+    training.same_settings(folder, prompts=args.prompts, order=args.order, temperatures=args.temperatures,
+                           block_size=args.block_size, teacher=checkpoints.fingerprint(model))
     decoder = cdlm.Decoder(model, tokenizer.mask_id, "teacher", order=args.order, batch_size=args.batch,
                            record=True, block_size=args.block_size)
-    first = args.seed * 1000003
-    cells = [(first + i, temperature) for i in range(args.prompts) for temperature in args.temperatures]
+    cells = [(number, temperature) for number in range(args.prompts) for temperature in args.temperatures]
     shards = []
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
         file = f"{folder}/{start // SHARD:05d}.safetensors"
         if not os.path.exists(file):
-            requests = [Request(example(seed)[0], cdlm.GEN_LENGTH, Sampling(t, seed=seed), tokenizer.ends)
-                        for seed, t in cells[start:start + SHARD]]
+            requests = [Request(example(n)[0], cdlm.GEN_LENGTH, Sampling(t, seed=n), tokenizer.ends)
+                        for n, t in cells[start:start + SHARD]]
             with replaced(file) as temporary:
                 save_file(collect(decoder, requests, args.prompt_length), temporary)
         shards.append(read_tensors(file))

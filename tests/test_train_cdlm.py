@@ -260,7 +260,8 @@ def test_all_stages_lower_their_losses(trained):
 ARMS = {                         # an ablation's options, and the losses in its log
     "distill": (["--weights", "1", "0", "0.01"], ["distill", "dlm"]),
     "cons": (["--weights", "0", "1", "0"], ["cons"]),
-    "reverse": (["--reverse-kl"], ["distill", "cons", "dlm"])}
+    "reverse": (["--reverse-kl"], ["distill", "cons", "dlm"]),
+    "seed": (["--seed", "8"], ["distill", "cons", "dlm"])}
 
 
 @pytest.mark.parametrize("name", ARMS)
@@ -358,7 +359,7 @@ def test_trajectory_files(trained):                                             
 
 
 @pytest.mark.parametrize("more, message", [
-    (["--seed", "8"], "begun with seed 7, not 8; use another folder or the same settings"),
+    (["--prompts", "4"], "begun with prompts 3, not 4; use another folder or the same settings"),
     (["--order", "first"], "begun with order surest, not first"),
     (["--temperatures", "0"], r"begun with temperatures \[0.0, 0.5\], not \[0.0\]"),
     (["--teacher", "{toy}"], "trajectories.* was begun with teacher .*, not ")])
