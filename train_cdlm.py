@@ -1,17 +1,17 @@
-"""Train CDLM: a diffusion model from the target (the teacher), what it does, and from that the block-causal
-student.
+"""Train CDLM: a diffusion model from the target (the teacher), its trajectories, and from these the student.
 
     python train_cdlm.py --out mine/cdlm                         # all three stages, hours
-    # an ablation, from the same teacher
+    # an ablation: another student from the same teacher and trajectories
     python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill
+    # students of the shipped teacher, here from trajectories in reading order
+    python train_cdlm.py --out mine/first --teacher checkpoints/cdlm/teacher --order first
     # another model: its answers to prompts, then the same
     python -m minispec.data.rollouts --target FOLDER --out mine/answers --prompt-file prompts.jsonl
     python train_cdlm.py --out mine/cdlm --target FOLDER --answers mine/answers
 
     teacher        OUT/teacher: the target's weights, trained to fill in masks; every slot sees all others
     trajectories   OUT/trajectories: the teacher answers training prompts, one token a step, the most
-                   confident first; stored are the tokens, their ranks, and the hidden rows that they were
-                   revealed from
+                   confident slot first; stored are tokens, ranks and hidden rows (cdlm.trajectory)
     student        OUT/student: the teacher's weights, trained on the trajectories with three losses
 
 Learning rates peak at 1e-3 (teacher) and 2e-4 (student), unless --lr says otherwise. Interrupt it at any
@@ -21,7 +21,6 @@ A target without a mask token gets one: OUT/target is a copy with it.
 """
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import minispec  # before torch: it tunes the allocator
@@ -38,14 +37,13 @@ from minispec.data.tokenizer import MASK, Tokenizer
 from minispec.tools import checkpoints, training
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 from minispec.tools.script import Parser, run_main
-from minispec.tools.training import Run, bf16, fast_dtype, generator_of, locked, schedule
+from minispec.tools.training import Run, bf16, fast_dtype, generator_of, locked
 
 BLOCK_SIZES = (4, 8, 16, 32)     # B; they divide cdlm.GEN_LENGTH
 BLOCK_WARMUP = 0.5               # of the teacher's steps have block-causal attention
 IN_ORDER = 0.6                   # of the blocks are masked in reading order: see `cdlm.turns`
-TEMPERATURES = (0.0, 0.5)        # each problem has a trajectory at either
 SHARD = 32                       # trajectories in a file
-HELDOUT = 8                      # examples of a held-out loss
+HELDOUT = 15                     # examples of the held-out loss
 
 
 def parse_args():
@@ -54,6 +52,7 @@ def parse_args():
     add = p.add_argument
     add("--target", default=minispec.SHIPPED,
         help="the autoregressive model that the teacher starts from (default %(default)s)")
+    add("--teacher", metavar="DIR", help="a trained teacher (default: train OUT/teacher)")
     add("--answers", metavar="DIR",
         help="the target's answers to prompts (default: problems of our families, with their solutions)")
     add("--prompt-length", type=int, default=tasks.LONGEST_PROMPT,
@@ -64,9 +63,14 @@ def parse_args():
         help="optimiser steps of teacher and student (default %(default)s)")
     add("--batch", type=int, default=16, help="answers a step (default %(default)s)")
     add("--prompts", type=int, default=4000, help="prompts with trajectories (default %(default)s)")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.5], metavar="T",
+        help="of the trajectories of each prompt (default 0 0.5)")
+    add("--order", choices=cdlm.ORDERS, default="surest",
+        help="slot that a trajectory reveals next (default %(default)s)")
     add("--name", default="student", help="the student's folder in --out (default %(default)s)")
     add("--weights", type=float, nargs=3, default=[1.0, 0.5, 0.01], metavar=("DISTILL", "CONS", "DLM"),
         help="of the student's losses (default 1 0.5 0.01)")
+    add("--reverse-kl", action="store_true", help="distillation and consistency by KL(student || goal)")
     args = training.parsed(p)
     if not any(args.weights):
         raise ValueError("weights 0 0 0 leave nothing to train for; at least one must be above 0")
@@ -75,17 +79,43 @@ def parse_args():
 
 # -- data: an example is (prompt ids, answer ids (L,), filled up with ends of text) --------------------------
 
-def problem(args, tokenizer, n, family=None, split="train"):
-    """Problem number n of our families, in turn or of one."""
-    family = family or tasks.FAMILIES[n % len(tasks.FAMILIES)]
-    return tasks.fitting(tokenizer, family, n, split, cdlm.GEN_LENGTH, args.prompt_length)[1:]
+def examples_of(args, tokenizer):
+    """example(n, split="train"): number n, for ever, of the --answers or of our families' problems."""
+    if args.answers:
+        return answered(args, tokenizer)
+    if not tokenizer.ours:
+        raise ValueError(f"{args.target} needs --answers DIR; this makes some: python -m "
+                         f"minispec.data.rollouts --target {args.target} --out DIR")
+    if args.prompt_length < tasks.LONGEST_PROMPT:
+        raise ValueError(f"prompt-length must be {tasks.LONGEST_PROMPT} or more without --answers, got "
+                         f"{args.prompt_length}")
+
+    def problem(n, split="train"):
+        family = tasks.FAMILIES[n % len(tasks.FAMILIES)]
+        return tasks.fitting(tokenizer, family, n, split, cdlm.GEN_LENGTH)[1:]
+    return problem
 
 
-def read_answers(args, tokenizer, kind):
-    """Examples of the shards of a kind that rollouts.py wrote. An answer is cut to L slots; one that neither
-    fills them nor ends was given up in a loop, and is left out."""
+def answered(args, tokenizer):
+    """The same from the answers that rollouts.py wrote. ValueError where they are another target's."""
+    settings = f"{args.answers}/settings.json"
+    with blame(settings):
+        target = checkpoints.fingerprint(checkpoints.load(args.target))
+        training.unchanged(read_json(settings), {"target": target})
+    rows = {"train": read_answers(args, tokenizer, "train", "given"),
+            "heldout": read_answers(args, tokenizer, "heldout")}
+    if not all(rows.values()):
+        raise ValueError(f"{args.answers} lacks answers to prompts of at most {args.prompt_length} tokens")
+    args.prompts = min(args.prompts, len(rows["train"]))
+    return lambda n, split="train": rows[split][n % len(rows[split])]
+
+
+def read_answers(args, tokenizer, *kinds):
+    """Examples of the shards of these kinds. An answer is cut to L slots; one that neither fills them nor
+    ends was given up in a loop, and is left out."""
     examples = []
-    for file in sorted(Path(args.answers).glob(f"{kind}-*.safetensors")):
+    files = [file for kind in kinds for file in Path(args.answers).glob(f"{kind}-*.safetensors")]
+    for file in sorted(files):
         with blame(file), opened(file) as tensors:
             for i in sorted({name.split(".")[0] for name in tensors.keys()}):
                 ids, learn = (tensors.get_tensor(f"{i}.{name}") for name in ("ids", "learn"))
@@ -103,34 +133,10 @@ def padded(prompts, width=0):
 
 
 def ready(batch, device):
-    """The tensors of a batch on the device, without what is padding in all prompts."""
+    """The tensors of a batch on the device, without the columns that are padding in all prompts."""
     batch = {name: x.to(device) for name, x in batch.items()}
     batch["prompt"] = batch["prompt"][:, (batch["prompt"] != cdlm.PADDING).any(0)]
     return batch
-
-
-def examples_of(args, tokenizer):
-    """(n -> training example number n, {name: held-out examples})."""
-    if not args.answers:
-        if not tokenizer.ours:
-            raise ValueError(f"{args.target} needs --answers DIR; this makes some: python -m "
-                             f"minispec.data.rollouts --target {args.target} --out DIR")
-        if args.prompt_length < tasks.LONGEST_PROMPT:
-            raise ValueError(f"prompt-length must be {tasks.LONGEST_PROMPT} or more without --answers, got "
-                             f"{args.prompt_length}")
-        heldout = {family: [problem(args, tokenizer, n, family, "heldout") for n in range(HELDOUT)]
-                   for family in tasks.FAMILIES}
-        return partial(problem, args, tokenizer), heldout
-    target = checkpoints.fingerprint(checkpoints.load(args.target))
-    settings = f"{args.answers}/settings.json"
-    with blame(settings):
-        training.unchanged(read_json(settings), {"target": target})
-    train, given, heldout = (read_answers(args, tokenizer, kind) for kind in ("train", "given", "heldout"))
-    train += given
-    if not train or not heldout:
-        raise ValueError(f"{args.answers} lacks answers to prompts of at most {args.prompt_length} tokens")
-    args.prompts = min(args.prompts, len(train))
-    return (lambda n: train[n % len(train)]), {"heldout": heldout[:HELDOUT]}
 
 
 def reference_batch(model, examples, block_causal, generator, in_order=0.0):
@@ -160,7 +166,7 @@ def with_mask(source, folder):
     state = old.state_dict()
     for name in ("embed.weight", "head.weight"):
         state[name] = torch.cat([state[name], state[name].mean(0, keepdim=True)])
-    # Filled-up answers have one end of text, whichever the target may have written.
+    # Answers are filled up with one end of text, also where the target knows several.
     new = GPT(replace(old.config, vocab_size=old.config.vocab_size + 1, eos_id=tokenizer.ends[0]))
     new.to(old.dtype).load_state_dict(state)
     checkpoints.save(new, folder, source)
@@ -174,25 +180,13 @@ def with_mask(source, folder):
 # -- trajectories --------------------------------------------------------------------------------------------
 
 def collect(decoder, requests, width=0):
-    """What a recording decoder does to answer requests of L slots, as tensors (n, ..): the prompts, the
-    tokens (n, L), the rank (n, L) at which each was revealed, how many slots were decoded: `live` (n,), and
-    hidden (n, L, C) in 16 bit, the row from which each token was revealed, as it enters the head. Behind the
-    block that ends the text, every token is an end of text, its rank is its place, and its hidden row is
-    0."""
+    """The trajectories of a recording decoder that answers these requests: the padded prompts, and the
+    fields of `cdlm.trajectory`, stacked."""
     decoder.generate(requests)
-    config = decoder.model.config
-    answers = [request.state for request in requests]
-    tokens = torch.tensor([a.tokens[a.prompt:] for a in answers])
-    hidden = torch.zeros(*tokens.shape, config.d_model, dtype=torch.float16)
-    for rows, a in zip(hidden, answers):
-        rows[list(a.hidden)] = torch.stack(list(a.hidden.values()))
-    return {
-        "prompt": padded([a.tokens[:a.prompt] for a in answers], width),
-        "tokens": tokens.masked_fill(tokens == decoder.mask_id, config.eos_id),
-        "rank": torch.tensor([a.rank for a in answers]),
-        "live": torch.tensor([a.n_revealed for a in answers]),
-        "hidden": hidden,
-    }
+    answers = [r.state for r in requests]
+    rows = [cdlm.trajectory(a, decoder.model.config.eos_id) for a in answers]
+    data = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    return {"prompt": padded([a.tokens[:a.prompt] for a in answers], width), **data}
 
 
 def passed_over(rank, live):
@@ -203,48 +197,39 @@ def passed_over(rank, live):
 
 
 def collect_trajectories(args, tokenizer, example, folder, teacher):
-    """The answers of the model in the folder `teacher`, in shards; returns them as `load_trajectories`
-    does."""
+    """The trajectories of the model in the folder `teacher` as one {name: tensor (n, ..)}, see `collect`;
+    missing shards are made."""
     model = checkpoints.load(teacher, args.device, fast_dtype(args.device))
-    training.same_settings(folder, prompts=args.prompts, seed=args.seed, order="surest",
-                           teacher=checkpoints.fingerprint(model), block_size=args.block_size)
-    # In reading order, the rank of a token would only repeat its place.
-    decoder = cdlm.Decoder(model, tokenizer.mask_id, "teacher", order="surest", batch_size=args.batch,
+    # Students of all seeds share them: a problem's number is the seed of its answer.
+    training.same_settings(folder, prompts=args.prompts, order=args.order, temperatures=args.temperatures,
+                           block_size=args.block_size, teacher=checkpoints.fingerprint(model))
+    decoder = cdlm.Decoder(model, tokenizer.mask_id, "teacher", order=args.order, batch_size=args.batch,
                            record=True, block_size=args.block_size)
-    cells = [(number, temperature) for number in range(args.prompts) for temperature in TEMPERATURES]
+    cells = [(number, temperature) for number in range(args.prompts) for temperature in args.temperatures]
+    shards = []
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
         file = f"{folder}/{start // SHARD:05d}.safetensors"
-        if os.path.exists(file):
-            continue
-        requests = []
-        for number, temperature in cells[start:start + SHARD]:
-            seed = args.seed * 1000003 + number
-            prompt, _ = example(seed)
-            sampling = Sampling(temperature, seed=seed)
-            requests.append(Request(prompt, cdlm.GEN_LENGTH, sampling, tokenizer.ends))
-        with replaced(file) as temporary:
-            save_file(collect(decoder, requests, args.prompt_length), temporary)
-    data = load_trajectories(folder)
+        if not os.path.exists(file):
+            requests = [Request(example(n)[0], cdlm.GEN_LENGTH, Sampling(t, seed=n), tokenizer.ends)
+                        for n, t in cells[start:start + SHARD]]
+            with replaced(file) as temporary:
+                save_file(collect(decoder, requests, args.prompt_length), temporary)
+        shards.append(read_tensors(file))
+    with blame(folder):
+        data = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
     share = passed_over(data["rank"], data["live"])
     print(f"{len(data['live'])} trajectories; {share:.0%} of the reveals left a masked slot to the left")
     return data
 
 
-def load_trajectories(folder):
-    """The shards of a folder as one: {name: tensor (n, ..)}, see `collect`."""
-    shards = [read_tensors(file) for file in sorted(Path(folder).glob("*.safetensors"))]
-    with blame(folder):
-        return {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
-
-
 # -- teacher and student -------------------------------------------------------------------------------------
 
-def train(args, mask_id, examples, folder, source, lr, weights, data=None):
+def train(args, mask_id, example, folder, source, lr, weights, data=None):
     """Train the model in the folder `source`. weights: of the three losses; data: a student's trajectories.
 
     A teacher has the last loss alone. It begins block-causally, all blocks of an answer in one forward,
-    because most of what a mask must learn is the same when every slot sees all others; then as it is used."""
-    example, heldout = examples
+    because most of what a mask must learn is the same when every slot sees all others; then with its own
+    attention."""
     model = checkpoints.load(source, args.device, torch.float32)
     model.config.diffusion_block_size = args.block_size
     if cdlm.GEN_LENGTH + args.prompt_length > model.config.block_size:
@@ -252,60 +237,58 @@ def train(args, mask_id, examples, folder, source, lr, weights, data=None):
                          f"the context of {model.config.block_size}")
     weights = dict(zip(("distill", "cons", "dlm"), weights))
     teacher_head = model.head.weight.detach().clone()
-    if data:
-        plan = schedule(args.seed, [1] * len(data["live"]), args.batch, args.steps * args.batch)
     run = Run(args, folder, model, args.steps, args.lr or lr, muon=True)
     for step in run.steps():
-        generator = generator_of(args, step)
+        g = generator_of(args, step)
         block_causal = bool(data) or step < args.steps * BLOCK_WARMUP
         if data:
-            numbers, _ = plan[step]
+            numbers = torch.randint(len(data["live"]), (args.batch,), generator=g)
             batch = ready({name: x[numbers] for name, x in data.items()}, args.device)
         # The losses; one of weight 0 is not computed.
         losses = {}
         with bf16(args.device):
             if weights["distill"]:
-                k = cdlm.draw_states(batch["live"], cdlm.GEN_LENGTH, args.block_size, generator)
-                losses["distill"] = cdlm.distillation_loss(model, teacher_head, batch, k, mask_id)
+                k = cdlm.draw_states(batch["live"], cdlm.GEN_LENGTH, args.block_size, g)
+                losses["distill"] = cdlm.distillation_loss(model, teacher_head, batch, k, mask_id,
+                                                           args.reverse_kl)
             if weights["cons"]:
-                losses["cons"] = cdlm.consistency_loss(model, batch, mask_id, generator)
+                losses["cons"] = cdlm.consistency_loss(model, batch, mask_id, g, args.reverse_kl)
             if weights["dlm"]:
-                numbers = torch.randint(1 << 40, (args.batch,), generator=generator).tolist()
-                some = reference_batch(model, map(example, numbers), block_causal, generator, IN_ORDER)
-                losses["dlm"] = cdlm.dlm_loss(model, some, mask_id, block_causal)
+                numbers = torch.randint(1 << 40, (args.batch,), generator=g).tolist()
+                references = reference_batch(model, map(example, numbers), block_causal, g, IN_ORDER)
+                losses["dlm"] = cdlm.dlm_loss(model, references, mask_id, block_causal)
         # One step of the optimiser on their weighted sum.
         loss = sum(weights[name] * x for name, x in losses.items())
         loss.backward()
         run.update((step + 1) / args.steps, **losses, loss=loss)
         if run.checkpoint_due():
             checkpoints.save(model, folder, source)
-            run.checkpoint(heldout=evaluate(model, heldout, mask_id, block_causal))
+            run.checkpoint(heldout=evaluate(model, example, mask_id, block_causal))
 
 
 @torch.no_grad()
-def evaluate(model, heldout, mask_id, block_causal):
-    """The held-out losses by name. Always the same examples, rates and masks, as long as the objective is the
-    same."""
-    losses = {}
-    for name, examples in heldout.items():
-        batch = reference_batch(model, examples, block_causal, torch.Generator().manual_seed(0))
-        losses[name] = round(cdlm.dlm_loss(model, batch, mask_id, block_causal).item(), 4)
-    return losses
+def evaluate(model, example, mask_id, block_causal):
+    """The masked loss of held-out examples, always the same ones with the same masks."""
+    examples = [example(n, "heldout") for n in range(HELDOUT)]
+    batch = reference_batch(model, examples, block_causal, torch.Generator().manual_seed(0))
+    return round(cdlm.dlm_loss(model, batch, mask_id, block_causal).item(), 4)
 
 
 def main():
     args = parse_args()
     target = with_mask(args.target, f"{args.out}/target")
     tokenizer = Tokenizer.load(target)
-    examples = examples_of(args, tokenizer)
-    shared = args, tokenizer.mask_id, examples
+    example = examples_of(args, tokenizer)
     teacher, trajectories, student = (f"{args.out}/{name}" for name in ("teacher", "trajectories", args.name))
-    with locked(teacher):
-        train(*shared, teacher, target, 1e-3, (0, 0, 1))
+    if args.teacher:
+        teacher = args.teacher
+    else:
+        with locked(teacher):
+            train(args, tokenizer.mask_id, example, teacher, target, 1e-3, (0, 0, 1))
     with locked(trajectories):
-        data = collect_trajectories(args, tokenizer, examples[0], trajectories, teacher)
+        data = collect_trajectories(args, tokenizer, example, trajectories, teacher)
     with locked(student):
-        train(*shared, student, teacher, 2e-4, args.weights, data)
+        train(args, tokenizer.mask_id, example, student, teacher, 2e-4, args.weights, data)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ all masked slots at once. One GPT body decodes in three ways, which differ in th
     student         a row sees the prompt, the     several tokens a forward,        exact cache of prompt and
                     finished and its own block     B rows                           finished blocks
 
-The student starts from the teacher's weights. From an early state of a block it learns to predict what the
-teacher predicted at the later, better informed step at which it revealed each token.
+The student starts from the teacher's weights. From an early state of a block it learns to predict the
+distributions from which the teacher revealed its tokens later, when it saw more of the block.
 
 Glossary: P prompt tokens, L answer slots (`gen_length`), B slots of a block (`block_size`), n answers in a
 batch, C model width, V vocabulary. rank (n, L): the order in which slots were revealed. y: state k of a
@@ -18,13 +18,14 @@ the block that is open in y is complete. U_y: slots masked in y but not in y*. S
 student. The paper's tau is `threshold`.
 
 What differs from the paper:
-  - If no slot is above the threshold, the first masked slot is revealed, not the most confident: see `pick`.
-    Trajectories for training are recorded in the paper's order, the most confident slot first.
+  - The threshold is 0.99, not 0.9, and if no slot is above it, the first masked slot is revealed, not the
+    most confident: see `pick`. Trajectories are recorded most confident slot first, as in the paper.
   - The row of a slot predicts the token behind it, as in the autoregressive model that the weights come from
     (and in Dream; in LLaDA it predicts its own slot). The row before a block predicts its first slot, so it
     is fed once more with the block.
-  - All blocks of an answer are trained in one forward: see `two_copies`.
-  - The shipped student learned consistency inside the block; here the loss is as printed.
+  - L_distill and L_dlm train all blocks of an answer in one forward, each behind clean ones: see
+    `two_copies`. A part of the masks of L_dlm follows the text: see `turns`. No LoRA: all weights learn.
+  - The shipped student learned L_cons inside the block, with L_dlm at weight 1; here L_cons is as printed.
 """
 import time
 from dataclasses import dataclass
@@ -58,224 +59,6 @@ def block_size_of(model):
     return model.config.diffusion_block_size or BLOCK_SIZE
 
 
-# -- decoding: one loop for student, teacher and dual cache --------------------------------------------------
-
-@dataclass
-class Answer:
-    """The answer of a request while it is filled in. tokens: prompt and slots. [first, last): the positions
-    of the open block. n_cached: positions whose cached keys are final. rank (L,): when each slot was
-    revealed, or its place. hidden: {slot: (C,)}, the rows from which they were, if recorded. """
-    request: Request
-    mask_id: int
-    block_size: int
-
-    def __post_init__(self):
-        slots = self.request.max_new_tokens
-        self.prompt = len(self.request.tokens)
-        self.tokens = self.request.tokens + [self.mask_id] * slots
-        self.rank = list(range(slots))
-        self.hidden = {}
-        self.n_revealed = self.n_cached = 0
-        self.last = self.prompt
-        self.open_block()
-
-    def open_block(self):
-        self.first = self.last
-        self.last = min(self.first + self.block_size, len(self.tokens))
-        self.steps = 0
-
-    def masked(self):
-        """Positions of the open block that are still masked."""
-        return [i for i in range(self.first, self.last) if self.tokens[i] == self.mask_id]
-
-    def reveal(self, position, token):
-        self.tokens[position] = token
-        self.rank[position - self.prompt] = self.n_revealed
-        self.n_revealed += 1
-
-
-def choose(logits, request, slots):
-    """A token for each row of logits (n, V), which are of these slots, and its probability, which is always
-    that of temperature 1. A request that samples has the same noise for a slot in every step."""
-    streams = [stream(request.sampling.seed)] * len(slots)
-    tokens = scores(logits, request.sampling, streams, slots).argmax(-1)
-    confidence = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return tokens.tolist(), confidence.tolist()
-
-
-def pick(confidence, n=1, threshold=None, order=ORDER):
-    """Which masked slots to reveal, by index into `confidence`: all above the threshold; if there are none,
-    or without a threshold, the first n (1 with a threshold) in `order`: the most confident ("surest"), or the
-    leftmost ("first"). Behind an open choice, such as how to begin a sentence, slots are guessed from a
-    mixture of what may follow, and the most confident of them is not reliable."""
-    slots = list(range(len(confidence)))
-    if order == "surest":
-        slots.sort(key=lambda i: -confidence[i])                 # ties to the left
-    # Without a threshold, a fixed number a step; with one, all that are sure, at least one.
-    if threshold is None:
-        return slots[:n]
-    return [i for i in slots if confidence[i] > threshold] or slots[:1]
-
-
-@dataclass
-class Decoder:
-    """Answers requests block by block, with the engine's `stream` and `generate`. kind:
-
-        student  feeds the open block, and once the block before it, clean. The cache of the rest is exact.
-        teacher  feeds the prompt and all slots, every time.
-        dual     the teacher with stale keys: one whole forward when a block opens, then the block alone,
-                 against the cached keys of everything, masked slots behind it included (Fast-dLLM's dual
-                 cache). Approximate.
-
-    threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
-    token each). order: see `pick`. record: keep the hidden rows, and complete every block, for `collect`.
-    block_size: None for the one that the model was trained with. on_step(answer, revealed positions) is
-    called after every step. """
-    model: GPT
-    mask_id: int
-    kind: str = "student"
-    threshold: float = None
-    steps_a_block: int = None
-    order: str = ORDER
-    batch_size: int = 1
-    record: bool = False
-    block_size: int = None
-    on_step = None
-
-    def __post_init__(self):
-        if self.threshold is not None and not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold {self.threshold} is out of range; "
-                             "allowed is 0 (a block per step) to 1 (a token per step)")
-        self.block_size = self.block_size or block_size_of(self.model)
-        self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}   # prefill: all clean rows
-        self.counts = {"forwards": 0, "tokens_fed": 0, "tokens_kept": 0}       # one forward for a whole batch
-
-    def generate(self, requests):
-        """Answer the requests and return their generations, in order."""
-        for _ in self.stream(requests):
-            pass
-        return [r.generation for r in requests]
-
-    @torch.inference_mode()
-    def stream(self, requests):
-        """Answer new requests, `max_new_tokens` slots each. Yields (request, tokens that are final up to the
-        first mask). Raises ValueError where a request does not fit the context."""
-        check_requests(requests, self.model.config)
-        for r in requests:
-            r.state = Answer(r, self.mask_id, self.block_size)
-            r.blocks = None
-        # A cache for this stream alone: one that was left in the middle cannot be in the way.
-        n_slots = whole_blocks(max((r.longest for r in requests), default=0))
-        n_slots *= min(self.batch_size, len(requests))
-        self.cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
-        left = [r.state for r in requests]
-        while True:
-            started = time.perf_counter()
-            # 0. Finished answers make room; the caller may have cancelled others.
-            for a in left:
-                if a.request.finished and a.request.blocks:
-                    self.cache.close(a.request.blocks)
-            left = [a for a in left if not a.request.finished]
-            if not left:
-                return
-            # 1. Fill the batch.
-            active = left[:self.batch_size]
-            for a in active:
-                a.request.blocks = a.request.blocks or self.cache.open(len(a.tokens))
-            # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
-            hidden, logits, seconds = self.forward(active)
-            committed = self.settle(active, hidden, logits, seconds / len(active))
-            self.seconds["other"] += time.perf_counter() - started - seconds
-            yield from committed
-
-    def window(self, a):
-        """The segments that this answer feeds now: here alone student, teacher and dual cache differ."""
-        everything = len(a.tokens)
-        if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
-            return [self._segment(a, 0, everything, everything)]
-        if self.kind == "dual":
-            return [self._segment(a, a.first - 1, a.last, everything)]
-        # When a block opens, the cached keys of the finished block are those of its last step, in which it
-        # still had masks. Feed it again, clean, in the same forward (at first: the prompt). Clean keys stay.
-        # The next forward overwrites those of the open block: some of its tokens are masks in this one.
-        start = min(a.n_cached, a.first - 1)
-        return [self._segment(a, start, a.first, a.first, "prefill"),
-                self._segment(a, a.first, a.last, a.last)]
-
-    def _segment(self, a, start, end, seen, kind="verify"):
-        sees = torch.ones(end - start, seen, dtype=torch.bool)           # all rows alike, also behind them
-        keys = FullKeys(self.cache, a.request.blocks, start, end - start, tail=sees)
-        return Segment(a.request, a.tokens[start:end], start, keys, kind)
-
-    def forward(self, active):
-        """One packed pass. Returns hidden states (N, C) and logits (N, V) of the masked slots of all open
-        blocks, in the order of `active`, and the seconds that it took."""
-        started = time.perf_counter()
-        segments = [s for a in active for s in self.window(a)]
-        x = pack(segments, self.model.device)
-        # The row before a slot predicts it.
-        rows = []
-        for s, (first, _, _) in zip(segments, x.segments):
-            if s.kind == "verify":
-                rows += [first + slot - 1 - s.start for slot in s.request.state.masked()]
-        hidden = self.model(x.tokens, x.positions, x.attend)[rows]
-        logits = mask_free(self.model.logits(hidden), self.mask_id)
-        check_numbers(logits)                            # this waits for a GPU
-        # What it took: clean rows are prefill, the others find tokens.
-        seconds = time.perf_counter() - started
-        for s in segments:
-            self.seconds[s.kind] += seconds * len(s.tokens) / len(x.tokens)
-        self.counts["forwards"] += 1
-        self.counts["tokens_fed"] += len(x.tokens)
-        return hidden, logits, seconds
-
-    def settle(self, active, hidden, logits, seconds):
-        """Reveal slots of every open block and commit what became final. Returns [(request, tokens)]."""
-        counts = [len(a.masked()) for a in active]
-        committed = []
-        for a, hidden, logits in zip(active, hidden.split(counts), logits.split(counts)):
-            masked = a.masked()
-            tokens, confidence = choose(logits, a.request, masked)
-            # Without a threshold, the block's slots are spread over its steps, early steps first.
-            size = a.last - a.first
-            share, rest = divmod(size, self.steps_a_block or size)
-            picked = pick(confidence, share + (a.steps < rest), self.threshold, self.order)
-            for i in picked:
-                a.reveal(masked[i], tokens[i])
-                if self.record:
-                    a.hidden[masked[i] - a.prompt] = hidden[i].to("cpu", torch.float16, copy=True)
-            # What lies before the block was fed clean, so its keys are final.
-            a.steps += 1
-            a.n_cached = a.first
-            if self.on_step:
-                self.on_step(a, [masked[i] for i in picked])
-            committed.append((a.request, self._commit(a, seconds)))
-        return committed
-
-    def _commit(self, a, seconds):
-        """Hand on what is final, up to the first mask or end of text; then see what is done."""
-        g, eos = a.request.generation, a.request.stop_ids
-        done = len(a.request.tokens)
-        # Slots are revealed in any order; what is handed on is the text up to the first gap.
-        stop = next((i for i in range(a.prompt, a.last) if a.tokens[i] in eos), len(a.tokens))
-        mask = next((i for i in range(done, a.last) if a.tokens[i] == self.mask_id), a.last)
-        kept = a.tokens[done:min(mask, stop + 1)]
-        g.steps.append(Step(len(g.token_ids), 0, 0, len(kept), self.kind, 0.0, seconds))
-        g.token_ids += kept
-        g.who += ["plain"] * len(kept)
-        a.request.tokens += kept
-        self.counts["tokens_kept"] += len(kept)
-        # An end of text ends the answer only when no mask is left before it.
-        complete = not a.masked()
-        if stop < mask and (complete or not self.record):
-            g.finish = "stop"
-        elif complete and a.last == len(a.tokens):
-            g.finish = "length"
-        elif complete:
-            a.open_block()
-        return kept
-
-
 # -- attention masks of whole sequences, for training --------------------------------------------------------
 
 def layout(prompt, gen_length, block_size):
@@ -302,7 +85,7 @@ def block_causal(blocks):
 def two_copies(blocks, gen_length):
     """Mask (n, 1, T + L, T + L) of prompt, clean answer and noisy answer in one sequence (the training mask
     of BD3-LM). A row sees its own block in its own copy, and the clean blocks before. So every noisy block
-    has before it what it has in decoding, and one forward trains them all."""
+    has the same context as in decoding, and one forward trains them all."""
     noisy = torch.arange(blocks.shape[1] + gen_length, device=blocks.device) >= blocks.shape[1]
     blocks = torch.cat([blocks, blocks[:, -gen_length:]], 1)
     row, key = blocks[:, :, None], blocks[:, None, :]
@@ -330,18 +113,18 @@ def blocks_hidden(model, prompt, clean, noisy):
     return hidden[:, prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)]
 
 
-# -- which slots are masked while a model learns -------------------------------------------------------------
-# Answers have L / B whole blocks. Random numbers are drawn on the CPU: they are the same on every device.
+# -- masked states, drawn on the CPU: the same on every device. Answers have L / B whole blocks --------------
 
 def mask_rates(n, generator, low=1e-3):
-    """n mask rates t in [low, 1], spread evenly from one random offset, so that batches differ little."""
-    u = (torch.rand((), generator=generator) + torch.arange(n) / n) % 1
-    return (1 - low) * u[torch.randperm(n, generator=generator)] + low
+    """n mask rates t in [low, 1], one from each n-th of the interval, so that batches differ little."""
+    u = torch.randperm(n, generator=generator) + torch.rand(n, generator=generator)
+    return low + (1 - low) * u / n
 
 
 def text_blocks(answer, eos_id, block_size):
     """How many blocks (n,) of answers (n, L) decoding opens: up to the one with the first end of text."""
-    return (answer != eos_id).sum(-1).clamp(max=answer.shape[1] - 1) // block_size + 1
+    text = (answer != eos_id).sum(-1)
+    return text.clamp(max=answer.shape[1] - 1) // block_size + 1
 
 
 def student_states(answer, eos_id, block_size, generator):
@@ -353,10 +136,10 @@ def student_states(answer, eos_id, block_size, generator):
 
 
 def teacher_states(answer, eos_id, block_size, generator):
-    """Mask rates (n, L), and the slots (n, L) to predict. Every second row is in a state that decoding meets:
-    one block of the text is masked at a rate and to be predicted, those before it are finished, those behind
-    it all masks. The others have one rate for all slots, with the ends of text that fill up an answer: with
-    them the model says how long its answer is."""
+    """Mask rates (n, L), and the slots (n, L) to predict. Every second answer is in a state of decoding: one
+    block is masked at a rate and to be predicted, the blocks before it are clean, those behind it all masks.
+    The others have one rate for all slots, with the ends of text that fill up an answer: they teach the model
+    how long its answer will be."""
     n, length = answer.shape
     opened = torch.rand(n, generator=generator) * text_blocks(answer, eos_id, block_size)
     rate = mask_rates(n, generator, 1 / block_size)[:, None]
@@ -369,52 +152,56 @@ def teacher_states(answer, eos_id, block_size, generator):
 
 
 def turns(shape, block_size, generator, in_order=0.0):
-    """When, from 1 down to 0, each slot (n, L) is revealed: masked are the slots whose turn is below their
-    rate. Turns are random numbers, but in a share `in_order` of the blocks they follow the text from left to
-    right, more or less. So does decoding, and random masks hardly ever show a block like that."""
+    """When, from 1 down to 0, each slot (n, L) is revealed: a slot is masked if its turn is below its rate.
+    Turns are random numbers, but in a share `in_order` of the blocks they follow the text more or less, from
+    left to right. So does decoding, and random masks hardly ever show such a block."""
     turn = torch.rand(shape, generator=generator).unflatten(1, (-1, block_size))         # (n, L / B, B)
     loose, ordered = torch.rand(2, *turn.shape[:2], 1, generator=generator)
-    overtake = 0.75 * block_size * loose ** 2                    # so many slots may overtake each other
-    left_to_right = 1 - (torch.arange(block_size) + (1 + overtake) * turn) / (block_size + overtake)
+    overtake = 0.75 * block_size * loose ** 2            # places by which a slot may come too early
+    place = torch.arange(block_size) + (1 + overtake) * turn
+    left_to_right = 1 - place / (block_size + overtake)
     return torch.where(ordered < in_order, left_to_right, turn).flatten(1)
 
 
 def draw_states(live, length, block_size, generator):
-    """A step k (n, L / B) in the life of each block of trajectories of `live` (n,) decoded slots, uniform
-    over it. Blocks that were never opened are at their end, and have nothing to teach."""
+    """A step k (n, L / B) of each block of trajectories of `live` (n,) decoded slots, uniform over the
+    block's steps. Blocks behind them were never opened: their state is the complete one."""
     first = torch.arange(0, length, block_size)
-    lived = (torch.rand(len(live), len(first), generator=generator) * block_size).long()
-    return first + torch.where(first < live.cpu()[:, None], lived, block_size)
+    step = (torch.rand(len(live), len(first), generator=generator) * block_size).long()
+    return first + torch.where(first < live.cpu()[:, None], step, block_size)
 
 
 # -- the three losses ----------------------------------------------------------------------------------------
 
-def kl(p, q):
-    """KL(p || q) (...) of logits (..., V): q must cover all of p's mass. No gradient reaches p."""
-    return F.kl_div(q.log_softmax(-1), p.detach().softmax(-1), reduction="none").sum(-1)
+def kl(goal, q, reverse=False):
+    """KL(goal || q) (...) of logits (..., V): q must cover all of the goal's mass. reverse: KL(q || goal), q
+    may keep to a part of it. No gradient reaches the goal."""
+    p, q = goal.detach().log_softmax(-1), q.log_softmax(-1)
+    p, q = (q, p) if reverse else (p, q)
+    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
 
 
-def distillation_loss(model, teacher_head, batch, k, mask_id):
+def distillation_loss(model, teacher_head, batch, k, mask_id, reverse=False):
     """L_distill: mean over the slots U_y of KL(p_teacher || q(y)). y: the state k (n, L / B) of every block,
-    all blocks at once, so U_y is all that is masked. p_teacher is rebuilt from the hidden row with which the
-    teacher revealed the token, by its own head (V, C). It knew more than y says, and that is the lesson."""
+    all blocks at once, so U_y is every masked slot. p_teacher is rebuilt by the teacher's head (V, C) from
+    the hidden row that revealed the token: the student learns to decide as early as y."""
     tokens, block_size = batch["tokens"], block_size_of(model)
     k = k.to(tokens.device).repeat_interleave(block_size, 1)             # of each slot
     u_y = batch["rank"] >= k
     hidden = blocks_hidden(model, batch["prompt"], tokens, tokens.masked_fill(u_y, mask_id))
+    q = mask_free(model.logits(hidden[u_y]), mask_id)
     with torch.autocast(tokens.device.type, enabled=False):
         p_teacher = mask_free(batch["hidden"][u_y].to(teacher_head.dtype) @ teacher_head.T, mask_id)
-    q = mask_free(model.logits(hidden[u_y]), mask_id)
     masked = block_size - k % block_size                         # slots of the block
-    return (kl(p_teacher, q) / masked[u_y]).sum() / (batch["live"] // block_size).sum()
+    return (kl(p_teacher, q, reverse) / masked[u_y]).sum() / (batch["live"] // block_size).sum()
 
 
-def consistency_loss(model, batch, mask_id, generator):
+def consistency_loss(model, batch, mask_id, generator, reverse=False):
     """L_cons: mean over the slots S_y of KL(stop(q(y*)) || q(y)). S_y are slots of later blocks: while one
-    block of each answer is half done, predict behind it what you will predict once it is done."""
+    block of each answer is half done, predict the later blocks as you will once it is complete."""
     tokens, rank, live = batch["tokens"], batch["rank"], batch["live"][:, None]
     block_size = block_size_of(model)
-    # The steps (n, 1) of the two states, and the slots that are masked in both.
+    # The steps (n, 1) of y and y*, and the slots that are masked in both.
     k = (torch.rand(len(tokens), 1, generator=generator).to(live.device) * live).long()
     k_star = (k // block_size + 1) * block_size
     s_y = (rank >= k_star) & (rank < live)
@@ -426,14 +213,14 @@ def consistency_loss(model, batch, mask_id, generator):
     with torch.no_grad():
         goal = q(k_star)
     size = s_y.sum(-1, keepdim=True).expand_as(s_y)
-    return (kl(goal, q(k)) / size[s_y]).sum() / len(tokens)
+    return (kl(goal, q(k), reverse) / size[s_y]).sum() / len(tokens)
 
 
 def dlm_loss(model, batch, mask_id, block_causal):
     """L_dlm on reference answers, where the slots `masked` (n, L) are masks; `rate` (n, L) is t, with which
-    each became one. The mean over rows of the summed cross-entropies of masked slots, each divided by t and
-    by the number of `counted` slots (n, L). With all counted and one t a row, that is an upper bound on the
-    answer's negative log-likelihood per slot. block_causal: as the student reads, else as the teacher."""
+    each became one. The mean over answers of the summed cross-entropies of masked slots, each divided by t
+    and by the number of `counted` slots (n, L). With all counted and one t an answer, this bounds the
+    answer's negative log-likelihood per slot. block_causal: a student's attention, else a teacher's."""
     answer = batch["answer"]
     where = batch["masked"] & batch["counted"]
     noisy = answer.masked_fill(batch["masked"], mask_id)
@@ -445,3 +232,219 @@ def dlm_loss(model, batch, mask_id, block_causal):
     loss = F.cross_entropy(logits, answer[where], reduction="none")
     share = batch["rate"] * batch["counted"].sum(-1, keepdim=True)
     return (loss / share[where]).sum() / len(answer)
+
+
+# -- an answer and its trajectory ----------------------------------------------------------------------------
+
+@dataclass
+class Answer:
+    """The answer of a request while it is filled in. tokens: prompt and slots. [first, last): the positions
+    of the open block, `steps` steps old. n_cached: positions whose cached keys are final. revealed: {slot:
+    the hidden row (C,) that predicted it, if recorded}, in the order of the reveals."""
+    request: Request
+    mask_id: int
+    block_size: int
+
+    def __post_init__(self):
+        self.prompt = len(self.request.tokens)
+        self.tokens = self.request.tokens + [self.mask_id] * self.request.max_new_tokens
+        self.revealed = {}
+        self.n_cached = 0
+        self.last = self.prompt
+        self.open_block()
+
+    def open_block(self):
+        self.first = self.last
+        self.last = min(self.first + self.block_size, len(self.tokens))
+        self.steps = 0
+
+    def masked(self):
+        """Positions of the open block that are still masked."""
+        return [i for i in range(self.first, self.last) if self.tokens[i] == self.mask_id]
+
+
+def trajectory(a, eos_id):
+    """How a recording decoder filled in an answer: its tokens (L,), their rank (L,), the number of decoded
+    slots `live`, and hidden (L, C) in 16 bit, the head's input when it predicted each token. Behind the block
+    that ends the text, tokens are ends of text, their rank is their place, and their hidden rows are 0."""
+    tokens, rank = torch.tensor(a.tokens[a.prompt:]), torch.arange(len(a.tokens) - a.prompt)
+    slots, rows = list(a.revealed), torch.stack(list(a.revealed.values()))
+    rank[slots] = torch.arange(len(slots))
+    hidden = rows.new_zeros(len(tokens), rows.shape[1])
+    hidden[slots] = rows
+    tokens[tokens == a.mask_id] = eos_id
+    return {"tokens": tokens, "rank": rank, "live": torch.tensor(len(slots)), "hidden": hidden}
+
+
+# -- decoding: one loop for student, teacher and dual cache --------------------------------------------------
+
+def choose(logits, request, slots):
+    """A token for each row of logits (n, V) of these slots, and its probability at temperature 1. A sampling
+    request has the same noise for a slot in every step."""
+    streams = [stream(request.sampling.seed)] * len(slots)
+    tokens = scores(logits, request.sampling, streams, slots).argmax(-1)
+    confidence = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    return tokens.tolist(), confidence.tolist()
+
+
+def pick(confidence, n=1, threshold=None, order=ORDER):
+    """The masked slots to reveal, by index into `confidence`: all above the threshold; without a threshold,
+    n, and if none is above it, 1: the most confident ("surest"), or the leftmost ("first"). Behind an open
+    choice, such as the start of a sentence, slots are predicted from a mixture of all continuations, and the
+    most confident of them is not reliable."""
+    slots = list(range(len(confidence)))
+    if order == "surest":
+        slots.sort(key=lambda i: -confidence[i])                 # ties to the left
+    if threshold is None:
+        return slots[:n]
+    return [i for i in slots if confidence[i] > threshold] or slots[:1]
+
+
+@dataclass
+class Decoder:
+    """Answers requests block by block, with the engine's `stream` and `generate`. kind:
+        student  feeds the open block, and once the finished block before it. The cache of the rest is exact.
+        teacher  feeds the prompt and all slots, every time.
+        dual     the teacher with stale keys: one whole forward when a block opens, then the block alone,
+                 against the cached keys of all positions (Fast-dLLM's dual cache). Approximate.
+    threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
+    token each). order: see `pick`. record: for `trajectory`, keep hidden rows and complete every block.
+    block_size: None for the model's. on_step(answer, revealed positions) is called after every step. """
+    model: GPT
+    mask_id: int
+    kind: str = "student"
+    threshold: float = None
+    steps_a_block: int = None
+    order: str = ORDER
+    batch_size: int = 1
+    record: bool = False
+    block_size: int = None
+    on_step = None
+
+    def __post_init__(self):
+        if self.threshold is not None and not 0 <= self.threshold <= 1:
+            raise ValueError(f"threshold {self.threshold} is out of range; "
+                             "allowed is 0 (a block per step) to 1 (a token per step)")
+        self.block_size = self.block_size or block_size_of(self.model)
+        self.seconds = dict.fromkeys(("draft", "verify", "prefill", "other"), 0.0)
+        self.counts = dict.fromkeys(("forwards", "tokens_fed", "tokens_kept"), 0)
+
+    def generate(self, requests):
+        """Answer the requests and return their generations, in order."""
+        for _ in self.stream(requests):
+            pass
+        return [r.generation for r in requests]
+
+    @torch.inference_mode()
+    def stream(self, requests):
+        """Answer new requests, `max_new_tokens` slots each. Yields (request, new tokens before the first
+        mask). ValueError where a request does not fit the context."""
+        check_requests(requests, self.model.config)
+        for r in requests:
+            r.state = Answer(r, self.mask_id, self.block_size)
+            r.blocks = None
+        # A cache for this stream alone: one that was left in the middle cannot be in the way.
+        n_slots = whole_blocks(max((r.longest for r in requests), default=0))
+        n_slots *= min(self.batch_size, len(requests))
+        self.cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
+        left = [r.state for r in requests if not r.finished]
+        while left:
+            started = time.perf_counter()
+            # 1. Fill the batch.
+            active = left[:self.batch_size]
+            for a in active:
+                a.request.blocks = a.request.blocks or self.cache.open(len(a.tokens))
+            # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
+            hidden, logits, seconds = self.forward(active)
+            counts = [len(a.masked()) for a in active]
+            for a, *rows in zip(active, hidden.split(counts), logits.split(counts)):
+                self.reveal(a, *rows)
+            # 3. Hand on the tokens that became final.
+            committed = [(a.request, self.commit(a, seconds / len(active))) for a in active]
+            self.seconds["other"] += time.perf_counter() - started - seconds
+            yield from committed
+            # 4. Finished answers make room; the caller may have cancelled others.
+            for a in active:
+                if a.request.finished:
+                    self.cache.close(a.request.blocks)
+            left = [a for a in left if not a.request.finished]
+
+    def window(self, a):
+        """[(first position fed, end, end of the keys that these rows see)]: here alone student, teacher and
+        dual cache differ."""
+        everything = len(a.tokens)
+        if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
+            return [(0, everything, everything)]
+        if self.kind == "dual":
+            return [(a.first - 1, a.last, everything)]
+        # A finished block's cached keys are of its last step, in which it still had masks. Feed it again,
+        # clean, with the next block (at first: the prompt). The open block's keys are overwritten each step.
+        return [(min(a.n_cached, a.first - 1), a.first, a.first), (a.first, a.last, a.last)]
+
+    def segments(self, a):
+        """The rows that this answer feeds now, as Segments. Those of clean tokens alone are "prefill"."""
+        for start, end, seen in self.window(a):
+            sees = torch.ones(end - start, seen, dtype=torch.bool)       # all rows alike, also behind them
+            keys = FullKeys(self.cache, a.request.blocks, start, end - start, tail=sees)
+            kind = "prefill" if end == a.first else "verify"
+            yield Segment(a.request, a.tokens[start:end], start, keys, kind)
+
+    def forward(self, active):
+        """Hidden states (N, C) and logits (N, V) of the masked slots of all open blocks, and the seconds."""
+        started = time.perf_counter()
+        segments = [s for a in active for s in self.segments(a)]
+        x = pack(segments, self.model.device)
+        # The row before a slot predicts it.
+        rows = []
+        for s, (first, _, _) in zip(segments, x.segments):
+            if s.kind == "verify":
+                rows += [first + slot - 1 - s.start for slot in s.request.state.masked()]
+        hidden = self.model(x.tokens, x.positions, x.attend)[rows]
+        logits = mask_free(self.model.logits(hidden), self.mask_id)
+        check_numbers(logits)                            # this waits for a GPU
+        seconds = time.perf_counter() - started
+        for s in segments:
+            self.seconds[s.kind] += seconds * len(s.tokens) / len(x.tokens)
+        self.counts["forwards"] += 1                     # one for the whole batch
+        self.counts["tokens_fed"] += len(x.tokens)
+        return hidden, logits, seconds
+
+    def reveal(self, a, hidden, logits):
+        """One step of an open block: put tokens into some of its masked slots, given their rows."""
+        masked = a.masked()
+        tokens, confidence = choose(logits, a.request, masked)
+        # Without a threshold, the block's slots are spread over its steps, early steps first.
+        size = a.last - a.first
+        share, rest = divmod(size, self.steps_a_block or size)
+        picked = pick(confidence, share + (a.steps < rest), self.threshold, self.order)
+        for i in picked:
+            a.tokens[masked[i]] = tokens[i]
+            row = hidden[i].to("cpu", torch.float16, copy=True) if self.record else None
+            a.revealed[masked[i] - a.prompt] = row
+        # The tokens before the block were fed clean, so their keys are final.
+        a.steps += 1
+        a.n_cached = a.first
+        if self.on_step:
+            self.on_step(a, [masked[i] for i in picked])
+
+    def commit(self, a, seconds):
+        """Hand on the tokens that are final, up to the first mask or end of text; then end the answer, or
+        open its next block."""
+        g, masked = a.request.generation, a.masked()
+        gap = masked[0] if masked else a.last
+        ends = [i for i in range(a.prompt, a.last) if a.tokens[i] in a.request.stop_ids]
+        stop = min(ends, default=len(a.tokens))
+        kept = a.tokens[len(a.request.tokens):min(gap, stop + 1)]
+        g.steps.append(Step(len(g.token_ids), 0, 0, len(kept), self.kind, 0.0, seconds))
+        g.token_ids += kept
+        g.who += ["plain"] * len(kept)
+        a.request.tokens += kept
+        self.counts["tokens_kept"] += len(kept)
+        # An end of text ends the answer only when no mask is left before it.
+        if stop < gap and not (masked and self.record):
+            g.finish = "stop"
+        elif not masked and a.last == len(a.tokens):
+            g.finish = "length"
+        elif not masked:
+            a.open_block()
+        return kept

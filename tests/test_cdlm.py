@@ -1,10 +1,8 @@
-"""CDLM on toy models: masks, exactness of the block cache, the samplers against plain loops, trajectories.
-Numbers in test names' comments are the statements of the checklist that the paper's notes end with."""
+"""CDLM on toy models: masks, exactness of the block cache, the decoders against plain loops, trajectories.
+Numbers in comments are the statements of the checklist that the paper's notes end with."""
 import json
 import math
-import os
-import sys
-from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,14 +13,11 @@ import decode
 import train_cdlm
 from minispec import cdlm
 from minispec.core import gpt
-from minispec.tools import checkpoints
-from minispec.data import tasks
-from minispec.tools import methods
-from minispec.core.attention import dense_attend
 from minispec.core.requests import Request
-from minispec.data.tokenizer import Tokenizer
 from minispec.core.verify import Sampling
-
+from minispec.data import tasks
+from minispec.data.tokenizer import Tokenizer
+from minispec.tools import checkpoints, methods
 
 MASK, L, B = 63, 28, 8           # the last block of 28 slots is short
 WHOLE = 32                       # slots in training, where all blocks are whole
@@ -38,7 +33,7 @@ def small_blocks():
 
 @pytest.fixture(scope="module")
 def model():
-    """A mask embedding near 0 makes predictions depend on the context, so that answers wander; logits spread by about 3."""
+    """With a mask embedding near 0, predictions depend on the context; logits spread by about 3."""
     model = toy_model(n_layer=3)
     with torch.no_grad():
         model.embed.weight[MASK] *= 0.01
@@ -50,9 +45,17 @@ def requests(prompts=PROMPTS, length=L, stop=(), temperature=0.0):
     return [Request(p, length, Sampling(temperature, seed=i), stop) for i, p in enumerate(prompts)]
 
 
-def pad_prompts(prompts):
-    """Lists of ids -> left-padded (n, width)."""
-    return train_cdlm.ready({"prompt": train_cdlm.padded(prompts)}, "cpu")["prompt"]
+def decoded(model, kind="student", asked=None, **settings):
+    """The generations of a decoder."""
+    return cdlm.Decoder(model, MASK, kind, **settings).generate(asked or requests())
+
+
+def tokens_of(*args, **settings):
+    return [g.token_ids for g in decoded(*args, **settings)]
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
 def at(trajectories, k):
@@ -60,9 +63,9 @@ def at(trajectories, k):
     return trajectories["tokens"].masked_fill(trajectories["rank"] >= k[:, None], MASK)
 
 
-def filled(reqs):
+def filled(asked):
     """All slots of the answers, also those behind an end of text."""
-    return [r.state.tokens[r.state.prompt:] for r in reqs]
+    return [r.state.tokens[r.state.prompt:] for r in asked]
 
 
 def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
@@ -72,99 +75,79 @@ def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
         return cdlm.mask_free(model.logits(hidden), MASK)[0]
 
 
-# -- masks (1, 2, 6) ---------------------------------------------------------------------------------------------------
+# -- masks (1, 2, 6, 8) --------------------------------------------------------------------------------------
 
-def test_block_causal_mask_is_its_definition():                                    # 1
-    prompts, width, length, block = [[3] * n for n in (1, 5, 13)], 13, 20, B
-    positions, blocks = cdlm.layout(pad_prompts(prompts), length, block)
-    mask, everything = cdlm.block_causal(blocks)[:, 0], cdlm.bidirectional(blocks)[:, 0]
-    for row, p in enumerate(map(len, prompts)):
-        number = lambda i: 0 if i < p else 1 + (i - p) // block
+def test_masks_are_their_definitions():                                            # 1, 6
+    width, length = 13, 20
+    positions, blocks = cdlm.layout(train_cdlm.padded([[3] * n for n in (1, 5, width)]), length, B)
+    for row, p in enumerate((1, 5, width)):
         first = width - p
-        assert positions[row, first:].tolist() == list(range(p + length)) and everything[row, first:, first:].all()
-        for i in range(p + length):
-            assert mask[row, first + i, first:].tolist() == [number(j) <= number(i) for j in range(p + length)]
-        assert not mask[row, first:, :first].any() and not everything[row, first:, :first].any()
-        assert mask[row].any(-1).all() and everything[row].any(-1).all()
+        number = torch.tensor([0] * p + [1 + i // B for i in range(length)])
+        assert positions[row, first:].tolist() == list(range(p + length))
+        for mask, sees in ((cdlm.block_causal, number <= number[:, None]),
+                           (cdlm.bidirectional, torch.ones(p + length, p + length) > 0)):
+            seen = mask(blocks)[row, 0]
+            assert torch.equal(seen[first:, first:], sees)
+            assert not seen[first:, :first].any() and seen.any(-1).all()
 
 
 def test_later_blocks_do_not_reach_back(model):                                    # 2, 6
-    prompt, slots = PROMPTS[0], torch.randint(0, 60, (L,), generator=torch.Generator().manual_seed(0)).tolist()
-    for b in range(3):
-        end = (b + 1) * B
+    slots = torch.randint(0, 60, (L,), generator=seeded()).tolist()
+    for end in range(B, L, B):
         other = slots[:end] + [(t + 1) % 60 for t in slots[end:]]
-        one, two = dense(model, prompt, slots), dense(model, prompt, other)
-        assert torch.equal(one[:end], two[:end]) and not torch.equal(one[end:], two[end:])
-    whole = lambda s: dense(model, prompt, s, block_size=L)                        # one block: bidirectional
-    assert not torch.allclose(whole(slots)[1], whole(slots[:-1] + [0])[1])
-
-
-def test_prompt_never_sees_the_answer(model):                                      # 6
-    def prompt_rows(slots):
-        positions, blocks = cdlm.layout(torch.tensor(PROMPTS[:1]), L, L)
-        return model(torch.tensor([PROMPTS[0] + slots]), positions, dense_attend(cdlm.block_causal(blocks)))[:, :9]
-    assert torch.equal(prompt_rows([1] * L), prompt_rows([2] * L))
+        changed = (dense(model, PROMPTS[0], slots) != dense(model, PROMPTS[0], other)).any(-1)
+        assert not changed[:end].any() and changed[end + 1:].all()
 
 
 @pytest.mark.parametrize("size", [0, 4])
 def test_two_copies_train_every_block_as_decoding_meets_it(model, size):
     """In blocks of the model's size; 0: its config does not say one."""
-    model, weights, size = toy_model(n_layer=3, diffusion_block_size=size), model.state_dict(), size or B
-    model.load_state_dict(weights)
-    g, prompt = torch.Generator().manual_seed(0), pad_prompts(PROMPTS)
-    clean = torch.randint(0, 60, (len(PROMPTS), L), generator=g)
-    noisy = clean.masked_fill(torch.rand(clean.shape, generator=g) < 0.5, MASK)
+    own = toy_model(n_layer=3, diffusion_block_size=size)
+    own.load_state_dict(model.state_dict())
+    prompt = train_cdlm.padded(PROMPTS)
+    clean = torch.randint(0, 60, (len(PROMPTS), L), generator=seeded())
+    noisy = clean.masked_fill(torch.rand(clean.shape, generator=seeded()) < 0.5, MASK)
     with torch.inference_mode():
-        got = cdlm.blocks_hidden(model, prompt, clean, noisy)
-        for first in range(0, L, size):
-            block = slice(first, first + size)
+        got = cdlm.blocks_hidden(own, prompt, clean, noisy)
+        for first in range(0, L, size or B):
+            block = slice(first, first + (size or B))
             alone = clean.clone()
             alone[:, block] = noisy[:, block]
-            assert (got[:, block] - cdlm.answer_hidden(model, prompt, alone)[:, block]).abs().max() < 1e-5
+            want = cdlm.answer_hidden(own, prompt, alone)[:, block]
+            assert (got[:, block] - want).abs().max() < 1e-5
 
 
-def test_whose_token_a_row_predicts():                                             # 8
-    """A model that says what it is fed: a slot gets the token before it, and a block's first slot is settled before the block opens."""
+def test_the_row_before_a_slot_predicts_it():                                      # 8
+    """A model that repeats its input: a slot gets the token before it, a block's first slot the clean one."""
     echo = toy_model(tied=True)
     with torch.no_grad():
-        for block in echo.blocks:
-            for p in block.parameters():
-                p.zero_()
+        for p in echo.blocks.parameters():
+            p.zero_()
     slots = list(range(20, 20 + L))
     assert dense(echo, PROMPTS[0], slots).argmax(-1).tolist() == [PROMPTS[0][-1]] + slots[:-1]
-    two = cdlm.blocks_hidden(echo, torch.tensor(PROMPTS[:1]), torch.tensor([slots]), torch.tensor([slots]) + 10)
+    clean = torch.tensor([slots])
+    two = cdlm.blocks_hidden(echo, torch.tensor(PROMPTS[:1]), clean, clean + 10)
     assert echo.logits(two)[0].argmax(-1)[B - 1:B + 2].tolist() == [36, 27, 38]
-    decoder = Compared(echo, MASK)
-    decoder.generate(requests(PROMPTS[:1]))
-    assert decoder.worst <= 1e-5
 
 
-def test_a_blocks_first_slot_does_not_see_its_block(model):                        # 8
-    slots = list(range(20, 20 + L))
-    one, two = (dense(model, PROMPTS[0], slots[:B + 1] + [t] * (B - 1) + slots[2 * B:]) for t in (3, 4))
-    assert torch.equal(one[B], two[B]) and not torch.equal(one[B + 1], two[B + 1])
-
-
-# -- the exact cache (3, 4, 5) -----------------------------------------------------------------------------------------
+# -- the exact cache (3, 4, 5) -------------------------------------------------------------------------------
 
 class Compared(cdlm.Decoder):
     """A student that compares every forward with one that has no cache."""
     worst = 0.0
 
     def forward(self, active):
-        hidden, logits, spent = super().forward(active)
-        want = [dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:], block_size=self.block_size)
-                [[i - a.prompt for i in a.masked()]] for a in active]
+        hidden, logits, seconds = super().forward(active)
+        want = []
+        for a in active:
+            whole = dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:], block_size=self.block_size)
+            want.append(whole[[i - a.prompt for i in a.masked()]])
         self.worst = max(self.worst, (logits - torch.cat(want)).abs().max().item())
-        assert self.stale or torch.equal(logits.argmax(-1), torch.cat(want).argmax(-1))
-        return hidden, logits, spent
-
-    stale = False
+        return hidden, logits, seconds
 
 
 class Stale(Compared):
-    """The mistake: keep the keys of a block's last denoising pass, in which some of its tokens were still masks."""
-    stale = True
+    """The mistake: keep the keys of a block's last step, in which some of its slots were still masks."""
 
     def window(self, a):
         if a.n_cached >= a.prompt:
@@ -172,307 +155,306 @@ class Stale(Compared):
         return super().window(a)
 
 
+def worst(decoder, model, **settings):
+    decoder = decoder(model, MASK, batch_size=4, **settings)
+    decoder.generate(requests())
+    return decoder.worst
+
+
 @pytest.mark.parametrize("steps", [None, 3])
-@pytest.mark.parametrize("size", [None, 4, 16])
-def test_cached_logits_equal_uncached_ones(model, steps, size):                    # 3, 4
-    decoder = Compared(model, MASK, steps_a_block=steps, batch_size=4, block_size=size)
-    decoder.generate(requests())
-    assert 0 < decoder.worst <= 1e-5
+@pytest.mark.parametrize("size", [None, 1, 4, 16])
+def test_cached_logits_equal_uncached_ones(model, steps, size):                    # 3, 4, 6
+    assert 0 < worst(Compared, model, steps_a_block=steps, block_size=size) <= 1e-5
 
 
-def test_cached_logits_in_fp64(model, monkeypatch):                                # 3
-    monkeypatch.setattr(cdlm, "mask_free", lambda logits, mask_id: logits.index_fill(-1, torch.tensor([mask_id]), -1e9))
-    double = toy_model(n_layer=3).double()
-    decoder = Compared(double, MASK, batch_size=4)
-    decoder.generate(requests())
-    assert decoder.worst <= 1e-12
+def test_cached_logits_in_fp64(monkeypatch):                                       # 3
+    only = lambda logits, mask_id: logits.index_fill(-1, torch.tensor([mask_id]), -1e9)
+    monkeypatch.setattr(cdlm, "mask_free", only)
+    assert worst(Compared, toy_model(n_layer=3).double()) <= 1e-12
 
 
-def test_keys_of_the_last_denoising_pass_are_wrong(model):                         # 5
-    decoder = Stale(model, MASK, steps_a_block=3, batch_size=4)
-    decoder.generate(requests())
-    assert decoder.worst > 0.1
+def test_keys_of_the_last_denoising_step_are_wrong(model):                         # 5
+    assert worst(Stale, model, steps_a_block=3) > 0.1
 
 
-# -- decoding (6, 7, 9, 18, 19, 20, 25) --------------------------------------------------------------------------------
+# -- decoding (7, 9, 18, 19, 20) -----------------------------------------------------------------------------
 
-@pytest.mark.parametrize("threshold", [None, 0.0, 0.5, 1.0])
-def test_blocks_of_one_are_left_to_right(model, threshold, monkeypatch):           # 6
-    prompt, slots = PROMPTS[1], [MASK] * 12
-    for i in range(12):
-        slots[i] = dense(model, prompt, slots, block_size=1)[i].argmax().item()
-    monkeypatch.setattr(cdlm, "BLOCK_SIZE", 1)
-    [g] = cdlm.Decoder(model, MASK, threshold=threshold).generate(requests([prompt], 12))
-    assert g.token_ids == slots and len(g.steps) == 12
-
-
-def naive(model, prompt, length, block, steps, order="surest"):
-    """The teacher's loop as the notes write it down (section 1.3), on one prompt: `steps` steps in all; or from left to right."""
-    x, n_blocks = prompt + [MASK] * length, length // block
-    for b in range(n_blocks):
-        first, last = len(prompt) + b * block, len(prompt) + (b + 1) * block
-        m, per_block = x[first:last].count(MASK), steps // n_blocks
-        for s in range(per_block):
-            logits = dense(model, prompt, x[len(prompt):], cdlm.bidirectional)
+def naive(model, prompt, length, block, steps, order):
+    """The teacher's loop as the notes write it down (section 1.3), on one prompt, `steps` steps a block."""
+    x = [MASK] * length
+    for first in range(0, length, block):
+        for s in range(steps):
+            logits = dense(model, prompt, x, cdlm.bidirectional)
             confidence, x0 = logits.softmax(-1).max(-1)
-            confidence = torch.cat([torch.zeros(len(prompt)), confidence if order == "surest" else -torch.arange(length)])
-            hidden = torch.tensor([t != MASK for t in x])
-            hidden[:first] = hidden[last:] = True
-            confidence[hidden] = -math.inf
-            for i in confidence.topk(m // per_block + (s < m % per_block)).indices.tolist():
-                x[i] = x0[i - len(prompt)].item()
-    return x[len(prompt):]
+            if order == "first":
+                confidence = -torch.arange(length).float()
+            open_ = torch.arange(length) // block == first // block
+            confidence[~open_ | (torch.tensor(x) != MASK)] = -math.inf
+            n = block // steps + (s < block % steps)
+            for i in confidence.topk(n).indices.tolist():
+                x[i] = x0[i].item()
+    return x
 
 
-@pytest.mark.parametrize("size", [4, 12])
-def test_a_decoder_may_have_other_blocks_than_the_model(model, size):              # 7
-    reqs = requests(length=24)
-    cdlm.Decoder(model, MASK, "teacher", order="surest", batch_size=3, block_size=size).generate(reqs)
-    assert filled(reqs) == [naive(model, p, 24, size, 24) for p in PROMPTS] != [naive(model, p, 24, B, 24) for p in PROMPTS]
-    assert all(rank // size == i // size for r in reqs for i, rank in enumerate(r.state.rank))
+@pytest.mark.parametrize("order", cdlm.ORDERS)
+@pytest.mark.parametrize("size, steps", [(8, 8), (8, 5), (8, 1), (4, 4), (12, 12)])
+def test_teacher_is_the_loop_of_the_notes(model, size, steps, order):              # 7
+    asked = requests(length=24)
+    settings = {"order": order, "batch_size": 3, "block_size": size}
+    decoded(model, "teacher", asked, steps_a_block=steps, **settings)
+    assert filled(asked) == [naive(model, p, 24, size, steps, order) for p in PROMPTS]
+    ranks = [list(r.state.revealed) for r in asked]
+    assert all([slot // size for slot in rank] == [i // size for i in range(24)] for rank in ranks)
+    if order == "first":
+        assert ranks == [list(range(24))] * 4
+    if steps == size:
+        assert tokens_of(model, "teacher", requests(length=24), **settings) == filled(asked)
 
 
 def test_the_block_size_is_the_models(model, tmp_path):
-    """Kept in config.json; a config without it means 32 (here B), as of the models that ship."""
+    """It is kept in config.json; a config without it means 32 (here B), as in the shipped models."""
     own = toy_model(n_layer=3, diffusion_block_size=4)
     own.load_state_dict(model.state_dict())
-    for name, saved in (("plain", model), ("own", own)):
-        checkpoints.save(saved, tmp_path / name)
-    assert "diffusion_block_size" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-    loaded = checkpoints.load(tmp_path / "own")
-    assert loaded.config.diffusion_block_size == 4 and cdlm.block_size_of(loaded) == 4 and cdlm.block_size_of(checkpoints.load(tmp_path / "plain")) == B
-    tokens = lambda model, **how: [g.token_ids for g in cdlm.Decoder(model, MASK, **how).generate(requests())]
-    assert tokens(loaded) == tokens(model, block_size=4) != tokens(model) == tokens(loaded, block_size=B)
-    # Training has the same blocks: a slot does not see the block behind its own.
-    answer = torch.randint(0, 60, (1, 8), generator=torch.Generator().manual_seed(0))
-    other = torch.cat([answer[:, :4], answer[:, 4:] + 1], 1)
-    with torch.inference_mode():
-        one, two = (cdlm.answer_hidden(loaded, torch.tensor(PROMPTS[:1]), x) for x in (answer, other))
-        assert torch.equal(one[:, :4], two[:, :4]) and not torch.equal(cdlm.answer_hidden(model, torch.tensor(PROMPTS[:1]), other)[:, :4], two[:, :4])
-    config = json.loads((tmp_path / "own" / "config.json").read_text())
+    checkpoints.save(own, tmp_path / "own")
+    checkpoints.save(model, tmp_path / "plain")
+    own, plain = (checkpoints.load(tmp_path / name) for name in ("own", "plain"))
+    assert (cdlm.block_size_of(own), cdlm.block_size_of(plain)) == (4, B)
+    assert tokens_of(own) == tokens_of(model, block_size=4) != tokens_of(model)
+    assert tokens_of(plain) == tokens_of(model) == tokens_of(own, block_size=B)
+    file = tmp_path / "own" / "config.json"
+    config = json.loads(file.read_text())
     for wrong in ("x", -4, 2.5, 1 << 30):
-        (tmp_path / "own" / "config.json").write_text(json.dumps({**config, "diffusion_block_size": wrong}))
+        file.write_text(json.dumps({**config, "diffusion_block_size": wrong}))
         with pytest.raises(ValueError, match=f"diffusion_block_size {wrong} is out of range"):
             checkpoints.load(tmp_path / "own")
 
 
-@pytest.mark.parametrize("order", cdlm.ORDERS)
-@pytest.mark.parametrize("steps", [24, 15, 3])
-def test_teacher_is_the_loop_of_the_notes(model, steps, order):                    # 7
-    reqs = requests(length=24)
-    cdlm.Decoder(model, MASK, "teacher", steps_a_block=steps // 3, order=order, batch_size=3).generate(reqs)
-    assert filled(reqs) == [naive(model, p, 24, B, steps, order) for p in PROMPTS]
-    if order == "first":
-        assert all([i for _, i in sorted(zip(r.state.rank, range(24)))] == list(range(24)) for r in reqs)
-    if steps == 24:
-        same = requests(length=24)
-        cdlm.Decoder(model, MASK, "teacher", order=order).generate(same)
-        assert filled(same) == filled(reqs)
-
-
-def test_masks_of_later_blocks_are_in_the_teachers_input(model):                   # 7
-    short, long = (cdlm.Decoder(model, MASK, "teacher").generate(requests(length=n)) for n in (B, L))
-    assert [g.token_ids for g in short] != [g.token_ids[:B] for g in long]
-
-
 def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
-    def run(kind, steps):
-        decoder = cdlm.Decoder(model, MASK, kind, steps_a_block=steps, batch_size=2)
-        return [g.token_ids for g in decoder.generate(requests())], decoder.counts
-    (one, _), (same, _) = run("teacher", 1), run("dual", 1)
-    assert one == same
-    (exact, full), (close, cheap) = run("teacher", 4), run("dual", 4)
-    assert exact != close and full["forwards"] == cheap["forwards"] and cheap["tokens_fed"] < full["tokens_fed"] / 2
+    assert tokens_of(model, "teacher", steps_a_block=1) == tokens_of(model, "dual", steps_a_block=1)
+    exact, close = (cdlm.Decoder(model, MASK, kind, steps_a_block=4) for kind in ("teacher", "dual"))
+    one, two = ([g.token_ids for g in decoder.generate(requests())] for decoder in (exact, close))
+    assert one != two
+    assert exact.counts["forwards"] == close.counts["forwards"]
+    assert close.counts["tokens_fed"] < exact.counts["tokens_fed"] / 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("settings", [{}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"steps_a_block": 3}])
+@pytest.mark.parametrize("settings", [
+    {}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"steps_a_block": 3}])
 def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):    # 9
-    single = [cdlm.Decoder(model, MASK, kind, **settings).generate([r])[0] for r in requests(stop=[45])]
-    batch = cdlm.Decoder(model, MASK, kind, batch_size=3, **settings).generate(requests(stop=[45]))
-    assert [(g.token_ids, g.finish, len(g.steps)) for g in batch] == [(g.token_ids, g.finish, len(g.steps)) for g in single]
+    shown = lambda g: (g.token_ids, g.finish, len(g.steps))
+    single = [shown(*decoded(model, kind, [r], **settings)) for r in requests(stop=[45])]
+    batch = decoded(model, kind, requests(stop=[45]), batch_size=3, **settings)
+    assert list(map(shown, batch)) == single
 
 
 def test_sampling_is_seeded_and_independent_of_the_batch(model):
-    run = lambda n: [g.token_ids for g in cdlm.Decoder(model, MASK, "student", batch_size=n).generate(requests(temperature=1.0))]
-    greedy = [g.token_ids for g in cdlm.Decoder(model, MASK, "student").generate(requests())]
-    assert run(1) == run(4) != greedy
-    surest = [Request(p, L, Sampling(1.0, top_k=1, seed=i)) for i, p in enumerate(PROMPTS)]
-    assert [g.token_ids for g in cdlm.Decoder(model, MASK, "student").generate(surest)] == greedy
+    one, four = (tokens_of(model, asked=requests(temperature=1.0), batch_size=n) for n in (1, 4))
+    assert one == four != tokens_of(model)
+    narrow = [Request(p, L, Sampling(1.0, top_k=1, seed=i)) for i, p in enumerate(PROMPTS)]
+    assert tokens_of(model, asked=narrow) == tokens_of(model)
 
 
-def test_threshold_sets_the_steps(model):                                          # 18
-    run = lambda t, kind="student": cdlm.Decoder(model, MASK, kind, t, batch_size=4).generate(requests())
-    for kind in ("student", "teacher"):
-        assert all(len(g.steps) == L for g in run(1.0, kind)) and all(len(g.steps) == math.ceil(L / B) for g in run(0.0, kind))
-    assert [g.token_ids for g in run(1.0, "teacher")] == [g.token_ids for g in run(None, "teacher")]
-    between = [len(g.steps) for g in run(0.1)]
-    assert all(math.ceil(L / B) <= n <= L for n in between) and min(between) < L
+@pytest.mark.parametrize("kind", ["student", "teacher"])
+def test_threshold_sets_the_steps(model, kind):                                    # 18
+    fewest, most = math.ceil(L / B), L
+    steps = lambda t: [len(g.steps) for g in decoded(model, kind, threshold=t, batch_size=4)]
+    assert steps(1.0) == [most] * 4 and steps(0.0) == [fewest] * 4
+    assert all(fewest <= n <= most for n in steps(0.1)) and min(steps(0.1)) < most
+    assert tokens_of(model, kind, threshold=1.0) == tokens_of(model, kind)
 
 
-def test_progress_and_ties():                                                      # 18
-    surest, first = (partial(cdlm.pick, order=order) for order in ("surest", "first"))
-    assert surest([0.2, 0.95, 0.91], threshold=0.9) == [1, 2] and surest([0.2, 0.5, 0.5], threshold=0.9) == [1]
-    assert surest([0.5, 0.5, 0.1], 2) == [0, 1] and surest([], threshold=0.9) == [] and surest([0.3], 0) == []
-    assert first([0.2, 0.95, 0.91], threshold=0.9) == [1, 2] and first([0.2, 0.5, 0.6], threshold=0.9) == [0]
-    assert first([0.1, 0.5, 0.6], 2) == [0, 1] and first([], threshold=0.9) == []
+@pytest.mark.parametrize("confidence, settings, surest, first", [
+    ([0.2, 0.95, 0.91], {"threshold": 0.9}, [1, 2], [1, 2]),
+    ([0.2, 0.5, 0.5], {"threshold": 0.9}, [1], [0]),             # ties to the left
+    ([0.1, 0.5, 0.5], {"n": 2}, [1, 2], [0, 1]),
+    ([], {"threshold": 0.9}, [], []),
+    ([0.3], {"n": 0}, [], [])])
+def test_picked_slots(confidence, settings, surest, first):                        # 18
+    assert cdlm.pick(confidence, order="surest", **settings) == surest
+    assert cdlm.pick(confidence, order="first", **settings) == first
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("threshold", [None, 0.3, 0.0])
-def test_nothing_is_masked_before_the_end_of_text_nor_opened_behind(model, kind, threshold):   # 19
+def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(model, kind, threshold):    # 19
     free = requests(PROMPTS[:2])
-    cdlm.Decoder(model, MASK, kind, threshold).generate(free)
+    decoded(model, kind, free, threshold=threshold)
     out_of_order = 0
-    for request, slots in zip(free, filled(free)):
+    for prompt, slots in zip(PROMPTS, filled(free)):
         for eos in sorted(set(slots))[::3]:
-            [r], [block] = (requests([request.state.tokens[:request.state.prompt]], stop=[eos]) for _ in range(2))
-            for one, record in ((r, False), (block, True)):              # a trajectory completes its last block
-                cdlm.Decoder(model, MASK, kind, threshold, record=record).generate([one])
+            [r], [block] = requests([prompt], stop=[eos]), requests([prompt], stop=[eos])
+            decoded(model, kind, [r], threshold=threshold)
+            decoded(model, kind, [block], threshold=threshold, record=True)    # completes its last block
             want = slots[:slots.index(eos) + 1]
-            assert r.generation.token_ids == block.generation.token_ids == want and r.generation.finish == "stop"
+            assert r.generation.token_ids == block.generation.token_ids == want
+            assert r.generation.finish == "stop"
             end = math.ceil(len(want) / B) * B
-            assert all(t == MASK for t in filled([r])[0][end:]) and filled([block])[0][:end] == slots[:end]
-            assert all(t == MASK for t in filled([block])[0][end:])
-            assert len(r.generation.steps) <= len(block.generation.steps) <= len(request.generation.steps)
+            assert filled([block])[0] == slots[:end] + [MASK] * (L - end)
+            assert set(filled([r])[0][end:]) <= {MASK}
+            assert len(r.generation.steps) <= len(block.generation.steps)
             out_of_order += MASK in filled([r])[0][:end]
     assert out_of_order or threshold is not None
 
 
-def test_stream_hands_on_what_is_final(model):                                     # 19
+def test_stream_hands_on_final_tokens(model):                                      # 19
     [r] = requests(PROMPTS[:1])
     parts = [tokens for _, tokens in cdlm.Decoder(model, MASK).stream([r])]
-    assert sum(parts, []) == r.generation.token_ids == filled([r])[0] and r.generation.finish == "length" and len(r.generation.who) == L
+    assert sum(parts, []) == r.generation.token_ids == filled([r])[0]
+    assert r.generation.finish == "length" and len(r.generation.who) == L
     [other] = requests(PROMPTS[:1])
     for n, _ in enumerate(cdlm.Decoder(model, MASK).stream([other])):
         if n == 9:
             other.cancel()
-    assert other.generation.finish == "cancelled" and other.generation.token_ids == sum(parts[:10], [])     # nothing came after it
+    assert other.generation.finish == "cancelled"
+    assert other.generation.token_ids == sum(parts[:10], [])                       # nothing came after it
+
+
+def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
+    want = tokens_of(model, asked=requests(length=3 * L))
+    decoder = cdlm.Decoder(model, MASK, batch_size=2)
+    stream = decoder.stream(requests())
+    next(stream)
+    for _ in range(2):                                                             # left open, then closed
+        assert [g.token_ids for g in decoder.generate(requests(length=3 * L))] == want
+        stream.close()
 
 
 def test_counters_are_measured(model, monkeypatch):                                # 20
     fed, forward = [], gpt.GPT.forward
-    monkeypatch.setattr(gpt.GPT, "forward", lambda self, tokens, *rest: fed.append(tokens.numel()) or forward(self, tokens, *rest))
+
+    def counted(self, tokens, *rest):
+        fed.append(tokens.numel())
+        return forward(self, tokens, *rest)
+
+    monkeypatch.setattr(gpt.GPT, "forward", counted)
     for kind in KINDS:
         fed.clear()
         decoder = cdlm.Decoder(model, MASK, kind, steps_a_block=2, batch_size=2)
         got = decoder.generate(requests())
-        assert decoder.counts == {"forwards": len(fed), "tokens_fed": sum(fed), "tokens_kept": sum(len(g.token_ids) for g in got)}
-        assert all(sum(s.committed for s in g.steps) == len(g.token_ids) for g in got)
-        assert abs(sum(s.verify_seconds for g in got for s in g.steps) - decoder.seconds["prefill"] - decoder.seconds["verify"]) < 1e-6
+        kept = [len(g.token_ids) for g in got]
+        assert decoder.counts == {"forwards": len(fed), "tokens_fed": sum(fed), "tokens_kept": sum(kept)}
+        assert [sum(s.committed for s in g.steps) for g in got] == kept
+        seconds = sum(s.verify_seconds for g in got for s in g.steps)
+        assert seconds == pytest.approx(decoder.seconds["prefill"] + decoder.seconds["verify"], abs=1e-6)
     decoder = cdlm.Decoder(model, MASK, steps_a_block=2)
     decoder.generate(requests(PROMPTS[:1], 2 * B))
-    assert decoder.counts == {"forwards": 4, "tokens_fed": len(PROMPTS[0]) + 4 * B + B + 2, "tokens_kept": 2 * B}
+    # Four steps of a block, and the clean rows: the prompt, the finished block, twice the row before a block.
+    assert decoder.counts["tokens_fed"] == len(PROMPTS[0]) + 4 * B + B + 2
 
 
-def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
-    """The answers that were open go with their stream; the decoder serves others, also longer ones, as before."""
-    decoder = cdlm.Decoder(model, MASK, batch_size=2)
-    stream = decoder.stream(requests())
-    next(stream)
-    want = [g.token_ids for g in cdlm.Decoder(model, MASK).generate(requests(length=3 * L))]
-    assert [g.token_ids for g in decoder.generate(requests(length=3 * L))] == want
-    stream.close()
-    for _ in decoder.stream(requests()):
-        break
-    assert [g.token_ids for g in decoder.generate(requests(length=3 * L))] == want
+@pytest.mark.parametrize("settings, length, message", [
+    ({"threshold": -1}, L, "threshold -1 is out of range"), ({}, 600, "exceed the context of 512")])
+def test_bad_decoding_is_refused(model, settings, length, message):
+    with pytest.raises(ValueError, match=message):
+        decoded(model, asked=requests(length=length), **settings)
 
 
-def test_what_a_decoder_does_not_take(model):
-    with pytest.raises(ValueError, match="threshold -1 is out of range"):
-        cdlm.Decoder(model, MASK, threshold=-1)
-    with pytest.raises(ValueError, match="exceed the context of 512"):
-        cdlm.Decoder(model, MASK).generate(requests(length=600))
+# -- trajectories (10, 11, 12) -------------------------------------------------------------------------------
 
-
-# -- trajectories (10, 11, 12) -----------------------------------------------------------------------------------------
-
-def collected(model, requests, **settings):
-    return train_cdlm.collect(cdlm.Decoder(model, MASK, "teacher", batch_size=2, record=True, **settings), requests)
+def collected(model, asked, order="surest"):
+    decoder = cdlm.Decoder(model, MASK, "teacher", order=order, batch_size=2, record=True)
+    return train_cdlm.ready(train_cdlm.collect(decoder, asked), "cpu")
 
 
 @pytest.fixture(scope="module")
 def trajectories(model):
-    """(those of PROMPTS, as a training batch)."""
-    data = train_cdlm.ready(collected(model, requests(length=WHOLE), order="surest"), "cpu")
+    """Those of PROMPTS, as a training batch."""
+    data = collected(model, requests(length=WHOLE))
     return {**data, "answer": data["tokens"]}
 
 
-def test_a_trajectory_reveals_a_token_a_step_block_by_block(trajectories):         # 10
-    tokens, rank = trajectories["tokens"], trajectories["rank"]
-    assert (trajectories["live"] == WHOLE).all() and (rank.sort(-1).values == torch.arange(WHOLE)).all()
-    assert (rank // B == torch.arange(WHOLE) // B).all()
-    states = [at(trajectories, torch.full((4,), k)) for k in range(WHOLE + 1)]
-    for k in range(WHOLE):
-        new = states[k] != states[k + 1]
-        assert (new.sum(-1) == 1).all() and (states[k][new] == MASK).all()
-        assert (states[k + 1][:, :k // B * B] != MASK).all() and (states[k + 1][:, (k // B + 1) * B:] == MASK).all()
-    assert torch.equal(states[-1], tokens)
+def test_a_trajectory_reveals_a_token_a_step_block_by_block(model, trajectories):  # 10
+    rank, slots = trajectories["rank"], torch.arange(WHOLE)
+    assert (trajectories["live"] == WHOLE).all()
+    assert (rank.sort(-1).values == slots).all()
+    assert (rank // B == slots // B).all() and (rank != slots).any()
+    for k in range(WHOLE + 1):
+        assert torch.equal(at(trajectories, torch.full((4,), k)) == MASK, rank >= k)
+    in_order = collected(model, requests(length=WHOLE), "first")
+    assert (in_order["rank"] == slots).all() and in_order["hidden"].any(-1).all()
 
 
-def test_a_trajectory_in_the_order_of_the_text(model):
-    data = collected(model, requests(length=WHOLE), order="first")
-    assert torch.equal(data["rank"], torch.arange(WHOLE).expand(4, -1)) and (data["hidden"].abs().sum(-1) > 0).all()
+@pytest.mark.parametrize("rank, live, want", [
+    ([0, 1, 2, 3], 4, 0), ([1, 0, 2, 3], 4, 0.25), ([1, 2, 3, 0], 4, 0.25), ([3, 2, 1, 0], 4, 0.75),
+    ([1, 0, 3, 2], 2, 0.5), ([0, 1, 3, 2], 2, 0)])               # undecoded slots do not count
+def test_how_far_from_left_to_right(rank, live, want):
+    assert train_cdlm.passed_over(torch.tensor([rank]), torch.tensor([live])) == want
 
 
-def test_how_far_from_left_to_right(trajectories):
-    """The share of reveals that left a masked slot to the left; of random orders of n slots all but H(n) / n."""
-    share = lambda *rank, live=4: train_cdlm.passed_over(torch.tensor([rank]), torch.tensor([live]))
-    assert [share(0, 1, 2, 3), share(1, 0, 2, 3), share(1, 2, 3, 0), share(3, 2, 1, 0)] == [0, 0.25, 0.25, 0.75]
-    assert [share(1, 0, 3, 2, live=2), share(0, 1, 3, 2, live=2)] == [0.5, 0]          # slots that were never decoded do not count
-    random = torch.rand(2000, 32, generator=torch.Generator().manual_seed(0)).argsort(-1)
+def test_how_far_random_orders_are_from_left_to_right():
+    random = torch.rand(2000, 32, generator=seeded()).argsort(-1)
     mean = train_cdlm.passed_over(random, torch.full((2000,), 32))
-    assert abs(mean - (1 - sum(1 / i for i in range(1, 33)) / 32)) < 0.005 and f"{mean:.2f}" in train_cdlm.passed_over.__doc__
-    # By a walk through the states.
-    rank = trajectories["rank"]
-    passed = sum(bool((rank[row, :slot] > rank[row, slot]).any()) for row in range(4) for slot in range(WHOLE))
-    assert 0 < passed and train_cdlm.passed_over(rank, trajectories["live"]) == pytest.approx(passed / 4 / WHOLE)
+    assert abs(mean - (1 - sum(1 / i for i in range(1, 33)) / 32)) < 0.005
+    assert f"{mean:.2f}" in train_cdlm.passed_over.__doc__
 
 
 def test_hidden_rows_give_the_teachers_distribution_back(model, trajectories):     # 11
     assert trajectories["hidden"].dtype == torch.float16
     for row, prompt in enumerate(PROMPTS[:2]):
-        tokens, rank = trajectories["tokens"][row:row + 1], trajectories["rank"][row:row + 1]
         for slot in range(WHOLE):
-            y = at({"tokens": tokens, "rank": rank}, rank[:, slot])[0].tolist()
+            y = at(trajectories, trajectories["rank"][:, slot])[row].tolist()
             want = dense(model, prompt, y, cdlm.bidirectional)[slot]
             got = cdlm.mask_free(model.logits(trajectories["hidden"][row, slot].float()), MASK)
-            assert y[slot] == MASK and (got.softmax(-1) - want.softmax(-1)).abs().max() <= 1e-3
-            assert got.argmax() == want.argmax() == tokens[0, slot]
+            assert y[slot] == MASK
+            assert (got.softmax(-1) - want.softmax(-1)).abs().max() <= 1e-3
+            assert got.argmax() == want.argmax() == trajectories["tokens"][row, slot]
 
 
-def test_blocks_behind_the_end_of_text_are_not_lived_through(model):               # 10, 12
+def test_blocks_behind_the_end_of_text_are_not_decoded(model, monkeypatch):        # 10, 12
     free = requests(PROMPTS[:1], WHOLE)
-    cdlm.Decoder(model, MASK, "teacher").generate(free)
-    eos = filled(free)[0][B + 2]
-    reqs = requests(PROMPTS[:1], WHOLE, stop=[eos])
-    at = filled(free)[0].index(eos)
-    live = (at // B + 1) * B
-    old, model.config.eos_id = model.config.eos_id, eos
-    data = collected(model, reqs)
-    model.config.eos_id = old
-    assert data["live"].tolist() == [live] and data["tokens"][0, :live].tolist() == filled(free)[0][:live] and (data["tokens"][0, live:] == eos).all()
-    assert (data["rank"].sort(-1).values == torch.arange(WHOLE)).all() and (data["hidden"][0, :live].abs().sum(-1) > 0).all() and (data["hidden"][0, live:] == 0).all()
-    k, ends = cdlm.draw_states(data["live"].repeat(200), WHOLE, B, torch.Generator().manual_seed(0)), torch.arange(B, WHOLE + B, B)
-    opened = torch.arange(0, WHOLE, B) < live
-    assert (k < ends)[:, opened].all() and (k == ends)[:, ~opened].all()     # nothing to learn behind the text
+    decoded(model, "teacher", free)
+    [slots] = filled(free)
+    eos = slots[B + 2]
+    live = (slots.index(eos) // B + 1) * B
+    monkeypatch.setattr(model.config, "eos_id", eos)
+    data = collected(model, requests(PROMPTS[:1], WHOLE, stop=[eos]), "first")
+    assert data["live"].tolist() == [live]
+    assert data["tokens"][0].tolist() == slots[:live] + [eos] * (WHOLE - live)
+    assert torch.equal(data["hidden"][0].any(-1), torch.arange(WHOLE) < live)
+    assert data["rank"][0].tolist() == list(range(WHOLE))
+    # No state of training has masks behind the text.
+    k = cdlm.draw_states(data["live"].repeat(200), WHOLE, B, seeded())
+    assert torch.equal((k < torch.arange(B, WHOLE + B, B)).all(0), torch.arange(0, WHOLE, B) < live)
 
 
-def test_problems_fit_and_fill_up_with_ends_of_text():
+@pytest.mark.parametrize("family", tasks.FAMILIES)
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_problems_fit_and_fill_up_with_ends_of_text(family, split):
     tokenizer = Tokenizer.load(TARGET)
-    for family in tasks.FAMILIES:
-        for split in ("train", "heldout"):
-            problem, prompt, answer = tasks.fitting(tokenizer, family, 3, split, 256)
-            body = tokenizer.response_ids(problem.think, problem.answer)
-            assert len(answer) == 256 and len(prompt) <= 160 and answer[:len(body)] == body and set(answer[len(body):]) <= {tokenizer.special["<|eos|>"]}
-            assert tasks.is_heldout(problem.prompt) == (split == "heldout") and tasks.check(problem, tokenizer.answer_text(answer))
+    problem, prompt, answer = tasks.fitting(tokenizer, family, 3, split, 256)
+    body = tokenizer.response_ids(problem.think, problem.answer)
+    assert answer == body + [tokenizer.special["<|eos|>"]] * (256 - len(body))
+    assert len(prompt) <= tasks.LONGEST_PROMPT
+    assert tasks.is_heldout(problem.prompt) == (split == "heldout")
+    assert tasks.check(problem, tokenizer.answer_text(answer))
 
 
-# -- decode.py ---------------------------------------------------------------------------------------------------------
+def test_the_lessons_example_of_y_and_y_star(monkeypatch):
+    """docs/cdlm.md: the states that the consistency loss makes of that trajectory at step 1."""
+    lines = [line.split() for line in Path(ROOT, "docs", "cdlm.md").read_text().splitlines()]
+    page = {line[0]: line[1:] for line in lines if line}
+    tokens, rank = torch.arange(8)[None], torch.tensor([list(map(int, page["rank"]))])
+    seen = []
+
+    def noted(model, prompt, answer):
+        seen.append(["_" if i == MASK else page["token"][i] for i in answer[0].tolist()])
+        return torch.zeros(1, 8, 32)
+
+    monkeypatch.setattr(cdlm, "answer_hidden", noted)
+    batch = {"prompt": tokens, "tokens": tokens, "rank": rank, "live": torch.tensor([8])}
+    cdlm.consistency_loss(toy_model(diffusion_block_size=4), batch, MASK, seeded(11))
+    assert seen == [page["y*"], page["y"]]
+    y, y_star = ({slot for slot, x in zip(page["slot"], page[name]) if x == "_"} for name in ("y", "y*"))
+    assert set(page["U_y"][1:4]) == y - y_star and set(page["S_y"][1:5]) == y_star
+
+
+# -- decode.py -----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("args, message", [
     (["--method", "cdlm", "--drafter", "nowhere"], "cannot read nowhere/config.json"),
-    (["--method", "cdlm", "--drafter", TARGET, "--threshold", "7"], "threshold 7.0 is out of range; allowed is 0"),
+    (["--method", "cdlm", "--drafter", TARGET, "--threshold", "7"],
+     "threshold 7.0 is out of range; allowed is 0"),
     (["--method", "cdlm", "--watch", "--batch", "2"], "--watch is for"),
     (["--watch"], "--watch is for --method cdlm or dlm and --batch 1")])
 def test_bad_input_is_one_line(args, message):
@@ -481,54 +463,68 @@ def test_bad_input_is_one_line(args, message):
     assert message in str(e.value) and "\n" not in str(e.value)
 
 
-def test_settings_reach_the_decoder(toy):
+@pytest.mark.parametrize("method, threshold", [("cdlm", cdlm.THRESHOLD), ("dlm", None)])
+def test_settings_reach_the_decoder(toy, method, threshold):
     target = checkpoints.load(toy)
-    for method, threshold in (("cdlm", cdlm.THRESHOLD), ("dlm", None)):
-        plain = methods.make_engine(method, target, methods.settings(drafter=toy), 1)
-        assert (plain.order, plain.threshold, plain.kind) == ("first", threshold, cdlm.METHODS[method])
-        other = methods.make_engine(method, target, methods.settings(drafter=toy, order="surest", threshold=0.5, block_size=5), 3)
-        assert (other.order, other.threshold, other.batch_size, other.block_size) == ("surest", 0.5, 3, 5) and plain.block_size == B
+    plain = methods.make_engine(method, target, methods.settings(drafter=toy), 1)
+    assert (plain.order, plain.threshold, plain.block_size) == ("first", threshold, B)
+    assert plain.kind == cdlm.METHODS[method]
+    settings = methods.settings(drafter=toy, order="surest", threshold=0.5, block_size=5)
+    other = methods.make_engine(method, target, settings, 3)
+    assert (other.order, other.threshold, other.batch_size, other.block_size) == ("surest", 0.5, 3, 5)
 
 
-def test_a_model_of_ones_own_has_diffusion_models_of_its_own():
-    for model, folder in ((TARGET, ""), ("smollm2", "smollm2/")):
-        found = [methods.folder_of(method, methods.settings(model=model)) for method in ("cdlm", "dlm")]
-        assert [path.endswith(f"checkpoints/{folder}cdlm/{kind}") for path, kind in zip(found, ("student", "teacher"))] == [True, True]
-        assert ("cdlm" in methods.ready(methods.settings(model=model))) == (model == TARGET)
+@pytest.mark.parametrize("model, folder", [(TARGET, ""), ("smollm2", "smollm2/")])
+def test_another_model_has_other_diffusion_models(model, folder):
+    settings = methods.settings(model=model)
+    for method, kind in cdlm.METHODS.items():
+        assert methods.folder_of(method, settings).endswith(f"checkpoints/{folder}cdlm/{kind}")
+    assert ("cdlm" in methods.ready(settings)) == (model == TARGET)
 
 
-def test_the_target_is_loaded_to_compare_alone(toy, tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def answer(toy, tmp_path, capsys):
+    """answer(*args): decode.py's JSON and its output with the toy as diffusion model."""
+    def run(*args):
+        file = tmp_path / "o.json"
+        decode.main(["--method", "cdlm", "--drafter", toy, "--json", str(file), *args])
+        return json.loads(file.read_text()), capsys.readouterr().out
+    return run
+
+
+def test_the_target_is_loaded_to_compare_alone(toy, tmp_path, answer, monkeypatch):
     target, loaded, load = save_toy_target(tmp_path, seed=1), [], checkpoints.load
-    monkeypatch.setattr(checkpoints, "load", lambda path, *how: loaded.append(path) or load(path, *how))
-    args = ["--method", "cdlm", "--drafter", toy, "--task", "revise", "--size", "3", "--max-new-tokens", "32", "--json", str(tmp_path / "o.json")]
+
+    def noted(path, *how):
+        loaded.append(path)
+        return load(path, *how)
+
+    monkeypatch.setattr(checkpoints, "load", noted)
     for model, more, want in (("nowhere", [], [toy]), (target, ["--compare"], [toy, target])):
         loaded.clear()
-        decode.main([*args, "--model", model, *more])
-        assert loaded == want and capsys.readouterr().out.startswith(f"{toy}: ")
-        assert json.loads((tmp_path / "o.json").read_text())["model"] == toy
+        said, out = answer("--prompt", "hi", "--max-new-tokens", "32", "--model", model, *more)
+        assert loaded == want and said["model"] == toy and out.startswith(f"{toy}: ")
 
 
-def test_decode_json(toy, tmp_path, capsys):
-    for method in ("cdlm", "dlm"):
-        decode.main(["--model", toy, "--method", method, "--drafter", toy, "--task", "revise", "--size", "3", "--n", "2", "--batch", "2",
-                     "--max-new-tokens", "64", "--threshold", "0.0", "--compare", "--json", str(tmp_path / "o.json")])
-        out = capsys.readouterr().out
-        d = json.loads((tmp_path / "o.json").read_text())
-        assert d["counts"]["forwards"] >= 2 and d["counts"]["tokens_kept"] == d["new_tokens"] and "tokens per forward" in out and "speed-up" in out
-        assert "identical" not in out and len(d["requests"]) == 2
+@pytest.mark.parametrize("method", cdlm.METHODS)
+def test_decode_json(toy, answer, method):
+    said, out = answer("--model", toy, "--method", method, "--task", "revise", "--size", "3", "--n", "2",
+                       "--batch", "2", "--max-new-tokens", "64", "--threshold", "0.0", "--compare")
+    assert said["counts"]["forwards"] >= 2 and len(said["requests"]) == 2
+    assert said["counts"]["tokens_kept"] == said["new_tokens"]
+    assert "tokens per forward" in out and "speed-up" in out and "identical" not in out
 
 
-def test_decode_with_another_block_size(toy, tmp_path):
-    args = ["--model", toy, "--method", "cdlm", "--drafter", toy, "--prompt", "hi", "--max-new-tokens", "48", "--threshold", "0", "--json", str(tmp_path / "o.json")]
-    for more, steps in (([], 48 / B), (["--block-size", "4"], 12), (["--block-size", "100"], 1)):
-        decode.main([*args, *more])
-        assert json.loads((tmp_path / "o.json").read_text())["counts"]["forwards"] == steps
+@pytest.mark.parametrize("size, steps", [(None, 48 / B), (4, 12), (100, 1)])
+def test_decode_with_another_block_size(toy, answer, size, steps):
+    more = ["--block-size", str(size)] if size else []
+    said, _ = answer("--model", toy, "--prompt", "hi", "--max-new-tokens", "48", "--threshold", "0", *more)
+    assert said["counts"]["forwards"] == steps
 
 
-def test_watch_prints_a_line_a_step_with_new_tokens_in_green(toy, capsys):
-    args = ["--model", toy, "--method", "cdlm", "--drafter", toy, "--prompt", "hi", "--max-new-tokens", "8", "--watch"]
-    decode.main(args)
-    lines = [line for line in capsys.readouterr().out.splitlines() if " +1 " in line]
-    assert len(lines) == 8 and "·" in lines[0] and "·" in lines[6] and "·" not in lines[7]
-    shown = on_a_terminal(decode, *args)
-    assert shown.count(b" +1 ") == 8 and shown.count(b"\033[32m") == 8 and "·".encode() in shown
+def test_watch_prints_a_line_a_step_with_new_tokens_in_green(toy, answer):
+    args = ["--model", toy, "--prompt", "hi", "--max-new-tokens", "8", "--watch"]
+    lines = [line for line in answer(*args)[1].splitlines() if " +1 " in line]
+    assert ["·" in line for line in lines] == [True] * 7 + [False]
+    shown = on_a_terminal(decode, *args, "--method", "cdlm", "--drafter", toy)
+    assert shown.count(b" +1 ") == shown.count(b"\033[32m") == 8 and "·".encode() in shown
