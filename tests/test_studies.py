@@ -1,5 +1,5 @@
-"""The studies of rules, of SpecGen and of diffusion models on toy models: all run, and their tables say what the
-decoders did."""
+"""The studies of rules, of SpecGen and of diffusion models on toy models: all run, and their tables say
+what the decoders did."""
 import json
 import types
 
@@ -7,26 +7,35 @@ import pytest
 import torch
 from conftest import TARGET, save_toy_target, toy_model
 
-from minispec import cdlm, prism, specdiff
+from minispec import prism, specdiff
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import cdlm as diffusion
-from minispec.studies import results, rules, specgen
+from minispec.studies import rules, specgen
 from minispec.tools import checkpoints, methods
 
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
-    """(settings of a quick study, random target, tokenizer), with a drafter of each kind."""
+    """(settings of a quick study, random target, tokenizer), with a drafter of each kind; the target is also
+    the teacher and the student."""
     monkeypatch.setattr(tasks, "FAMILIES", ("revise", "arith"))
     folder = save_toy_target(tmp_path, n_layer=1, gain=1.0, block_size=2048)
     target = checkpoints.load(folder)
-    for name, drafter in (("prism", prism.for_target(target, (0, 1))), ("eagle", prism.for_target(target, (0,))),
-                          ("specdiff", specdiff.for_target(target, n_layer=1, gamma=3, reads=True))):
+    drafters = {
+        "prism": prism.for_target(target, (0, 1)),
+        "eagle": prism.for_target(target, (0,)),
+        "specdiff": specdiff.for_target(target, n_layer=1, gamma=3, reads=True),
+    }
+    for name, drafter in drafters.items():
         checkpoints.save_drafter(drafter, tmp_path / name, target)
-    monkeypatch.setattr(methods, "folder_of", lambda name, settings: str(tmp_path / name))
+
+    def folder_of(name, settings):
+        return str(tmp_path / (name if name in drafters else "target"))
+
+    monkeypatch.setattr(methods, "folder_of", folder_of)
     return methods.settings(quick=True, data=None, model=folder), target, Tokenizer.load(folder)
 
 
@@ -52,7 +61,8 @@ def test_rules_are_compared_on_the_same_prompts(toy, monkeypatch):
 def test_losslessness_is_counted(toy, monkeypatch):
     monkeypatch.setattr(rules, "VARIANTS", ["prism --tree 8"])
     monkeypatch.setattr(methods, "ready", lambda settings: ["ngram", "prism"])
-    monkeypatch.setattr(rules, "requests_of", lambda *args, real=rules.requests_of: real(*args[:3], 8, args[4]))
+    real = rules.requests_of
+    monkeypatch.setattr(rules, "requests_of", lambda *args: real(*args[:3], 8, args[4]))
     found = rules.lossless(*toy)
     exact = [x for x in found["rows"] if x["dtype"] == "float32"]
     assert [x["method"] for x in exact] == ["ngram", "prism", "prism --tree 8"] and whole(found["table"])
@@ -112,21 +122,11 @@ def test_texts_are_long_enough(tmp_path):
 
 # -- diffusion models --------------------------------------------------------------------------------
 
-def test_diffusion_models_are_compared(monkeypatch, tmp_path):
-    tokenizer = Tokenizer.load(TARGET)
-    ids = {f"{name}_id": tokenizer.special[f"<|{name}|>"] for name in ("bos", "eos")}
-    for seed, name in enumerate(("teacher", "student", "target")):
-        model = toy_model(vocab=tokenizer.vocab_size, seed=seed, n_layer=1, gain=1.0, **ids)
-        checkpoints.save(model, tmp_path / name, TARGET)
-    monkeypatch.setattr(methods, "folder_of", lambda name, settings: str(tmp_path / cdlm.METHODS[name]))
-    monkeypatch.setattr(tasks, "FAMILIES", ("revise", "arith"))
+def test_diffusion_models_are_compared(toy, monkeypatch):
     monkeypatch.setattr(diffusion, "BF16", torch.float32)                  # a CPU may have no units for it
-    monkeypatch.setattr(results, "tqdm", lambda items, **_: items)
     real = diffusion.requests_of                                           # random models never end
     monkeypatch.setattr(diffusion, "requests_of", lambda *args: real(*args[:-1], 40))
-    args = methods.settings(quick=True, data=None, model=str(tmp_path / "target"))
-
-    found = diffusion.cdlm_accuracy(args, model, tokenizer)
+    found = diffusion.cdlm_accuracy(*toy)
     rows = found["rows"]
     assert [r["decoder"] for r in rows] == ["ar", "teacher", *3 * ["student"], "teacher", "student"]
     assert [r.get("order") for r in rows] == 5 * [None] + 2 * ["surest"]
@@ -134,5 +134,5 @@ def test_diffusion_models_are_compared(monkeypatch, tmp_path):
     assert all(r["steps"] >= r["tokens"] for r in (rows[1], rows[5]))
     assert ["same" in r for r in rows] == [False, False, *5 * [True]] and 0 <= rows[2]["same"] <= 1
     assert whole(found["table"]) and whole(found["short"])
-    curves = diffusion.cdlm_curves(args, model, tokenizer)
+    curves = diffusion.cdlm_curves(*toy)
     assert {r["decoder"] for r in curves["rows"]} == {"teacher", "dual", "student"} and whole(curves["table"])

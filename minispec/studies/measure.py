@@ -37,7 +37,8 @@ from minispec.traces import Trace, check_costs
 
 # Tokens of each request of a batch.
 BATCHES = {"1 x 100": [100], "8 x 100": [100] * 8, "64 x 20 to 400": [20 + 6 * i for i in range(64)],
-           "1 x 4,600": [4600], "8 x 200 to 4,000": [200 + 543 * i for i in range(8)], "8 x 4,000": [4000] * 8}
+           "1 x 4,600": [4600], "8 x 200 to 4,000": [200 + 543 * i for i in range(8)],
+           "8 x 4,000": [4000] * 8}
 PASSES = 3  # over all rounds of a cost table
 REPEATS = 8  # of a round of one request; the more requests, the fewer
 
