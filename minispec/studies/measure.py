@@ -243,7 +243,7 @@ def forward_seconds(model, lengths, rows, repeats=9):
     return whole, max(whole - rest, 1e-9)
 
 
-def attention_reads(model, repeats=9):
+def attention_reads(model):
     """For BATCHES, with 1 or 9 rows a request: milliseconds of a forward and of its attention alone, the
     megabytes of keys and values that attention has to read, and how fast it reads them, next to the machine's
     memory speed of the same minute."""
@@ -254,7 +254,7 @@ def attention_reads(model, repeats=9):
         if max(lengths) + 9 > c.block_size:
             continue
         for rows in (1, 9):
-            whole, attention = forward_seconds(model, lengths, rows, repeats)
+            whole, attention = forward_seconds(model, lengths, rows)
             read, memory = sum(lengths) * width, memory_speed(model.device)
             out.append({"batch": name, "rows": rows, "ms": 1e3 * whole, "attention_ms": 1e3 * attention,
                         "mb": read / 1e6, "gb_s": read / attention / 1e9, "memory_gb_s": memory / 1e9,
