@@ -38,9 +38,11 @@ def llamacpp(r):
                 for x in r["steps"]["rows"]]
         parts.append(lines(f"one step after the other | dtype | {tokens(r['steps'])}", rows))
     if "rows" in r:
-        rows = [f"{x['rows']} {x['how']}".strip() + f" | {x['dtype']} | {1000 * x['forward']:.1f} | {1000 * x['products']:.1f} | "
-                f"{x['bytes'] / x['products'] / 1e9:.0f}" for x in r["rows"]["rows"]]
-        head = f"rows at a context of {r['rows']['cached']} tokens | dtype | ms a forward | ms of its products | GB/s that they read"
+        rows = [f"{x['rows']} {x['how']}".strip() + f" | {x['dtype']} | {1000 * x['forward']:.1f} | "
+                f"{1000 * x['products']:.1f} | {x['bytes'] / x['products'] / 1e9:.0f}"
+                for x in r["rows"]["rows"]]
+        head = (f"rows at a context of {r['rows']['cached']} tokens | dtype | ms a forward | "
+                "ms of its products | GB/s that they read")
         parts.append(lines(head, rows))
 
     rows = []
