@@ -66,7 +66,7 @@ GOOD = {    # values that options not listed here do not guess by their type
     "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
     "--teacher": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"],
     "--rule": list(RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt"], "--device": ["cpu"],
-    "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
+    "--responses": ["responses"], "--name": ["student"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
 NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
 LONG = ("--n", "--steps", "--prompts", "--heldout", "--batch", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
@@ -190,7 +190,7 @@ def command_line(rng, known):
     name = rng.choices(list(SCRIPTS), (10, 2, 2, 2, 2, 2, 2))[0]
     argv = list(SMALL[name])
     if name == "bench":
-        argv = rng.choice([["bounds", "--quick"], ["report"], ["prism_arms", "--quick"], ["nonsense"]])
+        argv = rng.choice([["bounds", "--quick"], ["--pages"], ["nonsense"]])
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
         option, values, n = rng.choice(known[name])
         nasty = [v for v in NASTY if option not in LONG or v not in ("1e300", "99999999999999999999")]
@@ -219,7 +219,7 @@ FILES = [   # (weight, file, script, arguments that read it)
     (5, "checkpoints/specdiff/config.json", "decode", ["--method", "specdiff", *DECODE]),
     (3, "checkpoints/specdiff/model.safetensors", "decode", ["--method", "specdiff", *DECODE]),
     (3, "checkpoints/cdlm/student/config.json", "decode", ["--method", "cdlm", "--prompt", "x", "--max-new-tokens", "32"]),
-    *[(2, f"results/{name}", "bench", ["report"]) for name in ("lossless.json", "scheduler.json", "bounds.json", "run.json", "checkpoints.json")],
+    *[(2, f"results/{name}", "bench", ["--pages"]) for name in ("lossless.json", "scheduler.json", "bounds.json", "run.json", "checkpoints.json")],
     (3, "results/run.json", "bench", ["bounds", "--quick"]),
     (3, "results/trace.json", "bench", ["bounds", "--quick"]),
     (8, "runs/first/resume.pt", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),

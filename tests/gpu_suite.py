@@ -29,8 +29,8 @@ from kernels import attention as packed  # noqa: E402
 from kernels import available, scores  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402
 from minispec.studies import results  # noqa: E402
-from minispec.studies.tables import table  # noqa: E402
 from minispec.tools import checkpoints, methods  # noqa: E402
+from minispec.tools.markdown import table  # noqa: E402
 from minispec.tools.script import Parser, check_device, run_main  # noqa: E402
 
 K, SPARSITY = 8, 0.05
@@ -197,7 +197,7 @@ def tables(r):
         if section in ("kernels", "decode"):
             copied = r["floors"][0]["rate"]
             rows = [{**x, "share": x["bytes"] / x["seconds"] / copied} for x in rows]
-        parts.append(table(TABLES[section], rows))
+        parts.append(table(rows, TABLES[section]))
     if r["out_of_memory"]:
         parts.append(f"Out of memory: {'; '.join(r['out_of_memory'])}.")
     return "\n\n".join(parts)

@@ -47,7 +47,6 @@ def start(folder, name):
             run.SMALL, tasks.FAMILIES = dataclasses.replace(run.SMALL, new=8), ("revise", "arith")
             measure.cost_table = functools.partial(measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
             methods.ready = lambda settings: ["ngram", "specgen"]
-            bench.pick = lambda table, **choice: table   # pages ask for rows of methods that are not run here
         script.run_main(fuzz.SCRIPTS[name].main)
 
     return fuzz.forked(folder, name, CASES[name], main, os.path.join(folder, ".output"))

@@ -1,7 +1,8 @@
-"""How the results of the scripts of this folder are shown: a Markdown table of each, which the script writes next to its figures."""
+"""Markdown tables of what the scripts of this folder measure; each script writes its own next to its
+figures."""
 import statistics
 
-from minispec.studies.tables import SAME
+from minispec.studies.results import SAME
 from minispec.tools.markdown import cell, join
 
 
@@ -37,9 +38,11 @@ def llamacpp(r):
                 for x in r["steps"]["rows"]]
         parts.append(lines(f"one step after the other | dtype | {tokens(r['steps'])}", rows))
     if "rows" in r:
-        rows = [f"{x['rows']} {x['how']}".strip() + f" | {x['dtype']} | {1000 * x['forward']:.1f} | {1000 * x['products']:.1f} | "
-                f"{x['bytes'] / x['products'] / 1e9:.0f}" for x in r["rows"]["rows"]]
-        head = f"rows behind {r['rows']['cached']} tokens | dtype | ms a forward | ms of its products | GB/s that they read"
+        rows = [f"{x['rows']} {x['how']}".strip() + f" | {x['dtype']} | {1000 * x['forward']:.1f} | "
+                f"{1000 * x['products']:.1f} | {x['bytes'] / x['products'] / 1e9:.0f}"
+                for x in r["rows"]["rows"]]
+        head = (f"rows at a context of {r['rows']['cached']} tokens | dtype | ms a forward | "
+                "ms of its products | GB/s that they read")
         parts.append(lines(head, rows))
 
     rows = []

@@ -19,7 +19,6 @@ from minispec.bounds import AVERAGES, deepest, replay
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
-from minispec.studies.run import statistics
 from minispec.traces import CostTable, Trace, read_costs, read_traces, write_traces
 from minispec.core.verify import greedy_tree
 
@@ -756,14 +755,6 @@ def test_model_of_an_h100_by_batch():
         assert float(H100.step(600 * rows, rows, rows)) * 1e3 == pytest.approx(ms, abs=0.006)
         spent = H100.step(600 * rows, 4 * rows, rows) + H100.draft("eagle3", 600 * rows, 3, rows)
         assert 4 * H100.step(600 * rows, rows, rows) / spent == pytest.approx(ceiling, abs=0.006)
-
-
-def test_spread_of_accept_lengths():
-    """By position a long match is counted at each of its tokens, by round once."""
-    t = trace_of(a=[5, 4, 3, 2, 1, 1, 1, 1])
-    [said] = statistics([t], ["a"], 8).values()
-    assert said["by_position"] == 2.25 and said["by_round"] == 2
-    assert said["positions"] == 8 and said["censored"] == 0
 
 
 def test_ladder_names_a_missing_drafter():

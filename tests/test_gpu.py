@@ -18,7 +18,6 @@ from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request, Segment
 from minispec.core.verify import Sampling, walk
 from minispec.specgen import SpecGen
-from minispec.studies import specgen as studies
 from minispec.tools.script import check_device
 
 TARGET = toy_model(vocab=32, head_dim=16)
@@ -140,19 +139,6 @@ def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom():
     tree.width = 4
     assert [Lockstep(None, tree, k).fusable for k in (15, TREE - 1, TREE)] == [True, True, False]
     assert Lockstep(None, Drafter(), 32).fusable and Lockstep(None).fusable
-
-
-def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run(monkeypatch):
-    """The terms of SpecGen's cost model are timed without graphs."""
-    run = SimpleNamespace(generations=[SimpleNamespace(steps=[SimpleNamespace(proposed=studies.K, accepted=3)])])
-    for name in ("read_once", "warm_cells", "ratio", "identical"):
-        monkeypatch.setattr(studies, name, lambda *_: {})
-    monkeypatch.setattr(studies, "texts", SimpleNamespace(kinds=lambda _: ["a"], text=lambda *_: [1]))
-    monkeypatch.setattr(studies, "race", lambda *_, **__: {"ar": [run], studies.PAPER: [run]})
-    monkeypatch.setattr(studies, "measure_costs", lambda *_: pytest.fail("timed"))
-    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    rows = studies.serving_rows(SimpleNamespace(data=None), model, None, 100, 2, 0)
-    assert [row["method"] for row in rows] == ["ar", studies.PAPER] * 2 and not any("predicted" in row for row in rows)
 
 
 def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):

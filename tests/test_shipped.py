@@ -6,12 +6,11 @@ import torch
 from conftest import only_keys, ROOT, TARGET
 
 import bench
-from minispec.core.attention import FullKeys
+from minispec.core.attention import packed_attend
 from minispec.core.kv_cache import KVCache
 from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.studies import cdlm as cdlm_studies
-from minispec.studies.replay import feed
 from minispec.tools import answers, methods
 from minispec.core.requests import Request
 
@@ -44,7 +43,8 @@ def row_count_noise(model, tokenizer):
     logits = []
     for rows in (1, 9):
         cache = KVCache(model.config, 90, model.dtype)
-        hidden = [feed(model, [(ids[start:start + rows], start, only_keys(cache, start, rows))]) for start in range(0, 90, rows)]
+        hidden = [model(ids[start:start + rows], torch.arange(start, start + rows),
+                        packed_attend([(0, rows, only_keys(cache, start, rows))])) for start in range(0, 90, rows)]
         logits.append(model.logits(torch.cat(hidden)).float())
     return (logits[0] - logits[1]).abs().max().item()
 

@@ -1,26 +1,85 @@
-"""What bench.py measures of diffusion models: steps against accuracy. How fast they are, next to plain
-decoding, is in the study `run`.
+"""Diffusion models: steps against accuracy. The study `run` times them next to plain decoding.
 
 All decoders answer the same held-out problems, which fit the answer slots. A step is a forward in which a
-request took part, whatever the batch; the decoder counts it. """
+request took part, whatever the batch; the decoder counts it."""
 import statistics
 
 import torch
 
 from minispec import cdlm
 from minispec.data import tasks
-from minispec.studies import results
-from minispec.studies.timing import engine_of
+from minispec.studies.results import each_kept, engine_of
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, verdict
+from minispec.tools.markdown import table
 
 FIRST = 3000                    # seed of the first held-out problem used here
 BF16 = torch.bfloat16           # it takes half the time
 STRICT = 0.999                  # at this threshold the shipped student is as good as its teacher
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
+DECODERS = {
+    "decoder": "{decoder}",
+    "steps a block": "{steps_a_block}",
+    "threshold": "{threshold:g}",
+    "slot first": "{order}",
+    "problems": "{problems}",
+    "solved": "{solved:.1%}",
+    **{family: f"{{by_family[{family}]:.0%}}" for family in tasks.FAMILIES},
+    "steps an answer": "{steps:.1f}",
+    "tokens an answer": "{tokens:.0f}",
+    "same answer as the teacher": "{same:.0%}",
+}
 
 
-# -- problems ------------------------------------------------------------------------------------------------
+def cdlm_accuracy(args, model, tokenizer):
+    """Held-out problems solved by the target, the teacher at a token a step, and the student at the default
+    threshold, a stricter one and the paper's: 200 a family. Then as the papers decode, most confident slot
+    first."""
+    cells = [("ar", {}), ("teacher", {})]
+    cells += [("student", {"threshold": t}) for t in (cdlm.THRESHOLD, STRICT, 0.9)]
+    cells += [("teacher", {"order": "surest"}), ("student", {"threshold": cdlm.THRESHOLD, "order": "surest"})]
+    found = compare("cdlm_accuracy", args, model, tokenizer, cells, 4 if args.quick else 200)
+    short = {head: form for head, form in DECODERS.items() if head not in ("steps a block", *tasks.FAMILIES)}
+    return {**found, "short": table(found["rows"], short)}
+
+
+def cdlm_curves(args, model, tokenizer):
+    """Accuracy against steps, 10 problems a family: the teacher cut to fewer steps a block, the teacher, its
+    dual cache and the student with a threshold."""
+    cells = [("teacher", {"steps_a_block": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)]
+    cells += [(name, {"threshold": t}) for name in ("teacher", "dual", "student") for t in THRESHOLDS]
+    cells += [("student", {"threshold": t, "order": "surest"}) for t in THRESHOLDS]
+    if args.quick:
+        cells = cells[::4]
+    return compare("cdlm_curves", args, model, tokenizer, cells, 2 if args.quick else 10)
+
+
+def compare(study, args, model, tokenizer, cells, n):
+    """A row for each of `cells` (decoder, settings), on n problems a family. "ar" is the target, "teacher"
+    and "student" are the shipped models, "dual" is the teacher with stale keys. "same": the share of answers
+    that are those of the first teacher."""
+    folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
+    folders["ar"] = args.model
+    models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
+    models["dual"] = models["teacher"]
+    problems = held_out(tokenizer, n)
+
+    def measure(name, settings):
+        if name == "ar":
+            decoder = engine_of("ar", models["ar"], args, 16)
+        else:
+            decoder = cdlm.Decoder(models[name], tokenizer.mask_id, name, batch_size=16, **settings)
+        row, answers = answer(decoder, problems, tokenizer)
+        return {"decoder": name, **settings, **row}, answers
+
+    measured = each_kept(study, args, model, cells, measure)
+    reference = next(answers for row, answers in measured if row["decoder"] == "teacher")
+    for row, answers in measured:
+        if answers is not reference and row["decoder"] != "ar":
+            row["same"] = statistics.mean(a == b for a, b in zip(answers, reference))
+    rows = [row for row, _ in measured]
+    return {"rows": rows, "table": table(rows, DECODERS)}
+
 
 def held_out(tokenizer, n):
     """n problems a family that fit."""
@@ -38,53 +97,3 @@ def answer(decoder, problems, tokenizer):
     return {"problems": len(problems), "solved": statistics.mean(right), "by_family": by_family,
             "steps": statistics.mean(len(g.steps) for g in generations),
             "tokens": statistics.mean(map(len, answers))}, answers
-
-
-# -- studies -------------------------------------------------------------------------------------------------
-
-def cdlm_accuracy(args, model, tokenizer):
-    """Held-out problems solved by the target, the teacher at a token a step, and the student at the default
-    threshold, a stricter one and the paper's: 200 a family. Then as the papers decode, most confident slot
-    first."""
-    cells = [("ar", {}), ("teacher", {})]
-    cells += [("student", {"threshold": t}) for t in (cdlm.THRESHOLD, STRICT, 0.9)]
-    cells += [("teacher", {"order": "surest"}), ("student", {"threshold": cdlm.THRESHOLD, "order": "surest"})]
-    return compare("cdlm_accuracy", args, model, tokenizer, cells, 4 if args.quick else 200)
-
-
-def cdlm_curves(args, model, tokenizer):
-    """Accuracy against steps, 10 problems a family: the teacher cut to fewer steps a block, the teacher, its
-    dual cache and the student with a threshold."""
-    cells = [("teacher", {"steps_a_block": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)]
-    cells += [(name, {"threshold": t}) for name in ("teacher", "dual") for t in THRESHOLDS]
-    cells += [("student", {"threshold": t, "order": "surest"}) for t in THRESHOLDS]
-    cells += [("student", {"threshold": t}) for t in (*THRESHOLDS, 1.0)]
-    if args.quick:
-        cells = cells[::4]
-    return compare("cdlm_curves", args, model, tokenizer, cells, 2 if args.quick else 10)
-
-
-def compare(study, args, model, tokenizer, cells, n):
-    """A row for each of `cells` (decoder, settings), on n problems a family. "ar" is the target, "teacher"
-    and "student" are what ships, "dual" is the teacher with stale keys. "same": the share of answers that
-    are those of the first teacher."""
-    folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
-    folders["ar"] = args.model
-    models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
-    models["dual"] = models["teacher"]
-    problems = held_out(tokenizer, n)
-
-    def measure(name, settings):
-        if name == "ar":
-            decoder = engine_of("ar", models["ar"], args, 16)
-        else:
-            decoder = cdlm.Decoder(models[name], tokenizer.mask_id, name, batch_size=16, **settings)
-        row, answers = answer(decoder, problems, tokenizer)
-        return {"decoder": name, **settings, **row}, answers
-
-    measured = results.each_kept(study, args, model, cells, measure)
-    reference = next(answers for row, answers in measured if row["decoder"] == "teacher")
-    for row, answers in measured:
-        if answers is not reference and row["decoder"] != "ar":
-            row["same"] = statistics.mean(a == b for a, b in zip(answers, reference))
-    return {"rows": [row for row, _ in measured]}

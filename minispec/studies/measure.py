@@ -37,7 +37,8 @@ from minispec.traces import Trace, check_costs
 
 # Tokens of each request of a batch.
 BATCHES = {"1 x 100": [100], "8 x 100": [100] * 8, "64 x 20 to 400": [20 + 6 * i for i in range(64)],
-           "1 x 4,600": [4600], "8 x 200 to 4,000": [200 + 543 * i for i in range(8)], "8 x 4,000": [4000] * 8}
+           "1 x 4,600": [4600], "8 x 200 to 4,000": [200 + 543 * i for i in range(8)],
+           "8 x 4,000": [4000] * 8}
 PASSES = 3  # over all rounds of a cost table
 REPEATS = 8  # of a round of one request; the more requests, the fewer
 
@@ -219,36 +220,42 @@ def clock(f):
 
 
 @torch.inference_mode()
-def attention_reads(model, repeats=9):
-    """For BATCHES, with 1 or 9 rows a request: milliseconds of a forward and of its attention alone (its time
-    less that of a forward without attention), the megabytes of keys and values that attention has to read,
-    and how fast it reads them, next to the machine's memory speed of the same minute."""
+def forward_seconds(model, lengths, rows, repeats=9):
+    """(seconds of a forward, seconds of its attention alone), medians: of requests with `lengths` cached
+    tokens and `rows` new ones each. Attention is what a forward takes longer than one without attention."""
+    c, n = model.config, rows * len(lengths)
+    slots = sum(whole_blocks(t + rows) + whole_blocks(1) for t in lengths)
+    cache = KVCache(c, slots, model.dtype, model.device)
+    places = [cache.open(t + rows) for t in lengths]
+    tokens = torch.zeros(n, dtype=torch.long, device=model.device)
+    positions = torch.cat([torch.arange(t, t + rows) for t in lengths]).to(model.device)
+
+    def seconds(attend):
+        return clock(lambda: model.logits(model(tokens, positions, attend)))
+
+    def attention():
+        keys = [FullKeys(cache, blocks, t, rows) for blocks, t in zip(places, lengths)]
+        return packed_attend([(i * rows, i * rows + rows, one) for i, one in enumerate(keys)])
+
+    # The first repeat compiles kernels.
+    times = [(seconds(attention()), seconds(lambda layer, q, k, v: q)) for _ in range(repeats + 1)][1:]
+    whole, rest = (statistics.median(x) for x in zip(*times))
+    return whole, max(whole - rest, 1e-9)
+
+
+def attention_reads(model):
+    """For BATCHES, with 1 or 9 rows a request: milliseconds of a forward and of its attention alone, the
+    megabytes of keys and values that attention has to read, and how fast it reads them, next to the machine's
+    memory speed of the same minute."""
     c = model.config
+    width = 2 * c.n_layer * c.n_kv_head * c.head_dim * model.dtype.itemsize      # bytes of a token
     out = []
     for name, lengths in BATCHES.items():
         if max(lengths) + 9 > c.block_size:
             continue
         for rows in (1, 9):
-            cache = KVCache(c, sum(map(whole_blocks, lengths)) + 2 * whole_blocks(9) * len(lengths),
-                            model.dtype, model.device)
-            places = [cache.open(n + rows) for n in lengths]
-            n = rows * len(lengths)
-            tokens = torch.zeros(n, dtype=torch.long, device=model.device)
-            positions = torch.cat([torch.arange(t, t + rows) for t in lengths]).to(model.device)
-
-            def forward(attend):
-                model.logits(model(tokens, positions, attend()))
-
-            def full():
-                keys = [FullKeys(cache, blocks, t, rows) for blocks, t in zip(places, lengths)]
-                return packed_attend([(i * rows, i * rows + rows, one) for i, one in enumerate(keys)])
-
-            times = [(clock(lambda: forward(full)), clock(lambda: forward(lambda: lambda layer, q, k, v: q)))
-                     for _ in range(repeats + 1)][1:]    # the first one compiles kernels
-            whole, rest = (statistics.median(x) for x in zip(*times))
-            read = sum(lengths) * 2 * c.n_layer * c.n_kv_head * c.head_dim * cache.k.itemsize
-            memory = memory_speed(model.device)
-            attention = max(whole - rest, 1e-9)
+            whole, attention = forward_seconds(model, lengths, rows)
+            read, memory = sum(lengths) * width, memory_speed(model.device)
             out.append({"batch": name, "rows": rows, "ms": 1e3 * whole, "attention_ms": 1e3 * attention,
                         "mb": read / 1e6, "gb_s": read / attention / 1e9, "memory_gb_s": memory / 1e9,
                         "share": read / attention / memory})

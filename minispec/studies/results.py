@@ -1,42 +1,211 @@
-"""results/: NAME.json holds what study NAME found; NAME.part, the finished cells of one that was
-interrupted."""
+"""What all studies share: prompts, engines that are timed in turn, intervals, and files in results/.
+
+A study is a function (settings, target, tokenizer) -> a dict that JSON can hold: its figures, and under
+"table" the Markdown table made of them (some have a second one, like "short"), which pages show. `--quick` is
+a tenth of the work. NAME.json holds the result of study NAME; NAME.part, the finished cells of a study that
+was interrupted.
+"""
 import os
 import platform
+import random
 import re
+import statistics
 import sys
 import time
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from minispec import ROOT
 from minispec.core.cpu import PACKED_TYPES
-from minispec.tools import checkpoints
-from minispec.tools.files import blame, read_json, write_json
+from minispec.data import prompts, tasks
+from minispec.tools import checkpoints, methods
+from minispec.tools.answers import summary
+from minispec.tools.files import blame, read_json, read_rows, write_json
 
 FOLDER = f"{ROOT}results"
+FIRST = 800             # seed of the first held-out problem
+PAGE = 1200             # characters of the story in a prompt
+SUMMARISE = "\n\nTell me in three sentences what happens on this page."
+REWRITE = "Rewrite this page in the present tense and change nothing else.\n\n"
+EDITS = ("Rewrite", "Edit", "Correct", "Change", "Convert the", "Improve")       # how such tasks begin
+SAME = "{identical:d} of {prompts}"
 
+
+# -- prompts ---------------------------------------------------------------------------------------
+
+def problems_of(tokenizer, n, data=None, first=0):
+    """{workload: n problems, from the first-th on, or the last ones if there are fewer}.
+
+    The small model gets held-out problems of the families that it was trained on, and GSM8K if a data folder
+    is given. A real model gets Spec-Bench's blocks, GSM8K, HumanEval and rewriting tasks, each in random
+    order; without a data folder questions, and two tasks about pages of a story that ships.
+    """
+    if tokenizer.ours:
+        seeds = range(FIRST, FIRST + first + n)
+        some = [tasks.make(family, seed, "heldout") for family in tasks.FAMILIES for seed in seeds]
+        if data:
+            some += prompts.load_named("gsm8k", data)
+    elif data:
+        some = [p for name in ("spec_bench", "gsm8k", "humaneval") for p in prompts.load_named(name, data)]
+        some += edits(os.path.join(data, "instruct", "instruction-data.json"))
+    else:
+        story = prompts.story()
+        pages = [story[i:i + PAGE] for i in range(0, len(story) - PAGE, PAGE)]
+        some = [tasks.Problem("questions", q + "\n") for q in prompts.QUESTIONS]
+        some += [tasks.Problem("story", page + SUMMARISE + "\n") for page in pages]
+        some += [tasks.Problem("edit", REWRITE + page + "\n") for page in pages]
+    out = {}
+    for p in some:
+        out.setdefault(p.family, []).append(p)
+    for own in out.values():
+        if data and not tokenizer.ours:
+            random.Random(0).shuffle(own)                # a block of Spec-Bench begins with one kind
+    return {family: own[first:first + n] or own[-n:] for family, own in out.items()}
+
+
+def edits(file):
+    """The rewriting tasks of an instruction file: an instruction, and the text that it is about."""
+    out = []
+    for where, row in read_rows(file):
+        with blame(where):
+            if row.get("input") and row.get("instruction", "").startswith(EDITS):
+                out.append(tasks.Problem("edit", prompts.problem_of(row).prompt))
+    return out
+
+
+# -- engines that are timed in turn ----------------------------------------------------------------
+
+def engine_of(name, model, args, batch, **changes):
+    """The engine of a method with the options behind its name, like "prism --tree 8". args: all other
+    settings, but for `changes`."""
+    method, *options = name.split()
+    settings = methods.settings(*options, **{**vars(args), **changes})
+    return methods.make_engine(method, model, settings, batch)
+
+
+def suitable(args, model, more=()):
+    """The methods that are ready and run with this target and these settings, and those of `more`, methods
+    with options, whose method does; a line for each other one says why not."""
+    fitting = []
+    for name in methods.ready(args):
+        try:
+            methods.make_engine(name, model, args, 1)
+            fitting.append(name)
+        except ValueError as e:
+            print(f"{name} is left out: {e}")
+    return fitting + [name for name in more if name.split()[0] in fitting]
+
+
+@dataclass
+class Run:
+    """One timed run: what is left of an engine when its cache and its graphs are gone."""
+    generations: list
+    phases: dict            # seconds, prompts included; capturing a GPU's graphs, once a shape, is not
+    tau: float
+    request_rate: float     # mean of the requests' tokens/s
+    seen: object            # what the study keeps of the engine
+
+    @property
+    def tokens(self):
+        return sum(len(g.token_ids) for g in self.generations)
+
+    @property
+    def seconds(self):
+        return sum(self.phases.values())
+
+    @property
+    def decoding_rate(self):
+        """Tokens/s without reading the prompts, which all methods do alike."""
+        return self.tokens / (self.seconds - self.phases["prefill"])
+
+
+def race(cells, repeats, desc, warm_up=True, see=None):
+    """Run cells {name: function that returns (engine, fresh requests)} in turn, `repeats` times after one
+    warm-up: in one process, so that a slow minute of the machine slows all. Returns {name: [Run of every
+    repeat]}; see: function of an engine, whose result is kept."""
+    runs = {name: [] for name in cells}
+    for repeat in tqdm(range(-warm_up, repeats), desc=desc, leave=False):
+        for name, build in cells.items():
+            engine, requests = build()
+            generations, rate = answer(engine, requests)
+            if repeat >= 0:
+                tau = summary(generations, engine)["tau"]
+                runs[name].append(Run(generations, phases(engine), tau, rate, see and see(engine)))
+    return runs
+
+
+def answer(engine, requests):
+    """(generations, mean of the requests' tokens/s) by the engine's clock. A request's time is that from its
+    entry into the batch, which is when another one leaves it, to its end."""
+    def clock():
+        return sum(engine.seconds.values())
+
+    entered = [clock()] * engine.batch_size
+    left = {}
+    for request, _ in engine.stream(requests):
+        left[request] = clock()
+    entered += sorted(left.values())
+    rates = [len(r.generation.token_ids) / (left[r] - t) for r, t in zip(requests, entered)]
+    return [r.generation for r in requests], statistics.mean(rates)
+
+
+def phases(engine):
+    """Seconds by phase of everything that an engine, or a diffusion model's decoder, has answered."""
+    seconds = dict(engine.seconds)
+    sample = sum(i["seconds"]["sample"] for i in getattr(engine, "iterations", ()))
+    return {"sample": sample, "overhead": seconds.pop("other") - sample, **seconds}
+
+
+# -- figures of runs -------------------------------------------------------------------------------
+
+def ratio(runs, plain):
+    """Median and range of the ratios of decoding rates, repeat by repeat."""
+    rates = [run.decoding_rate for run in runs]
+    ratios = [rate / other.decoding_rate for rate, other in zip(rates, plain)]
+    return {
+        "tokens_per_second": statistics.median(rates),
+        "speedup": statistics.median(ratios),
+        "speedup_range": [min(ratios), max(ratios)],
+    }
+
+
+def identical(a, b):
+    """Number of answers of two runs with the same tokens."""
+    return sum(x.token_ids == y.token_ids for x, y in zip(a.generations, b.generations))
+
+
+def interval(figure, *samples, draws=2000):
+    """(low, high): 95 % bootstrap interval of figure(*samples), over prompts. samples: arrays (n, ..) of the
+    same n prompts, which are drawn together, so that a difference or ratio of two methods is paired. figure
+    takes them with any dimensions in front, (.., n, ..)."""
+    n = len(samples[0])
+    drawn = np.random.default_rng(0).integers(n, size=(draws, n))
+    values = figure(*(np.asarray(x)[drawn] for x in samples))
+    return [float(x) for x in np.percentile(values, (2.5, 97.5))]
+
+
+# -- files -----------------------------------------------------------------------------------------
 
 def path(file):
     """Where a file of results/ is."""
     return os.path.join(FOLDER, file)
 
 
-def processor():
-    """The name of this machine's processor. Linux has it in a file, other systems have no such file."""
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as f:
-            if name := re.search(r"model name\s*: (.*)", f.read()):
-                return name[1]
-    return platform.processor() or platform.machine()
-
-
 def device_name(device="cpu"):
     if device != "cpu":
         return torch.cuda.get_device_name(device)
-    # What bf16 is worth depends on this, and the name of a processor does not always tell.
+    name = platform.processor() or platform.machine()
+    # Linux has the name of the processor in a file, other systems have no such file.
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo") as f:
+            if model := re.search(r"model name\s*: (.*)", f.read()):
+                name = model[1]
+    # The price of bf16 depends on this, and the name of a processor does not always tell.
     products = " with bf16 products" if torch.bfloat16 in PACKED_TYPES else ""
-    return f"{processor()}{products}, {torch.get_num_threads()} threads"
+    return f"{name}{products}, {torch.get_num_threads()} threads"
 
 
 def dtype_name(model):
@@ -62,7 +231,7 @@ def each_kept(name, args, model, cells, measure, **more):
     """[measure(*cell) for every cell] of a long study. Each is kept in NAME.part when it is done, and taken
     from there if an interrupted run has left it whose settings, target, dtype, machine and `more` are the
     same. Runs that write no result keep no cells either."""
-    settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "arms")}
+    settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "pages")}
     about = {
         **more,
         "settings": settings,

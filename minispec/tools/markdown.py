@@ -2,15 +2,20 @@
 import re
 
 
-def texts(rows):
-    """The table of dicts {head: what its cell shows}, with the columns of the longest one."""
-    heads = max(rows, key=len)
+def table(rows, columns):
+    """The table of dicts. columns: {head: template for str.format}."""
+    return texts([{head: cell(template, x) for head, template in columns.items()} for x in rows])
+
+
+def texts(rows, heads=()):
+    """The table of dicts {head: text of the cell}, with these columns, or those of the longest row."""
+    heads = heads or max(rows, key=len)
     lines = [[shown(row.get(head, "")) for head in heads] for row in rows]
     return join([map(shown, heads), ["---"] * len(heads), *lines])
 
 
 def shown(value):
-    """What a cell shows, which may be a name from a file: nothing that breaks the table."""
+    """The text of a cell, which may be a name from a file: nothing in it breaks the table."""
     return str(value).replace("\n", " ").replace("|", "\\|")
 
 
@@ -20,7 +25,7 @@ def join(lines):
 
 
 def cell(template, x):
-    """The text of a cell; empty where the row lacks a figure, or has None for it."""
+    """The text of a cell; empty if the row lacks a figure, or has None for it."""
     known = {name: value for name, value in x.items() if value is not None}
     try:
         return re.sub("(?<! )%", " %", template.format(**known))

@@ -1,0 +1,149 @@
+"""What acceptance rules give, and whether they keep their promise.
+
+    lossless    whether every method writes the very output of plain decoding, in fp32 and in bf16
+    rules       accepted drafts and tau of every drafter by rule, chain or tree, and temperature
+"""
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from minispec.core.verify import Sampling
+from minispec.studies import results
+from minispec.studies.results import SAME, engine_of, interval, suitable
+from minispec.tools import checkpoints, methods
+from minispec.tools.answers import requests_of, tie_gap
+from minispec.tools.markdown import table, texts
+
+# -- losslessness ----------------------------------------------------------------------------------
+
+# Options that decide which rows are fed together, or what is verified.
+VARIANTS = [
+    "specgen --delayed",
+    "specgen --schedule lockstep",
+    "specgen --lookup 40",
+    "specgen --select pillar",
+    "specgen --select window",
+    "specgen --admission preempt --cache-tokens 2000",
+    "specgen --admission offload --cache-tokens 2000",
+    "eagle --tree 8",
+    "prism --tree 8",
+    "specdiff --k-drafts 3",
+    # Ten requests at a time share the rows.
+    *(f"{name} --lookup 80" for name in methods.TRAINED),
+]
+# How answers are drawn, and requests at a time.
+DRAWN = {
+    "greedy": (Sampling(), 10),
+    "T 0.65": (Sampling(0.65), 17),
+    "T 1": (Sampling(1.0), 8),
+    "top": (Sampling(1.0, 50, 0.9), 1),
+}
+LONGEST = 400           # tokens of a prompt of a real model, because reading takes longer than answering
+LOSSLESS = {
+    "method": "{method}",
+    "dtype": "{dtype}",
+    "identical to autoregressive": SAME,
+    "T = 0.65": "{T 0.65:d} of {sampled}",
+    "T = 1": "{T 1:d} of {sampled}",
+    "top-p 0.9, top-k 50": "{top:d} of {sampled}",
+    "largest top-2 gap at a difference": "{largest_tie_gap:.3g}",
+}
+
+
+def lossless(args, model, tokenizer):
+    """Greedy and sampled output against autoregressive output: identical in fp32; in bf16, where the number
+    of rows changes rounding, a first difference must sit at a near-tie."""
+    new = 160 if tokenizer.ours else 48
+    workload = results.problems_of(tokenizer, 4 if args.quick else 20, args.data)
+    problems = [p for p in sum(workload.values(), [])
+                if tokenizer.ours or len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
+    names = [name for name in suitable(args, model, VARIANTS) if name.split()[0] in methods.METHODS]
+
+    rows = []
+    for dtype, some in (("float32", problems), ("bfloat16", problems[::5])):
+        target = checkpoints.load(args.model, args.device, getattr(torch, dtype))
+
+        def answers(name, drawn):
+            sampling, batch = DRAWN[drawn]
+            asked = some if drawn == "greedy" or dtype == "bfloat16" else some[::2 if tokenizer.ours else 5]
+            requests = requests_of(asked, tokenizer, target, new, sampling)
+            return engine_of(name, target, args, batch).generate(requests)
+
+        plain = {drawn: answers("ar", drawn) for drawn in DRAWN}
+        for name in tqdm(names, desc=dtype):
+            row = {"method": name, "dtype": dtype, "prompts": len(some), "sampled": len(plain["T 1"])}
+            gaps = []
+            for drawn, (sampling, _) in DRAWN.items():
+                pairs = list(zip(plain[drawn], answers(name, drawn)))
+                row[drawn] = sum(a.token_ids == b.token_ids for a, b in pairs)
+                gaps += [tie_gap(target, a.prompt_ids, a.token_ids, b.token_ids, replace(sampling, seed=i))
+                         for i, (a, b) in enumerate(pairs)]
+            rows.append({**row, "identical": row["greedy"], "largest_tie_gap": max(gaps)})
+    return {"new_tokens": new, "rows": rows, "table": table(rows, LOSSLESS)}
+
+
+# -- acceptance ------------------------------------------------------------------------------------
+
+FIRST = 30              # of the problems of a workload: those before are used elsewhere
+NEW = 96                # tokens of an answer at most
+BATCH = 16
+RULES = ("rejection", "coupled", "point-mass")
+TEMPERATURES = (0.65, 1.0)
+DRAFTS = {
+    "ngram --k 5": "chain of 5",
+    "prism --depth 5": "chain of 5",
+    "prism --tree 8": "tree of 8",
+    "eagle --depth 5": "chain of 5",
+    "eagle --tree 8": "tree of 8",
+    "specdiff --gamma 5": "chain of 5",
+    "specdiff --gamma 4 --k-drafts 2": "tree of 8",
+    "specgen --k 5 --lookup 0": "chain of 5",
+}
+
+
+def rules(args, model, tokenizer):
+    """Accepted drafts a round and tau, each with a 95 % interval over prompts, of every drafter in chains of
+    5 and trees of 8, by acceptance rule and temperature, on the same prompts. Drafters do not end a chain
+    early. Rejection verifies chains; trees, whose drafts are chosen without chance, it leaves to the walk."""
+    problems = results.problems_of(tokenizer, 1 if args.quick else 8, args.data, FIRST)
+    problems = sum(problems.values(), [])
+    fitting = suitable(args, model)
+    cells = [cell for cell in product(DRAFTS, TEMPERATURES, RULES) if cell[0].split()[0] in fitting]
+
+    def measured(name, temperature, rule):
+        engine = engine_of(name, model, args, BATCH)
+        if "specgen" not in name:
+            engine.planner.drafter.stop = 0.0
+        sampling = Sampling(temperature, rule=rule)
+        answers = engine.generate(requests_of(problems, tokenizer, model, NEW, sampling))
+        # By prompt: accepted drafts, committed tokens, rounds. An answer may have ended with its prompt.
+        counts = [[sum(s.accepted for s in g.steps), sum(s.committed for s in g.steps), len(g.steps)]
+                  for g in answers]
+        found = {"method": name, "drafts": DRAFTS[name], "temperature": temperature, "rule": rule,
+                 "prompts": len(problems), "counts": counts}
+        for i, figure in enumerate(("accepted", "tau")):
+            def mean(some):
+                total = some.sum(-2)
+                return total[..., i] / total[..., 2]
+
+            found[figure] = float(mean(np.array(counts)))
+            found[figure + "_interval"] = interval(mean, counts)
+        return found
+
+    rows = results.each_kept("rules", args, model, cells, measured)
+    return {"new_tokens": NEW, "rows": rows, "table": texts(rules_table(rows))}
+
+
+def rules_table(rows):
+    """A line {head: text} for each method, shape and temperature, with two columns for each rule."""
+    lines = {}
+    for x in rows:
+        about = {"drafter": x["method"], "drafts": x["drafts"], "T": f"{x['temperature']:g}"}
+        line = lines.setdefault(tuple(about.values()), about)
+        for figure in ("accepted", "tau"):
+            low, high = x[figure + "_interval"]
+            line[f"{figure}, {x['rule']}"] = f"{x[figure]:.2f} ({low:.2f}-{high:.2f})"
+    return list(lines.values())
