@@ -69,6 +69,7 @@ RUNGS = {
     "L9": "one pass",
 }
 AVERAGES = ("total time", "mean rate")
+BOTH = " / ".join(AVERAGES)
 BATCHES = (1, 4, 16)
 COMBINED = "adaptive"            # the method that may use all drafters
 FEW = 0.05                       # the censored share of positions above which a bound is marked
@@ -330,7 +331,7 @@ def observed(runs, cell, traced):
 def table(r):
     """The Markdown table of a result of `analyse`, and notes on it."""
     parts = [texts([row_of(c, m) for c in r["cells"] for m in c["censored"]]),
-             f"All speed-ups are {' / '.join(AVERAGES)}."]
+             f"All speed-ups are {BOTH}."]
     if any(share > FEW for c in r["cells"] for share in c["censored"].values()):
         parts.append(
             f"*: at more than {100 * FEW:.0f} % of the positions all drafts of the trace were accepted, so "

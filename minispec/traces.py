@@ -142,14 +142,14 @@ def read_costs(path):
 def check_costs(table):
     """Return `table` if it is a valid cost table (already parsed), else ValueError with the field."""
     if unknown := table.keys() - PARTS:
-        raise ValueError(f"unknown field {min(unknown)}; known are {', '.join(PARTS)}")
+        raise ValueError(f"{min(unknown)}: unknown field; known are {', '.join(PARTS)}")
     times = {name: table[name] for name in ("prefill", "overhead") if name in table}
     times |= {f"{part}.{name}": time for part in ("draft", "read") for name, time in table.get(part, {}).items()}
     for where, time in ({"verify": table["verify"]} | times).items():
         with blame(where):
             if time["kind"] == "share" and not where.startswith("draft."):
                 raise ValueError("only a drafter may take a share of the verification")
-            _check_time(time)
+            _check_time(time, where)
     if seconds(table["verify"], 1, 1, 1) <= 0:
         raise ValueError("verify: a forward that takes no time at all has no speed-up")
     if not isinstance(table.get("about", {}), dict):
@@ -160,24 +160,25 @@ def check_costs(table):
     return table
 
 
-def _check_time(time):
+def _check_time(time, where):
     """ValueError, LookupError or TypeError if a TIME entry lacks a field, or has an unknown or a bad one."""
     kind = time["kind"]
     depths = DEPTHS[kind]
     if unknown := time.keys() - {"kind", *depths}:
-        raise ValueError(f"unknown field {min(unknown)}; known are {', '.join(depths)}")
+        raise ValueError(f"{where}.{min(unknown)}: unknown field; known are {', '.join(depths)}")
     for name, depth in depths.items():
         value = np.array(time.get(name, 0) if kind == "linear" else time[name])
         fits = value.dtype.kind in "if" and value.ndim == depth and value.size
         if not (fits and (0 <= value).all() and (value <= MOST).all()):          # false for NaN, too
-            raise ValueError(f"{name} must hold numbers from 0 to {MOST:g}, in lists {depth} deep, got "
+            raise ValueError(f"{where}.{name} must be numbers from 0 to {MOST:g} in lists {depth} deep, got "
                              f"{_short(time[name])}")
     if kind == "grid":
         axes = [time[name] for name in GRID]
         if any((np.diff(axis) <= 0).any() for axis in axes):
-            raise ValueError(f"{', '.join(GRID)} must increase")
+            raise ValueError(f"{where}: {', '.join(GRID)} must increase")
         if np.shape(time["seconds"]) != tuple(map(len, axes)):
-            raise ValueError(f"seconds must have the shape {tuple(map(len, axes))} of {', '.join(GRID)}")
+            raise ValueError(f"{where}.seconds must have the shape {tuple(map(len, axes))} of "
+                             f"{', '.join(GRID)}")
 
 
 def _short(value):

@@ -55,7 +55,7 @@ def test_bounds_from_two_files_prints_the_ladder(files):
     before = sorted(os.listdir(results.FOLDER))
     r = command(files)
     assert r.returncode == 0, r.stderr
-    for rung in ("L2 best fixed k", "L4 greedy (not a bound)", "L5 optimum of one", "L6 of all", "L7 free drafters", "L9 one pass", "censored"):
+    for rung in ("best fixed k", "greedy (not a bound)", "optimum of one", "optimum of all", "free drafters", "one pass", "censored"):
         assert rung in r.stdout
     assert "observed" not in r.stdout and "| arith | 16 | all |" in r.stdout and "| story | 1 | ngram |" in r.stdout
     assert sorted(os.listdir(results.FOLDER)) == before
@@ -125,7 +125,7 @@ def test_bounds_of_own_files_need_no_torch(files):
         r = subprocess.run([sys.executable, "-c", code, "--traces", files / name, "--cost", files / "c.json"],
                            cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert r.returncode == rc, r.stderr
-        assert "L6 of all" in r.stdout if rc == 0 else r.stderr.startswith("bounds.py: cannot read") and r.stderr.count("\n") == 1
+        assert "optimum of all" in r.stdout if rc == 0 else r.stderr.startswith("bounds.py: cannot read") and r.stderr.count("\n") == 1
 
 
 def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
@@ -150,7 +150,7 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
 
 
 BAD = {"no traces": (lambda d: os.remove(d / "t.jsonl"), "cannot read .*t.jsonl"), "no costs": (lambda d: os.remove(d / "c.json"), "cannot read .*c.json"),
-       "a word": (lambda d: (d / "c.json").write_text('{"verify":\n{"kind": "linear", "base": "fast"}}'), r"c.json: verify.base: expected a number"),
+       "a word": (lambda d: (d / "c.json").write_text('{"verify":\n{"kind": "linear", "base": "fast"}}'), r"c.json: verify.base must be numbers"),
        "empty": (lambda d: (d / "t.jsonl").write_text(""), "no trace in this file"),
        "another drafter": (lambda d: (d / "c.json").write_text('{"verify": {"kind": "linear", "base": 1}}'), "are not in the cost table")}
 
@@ -226,7 +226,7 @@ def test_new_tables_and_figures_come_from_files(measured, tmp_path):
     for name, result in out.items():
         text = bench.render(name, json.loads(json.dumps(result)))
         assert text.startswith("| ") and "nan" not in text
-    assert "share of the gap" in bench.render("bounds", out["bounds"])
+    assert "time over the bound's" in bench.render("bounds", out["bounds"])
     pytest.importorskip("matplotlib")
     plots.draw(figures.FIGURES, figures.stored(str(folder)), f"{tmp_path}/")
     drawn = [os.path.basename(f) for f in glob.glob(str(tmp_path / "*.svg"))]
@@ -281,12 +281,6 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     results.write("run", {}, 1.0)
     assert os.listdir(tmp_path) == ["run.json"]
-
-
-def test_gap_is_left_out_where_there_is_none():
-    cell = {"seconds": 1.0, "total time": {"L5": {"ngram": 1.0}, "L6": 1.0}}
-    rows = [{"method": m, "batch": 1, "seconds": 1.0, "tokens": 2, "modelled": 1.0, "speedup": 1.0} for m in ("ar", "ngram", "adaptive")]
-    assert "gap" not in bounds.observed(rows, cell, 2)
 
 
 def test_tables_are_put_between_their_markers_and_nothing_else_is_touched(tmp_path, monkeypatch):
