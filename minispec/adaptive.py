@@ -1,20 +1,17 @@
 """Which drafter should draft next, and how many tokens? "Performance or Illusion?" (arXiv 2601.11580) leaves
-this open: no drafter is the best one everywhere. Here every request chooses in every round the drafter and the
-number of drafts k with the most expected tokens per second:
+this open: no drafter is best everywhere. Here each request chooses in every round the drafter and the number
+of drafts k with the most expected tokens per second:
 
     goodput(drafter, k) = E(alpha, k) / (T_step(B, k + 1) + T_draft(B, k))        (SmartSpec, 2406.14066)
     E(alpha, k) = 1 + alpha + .. + alpha^k                                        (2211.17192, eq. 1)
 
-T comes from a measured cost table (traces.CostTable) for the batch size B. k may be 0. alpha, the chance that
-a draft is accepted, is estimated from counts: a request's estimate is shrunk to the estimate over all
-requests, which is shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter that
-failed is tried again some time later.
-
-Prompt lookup costs nothing, so it runs for every request in every round, and is learned from whoever drafts.
-If a request decodes alone, its tokens are also verified next to another drafter's.
-
-SmartSpec sets one k for one drafter and the whole batch. Here each request chooses, and prices a round as if
-all the batch chose like it. Only committed tokens decide, so rejection sampling stays exact.
+T comes from a cost table (traces.CostTable) for the batch size B; k may be 0. alpha, the chance that a draft
+is accepted, is estimated from counts: a request's estimate is shrunk to the one over all requests, which is
+shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter that failed is tried
+again later. Prompt lookup costs nothing, so it runs in every round, whoever drafts. If a request decodes
+alone, the tokens found are also verified next to another drafter's. SmartSpec sets one k for one drafter and
+the whole batch; here each request chooses, and prices a round as if all the batch chose like it. Only
+committed tokens decide, so rejection sampling stays exact.
 """
 from collections import defaultdict
 from functools import cache, partial
@@ -44,8 +41,8 @@ class Adaptive(Drafter):
 
     def __init__(self, drafters, cost, k=16):
         if not drafters:
-            there = ", ".join(cost.drafters)
-            raise ValueError(f"no drafter is ready that the cost table has a price for: {there}")
+            priced = ", ".join(cost.drafters)
+            raise ValueError(f"no drafter is ready that the cost table has a price for: {priced}")
         self.reads = any(d.reads for d in drafters)
         layers = {d.feature_layers for d in drafters if d.feature_layers} or {()}
         if len(layers) > 1:
@@ -55,8 +52,8 @@ class Adaptive(Drafter):
         self.lookup = next((d for d in drafters if isinstance(d, NGram)), Drafter())
         self.cost, self.k = cost, k
         zeros = partial(np.zeros, 2)
-        self.counts = defaultdict(zeros)                 # drafter -> accepted, verified drafts of all requests
-        self.history = defaultdict(partial(defaultdict, zeros))          # the same for each request
+        self.counts = defaultdict(zeros)                 # drafter -> accepted, verified drafts
+        self.history = defaultdict(partial(defaultdict, zeros))          # the same by request
         self.drafted = {}                                # request -> [(drafter, drafts, tokens before them)]
         self.chosen = {}                                 # request -> name of its drafter
         self.prices, self.read = cache(self._prices), cache(cost.read)
@@ -81,15 +78,17 @@ class Adaptive(Drafter):
                 asked[name].append((i, k))
         # 3. Each drafter drafts for the requests that chose it.
         for name, some in asked.items():
-            rows, ks = zip(*some)
-            drafts = self.drafters[name].propose([requests[i] for i in rows], ks)
-            for i, proposal in zip(rows, drafts):
+            drafter = self.drafters[name]
+            # A drafter with an early stop ends a chain itself where it is unsure.
+            ks = [limits[i] if drafter.stop else k for i, k in some]
+            drafts = drafter.propose([requests[i] for i, _ in some], ks)
+            for (i, _), proposal in zip(some, drafts):
                 r = requests[i]
                 self.drafted[r].append((name, proposal[0], len(r.tokens)))
-                copies, _ = out[i]
-                out[i] = proposal
-                if len(requests) == 1:                   # trees are slow in a batch (attention.Lanes)
-                    out[i] = with_copies(proposal, copies[:limits[i] - len(proposal[0])])
+                room = limits[i] - len(proposal[0])
+                if len(requests) > 1:                    # trees are slow in a batch (attention.Lanes)
+                    room = 0
+                out[i] = with_copies(proposal, out[i][0][:room])
         return out
 
     def _learn(self, r):
@@ -103,8 +102,7 @@ class Adaptive(Drafter):
                 counts[name] += accepted, min(accepted + 1, len(right))
 
     def _choose(self, r, limit, found, seconds):
-        """(drafter's name, number of drafts, number of looked-up tokens worth verifying) for a request for
-        which `found` tokens were looked up."""
+        """(drafter, number of drafts, prompt-lookup tokens to verify); lookup found `found` tokens."""
         own = self.history[r]
         best = {"target": (1 / seconds["target"][0], 0)}         # drafter -> tokens/s, number of drafts
         for name, drafter in self.drafters.items():
@@ -117,17 +115,16 @@ class Adaptive(Drafter):
             if not is_lookup and not own[name].any():
                 price = price + tokens * self.read(name, len(r.generation.prompt_ids)) / r.remaining
             best[name] = max(tokens / price), int((tokens / price).argmax())
-        name = max(best, key=lambda name: best[name])
-        _, k = best[name]
-        _, copies = best.get(self.lookup.name, (0, 0))
+        name = max(best, key=lambda name: best[name][0])
+        k, copies = best[name][1], best[self.lookup.name][1]
         return name if k else "target", k, copies
 
     def _prices(self, batch, bucket):
         """{drafter: seconds of a round (k + 1,), by number of drafts} of a batch."""
         kv = batch * (bucket * BUCKET + BUCKET // 2)
         drafts = np.arange(self.k + 1)
-        prices = {name: self.cost.round(name, kv, drafts, batch) for name in self.drafters}
-        return prices | dict.fromkeys((self.lookup.name, "target"), self.cost.round(None, kv, drafts, batch))
+        paid = {name: name for name in self.drafters} | {"target": None, self.lookup.name: None}
+        return {name: self.cost.round(paid[name], kv, drafts, batch) for name in paid}
 
     def observe(self, request, features):
         for drafter in self.drafters.values():

@@ -208,6 +208,17 @@ def test_about_as_fast_as_the_best_single_drafter_and_within_the_bound():
         assert 0.95 * best < cell["seconds"] / taken <= cell["total time"]["L6"] + 1e-9
 
 
+@pytest.mark.parametrize("stop, most", [(0.0, 1), (0.1, 6)])
+def test_a_drafter_that_ends_its_chains_itself_is_not_told_how_deep(monkeypatch, stop, most):
+    asked = []
+    nothing = lambda self, requests, limits: asked.extend(limits) or [([], None)] * len(requests)
+    monkeypatch.setattr(SmallLM, "propose", nothing)
+    drafter = small(CLOSE)
+    drafter.stop = stop
+    answer(adaptive(prices(draft=0.6), drafter), prompts(3), 1, 20)
+    assert max(asked) == most
+
+
 @pytest.mark.parametrize("window", [10, 2])
 def test_a_drafter_is_asked_for_at_most_its_window(window):
     drafter = small(TARGET)
