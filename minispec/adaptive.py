@@ -9,9 +9,9 @@ T comes from a cost table (traces.CostTable) for the batch size B; k may be 0. a
 is accepted, is estimated from counts: a request's estimate is shrunk to the one over all requests, which is
 shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter that failed is tried
 again later. Prompt lookup costs nothing, so it runs in every round, whoever drafts. If a request decodes
-alone, the tokens found are also verified next to another drafter's. SmartSpec sets one k for one drafter and
-the whole batch; here each request chooses, and prices a round as if all the batch chose like it. Only
-committed tokens decide, so rejection sampling stays exact.
+alone, the tokens found are also verified next to another drafter's. SmartSpec sets one k for the batch; here
+each request chooses, as if all the batch chose like it. Only committed tokens decide, so rejection sampling
+stays exact.
 """
 from collections import defaultdict
 from functools import cache, partial
@@ -21,7 +21,7 @@ import numpy as np
 from minispec.core.drafters import Drafter, NGram, with_copies
 from minispec.traces import expected_tokens
 
-MAX_PRIOR = 0.85            # at most: a text may be new to every drafter
+MAX_PRIOR = 0.85            # a text may be new to every drafter
 WEIGHT = 4.0                # verified drafts that a prior counts for
 DECAY = 0.9                 # of a request's counts, per round
 DECAY_ALL = 0.995           # of the counts over all requests, per round
@@ -41,8 +41,8 @@ class Adaptive(Drafter):
 
     def __init__(self, drafters, cost, k=16):
         if not drafters:
-            priced = ", ".join(cost.drafters)
-            raise ValueError(f"no drafter is ready that the cost table has a price for: {priced}")
+            raise ValueError("no drafter is ready that the cost table has a price for: " +
+                             ", ".join(cost.drafters))
         self.reads = any(d.reads for d in drafters)
         layers = {d.feature_layers for d in drafters if d.feature_layers} or {()}
         if len(layers) > 1:
@@ -85,9 +85,8 @@ class Adaptive(Drafter):
             for (i, _), proposal in zip(some, drafts):
                 r = requests[i]
                 self.drafted[r].append((name, proposal[0], len(r.tokens)))
-                room = limits[i] - len(proposal[0])
-                if len(requests) > 1:                    # trees are slow in a batch (attention.Lanes)
-                    room = 0
+                # Trees are slow in a batch (attention.Lanes).
+                room = limits[i] - len(proposal[0]) if len(requests) == 1 else 0
                 out[i] = with_copies(proposal, out[i][0][:room])
         return out
 
@@ -112,9 +111,10 @@ class Adaptive(Drafter):
             tokens = expected_tokens(alpha, found if is_lookup else min(limit, drafter.gamma))
             price = seconds[name][:len(tokens)]
             # A drafter reads the prompt before its first draft. All tokens to come share that price.
-            if not is_lookup and not own[name].any():
+            if not is_lookup and not own[name][1]:
                 price = price + tokens * self.read(name, len(r.generation.prompt_ids)) / r.remaining
-            best[name] = max(tokens / price), int((tokens / price).argmax())
+            goodput = tokens / price
+            best[name] = goodput.max(), int(goodput.argmax())
         name = max(best, key=lambda name: best[name][0])
         k, copies = best[name][1], best[self.lookup.name][1]
         return name if k else "target", k, copies

@@ -16,16 +16,16 @@ A rung is a speed-up: plain decoding's time divided by the time of the rung's ro
 and their keys in the JSON file:
 
     observed        by the clock                            optimum of one   a bound for each drafter
-    modelled        the recorded rounds, at these prices    optimum of all   a bound for all drafters together
-    best fixed k    one k for all requests                  free drafters    the same if drafting took no time
-    greedy          the paper's oracle, NOT a bound         one pass         the output verified in one forward
+    modelled        the recorded rounds, at these prices    optimum of all   a bound for all drafters
+    best fixed k    one k for all requests                  free drafters    the same if drafts cost nothing
+    greedy          the paper's oracle, NOT a bound         one pass         the output in one forward
 
 Speed-ups of several requests are averaged in two ways (AVERAGES), and both are reported everywhere. By *total
 time*: plain decoding's seconds for all requests over the rung's. By *mean rate*, as in the paper: the mean of
 the requests' tokens/s over that of plain decoding, in which short and fast requests weigh more.
 
-Glossary, code <-> paper: batch B; prompt_len P_r; n_out N; position p_r, output tokens that exist when a round
-starts; kv C, tokens in the cache, of the whole batch; queries Q, tokens in a forward; proposed j, drafts of a
+Glossary, code <-> paper: batch B; prompt_len P_r; n_out N; position p_r, output tokens that exist when a
+round starts; kv C, cached tokens of the whole batch; queries Q, tokens in a forward; proposed j, drafts of a
 round; accept[i] = a(i), accepted drafts + 1; verify T_verify; draft T_draft; overhead T_ovh; k gamma.
 
 What differs from the paper, and why:

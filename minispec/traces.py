@@ -78,8 +78,8 @@ class Trace:
         # 1. Types and shapes.
         typed = isinstance(self.id, str) and type(self.prompt_len) is type(self.n_out) is int
         if not (typed and 0 <= self.prompt_len <= MOST and 1 <= self.n_out <= MOST):
-            raise ValueError("id must be a string, prompt_len an integer from 0, n_out an integer from 1, got "
-                             f"{_short([self.id, self.prompt_len, self.n_out])}")
+            raise ValueError("id must be a string, prompt_len an integer from 0, n_out an integer from 1, "
+                             f"got {_short([self.id, self.prompt_len, self.n_out])}")
         for name, kind in (("accept", int), ("censored", bool), ("offered", int)):
             columns = getattr(self, name)
             if unknown := columns.keys() - self.accept:
@@ -114,8 +114,8 @@ def read_traces(path):
             if trace.id in traces:
                 raise ValueError(f"id '{trace.id}' is in the file already")
             if trace.accept.keys() != first.accept.keys():
-                raise ValueError(f"accept must have the drafters of the first line, {', '.join(first.accept)}, "
-                                 f"got {', '.join(trace.accept)}")
+                raise ValueError("accept must have the drafters of the first line, "
+                                 f"{', '.join(first.accept)}, got {', '.join(trace.accept)}")
         traces[trace.id] = trace
     if not traces:
         raise ValueError(f"{path}: no trace in this file")
@@ -143,9 +143,11 @@ def check_costs(table):
     """Return `table` if it is a valid cost table (already parsed), else ValueError with the field."""
     if unknown := table.keys() - PARTS:
         raise ValueError(f"{min(unknown)}: unknown field; known are {', '.join(PARTS)}")
-    times = {name: table[name] for name in ("prefill", "overhead") if name in table}
-    times |= {f"{part}.{name}": time for part in ("draft", "read") for name, time in table.get(part, {}).items()}
-    for where, time in ({"verify": table["verify"]} | times).items():
+    times = {"verify": table["verify"]}
+    times |= {name: table[name] for name in ("prefill", "overhead") if name in table}
+    for part in ("draft", "read"):
+        times |= {f"{part}.{name}": time for name, time in table.get(part, {}).items()}
+    for where, time in times.items():
         with blame(where):
             if time["kind"] == "share" and not where.startswith("draft."):
                 raise ValueError("only a drafter may take a share of the verification")
@@ -189,8 +191,8 @@ def _short(value):
 # -- the cost model ----------------------------------------------------------------------------------
 
 class CostTable:
-    """Seconds of each part of a round. kv and queries are totals over the batch, drafts and prompt_len are per
-    request; numbers or arrays that broadcast. ValueError if the table is not valid."""
+    """Seconds of each part of a round. kv and queries are totals over the batch, drafts and prompt_len are
+    per request; numbers or arrays that broadcast. ValueError if the table is not valid."""
 
     def __init__(self, table):
         self.table = {"draft": {}, "read": {}, "overhead": FREE, **check_costs(table)}

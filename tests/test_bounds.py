@@ -1,4 +1,4 @@
-"""The analyser: its rungs against enumeration and explicit loops, and the statements that must hold of them."""
+"""The analyser: its rungs against enumeration and plans, and the statements that must hold of them."""
 import itertools
 import json
 import os
@@ -172,10 +172,11 @@ def test_every_rung_takes_as_long_as_its_rounds(table):
         got = seconds_of(t, cost, "ab", batch, k_max)
         plans = {"plain": autoregressive(t), "one pass": one_pass(t)}
         plans |= {("fixed", m, k): fixed(t, m, k) for m in "ab" for k in range(1, k_max + 1)}
-        plans |= {("greedy", g): greedy(t, names, k_max) for g, names in (("a", "a"), ("b", "b"), ("all", "ab"))}
+        groups = {"a": "a", "b": "b", "all": "ab"}
+        plans |= {("greedy", g): greedy(t, names, k_max) for g, names in groups.items()}
         want = {rung: time_of(plan, t, cost, batch) for rung, plan in plans.items()}
         assert {rung: got[rung] for rung in want} == pytest.approx(want, rel=1e-9)
-        assert got.keys() - want == {("optimum", "a"), ("optimum", "b"), ("optimum", "all"), "free drafters"}
+        assert got.keys() - want == {*(("optimum", g) for g in groups), "free drafters"}
 
 
 def test_the_optimum_equals_enumeration():
@@ -245,7 +246,8 @@ def test_greedy_is_not_a_bound():
     """The smallest counter-example, at one unit a step: greedy jumps 1 -> 5 -> 6 -> 7, fixed k = 2 goes
     1 -> 4 -> 7, and so does the optimum."""
     t, cost = trace_of(a=[4, 1, 1, 3, 1, 1]), CostTable(UNIT | {"draft": FREE})
-    assert [r.position for r in greedy(t, "a")] == [1, 5, 6] and [r.position for r in fixed(t, "a", 2)] == [1, 4]
+    assert [r.position for r in greedy(t, "a")] == [1, 5, 6]
+    assert [r.position for r in fixed(t, "a", 2)] == [1, 4]
     got = seconds_of(t, cost, "a")
     assert (got["greedy", "a"], got["fixed", "a", 2], got["optimum", "a"]) == (3, 2, 2)
 
@@ -375,11 +377,13 @@ def test_the_papers_figures_come_out_of_the_greedy_rung(names, batch):
         theirs.append(simulator(shifted, p, names, batch))
     cost, group = H100, names[0]
     if len(names) > 1:
-        cost, group = CostTable({**PUBLISHED, "draft": dict.fromkeys(names, PUBLISHED["draft"]["ngram"])}), "all"
+        lookup = PUBLISHED["draft"]["ngram"]
+        cost, group = CostTable({**PUBLISHED, "draft": dict.fromkeys(names, lookup)}), "all"
     out, corrected = bounds.ladder(early, cost, batch), bounds.ladder(right, cost, batch)
     plain = np.array([time_of(autoregressive(t), t, cost, batch) for t in early])
     tokens = np.array([t.n_out for t in early])
-    want = {"total time": plain.sum() / sum(theirs), "mean rate": np.mean(tokens / theirs) / np.mean(tokens / plain)}
+    want = {"total time": plain.sum() / sum(theirs),
+            "mean rate": np.mean(tokens / theirs) / np.mean(tokens / plain)}
     best = lambda average: average["L6"] if group == "all" else average["L5"][group]
     for by in AVERAGES:
         assert out[by]["L4"][group] == pytest.approx(want[by], rel=1e-9)
@@ -418,7 +422,8 @@ def live():
         output = run(Lockstep).token_ids
         runs = {name: run(lambda e: Lockstep(e, drafter(), K)) for name, drafter in DRAFTERS.items()}
         accept = {name: dense_accept(name, output) for name in DRAFTERS}
-    assert all(a.max() > 2 and (a[1:-K] == 1).any() for a in accept.values())    # neither perfect nor hopeless
+    # Neither perfect nor hopeless.
+    assert all(a.max() > 2 and (a[1:-K] == 1).any() for a in accept.values())
     return SimpleNamespace(output=output, runs=runs, trace=Trace("live", len(PROMPT), N, accept))
 
 
@@ -531,8 +536,8 @@ def test_censored_positions_are_counted():
 @pytest.mark.parametrize("share, mark, percent", [(0.06, "*", "6 %"), (0.05, "", "5 %")])
 def test_a_bound_of_censored_traces_is_marked(share, mark, percent):
     def average(x, k):
-        return {"L2": {"a": {"k": k, "speedup": x + 0.25}}, "L4": {"a": 1.0, "all": 1.0}, "L5": {"a": x + 0.5},
-                "L6": x + 0.75, "L7": x + 1, "L9": x + 2}
+        return {"L2": {"a": {"k": k, "speedup": x + 0.25}}, "L4": {"a": 1.0, "all": 1.0},
+                "L5": {"a": x + 0.5}, "L6": x + 0.75, "L7": x + 1, "L9": x + 2}
     cell = {"workload": "w", "batch": 1, "censored": {"a": share, "all": share},
             "total time": average(1, 2), "mean rate": average(3, 4)}
     text = bounds.table({"model_error": None, "speedup_error": None, "left_out": [], "cells": [cell]})
@@ -568,8 +573,8 @@ def test_spread_of_accept_lengths():
 
 def test_no_torch():
     """It imports where there is no torch, and loads nothing but numpy and tqdm."""
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); sys.modules['torch'] = None; before = set(sys.modules)\n"
-            "import minispec.bounds\n"
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); sys.modules['torch'] = None\n"
+            "before = set(sys.modules); import minispec.bounds\n"
             "print({m.split('.')[0] for m in set(sys.modules) - before} - sys.stdlib_module_names)")
     r = subprocess.run([sys.executable, "-I", "-c", code, ROOT], capture_output=True, text=True,
                        env={**os.environ, "OMP_NUM_THREADS": "1"})
