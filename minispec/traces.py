@@ -1,43 +1,47 @@
 """The two inputs of bounds.py, as files that anyone can write: accept traces (`Trace`) and cost tables
 (`CostTable`, the seconds of each part of a round).
 
-A trace file has one JSON object per line, one line per request (reference: "Speculative Decoding: Performance
-or Illusion?", arXiv 2601.11580, its per-position accept lengths):
+A trace file has one JSON object per line and request (reference: "Speculative Decoding: Performance or
+Illusion?", arXiv 2601.11580, its per-position accept lengths):
 
     {"id": "arith/17", "prompt_len": 90, "n_out": 4, "accept": {"ngram": [1, 3, 1, 1]},
      "censored": {"ngram": [false, false, false, false]}, "offered": {"ngram": [0, 8, 0, 2]}}
 
-What is in front of "/" in the id is the workload. accept[name][i] is 1 + the number of drafts accepted in a
-round that starts when exactly i output tokens exist, so a round from there gains at most that many tokens; it
-never reaches beyond the end (at most n_out - i). Entry 0 is not used and read as 0: the first output token
-comes from the prompt. censored marks rounds in which all k_max drafts were accepted, so that the true value
-may be larger. offered is how many drafts the drafter had at all (a lookup may find none); without it every
-length could be asked for. censored and offered are optional.
-All drafters of a line were run on one and the same output; a trace taken on another text is another line.
+id: the part before the last "/" is the workload.
+accept[name][i]: 1 + the number of accepted drafts in a round that starts when exactly i output tokens exist,
+    so the most tokens that such a round can gain; at most n_out - i. Entry 0 is not used and read as 0: the
+    first output token comes from the prompt.
+censored (optional): all drafts of this round were accepted, so the true value may be larger.
+offered (optional): drafts that the drafter had for this round (a lookup may find none). Without it, a drafter
+    has as many as it is asked for.
 
-A cost table is one JSON object: seconds as a function of rows (requests in the forward), tokens per row and
-cached tokens.
+All drafters of a line ran on the same output.
 
-    {"about": {anything}, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME,
+A cost table is one JSON object: seconds as a function of the batch (requests in the forward), tokens per
+request and cached tokens.
+
+    {"about": anything, "verify": TIME, "draft": {name: TIME}, "read": {name: TIME}, "prefill": TIME,
      "overhead": TIME, "accept": {name: chance}}
 
-Only verify is needed. read is what a drafter takes, on top of drafting, for the first round in which it sees
-so many tokens; accept is the chance that a draft is accepted on some texts, which tells the method `adaptive`
-what to hope; about may hold anything (device, versions, command). TIME is one of
+Only verify is required. read: extra seconds of a drafter's first round for a request, by the tokens that it
+reads then. accept: chance that a draft is accepted, measured on other texts; the prior of the method
+`adaptive`. TIME is one of
 
     {"kind": "linear", "base": s, "row": s, "token": s, "step": s, "kv": s, "kv_step": s}   missing ones are 0
-        s are seconds each: base once; per row; per token of all rows; per token of one row (a drafter's
-        sequential steps); per cached token of all rows; the same at every step
+        seconds each: base once; row per request; token per token of all requests; step per token of one
+        request (a drafter's sequential steps); kv per cached token of all requests; kv_step the same at
+        every step
     {"kind": "grid", "rows": [..], "tokens": [..], "kv": [..], "seconds": [[[..]]]}
-        measured, seconds[rows][tokens][kv], with tokens and cached tokens per row; linear between points, and
-        along its last segment beyond the last one
+        measured: seconds[rows][tokens][kv], where rows are batch sizes, tokens and cached tokens are per
+        request; linear between points, and along the last segment beyond the last point
     {"kind": "share", "of_verify": x}     a drafter that takes this part of the verification that follows
 
-What differs from the paper's files: theirs hold raw token ids and unclipped values of two separate runs, and
-the cost is seven constants in the code. Costs may be a measured grid; the paper's are linear, with constants
+What differs from the paper's files: those hold token ids and unclipped values of two separate runs, and the
+cost is seven constants in the code. Here costs may be a measured grid; the paper's are linear, with constants
 fitted at one k. numpy and the standard library only.
 """
 import json
+import textwrap
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -45,10 +49,15 @@ import numpy as np
 
 from minispec.tools.files import blame, read_json, read_rows, replaced
 
+PARTS = ("about", "verify", "draft", "read", "prefill", "overhead", "accept")
 LINEAR = ("base", "row", "token", "step", "kv", "kv_step")
 GRID = ("rows", "tokens", "kv")
-FIELDS = {"linear": LINEAR, "grid": (*GRID, "seconds"), "share": ("of_verify",)}
-MOST = 1e9                       # the largest number that is believed
+DEPTHS = {                       # how deep the lists of each field are nested
+    "linear": dict.fromkeys(LINEAR, 0),
+    "grid": {**dict.fromkeys(GRID, 1), "seconds": 3},
+    "share": {"of_verify": 0},
+}
+MOST = 1e9                       # largest number accepted from a file
 FREE = {"kind": "linear"}
 
 
@@ -56,8 +65,8 @@ FREE = {"kind": "linear"}
 
 @dataclass
 class Trace:
-    """One request. accept, censored, offered: {drafter: array (n_out,)} as described above.
-    ValueError, beginning with the field, if a column has another length or an impossible entry."""
+    """One request. accept, censored, offered: {drafter: array (n_out,)} as described above. ValueError names
+    the field if a column has the wrong length or type, or an impossible entry."""
     id: str
     prompt_len: int
     n_out: int
@@ -66,56 +75,51 @@ class Trace:
     offered: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        # 1. Every field is what it should be.
-        _expect(isinstance(self.id, str), "id", "a string", self.id)
-        for name, least in (("prompt_len", 0), ("n_out", 1)):
-            value = getattr(self, name)
-            _expect(type(value) is int and least <= value <= MOST, name, f"an integer from {least}", value)
+        # 1. Types and shapes.
+        typed = isinstance(self.id, str) and type(self.prompt_len) is type(self.n_out) is int
+        if not (typed and 0 <= self.prompt_len <= MOST and 1 <= self.n_out <= MOST):
+            raise ValueError("id must be a string, prompt_len an integer from 0, n_out an integer from 1, "
+                             f"got {_short([self.id, self.prompt_len, self.n_out])}")
         for name, kind in (("accept", int), ("censored", bool), ("offered", int)):
             columns = getattr(self, name)
-            _fields(columns, name, self.accept)
+            if unknown := columns.keys() - self.accept:
+                raise ValueError(f"{name}.{min(unknown)}: accept has no such drafter")
             setattr(self, name, {m: _column(c, self.n_out, kind, f"{name}.{m}") for m, c in columns.items()})
 
-        # 2. A round gains at least one token, at most what is missing, and no more than was offered and one.
-        left = self.n_out - np.arange(self.n_out)
+        # 2. A round gains at least one token, at most those that are missing, and at most offered + 1.
+        missing = self.n_out - np.arange(self.n_out)
         for m, accept in self.accept.items():
-            most = np.minimum(left, self.offered.get(m, left) + 1)
-            wrong = (accept < 1) | (accept > most)
-            for i in 1 + np.flatnonzero(wrong[1:]):
-                raise ValueError(f"accept.{m}[{i}]: expected an integer from 1 to {most[i]}, by what is "
-                                 f"missing and what was offered, got {accept[i]}")
+            most = np.minimum(missing, self.offered.get(m, missing) + 1)
+            for i in np.flatnonzero((accept < 1) | (accept > most))[1:]:         # entry 0 is not used
+                raise ValueError(f"accept.{m}[{i}] must be from 1 to {most[i]} (n_out - {i} tokens are "
+                                 f"missing, offered + 1 can be gained), got {accept[i]}")
 
 
 def _column(values, n, kind, where):
-    """A list of n values of a kind as an array; entry 0 may be anything and becomes 0."""
-    possible = isinstance(values, (list, np.ndarray)) and len(values) == n
-    _expect(possible, where, f"a list of n_out = {n} values", values)
-    rest = np.array(values[1:])
-    possible = n == 1 or rest.dtype == kind and rest.ndim == 1
-    _expect(possible, where, "true or false" if kind is bool else "integers", values)
-    return np.array([0, *rest], kind)
+    """A list of n values of a kind as an array (n,); entry 0 may be anything and becomes 0."""
+    array = np.array([kind(), *values[1:]])
+    if array.shape != (n,) or array.dtype != kind:
+        raise ValueError(f"{where} must be a list of n_out = {n} values of type {kind.__name__}, got "
+                         f"{_short(values)}")
+    return array
 
 
 def read_traces(path):
-    """List of Trace from a JSON-lines file. ValueError, in one line with file, line and field, if anything is
-    wrong."""
-    traces, seen = [], set()
+    """List of Trace from a JSON-lines file. ValueError names file, line and field if anything is wrong."""
+    traces = {}
     for where, row in read_rows(path):
         with blame(where):
-            _fields(row, "", Trace.__dataclass_fields__, ("id", "prompt_len", "n_out", "accept"))
             trace = Trace(**row)
-            if not trace.accept:
-                raise ValueError("accept: no drafter in it")
-            if trace.id in seen:
-                raise ValueError(f"id: '{trace.id}' is in the file already")
-            if traces and set(trace.accept) != set(traces[0].accept):
-                first = ", ".join(traces[0].accept)
-                raise ValueError(f"accept: the drafters are {', '.join(trace.accept)}, but {first} above")
-        traces.append(trace)
-        seen.add(trace.id)
+            first = next(iter(traces.values()), trace)
+            if trace.id in traces:
+                raise ValueError(f"id '{trace.id}' is in the file already")
+            if trace.accept.keys() != first.accept.keys():
+                raise ValueError("accept must have the drafters of the first line, "
+                                 f"{', '.join(first.accept)}, got {', '.join(trace.accept)}")
+        traces[trace.id] = trace
     if not traces:
         raise ValueError(f"{path}: no trace in this file")
-    return traces
+    return list(traces.values())
 
 
 def write_traces(path, traces):
@@ -129,150 +133,133 @@ def write_traces(path, traces):
 # -- cost tables -----------------------------------------------------------------------------------
 
 def read_costs(path):
-    """The checked cost table (a dict as described above) of a JSON file. ValueError with file and field."""
+    """The checked cost table (a dict as described above) of a JSON file. ValueError names file and field."""
     table = read_json(path)
     with blame(path):
         return check_costs(table)
 
 
 def check_costs(table):
-    """Return `table` if it is a valid cost table (already parsed), else ValueError that starts with the
-    field."""
-    known = ("about", "verify", "draft", "read", "prefill", "overhead", "accept")
-    _fields(table, "", known, ("verify",))
-    about = table.get("about", {})
-    _expect(isinstance(about, dict), "about", "an object", about)
-    for name in ("verify", "prefill", "overhead"):
-        if name in table:
-            _check_time(table[name], name, ("linear", "grid"))
-    for part, kinds in (("draft", ("linear", "grid", "share")), ("read", ("linear", "grid"))):
-        for name, entry in table.get(part, {}).items():
-            _check_time(entry, f"{part}.{name}", kinds)
-    for name, chance in table.get("accept", {}).items():
-        _numbers(chance, 0, f"accept.{name}", 1)
-    verify = table["verify"]
-    paid = verify["seconds"] if verify["kind"] == "grid" else sum(verify.get(name, 0) for name in LINEAR)
-    if np.min(paid) <= 0:
+    """Return `table` if it is a valid cost table (already parsed), else ValueError with the field."""
+    if unknown := table.keys() - PARTS:
+        raise ValueError(f"{min(unknown)}: unknown field; known are {', '.join(PARTS)}")
+    times = {"verify": table["verify"]}
+    times |= {name: table[name] for name in ("prefill", "overhead") if name in table}
+    for part in ("draft", "read"):
+        times |= {f"{part}.{name}": time for name, time in table.get(part, {}).items()}
+    for where, time in times.items():
+        with blame(where):
+            if time["kind"] == "share" and not where.startswith("draft."):
+                raise ValueError("only a drafter may take a share of the verification")
+            _check_time(time, where)
+    if seconds(table["verify"], 1, 1, 1) <= 0:
         raise ValueError("verify: a forward that takes no time at all has no speed-up")
+    if not isinstance(table.get("about", {}), dict):
+        raise ValueError("about must be an object")
+    for name, chance in table.get("accept", {}).items():
+        if not 0 <= chance <= 1:
+            raise ValueError(f"accept.{name} must be from 0 to 1, got {chance}")
     return table
 
 
-def _check_time(entry, where, kinds):
-    possible = isinstance(entry, dict) and entry.get("kind") in kinds
-    _expect(possible, where, f"an object whose kind is {' or '.join(kinds)}", entry)
-    kind = entry["kind"]
-    names = FIELDS[kind]
-    _fields(entry, where, ("kind", *names), () if kind == "linear" else names)
-    if kind != "grid":
-        for name in names:
-            _numbers(entry.get(name, 0), 0, f"{where}.{name}")
-        return
-    shape = []
-    for name in GRID:
-        axis = _numbers(entry[name], 1, f"{where}.{name}")
-        _expect((np.diff(axis) > 0).all(), f"{where}.{name}", "increasing numbers", entry[name])
-        shape.append(len(axis))
-    found = _numbers(entry["seconds"], 3, f"{where}.seconds").shape
-    what = f"a number for each of {shape} rows, tokens and kv"
-    _expect(list(found) == shape, f"{where}.seconds", what, found)
+def _check_time(time, where):
+    """ValueError, LookupError or TypeError if a TIME entry lacks a field, or has an unknown or a bad one."""
+    kind = time["kind"]
+    depths = DEPTHS[kind]
+    if unknown := time.keys() - {"kind", *depths}:
+        raise ValueError(f"{where}.{min(unknown)}: unknown field; known are {', '.join(depths)}")
+    for name, depth in depths.items():
+        value = np.array(time.get(name, 0) if kind == "linear" else time[name])
+        fits = value.dtype.kind in "if" and value.ndim == depth and value.size
+        if not (fits and (0 <= value).all() and (value <= MOST).all()):          # false for NaN, too
+            raise ValueError(f"{where}.{name} must be numbers from 0 to {MOST:g} in lists {depth} deep, got "
+                             f"{_short(time[name])}")
+    if kind == "grid":
+        axes = [time[name] for name in GRID]
+        if any((np.diff(axis) <= 0).any() for axis in axes):
+            raise ValueError(f"{where}: {', '.join(GRID)} must increase")
+        if np.shape(time["seconds"]) != tuple(map(len, axes)):
+            raise ValueError(f"{where}.seconds must have the shape {tuple(map(len, axes))} of "
+                             f"{', '.join(GRID)}")
+
+
+def _short(value):
+    """A value from a file, for a message."""
+    return textwrap.shorten(json.dumps(value, default=repr), 40)
 
 
 # -- the cost model ----------------------------------------------------------------------------------
 
 class CostTable:
-    """Seconds of each part of a round. Arguments are totals over the rows, numbers or arrays that broadcast;
-    `drafts` is per row. ValueError if the table is not valid."""
+    """Seconds of each part of a round. kv and queries are totals over the batch, drafts and prompt_len are
+    per request; numbers or arrays that broadcast. ValueError if the table is not valid."""
 
     def __init__(self, table):
         self.table = {"draft": {}, "read": {}, "overhead": FREE, **check_costs(table)}
         self.drafters = tuple(self.table["draft"])
         self.accept = table.get("accept", {})
 
-    def verify(self, kv, queries, rows=1):
+    def verify(self, kv, queries, batch=1):
         """T_verify: one target forward of `queries` tokens over `kv` cached ones."""
-        return seconds(self.table["verify"], rows, queries / rows, kv)
+        return seconds(self.table["verify"], batch, queries / batch, kv)
 
-    def step(self, kv, queries, rows=1):
-        """What every round pays: verification and the overhead T_ovh, all that a round needs besides the two
-        models, sampling included."""
-        return self.verify(kv, queries, rows) + seconds(self.table["overhead"], rows, 1, 0)
+    def step(self, kv, queries, batch=1):
+        """Every round's part: verification and the overhead T_ovh, which is the rest of a round besides the
+        two models, sampling included."""
+        return self.verify(kv, queries, batch) + seconds(self.table["overhead"], batch, 1, 0)
 
-    def draft(self, name, kv, drafts, rows=1):
-        """T_draft: drafter `name` proposes `drafts` tokens for each row."""
+    def draft(self, name, kv, drafts, batch=1):
+        """T_draft: drafter `name` proposes `drafts` tokens for each request."""
         entry = self.table["draft"][name]
         if entry["kind"] == "share":
-            return entry["of_verify"] * self.verify(kv, rows * (1 + drafts), rows)
-        return seconds(entry, rows, drafts, kv)
+            return entry["of_verify"] * self.verify(kv, batch * (1 + drafts), batch)
+        return seconds(entry, batch, drafts, kv)
+
+    def round(self, name, kv, drafts, batch=1):
+        """One round in which drafter `name` proposes `drafts` tokens (k + 1,) for each request. 0 drafts cost
+        no drafting, nor do those of drafter None."""
+        step = self.step(kv, batch * (1 + drafts), batch) + 0.0 * drafts
+        return step if name is None else step + self.draft(name, kv, drafts, batch) * (drafts > 0)
 
     def read(self, name, tokens):
-        """What drafter `name` takes to read `tokens` tokens of a request that it has not seen; 0 if not in
-        the table."""
+        """Drafter `name` reads `tokens` tokens of a request for the first time; 0 if not in the table."""
         return seconds(self.table["read"].get(name, FREE), 1, tokens, 0)
 
-    def prefill(self, prompt_len, rows=1):
-        """The forward over the prompts, which gives the first token; a step of so many tokens if not in the
-        table."""
+    def prefill(self, prompt_len, batch=1):
+        """The forward over the prompts, which gives the first token; if not in the table, a step of that many
+        tokens."""
         if "prefill" in self.table:
-            return seconds(self.table["prefill"], rows, prompt_len, 0)
-        return self.step(0, rows * prompt_len, rows)
+            return seconds(self.table["prefill"], batch, prompt_len, 0)
+        return self.step(0, batch * prompt_len, batch)
 
 
-def seconds(entry, rows, tokens, kv):
-    """A TIME entry of the cost table at `rows` rows with `tokens` tokens each and `kv` cached tokens in
+def expected_tokens(alpha, k):
+    """Tokens that a round of 0, 1 .. k drafts commits on average (k + 1,), where each draft is accepted with
+    chance alpha (2211.17192, eq. 1)."""
+    return np.cumsum(float(alpha) ** np.arange(k + 1))
+
+
+def seconds(entry, batch, tokens, kv):
+    """A TIME entry of the cost table for `batch` requests with `tokens` tokens each and `kv` cached tokens in
     all."""
     if entry["kind"] == "grid":
-        return _interpolate(entry, rows, tokens, kv / rows)
+        return _interpolate(entry, batch, tokens, kv / batch)
     base, row, token, step, per_kv, kv_step = (entry.get(name, 0.0) for name in LINEAR)
-    return base + row * rows + (token * rows + step) * tokens + (per_kv + kv_step * tokens) * kv
+    return base + row * batch + (token * batch + step) * tokens + (per_kv + kv_step * tokens) * kv
 
 
-def _interpolate(grid, rows, tokens, kv):
+def _interpolate(grid, batch, tokens, kv):
     """Linear in each of the three axes; below the first point as at it, beyond the last one along the last
     segment."""
     values = np.array(grid["seconds"], float)
-    least = values.min()
-    # What was measured at one value only is constant: the next point is infinitely far away.
-    values = np.pad(values, [(0, int(n == 1)) for n in values.shape], mode="edge")
     corners = []
-    for name, x in zip(GRID, (rows, tokens, kv)):
+    for name, x in zip(GRID, (batch, tokens, kv)):
         axis = np.array(grid[name], float)
-        axis = np.append(axis, np.inf) if len(axis) == 1 else axis
-        x = np.maximum(x, axis[0])
-        i = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, len(axis) - 2)
-        weight = (x - axis[i]) / (axis[i + 1] - axis[i])
-        corners.append([(i, 1 - weight), (i + 1, weight)])
+        low = np.clip(np.searchsorted(axis, x, side="right") - 1, 0, max(len(axis) - 2, 0))
+        high = np.minimum(low + 1, len(axis) - 1)
+        # An axis of one point is constant.
+        width = np.where(high > low, axis[high] - axis[low], np.inf)
+        weight = np.maximum(x - axis[low], 0) / width
+        corners.append([(low, 1 - weight), (high, weight)])
     out = sum(values[i, j, l] * (u * v * w) for (i, u), (j, v), (l, w) in product(*corners))
-    return np.maximum(out, least)        # noise must not lead an extrapolation below what was ever measured
-
-
-# -- what both kinds of files need -----------------------------------------------------------------
-
-def _fields(value, where, known, needed=()):
-    """ValueError where an object has other fields than the known ones, or lacks one that is needed."""
-    _expect(isinstance(value, dict), where or "the whole", "an object", value)
-    prefix = where + "." if where else ""
-    for name in [*value, *needed]:
-        if name not in known:
-            raise ValueError(f"{prefix}{name}: unknown field; known are {', '.join(known)}")
-        if name not in value:
-            raise ValueError(f"{prefix}{name}: missing")
-
-
-def _numbers(values, depth, where, most=MOST):
-    """Numbers from 0 to `most`, in lists `depth` deep, as an array. The comparison also refuses NaN."""
-    try:
-        array = np.array(values)
-    except ValueError:                       # lists of several lengths
-        array = np.array(None)
-    possible = array.dtype.kind in "if" and array.ndim == depth and array.size
-    possible = possible and ((0 <= array) & (array <= most)).all()
-    what = f"numbers in lists {depth} deep" if depth else "a number"
-    _expect(possible, where, f"{what} from 0 to {most:g}", values)
-    return array
-
-
-def _expect(condition, where, what, got):
-    """ValueError that names the field where the condition does not hold."""
-    if not condition:
-        shown = json.dumps(got, default=repr)
-        raise ValueError(f"{where}: expected {what}, got {shown if len(shown) <= 40 else shown[:37] + '...'}")
+    return np.maximum(out, values.min())         # noise must not extrapolate below the smallest measurement

@@ -63,9 +63,9 @@ def command(files, *more):
 def test_bounds_from_two_files_print_the_ladder_and_write_nothing(files):
     r = command(files)
     assert r.returncode == 0, r.stderr
-    for said in ("4 requests, 24 positions", "c.json", "rounds  of at most 3 drafts", "L2 best fixed k",
-                 "L4 greedy (not a bound)", "L5 optimum of one", "L6 of all", "L7 free drafters",
-                 "L9 one pass", "| censored |", "| arith | 16 | all |", "| story | 1 | ngram |",
+    for said in ("4 requests, 24 positions", "c.json", "rounds  of at most 3 drafts", "best fixed k",
+                 "greedy (not a bound)", "optimum of one", "optimum of all", "free drafters",
+                 "one pass", "| censored |", "| arith | 16 | all |", "| story | 1 | ngram |",
                  "All speed-ups are total time / mean rate."):
         assert said in r.stdout
     assert "observed" not in r.stdout and sorted(os.listdir(files)) == ["c.json", "t.jsonl"]
@@ -97,7 +97,7 @@ TOO_LONG = {**TRACES[0], "n_out": 2, "accept": {"ngram": [0, 9], "draft": [0, 1]
 @pytest.mark.parametrize("file, content, message", [
     ("t.jsonl", None, "cannot read .*t.jsonl"),
     ("c.json", None, "cannot read .*c.json"),
-    ("c.json", '{"verify":\n{"kind": "linear", "base": "fast"}}', r"c.json: verify.base: expected a number"),
+    ("c.json", '{"verify":\n{"kind": "linear", "base": "fast"}}', r"c.json: verify.base must be numbers"),
     ("t.jsonl", "", "no trace in this file"),
     ("t.jsonl", f"\n{json.dumps(TOO_LONG)}", r"t.jsonl:2: accept.ngram\[1\]"),
     ("c.json", json.dumps(NO_DRAFTER), "are not in the cost table"),
@@ -150,7 +150,7 @@ def test_bounds_of_own_files_need_no_torch(files):
         r = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert r.returncode == rc, r.stderr
         said = r.stderr.startswith("bounds.py: cannot read") and r.stderr.count("\n") == 1
-        assert said if rc else "L6 of all" in r.stdout
+        assert said if rc else "optimum of all" in r.stdout
 
 
 def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
@@ -178,10 +178,6 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
     assert bounds.main(["--traces", str(tmp_path / "t.jsonl"), "--cost", h100]) is None
 
 
-def test_gap_is_left_out_if_there_is_none():
-    cell = {"seconds": 1.0, "total time": {"L5": {"ngram": 1.0}, "L6": 1.0}}
-    same = {"batch": 1, "seconds": 1.0, "tokens": 2, "modelled": 1.0, "speedup": 1.0}
-    assert "gap" not in bounds.observed([{**same, "method": m} for m in ("ar", "ngram", "adaptive")], cell, 2)
 
 
 # -- the studies -------------------------------------------------------------------------------------
@@ -244,7 +240,7 @@ def test_every_study_leaves_its_tables_and_figures(measured, tmp_path):
         stored = json.loads(json.dumps(result))
         tables = [stored[key] for key in ("table", "short", "methods", "diffusion") if key in stored]
         assert all(t.startswith("| ") and t.count("\n") > 1 and "nan" not in t for t in tables)
-    assert "share of the gap" in out["bounds"]["table"] and "GB/s" in out["profile"]["table"]
+    assert "time over the bound's" in out["bounds"]["table"] and "GB/s" in out["profile"]["table"]
     pytest.importorskip("matplotlib")
     plots.draw(figures.FIGURES, figures.stored(str(folder)), f"{tmp_path}/")
     drawn = {f.stem for f in tmp_path.glob("*.svg")}

@@ -23,7 +23,8 @@ def noise(tokens, k):
     return [rng.randrange(64) for _ in range(k)]
 
 
-def text_of(rounds):
+def text_of(*args, **more):
+    rounds = hello.generate(*args, **more)
     return [token for accepted, own in rounds for token in accepted + own]
 
 
@@ -32,34 +33,31 @@ def test_any_drafter_leaves_the_text_alone(draft):
     model = toy_model()
     for prompt in PROMPTS:
         plain = Engine(model, Lockstep, 1).generate([Request(prompt, 60)])[0].token_ids
-        assert text_of(hello.generate(model, prompt, draft, max_new_tokens=60)) == plain
+        assert text_of(model, prompt, draft, max_new_tokens=60) == plain
         stop = plain[30]
-        short = text_of(hello.generate(model, prompt, draft, max_new_tokens=60, stop_ids=[stop]))
+        short = text_of(model, prompt, draft, max_new_tokens=60, stop_ids=[stop])
         assert short == plain[:plain.index(stop) + 1]
 
 
 def test_a_drafter_that_knows_the_answer_needs_a_ninth_of_the_forwards():
-    model = toy_model()
-    answer = text_of(hello.generate(model, PROMPTS[0], nothing, max_new_tokens=90))
-
-    def oracle(tokens, k):
-        return answer[len(tokens) - len(PROMPTS[0]):][:k]
-
-    rounds = list(hello.generate(model, PROMPTS[0], oracle, k=8, max_new_tokens=90))
-    assert text_of(rounds) == answer and len(rounds) == 10
+    model, prompt = toy_model(), PROMPTS[0]
+    answer = text_of(model, prompt, nothing, max_new_tokens=90)
+    oracle = lambda tokens, k: answer[len(tokens) - len(prompt):][:k]
+    rounds = list(hello.generate(model, prompt, oracle, k=8, max_new_tokens=90))
+    assert [token for pair in rounds for token in sum(pair, [])] == answer and len(rounds) == 10
 
 
-def test_the_engine_says_the_same_for_every_method(shipped):
+@pytest.mark.parametrize("method", ["ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive"])
+def test_the_engine_writes_the_same_with_every_method(shipped, method):
     model, tokenizer = shipped
     prompt = tokenizer.prompt_ids("make lamp 3\n")
-    ours = text_of(hello.generate(model, prompt, hello.prompt_lookup, max_new_tokens=40))
-    for method in ("ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive"):
-        engine = methods.make_engine(method, model, methods.settings(), 1)
-        assert engine.generate([Request(prompt, 40)])[0].token_ids == ours, method
+    ours = text_of(model, prompt, hello.prompt_lookup, max_new_tokens=40)
+    engine = methods.make_engine(method, model, methods.settings(), 1)
+    assert engine.generate([Request(prompt, 40)])[0].token_ids == ours
 
 
 def test_the_demo_ends_its_answer(capsys):
-    """python -m minispec, with checkpoints found from anywhere; more than one token comes of a forward."""
+    """python -m minispec, with checkpoints found from anywhere; a forward commits more than one token."""
     runpy.run_module("minispec", run_name="__main__")
     *text, last = capsys.readouterr().out.splitlines()
     tokens, forwards = map(int, re.findall(r"\d+", last)[:2])

@@ -1,12 +1,12 @@
 """Speculative decoding on one screen. `python -m minispec` shows it at work.
 
 A language model reads all of its weights to write one token. Checking eight tokens takes hardly longer. So
-let something cheap guess the next tokens (the draft), check all guesses in one forward of the model (verify),
-keep the guesses that the model would have written itself, and add the one token that it would have written
-next. The text is the model's own, token by token. Only the number of forwards changes.
+something cheap guesses the next tokens (draft), the model checks all guesses in one forward (verify), keeps
+those that it would have written itself, and adds one token of its own. The text is the model's, token by
+token; only the number of forwards changes.
 
-Everything else here answers two questions about this loop: who drafts, and which keys may a row see?
-Batches, sampling, trees of drafts and timing are in engine.py and verify.py.
+All other files answer two questions about this loop: who drafts, and which keys may a query see? Batches,
+sampling, trees of drafts and timing are in engine.py and verify.py.
 """
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def forward(model, tokens, start, cache):
         keys, values = cache[layer]
         keys[:, positions] = k.transpose(0, 1)
         values[:, positions] = v.transpose(0, 1)
-        # A row sees everything up to itself.
+        # Causal: a query sees all keys up to its own.
         end = start + len(tokens)
         sees = torch.arange(end) <= positions[:, None]           # (n, end)
         out = F.scaled_dot_product_attention(
@@ -33,7 +33,7 @@ def forward(model, tokens, start, cache):
 
 @torch.inference_mode()
 def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
-    """Yield for every round (accepted drafts, the model's own token). draft(tokens, k): up to k guesses."""
+    """Yield (accepted drafts, the model's own token) of every round. draft(tokens, k): up to k guesses."""
     c = model.config
     longest = len(prompt) + max_new_tokens
     cache = [torch.zeros(2, c.n_kv_head, longest, c.head_dim, dtype=model.dtype) for _ in range(c.n_layer)]
@@ -44,7 +44,7 @@ def generate(model, prompt, draft, k=8, max_new_tokens=200, stop_ids=()):
 
         # 2. Verify: one forward over what the cache lacks (the prompt, later one token) and the guesses.
         logits = forward(model, tokens[n_cached:] + guess, n_cached, cache)
-        #    Of the last rows, best[i] is the model's choice after guess[:i].
+        #    best[i] is the model's choice after guess[:i].
         best = logits[-len(guess) - 1:].argmax(-1).tolist()
 
         # 3. Accept guesses as long as the model would have written the same.
