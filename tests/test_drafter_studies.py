@@ -70,7 +70,7 @@ def test_a_way_is_a_command_line_that_outweighs_the_settings(toy):
     args = methods.settings(**{**vars(args), "drafter": os.path.join(args.arms, "ttt1"), "lookup": 3})
     planner = drafters.whole_rounds("prism --depth 8 --tree 60", target, args, 1, tree=0, lookup=0).planner
     assert (planner.k, planner.lookup, planner.drafter.depth, planner.drafter.width, planner.drafter.stop) == (60, 0, 8, 8, 0)
-    planner = drafters.whole_rounds("prism --lookup 8", target, args, 1, tree=0, lookup=0).planner
+    planner = drafters.whole_rounds("prism --prompt-lookup 8", target, args, 1, tree=0, lookup=0).planner
     assert (planner.k, planner.lookup, planner.drafter.width) == (5, 8, 1)
 
 

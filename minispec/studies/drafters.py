@@ -25,7 +25,7 @@ from minispec.tools.files import read_rows
 
 FIRST = 30              # of the problems of a workload: those before are used elsewhere
 NEW = 192               # most tokens of an answer
-WAYS = ["--depth 8 --tree 60", "--lookup 8"]            # of a drafter, besides chains of 5
+WAYS = ["--depth 8 --tree 60", "--prompt-lookup 8"]            # of a drafter, besides chains of 5
 REFERENCE = {"prism": "ttt1", "specdiff": "mdlm"}       # the arm that others are held against
 
 

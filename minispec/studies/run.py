@@ -264,12 +264,12 @@ def rows_of(timed, about, prices):
 
 # Ways of a method that decide which rows are fed together, or what is judged.
 TREES = ["eagle --tree 8", "prism --tree 8"]
-COPYING = [f"{name} --lookup 8" for name in methods.TRAINED]
+COPYING = [f"{name} --prompt-lookup 8" for name in methods.TRAINED]
 ALONE = [*TREES, *COPYING]  # run with one request at a time: rows cost time where there are many
 WAYS = [
     "specgen --delayed",
     "specgen --schedule lockstep",
-    "specgen --lookup 40",
+    "specgen --prompt-lookup 40",
     "specgen --select pillar",
     "specgen --select window",
     "specgen --admission preempt --cache-tokens 2000",
@@ -277,7 +277,7 @@ WAYS = [
     *TREES,
     "specdiff --k-drafts 3",
     # As many rows for each of ten requests as COPYING has for one.
-    *(f"{name} --lookup 80" for name in methods.TRAINED),
+    *(f"{name} --prompt-lookup 80" for name in methods.TRAINED),
 ]
 # How answers are drawn, and requests at a time.
 DRAWN = {

@@ -34,7 +34,7 @@ VARIED = [("pillar", k, SPARSITY) for k in (4, 16)] + [("pillar", K, s) for s in
 DISTINCT = 2                            # texts of a larger batch, because reading takes longer than decoding
 NEW = 160                               # tokens of an answer where throughput is measured
 REPEATS = 5                             # of the timings that a prediction is made of
-PAPER = "specgen --lookup 0"
+PAPER = "specgen --prompt-lookup 0"
 # Tokens of a context, requests, and from which kind of text on they are.
 SERVING = ((1000, 1, 0), (4000, 1, 0), (7000, 1, 0), (7000, 1, 1), (1000, 8, 0), (4000, 8, 0), (7000, 8, 0),
            (4000, 16, 0))

@@ -232,10 +232,9 @@ def add_arguments(parser):
     add = parser.add_argument_group("drafting").add_argument
     add("--k", type=positive,
         help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
-    add("--lookup", type=int,
-        help="rows of a forward, of all requests together, for tokens copied from the text: of the "
-             "verifying one next to a drafter's, of specgen's draft steps (default: "
-             f"specgen {LOOKUP}, others 0, as in the papers)")
+    add("--prompt-lookup", type=int, dest="lookup",
+        help="tokens per forward copied from the text, shared by the batch: verified next to the drafts of a "
+             f"drafter, or next to the draft steps of specgen (default: specgen {LOOKUP}, others 0, as in the papers)")
     add("--cost", metavar="FILE",
         help="adaptive: what a round costs, as bench.py profile measures it (default results/costs.json, "
              "for another model results/MODEL/costs.json, on a GPU in its folder gpu)")
