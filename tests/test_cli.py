@@ -24,7 +24,7 @@ import train_specdiff
 from minispec import bounds
 from minispec.core.requests import Generation
 from minispec.tools import answers, gguf_file, methods, terminal, training
-from minispec.data import tasks
+from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 
 COMMAND = [sys.executable, os.path.join(ROOT, "decode.py")]
@@ -176,7 +176,8 @@ def test_control_characters_reach_no_terminal(toy, capsys):
     assert capsys.readouterr().out.split("\n\n", 1)[1].startswith("a\\x1b[2Jb\\x9b\\x0d\n")
     tokenizer = Tokenizer.load(TARGET)
     ids = tokenizer.encode("x\x1b]0;title\x07\ty\n")
-    decode_script.Printer(tokenizer)(ids, ["draft"] * len(ids))
+    answer = SimpleNamespace(generation=Generation([], ids, ["draft"] * len(ids)))
+    decode_script.Printer(tokenizer)(answer, ids)
     assert capsys.readouterr().out == "x\\x1b]0;title\\x07\ty\n"
 
 
@@ -187,6 +188,27 @@ def test_a_closed_pipe_ends_silently(toy):
     assert p.stdout.readline().startswith(f"{toy}: 0.".encode())           # the first line names the model
     p.stdout.close()
     assert p.stderr.read() == b"" and p.wait(60) == 128 + signal.SIGPIPE
+
+
+def test_problems_of_a_batch_are_shown_with_their_answers(toy, tmp_path, capsys):
+    """Their common beginning once, and each answer below its question."""
+    file = tmp_path / "p.jsonl"
+    asked = ["one", "two", "three"]
+    file.write_text("".join(json.dumps({"prompt": f"A common text.\n{q}?"}) + "\n" for q in asked))
+    run_script(decode_script, "--model", toy, "--method", "specgen", "--prompts", file, "--batch", 3, "--max-new-tokens", 9,
+               "--json", tmp_path / "o.json")
+    shown = capsys.readouterr().out
+    texts = [r["text"] for r in json.loads((tmp_path / "o.json").read_text())["requests"]]
+    assert shown.count("A common text.") == 1
+    for i, (question, text) in enumerate(zip(asked, texts), 1):
+        assert f"--- {i} of 3\n{question}?\n\n{decode_script.visible(text)}\n" in shown
+
+
+def test_a_batch_shows_its_progress_on_a_terminal(toy, monkeypatch, tmp_path):
+    lines = []
+    monkeypatch.setattr(terminal.tqdm, "set_description_str", lambda bar, text: lines.append(text))
+    run_script(decode_script, "--model", toy, "--task", "arith", "--n", 2, "--batch", 2, "--max-new-tokens", 5)
+    assert sorted(line.split()[0] for line in lines) == sorted("1122334455")
 
 
 def test_several_problems_one_after_the_other(toy, capsys):
@@ -227,7 +249,7 @@ def test_prefill_and_decoding_are_reported_apart(toy, tmp_path, capsys):
 
 @pytest.mark.parametrize("method", ["ar", "ngram", "cdlm"])
 def test_compared_loops_are_warmed_up_and_timed_in_turn(method, toy, tmp_path, monkeypatch):
-    """By a clock that charges the first run of each loop ten times as much: neither of these runs counts."""
+    """By a clock that charges the first run of each loop ten times as much: this run does not count."""
     runs, make = [], methods.make_engine
 
     def counted(name, *rest):
@@ -247,7 +269,7 @@ def test_compared_loops_are_warmed_up_and_timed_in_turn(method, toy, tmp_path, m
     out = tmp_path / "o.json"
     drafter = ["--drafter", os.path.join(ROOT, "checkpoints", "cdlm", "student")] if method == "cdlm" else []
     run_script(decode_script, "--model", toy, "--method", method, *drafter, "--prompt", "one two", "--max-new-tokens", 32, "--compare", "--json", out)
-    assert runs == [method, "ar", method, "ar"]
+    assert runs == ["ar", method, method, "ar"]
     d = json.loads(out.read_text())
     assert d["seconds"] == 1.5 and d["ar_tokens_per_second"] == 32 / 1.5
     if method == "ar":
@@ -429,11 +451,18 @@ def test_a_shipped_diffusion_model_is_found_without_its_folder(method):
 def test_built_in_problems_suit_the_model_and_the_method(shipped):
     ours = shipped[1]
     english = SimpleNamespace(ours=False)
-    ask = lambda tokenizer, *args: decode_script.built_in(decode_script.parse_args(["--model", "x", *args]), tokenizer)[0]
-    assert ask(ours).family == ask(ours, "--method", "cdlm").family == "story"
-    assert ask(english).prompt == decode_script.prompts.QUESTIONS[0]
-    story = ask(english, "--method", "specgen").prompt
-    assert story.endswith(decode_script.TASK) and "princess" in story and 15_000 < len(story) < 25_000
+    def ask(tokenizer, *args):
+        settings = decode_script.parse_args(["--model", "x", *args])
+        return decode_script.built_in(settings, tokenizer), settings
+
+    for args in ([], ["--method", "cdlm"]):
+        assert ask(ours, *args)[0][0].family == "story"
+    assert ask(english)[0][0].prompt == prompts.QUESTIONS[0]
+    some, settings = ask(english, "--method", "specgen")
+    assert [p.prompt.removeprefix(prompts.story()).strip() for p in some] == list(prompts.STORY_QUESTIONS)
+    assert settings.batch == len(some) == 8 and settings.sampling.temperature == 0.65
+    _, settings = ask(english, "--method", "specgen", "--temperature", "0", "--batch", "2")
+    assert settings.batch == 2 and settings.sampling.temperature == 0
 
 
 def talk(monkeypatch, lines):

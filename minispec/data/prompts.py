@@ -49,6 +49,16 @@ QUESTIONS = (
     "Write a Python function that counts the vowels of a text.",
     "Plan a day in the mountains with two small children.",
 )
+STORY_QUESTIONS = (
+    "Who is the princess in this story, and where does she live?",
+    "What do the goblins look like, and where do they live?",
+    "Describe the old lady in two sentences.",
+    "What does the princess find at the top of the stairs?",
+    "What does the house of the princess look like?",
+    "What does the nurse say when the princess tells her about the old lady?",
+    "What do you think happens next in this story?",
+    "What could this story teach a child?",
+)
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
