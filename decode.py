@@ -55,8 +55,8 @@ def parse_args(argv=None):
     source = group.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="prompt text")
     source.add_argument("--prompts", metavar="FILE",
-                        help="prompt file in the format of GSM8K, MATH-500, AIME, HumanEval, MBPP, MT-bench or "
-                             "Spec-Bench, or with similar fields")
+                        help="prompt file in the format of GSM8K, MATH-500, AIME, HumanEval, MBPP, MT-bench, "
+                             "Spec-Bench or similar")
     source.add_argument("--chat", action="store_true",
                         help="conversation with the model: Ctrl-C stops an answer, Ctrl-D ends")
     source.add_argument("--task", choices=tasks.FAMILIES, help="family of held-out problems")
@@ -68,7 +68,7 @@ def parse_args(argv=None):
     add = parser.add_argument_group("answers").add_argument
     add("--batch", type=positive, help="requests decoded together (default 1; built-in questions 8)")
     add("--max-new-tokens", type=positive,
-        help="limit of an answer in tokens (default: twice the length of a known solution, else 1024)")
+        help="limit of an answer in tokens (default: twice a known solution's length, else 1024)")
     add("--temperature", type=float,
         help=f"sampling temperature, 0 is greedy (default 0; built-in questions {TEMPERATURE})")
     add("--top-k", type=int, default=0, help="number of likeliest tokens to sample from; 0: all (default)")
@@ -185,7 +185,7 @@ def together(engine, requests, problems, tokenizer):
     common = os.path.commonprefix([problem.prompt for problem in problems]) if len(problems) > 1 else ""
     common = common[:common.rfind("\n") + 1]
     if common:
-        show_prompt(common)
+        show_prompt(common.rstrip() + "\n")
     first_token = stream(engine, requests, Lines(tokenizer))
     for i, (problem, request) in enumerate(zip(problems, requests), 1):
         show_prompt(problem.prompt.removeprefix(common), i, len(problems))
@@ -250,7 +250,7 @@ def main(argv=None):
     explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
     result = answer(engine, problems, tokenizer, args)
     if args.compare:
-        print("\nplain decoding of the same ..", flush=True)
+        print("\nplain decoding of the same problems ..", flush=True)
         engine = None                                    # its cache is not needed any more
         plain = answer(make("ar"), problems, tokenizer, args, quiet=True)
         compare(result, plain, target, args.sampling)

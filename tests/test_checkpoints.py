@@ -126,10 +126,10 @@ def lost_shard(folder):
 
 
 DAMAGE = {      # what is wrong: (how it gets so, what the line must say)
-    "not a number": (lambda f: change_weight(f, set_first(float("nan"))), "model.layers.1.mlp.down_proj.weight holds values that are not finite"),
-    "infinite": (lambda f: change_weight(f, set_first(float("-inf"))), "holds values that are not finite"),
-    "integers": (lambda f: change_weight(f, lambda x: x.to(torch.int8)), "down_proj.weight holds values that are not finite numbers with a point"),
-    "shape of a part": (lambda f: change_weight(f, lambda x: x[:, :3].contiguous(), "model.layers.0.self_attn.k_proj.weight"), "k_proj.weight has shape (16, 3), its config says (16, 32)"),
+    "not a number": (lambda f: change_weight(f, set_first(float("nan"))), "model.layers.1.mlp.down_proj.weight must hold finite"),
+    "infinite": (lambda f: change_weight(f, set_first(float("-inf"))), "must hold finite"),
+    "integers": (lambda f: change_weight(f, lambda x: x.to(torch.int8)), "down_proj.weight must hold finite floating-point numbers"),
+    "shape of a part": (lambda f: change_weight(f, lambda x: x[:, :3].contiguous(), "model.layers.0.self_attn.k_proj.weight"), "k_proj.weight must be (16, 32) as in the config, got (16, 3)"),
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b""), "model.safetensors is damaged"),
     "a pickle by name": (only_pickles, "model.safetensors (.bin and .pt are pickles, which could run anything and are never read)"),
     "a pickle by content": (lambda f: torch.save({}, f / "model.safetensors"), "model.safetensors is damaged"),
@@ -138,32 +138,32 @@ DAMAGE = {      # what is wrong: (how it gets so, what the line must say)
     "config is a list": (lambda f: (f / "config.json").write_text("[]"), "config.json is damaged"),
     "config is binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), "config.json: 'utf-8' codec can't decode"),
     "no heads": (lambda f: change_config(f, num_attention_heads=0, head_dim=None), "config.json"),
-    "words for numbers": (lambda f: change_config(f, vocab_size="many"), "vocab_size many is out of range"),
-    "words for a base": (lambda f: change_config(f, rope_theta="wide"), "rope_theta wide is out of range"),
-    "a base of zero": (lambda f: change_config(f, rope_theta=0), "rope_theta 0 is out of range; allowed are numbers up to 1e+12"),
-    "a base in a newer file": (lambda f: change_config(f, rope_parameters={"rope_theta": -5.0}), "rope_theta -5.0 is out of range"),
-    "a norm of nothing": (lambda f: change_config(f, rms_norm_eps=1e12), "norm_eps 1000000000000.0 is out of range; allowed are numbers up to 0.01"),
-    "no number for a norm": (lambda f: change_config(f, rms_norm_eps=float("nan")), "norm_eps nan is out of range"),
-    "an end that cannot be": (lambda f: change_config(f, eos_token_id=-1), "eos_id -1 is out of range; allowed are numbers up to 1048576"),
-    "a beginning that cannot be": (lambda f: change_config(f, bos_token_id=True), "bos_id True is out of range"),
-    "no stretch": (lambda f: change_config(f, rope_scaling={"rope_type": "llama3", **SCALING, "factor": 0}), "factor 0 is out of range"),
-    "no end of positions": (lambda f: change_config(f, max_position_embeddings=10 ** 12), "block_size 1000000000000 is out of range; allowed are numbers up to 1048576"),
-    "heads do not divide": (lambda f: change_config(f, num_key_value_heads=3), "do not divide"),
-    "gpt2": (lambda f: change_config(f, model_type="gpt2"), "architecture 'gpt2' is not supported; supported are llama, qwen2, qwen3"),
-    "yarn": (lambda f: change_config(f, rope_scaling={"type": "yarn", "factor": 4.0}), "rope scaling 'yarn' is not supported; supported is llama3"),
+    "words for numbers": (lambda f: change_config(f, vocab_size="many"), "vocab_size must be a number above 0 and at most 1048576, got 'many'"),
+    "words for a base": (lambda f: change_config(f, rope_theta="wide"), "got 'wide'"),
+    "a base of zero": (lambda f: change_config(f, rope_theta=0), "rope_theta must be a number above 0 and at most 1e+12, got 0"),
+    "a base in a newer file": (lambda f: change_config(f, rope_parameters={"rope_theta": -5.0}), "at most 1e+12, got -5.0"),
+    "a norm of nothing": (lambda f: change_config(f, rms_norm_eps=1e12), "norm_eps must be a number above 0 and at most 0.01, got 1000000000000.0"),
+    "no number for a norm": (lambda f: change_config(f, rms_norm_eps=float("nan")), "at most 0.01, got nan"),
+    "an end that cannot be": (lambda f: change_config(f, eos_token_id=-1), "eos_id must be a number from 0 and at most 1048576, got -1"),
+    "a beginning that cannot be": (lambda f: change_config(f, bos_token_id=True), "got True"),
+    "no stretch": (lambda f: change_config(f, rope_scaling={"rope_type": "llama3", **SCALING, "factor": 0}), "factor must be a number above 0 and at most 1048576, got 0"),
+    "no end of positions": (lambda f: change_config(f, max_position_embeddings=10 ** 12), "block_size must be a number above 0 and at most 1048576, got 1000000000000"),
+    "heads do not divide": (lambda f: change_config(f, num_key_value_heads=3), "n_kv_head must divide n_head 4, got 3"),
+    "gpt2": (lambda f: change_config(f, model_type="gpt2"), "architecture must be one of llama, qwen2, qwen3, got 'gpt2'"),
+    "yarn": (lambda f: change_config(f, rope_scaling={"type": "yarn", "factor": 4.0}), "rope scaling must be default or llama3, got 'yarn'"),
     "half of llama3": (lambda f: change_config(f, rope_scaling={"rope_type": "llama3", "factor": 4.0}), "config.json is damaged: KeyError: 'low_freq_factor'"),
-    "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act gelu is not supported"),
-    "bias of the output": (lambda f: change_config(f, attention_bias=True), "attention_bias True is not supported"),
+    "activation": (lambda f: change_config(f, hidden_act="gelu"), "hidden_act must be silu, got 'gelu'"),
+    "bias of the output": (lambda f: change_config(f, attention_bias=True), "attention_bias must be absent, got True"),
     "a weight that nobody reads": (lambda f: add_weight(f, "model.layers.0.mlp.up_proj.bias"), "holds model.layers.0.mlp.up_proj.bias, which this model does not use"),
-    "scaling of no type": (lambda f: change_config(f, rope_scaling={"factor": 4.0}), "factor 4.0 is not supported"),
-    "scaling of no type in a newer file": (lambda f: change_config(f, rope_parameters={"rope_theta": 1e4, "factor": 4.0}), "factor 4.0 is not supported"),
-    "half of a head in a newer file": (lambda f: change_config(f, rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor 0.5 is not supported"),
-    "positions of another model": (lambda f: change_config(f, rope_ratio=2), "rope_ratio 2 is not supported"),
+    "scaling of no type": (lambda f: change_config(f, rope_scaling={"factor": 4.0}), "factor must be absent, got 4.0"),
+    "scaling of no type in a newer file": (lambda f: change_config(f, rope_parameters={"rope_theta": 1e4, "factor": 4.0}), "factor must be absent, got 4.0"),
+    "half of a head in a newer file": (lambda f: change_config(f, rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor must be 1.0, got 0.5"),
+    "positions of another model": (lambda f: change_config(f, rope_ratio=2), "rope_ratio must be absent, got 2"),
     "a word for tied": (lambda f: change_config(f, tie_word_embeddings="false"), "tied must be true or false, got 'false'"),
     "an index of nothing": (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "model.safetensors.index.json is damaged"),
     "an index of numbers": (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": 1}}'), "model.safetensors.index.json is damaged"),
     "a tokenizer of nothing": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json is damaged"),
-    "quantised": (lambda f: change_config(f, quantization_config={"bits": 4}), "quantization_config {'bits': 4} is not supported"),
+    "quantised": (lambda f: change_config(f, quantization_config={"bits": 4}), "quantization_config must be absent, got {'bits': 4}"),
 }
 
 
@@ -319,11 +319,11 @@ def spoil(data, *path, value):
 
 
 SPOILED = {     # where in our own tokenizer.json, what instead, what the line must say
-    "normaliser": (("normalizer",), {"type": "NFKC"}, "normalizer NFKC is not supported"),
-    "split": (("pre_tokenizer", "pretokenizers"), [{"type": "Digits", "individual_digits": False}, {"type": "ByteLevel", "add_prefix_space": False}], "pre_tokenizer Digits + ByteLevel with these settings is not supported"),
-    "prefix": (("pre_tokenizer", "pretokenizers", 1, "add_prefix_space"), True, "one that adds a space, is not supported"),
+    "normaliser": (("normalizer",), {"type": "NFKC"}, "normalizer must be none or NFC, got NFKC"),
+    "split": (("pre_tokenizer", "pretokenizers"), [{"type": "Digits", "individual_digits": False}, {"type": "ByteLevel", "add_prefix_space": False}], "got Digits + ByteLevel with other settings"),
+    "prefix": (("pre_tokenizer", "pretokenizers", 1, "add_prefix_space"), True, "must end in ByteLevel without add_prefix_space, got"),
     "pattern": (("pre_tokenizer", "pretokenizers", 0, "pattern"), {"Regex": "("}, "tokenizer.json"),
-    "suffix": (("model", "end_of_word_suffix"), "</w>", "end_of_word_suffix </w> is not supported"),
+    "suffix": (("model", "end_of_word_suffix"), "</w>", "end_of_word_suffix must be absent, got </w>"),
     "order": (("model", "merges"), [["Ġt", "h"], ["Ġ", "t"]], "not in the order of their ids"),
     "twice": (("added_tokens", 0, "id"), 7, "two tokens of the vocabulary have the same id"),
 }
@@ -410,7 +410,7 @@ def test_a_drafter_of_another_target_is_refused_by_name(tmp_path):
         assert len(methods.make_engine(method, target, settings, 1).generate([Request([1, 2, 3], 4)])[0].token_ids) == 4
         with pytest.raises(ValueError) as e:
             methods.make_engine(method, other, settings, 1)
-        assert f"trained for the target {checkpoints.fingerprint(target)}, this one is {checkpoints.fingerprint(other)}" in str(e.value)
+        assert f"must be {checkpoints.fingerprint(target)}, got {checkpoints.fingerprint(other)}" in str(e.value)
 
 
 def test_fingerprints_tell_weights_apart_and_not_dtypes(tmp_path):

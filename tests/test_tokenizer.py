@@ -66,8 +66,8 @@ def test_transformers_finds_the_tokenizer_and_the_template(tokenizer):
     assert got == tokenizer.prompt_ids("2 + 2?\n")
 
 
-@pytest.mark.parametrize("content, message", [(None, "cannot read .*tokenizer.json: No such file"), ("{", "tokenizer.json: Expecting"), ("{}", "tokenizer.json is damaged: KeyError: 'model'"),
-                                              ('{"model": {"type": "Unigram"}}', "type Unigram is not supported")])
+@pytest.mark.parametrize("content, message", [(None, "cannot read .*tokenizer.json: No such file"), ("{", "tokenizer.json: not JSON"), ("{}", "tokenizer.json is damaged: KeyError: 'model'"),
+                                              ('{"model": {"type": "Unigram"}}', "type of the vocabulary must be BPE, got Unigram")])
 def test_bad_files_are_named(tmp_path, content, message):
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
@@ -228,5 +228,5 @@ def test_the_file_of_a_bad_template_is_named(tmp_path):
     for file in (own, config):
         with pytest.raises(ValueError) as e:
             Tokenizer.load(tmp_path)
-        assert str(e.value).startswith(str(file)) and "tokenizer.json" not in str(e.value)
+        assert str(file) in str(e.value) and "tokenizer.json" not in str(e.value)
         config.write_text("{")

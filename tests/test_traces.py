@@ -69,7 +69,7 @@ def test_the_documented_example_is_valid(tmp_path):
 GOOD = {"id": "x", "prompt_len": 9, "n_out": 4, "accept": {"a": [0, 2, 1, 1]}, "censored": {"a": [None, False, False, True]}}
 BAD_TRACES = {
     "not json": ('{"id": ', "not JSON"),
-    "not an object": ("[1]", "a JSON object is needed, this is a list"),
+    "not an object": ("[1]", "a row must be a JSON object, got list"),
     "too deep": ("[" * 100_000, "not JSON"),
     "huge number": ('{"id": ' + "1" * 5000 + "}", "not JSON"),
     "field missing": ({k: v for k, v in GOOD.items() if k != "n_out"}, "n_out: missing"),
@@ -132,7 +132,7 @@ def test_unreadable_files_are_named(tmp_path):
 
 GRID = {"kind": "grid", "rows": [1, 2], "tokens": [1], "kv": [0], "seconds": [[[1.0]], [[2.0]]]}
 BAD_COSTS = {                                # what replaces table["draft"]["b"], or the whole; message
-    "not json": ('{\n "verify": {\n', ": Expecting property name enclosed in double quotes: line 3"),
+    "not json": ('{\n "verify": {\n', "Expecting property name enclosed in double quotes: line 3"),
     "not an object": ("[]", "expected an object"),
     "no verify": ("{}", "verify: missing"),
     "unknown": ('{\n "verify": {"kind": "linear", "base": 1},\n "verfy": 1}', "verfy: unknown field"),

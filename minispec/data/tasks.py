@@ -76,7 +76,7 @@ def make(family, seed, split="train", size=None):
     range. ValueError names the sizes that the family allows."""
     low, high = ALLOWED[family]
     if size is not None and not low <= size <= high:
-        raise ValueError(f"size {size} is out of range for '{family}'; allowed is {low} to {high}")
+        raise ValueError(f"size must be {low} to {high} for '{family}', got {size}")
     rng = random.Random(f"{family}/{split}/{seed}/{size}")
     while True:
         n = rng.randint(*SIZES[family]) if size is None else size

@@ -205,13 +205,13 @@ def _from_json(file):
     data = read_json(file)
     model = data["model"]
     if model["type"] != "BPE":
-        raise ValueError(f"a vocabulary of type {model['type']} is not supported; supported is BPE")
+        raise ValueError(f"type of the vocabulary must be BPE, got {model['type']}")
     form = (data.get("normalizer") or {}).get("type")
     if form not in (None, "NFC"):
-        raise ValueError(f"normalizer {form} is not supported; supported are none and NFC")
+        raise ValueError(f"normalizer must be none or NFC, got {form}")
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
-            raise ValueError(f"{key} {model[key]} is not supported")
+            raise ValueError(f"{key} must be absent, got {model[key]}")
     added = data["added_tokens"]
     ranks = _ranks(model["vocab"], model["merges"], added)
     bos_first = '"single": [{"SpecialToken"' in json.dumps(data.get("post_processor"))
@@ -223,7 +223,8 @@ def _pattern(pre):
     steps = pre.get("pretokenizers", [pre])
     kinds = [s["type"] for s in steps]
     if kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space", True):
-        raise ValueError("a pre_tokenizer without ByteLevel, or one that adds a space, is not supported")
+        raise ValueError("pre_tokenizer must end in ByteLevel without add_prefix_space, got "
+                         f"{' + '.join(kinds)}")
     regex = steps[-1].get("use_regex", True)
     if kinds == ["ByteLevel"] and regex:
         return GPT2
@@ -234,8 +235,8 @@ def _pattern(pre):
             # The text between two matches is a piece, too. An empty match is none, but ends one.
             match = steps[0]["pattern"]["Regex"]
             return rf"(?:{match})(?!\G)|(?s:.)+?(?={match}|\z)"
-    raise ValueError(f"pre_tokenizer {' + '.join(kinds)} with these settings is not supported; supported are "
-                     "an isolating Split + ByteLevel, Digits + ByteLevel, and ByteLevel")
+    raise ValueError("pre_tokenizer must be an isolating Split + ByteLevel, Digits + ByteLevel with single "
+                     f"digits, or ByteLevel, got {' + '.join(kinds)} with other settings")
 
 
 def _chat_of(folder):
@@ -270,9 +271,9 @@ def _from_gguf(file):
     source = gguf_file.open_gguf(file)
     kind, pre = source.field("tokenizer.ggml.model"), source.field("tokenizer.ggml.pre")
     if kind != "gpt2":
-        raise ValueError(f"tokenizer '{kind}' is not supported; supported is gpt2, byte-level BPE")
+        raise ValueError(f"tokenizer must be gpt2, which is byte-level BPE, got {kind!r}")
     if pre not in SPLITS:
-        raise ValueError(f"pre-tokenizer '{pre}' is not supported; supported are {', '.join(SPLITS)}")
+        raise ValueError(f"pre-tokenizer must be one of {', '.join(SPLITS)}, got {pre!r}")
     tokens = source.field("tokenizer.ggml.tokens")
     bos, eos = (tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id))
     added = [{"content": t, "id": i, "special": kind != USER_DEFINED}
