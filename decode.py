@@ -186,7 +186,9 @@ def together(engine, requests, problems, tokenizer):
     common = common[:common.rfind("\n") + 1]
     if common:
         show_prompt(common.rstrip() + "\n")
-    first_token = stream(engine, requests, Lines(tokenizer))
+    lines = Lines(tokenizer)
+    first_token = stream(engine, requests, lines)
+    lines.close()
     for i, (problem, request) in enumerate(zip(problems, requests), 1):
         show_prompt(problem.prompt.removeprefix(common), i, len(problems))
         Printer(tokenizer)(request, request.generation.token_ids)

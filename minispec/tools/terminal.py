@@ -1,4 +1,4 @@
-"""What decode.py shows while it decodes: text in colour by who proposed each token, and --chat."""
+"""Output of decode.py during decoding: text in colour by the proposer of each token, and --chat."""
 import codecs
 import os
 import shutil
@@ -10,7 +10,7 @@ from minispec.core.requests import Request
 from minispec.tools.answers import summary
 from minispec.tools.script import visible
 
-# A guess that was right, the model's own token in place of a wrong one, and its own after right ones alone.
+# An accepted draft, the target's token in place of a rejected draft, and its token after accepted drafts.
 COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m"}
 RESET = "\033[0m"
 
@@ -18,8 +18,7 @@ RESET = "\033[0m"
 # -- text as it comes ------------------------------------------------------------------------------------
 
 def coloured(text, who):
-    """The text in the colour of who proposed it, if stdout is a terminal whose user has not asked for plain
-    text (no-color.org)."""
+    """The text in the colour of its proposer, on a terminal without NO_COLOR (no-color.org)."""
     text = visible(text)
     if who in COLOURS and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         text = COLOURS[who] + text + RESET
@@ -88,8 +87,6 @@ def stream(engine, requests, show=None):
             if show and tokens:
                 bar.close()
                 show(request, tokens)
-    if isinstance(show, Lines):
-        show.close()
     return list(first.values())
 
 
@@ -98,8 +95,8 @@ def stream(engine, requests, show=None):
 def chat(engine, tokenizer, sampling, limit):
     """Talk with the model: a line in, an answer out, until the end of input (Ctrl-D).
 
-    limit: tokens of an answer, which Ctrl-C stops as well. The conversation so far is read with each line. An
-    eighth of the context is kept for the answer."""
+    limit: tokens of an answer; Ctrl-C stops it too. The prompt is the whole conversation, most of it cached.
+    An eighth of the context is kept for the answer."""
     block_size = engine.model.config.block_size
     most = block_size - block_size // 8
     messages = []
@@ -129,7 +126,7 @@ def chat(engine, tokenizer, sampling, limit):
         try:
             stream(engine, [request], printer)
         except KeyboardInterrupt:
-            request.cancel()                             # what was said stays in the conversation
+            request.cancel()                             # its tokens stay in the conversation
         print()
         answer = request.generation
         figures = summary([answer], engine)
