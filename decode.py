@@ -1,29 +1,32 @@
-"""Text in, text out, by any method; shows who proposed each token and what it was worth. On a terminal green
-tokens were guessed right, red ones replace a wrong guess, blue ones come free behind right guesses.
+"""Text in, text out, by any method, with the proposer of each token and the figures of the run. On a
+terminal green tokens are accepted drafts, red ones replace a rejected draft, blue ones follow all drafts.
 
     ar, ngram, draft    plain decoding; drafts copied from earlier text; drafts of a small model
-    specgen             the model drafts for itself, and reads 5 % of its cache
-    prism, eagle        modules that read the model's hidden states draft, chains or trees
+    specgen             the model drafts for itself and reads 5 % of its cache
+    prism, eagle        modules on the model's hidden states draft chains or trees
     specdiff            a diffusion model drafts a window in one forward
-    adaptive            whichever of these promises most tokens/s, chosen every round
+    adaptive            every round, the drafter with most expected tokens/s
     cdlm, dlm           no drafts: a diffusion model fills in blocks of masks
 
-    python decode.py --method ngram --chat                        # talk with the model; green: guessed right
+    python decode.py --method ngram --chat                        # talk with the model
     python decode.py --method specdiff --task story --explain 3   # three rounds, draft by draft
-    python decode.py --method specgen --compare                   # how much faster, and is it identical?
+    python decode.py --method specgen --compare                   # eight questions about one text; speed-up
 
-All options: python decode.py --help. The model is SmolLM2-135M-Instruct where the package that carries it is
-installed. Problems of --task, and methods without a drafter for SmolLM2 (draft, cdlm, dlm), get the small
-model in checkpoints/target.
+All options: python decode.py --help. The model is SmolLM2-135M-Instruct if its package is installed. Problems
+of --task, and methods without a drafter for SmolLM2 (draft, cdlm, dlm), use the puzzle model in
+checkpoints/target.
 """
 import gc
+import os
 import sys
+from dataclasses import replace
 
 import minispec  # before torch: it tunes the allocator
 minispec.need_torch()
 import torch
 
 from minispec import cdlm
+from minispec.core.requests import Request
 from minispec.core.verify import RULES, Sampling
 from minispec.data import prompts, tasks
 from minispec.data.tokenizer import Tokenizer
@@ -33,97 +36,102 @@ from minispec.tools.files import write_json
 from minispec.tools.load import Load
 from minispec.tools.report import compare, figures, table
 from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
-from minispec.tools.terminal import Printer, chat, stream
+from minispec.tools.terminal import Lines, Printer, chat, stream
 from minispec.tools.watch import Explain, Watch
 
-# Models that speak English are asked a question, and SpecGen, which is made for long contexts, about a story.
-TASK = "\n\nTell me in your own words what happens in this story, and who the old lady is."
-ANSWER = 256                     # tokens of an answer to one of these
-LONG = 10_000                    # characters of a prompt that are shown; of a longer one, its ends
+# Built-in problems: a question, and for SpecGen, which is made for batches of long requests, eight questions
+# about one text, sampled as in its paper.
+ANSWER, STORY_ANSWER = 256, 48   # new tokens per answer
+TEMPERATURE = 0.65
+LONG = 10_000                    # characters; a longer prompt is shown by its ends
+WARM_UP = 256, 16                # prompt tokens and new tokens of a warm-up
 
 
 # -- arguments -------------------------------------------------------------------------------------------
 
 def parse_args(argv=None):
     parser = Parser(__doc__)
-    group = parser.add_argument_group("what to solve (default: a built-in problem)")
+    group = parser.add_argument_group("problems (default: built-in ones)")
     source = group.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="a prompt of your own")
+    source.add_argument("--prompt", help="prompt text")
     source.add_argument("--prompts", metavar="FILE",
-                        help="a file of prompts, as GSM8K, MATH-500, AIME, HumanEval, MBPP, MT-bench and "
-                             "Spec-Bench have them, or like that")
+                        help="prompt file in the format of GSM8K, MATH-500, AIME, HumanEval, MBPP, MT-bench, "
+                             "Spec-Bench or similar")
     source.add_argument("--chat", action="store_true",
-                        help="talk with the model: Ctrl-C stops an answer, Ctrl-D ends")
-    source.add_argument("--task", choices=tasks.FAMILIES, help="held-out problems of a family")
+                        help="conversation with the model: Ctrl-C stops an answer, Ctrl-D ends")
+    source.add_argument("--task", choices=tasks.FAMILIES, help="family of held-out problems")
     add = group.add_argument
-    add("--n", type=positive, help="how many problems (default 1 of a task, all of a file)")
+    add("--n", type=positive, help="number of problems (default: 1 of a task, all of a file)")
     add("--size", type=int,
-        help="difficulty of --task: lines, digits, events, rooms (default: drawn from the trained range)")
+        help="difficulty of --task in lines, digits, events or rooms (default: drawn from the trained range)")
 
     add = parser.add_argument_group("answers").add_argument
-    add("--batch", type=positive, default=1, help="requests decoded together (default 1)")
+    add("--batch", type=positive, help="requests decoded together (default 1; built-in questions 8)")
     add("--max-new-tokens", type=positive,
-        help="limit of an answer (default: twice a known solution's length, else 1024)")
-    add("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 is off")
-    add("--top-p", type=float, default=1.0, help="keep the most likely tokens that reach this mass; 1 is off")
-    add("--seed", type=int, default=0, help="of sampling, and of the first problem of --task")
+        help="limit of an answer in tokens (default: twice a known solution's length, else 1024)")
+    add("--temperature", type=float,
+        help=f"sampling temperature, 0 is greedy (default 0; built-in questions {TEMPERATURE})")
+    add("--top-k", type=int, default=0, help="number of likeliest tokens to sample from; 0: all (default)")
+    add("--top-p", type=float, default=1.0,
+        help="probability mass of the likeliest tokens to sample from, 1 is all (default 1)")
+    add("--seed", type=int, default=0, help="seed of sampling and of --task (default 0)")
     add("--rule", default="coupled", choices=RULES,
-        help="how drafts are drawn and judged above temperature 0, see core/verify.py; under all but "
-             "rejection a seed has one text, that of plain decoding (default %(default)s)")
+        help="acceptance rule above temperature 0, see core/verify.py; all but rejection give the text of "
+             "plain decoding with the same seed (default %(default)s)")
 
     add = parser.add_argument_group("output").add_argument
     add("--compare", action="store_true",
-        help="time this method and plain decoding once more, both warmed up: speed-up, and whether the "
-             "output is identical")
+        help="plain decoding of the same problems afterwards: speed-up, and whether the output is identical")
     add("--explain", type=positive, metavar="N",
-        help="show the first N rounds that have drafts: p, the target's choice, verdicts, the cache")
-    add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
-    add("--json", metavar="PATH", help="write the result as JSON")
+        help="first N rounds that have drafts: p, the target's choice, verdicts, the cache")
+    add("--watch", action="store_true", help="cdlm, dlm: masked positions as they are filled in")
+    add("--json", metavar="PATH", help="file for the result")
 
     methods.add_arguments(parser)
     parser.set_defaults(model=None)
     args = parser.parse_args(argv)
     args.target = args.model = args.model or default_model(args)
     if args.method in methods.DIFFUSION:
-        # It decodes; the target is for --compare.
+        # The diffusion model decodes; the target is for --compare.
         args.model = args.drafter = methods.folder_of(args.method, args)
         args.max_new_tokens = args.max_new_tokens or cdlm.GEN_LENGTH
-    args.sampling = Sampling(args.temperature, args.top_k, args.top_p, args.seed, args.rule)
+    args.sampling = Sampling(args.temperature or 0.0, args.top_k, args.top_p, args.seed, args.rule)
     check(args)
     return args
 
 
 def default_model(args):
-    """SmolLM2 where it is installed, if the method is ready for it and nothing is given that belongs to the
-    shipped model."""
+    """SmolLM2 if it is installed, the method is ready for it and no argument belongs to the puzzle model."""
     args.model = gguf_file.SMOLLM2
     suits = args.method in ("ar", *methods.ready(args))
     if suits and not (args.task or args.drafter or args.cost):
         if gguf_file.packaged():
             return args.model
-        print(f"SmolLM2 is not installed; this is the small model of {methods.SHIPPED}. For the real one: "
+        print(f"SmolLM2 is not installed; this is the puzzle model of {methods.SHIPPED}. For SmolLM2: "
               f"{gguf_file.HINT}", file=sys.stderr)
     return methods.SHIPPED
 
 
 def check(args):
-    """ValueError for what can be known to be wrong before anything is loaded."""
+    """ValueError for mistakes that can be seen before anything is loaded."""
     diffusion = args.method in methods.DIFFUSION
-    if args.chat and (args.json or args.compare or args.batch > 1 or diffusion):
+    several = (args.batch or 1) > 1
+    if args.chat and (args.json or args.compare or several or diffusion):
         raise ValueError("--chat goes with one request at a time and no --json, --compare; "
                          "not with --method cdlm or dlm, which do not chat")
-    if args.watch and (not diffusion or args.batch > 1):
+    if args.watch and (not diffusion or several):
         raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
-    if args.explain and (diffusion or args.method == "ar" or args.batch > 1 or args.chat):
+    if args.explain and (diffusion or args.method == "ar" or several or args.chat):
         raise ValueError("--explain is for methods that verify drafts and --batch 1; the steps of --method "
                          "cdlm or dlm are shown by --watch")
+    if args.compare and (args.explain or args.watch):
+        raise ValueError("--compare goes without --explain and --watch, whose work would be timed")
     if args.json:
         check_writable(args.json, [args.prompts, methods.costs_of(args), args.model])
 
 
 def problems_of(args):
-    """What was asked for, or None: then a built-in problem is solved. ValueError names what is wrong."""
+    """The problems that the arguments name, or None. ValueError says what is wrong with them."""
     if args.prompt is not None:
         return [tasks.Problem("prompt", args.prompt)]
     if args.prompts:
@@ -134,36 +142,76 @@ def problems_of(args):
 
 
 def built_in(args, tokenizer):
-    """The problem that is solved if none is given."""
+    """The problems without a --prompt, --prompts or --task. Sets the arguments that the user left open."""
     if tokenizer.ours:
         return [tasks.make("story", 5, "heldout", 5)]
-    args.max_new_tokens = args.max_new_tokens or ANSWER
     if args.method != "specgen":
+        args.max_new_tokens = args.max_new_tokens or ANSWER
         return [tasks.Problem("prompt", prompts.QUESTIONS[0])]
-    return [tasks.Problem("prompt", prompts.story() + TASK)]
+    args.max_new_tokens = args.max_new_tokens or STORY_ANSWER
+    questions = prompts.STORY_QUESTIONS
+    args.batch = args.batch or (1 if args.explain else len(questions))
+    if args.temperature is None:
+        args.temperature = TEMPERATURE
+        args.sampling = replace(args.sampling, temperature=TEMPERATURE)
+    return [tasks.Problem("prompt", f"{prompts.story()}\n\n{question}") for question in questions]
 
+
+# -- answers ---------------------------------------------------------------------------------------------
 
 def answer(engine, problems, tokenizer, args, quiet=False):
-    """Answer the problems: together, or at batch 1 one after the other with their text. Returns the figures
-    of the run."""
+    """Answer the problems, together or at batch 1 one after the other, and show their text unless quiet.
+    Returns the figures of the run."""
     requests = requests_of(problems, tokenizer, engine.model, args.max_new_tokens, args.sampling)
     load = Load()
-    if quiet or args.batch > 1:
+    if quiet:
         first_token = stream(engine, requests)
+    elif args.batch > 1:
+        first_token = together(engine, requests, problems, tokenizer)
     else:
         first_token = []
-        for i, (problem, request) in enumerate(zip(problems, requests)):
-            if len(requests) > 1:
-                print(f"--- {i + 1} of {len(requests)}")
-            text = problem.prompt
-            if len(text) > LONG:
-                text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
-            print(visible(text))
+        for i, (problem, request) in enumerate(zip(problems, requests), 1):
+            show_prompt(problem.prompt, i, len(requests))
             first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
             print()
     warning = "" if args.device.startswith("cuda") else load.warning(torch.get_num_threads())
     result = figures(args, tokenizer, engine, problems, [r.generation for r in requests], first_token)
     return {**result, "busy": warning} if warning else result
+
+
+def together(engine, requests, problems, tokenizer):
+    """Answer the requests in a batch: a line for each on a terminal, then prompts and answers. A common
+    beginning of the prompts is shown once."""
+    common = os.path.commonprefix([problem.prompt for problem in problems]) if len(problems) > 1 else ""
+    common = common[:common.rfind("\n") + 1]
+    if common:
+        show_prompt(common.rstrip() + "\n")
+    lines = Lines(tokenizer)
+    first_token = stream(engine, requests, lines)
+    lines.close()
+    for i, (problem, request) in enumerate(zip(problems, requests), 1):
+        show_prompt(problem.prompt.removeprefix(common), i, len(problems))
+        Printer(tokenizer)(request, request.generation.token_ids)
+        print()
+    return first_token
+
+
+def show_prompt(text, i=1, n=1):
+    """Print prompt i of n; the two ends of a long one."""
+    if n > 1:
+        print(f"--- {i} of {n}")
+    if len(text) > LONG:
+        text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
+    print(visible(text))
+
+
+def warm_up(engine, problems, tokenizer, args):
+    """Answer the ends of the prompts in brief, so that weights are packed and kernels made before timing."""
+    n_prompt, n_new = WARM_UP
+    requests = requests_of(problems[:args.batch], tokenizer, engine.model, args.max_new_tokens, args.sampling)
+    for _ in engine.stream([Request(r.tokens[-n_prompt:], min(n_new, r.max_new_tokens), r.sampling)
+                            for r in requests]):
+        pass
 
 
 # -- main ------------------------------------------------------------------------------------------------
@@ -174,19 +222,29 @@ def main(argv=None):
         print(__doc__)
         return
     args = parse_args(argv)
-    problems = problems_of(args)                         # what cannot be read fails before a model is loaded
+    problems = problems_of(args)                         # fails before a model is loaded
     check_device(args.device)
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
     model = checkpoints.load(args.model, args.device, getattr(torch, args.dtype))
     tokenizer = Tokenizer.load(args.model)
     print(f"{args.model}: {model.n_params() / 1e6:.1f}M parameters, {args.dtype} on {args.device}, "
           f"--method {args.method}\n")
-    engine = methods.make_engine(args.method, model, args, args.batch)
+    if not (problems or args.chat):
+        problems = built_in(args, tokenizer)
+    args.batch = args.batch or 1
+    args.temperature = args.temperature or 0.0
+
+    def make(name):
+        gc.collect()                                     # an engine and its planner hold each other
+        return methods.make_engine(name, target if name == "ar" else model, args, args.batch)
+
+    target = methods.loaded(args.target, model, args) if args.compare else model
     if args.compare:
-        target = methods.loaded(args.target, model, args)
+        for name in ("ar", args.method):
+            warm_up(make(name), problems, tokenizer, args)
+    engine = make(args.method)
     if args.chat:
         return chat(engine, tokenizer, args.sampling, args.max_new_tokens or UNKNOWN)
-    problems = problems or built_in(args, tokenizer)
 
     # Decode.
     if args.watch:
@@ -194,15 +252,9 @@ def main(argv=None):
     explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
     result = answer(engine, problems, tokenizer, args)
     if args.compare:
-        print("\nonce more without output, in turn with the plain loop ..", flush=True)
-        # The first run of each loop is a warm-up, which packs weights and makes kernels.
-        runs = []
-        for name in ("ar", args.method, "ar"):
-            engine = None
-            gc.collect()                                 # an engine and its planner hold each other
-            engine = methods.make_engine(name, target if name == "ar" else model, args, args.batch)
-            runs.append(answer(engine, problems, tokenizer, args, quiet=True))
-        _, result, plain = runs
+        print("\nplain decoding of the same problems ..", flush=True)
+        engine = None                                    # its cache is not needed any more
+        plain = answer(make("ar"), problems, tokenizer, args, quiet=True)
         compare(result, plain, target, args.sampling)
 
     # Report. The file first, because standard output may be closed or full.

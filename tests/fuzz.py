@@ -1,12 +1,14 @@
-"""Thousands of wrong command lines and damaged files for all scripts: no traceback, no hang, exit code 0 or 2, nothing half-written.
+"""Thousands of wrong command lines and damaged files for all scripts: no traceback, no hang, exit code 0 or
+2, nothing half-written.
 
-    python tests/fuzz.py                        # 2,000 of each, about 20 minutes on one core; writes results/knocks.json
-    python tests/fuzz.py --lines 30 --files 30 --seed 5 --no-results        # what the tests do
-    python tests/fuzz.py --only files:17        # one case again, with what it prints
+    python tests/fuzz.py               # 2,000 of each, 20 minutes on one core; writes results/knocks.json
+    python tests/fuzz.py --lines 30 --files 30 --seed 5 --no-results
+    python tests/fuzz.py --only files:17                   # one case again, with its output
 
-A case is a copy of the scripts with toy models in a folder of its own, a script with arguments, and perhaps one damaged file. It
-runs in a fork of this process, which has imported everything. Numbers that ask for long work ("--steps 1000000") are no errors and
-are left out; those that nobody means ("--tokens 1e300") are not. No case names a place outside its folder that can be written to.
+A case is a folder with a copy of the scripts and toy models, a script with arguments, and perhaps one
+damaged file. It runs in a fork of this process, which has imported everything. Numbers that ask for long work
+("--steps 1000000") are no errors and are left out; absurd ones ("--tokens 1e300") are not. No case names a
+writable place outside its folder.
 """
 import argparse
 import collections
@@ -44,74 +46,100 @@ from minispec import bounds, traces
 from minispec.studies import results
 from minispec.tools import files, script
 
-SCRIPTS = {m.__name__.split(".")[-1]: m for m in (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm, bounds)}
-SECONDS, WAIT, MEMORY = 60, 600, 6 << 30        # of a processor, of doing nothing: a case that takes longer hangs; of more memory it must say so
-GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"It is <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"} for i in range(30)]
-PROMPTS = [GSM8K[3], {"problem": "Half?", "solution": "\\boxed{2}", "answer": "2"}, {"prompt": "n \\boxed{}", "answer": 7},
-           {"prompt": "def f():\n", "test": "def check(f):\n    assert f() == 1", "entry_point": "f"}, {"text": "Do.", "code": "x", "test_list": ["assert True"]},
-           {"turns": ["one", "two"], "category": "writing"}, {"turns": ["three"], "category": "math_reasoning", "reference": ["4\n#### 5"]}]
-TRACES = [{"id": f"{w}/{i}", "prompt_len": 40, "n_out": 7, "accept": {"ngram": [0, 4, 1, 1, 3, 1, 1], "draft": [0, 2, 2 + i, 1, 2, 2, 1]}} for w in ("a", "b") for i in (0, 1)]
-COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8}, "overhead": {"kind": "linear", "base": 1e-3},
-         "draft": {"ngram": {"kind": "share", "of_verify": 0.006}, "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
-SMALL = {   # what keeps a valid case short
-    "decode": ["--model", "checkpoints/target", "--max-new-tokens", "6"], "bench": ["bounds", "--quick"],
-    "train_gpt": ["--out", "out", "--size", "tiny", "--tokens", "4e3", "--max-length", "256"],
-    "train_prism": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300"],
-    "train_specdiff": ["--out", "out", "--prompts", "3", "--heldout", "1", "--max-new-tokens", "6", "--tokens", "300"],
-    "train_cdlm": ["--out", "cdlm", "--steps", "2", "--batch", "2", "--prompts", "2"],
-    "bounds": ["--traces", "traces.jsonl", "--cost", "costs.json"]}
-GOOD = {    # values that options not listed here do not guess by their type
-    "--task": ["trace", "arith", "search", "gsm8k"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],
-    "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--drafter": ["checkpoints/draft", "checkpoints/prism", "checkpoints/specdiff", "checkpoints/cdlm/student"],
-    "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
-    "--teacher": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"],
-    "--rule": list(RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt"], "--device": ["cpu"],
-    "--responses": ["responses"], "--name": ["student"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
-NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
-         "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
-LONG = ("--n", "--steps", "--prompts", "--heldout", "--batch", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
+MODULES = (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm, bounds)
+SCRIPTS = {module.__name__.split(".")[-1]: module for module in MODULES}
+SECONDS, WAIT, MEMORY = 60, 600, 6 << 30        # limits of a case: processor seconds, waiting, bytes
+GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"It is <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"}
+         for i in range(30)]
+PROMPTS = [
+    GSM8K[3], {"problem": "Half?", "solution": "\\boxed{2}", "answer": "2"},
+    {"prompt": "n \\boxed{}", "answer": 7}, {"text": "Do.", "code": "x", "test_list": ["assert True"]},
+    {"prompt": "def f():\n", "test": "def check(f):\n    assert f() == 1", "entry_point": "f"},
+    {"turns": ["one", "two"], "category": "writing"},
+    {"turns": ["three"], "category": "math_reasoning", "reference": ["4\n#### 5"]}]
+ACCEPT = {"ngram": [0, 4, 1, 1, 3, 1, 1], "draft": [0, 2, 3, 1, 2, 2, 1]}
+TRACES = [{"id": name, "prompt_len": 40, "n_out": 7, "accept": ACCEPT} for name in ("a/0", "a/1", "b/0")]
+COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8},
+         "overhead": {"kind": "linear", "base": 1e-3},
+         "draft": {"ngram": {"kind": "share", "of_verify": 0.006},
+                   "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
+PRISM = "--out out --prompts 3 --heldout 1 --max-new-tokens 6 --tokens 300"
+SMALL = {name: line.split() for name, line in {      # arguments that keep a valid case short
+    "decode": "--model checkpoints/target --max-new-tokens 6",
+    "bench": "bounds --quick",
+    "train_gpt": "--out out --size tiny --tokens 4e3 --max-length 256",
+    "train_prism": PRISM,
+    "train_specdiff": PRISM,
+    "train_cdlm": "--out cdlm --steps 2 --batch 2 --prompts 2",
+    "bounds": "--traces traces.jsonl --cost costs.json"}.items()}
+GOOD = {option: values.split() for option, values in {      # valid values; of other options, NUMBERS
+    "--prompts": "prompts.jsonl 2", "--prompt-file": "many.jsonl",
+    "--model": "checkpoints/target", "--teacher": "checkpoints/target", "--target": "checkpoints/target",
+    "--drafter": "checkpoints/draft checkpoints/prism checkpoints/specdiff checkpoints/cdlm/student",
+    "--cost": "costs.json results/costs.json", "--traces": "traces.jsonl", "--data": "data",
+    "--json": "out.json", "--size": "tiny 3", "--init": "checkpoints/prism checkpoints/draft",
+    "--out": "out runs/gpt", "--device": "cpu", "--arms": "checkpoints", "--responses": "responses",
+    "--name": "student", "--prompt": f"one {'🙂' * 50} {'a' * 100_000}"}.items()}
+NUMBERS = "1 2 3 0.5 0.9 8".split()
+NASTY = ["", "\n", *"""-1 0 nan inf -inf 1e300 99999999999999999999 1.5 é 🙂 /proc/version . /proc -- - None []
+{} 1_0 %s nowhere checkpoints/target prompts.jsonl checkpoints/target/config.json loop \x1b[31m""".split(),
+         "\udcff\udcfe", "a" * 5000]
+# Options whose large values are long work.
+LONG = "--n --steps --prompts --heldout --batch --batch-tokens --windows --unroll".split()
 LEFT_OUT = {"--help", "-h", "--watch"}                   # a terminal; seconds a method
 
 
 def template(folder, runs=True):
-    """A folder in which every script works, in a few seconds: toys in place of checkpoints/, and files of every kind it reads. runs:
-    also training that can be resumed."""
-    for name in [n + ".py" for n in SCRIPTS if n != "bounds"] + ["minispec", "kernels", "docs", "README.md", "results"]:
+    """A folder in which every script works, in a few seconds: toys in place of checkpoints/, and files of
+    every kind that scripts read. runs: also trainings that can be resumed."""
+    def path(*parts):
+        return os.path.join(folder, *parts)
+
+    copied = [*(f"{name}.py" for name in SCRIPTS if name != "bounds"), "minispec", "kernels", "docs",
+              "README.md", "results"]
+    for name in copied:
         source = os.path.join(ROOT, name)
-        (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, os.path.join(folder, name))
-    stored = os.path.join(folder, "results", "run.json")                       # all of it would take `bounds` a quarter of a minute
-    whole = files.read_json(stored)
-    whole["result"]["rows"] = [r for r in whole["result"]["rows"] if r["workload"] == "arith" and r["batch"] == 1]
-    files.write_json(stored, whole)
-    some = traces.read_traces(os.path.join(folder, "results", "traces.jsonl"))
-    traces.write_traces(os.path.join(folder, "results", "traces.jsonl"), [t for t in some if t.id in whole["result"]["rows"][0]["ids"]])
-    shipped = os.path.join(folder, "checkpoints")
-    target = save_toy_target(shipped, gain=1.0, block_size=2048)
+        (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, path(name))
+    # A part of the results: `bounds` would take a quarter of a minute with all of them.
+    whole = files.read_json(path("results", "run.json"))
+    rows = [r for r in whole["result"]["rows"] if r["workload"] == "arith" and r["batch"] == 1]
+    whole["result"]["rows"] = rows
+    files.write_json(path("results", "run.json"), whole)
+    some = traces.read_traces(path("results", "traces.jsonl"))
+    traces.write_traces(path("results", "traces.jsonl"), [t for t in some if t.id in rows[0]["ids"]])
+    # Toy models and drafters, and a model in shards.
+    target = save_toy_target(path("checkpoints"), gain=1.0, block_size=2048)
     for name in ("draft", "cdlm/student", "cdlm/teacher"):
-        shutil.copytree(target, os.path.join(shipped, name))
+        shutil.copytree(target, path("checkpoints", name))
     model = checkpoints.load(target)
-    checkpoints.save_drafter(prism.for_target(model, (0, 1)), os.path.join(shipped, "prism"), model)
-    checkpoints.save_drafter(prism.for_target(model, (0,)), os.path.join(shipped, "eagle"), model)
-    checkpoints.save_drafter(specdiff.for_target(model), os.path.join(shipped, "specdiff"), model)
-    shutil.copytree(target, os.path.join(folder, "sharded"))
-    os.rename(os.path.join(folder, "sharded", "model.safetensors"), os.path.join(folder, "sharded", "model-1.safetensors"))
+    drafters = {"prism": prism.for_target(model, (0, 1)), "eagle": prism.for_target(model, (0,)),
+                "specdiff": specdiff.for_target(model)}
+    for name, drafter in drafters.items():
+        checkpoints.save_drafter(drafter, path("checkpoints", name), model)
+    shutil.copytree(target, path("sharded"))
+    os.rename(path("sharded", "model.safetensors"), path("sharded", "model-1.safetensors"))
     names = [name for _, parts, _ in checkpoints.weight_names(model.config) for name in parts]
-    files.write_json(os.path.join(folder, "sharded", "model.safetensors.index.json"), {"weight_map": dict.fromkeys(names, "model-1.safetensors")})
-    os.makedirs(os.path.join(folder, "data", "gsm8k"))
-    for name, rows in {"prompts.jsonl": PROMPTS, "many.jsonl": GSM8K, "traces.jsonl": TRACES, "data/gsm8k/test.jsonl": GSM8K}.items():
-        with open(os.path.join(folder, name), "w") as f:
-            f.write("\n".join(map(json.dumps, rows)))
-    files.write_json(os.path.join(folder, "costs.json"), COSTS)
-    os.symlink("loop", os.path.join(folder, "loop"))
-    for name in ("train_gpt", "train_prism", "train_specdiff", "train_cdlm") if runs else ():
-        code, _, text = run(folder, name, [*SMALL[name][:1], "runs/" + name.removeprefix("train_"), *SMALL[name][2:]])
+    index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    files.write_json(path("sharded", "model.safetensors.index.json"), index)
+    # Prompts, traces, prices, and a link to itself.
+    os.makedirs(path("data", "gsm8k"))
+    for name, rows in {"prompts.jsonl": PROMPTS, "many.jsonl": GSM8K, "traces.jsonl": TRACES,
+                       "data/gsm8k/test.jsonl": GSM8K}.items():
+        files.write_text(path(name), "\n".join(map(json.dumps, rows)))
+    files.write_json(path("costs.json"), COSTS)
+    os.symlink("loop", path("loop"))
+    if not runs:
+        return
+    for name in ("train_gpt", "train_prism", "train_specdiff", "train_cdlm"):
+        code, _, text = run(folder, name, [*SMALL[name], "--out", "runs/" + name.removeprefix("train_")])
         assert code == 0, text
-    assert not runs or run(folder, "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:], "--tokens", "2e3", "--save-every", "1"])[0] == 0
+    code, _, text = run(folder, "train_gpt", [*FIRST.split(), "--tokens", "2e3", "--save-every", "1"])
+    assert code == 0, text
 
 
 def forked(folder, name, argv, main, output):
-    """A fork of this process that runs main() in `folder` as the script of this name; returns its process id. output: the file
-    that takes what it prints; None: it prints here."""
+    """The process id of a fork that runs main() in `folder` as the script of this name. output: the file of
+    its output, or None."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -139,7 +167,7 @@ def forked(folder, name, argv, main, output):
 
 
 def run(folder, name, argv, show=False, drawing=False):
-    """A script in a fork of this process: (exit code, or "hang" or "killed", seconds of a processor, what it printed)."""
+    """A script in a fork of this process: (exit code, "hang" or "killed", processor seconds, output)."""
     def main():
         os.setsid()
         signal.alarm(WAIT)
@@ -149,7 +177,8 @@ def run(folder, name, argv, show=False, drawing=False):
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if not drawing:
             sys.modules["matplotlib"] = None
-        runpy.run_path(os.path.join(folder, os.path.relpath(SCRIPTS[name].__file__, ROOT)), run_name="__main__")
+        file = os.path.relpath(SCRIPTS[name].__file__, ROOT)
+        runpy.run_path(os.path.join(folder, file), run_name="__main__")
 
     output = None if show else os.path.join(folder, ".output")
     pid = forked(folder, name, argv, main, output)
@@ -166,7 +195,7 @@ def run(folder, name, argv, show=False, drawing=False):
     return outcome, used.ru_utime + used.ru_stime, text
 
 
-# -- command lines -----------------------------------------------------------------------------------------------------
+# -- command lines ---------------------------------------------------------------------------------------
 
 def options():
     """{script: [(option, its good values)]}, asked of the scripts' own parsers."""
@@ -177,61 +206,78 @@ def options():
 
     for name, module in SCRIPTS.items():
         def see(parser, argv=None, name=name):
-            found[name] = [a for a in parser._actions if a.option_strings and not set(a.option_strings) & LEFT_OUT]
+            options = [a for a in parser._actions if a.option_strings]
+            found[name] = [a for a in options if not LEFT_OUT & set(a.option_strings)]
             raise Seen
         with mock.patch.object(script.Parser, "parse_args", see), contextlib.suppress(Seen):
             module.main()
-    good = lambda a: list(a.choices) if a.choices else GOOD.get(a.option_strings[0]) or ["1", "2", "3", "0.5", "0.9", "8"]
-    return {name: [(a.option_strings[0], [] if a.nargs == 0 else good(a), a.nargs if isinstance(a.nargs, int) else 1) for a in some] for name, some in found.items()}
+
+    def values(action):
+        if action.nargs == 0:
+            return []
+        return list(action.choices or GOOD.get(action.option_strings[0], NUMBERS))
+
+    def count(action):
+        return action.nargs if isinstance(action.nargs, int) else 1
+
+    return {name: [(a.option_strings[0], values(a), count(a)) for a in some] for name, some in found.items()}
 
 
 def command_line(rng, known):
-    """(script, arguments): what keeps it small, then a few options with good and bad values; some are broken in other ways."""
+    """(script, arguments): short work, a few options with good and bad values, perhaps one more mistake."""
     name = rng.choices(list(SCRIPTS), (10, 2, 2, 2, 2, 2, 2))[0]
     argv = list(SMALL[name])
     if name == "bench":
-        argv = rng.choice([["bounds", "--quick"], ["--pages"], ["nonsense"]])
+        argv = rng.choice(["bounds --quick", "report", "prism_arms --quick", "nonsense"]).split()
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
         option, values, n = rng.choice(known[name])
         nasty = [v for v in NASTY if option not in LONG or v not in ("1e300", "99999999999999999999")]
-        argv += [option, *([] if not values else [rng.choice(values if rng.random() < 0.5 else nasty) for _ in range(n)])]
+        argv.append(option)
+        if values:
+            argv += [rng.choice(values if rng.random() < 0.5 else nasty) for _ in range(n)]
     if rng.random() < 0.15:
-        at = max(rng.randrange(len(argv) + 1), name == "bench")          # without a study bench.py runs for minutes
+        # Not in place of bench.py's study: all of them run for minutes.
+        at = max(rng.randrange(len(argv) + 1), name == "bench")
         argv[at:at + rng.choice((0, 1))] = rng.choice(([], [rng.choice(NASTY)], [rng.choice(argv)]))
     return name, argv
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------------
 
-DECODE = ["--model", "checkpoints/target", "--max-new-tokens", "6", "--prompt", "one two"]
-FILES = [   # (weight, file, script, arguments that read it)
-    (10, "prompts.jsonl", "decode", ["--model", "checkpoints/target", "--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--batch", "4"]),
-    (6, "many.jsonl", "train_prism", ["--prompt-file", "many.jsonl", *SMALL["train_prism"]]),
-    (8, "traces.jsonl", "bounds", SMALL["bounds"]),
-    (8, "costs.json", "bounds", SMALL["bounds"]),
-    (4, "costs.json", "decode", ["--method", "adaptive", "--cost", "costs.json", *DECODE]),
+TARGET = "--model checkpoints/target --max-new-tokens 4"
+DECODE = f"{TARGET} --prompt one"
+CDLM = "--steps 2 --batch 2 --prompts 2 --out runs/cdlm"
+FIRST = "--size tiny --tokens 4e3 --max-length 256 --out runs/first"
+FILES = [(weight, file, name, line.split()) for weight, file, name, line in [      # line: its arguments
+    (10, "prompts.jsonl", "decode", f"{TARGET} --prompts prompts.jsonl --batch 4"),
+    (6, "many.jsonl", "train_prism", f"--prompt-file many.jsonl {PRISM}"),
+    (8, "traces.jsonl", "bounds", "--traces traces.jsonl --cost costs.json"),
+    (8, "costs.json", "bounds", "--traces traces.jsonl --cost costs.json"),
+    (4, "costs.json", "decode", f"--method adaptive --cost costs.json {DECODE}"),
     (8, "checkpoints/target/config.json", "decode", DECODE),
-    (6, "checkpoints/target/model.safetensors", "decode", ["--method", "specgen", *DECODE]),
-    (8, "checkpoints/target/tokenizer.json", "decode", ["--method", "ngram", *DECODE]),
-    (4, "sharded/model-1.safetensors", "decode", [*DECODE, "--model", "sharded"]),
-    (5, "checkpoints/prism/config.json", "decode", ["--method", "prism", *DECODE]),
-    (3, "checkpoints/prism/model.safetensors", "decode", ["--method", "prism", *DECODE]),
-    (5, "checkpoints/specdiff/config.json", "decode", ["--method", "specdiff", *DECODE]),
-    (3, "checkpoints/specdiff/model.safetensors", "decode", ["--method", "specdiff", *DECODE]),
-    (3, "checkpoints/cdlm/student/config.json", "decode", ["--method", "cdlm", "--prompt", "x", "--max-new-tokens", "32"]),
-    *[(2, f"results/{name}", "bench", ["--pages"]) for name in ("lossless.json", "scheduler.json", "bounds.json", "run.json", "checkpoints.json")],
-    (3, "results/run.json", "bench", ["bounds", "--quick"]),
-    (3, "results/trace.json", "bench", ["bounds", "--quick"]),
-    (8, "runs/first/resume.pt", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
-    (4, "runs/first/log.jsonl", "train_gpt", ["--out", "runs/first", *SMALL["train_gpt"][2:]]),
-    (4, "data/gsm8k/test.jsonl", "decode", ["--model", "checkpoints/target", "--prompts", "data/gsm8k/test.jsonl", "--n", "3", "--max-new-tokens", "4"]),
-    (4, "runs/prism/resume.pt", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
-    (6, "runs/prism/responses/train-0-3.safetensors", "train_prism", ["--out", "runs/prism", *SMALL["train_prism"][2:]]),
-    (4, "runs/specdiff/responses/settings.json", "train_specdiff", ["--out", "runs/specdiff", *SMALL["train_specdiff"][2:]]),
-    (4, "runs/cdlm/trajectories/settings.json", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:]]),
-    (4, "runs/cdlm/trajectories/00000.safetensors", "train_cdlm", ["--out", "runs/cdlm", *SMALL["train_cdlm"][2:], "--name", "other"]),
-]
-WRONG = [None, True, -1, 0, 1, 2, 3, 1e308, -1e-9, float("nan"), float("inf"), 10 ** 30, 2 ** 31, 1 << 22, "", "x", "🙂", "\ud800", "9" * 5000, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], "nowhere", "float32"]
+    (6, "checkpoints/target/model.safetensors", "decode", f"--method specgen {DECODE}"),
+    (8, "checkpoints/target/tokenizer.json", "decode", f"--method ngram {DECODE}"),
+    (4, "sharded/model-1.safetensors", "decode", f"{DECODE} --model sharded"),
+    (5, "checkpoints/prism/config.json", "decode", f"--method prism {DECODE}"),
+    (3, "checkpoints/prism/model.safetensors", "decode", f"--method prism {DECODE}"),
+    (5, "checkpoints/specdiff/config.json", "decode", f"--method specdiff {DECODE}"),
+    (3, "checkpoints/specdiff/model.safetensors", "decode", f"--method specdiff {DECODE}"),
+    (3, "checkpoints/cdlm/student/config.json", "decode", "--method cdlm --prompt x --max-new-tokens 32"),
+    *[(2, f"results/{name}.json", "bench", "--pages")
+      for name in ("lossless", "scheduler", "bounds", "run", "checkpoints")],
+    (3, "results/run.json", "bench", "bounds --quick"),
+    (3, "results/trace.json", "bench", "bounds --quick"),
+    (8, "runs/first/resume.pt", "train_gpt", FIRST),
+    (4, "runs/first/log.jsonl", "train_gpt", FIRST),
+    (4, "data/gsm8k/test.jsonl", "decode", f"{TARGET} --prompts data/gsm8k/test.jsonl --n 3"),
+    (4, "runs/prism/resume.pt", "train_prism", f"{PRISM} --out runs/prism"),
+    (6, "runs/prism/responses/train-0-3.safetensors", "train_prism", f"{PRISM} --out runs/prism"),
+    (4, "runs/specdiff/responses/settings.json", "train_specdiff", f"{PRISM} --out runs/specdiff"),
+    (4, "runs/cdlm/trajectories/settings.json", "train_cdlm", CDLM),
+    (4, "runs/cdlm/trajectories/00000.safetensors", "train_cdlm", f"{CDLM} --name other"),
+]]
+WRONG = [None, True, -1, 0, 1, 2, 3, 1e308, -1e-9, float("nan"), float("inf"), 10 ** 30, 2 ** 31, 1 << 22, "",
+         "x", "🙂", "\ud800", "9" * 5000, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], "nowhere", "float32"]
 
 
 def damage_json(data, rng):
@@ -262,8 +308,11 @@ def damage_json(data, rng):
 def damage_bytes(data, rng):
     at, kind = rng.randrange(max(len(data), 1)), rng.randrange(7)
     some = rng.randbytes(rng.choice((1, 2, 8)))
-    return [data[:at], data[:at] + some + data[at + len(some):], data[:at] + some + data[at:], data[:at] + data[at + rng.randrange(100):], data + data[:at],
-            data[:at] + b"\0" * 64 + data[at + 64:], rng.choice([b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"null", b"\n", rng.randbytes(100), b"\x80\x04\x95c" + data])][kind]
+    other = [b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"null", b"\n", rng.randbytes(100),
+             b"\x80\x04\x95c" + data]
+    return [data[:at], data[:at] + some + data[at + len(some):], data[:at] + some + data[at:],
+            data[:at] + data[at + rng.randrange(100):], data + data[:at],
+            data[:at] + b"\0" * 64 + data[at + 64:], rng.choice(other)][kind]
 
 
 def damage_safetensors(data, rng):
@@ -345,7 +394,7 @@ def damaged_file(rng, folder):
     return name, argv, file
 
 
-# -- all together ------------------------------------------------------------------------------------------------------
+# -- all together ----------------------------------------------------------------------------------------
 
 def verdict(folder, name, code, text):
     """What is wrong with the outcome of a case, or None."""
@@ -372,7 +421,9 @@ def one(kind, seed, i, source, known, show=False):
         else:
             name, argv, file = damaged_file(rng, folder)
         code, seconds, text = run(folder, name, argv, show, drawing=rng.random() < 0.05)
-        return verdict(folder, name, code, text if not show else name + ".py: (shown above)"), code, seconds, f"{kind}:{i} {file or ''} {name}.py " + " ".join(map(repr, argv))[:300], text
+        wrong = verdict(folder, name, code, text if not show else name + ".py: (shown above)")
+        what = f"{kind}:{i} {file or ''} {name}.py " + " ".join(map(repr, argv))[:300]
+        return wrong, code, seconds, what, text
     finally:
         shutil.rmtree(folder)
 
@@ -406,8 +457,11 @@ def main():
                     failures.append(what)
                     print(f"FAILED {wrong}: {what}\n{text[-1500:]}\n", flush=True)
                 if (i + 1) % 100 == 0:
-                    print(f"{kind}: {i + 1} of {n}, {dict(codes)}, {len(failures)} failures, slowest {slowest[0]:.1f} s, {time.monotonic() - started:.0f} s", flush=True)
-            out[kind] = {"seed": args.seed, "cases": n, "exits": dict(sorted(codes.items())), "failures": len(failures), "slowest_seconds": round(slowest[0], 1), "slowest": slowest[1][:120]}
+                    print(f"{kind}: {i + 1} of {n}, {dict(codes)}, {len(failures)} failures, "
+                          f"slowest {slowest[0]:.1f} s, {time.monotonic() - started:.0f} s", flush=True)
+            out[kind] = {"seed": args.seed, "cases": n, "exits": dict(sorted(codes.items())),
+                         "failures": len(failures), "slowest_seconds": round(slowest[0], 1),
+                         "slowest": slowest[1][:120]}
             if n and not args.no_results:
                 note(kind, out[kind], time.monotonic() - started)
     print(json.dumps(out))
@@ -417,13 +471,16 @@ def main():
 def note(part, result, seconds):
     """Put one part of results/knocks.json there, beside the others: "lines", "files", "kill"."""
     file = os.path.join(ROOT, "results", "knocks.json")
-    parts = {**(files.read_json(file)["result"] if os.path.exists(file) else {}), part: {**result, "seconds": round(seconds, 1)}}
+    parts = files.read_json(file)["result"] if os.path.exists(file) else {}
+    parts[part] = {**result, "seconds": round(seconds, 1)}
     parts.pop("table", None)
     total = round(sum(p["seconds"] for p in parts.values()), 1)
     if {"lines", "files", "kill"} <= set(parts):
         parts["table"] = shown.knocks(parts)
-    files.write_json(file, {"command": "python tests/fuzz.py && python tests/kill.py", "device": results.device_name(), "python": platform.python_version(),
-                            "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "seconds": total, "result": parts})
+    files.write_json(file, {
+        "command": "python tests/fuzz.py && python tests/kill.py", "device": results.device_name(),
+        "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
+        "seconds": total, "result": parts})
 
 
 if __name__ == "__main__":

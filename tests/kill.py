@@ -1,11 +1,13 @@
-"""kill -9 at random moments: every script is killed until it has died 50 times, resumed every time, and must end as if nothing had been.
+"""kill -9 at random moments: every script is killed 50 times and resumed every time, and must end like a
+script that was never killed.
 
-    python tests/kill.py                                     # 50 kills a script, about 10 minutes; adds to results/knocks.json
+    python tests/kill.py                       # 50 kills a script, 10 minutes; adds to results/knocks.json
     python tests/kill.py --kills 3 --only train_gpt --no-results
 
-Each script works on a toy with a checkpoint every step or two. A run is forked from this process, which has imported everything,
-and killed a random time after its start, early or late. Whatever it left must be whole: JSON and safetensors that can be read, and
-results that were there stay as they were. In the end weights and logs equal those of a run that nobody disturbed.
+Each script works on a toy with a checkpoint every step or two. A run is a fork of this process, which has
+imported everything, and is killed a random time after its start. Files that it left must be whole: JSON and
+safetensors that can be read, and results that were there before. In the end weights and logs are equal to
+those of an undisturbed run.
 """
 import argparse
 import dataclasses
@@ -29,23 +31,25 @@ from minispec.data import tasks
 from minispec.studies import measure, results, run
 from minispec.tools import files, methods, script
 
-SMALL = fuzz.SMALL
-CASES = {
-    "train_gpt": ["--out", "out", *SMALL["train_gpt"][2:], "--tokens", "4e4", "--save-every", "4"],
-    "train_prism": [*SMALL["train_prism"], "--prompts", "150", "--heldout", "20", "--tokens", "1e4", "--batch-tokens", "512", "--save-every", "2"],
-    "train_specdiff": [*SMALL["train_specdiff"], "--prompts", "150", "--heldout", "20", "--tokens", "1e4", "--batch-tokens", "512", "--save-every", "2"],
-    "train_cdlm": ["--out", "out", *SMALL["train_cdlm"][2:], "--steps", "9", "--batch", "4", "--prompts", "20", "--save-every", "3"],
-    "bench": ["profile", "trace", "run", "bounds"]}
+DRAFTER = "--prompts 150 --heldout 20 --tokens 1e4 --batch-tokens 512 --save-every 2".split()
+LONGER = {      # arguments besides fuzz.SMALL
+    "train_gpt": "--tokens 4e4 --save-every 4".split(),
+    "train_prism": DRAFTER,
+    "train_specdiff": DRAFTER,
+    "train_cdlm": "--out out --steps 9 --batch 4 --prompts 20 --save-every 3".split()}
+CASES = {name: [*fuzz.SMALL[name], *more] for name, more in LONGER.items()}
+CASES["bench"] = ["profile", "trace", "run", "bounds"]
 
 
 def start(folder, name):
     """A fork that runs the script in `folder`; returns its process id."""
     def main():
         sys.modules["matplotlib"] = None
-        if name == "bench":                              # its studies, but a few prompts, methods and short answers
+        if name == "bench":                              # its studies with few prompts, methods and tokens
             bench.ROOT, results.FOLDER = folder + "/", os.path.join(folder, "results")
             run.SMALL, tasks.FAMILIES = dataclasses.replace(run.SMALL, new=8), ("revise", "arith")
-            measure.cost_table = functools.partial(measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
+            measure.cost_table = functools.partial(
+                measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
             methods.ready = lambda settings: ["ngram", "specgen"]
         script.run_main(fuzz.SCRIPTS[name].main)
 
@@ -63,10 +67,10 @@ def finished(folder, name):
 
 
 def written(folder, name):
-    """The files that the script writes; temporary names do not count, nobody reads them."""
-    under = "results" if name == "bench" else "out"
-    some = [os.path.join(at, f) for at, _, some in os.walk(os.path.join(folder, under)) for f in some]
-    return sorted(f for f in some if not f.endswith(".tmp"))
+    """The files of the script, without temporary ones, which nobody reads."""
+    under = os.path.join(folder, "results" if name == "bench" else "out")
+    paths = [os.path.join(at, file) for at, _, some in os.walk(under) for file in some]
+    return sorted(path for path in paths if not path.endswith(".tmp"))
 
 
 def check_whole(paths):
@@ -89,7 +93,7 @@ def check_whole(paths):
 
 
 def essence(folder, name):
-    """What must not depend on kills: {file: its content without times}. Weights are returned as tensors."""
+    """{file: content that kills must not change}: without times, weights as tensors."""
     out = {}
     for path in written(folder, name):
         key = os.path.relpath(path, folder)
@@ -99,13 +103,13 @@ def essence(folder, name):
             with open(path) as f:
                 out[key] = [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in f]
         elif name == "bench" and os.path.basename(path) == "run.json":
-            rows = files.read_json(path)["result"]["rows"]
-            out[key] = [[r[k] for k in ("workload", "batch", "ids", "method", "tokens", "identical", "prompts")] for r in rows]
+            kept = ("workload", "batch", "ids", "method", "tokens", "identical", "prompts")
+            out[key] = [[row[k] for k in kept] for row in files.read_json(path)["result"]["rows"]]
         elif os.path.basename(path) == "traces.jsonl" or os.path.basename(path).startswith("settings"):
             with open(path) as f:
                 out[key] = f.read()
         else:
-            out[key] = None                                      # it is there; times are all it says, or what was compared already
+            out[key] = None                              # its existence: the rest are times
     return out
 
 
@@ -113,7 +117,8 @@ def same(a, b):
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
     for key in a:
         if key.endswith(".safetensors"):
-            assert all(torch.allclose(a[key][n], b[key][n], atol=1e-5) for n in a[key]) and a[key].keys() == b[key].keys(), key
+            assert a[key].keys() == b[key].keys(), key
+            assert all(torch.allclose(x, b[key][n], atol=1e-5) for n, x in a[key].items()), key
         else:
             assert a[key] == b[key], f"{key}: {str(a[key])[:300]} is not {str(b[key])[:300]}"
 
@@ -126,7 +131,7 @@ def clean(folder, name):
 
 
 def torture(folder, name, kills, rng):
-    """Kill, check, go on; when it gets to the end, compare and begin anew; until it has been killed so often and is at the end."""
+    """Kill, check and resume; at the end of a run compare and begin anew, until `kills` kills are done."""
     clean(folder, name)
     whole, reference = finished(folder, name), essence(folder, name)
     clean(folder, name)
@@ -139,7 +144,8 @@ def torture(folder, name, kills, rng):
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         killed = code == -signal.SIGKILL
         after = written(folder, name)
-        lost = set(before) - set(after) - {os.path.join(folder, "results", "run.part")}          # run.json stands in its place
+        replaced = os.path.join(folder, "results", "run.part")         # by run.json
+        lost = set(before) - set(after) - {replaced}
         assert not lost, f"{name} lost {lost}"
         check_whole(after)
         dead += killed

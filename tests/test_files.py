@@ -1,4 +1,4 @@
-"""Files appear whole or not at all, also where two write the same one, and nobody's file is touched by a check."""
+"""Files appear whole or not at all, also with two writers of one file, and a check touches no other file."""
 import json
 import os
 import stat
@@ -56,7 +56,7 @@ def test_outputs_inside_a_model_folder_are_refused(tmp_path):
     model = tmp_path / "model"
     (model / "deeper").mkdir(parents=True)
     (model / "model.safetensors").write_bytes(b"weights")
-    (tmp_path / "loose.safetensors").write_bytes(b"no model")                  # a file of somebody else in the folder above
+    (tmp_path / "loose.safetensors").write_bytes(b"no model")          # another file in the folder above
     os.symlink(model, tmp_path / "link")
     for name in ("model/model.safetensors", "model/out.json", "model/deeper/out.json", "link/config.json"):
         with pytest.raises(ValueError, match=f"cannot write .*{name}: .*model is a model folder"):
@@ -81,7 +81,8 @@ def test_a_byte_order_mark_is_read(tmp_path):
 
 
 def test_control_characters_are_shown_not_obeyed():
-    assert script.visible("a\x1b[31mb\r\x00\x7f\x9b\ttab\nline é 🙂") == "a\\x1b[31mb\\x0d\\x00\\x7f\\x9b\ttab\nline é 🙂"
+    shown = script.visible("a\x1b[31mb\r\x00\x7f\x9b\ttab\nline é 🙂")
+    assert shown == "a\\x1b[31mb\\x0d\\x00\\x7f\\x9b\ttab\nline é 🙂"
 
 
 def test_error_lines_are_shown_not_obeyed(monkeypatch, capsys):

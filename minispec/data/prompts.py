@@ -1,7 +1,6 @@
-"""Real prompts: one loader that knows the fields of the public formats, and a checker for each kind of
-answer.
+"""Real prompts: one loader for the public formats, and a checker for each kind of answer.
 
-    format                 its fields                                checked by
+    format                 fields                                    checked by
     GSM8K                  question, answer (ends in "#### 18")      the last number of the text
     MATH-500, MATH         problem, answer or solution               the last \\boxed{}, after `normal`
     AIME                   prompt or problem, answer                 the same
@@ -10,16 +9,16 @@ answer.
     MT-bench, Spec-Bench   turns, category, reference                the last number, if the reference has one
     Alpaca, Dolly          instruction, input or context             nothing
 
-A file holds JSON lines or one JSON array of objects; it may be gzipped (.gz) and begin with a byte-order
-mark. Any other object with a prompt, question or instruction will do; its `answer` is compared like that of
-MATH. Of several turns the first is asked.
+A file is JSON lines or one JSON array of objects; it may be gzipped (.gz) and begin with a byte-order mark.
+Any other object with a prompt, question or instruction is read too; its `answer` is compared like MATH's. The
+first of several turns is asked.
 
-PROMPT_FILES has the sources of what is read by name. The others are at huggingface.co/datasets/
+PROMPT_FILES has the sources of the files with a name. The others are at huggingface.co/datasets/
 HuggingFaceH4/MATH-500, github.com/google-research/google-research (mbpp) and github.com/lm-sys/FastChat
 (fastchat/llm_judge/data/mt_bench).
 
-The papers use HumanEval and MBPP to measure speed. Running what a model wrote needs a real sandbox, so it is
-not done. """
+The papers use HumanEval and MBPP to measure speed. Code of a model is not run: that needs a real sandbox.
+"""
 import os
 import re
 
@@ -36,8 +35,8 @@ PROMPT_FILES = {    # name: (path under the data folder, public source)
 }
 # The categories of MT-bench are one block of Spec-Bench.
 MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-FIELDS = ("prompt", "question", "problem", "text", "turns", "instruction")       # where the prompt may be
-# What ships: three chapters of The Princess and the Goblin (George MacDonald, 1872), 4,400 tokens.
+FIELDS = ("prompt", "question", "problem", "text", "turns", "instruction")       # fields of a prompt
+# The shipped text: three chapters of The Princess and the Goblin (George MacDonald, 1872), 4,400 tokens.
 STORY = f"{ROOT}minispec/data/goblin.txt"
 QUESTIONS = (
     "Why is the sky blue, and why are sunsets red?",
@@ -49,24 +48,34 @@ QUESTIONS = (
     "Write a Python function that counts the vowels of a text.",
     "Plan a day in the mountains with two small children.",
 )
+STORY_QUESTIONS = (
+    "Who is the princess in this story, and where does she live?",
+    "What do the goblins look like, and where do they live?",
+    "Describe the old lady in two sentences.",
+    "What does the princess find at the top of the stairs?",
+    "What does the house of the princess look like?",
+    "What does the nurse say when the princess tells her about the old lady?",
+    "What do you think happens next in this story?",
+    "What could this story teach a child?",
+)
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 # -- loading -------------------------------------------------------------------------------------------------
 
 def story():
-    """The text of STORY."""
+    """The three chapters."""
     with open(STORY, encoding="utf-8") as f:
         return f.read()
 
 
 def load_named(name, data=None):
-    """The prompts of a known public file under the data folder. ValueError says where to get the file."""
+    """The prompts of a public file, by name, under the data folder. ValueError says where to get the file."""
     path, source = PROMPT_FILES[name]
     file = os.path.join(data or "", path)
     if not os.path.exists(file):
-        raise ValueError(f"{file} is not there; get it from {source}, and give --data DIR or set "
-                         "MINISPEC_DATA to the folder that it is in")
+        raise ValueError(f"there is no {file}; get it from {source}, and give --data DIR or set "
+                         "MINISPEC_DATA to the folder with it")
     return load_prompts(file)
 
 
@@ -82,17 +91,16 @@ def load_prompts(file):
 
 
 def problem_of(row):
-    """The Problem of one object; facts["check"] says how an answer is checked, facts["id"] is the file's name
-    of it."""
+    """The Problem of one object; facts["check"] is the kind of check, facts["id"] the object's id."""
     row = {name.lower(): value for name, value in row.items() if value is not None}
-    # The prompt is the first turn of those under the first of FIELDS.
+    # The prompt is in the first of FIELDS that is there; the first one of several turns.
     turns = next((row[name] for name in FIELDS if row.get(name)), None)
     prompt = turns[0] if isinstance(turns, list) else turns
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError("no text under " + ", ".join(f"'{name}'" for name in FIELDS))
     prompt, answer = prompt.rstrip("\n"), row.get("answer", "")
     family, think, check = "prompt", "", "math"
-    # 1. Which format is it?
+    # 1. The format.
     if "entry_point" in row:
         family = "humaneval"
     elif "test_list" in row:
@@ -103,7 +111,7 @@ def problem_of(row):
     elif "turns" in row:
         family = row.get("category", "turns").replace("/", "-")
         family = "mt_bench" if family in MT_BENCH else family
-        # Of references, only those with GSM8K's mark can be compared with.
+        # Only references with GSM8K's mark can be compared.
         answer = (row.get("reference") or [""])[0]
         answer = answer if "\n#### " in str(answer) else ""
     elif "problem" in row:
@@ -113,19 +121,19 @@ def problem_of(row):
             prompt += "\n" + BOXED
     elif about := row.get("input") or row.get("context"):
         prompt += "\n\n" + about
-    # 2. What is its answer?
+    # 2. The answer.
     if isinstance(answer, (bool, list, dict)):
         raise ValueError("'answer' must be a text or a number")
     answer = str(answer)
     if "\n#### " in answer:
-        # Of GSM8K: a chain of thought with <<calculator>> marks, which are dropped, and the final answer.
+        # GSM8K: a chain of thought, with <<calculator>> marks that are removed, and the final answer.
         think, _, answer = re.sub(r"<<.*?>>", "", answer).rpartition("\n#### ")
         think += "\n"
         answer = answer.strip().replace(",", "")
         check = "number"
         if "turns" not in row:
             family = "gsm8k"
-    # It may be called id, task_id, question_id or unique_id.
+    # id, task_id, question_id or unique_id.
     facts = {"check": check, "id": next((row[name] for name in row if name.endswith("id")), "")}
     return Problem(family, prompt + "\n", think, answer, facts)
 
@@ -142,31 +150,31 @@ def check(problem, text):
 
 
 def last_number(text):
-    """The last number of a text, with or without thousands' commas; None if there is none."""
+    """The last number of a text, with or without thousands' commas, or None."""
     numbers = re.findall(r"(?:(?<![\w)])-)?\d+(?:,\d{3})*(?:\.\d+)?", text)
     return float(numbers[-1].replace(",", "")) if numbers else None
 
 
-# A text whose braces are closed, with braces in braces four deep; \{ and \} do not count.
+# A text with closed braces, nested at most four deep; \{ and \} do not count.
 CLOSED = r"(?:\\.|[^{}\\])*"
 for _ in range(4):
     CLOSED = r"(?:\\.|[^{}\\]|\{%s\})*" % CLOSED
 
 
 def boxed(text):
-    """What the last \\boxed{..} or \\fbox{..} of a text holds; None if there is none."""
+    """The content of the last \\boxed{..} or \\fbox{..} of a text, or None."""
     found = re.findall(r"\\(?:boxed|fbox)\{(%s)\}" % CLOSED, text)
     return found[-1] if found else None
 
 
-# Of a text: itself, and braces around one character. A row break \\ of a matrix is no mark.
+# Marks that change only the look; group 1 is the text of \text, group 2 a character in braces. A row break \\
+# of a matrix is kept.
 LOOKS = (r"\\text\{([^{}]*)\}|(?<!\\)\{(\w)\}|(?<=\\)[dt](?=frac)|\\(?:left|right)(?![a-zA-Z])"
          r"|(?<!\\)\\[!,;]|\\?\$|^0+(?=\d)")
 
 
 def normal(answer):
-    """An answer of MATH without what changes only its looks: spaces, \\left, \\right, \\!, \\,, \\;, $,
-    \\text, the d or t of \\dfrac and \\tfrac, braces around one character, leading zeros. Texts are compared,
-    numbers are not computed: 0.5 is not \\frac{1}{2} here, and the worst that this does is to miss a right
-    answer."""
+    """An answer of MATH without marks that change only its look: spaces, \\left, \\right, \\!, \\,, \\;, $,
+    \\text, the d or t of \\dfrac and \\tfrac, braces around one character, leading zeros. Answers are
+    compared as text: 0.5 is not \\frac{1}{2}, so a right answer can be missed, but no wrong one accepted."""
     return re.sub(LOOKS, r"\1\2", "".join(answer.split()))

@@ -2,9 +2,9 @@
 
     problem = make("trace", seed=7, split="heldout", size=40)
     problem.prompt, problem.think, problem.answer      # text; `think` is one correct chain of thought
-    check(problem, text)                               # does the text of an answer solve it?
+    check(problem, text)                               # whether the text of an answer solves it
 
-The families differ in what a drafter can exploit:
+The families differ in the regularities that a drafter can use:
 
 | family | problem | size counts | drafting behaviour |
 |---|---|---|---|
@@ -14,8 +14,8 @@ The families differ in what a drafter can exploit:
 | search | find a way through a tree of rooms, with dead ends | rooms | high entropy: any order is right |
 | revise | fill in, add to or cut a text or code, and print all of it | lines | n-gram friendly copying |
 
-A step of a chain needs one look-up, one single-digit operation or one carry: a small model can do it. Splits
-are disjoint: a prompt that hashes to 0 modulo 8 is held out, the others are for training.
+A step of a chain needs one look-up, one single-digit operation or one carry, so a small model can learn it.
+Splits are disjoint: prompts with hash 0 modulo 8 are held out, the others are for training.
 """
 import random
 import re
@@ -46,7 +46,7 @@ Kim Ned Uma Raj Lia Jon Fay Gus Ivy Hal Meg Ron""".split()
 ITEMS = """shells books coins apples stamps cards pens marbles
 stones tickets beads nuts plums cups eggs buttons""".split()
 TRACE_MAX = 210             # lines of the longest program: prompt and chain have about 9,900 tokens
-# The trained range of sizes, and all that may be asked: lists are lettered, so they have 25 lines at most.
+# Sizes in training, and allowed sizes: lists are lettered, so they have 25 lines at most.
 SIZES = {"trace": (6, 30), "arith": (2, 8), "story": (3, 10), "search": (5, 14), "revise": (3, 10)}
 ALLOWED = {"trace": (1, TRACE_MAX), "arith": (1, 25), "story": (1, 25), "search": (2, 60), "revise": (2, 24)}
 FAMILIES = tuple(SIZES)
@@ -54,7 +54,7 @@ LONGEST_PROMPT = 160        # tokens; every family has problems that fit, see `f
 
 
 def lines_for(tokens):
-    """Lines of a `trace` program whose prompt and chain have at least so many tokens; a line has 44."""
+    """Lines of a `trace` program whose prompt and chain have at least `tokens` tokens; a line has 44."""
     return min(int(tokens / 43) + 2, TRACE_MAX)
 
 
@@ -64,7 +64,7 @@ class Problem:
     prompt: str
     think: str = ""           # a correct chain of thought; "" when unknown
     answer: str = ""          # "" when unknown
-    facts: dict = field(default_factory=dict)   # what the checker needs beyond the answer
+    facts: dict = field(default_factory=dict)   # for the checker, besides the answer
 
 
 def is_heldout(prompt):
@@ -72,11 +72,11 @@ def is_heldout(prompt):
 
 
 def make(family, seed, split="train", size=None):
-    """The problem of this family, seed and split ("train" or "heldout"). size None: drawn from the trained
-    range. ValueError names the sizes that the family allows."""
+    """The problem of this family, seed and split ("train" or "heldout"). size None: drawn from the sizes in
+    training. ValueError names the allowed sizes."""
     low, high = ALLOWED[family]
     if size is not None and not low <= size <= high:
-        raise ValueError(f"size {size} is out of range for '{family}'; allowed is {low} to {high}")
+        raise ValueError(f"size must be {low} to {high} for '{family}', got {size}")
     rng = random.Random(f"{family}/{split}/{seed}/{size}")
     while True:
         n = rng.randint(*SIZES[family]) if size is None else size
@@ -86,9 +86,8 @@ def make(family, seed, split="train", size=None):
 
 
 def fitting(tokenizer, family, seed, split, length, longest_prompt=LONGEST_PROMPT):
-    """A problem whose solution fits `length` answer slots: (problem, prompt ids, answer ids (L,), filled up
-    with ends of text). Sizes are drawn from the trained range and from 3 on, smaller and smaller until one
-    fits."""
+    """A problem whose solution fits `length` answer slots: (problem, prompt ids, answer ids (L,) padded with
+    ends of text). Sizes are drawn from 3 or less to the largest in training, smaller until a problem fits."""
     rng = random.Random(f"{family}/{split}/{seed}/fitting")
     low, high = SIZES[family]
     low = min(low, 3)
@@ -103,7 +102,7 @@ def fitting(tokenizer, family, seed, split, length, longest_prompt=LONGEST_PROMP
 
 
 def check(problem, text):
-    """Whether `text`, what was written after the answer mark, solves the problem."""
+    """Whether `text`, the part of an answer after the answer mark, solves the problem."""
     if problem.family != "search":
         return text.strip() == problem.answer.strip()
     path = text.split()
@@ -116,7 +115,7 @@ def check(problem, text):
 # -- trace: run a program ----------------------------------------
 
 def _apply(a, op, b):
-    """One operation modulo ten: what to say, and the value kept."""
+    """One operation modulo ten: its text and its result."""
     if op == "+":
         keep = (a + b) % 10
         text = f"{a} plus {b} is {a + b}"
@@ -136,11 +135,12 @@ TRACE_STYLES = (  # (open a step: the line before, this line, its expression; pu
 def trace(rng, size):
     """Single-assignment programs modulo ten. Operands are mostly recent results, sometimes one of the givens.
 
-    Whatever a step looks up comes as far behind what it knows as where it is looked up: a value right
-    behind its name, a name right behind that of the line before (in the list of names, which `start` and
-    `end` close), an expression one word behind its name. One induction step (find the name, read on) then
-    does it; with "lamp is 4" for lamp4 a 5M-parameter model did not learn it in 22M tokens. A name is the
-    first operand of one line at most, or "gets car plus" could be read on in several lines.
+    A step of the chain has the same distance between key and value as the place where it looks the value up:
+    a value follows its name, a name follows the name of the line before (in the list of names between
+    `start` and `end`), an expression is one word after its name. So one induction step (find the name, read
+    on) is enough; with "lamp is 4" in place of lamp4 a 5M-parameter model did not learn the task in 22M
+    tokens. A name is the first operand of one line at most, because "gets car plus" must have one
+    continuation.
     """
     given = rng.randint(3, 8)
     names = rng.sample(NAMES, size + given)
@@ -148,11 +148,11 @@ def trace(rng, size):
     opens, recalls = rng.choice(TRACE_STYLES)
 
     def says(name):
-        """A value comes right behind its name: lamp4. A number is itself."""
+        """A name with its value, lamp4; a number stays a number."""
         return f"{name}{value.get(name, '')}"
 
     def operand(i, taken=()):
-        """A name known in line i: mostly a recent result. That of the line before is always free."""
+        """A name known in line i, mostly a recent result. The name of the line before is never taken."""
         while True:
             if i > given and rng.random() >= 0.15:
                 name = names[max(i - 1 - int(rng.expovariate(1 / 4)), 0)]
@@ -195,7 +195,7 @@ LETTERS, CAPITALS = "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def arith(rng, size):
-    """Columns are lettered from the right, capitals for the upper number, so that every digit has a name."""
+    """Columns have letters from the right, capitals in the upper number, so every digit has a name."""
     op = rng.choice(["plus", "minus", "times"])
     x = [rng.randrange(10) for _ in range(size - 1)] + [rng.randint(3, 9)]     # least significant digit first
     y = [rng.randrange(10) for _ in range(size - 1)] + [rng.randint(1, 9)]
@@ -230,12 +230,12 @@ def arith(rng, size):
 
 
 def _digits(digits, letters):
-    """Digits as they are written, each behind its column's letter."""
+    """Digits in written order, each after its column's letter."""
     return " ".join(f"{letters[i]}{digits[i]}" for i in reversed(range(len(digits))))
 
 
 def _column(op, i, x, y, carry):
-    """One column: (what to say, digit of the result, carry or borrow of the next column)."""
+    """One column: (text, digit of the result, carry or borrow of the next column)."""
     upper, lower = f"{CAPITALS[i]}{x}", f"{LETTERS[i]}{y}"
     if op == "minus":
         take = y + carry
@@ -255,11 +255,11 @@ def _column(op, i, x, y, carry):
 
 # -- story: word problems ----------------------------------------
 
-LABELS = "ABCDEFGHJKLMNOPQRSTUVWXYZ"           # of the lines of a list; I is a word
+LABELS = "ABCDEFGHJKLMNOPQRSTUVWXYZ"           # labels of lines in a list; I is a word
 
 
 def labels(lines):
-    """The labels of these lines, each behind a space."""
+    """The labels of these lines, each after a space."""
     return "".join(f" {LABELS[i]}" for i in lines)
 
 
@@ -270,7 +270,7 @@ SCENERY = ("It rains all morning.", "A dog barks outside.", "The sun comes out."
 
 
 def story(rng, size):
-    """Follow one person's count of one thing through events, some of which do not matter."""
+    """One person's count of one thing through a list of events, some of them distractors."""
     hero = rng.choice(PEOPLE)
     others = rng.sample(OTHERS, 2)
     thing, other_thing = rng.sample(ITEMS, 2)
@@ -281,7 +281,7 @@ def story(rng, size):
     events = {}                                          # as drawn: with their labels
     think = f"I follow the {thing} of {hero}, who starts with {count}, through{labels(range(size))}.\n"
     while len(events) < size:
-        # Draw an event: scenery, another thing, another person, or what counts.
+        # Draw an event: scenery, another thing, another person, or a change of the count.
         n = rng.randint(1, 9)
         who = rng.choice(others)
         kind = rng.random()
@@ -303,7 +303,7 @@ def story(rng, size):
         if event in events:
             continue
 
-        # Write it down, and what it does to the count.
+        # The line of the event, and its effect on the count.
         events[event] = line = f" {LABELS[len(events)]} {event}"
         if change:
             word = "add" if change > 0 else "take away"
@@ -320,9 +320,9 @@ def story(rng, size):
 # -- search: a way through rooms ----------------------------------------
 
 def search(rng, size):
-    """A tree of rooms; try the newest or the oldest open room, abandon dead ends, walk back. An open room
-    is written before the one it lies behind: walking back takes one induction step each."""
-    # A random tree: no room leads to more than three others.
+    """A tree of rooms: try the newest or the oldest open room, abandon dead ends, walk back. An open room is
+    followed by the room before it, so each step back is one induction step."""
+    # A random tree: a room leads to at most three others.
     rooms = rng.sample(NAMES, size)
     edges = {room: [] for room in rooms}
     parent = {}
@@ -346,7 +346,7 @@ def search(rng, size):
     listing = ". ".join(say(room) for room in rng.sample(rooms, size))
     prompt = f"Behind each room lie others. {listing}. Find the way from {start} to the exit.\n"
 
-    # Look for the exit, one open room after the other.
+    # Search the exit, one open room after the other.
     think = f"I start in {start} and look for the exit. Behind each open room I note where it lies.\n"
     still = [start]
     while True:
@@ -370,7 +370,7 @@ def search(rng, size):
 # -- revise: edit and print ----------------------------------------
 
 def revise(rng, size):
-    """A lettered list of facts or of assignments; fill its gap, add a line or drop one, then print it all."""
+    """A lettered list of facts or assignments: fill its gap, add a line or drop one, then print all lines."""
     subjects = rng.sample(NAMES, size + 1)
     new = subjects.pop()
     kind = rng.choice(["fill"] * 3 + ["add"] * 2 + ["drop"])
@@ -388,7 +388,7 @@ def revise(rng, size):
                      f"needs {friend} every day.", f"was painted in {n} minutes by {rng.choice(PEOPLE)}."]
         lines.append(f" {LABELS[i]} {name} {rng.choice(facts)}")
 
-    # The order, and what is right.
+    # The order and the right answer.
     kept = list(range(size))
     text = "\n".join(lines)
     if kind == "fill":

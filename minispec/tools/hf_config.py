@@ -4,28 +4,28 @@ from dataclasses import fields
 from minispec.core.gpt import GPTConfig
 
 KINDS = ("llama", "qwen2", "qwen3")
-FIELDS = {              # ours: theirs
+FIELDS = {              # GPTConfig's name: config.json's name
     "vocab_size": "vocab_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
     "n_kv_head": "num_key_value_heads", "d_model": "hidden_size", "head_dim": "head_dim",
     "d_ff": "intermediate_size", "block_size": "max_position_embeddings", "rope_theta": "rope_theta",
     "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings", "bos_id": "bos_token_id",
     "eos_id": "eos_token_id",
 }
-# What `config.json` may say of these, if anything.
+# The only value of these keys that the model supports, if they are there.
 ONLY = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False,
         "partial_rotary_factor": 1.0, "rope_interleaved": False, "quantization_config": None}
 ROPE = ("rope_theta", "rope_type", "type", "rope_scaling", "rope_parameters")
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
-# The largest that a number can be. Beyond it a file is damaged, and believing it could take all memory.
+# The largest values. A larger one is damage, and a model of that size could take all memory.
 MOST = {"n_layer": 1 << 10, "head_dim": 1 << 8, "rope_theta": 1e12, "norm_eps": 1e-2}
-MILLION = 1 << 20                                        # of all others
+MILLION = 1 << 20                                        # all others
 FROM_ZERO = ("bos_id", "eos_id", "draft_vocab", "rank", "diffusion_block_size")
 
 
 def weight_names(c):
-    """[(our parameter, the Hugging Face names of its parts, rows of each part)]. A parameter is its parts,
-    stacked."""
+    """[(GPT's parameter, Hugging Face names of its parts, rows of each part)]. A parameter is the stack of
+    its parts."""
     q_rows = c.n_head * c.head_dim
     kv_rows = c.n_kv_head * c.head_dim
     layer = [                                            # ours, theirs, rows
@@ -69,22 +69,22 @@ def to_hf_config(c, dtype):
 
 
 def from_hf_config(d):
-    """GPTConfig of a Llama, Qwen2 or Qwen3 `config.json`. ValueError names what this model does not do."""
+    """GPTConfig of a Llama, Qwen2 or Qwen3 `config.json`. ValueError names an unsupported entry."""
     kind = d.get("model_type")
     if kind not in KINDS:
-        raise ValueError(f"architecture '{kind}' is not supported; supported are {', '.join(KINDS)}")
+        raise ValueError(f"architecture must be one of {', '.join(KINDS)}, got {kind!r}")
 
     # Positions: transformers 5 nests what 4 kept flat.
     rope = {**(d.get("rope_scaling") or {}), **(d.get("rope_parameters") or {})}
     d = {"rope_theta": 10000.0, **d, **rope}
     scaling = d.get("rope_type") or rope.get("type") or "default"
     if scaling not in ("none", "default", "llama3"):
-        raise ValueError(f"rope scaling '{scaling}' is not supported; supported is llama3")
+        raise ValueError(f"rope scaling must be default or llama3, got {scaling!r}")
     known = ROPE + SCALING * (scaling == "llama3")
     for key, value in d.items():
         unused = (key in rope or "rope" in key) and key not in known
         if (unused or key in ONLY) and value not in (None, ONLY.get(key)):
-            raise ValueError(f"{key} {value} is not supported")
+            raise ValueError(f"{key} must be {ONLY.get(key) or 'absent'}, got {value!r}")
 
     c = {ours: d.get(theirs) for ours, theirs in FIELDS.items()}
     c["n_kv_head"] = c["n_kv_head"] or c["n_head"]
@@ -99,10 +99,10 @@ def from_hf_config(d):
 
 
 def checked(c):
-    """The config c of a model or a drafter. ValueError where a file says what none can mean."""
+    """The config c of a model or a drafter. ValueError names a value that no model can have."""
     scaling = dict(c.rope_scaling or {})
     divisors = scaling.pop("divisors", None)
-    # Every number alone; those of `scaling` are floats.
+    # Each value alone; the values of `scaling` are floats.
     kinds = {field.name: type(field.default) for field in fields(c)}
     for name, x in {**scaling, **vars(c)}.items():
         kind = kinds.get(name, float)
@@ -113,12 +113,14 @@ def checked(c):
         most = MOST.get(name, MILLION)
         possible = type(x) in (int, kind) and 0 <= x <= most
         if not possible or (x == 0 and name not in FROM_ZERO):
-            raise ValueError(f"{name} {x} is out of range; allowed are numbers up to {most:.7g}")
+            least = "from" if name in FROM_ZERO else "above"
+            raise ValueError(f"{name} must be a number {least} 0 and at most {most:.7g}, got {x!r}")
 
-    # Then what must fit together.
+    # Values that must fit together.
     if divisors and len(divisors) != c.head_dim // 2:
-        raise ValueError(f"{len(divisors)} rope_freqs do not fit heads of {c.head_dim} dimensions")
-    if c.n_head % c.n_kv_head or c.head_dim % 2:
-        raise ValueError(f"{c.n_head} heads over {c.n_kv_head} key/value heads of {c.head_dim} dimensions do "
-                         "not divide evenly")
+        raise ValueError(f"rope_freqs must have {c.head_dim // 2} values, got {len(divisors)}")
+    if c.head_dim % 2:
+        raise ValueError(f"head_dim must be even, got {c.head_dim}")
+    if c.n_head % c.n_kv_head:
+        raise ValueError(f"n_kv_head must divide n_head {c.n_head}, got {c.n_kv_head}")
     return c

@@ -1,9 +1,8 @@
-"""The methods by name: how `decode.py` and `bench.py` turn `--method NAME` and its settings into an engine.
+"""The methods by name: `decode.py` and `bench.py` turn `--method NAME` and its settings into an engine.
 
 A method is a planner for the engine. `METHODS` maps its name to the function that builds it:
-build(model, settings) returns planner(engine), and its docstring is what --help says. Diffusion models answer
-with a loop of their own (cdlm.py), and their output is not the target's, so they have a table of their own.
-Errors are ValueError with one line that names what is wrong and what is allowed.
+build(model, settings) returns planner(engine); its docstring is shown by --help. Diffusion models have their
+own loop (cdlm.py) and their own output, and a table of their own. Errors are a ValueError of one line.
 """
 import argparse
 import contextlib
@@ -22,7 +21,7 @@ from minispec.tools.script import add_device, positive
 from minispec.traces import CostTable, read_costs
 
 LOOKUP = 4                                       # of specgen
-TRAINED = {                                      # methods whose drafter lies in a folder, and what trains it
+TRAINED = {                                      # methods with a trained drafter: the command that trains it
     "prism": "train_prism.py",
     "eagle": "train_prism.py --arm ttt1",
     "specdiff": "train_specdiff.py",
@@ -62,7 +61,7 @@ def prism_chain_or_tree(model, settings, name="prism"):
 
 
 def eagle(model, settings):
-    """the same with a single module (EAGLE-2 trees)"""
+    """the same with one module (EAGLE-2 trees)"""
     return prism_chain_or_tree(model, settings, "eagle")
 
 
@@ -83,11 +82,11 @@ def self_speculation(model, settings):
 
 
 def adaptive(model, settings):
-    """the drafter that promises most tokens/s, chosen every round"""
+    """the drafter with most expected tokens/s, chosen every round"""
     file = costs_of(settings)
     if not os.path.exists(file):
-        raise ValueError(f"there is no cost table {file}; this measures one: python bench.py profile --model "
-                         f"{settings.model}")
+        raise ValueError(f"there is no cost table {file}; this measures one: python bench.py profile "
+                         f"--model {settings.model}")
     cost = CostTable(read_costs(file))
     k = settings.k or 16
     candidates = []
@@ -95,7 +94,7 @@ def adaptive(model, settings):
         if name in cost.drafters:
             candidates.append(drafter)
         else:
-            print(f"adaptive: {file} has no price of '{name}', which is left out", file=sys.stderr)
+            print(f"adaptive: '{name}' is left out, {file} has no price of it", file=sys.stderr)
     chooser = Adaptive(candidates, cost, k)
     return partial(Lockstep, drafter=chooser, k=chooser.k)
 
@@ -113,7 +112,7 @@ METHODS = {
 
 
 def make_engine(name, model, settings, batch_size):
-    """Engine of method `name` for a loaded target, or the decoder of a diffusion model with its vocabulary.
+    """The engine of method `name` for a loaded target, or the decoder of a diffusion model.
     settings: a namespace with the arguments below."""
     if name not in DIFFUSION:
         planner = METHODS[name](model, settings)
@@ -130,8 +129,8 @@ def make_engine(name, model, settings, batch_size):
 
 
 def loaded(folder, model, settings):
-    """The model in a folder, which may be `model` itself, the one of the settings. ValueError where they have
-    different vocabularies: ids that only one tokenizer knows, such as padding, make no difference."""
+    """The model in a folder, or `model` itself if the settings name this folder. ValueError if their
+    vocabularies differ; ids that only one tokenizer has, such as padding, are ignored."""
     if folder == settings.model:
         return model
     other = checkpoints.load(folder, model.device, model.dtype)
@@ -143,7 +142,7 @@ def loaded(folder, model, settings):
 
 
 def folder_of(name, settings):
-    """Where the trained part of a method is: --drafter, else the folder that is kept for this model."""
+    """The folder of a method's trained part: --drafter, or the default for this model."""
     if settings.drafter:
         return settings.drafter
     if name in DIFFUSION:
@@ -152,25 +151,25 @@ def folder_of(name, settings):
 
 
 def costs_of(settings):
-    """The cost table: --cost, else the one that is kept for this model and device."""
+    """The cost table: --cost, or the default for this model and device."""
     return settings.cost or os.path.join(results_of(settings, f"{ROOT}results"), "costs.json")
 
 
 def results_of(settings, root):
-    """Where under root the results of this model and device are kept."""
+    """The folder under root for results of this model and device."""
     folder = kept(root, settings.model)
     return folder if settings.device == "cpu" else f"{folder}/gpu"
 
 
 def kept(root, model):
-    """Where under root what belongs to this model is kept."""
+    """The folder under root for files of this model."""
     if os.path.realpath(model) == os.path.realpath(SHIPPED):
         return root
     return os.path.join(root, os.path.basename(os.path.abspath(model)))
 
 
 def _trained(name, config_class, model, settings):
-    """The drafter in that folder. ValueError, where there is none, says how to train one."""
+    """The drafter of a method. ValueError says how to train one if it is missing."""
     folder = folder_of(name, settings)
     if not os.path.exists(folder):
         raise ValueError(f"there is no drafter for {settings.model} in {folder}; this trains one: python "
@@ -178,15 +177,14 @@ def _trained(name, config_class, model, settings):
     drafter = checkpoints.load_drafter(folder, model, config_class)
     trained_for, this = drafter.config.target, checkpoints.fingerprint(model)
     if trained_for != this:
-        raise ValueError(f"the drafter in {folder} was trained for the target {trained_for}, this one is "
-                         f"{this}")
+        raise ValueError(f"the target of the drafter in {folder} must be {trained_for}, got {this}")
     return drafter
 
 
 # -- which of them can run here ----------------------------------------
 
 def ready(settings):
-    """The methods but `ar` for which everything is there: the others lack a trained part or a cost table."""
+    """The methods, without `ar`, whose trained part or cost table exists if they need one."""
     needed = {name: folder_of(name, settings) for name in ("draft", *TRAINED, *DIFFUSION)}
     needed["adaptive"] = costs_of(settings)
     names = [*METHODS, *DIFFUSION]
@@ -194,7 +192,7 @@ def ready(settings):
 
 
 def chain_drafters(model, settings, k):
-    """{name: drafter} of all methods that are ready and whose drafter proposes chains, of up to k drafts."""
+    """{name: drafter} of all ready methods whose drafter proposes chains, of up to k drafts."""
     chains = argparse.Namespace(**{**vars(settings), "k": k, "depth": k, "tree": 0, "k_drafts": 1})
     found = {}
     for name in ready(settings):
@@ -214,63 +212,64 @@ def add_arguments(parser):
     add("--method", default="ar", metavar="NAME", choices=(*METHODS, *DIFFUSION),
         help="; ".join(f"{name}: {text}" for name, text in about.items()))
     add("--model", default=SHIPPED,
-        help="the target: a Hugging Face folder, a GGUF file, or smollm2 (default %(default)s)")
+        help="target: a Hugging Face folder, a GGUF file, or smollm2 (default %(default)s)")
     add_device(parser)
     add("--dtype", choices=("float32", "bfloat16"),
-        help="default: float32 on the CPU, bfloat16 on a GPU; bench.py takes bfloat16 for a real model "
-             "wherever it is multiplied")
-
+        help="dtype of the weights (default: float32 on the CPU, bfloat16 on a GPU; for bench.py also "
+             "bfloat16 for a real model on a CPU with bfloat16 products)")
     add("--drafter", metavar="DIR",
-        help="what was trained for the method: a drafter, of draft a small model, of cdlm and dlm the "
-             "diffusion model (default checkpoints/NAME, for another model checkpoints/MODEL/NAME)")
+        help="trained part of the method: a drafter, the small model of draft, the diffusion model of cdlm "
+             "and dlm (default checkpoints/NAME, for another model checkpoints/MODEL/NAME)")
 
     add = parser.add_argument_group("batch and cache").add_argument
     add("--admission", default="reserve", choices=POLICIES,
-        help="who enters the cache, and who leaves it when it is full (default %(default)s)")
-    add("--cache-tokens", type=positive, help="slots of the cache (default: --batch of the longest request)")
+        help="policy of entering the cache, and of leaving a full one (default %(default)s)")
+    add("--cache-tokens", type=positive,
+        help="size of the cache in tokens (default: --batch times the longest request)")
 
     add = parser.add_argument_group("drafting").add_argument
     add("--k", type=positive,
         help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
-    add("--lookup", type=int,
-        help="rows of a forward, of all requests together, for tokens copied from the text: of the "
-             "verifying one next to a drafter's, of specgen's draft steps (default: "
-             f"specgen {LOOKUP}, others 0, as in the papers)")
+    add("--prompt-lookup", type=int, dest="lookup",
+        help="tokens per forward copied from the text, shared by the batch: verified next to the drafts of a "
+             f"drafter, or fed with the draft steps of specgen (default: specgen {LOOKUP}, others 0)")
     add("--cost", metavar="FILE",
-        help="adaptive: what a round costs, as bench.py profile measures it (default results/costs.json, "
-             "for another model results/MODEL/costs.json, on a GPU in its folder gpu)")
+        help="cost table of adaptive, made by bench.py profile (default results/costs.json, for another "
+             "model results/MODEL/costs.json, on a GPU in its folder gpu)")
 
     add = parser.add_argument_group("trained drafters: prism, eagle, specdiff").add_argument
     add("--depth", type=positive,
-        help="prism, eagle: most draft steps per round (default: as many as paid in training)")
+        help="prism, eagle: draft steps per round at most (default: the best number in training)")
     add("--tree", type=int, default=0,
-        help="prism, eagle: so many drafts of a tree, the likeliest, go to the target (default 0: a chain)")
-    add("--gamma", type=int, help="specdiff: drafts of a chain (default: as the drafter was trained)")
+        help="prism, eagle: likeliest drafts of a tree that are verified, 0 is a chain (default %(default)s)")
+    add("--gamma", type=int, help="specdiff: drafts of a chain (default: as in training)")
     add("--k-drafts", type=int, default=1, help="specdiff: chains per round (default %(default)s)")
     add("--draft-temperature", type=float,
-        help="specdiff: of the drafts (default: the target's; of several independent chains 1)")
+        help="specdiff: temperature of the drafts (default: the target's; 1 for several independent chains)")
 
     add = parser.add_argument_group("self-speculation: specgen").add_argument
     add("--sparsity", type=float, default=0.05,
-        help="part of the context that a draft step reads (default %(default)s)")
+        help="share of the context that a draft step reads (default %(default)s)")
     add("--min-budget", type=int, default=64,
-        help="but at least this many positions (default %(default)s)")
+        help="positions that a draft step reads at least (default %(default)s)")
     add("--select", default="ahead", choices=specgen.SELECTIONS,
-        help="who chooses the rest (default %(default)s; pillar is the paper's)")
+        help="selection of these positions (default %(default)s; pillar is the paper's)")
     add("--schedule", default="unified", choices=specgen.SCHEDULES,
-        help="which phase requests start in (default %(default)s)")
-    add("--delayed", action="store_true", help="judge a verification while the next forward runs")
+        help="schedule of draft and verification phases (default %(default)s)")
+    add("--delayed", action="store_true", help="acceptance of a verification during the next forward")
 
     add = parser.add_argument_group("diffusion models: cdlm, dlm").add_argument
-    add("--threshold", type=float, help="reveal every slot whose confidence is above this "
-        f"(default: cdlm {cdlm.THRESHOLD}, dlm one token per step)")
-    add("--order", default=cdlm.ORDER, choices=cdlm.ORDERS, help="what to reveal where no slot is above the "
-        "threshold: the first masked slot, or the most confident, as in the papers (default %(default)s)")
-    add("--block-size", type=positive, help="slots of a block (default: as the model was trained)")
+    add("--threshold", type=float,
+        help="confidence above which a masked slot is revealed "
+             f"(default: cdlm {cdlm.THRESHOLD}, dlm one token per step)")
+    add("--order", default=cdlm.ORDER, choices=cdlm.ORDERS,
+        help="slot to reveal if none is above the threshold: the first masked one, or the most confident, as "
+             "in the papers (default %(default)s)")
+    add("--block-size", type=positive, help="slots of a block (default: as in training)")
 
 
 def settings(*options, **changes):
-    """The settings above as a namespace: as the options say, else as `changes` do, else their defaults."""
+    """The settings above as a namespace: from the options, else from `changes`, else the defaults."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return parser.parse_args(options, argparse.Namespace(**changes))

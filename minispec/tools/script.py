@@ -1,4 +1,4 @@
-"""What the scripts share: arguments and outputs that fail in one line before the work, exits that say why."""
+"""Shared by the scripts: arguments and outputs that are checked before the work, and exits with one line."""
 import argparse
 import os
 import re
@@ -13,8 +13,8 @@ from minispec.tools.files import written_to
 # -- the terminal ----------------------------------------
 
 def visible(text):
-    """The text with control characters spelled out, so that a terminal shows them and does not obey them; and
-    halves of characters, which it cannot show."""
+    """The text with control characters and lone surrogates spelled out: a terminal shows them and does not
+    obey them."""
     unseen = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]"
     return re.sub(unseen, lambda match: f"\\x{ord(match[0]):02x}", text)
 
@@ -36,13 +36,13 @@ def positive(text):
     """The type of an option that is a number of 1 or more."""
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is out of range; allowed is 1 or more")
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
     return number
 
 
 def check_writable(path, inputs=()):
-    """Fail before the work, not after it: ValueError if the output `path` cannot be written, is one of the
-    `inputs` (paths; None is skipped) or lies in a folder of model weights."""
+    """ValueError if the output `path` cannot be written, is one of the `inputs` (paths; None is skipped) or
+    is in a folder of model weights. Scripts call it before the work."""
     real = Path(written_to(path))
     if real in [Path(file).resolve() for file in inputs if file]:
         raise ValueError(f"cannot write {path}: it is an input")
@@ -63,7 +63,7 @@ def add_device(parser):
 
 
 def check_device(name):
-    """Work on this device. ValueError unless it is the CPU or a CUDA device of this machine."""
+    """Make this the current device. ValueError unless it is the CPU or a GPU of this machine."""
     import torch
     if name == "cpu":
         return
@@ -71,14 +71,14 @@ def check_device(name):
         # Kernels and streams go to the current device.
         torch.cuda.set_device(torch.zeros(1, device=name).device)
     except (ValueError, RuntimeError, AssertionError) as e:
-        raise ValueError(f"no device {name} on this machine; choose cpu or cuda "
+        raise ValueError(f"device must be cpu or a GPU of this machine, got {name} "
                          f"({str(e).splitlines()[0]})") from None
 
 
 # -- exits ----------------------------------------
 
 def fault(error, smaller):
-    """What a user is told of an error that is no bug: of bad input, files and memory. None for all others."""
+    """The line for an error of input, files or memory; None for all others, which are bugs."""
     text = " ".join(str(error).split())                  # one line, whatever it quotes
     if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
         return f"out of memory; try a smaller {smaller}"
@@ -90,15 +90,15 @@ def fault(error, smaller):
 
 
 def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens or --cache-tokens"):
-    """Run a script's main. A user's mistake is a ValueError and becomes one line and exit code 2, as do files
-    that cannot be read or written. Ctrl-C is 130, a closed pipe 141.
+    """Run a script's main. A ValueError, which is a user's mistake, or an error of a file becomes one line
+    and exit code 2; Ctrl-C becomes 130, a closed pipe 141.
 
-    interrupted: what Ctrl-C prints. smaller: the settings that take memory."""
-    # What the terminal's encoding lacks is shown as "?"; a byte that is no text reads as U+FFFD.
+    interrupted: the line for Ctrl-C. smaller: the options that take memory."""
+    # Characters that the terminal's encoding lacks are shown as "?"; bytes that are no text read as U+FFFD.
     for stream in (sys.stdout, sys.stdin):
         if hasattr(stream, "reconfigure"):               # a file
             stream.reconfigure(errors="replace")
-    # Ctrl-C is an exception also where a shell started us in the background.
+    # A shell's background jobs ignore Ctrl-C by default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         try:
@@ -107,7 +107,7 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
             sys.stdout.flush()                           # a full disk fails here, not when Python is gone
     except BrokenPipeError:
         _forget_output()
-        sys.exit(141)                                    # the reader has gone, as in `| head -1`
+        sys.exit(141)                                    # the reader has ended, as in `| head -1`
     except (ValueError, OSError, MemoryError, RuntimeError) as e:
         line = fault(e, smaller)
         if line is None:
@@ -121,5 +121,5 @@ def run_main(main, interrupted="interrupted", smaller="--batch, --max-new-tokens
 
 
 def _forget_output():
-    """Point stdout to nowhere: what is still in its buffer would fail again at exit."""
+    """Point stdout to nowhere, because flushing its buffer would fail again at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

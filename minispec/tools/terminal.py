@@ -1,6 +1,7 @@
-"""What decode.py shows while it decodes: text in colour by who proposed each token, and --chat."""
+"""Output of decode.py during decoding: text in colour by the proposer of each token, and --chat."""
 import codecs
 import os
+import shutil
 import sys
 
 from tqdm import tqdm
@@ -9,7 +10,7 @@ from minispec.core.requests import Request
 from minispec.tools.answers import summary
 from minispec.tools.script import visible
 
-# A guess that was right, the model's own token in place of a wrong one, and its own after right ones alone.
+# An accepted draft, the target's token in place of a rejected draft, and its token after accepted drafts.
 COLOURS = {"draft": "\033[32m", "correction": "\033[31m", "bonus": "\033[36m"}
 RESET = "\033[0m"
 
@@ -17,8 +18,7 @@ RESET = "\033[0m"
 # -- text as it comes ------------------------------------------------------------------------------------
 
 def coloured(text, who):
-    """The text in the colour of who proposed it, if stdout is a terminal whose user has not asked for plain
-    text (no-color.org)."""
+    """The text in the colour of its proposer, on a terminal without NO_COLOR (no-color.org)."""
     text = visible(text)
     if who in COLOURS and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         text = COLOURS[who] + text + RESET
@@ -26,14 +26,16 @@ def coloured(text, who):
 
 
 class Printer:
-    """Streams the text of one request, in colour by who proposed each token."""
+    """Streams the text of one request, in colour by the proposer of each token."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
         self.utf8 = codecs.getincrementaldecoder("utf-8")("replace")     # a character may span tokens
         self.marks = {tokenizer.special.get("<|answer|>"): "\n=> ", **dict.fromkeys(tokenizer.ends, "")}
 
-    def __call__(self, tokens, who):
+    def __call__(self, request, tokens):
+        """Print the newest tokens of the request."""
+        who = request.generation.who[-len(tokens):]
         for token, by in zip(tokens, who):
             text = self.marks.get(token)
             if text is None:
@@ -42,25 +44,49 @@ class Printer:
         sys.stdout.flush()
 
 
-def stream(engine, requests, printer=None):
-    """Decode the requests together. Returns the seconds from the beginning to each one's first token, by the
-    engine's clock, which stops while text is shown. Waiting for a place in the batch counts. On a terminal a
-    bar shows how far the prompts are read, if that takes two seconds."""
+class Lines:
+    """On a terminal, a line for each request of a batch: its number of new tokens and the end of its text."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.bars = {}
+
+    def __call__(self, request, tokens):
+        ids = request.generation.token_ids
+        if request not in self.bars:
+            self.bars[request] = tqdm(bar_format="{desc}", leave=False, disable=None)
+        text = " ".join(visible(self.tokenizer.decode(ids)).split())
+        width = shutil.get_terminal_size().columns - 8
+        self.bars[request].set_description_str(f"{len(ids):5}  {text[-width:]}")
+
+    def close(self):
+        """Remove the lines."""
+        for bar in reversed(self.bars.values()):
+            bar.close()
+
+
+def stream(engine, requests, show=None):
+    """Decode the requests together. Returns the seconds from the start to the first token of each, by the
+    clock of the engine, which stops while text is shown; the time before a request enters the batch counts.
+
+    show(request, new tokens) is called with all new tokens. On a terminal a bar shows the progress of reading
+    the prompts, if that takes two seconds."""
     def clock():
         return sum(engine.seconds.values())
 
     began = clock()
     first = {}
-    # Prompts are read, then tokens come, of one request or of many in turn.
-    total = sum(len(r.tokens) for r in requests)
+    # A common beginning is read once.
+    common = len(os.path.commonprefix([r.tokens for r in requests]))
+    total = common + sum(len(r.tokens) - common for r in requests)
     with tqdm(total=total, desc="reading", unit="token", delay=2, leave=False, disable=None) as bar:
         engine.on_read = bar.update
         for request, tokens in engine.stream(requests):
             if tokens:
                 first.setdefault(request, clock() - began)
-            if printer:
+            if show and tokens:
                 bar.close()
-                printer(tokens, request.generation.who[-len(tokens):])
+                show(request, tokens)
     return list(first.values())
 
 
@@ -69,8 +95,8 @@ def stream(engine, requests, printer=None):
 def chat(engine, tokenizer, sampling, limit):
     """Talk with the model: a line in, an answer out, until the end of input (Ctrl-D).
 
-    limit: tokens of an answer, which Ctrl-C stops as well. The conversation so far is read with each line. An
-    eighth of the context is kept for the answer."""
+    limit: tokens of an answer; Ctrl-C stops it too. The prompt is the whole conversation, most of it cached.
+    An eighth of the context is kept for the answer."""
     block_size = engine.model.config.block_size
     most = block_size - block_size // 8
     messages = []
@@ -100,7 +126,7 @@ def chat(engine, tokenizer, sampling, limit):
         try:
             stream(engine, [request], printer)
         except KeyboardInterrupt:
-            request.cancel()                             # what was said stays in the conversation
+            request.cancel()                             # its tokens stay in the conversation
         print()
         answer = request.generation
         figures = summary([answer], engine)
