@@ -78,7 +78,7 @@ GOOD = {option: values.split() for option, values in {      # valid values; of o
     "--drafter": "checkpoints/draft checkpoints/prism checkpoints/specdiff checkpoints/cdlm/student",
     "--cost": "costs.json results/costs.json", "--traces": "traces.jsonl", "--data": "data",
     "--json": "out.json", "--size": "tiny 3", "--init": "checkpoints/prism checkpoints/draft",
-    "--out": "out runs/gpt", "--device": "cpu", "--arms": "checkpoints", "--responses": "responses",
+    "--out": "out runs/gpt", "--device": "cpu", "--responses": "responses",
     "--name": "student", "--prompt": f"one {'🙂' * 50} {'a' * 100_000}"}.items()}
 NUMBERS = "1 2 3 0.5 0.9 8".split()
 NASTY = ["", "\n", *"""-1 0 nan inf -inf 1e300 99999999999999999999 1.5 é 🙂 /proc/version . /proc -- - None []
@@ -228,7 +228,7 @@ def command_line(rng, known):
     name = rng.choices(list(SCRIPTS), (10, 2, 2, 2, 2, 2, 2))[0]
     argv = list(SMALL[name])
     if name == "bench":
-        argv = rng.choice(["bounds --quick", "report", "prism_arms --quick", "nonsense"]).split()
+        argv = rng.choice(["bounds --quick", "--pages", "nonsense"]).split()
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
         option, values, n = rng.choice(known[name])
         nasty = [v for v in NASTY if option not in LONG or v not in ("1e300", "99999999999999999999")]
