@@ -45,8 +45,10 @@ def row_count_noise(model, tokenizer):
     logits = []
     for rows in (1, 9):
         cache = KVCache(model.config, 90, model.dtype)
-        hidden = [feed(model, [(ids[start:start + rows], start, only_keys(cache, start, rows))])
-                  for start in range(0, 90, rows)]
+        hidden = []
+        for start in range(0, 90, rows):
+            attend = packed_attend([(0, rows, only_keys(cache, start, rows))])
+            hidden.append(model(ids[start:start + rows], torch.arange(start, start + rows), attend))
         logits.append(model.logits(torch.cat(hidden)).float())
     return (logits[0] - logits[1]).abs().max().item()
 
