@@ -255,10 +255,6 @@ class Adaptive(Drafter):
         """That captures of graphs took, of all drafters."""
         return sum(drafter.seconds for drafter in self.drafters.values())
 
-    def prepare(self, batch, longest):
-        for drafter in self.drafters.values():
-            drafter.prepare(batch, longest)
-
     def proposer(self, request):
         return self.chosen[request]
 

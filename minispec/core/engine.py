@@ -395,7 +395,8 @@ class Lockstep(Planner):
             self.drafter.observe(segment.request, segment.features[list(rows)])
 
     def prepare(self, batch, longest):
-        self.drafter.prepare(batch, longest)
+        from kernels.rounds import prepare
+        prepare(self.drafter, batch, longest)
 
     def proposer(self, request):
         return self.drafter.proposer(request)
