@@ -18,7 +18,7 @@ from minispec.core import gpt
 from minispec.core.losses import Divergence
 from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
-from minispec.core.attention import dense_attend
+from minispec.core.gpt import dense_attend
 from minispec.tools import training
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer

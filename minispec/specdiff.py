@@ -50,7 +50,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.attention import dense_attend
+from minispec.core.gpt import dense_attend
 from minispec.core.drafters import STOP, Cached
 from minispec.core.losses import Divergence
 from minispec.core.noise import stream

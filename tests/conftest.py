@@ -48,7 +48,7 @@ def toy_model(vocab=64, seed=0, gain=4.0, **changes):
 
 def dense_logits(model, ids):
     """Logits (T, V) of one sequence without any cache: the slow, obvious reference."""
-    from minispec.core.attention import dense_attend
+    from minispec.core.gpt import dense_attend
     x = torch.tensor([ids])
     with torch.inference_mode():
         return model.logits(model(x, torch.arange(len(ids))[None], dense_attend()))[0]

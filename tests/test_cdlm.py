@@ -18,7 +18,7 @@ from minispec.core import gpt
 from minispec.tools import checkpoints
 from minispec.data import tasks
 from minispec.tools import methods
-from minispec.core.attention import dense_attend
+from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
 from minispec.data.tokenizer import Tokenizer
 from minispec.core.verify import Sampling

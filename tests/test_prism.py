@@ -13,7 +13,8 @@ from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_key
 import train_prism
 from minispec import prism
 from minispec.core import verify
-from minispec.core.attention import FullKeys, dense_attend, packed_attend, tree_mask
+from minispec.core.attention import FullKeys, packed_attend, tree_mask
+from minispec.core.gpt import dense_attend
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache

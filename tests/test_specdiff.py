@@ -16,7 +16,8 @@ import train_prism
 import train_specdiff
 from minispec import prism, specdiff
 from minispec.data import rollouts
-from minispec.core.attention import FullKeys, dense_attend
+from minispec.core.attention import FullKeys
+from minispec.core.gpt import dense_attend
 from minispec.core.drafters import STOP as STOP_AT
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request

@@ -13,7 +13,7 @@ from conftest import ROOT, TARGET, outcome, toy_model
 from safetensors.torch import load_file
 
 import train_gpt
-from minispec.core.attention import dense_attend
+from minispec.core.gpt import dense_attend
 from minispec.data import corpus, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import training

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from minispec.core.attention import dense_attend
+from minispec.core.gpt import dense_attend
 from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
