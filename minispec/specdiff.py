@@ -362,6 +362,24 @@ def estimate(drafter, batch, n_windows):
 
 # -- drafting: K chains from one forward -----------------------------------------------------------
 
+def best_path(draft, parents, p):
+    """SpecDiff-2's self-selection (section 4, Eq. 7): the rows of the path with the largest sum, over its
+    rows, of the probability that the target would accept that far. p (n + 1, V)."""
+    # reach: the probability to be accepted up to a row; score: its sum along the path.
+    given = p[list(parents), draft].tolist()
+    reach, score = [1.0], [0.0]
+    for parent, one in zip(parents, given):
+        reach.append(reach[parent] * one)
+        score.append(score[parent] + reach[-1])
+    # The end of a path has its largest score; walk back from the best one.
+    row = score.index(max(score))
+    rows = []
+    while row:
+        rows.insert(0, row)
+        row = parents[row - 1]
+    return rows
+
+
 class SpecDiffDrafter(Cached):
     """Drafts for the engine's Lockstep planner: Lockstep(engine, SpecDiffDrafter(..), gamma * k_drafts).
 
@@ -371,6 +389,7 @@ class SpecDiffDrafter(Cached):
     argmax. A single chain is cut where it gets improbable, like those of `Chained`. """
     name = "specdiff"
     segments = 2            # of a request in a round: its new tokens, and its window
+    select = staticmethod(best_path)
 
     def __init__(self, drafter, target, gamma=None, k_drafts=1, temperature=None):
         if gamma is None:

@@ -37,6 +37,7 @@ class Drafter:
     stop = 0.0              # above 0: it ends a chain itself; see Chained
     reads = False           # whether it reads the target's final hidden states,
     feature_layers = ()     # and those of these layers
+    select = None           # of trees under the rule `selection`: see specdiff.best_path
     seconds = 0.0           # that captures of CUDA graphs took
     drafters = {}           # name -> the drafters that this one chooses among
 
