@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_keys, toy_model
 
-import train_prism
 from minispec import prism
 from minispec.core import verify
 from minispec.core.attention import FullKeys, packed_attend, tree_mask
@@ -19,8 +18,8 @@ from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
 from minispec.prism import PrismConfig, PrismDrafter
-from minispec.core.words import Words, most_frequent, restrict
-from minispec.data import rollouts
+from minispec.core.words import Words, most_frequent
+from minispec.data import recorded, rollouts
 from minispec.core.verify import RULES, Sampling, draw, greedy_tree, rejection, warp
 from minispec.tools.checkpoints import fingerprint, load_drafter, save_drafter
 
@@ -31,7 +30,7 @@ def toy_drafter(target, step_map=(0, 1), seed=5, gain=4.0, **changes):
     """Random, and not near the target as a new one is: so it is right by chance, and not always wrong."""
     drafter = prism.for_target(target, step_map, **changes).eval()
     torch.manual_seed(seed)
-    chance = dict(prism.Prism(drafter.config).named_parameters())
+    chance = dict(prism.Prism(drafter.config, target).named_parameters())
     with torch.no_grad():
         for name, p in drafter.named_parameters():
             if p.ndim == 2:
@@ -67,7 +66,7 @@ SHAPES = {"chain": (4, 1, 4), "early stop": (4, 1, 4, 0.15), "tree": (4, 2, 8),
 def texts(n):
     """Answers of TARGET to n prompts, and what it knew of them."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(Lockstep, prompts(n), 10)[0]]
-    return rollouts.padded([rollouts.read(TARGET, *row, 0) for row in rows])
+    return recorded.padded([rollouts.read(TARGET, *row, 0) for row in rows])
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def trained():
     batch = texts(10)
     opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
     for _ in range(40):
-        loss, accepted = train_prism.unrolled_loss(drafter, Words(TARGET), batch, 3)
+        loss, accepted = prism.unrolled_loss(drafter, batch, 3)
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -109,7 +108,7 @@ def recomputed_states(drafter, target, ids, features, steps):
     rows = torch.arange(ids.shape[1])
     for step in range(1, steps + 1):
         inputs.append((target.embed(ids.roll(-step, 1)), a, rows[None] + step - 1))
-        attend = train_prism.unrolled_attend(rows)
+        attend = prism.unrolled_attend(rows)
         a = drafter(step, *inputs[0], attend)
         for e, a, at in inputs[1:]:
             a = drafter(step, e[0], a[0], at[0], attend)[None]
@@ -126,8 +125,8 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
     x = torch.tensor([ids])
     features = TARGET(x, torch.arange(len(ids))[None], dense_attend())
     everyone = torch.arange(len(ids))
-    states = train_prism.unroll(drafter, TARGET, x, features, steps, everyone)
-    third = train_prism.unroll(drafter, TARGET, x, features, steps, everyone[::3])
+    states = prism.unroll(drafter, x, features, steps, everyone)
+    third = prism.unroll(drafter, x, features, steps, everyone[::3])
     assert all(torch.allclose(few, all_[::3], atol=1e-5) for few, all_ in zip(third, states))
     again = recomputed_states(drafter, TARGET, x, features, steps)
     wrong = 0.0
@@ -145,18 +144,17 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
 @pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 2, 3, 5, 7, 8])], ids=["all tokens", "some"])
 def test_the_loss_is_a_divergence(vocabulary):
     """Against the plain formula, row by row; and what is accepted. The target's first rows judge nobody."""
-    drafter, batch, steps = restrict(toy_drafter(TARGET), vocabulary), texts(3), 3
+    drafter, batch, steps = toy_drafter(TARGET).restrict(vocabulary), texts(3), 3
     best = torch.randint(0, 12, batch.ids.shape, generator=torch.Generator().manual_seed(0))            # or no draft would be right
     batch = batch._replace(best=best)
-    words = Words(TARGET, vocabulary)
-    loss, accepted = train_prism.unrolled_loss(drafter, words, batch, steps)
+    loss, accepted = prism.unrolled_loss(drafter, batch, steps)
     loss.backward()
     got = [p.grad.clone() for p in drafter.parameters()]
     drafter.zero_grad()
     want, hits = 0, torch.zeros(steps, *batch.ids.shape)
     ids = torch.arange(12) if vocabulary is None else vocabulary
     everyone = torch.arange(batch.ids.numel())
-    for k, a in enumerate(train_prism.unroll(drafter, words, batch.ids, batch.hidden, steps, everyone), 1):
+    for k, a in enumerate(prism.unroll(drafter, batch.ids, batch.hidden, steps, everyone), 1):
         a = a.unflatten(0, batch.ids.shape)
         log_q, rows = TARGET.logits(a)[..., ids].log_softmax(-1), []
         for b, r in itertools.product(*map(range, batch.ids.shape)):
@@ -376,7 +374,7 @@ def test_control_argmax_chains_judged_by_their_softmax_are_rejected(monkeypatch)
 
 AT = GRID[0]
 SOME = exact(AT).view(8, 8, 8).sum((0, 2)).argsort()[:5].sort().values                        # all but the three likeliest
-LACKING = restrict(toy_drafter(SMALL, gain=2.0), SOME)
+LACKING = toy_drafter(SMALL, gain=2.0).restrict(SOME)
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 2), (2, 3, 3)], ids=["chain", "tree"])
@@ -411,6 +409,7 @@ def test_drafts_are_of_the_draft_vocabulary_and_its_ids_are_kept(tmp_path):
         want = Engine(SMALL, Lockstep, 4).generate([Request(PROMPT[i:], 30) for i in range(4)])
         assert [g.token_ids for g in got] == [g.token_ids for g in want] and seen and seen <= set(SOME.tolist())
     for ids in ([0, 1, 2, 3, 3], [0, 1, 2, 3, 8], [-1, 1, 2, 3, 4]):
+        again = load_drafter(tmp_path, SMALL, prism.PrismConfig)
         again.vocabulary = torch.tensor(ids)
         with pytest.raises(ValueError, match="names tokens from 0 to 7, each once"):
             PrismDrafter(again, SMALL)

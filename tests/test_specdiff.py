@@ -12,20 +12,18 @@ import pytest
 import torch
 from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_keys, ROOT, toy_model
 
-import train_prism
-import train_specdiff
 from minispec import prism, specdiff
-from minispec.data import rollouts
+from minispec.data import recorded, rollouts
 from minispec.core.attention import FullKeys
 from minispec.core.gpt import dense_attend
 from minispec.core.drafters import STOP as STOP_AT
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
-from minispec.specdiff import MASK, SpecDiffDrafter
-from minispec.core.words import Words, restrict
+from minispec.specdiff import MASK, SpecDiffDrafter, best_path
+from minispec.core.words import Words
 from minispec.core import verify
-from minispec.core.verify import Sampling, best_path, draw, graft, greedy_tree, rejection, warp
+from minispec.core.verify import Sampling, draw, graft, greedy_tree, rejection, warp
 from minispec.tools.checkpoints import fingerprint, load_drafter, save_drafter
 
 RULES = ("rejection", "selection", "walk")
@@ -84,13 +82,13 @@ def plain(n, sampling=Sampling()):
 def texts(some):
     """Answers of TARGET as a batch."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(Lockstep, some, 10)[0]]
-    return rollouts.padded([rollouts.read(TARGET, *row, 0) for row in rows])
+    return recorded.padded([rollouts.read(TARGET, *row, 0) for row in rows])
 
 
 def fit(drafter, name, batch, steps, lr=0.01, windows=32):
     opt = torch.optim.Adam(drafter.parameters(), lr=lr)
     for step in range(steps):
-        loss = train_specdiff.training_loss(drafter, name, batch, windows, torch.Generator().manual_seed(step))
+        loss = specdiff.training_loss(drafter, name, batch, windows, torch.Generator().manual_seed(step))
         opt.zero_grad()
         loss.backward()
         opt.step()
@@ -102,7 +100,7 @@ def trained():
     """A drafter that has learned some answers of the target by heart: long windows of it are accepted."""
     drafter, batch = toy_drafter(reads=True, n_layer=2), texts(prompts(10))
     fit(drafter, "ce", batch, 80)
-    assert train_specdiff.estimate(drafter, batch, 32)["greedy"] > 2
+    assert specdiff.estimate(drafter, batch, 32)["greedy"] > 2
     return drafter.eval()
 
 
@@ -143,7 +141,7 @@ def test_packed_windows_equal_one_window_at_a_time(form):
     shown = torch.tensor([[MASK, 3, MASK, 1]]).repeat(2, 5, 1).view(2, 5, 4)
     features = features_of(drafter, ids) if drafter.config.reads else None
     for slots in (None, shown):
-        windows, _ = train_specdiff.window_states(drafter, ids, starts, features, slots)
+        windows, _ = specdiff.window_states(drafter, ids, starts, features, slots)
         got = drafter.words.logits(windows)
         for b, w in itertools.product(range(2), range(5)):
             want = obvious_logits(drafter, some[b], int(starts[b, w]), None if slots is None else shown[b, w].tolist())
@@ -235,7 +233,7 @@ def test_windows_are_where_they_should_be(form):
     drafter, ids = toy_drafter(n_layer=2, **FORMS[form]), torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     with torch.no_grad():
         drafter.norm.weight.mul_(3)                                # the toy head's small weights could not be sure of anything
-    batch = rollouts.padded([rollouts.read(TARGET, ids[:8], ids[8:], 0)])
+    batch = recorded.padded([rollouts.read(TARGET, ids[:8], ids[8:], 0)])
     fit(drafter, "ce", batch, 60, windows=12)
     assert fit(drafter, "streak", batch, 30, 0.003, windows=12) < -3.3             # at most 3.5: a text's last three windows end early
     right = {shift: 0 for shift in (-1, 0, 1)}
@@ -249,7 +247,7 @@ def test_windows_are_where_they_should_be(form):
 def test_a_drafter_starts_as_the_target():
     drafter = specdiff.for_target(TARGET, gamma=4)
     ids = prompts(6)[-1]
-    windows, _ = train_specdiff.window_states(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))
+    windows, _ = specdiff.window_states(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))
     got = drafter.words.logits(windows[0, 0, 0])
     assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4                # q_1 = p_1
     assert drafter.n_params() == sum(p.numel() for n, p in TARGET.named_parameters() if n not in ("embed.weight", "head.weight")) + 32
@@ -481,7 +479,7 @@ def test_rejection_has_the_targets_distribution(name, vocabulary=None, rule="rej
     vocabulary. A correct rule fails with probability 1e-6."""
     sampling, rounds = Sampling(0.9, 0, 0.95), 40_000 if FULL else 1_000
     drafter = toy_drafter(TINY, gamma=2, reads=name != "rejection")
-    restrict(drafter, vocabulary)
+    drafter.restrict(vocabulary)
     want, cells = torch.zeros(216), {}
     for out in itertools.product(range(6), repeat=3):              # an answer that ends early goes to one of its cells
         cut = out[:out.index(STOP) + 1] if STOP in out else out
@@ -577,7 +575,7 @@ def loss_of(name, p, q):
     """The mean of an objective over the target's answers, (V^gamma weights)."""
     of_p, _ = enumerated(p, q)
     logits = q.double().log().expand(len(SEQUENCES), -1, -1)
-    one = lambda i: train_specdiff.objective(name, logits[i:i + 1].float(), SEQUENCES[i:i + 1], torch.ones(1, GAMMA).bool(), of_p[i:i + 1].log())
+    one = lambda i: specdiff.objective(name, logits[i:i + 1].float(), SEQUENCES[i:i + 1], torch.ones(1, GAMMA).bool(), of_p[i:i + 1].log())
     return sum(of_p[i].prod() * one(i) for i in range(len(SEQUENCES)))
 
 
@@ -640,18 +638,18 @@ def test_gradients_and_numerics_of_the_streak():
     """C4: dJ / d log q_j = sum over m >= j of c_m; log space equals products; nothing overflows or vanishes into nan."""
     q = torch.rand(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.double)
     log_q, all_valid = q.log().requires_grad_(), torch.ones(5, 6).bool()
-    j = train_specdiff.log_streak(log_q, all_valid).exp().sum(-1)
+    j = specdiff.log_streak(log_q, all_valid).exp().sum(-1)
     assert torch.allclose(j, q.cumprod(-1).sum(-1), atol=1e-12)
     j.sum().backward()
     assert torch.allclose(log_q.grad, q.cumprod(-1).flip(-1).cumsum(-1).flip(-1), atol=1e-12)
     log_q.grad = None
-    (-train_specdiff.log_streak(log_q, all_valid).logsumexp(-1)).sum().backward()
+    (-specdiff.log_streak(log_q, all_valid).logsumexp(-1)).sum().backward()
     c = q.cumprod(-1)
     assert torch.allclose(log_q.grad, -c.flip(-1).cumsum(-1).flip(-1) / c.sum(-1, keepdim=True), atol=1e-12)
     labels, valid = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[True, True, True, False]])
     for name in ("streak", "log-streak", "streak-rs"):
         logits = torch.tensor([[[-27.6, 0.0], [0.0, -27.6], [-200.0, 0.0], [0.0, 0.0]]]).requires_grad_()      # q of 1e-12 and less
-        loss = train_specdiff.objective(name, logits, labels, valid, torch.zeros(1, 4))
+        loss = specdiff.objective(name, logits, labels, valid, torch.zeros(1, 4))
         loss.backward()
         assert loss.isfinite() and logits.grad.isfinite().all() and (logits.grad[0, 3] == 0).all()     # nothing behind the end counts
         assert abs(loss.item() + (math.log(1e-12) if name == "log-streak" else 1e-12)) < (0.1 if name == "log-streak" else 1e-13)
@@ -661,7 +659,7 @@ def test_objectives_by_hand():
     """One window of three slots, the last one behind the end of the text, over two tokens."""
     q = torch.tensor([[0.5, 0.5], [0.2, 0.8], [0.1, 0.9]])
     logits, labels, valid = q.log()[None], torch.tensor([[0, 1, 1]]), torch.tensor([[True, True, False]])
-    loss = lambda name, **extra: train_specdiff.objective(name, logits, labels, valid, **extra).item()
+    loss = lambda name, **extra: specdiff.objective(name, logits, labels, valid, **extra).item()
     for name, want, extra in (
             ("ce", -(math.log(0.5) + math.log(0.8)) / 2, {}),
             ("mdlm", -3 * math.log(0.8) / 2, dict(weight=torch.tensor([[0.0, 3.0, 3.0]]))),
@@ -671,8 +669,8 @@ def test_objectives_by_hand():
     # A token that cannot be drafted ends a streak; a window that begins with one teaches nothing, and breaks nothing.
     logits.requires_grad_()
     for valid, want in (([True, False, True], -0.5), ([False, True, True], 0.0)):
-        assert abs(train_specdiff.objective("streak", logits, labels, torch.tensor([valid])).item() - want) < 1e-6
-    loss = train_specdiff.objective("log-streak", logits, labels, torch.tensor([[False, True, True]]))
+        assert abs(specdiff.objective("streak", logits, labels, torch.tensor([valid])).item() - want) < 1e-6
+    loss = specdiff.objective("log-streak", logits, labels, torch.tensor([[False, True, True]]))
     loss.backward()
     assert loss == 0 and not logits.grad.any()
 
@@ -682,7 +680,7 @@ def test_objectives_by_hand():
 def test_distillation_is_a_kl_divergence_slot_by_slot(form):
     """Mean by slot, decaying along the window; where rows guess the next token, every row of an answer is a first slot."""
     drafter, batch = toy_drafter(**FORMS[form]), texts(prompts(3, seed=4))
-    starts = train_specdiff.draw_windows(batch.learn, 5, torch.Generator().manual_seed(0))
+    starts = specdiff.draw_windows(batch.learn, 5, torch.Generator().manual_seed(0))
 
     def kl(b, start, slot):
         ids = batch.ids[b].tolist()
@@ -697,8 +695,8 @@ def test_distillation_is_a_kl_divergence_slot_by_slot(form):
         else:
             at = [(b, i) for b, row in enumerate(starts.tolist()) for i in row
                   if i + slot < batch.ids.shape[1] and batch.learn[b, i + slot]]
-        want += train_specdiff.DECAY ** slot * sum(kl(b, i, slot) for b, i in at) / len(at)
-    got = train_specdiff.training_loss(drafter, "kl", batch, 5, torch.Generator().manual_seed(0))
+        want += specdiff.DECAY ** slot * sum(kl(b, i, slot) for b, i in at) / len(at)
+    got = specdiff.training_loss(drafter, "kl", batch, 5, torch.Generator().manual_seed(0))
     assert abs(got.item() - want) < 0.02 * want                                    # stored states are rounded to bf16
 
 
@@ -724,7 +722,7 @@ def test_a_drafter_that_starts_as_an_eagle_head_drafts_the_first_slot_as_that_do
     ids = torch.randint(0, 12, (1, 40), generator=torch.Generator().manual_seed(1))
     features = TARGET(ids, torch.arange(40)[None], dense_attend())
     # Row r of the head knows the state of token r and token r + 1; so does row r + 1 of the drafter, which begins a row earlier.
-    want, = train_prism.unroll(head, Words(TARGET), ids, features, 1, torch.arange(40))
+    want, = prism.unroll(head, ids, features, 1, torch.arange(40))
     got = drafter(ids[:, 1:], torch.arange(39)[None], dense_attend(), features[:, :-1])
     assert torch.allclose(got[0], want[:-1], atol=1e-5)
 
@@ -736,7 +734,7 @@ def fitted(name, p, steps=250):
     opt = torch.optim.Adam([logits], lr=0.1)
     for _ in range(steps):
         log_q = logits.log_softmax(-1)[torch.arange(GAMMA), SEQUENCES]
-        j = train_specdiff.log_streak(log_q if name == "streak" else (log_q - of_p.log()).clamp(max=0), torch.ones_like(log_q).bool()).exp().sum(1)
+        j = specdiff.log_streak(log_q if name == "streak" else (log_q - of_p.log()).clamp(max=0), torch.ones_like(log_q).bool()).exp().sum(1)
         loss = -(chance * (log_q.sum(1) if name == "ce" else j)).sum()
         opt.zero_grad()
         loss.backward()
@@ -792,11 +790,11 @@ def test_more_chains_help_most_where_chains_differ():
 def test_windows_are_spread_over_what_the_target_wrote():
     learn = torch.zeros(2, 40).bool()
     learn[0, 10:30], learn[1, 5:8] = True, True
-    starts = train_specdiff.draw_windows(learn, 20, torch.Generator().manual_seed(0))
+    starts = specdiff.draw_windows(learn, 20, torch.Generator().manual_seed(0))
     assert sorted(starts[0].tolist()) == list(range(10, 30)) and set(starts[1].tolist()) == {5, 6, 7}
-    places = train_specdiff.places_of(torch.tensor([[38], [3]]), 4)
+    places = specdiff.places_of(torch.tensor([[38], [3]]), 4)
     assert places[:, 0].tolist() == [[38, 39, 40, 41], [3, 4, 5, 6]]
-    assert train_specdiff.at_places(torch.arange(40).repeat(2, 1), places)[:, 0].tolist() == [[38, 39, 39, 39], [3, 4, 5, 6]]
+    assert specdiff.at_places(torch.arange(40).repeat(2, 1), places)[:, 0].tolist() == [[38, 39, 39, 39], [3, 4, 5, 6]]
 
 
 def in_bf16(x):

@@ -13,6 +13,7 @@ from conftest import ROOT, TARGET, outcome, toy_model
 from safetensors.torch import load_file
 
 import train_gpt
+from minispec.core import losses
 from minispec.core.gpt import dense_attend
 from minispec.data import corpus, tasks
 from minispec.data.tokenizer import Tokenizer
@@ -160,7 +161,7 @@ def test_divergence_is_in_fp32_also_where_products_are_not():
     p, q = target.double().softmax(-1), logits.double().softmax(-1)
     want = (p * (p / q).log()).sum(-1)
     with torch.autocast("cpu", torch.bfloat16):
-        got = training.Divergence(target)(logits)
+        got = losses.Divergence(target)(logits)
     assert torch.allclose(got.double(), want, atol=1e-5) and (got > 0).all()
     got.sum().backward()
     assert torch.allclose(logits.grad.double(), q - p, atol=1e-5)

@@ -19,7 +19,7 @@ import train_prism
 from minispec import prism
 from minispec.core.words import most_frequent
 from minispec.core.words import Words
-from minispec.data import magpie, rollouts, tasks
+from minispec.data import magpie, recorded, rollouts, tasks
 from minispec.data.loops import loops
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
 from minispec.tools import checkpoints, methods, training
@@ -38,13 +38,13 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     made = {f: os.path.getmtime(folder / "responses" / f) for f in os.listdir(folder / "responses")}
     assert {f for f in made if "given" not in f} == {"settings.json", "train-0-24.safetensors", "heldout-0-4.safetensors"}
 
-    calls, loss = [], train_prism.unrolled_loss
+    calls, loss = [], prism.unrolled_loss
     def killed(*args):
         calls.append(1)
         if len(calls) == 9:                                        # some steps behind the first checkpoint
             raise KeyboardInterrupt
         return loss(*args)
-    monkeypatch.setattr(train_prism, "unrolled_loss", killed)
+    monkeypatch.setattr(prism, "unrolled_loss", killed)
     with pytest.raises(KeyboardInterrupt):
         train(folder, "parts", "--lr", "2e-2")
     monkeypatch.undo()
@@ -74,14 +74,14 @@ def test_a_folder_with_a_model_of_no_training_here_is_left_alone(folder, capsys)
 
 
 def killed_behind_the_first_checkpoint(folder, out, *args):
-    loss = train_prism.unrolled_loss
+    loss = prism.unrolled_loss
 
     def killed(*args):
         if (folder / out / "resume.pt").exists():
             raise KeyboardInterrupt
         return loss(*args)
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_prism, "unrolled_loss", killed)
+        patch.setattr(prism, "unrolled_loss", killed)
         train(folder, out, *args)
 
 
@@ -105,10 +105,10 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
     """Also where there are more answers by now: the head's rows are those of the drafter's tokens."""
     words = []
     monkeypatch.setattr(train_prism, "Words", lambda *args: words.append(Words(*args)) or words[-1])
-    monkeypatch.setattr(rollouts, "most_frequent", lambda answers, n, size: torch.arange(40))
+    monkeypatch.setattr(recorded, "most_frequent", lambda answers, n, size: torch.arange(40))
     command = ("first", "--tokens", "900", "--draft-vocab", "40", "--batch-tokens", "200", "--save-every", "1")
     killed_behind_the_first_checkpoint(folder, *command)
-    monkeypatch.setattr(rollouts, "most_frequent", lambda answers, n, size: torch.arange(20, 60))
+    monkeypatch.setattr(recorded, "most_frequent", lambda answers, n, size: torch.arange(20, 60))
     train(folder, *command)
     target = checkpoints.load(folder / "target")
     assert torch.equal(words[-1].tokens(torch.arange(40)), torch.arange(40))
@@ -162,7 +162,7 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, monkeyp
     rows = [{"prompt": f"one {i}", "answer": f"two {i} three"} for i in range(20)]
     (tmp_path / "g.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     seen = []
-    monkeypatch.setattr(rollouts, "most_frequent", lambda answers, *args: seen.extend(answers) or most_frequent(answers, *args))
+    monkeypatch.setattr(recorded, "most_frequent", lambda answers, *args: seen.extend(answers) or most_frequent(answers, *args))
     train(folder, "given", "--tokens", "300", "--given", str(tmp_path / "g.jsonl"))
     read = [row for row in rows if not tasks.is_heldout(row["prompt"] + "\n")]
     assert f"{24 + len(read)} texts" in capsys.readouterr().out and len(seen) == 24 + len(read)      # drafts are of the words of all answers
@@ -170,7 +170,7 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys, monkeyp
     tokenizer = Tokenizer.load(folder / "target")
     prompt, answer = tokenizer.prompt_ids(read[0]["prompt"] + "\n"), tokenizer.encode(read[0]["answer"]) + [target.config.eos_id]
     want = rollouts.read(target, prompt, answer, 1)
-    assert all(torch.equal(states[f"0.{name}"], want[name]) for name in rollouts.Batch._fields) and (want["log_p"][len(prompt):] < 0).all()
+    assert all(torch.equal(states[f"0.{name}"], want[name]) for name in recorded.Batch._fields) and (want["log_p"][len(prompt):] < 0).all()
     again = functools.partial(train, folder, "given2", "--tokens", "300", "--given")
     with pytest.raises(ValueError, match="cannot read"):
         again(str(tmp_path / "not there"))
@@ -202,7 +202,7 @@ def test_states_kept_while_decoding_are_those_of_reading(folder):
     args = argparse.Namespace(max_new_tokens=12, temperature=None)
     tokenizer = Tokenizer.load(folder / "target")
     prompts = [tokenizer.prompt_ids("word " * n) for n in (1, 3, 40, 7)]
-    for i, (prompt, text) in enumerate(zip(prompts, rollouts._answers(args, target, tokenizer, prompts, 0))):
+    for i, (prompt, text) in enumerate(zip(prompts, rollouts.answers(args, target, tokenizer, prompts, 0))):
         ids = text["ids"].tolist()
         want = rollouts.read(target, prompt, ids[len(prompt):], rollouts.TEMPERATURES[i])
         assert ids[:len(prompt)] == prompt and len(ids) > len(prompt)
@@ -224,7 +224,7 @@ def test_a_greedy_answer_ends_where_it_loops(folder):
     tokenizer = Tokenizer.load(folder / "target")
     prompt = tokenizer.prompt_ids("word")
     args = argparse.Namespace(max_new_tokens=200, temperature=0)
-    [greedy] = rollouts._answers(args, target, tokenizer, [prompt], 0)
+    [greedy] = rollouts.answers(args, target, tokenizer, [prompt], 0)
     n = int(greedy["learn"].sum())
     assert n < 200 and loops(greedy["ids"][len(prompt):].tolist()) and not loops(greedy["ids"][len(prompt):-1].tolist())
 

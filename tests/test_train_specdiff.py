@@ -13,11 +13,10 @@ from test_specdiff import toy_drafter
 
 import decode
 import train_specdiff
-from train_specdiff import OBJECTIVES
 from minispec import prism, specdiff
 from minispec.tools import checkpoints
 from minispec.tools.training import fast_dtype
-from minispec.data import rollouts
+from minispec.data import recorded, rollouts
 from minispec.tools.checkpoints import load_drafter, save_drafter
 
 
@@ -35,13 +34,13 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     assert log[-1]["loss"] < 0.9 * log[0]["loss"]
     assert 1 <= log[0]["heldout_tau"]["greedy"] < log[-1]["heldout_tau"]["greedy"] <= 5
 
-    calls, loss = [], train_specdiff.training_loss
+    calls, loss = [], specdiff.training_loss
     def killed(*args):
         calls.append(1)
         if len(calls) == 9:                                        # some steps behind the first checkpoint
             raise KeyboardInterrupt
         return loss(*args)
-    monkeypatch.setattr(train_specdiff, "training_loss", killed)
+    monkeypatch.setattr(specdiff, "training_loss", killed)
     with pytest.raises(KeyboardInterrupt):
         train(folder, "parts", "--gamma", 4, "--lr", "1e-2", temperature="0", responses="greedy")
     monkeypatch.undo()
@@ -56,7 +55,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(folder, mo
     assert "train_specdiff.py --target" in (folder / "whole" / "command.txt").read_text()
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", specdiff.OBJECTIVES)
 def test_every_objective_trains_and_decodes(name, folder, capsys, tmp_path):
     shape = {"mdlm": ["--blind"], "ce": ["--draft-vocab", 500]}.get(name, [])
     log = train(folder, name, "--objective", name, *shape, "--gamma", 4, "--tokens", "2000")
@@ -79,7 +78,7 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
     shard = load_file(folder / "responses" / "train-0-16.safetensors")
     assert {name.split(".")[0] for name in shard} == set(map(str, range(16)))
     for i in range(4):
-        kept = {name: shard[f"{i}.{name}"] for name in rollouts.Batch._fields}
+        kept = {name: shard[f"{i}.{name}"] for name in recorded.Batch._fields}
         prompt, answer = kept["ids"][~kept["learn"]].tolist(), kept["ids"][kept["learn"]].tolist()
         n = len(prompt)
         want = dense_logits(target, prompt + answer).float()
@@ -95,7 +94,7 @@ def test_stored_answers_are_ids_with_their_probabilities(folder):
     rows = [([5, 6], [7, eos], 1), ([5], [7, 8, 9, 4], 1)]
     seen = [rollouts.read(target, *row) for row in rows]
     seen[1] = {name: x[:4] for name, x in seen[1].items()}         # a text that was cut
-    batch = rollouts.padded(seen)
+    batch = recorded.padded(seen)
     assert batch.ids[:, :4].tolist() == [[5, 6, 7, eos], [5, 7, 8, 9]] and not batch.ids[:, 4:].any() and not batch.learn[:, 4:].any()
     assert batch.learn[:, :4].tolist() == [[False, False, True, True], [False, True, True, True]]
     assert batch.log_p[0, :2].tolist() == [0, 0] and (batch.log_p[0, 2:4] < 0).all() and batch.hidden.shape == (2, 16, 32)
