@@ -11,7 +11,7 @@
     python train_prism.py --out /tmp/two --arm prism2 --init /tmp/one --responses mine/prism/responses
     python train_prism.py --out /tmp/more --arm ttt1 --init /tmp/one --responses mine/prism/responses
 
-The target writes prompts and answers them itself, and what it knew at every token is kept (rollouts.py).
+The target writes prompts, answers them, and its hidden states are recorded (data/rollouts.py).
 Other arms, seeds and prefixes (--prompts 1000, 2000, ..) can be trained from the same folder of --responses.
 Interrupt it at any time: the same command continues. Writes config.json, model.safetensors, log.jsonl,
 command.txt, and resume.pt with the optimisers' state. tau, on the way, is an estimate of the tokens that a
@@ -72,8 +72,7 @@ def drafter_of(args, target):
 
 
 def evaluate(run):
-    """tau on held-out answers, with five drafts a round. Sets the depth of the drafter to the drafts that pay.
-    """
+    """tau on held-out answers, with five drafts a round. Sets the drafter's depth to the drafts that pay."""
     def estimate(batch):
         _, accepted = prism.unrolled_loss(run.model, batch, 5)
         return dict(enumerate(accepted.tolist()))
@@ -92,8 +91,8 @@ def main():
     with locked(args.out):
         run = DrafterRun(args, model, least=args.unroll)
         step_reads = sum(p.numel() for p in model.bank[0].parameters())
-        print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {step_reads / 1e6:.2f}M read by a draft "
-              f"step, {model.words.size} tokens to draft")
+        print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {step_reads / 1e6:.2f}M read by a "
+              f"draft step, {model.words.size} tokens to draft")
 
         # 2. The loop, from the last checkpoint on.
         for _, batch in run.batches():

@@ -15,7 +15,7 @@ the same cost.
     # answers sampled, for rejection sampling
     python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1
 
-The target writes prompts and answers them itself (rollouts.py), and all objectives and seeds are trained on
+The target writes prompts and answers them itself (data/rollouts.py), and all objectives and seeds are trained on
 the same answers. Streak objectives barely move a drafter that is never right: let them go on from another one
 (--init). Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
 log.jsonl, command.txt, and resume.pt with the optimisers' state.

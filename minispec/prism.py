@@ -1,31 +1,31 @@
 """PRISM (arXiv 2602.01762): a drafter that grows without getting slower, and with it the EAGLE family it grew
 out of.
 
-A bigger drafter guesses better but takes longer for every guess. So let it have M modules and use one per
-draft step: the first guess reads module 0, the second module 1, and so on as `step_map` says (the last entry
-serves all later steps). Parameters grow M-fold, what a step reads does not. The hidden state is handed on
-from step to step, so the token drafted at step k has passed through k layers with different weights, as if
-the drafter were deep.
+A bigger drafter guesses better but takes longer for every guess. PRISM has M modules and uses one per draft
+step: step 1 runs module 0, step 2 module 1, and so on as `step_map` says (its last entry serves all later
+steps). Parameters grow M-fold, the parameters that a step reads do not. The hidden state is handed on from
+step to step, so the token drafted at step k has passed through k layers with different weights, as if the
+drafter were deep.
 
-A module is a projection of two vectors to one and a decoder layer. Row r pairs what the target knew at
+A module is a projection of two vectors to one, and a decoder layer. Row r pairs the target's hidden state at
 position r, its `feature`, with the embedding of the token that the target chose next, t_{r+1}, and guesses
 t_{r+2}:
 
     step 1      a_1 = module 0 (E[t_{r+1}], feature r)     -> t_{r+2}      the feature is the target's
     step k      a_k = module m(k) (E[t_{r+k}], a_{k-1})    -> t_{r+k+1}    the state is the drafter's own
 
-at position r + k - 1. The feature joins the states of three layers of the target: a low one, a middle one
-and the last one (`feature_layers`). Embedding and head are the target's, frozen. The keys and values of all
-modules go to one cache that is one layer deep. All its rows but those of the running round were written by module 0 from
-the target's features, so every module must be able to read module 0's. When the features of accepted tokens
-are known, module 0 encodes them again.
+at position r + k - 1. The feature joins the states of three layers of the target: a low, a middle and the
+last one (`feature_layers`). Embedding and head are the target's, frozen. The keys and values of all modules
+go to one cache that is one layer deep. Module 0 writes all its rows but those of the running round, from the
+target's features, so every module must be able to read the keys of module 0. Once the features of accepted
+tokens are known, module 0 encodes these tokens again.
 
 With M = 1 this is the EAGLE family: trained for one step like EAGLE and EAGLE-2 (2406.16858), for several
-like HASS (2408.15766) and EAGLE-3 (2503.01840). With `n_layer` 2 a
-step passes through a stack of two layers, the obvious way to grow, and reads both.
+like HASS (2408.15766) and EAGLE-3 (2503.01840). With `n_layer` 2 a step passes through a stack of two layers,
+the obvious way to grow, and reads both.
 
-Training unrolls these steps from every row of an answer at once (`unroll`), with the `forward` that
-decoding runs.
+Training unrolls these steps from every row of an answer at once (`unroll`), with the same `forward` as
+decoding.
 
 What differs from the papers and why: modules are plain Llama blocks with a norm before the attention and one
 at the end, so that an own state looks like the target's final one and training needs no warm-up by
@@ -167,12 +167,12 @@ def unrolled_attend(rows):
         (first_k, first_v), *own = steps[layer]                                # (B, G, S, D) each
         q = q.transpose(1, 2).unflatten(1, (-1, group)) * d ** -0.5            # (B, G, g, S, D)
 
-        # 1. What every row makes of the step-1 keys up to its own, and of its own later ones.
+        # 1. The weights of the step-1 keys up to each row, and of the row's own later ones.
         hidden = torch.full((s, s), float("-inf"), device=q.device).triu(1)
         logits = (q.flatten(2, 3) @ first_k.mT).unflatten(2, (group, s)) + hidden
         later = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]    # (B, G, g, S, 1)
         weights = torch.cat([logits, *later], -1).float().softmax(-1).to(v.dtype)
-        # 2. What it reads there.
+        # 2. The values behind them.
         out = (weights[..., :s].flatten(2, 3) @ first_v).unflatten(2, (group, s))
         for i, (_, v) in enumerate(own, s):
             out = out + weights[..., i:i + 1] * v[:, :, None]

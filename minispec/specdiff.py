@@ -1,5 +1,5 @@
 """SpecDiff-2 (arXiv 2511.00606): a diffusion drafter proposes a whole window in one forward, and is trained
-for what counts.
+for the number of accepted drafts.
 
 An autoregressive drafter needs gamma forwards for gamma drafts; a masked-diffusion one fills gamma open slots
 in a single one. The price: slot j is guessed without knowing the tokens of slots 1 .. j-1, so acceptance
@@ -13,8 +13,8 @@ cost one forward like one chain does; the target judges their merged trie in one
 the acceptance rules).
 
 Rows of a round: first the tokens committed since the last one, causal, whose keys stay in the drafter's cache
-for good. Then the window, whose rows see everything, each other included, and whose keys are overwritten by
-the next round:
+for good; then the window, whose rows see everything, each other included. The next round overwrites the
+window's keys:
 
     blind      t_0   t_1   ..  t_n   | MASK  ..  MASK      a causal prefix: cached keys equal a new prefill's
     reading    t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row reads a hidden state f of
@@ -37,12 +37,12 @@ What differs from the paper and why: the released drafter sees its prefix bidire
 every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The
 released code trains the paper's loss, which fits point-mass acceptance, and decodes with multi-round
 rejection; here each rule has its loss (`streak`, `streak-rs`). The drafter starts as the first layers of the
-target, whose embedding and head it uses, or as a trained EAGLE head (`from_module`), and not from a diffusion
+target, whose embedding and head it uses, or as a trained EAGLE head (`from_prism`), and not from a diffusion
 model of its own. A single chain ends where it gets improbable.
 
 Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; `selection` <->
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
-of the vocabulary. """
+of the vocabulary, N of the draft vocabulary."""
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -248,8 +248,8 @@ def at_places(x, places):
 
 
 def _answers(drafter, batch, starts):
-    """What the target wrote in windows, each (B, W, gamma): tokens; their indices; log_p; and valid, False
-    behind the end of its answer and for tokens that the drafter cannot draft."""
+    """The target's tokens in the windows, each (B, W, gamma): tokens; their indices; log_p; and valid, False
+    behind the end of the answer and for tokens outside the draft vocabulary."""
     places = places_of(starts, drafter.config.gamma)
     tokens, written, log_p = (at_places(x, places) for x in (batch.ids, batch.learn, batch.log_p))
     index = drafter.words.indices(tokens)
@@ -313,11 +313,11 @@ def training_loss(drafter, name, batch, n_windows, generator):
     # 1. Windows at random places of the answers.
     starts = draw_windows(batch.learn, n_windows, generator)
     tokens, labels, log_p, valid = _answers(drafter, batch, starts)
-    # 2. What the drafter sees: open slots, or for masked diffusion some of the answer.
+    # 2. The contents of the slots: all open, or for masked diffusion some of the answer.
     shown = weight = None
     if name == "mdlm":
         shown, weight = _mask_at_random(tokens, generator)
-    # 3. What it guesses, and how good that is.
+    # 3. The guesses, and their loss.
     windows, text = window_states(drafter, batch.ids, starts, batch.features(drafter.config), shown)
     windows = windows + markov_terms(drafter, tokens)
     if name == "kl":
@@ -327,8 +327,8 @@ def training_loss(drafter, name, batch, n_windows, generator):
 
 def distillation(drafter, batch, starts, windows, text, valid):
     """KL divergence from the target's distribution of every slot, given the true tokens before it, to the
-    drafter's, slot by slot. Where answers are sampled it has the optimum of cross-entropy, and learns it from
-    fewer of them. windows and text: from window_states."""
+    drafter's, slot by slot. On sampled answers it has the same optimum as cross-entropy, and learns it from
+    fewer answers. windows and text: from window_states."""
     gamma = drafter.config.gamma
     logits = drafter.words.logits
     # Every row of an answer is the first slot of a window.
@@ -343,9 +343,9 @@ def distillation(drafter, batch, starts, windows, text, valid):
 
 
 def estimate(drafter, batch, n_windows):
-    """How many drafts windows of a data.recorded.Batch would have accepted on average: {"greedy"}, the argmax at
-    temperature 0, and {"point_mass", "rejection"}, a chain drawn from q. It is the sum of how often the first
-    1, 2, .. are."""
+    """The mean number of drafts that windows of a data.recorded.Batch would have accepted: {"greedy"}, the
+    argmax at temperature 0, and {"point_mass", "rejection"}, a chain drawn from q. It is the sum of the
+    probabilities that the first 1, 2, .. drafts are accepted."""
     starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
     tokens, labels, log_p, valid = _answers(drafter, batch, starts)
     windows, _ = window_states(drafter, batch.ids, starts, batch.features(drafter.config))
@@ -385,8 +385,8 @@ class SpecDiffDrafter(Cached):
 
     gamma drafts per chain, k_drafts chains per round. Under the rule `coupled` chain i begins with the i-th
     best token of the first slot, and all go on with the best. Under the others chains are drawn independently
-    at temperature `temperature` (default: of one chain the request's own, of several 1); at 0 they are the
-    argmax. A single chain is cut where it gets improbable, like those of `Chained`. """
+    at temperature `temperature` (default: the request's own for one chain, 1 for several); at 0 they are the
+    argmax. A single chain is cut where it gets improbable, like the chains of `Chained`."""
     name = "specdiff"
     segments = 2            # of a request in a round: its new tokens, and its window
     select = staticmethod(best_path)
@@ -436,8 +436,8 @@ class SpecDiffDrafter(Cached):
         return out
 
     def _rows(self, request, slots):
-        """What a request feeds: first its new committed tokens, causal; then the window's masks, which see
-        each other."""
+        """The segments that a request feeds: first its new committed tokens, causal; then the window's masks,
+        which see each other."""
         notes = self.note(request)
         # The row of the last token guesses the first slot.
         masks = [MASK] * (slots - 1)
@@ -457,9 +457,8 @@ class SpecDiffDrafter(Cached):
         return fed
 
     def _chains(self, request, states, limit):
-        """What the engine gets of one request: a chain, or the trie of several, drawn from the states (n, C)
-        of the slots."""
-        # At which temperature?
+        """The proposal for one request, see Drafter.propose: a chain, or the trie of several chains, drawn
+        from the states (n, C) of the slots."""
         sampling = request.sampling.drafting
         temperature = self.temperature
         if temperature is None and self.width > 1 and sampling.rule != "coupled":
@@ -528,12 +527,13 @@ class SpecDiffDrafter(Cached):
 
 
 def _distribution(logits, sampling):
-    """What drafts are drawn from; at temperature 0, the softmax whose largest is drafted."""
+    """The probabilities q that drafts are drawn from; at temperature 0, the softmax whose largest is drafted.
+    """
     return warp(logits, sampling) if sampling.temperature else logits.float().softmax(-1)
 
 
 def _best(q, noise, slot, sampling):
-    """What k chains draw (k,) for a slot from q (k, N)."""
+    """The drafts (k,) of k chains for a slot, drawn from q (k, N)."""
     scores = q / noise
     if slot == 0 and sampling.rule == "coupled":
         return scores[0].topk(len(q)).indices

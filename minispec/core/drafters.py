@@ -179,11 +179,14 @@ class Chained(Cached):
             some = [requests[i] for i in numbers]
             steps = min(self.depth, max(limits[i] for i in numbers))
             tables = {
-                "last": [n - 1 for n in accumulate(len(rows.tokens) for rows in work)],   # its last row
-                "ends": [rows.start + len(rows.tokens) for rows in work],      # slots filled by the first step
-                "streams": [stream(r.sampling.seed, settings.lane) for r in some],        # its noise, and
-                "at": [len(r.tokens) for r in some],                           # the place of its first draft there
-                "stop": [self.stop] * len(some),         # a table, because it may change from round to round
+                # the last row of each request, and the slots filled by the first step
+                "last": [n - 1 for n in accumulate(len(rows.tokens) for rows in work)],
+                "ends": [rows.start + len(rows.tokens) for rows in work],
+                # its noise, and the position of its first draft
+                "streams": [stream(r.sampling.seed, settings.lane) for r in some],
+                "at": [len(r.tokens) for r in some],
+                # a table, because a CUDA graph would freeze a number
+                "stop": [self.stop] * len(some),
             }
             more = {name: torch.tensor(x) for name, x in tables.items()}
             drafts, *q = self.run_round(work, more, (steps, settings))

@@ -15,7 +15,8 @@ class Divergence:
 
     def __call__(self, logits):
         log_q = logits.log_softmax(-1, dtype=torch.float32)
-        return -(self.p * log_q).sum(-1) - self.entropy      # autocast would round a product of vectors to bf16
+        # Not as a product of vectors, which autocast would round to bf16.
+        return -(self.p * log_q).sum(-1) - self.entropy
 
 
 def numbers_of(mask):

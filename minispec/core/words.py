@@ -2,8 +2,9 @@
 rows of it, and hidden states.
 
 A drafter of one layer is small, the head of a real model is not: of SmolLM2's 135M weights 28M are the
-vocabulary, a drafter's layer has 4M. So a drafter may have a *draft vocabulary* (FR-Spec 2502.14856, EAGLE-3
-2503.01840): the N tokens that the target writes most. It reads only their rows of the head, in training too.
+vocabulary, a drafter's layer has 4M. A drafter may therefore have a *draft vocabulary* (FR-Spec 2502.14856,
+EAGLE-3 2503.01840): the N tokens that the target writes most. It reads only their rows of the head, in
+training too.
 
 Nothing is lost by it. The drafter's distribution q is 0 for all other tokens, and no rule of verify.py asks
 for more than a q that the drafts were really drawn from. Tokens outside come from the target: as the
@@ -140,4 +141,5 @@ class TrainedDrafter(nn.Module):
         """Let a new drafter draft the tokens ids (N,) alone; None: all. Returns it."""
         self.config = replace(self.config, draft_vocab=0 if ids is None else len(ids))
         self.vocabulary = None if ids is None else ids.to(self.rope.cos.device)
+        self.__dict__.pop("words", None)
         return self

@@ -1,5 +1,5 @@
-"""Recorded answers, the training data of drafters: for every token of a text the target's hidden states, and for
-every token of an answer also the target's argmax and the token's log-probability.
+"""Recorded answers, the training data of drafters: for every token of a text the target's hidden states, and
+for every token of an answer also the target's argmax and the token's log-probability.
 
 minispec/data/rollouts.py makes them, in a process of its own, which a training starts first. They lie in a
 folder of shards, DIR/train-0-128.safetensors and so on, which every arm, seed and number of prompts shares.
@@ -46,7 +46,8 @@ def add_answers(parser):
     add("--given-answers", type=int, metavar="N", help="number of given answers to read (default: all)")
     add("--heldout", type=int, default=40,
         help="number of held-out prompts for the estimates (default %(default)s)")
-    add("--temperature", type=float, help="temperature of the target's answers (default: 0, 0.7, 0, 1 in turn)")
+    add("--temperature", type=float,
+        help="temperature of the target's answers (default: 0, 0.7, 0, 1 in turn)")
     add("--max-new-tokens", type=int, default=1024, help="tokens of an answer at most (default %(default)s)")
 
 

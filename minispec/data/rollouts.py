@@ -145,7 +145,7 @@ class Recorder(Drafter):
 # -- shards --------------------------------------------------------------------------------------------------
 
 def answer(args, target, tokenizer, split, n):
-    """Yields the files of the target's answers to n prompts, or to those that it can answer in the minutes."""
+    """Yields the files of the target's answers to n prompts, or to fewer, where the minutes are over."""
     over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     own = procedural(split) if tokenizer.ours else magpie.written(target, tokenizer, args.out)
     fitting = Fitting(prompts_of(args.prompt_file, split, own), tokenizer, target.config.block_size)
@@ -181,8 +181,8 @@ def answers(args, target, tokenizer, asked, first):
 
 
 def given(args, target, tokenizer):
-    """Yields the files of --given: prompts with answers that somebody else wrote. The target's distributions at
-    every token are as good to learn from, though it would seldom come there by itself. ValueError where an
+    """Yields the files of --given: prompts with answers that somebody else wrote. The target's distributions
+    at every token are as good to learn from, though it would seldom come there by itself. ValueError where an
     answer is missing."""
     rows = []
     for i, p in enumerate(prompts.load_prompts(args.given), 1):
@@ -200,8 +200,8 @@ def given(args, target, tokenizer):
 
 
 def shard(file, begin, made):
-    """The name of a shard's file. If it is not there, it is written from `made`, an iterator of texts. ValueError
-    where its texts do not begin like those in `begin`."""
+    """The name of a shard's file. If it is not there, it is written from `made`, an iterator of texts.
+    ValueError where its texts do not begin like those in `begin`."""
     if not os.path.exists(file):
         tensors = {f"{i}.{name}": x for i, text in enumerate(made) for name, x in text.items()}
         with replaced(file) as temporary:

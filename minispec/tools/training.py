@@ -15,7 +15,7 @@ The loop itself stands in each script:
 
 A folder then holds the model, log.jsonl (one record per checkpoint), resume.pt (weights and the optimiser's
 state, from which the same command continues on the same loss curve), command.txt once it is finished, and the
-lock. """
+lock."""
 import contextlib
 import json
 import math
@@ -55,9 +55,10 @@ def add_arguments(parser, lr, save_every):
     add = parser.add_argument
     add("--out", required=True, help="folder to write to")
     add("--lr", type=float, default=lr, help="peak learning rate")
-    add("--seed", type=int, default=1337, help="of the weights and the order of the data")
+    add("--seed", type=int, default=1337,
+        help="random seed: weights, order of the data (default %(default)s)")
     add_device(parser)
-    add("--save-every", type=int, default=save_every, help="steps between checkpoints")
+    add("--save-every", type=int, default=save_every, help="steps between checkpoints (default %(default)s)")
 
 
 def parsed(parser):
@@ -75,8 +76,7 @@ def parsed(parser):
 
 
 def same_settings(folder, **settings):
-    """Note in a folder of training data what they are made with. ValueError where they were begun otherwise.
-    """
+    """Write the settings of a folder of training data into it. ValueError where it was begun with others."""
     os.makedirs(folder, exist_ok=True)
     file = Path(folder, "settings.json")
     with blame(file):
