@@ -1,5 +1,6 @@
-"""The PRISM family on toy models: training equals drafting, trees, what caches hold, and that a step reads one module. What PRISM
-shares with other trained drafters is in test_trained.py."""
+"""The PRISM family on toy models: training equals drafting, trees, what caches hold, and that a step
+reads one module. What PRISM shares with other trained drafters is in test_trained.py."""
+
 import itertools
 import math
 import random
@@ -21,27 +22,29 @@ from minispec.prism import PrismConfig, PrismDrafter
 DRAFTERS = {m: toy_prism(step_map=MAPS[m]) for m in MAPS}
 
 
-# -- training equals drafting ------------------------------------------------------------------------------------------
+# -- training equals drafting --------------------------------------------------------------------------------
+
 
 def sequential_states(drafter, ids, row, steps):
-    """States of drafting from one row as decoding does it: rows 0 .. row enter a cache with module 0, then one row a step, tokens
-    as they stand in ids."""
+    """States of drafting from one row as decoding does it: rows 0 .. row enter a cache with module 0,
+    then one row a step, tokens as they stand in ids."""
     x, positions = torch.tensor(ids), torch.arange(len(ids))
     features = TARGET(x[None], positions[None], dense_attend())
     cache = KVCache(drafter.config, row + steps + 1)
     first = attend_alone(only_keys(cache, 0, row + 1))
-    a = drafter(1, TARGET.embed(x[1:row + 2]), features[0, :row + 1], positions[:row + 1], first)[-1:]
+    a = drafter(1, TARGET.embed(x[1 : row + 2]), features[0, : row + 1], positions[: row + 1], first)[-1:]
     states = [a]
     for step in range(2, steps + 1):
         at = row + step - 1
-        e, attend = TARGET.embed(x[at + 1:at + 2]), attend_alone(only_keys(cache, at, 1))
+        e, attend = TARGET.embed(x[at + 1 : at + 2]), attend_alone(only_keys(cache, at, 1))
         a = drafter(step, e, a, torch.tensor([at]), attend)
         states.append(a)
     return torch.cat(states)
 
 
 def recomputed_states(drafter, ids, features, steps):
-    """States as the released trainer computes them: at every step its module encodes all earlier inputs again."""
+    """States as the released trainer computes them: at every step its module encodes all earlier inputs
+    again."""
     inputs, states, a = [], [], features
     rows = torch.arange(ids.shape[1])
     for step in range(1, steps + 1):
@@ -55,7 +58,9 @@ def recomputed_states(drafter, ids, features, steps):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("step_map, layers", [((0,), 1), ((0, 1), 1), ((0, 1, 2), 1), ((0,), 2), ((0, 0, 1), 1)])
+@pytest.mark.parametrize(
+    "step_map, layers", [((0,), 1), ((0, 1), 1), ((0, 1, 2), 1), ((0,), 2), ((0, 0, 1), 1)]
+)
 def test_states_in_training_equal_states_in_drafting(step_map, layers):
     """On texts whose rows all draft, and where every third does."""
     drafter, steps = toy_prism(step_map=step_map, n_layer=layers, gain=4.0), 5
@@ -82,7 +87,9 @@ def test_the_loss_is_a_divergence(vocabulary):
     """Against the plain formula, row by row; and what is accepted. The target's first rows judge nobody."""
     drafter, batch, steps = toy_prism(gain=4.0).restrict(vocabulary), texts(prompts(3)), 3
     chance = torch.Generator().manual_seed(0)
-    batch = batch._replace(best=torch.randint(0, 12, batch.ids.shape, generator=chance))     # or no draft would be right
+    batch = batch._replace(
+        best=torch.randint(0, 12, batch.ids.shape, generator=chance)
+    )  # or no draft would be right
     loss, accepted = prism.unrolled_loss(drafter, batch, steps)
     loss.backward()
     got = [p.grad.clone() for p in drafter.parameters()]
@@ -113,7 +120,7 @@ def test_the_loss_is_a_divergence(vocabulary):
     assert torch.allclose(accepted, reached, atol=1e-5) and 0 < accepted[0] < 1
 
 
-# -- the walk of a tree: chi-square over all outputs of two tokens -----------------------------------------------------
+# -- the walk of a tree: chi-square over all outputs of two tokens -------------------------------------------
 
 V = 6
 
@@ -132,19 +139,27 @@ def one_coin_for_all(draft, parents, p, coins):
     return the_walk(draft, parents, p, coins[:1].expand(len(coins)))
 
 
-@pytest.mark.parametrize("rule, sampling, lossless", [
-    (the_walk, Sampling(0.7), True), (the_walk, Sampling(1.0, 0, 0.8), True),
-    (forgets_what_was_rejected, Sampling(1.0), False), (one_coin_for_all, Sampling(1.0), False)])
+@pytest.mark.parametrize(
+    "rule, sampling, lossless",
+    [
+        (the_walk, Sampling(0.7), True),
+        (the_walk, Sampling(1.0, 0, 0.8), True),
+        (forgets_what_was_rejected, Sampling(1.0), False),
+        (one_coin_for_all, Sampling(1.0), False),
+    ],
+)
 def test_the_walk_is_lossless_and_the_controls_are_not(rule, sampling, lossless):
     """A fixed tree of two levels on a Markov chain."""
     g = torch.Generator().manual_seed(0)
-    p = warp(torch.randn(V + 1, V, generator=g) * 1.2, sampling)   # rows: after each token; the last: the first token
+    p = warp(
+        torch.randn(V + 1, V, generator=g) * 1.2, sampling
+    )  # rows: after each token; the last: the first token
     draft, parents = [5, 2, 0, 0, 3, 4, 1], [0, 0, 0, 1, 1, 2, 2]
     counts, depths = torch.zeros(V * V, dtype=torch.long), set()
     for _ in range(2000):
         path, token = rule(draft, parents, p[[V, *draft]], torch.rand(len(draft) + 1, generator=g))
         out = [draft[i - 1] for i in path] + [token]
-        if len(out) < 2:                                           # the next round would draw it
+        if len(out) < 2:  # the next round would draw it
             out.append(draw(p[out[0]], torch.rand((), generator=g)).item())
         counts[out[0] * V + out[1]] += 1
         depths.add(len(path))
@@ -152,7 +167,10 @@ def test_the_walk_is_lossless_and_the_controls_are_not(rule, sampling, lossless)
     assert (value > 1e-6) == lossless and depths == {0, 1, 2}
 
 
-@pytest.mark.parametrize("best, want", [([8, 0, 1, 0, 0, 9], ([2, 5], 9)), ([7, 2, 1, 0, 0, 9], ([1], 2)), ([3, 2, 1, 0, 0, 9], ([], 3))])
+@pytest.mark.parametrize(
+    "best, want",
+    [([8, 0, 1, 0, 0, 9], ([2, 5], 9)), ([7, 2, 1, 0, 0, 9], ([1], 2)), ([3, 2, 1, 0, 0, 9], ([], 3))],
+)
 def test_greedy_tree_by_hand(best, want):
     assert greedy_tree([7, 8, 1, 2, 1], [0, 0, 1, 2, 2], best) == want
     assert greedy_tree([], [], [3]) == ([], 3)
@@ -171,7 +189,8 @@ def test_the_walk_accepts_as_often_as_rejection_of_point_masses():
     assert abs(a - b) < 0.06 and 0.3 < a < 1.7
 
 
-# -- trees -------------------------------------------------------------------------------------------------------------
+# -- trees ---------------------------------------------------------------------------------------------------
+
 
 def random_tree(rng, n):
     """(parents, the path to each row)."""
@@ -187,7 +206,7 @@ def test_a_row_of_a_tree_sees_its_path_and_nothing_else():
         parents, paths = random_tree(rng, rng.randint(0, 20))
         mask = tree_mask(parents)
         assert [row.nonzero()[:, 0].tolist() for row in mask] == paths
-    assert torch.equal(tree_mask([0, 1, 2]), torch.ones(4, 4).tril().bool())   # a chain is causal
+    assert torch.equal(tree_mask([0, 1, 2]), torch.ones(4, 4).tril().bool())  # a chain is causal
 
 
 @torch.no_grad()
@@ -218,7 +237,7 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
 
     for _ in range(200):
         width, depth, n = rng.randint(2, 5), rng.randint(1, 5), rng.randint(1, 30)
-        nodes, opened = [], [(-1, 0.0)]                            # (token, parent, score) of a node
+        nodes, opened = [], [(-1, 0.0)]  # (token, parent, score) of a node
         for _ in range(depth):
             first = len(nodes)
             for node, score in opened:
@@ -229,8 +248,8 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
             opened = [(i, nodes[i][2]) for i in sorted(best)]
         tokens, q, parents = prism.prune(*zip(*nodes), n)
         assert q is None and len(tokens) == len(parents) == min(n, len(nodes))
-        assert all(0 <= parent <= i for i, parent in enumerate(parents))       # parents are kept, and come first
-        assert len({*zip(parents, tokens)}) == len(tokens)                     # siblings differ
+        assert all(0 <= parent <= i for i, parent in enumerate(parents))  # parents are kept, and come first
+        assert len({*zip(parents, tokens)}) == len(tokens)  # siblings differ
         _, before, scores = zip(*nodes)
         kept, *_ = prism.prune(range(len(nodes)), before, scores, n)
         assert sorted((scores[i] for i in kept), reverse=True) == sorted(scores, reverse=True)[:n]
@@ -268,8 +287,8 @@ def observed(drafter, prompt):
 @torch.inference_mode()
 @pytest.mark.parametrize("stop", [0.05, 0.1, 0.2])
 def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
-    """Behind the first level in which no path is as probable as `stop` there are no steps; of the levels before, the nodes that
-    are at least a quarter as probable go to the target, and one in any case."""
+    """Behind the first level in which no path is as probable as `stop` there are no steps; of the levels
+    before, the nodes that are at least a quarter as probable go to the target, and one in any case."""
     depths, left_out = set(), 0
     levels = [range(2), range(2, 6), range(6, 10), range(10, 14)]
     for prompt in [p for p in prompts(20) if len(p) > 1]:
@@ -286,13 +305,14 @@ def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
     assert min(depths) < 4 and left_out
 
 
-# -- caches, and what a step reads -------------------------------------------------------------------------------------
+# -- caches, and what a step reads ---------------------------------------------------------------------------
+
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("prism")])
 def test_caches_hold_what_was_accepted_and_nothing_else(name):
-    """After every round: the target's cache equals a fresh encoding of the accepted tokens, the drafter's a fresh encoding by
-    module 0 from the target's features, which are those of training."""
+    """After every round: the target's cache equals a fresh encoding of the accepted tokens, the drafter's
+    a fresh encoding by module 0 from the target's features, which are those of training."""
     drafter = trained("prism")
     engine = Engine(TARGET, case(name), 3, prefill_chunk=16)
     notes, rounds = engine.planner.drafter.notes, 0
@@ -300,17 +320,19 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
         if r not in notes or not r.blocks:
             continue
         n, note = r.n_cached, notes[r]
-        fresh, positions, x = KVCache(TARGET.config, n), torch.arange(n), torch.tensor(r.tokens[:n + 1])
+        fresh, positions, x = KVCache(TARGET.config, n), torch.arange(n), torch.tensor(r.tokens[: n + 1])
         features = TARGET(x[:n], positions, attend_alone(only_keys(fresh, 0, n)))
         difference = cached_kv(engine.cache, r.blocks, n) - cached_kv(fresh, fresh.only, n)
         assert difference.abs().max() < 1e-4
-        assert sum(len(f) for f in note.features) == n - note.cached           # what the target cached, and nothing else
-        assert (torch.cat(note.features) - features[note.cached:]).abs().max() < 1e-4
+        assert (
+            sum(len(f) for f in note.features) == n - note.cached
+        )  # what the target cached, and nothing else
+        assert (torch.cat(note.features) - features[note.cached :]).abs().max() < 1e-4
         if not note.cached:
             continue
         m, own = note.cached, KVCache(drafter.config, note.cached)
         attend = attend_alone(only_keys(own, 0, m))
-        drafter(1, TARGET.embed(x[1:m + 1]), features[:m], positions[:m], attend)
+        drafter(1, TARGET.embed(x[1 : m + 1]), features[:m], positions[:m], attend)
         difference = cached_kv(note.cache, note.blocks, m) - cached_kv(own, own.only, m)
         assert difference.abs().max() < 1e-4
         rounds += 1
@@ -322,7 +344,9 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
 def test_a_draft_step_reads_one_module(modules):
     drafter, read = DRAFTERS[modules], []
     one = sum(p.numel() for p in drafter.bank[0].parameters())
-    assert KVCache(drafter.config, 10).k.shape[0] == 1 and drafter.n_params() == modules * one     # whatever M is
+    assert (
+        KVCache(drafter.config, 10).k.shape[0] == 1 and drafter.n_params() == modules * one
+    )  # whatever M is
     leaves = [m for m in drafter.modules() if not list(m.children())]
     hooks = [m.register_forward_hook(lambda m, *_: read.append(m)) for m in leaves]
     for step in range(1, 7):
@@ -330,7 +354,7 @@ def test_a_draft_step_reads_one_module(modules):
         attend = attend_alone(only_keys(KVCache(drafter.config, 2), 0, 2))
         drafter(step, torch.zeros(2, 32), torch.zeros(2, 32), torch.arange(2), attend)
         touched = {id(p) for m in read for p in m.parameters()}
-        module = drafter.bank[min(step, modules) - 1]              # saturates at the last
+        module = drafter.bank[min(step, modules) - 1]  # saturates at the last
         assert touched == {id(p) for p in module.parameters()}
     for hook in hooks:
         hook.remove()
@@ -345,7 +369,11 @@ def test_the_stacked_arm_shares_no_cache_layer():
 def test_step_map():
     c = PrismConfig(step_map=(0, 1, 1, 2))
     assert [c.module_of(k) for k in range(1, 7)] == [0, 1, 1, 2, 2, 2] and c.n_modules == 3
-    for bad, message in (((), "use every module"), ((0, 2), "use every module"), ((1, 0), "begin with module 0")):
+    for bad, message in (
+        ((), "use every module"),
+        ((0, 2), "use every module"),
+        ((1, 0), "begin with module 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             PrismConfig(step_map=bad)
 

@@ -1,6 +1,8 @@
-"""SpecDiff-2 on toy models: every acceptance rule is lossless and the invalid combinations are not, losses are the expected lengths
-that they claim to be, cached and packed forwards are those of one window at a time. What SpecDiff shares with other trained drafters
-is in test_trained.py. Letters and numbers (A1 .. D5) are those of our checklist."""
+"""SpecDiff-2 on toy models: every acceptance rule is lossless and the invalid combinations are not,
+losses are the expected lengths that they claim to be, cached and packed forwards are those of one window
+at a time. What SpecDiff shares with other trained drafters is in test_trained.py. Letters and numbers (A1
+.. D5) are those of our checklist."""
+
 import itertools
 import math
 import os
@@ -10,7 +12,20 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, attend_alone, cached_kv, chi_square, dense_logits, only_keys
-from test_trained import FORMS, FULL, TARGET, fit, planner, prompts, run, steps_of, texts, toy_prism, toy_specdiff, trained
+from test_trained import (
+    FORMS,
+    FULL,
+    TARGET,
+    fit,
+    planner,
+    prompts,
+    run,
+    steps_of,
+    texts,
+    toy_prism,
+    toy_specdiff,
+    trained,
+)
 
 from minispec import prism, specdiff
 from minispec.core.drafters import STOP as STOP_AT
@@ -30,27 +45,30 @@ def features_of(drafter, ids):
     return TARGET(ids, torch.arange(ids.shape[1])[None], dense_attend(), drafter.config.feature_layers)
 
 
-# -- the drafter (A) ---------------------------------------------------------------------------------------------------
+# -- the drafter (A) -----------------------------------------------------------------------------------------
+
 
 def obvious_logits(drafter, ids, start, shown=None, drafts=()):
-    """Logits (gamma, V) of the window of one text that begins at `start`: a forward over prefix and window alone, with a dense mask;
-    drafts: the tokens of its slots, for a Markov head."""
+    """Logits (gamma, V) of the window of one text that begins at `start`: a forward over prefix and
+    window alone, with a dense mask; drafts: the tokens of its slots, for a Markov head."""
     c = drafter.config
     slots = list(shown or [MASK] * c.gamma)
     rows = ids[:start] + slots[:-1]
     mask = torch.ones(len(rows), len(rows)).tril().bool()
     mask[start:] = True
     features = None
-    if c.reads:                                         # what the target, which has not seen the last token, can say
+    if c.reads:  # what the target, which has not seen the last token, can say
         seen = [torch.zeros(1, 1, (len(c.feature_layers) + 1) * c.d_model)]
         if start > 1:
-            seen.append(features_of(drafter, torch.tensor([ids[:start - 1]])))
+            seen.append(features_of(drafter, torch.tensor([ids[: start - 1]])))
         features = torch.cat([*seen, seen[-1][:, -1:].expand(-1, len(rows) - start, -1)], 1)
     hidden = drafter(torch.tensor([rows]), torch.arange(len(rows))[None], dense_attend(mask), features)
-    hidden = hidden[0, -len(slots):]
+    hidden = hidden[0, -len(slots) :]
     if drafts and drafter.markov is not None:
         before = TARGET.embed(torch.tensor(drafts[:-1]))
-        hidden = torch.cat([hidden[:1], hidden[1:] + before @ drafter.markov[0].weight.mT @ drafter.markov[1].weight.mT])
+        hidden = torch.cat(
+            [hidden[:1], hidden[1:] + before @ drafter.markov[0].weight.mT @ drafter.markov[1].weight.mT]
+        )
     return drafter.words.logits(hidden)
 
 
@@ -62,7 +80,7 @@ def test_packed_windows_equal_one_window_at_a_time(form):
     some = [[rng.randrange(12) for _ in range(n)] for n in (60, 300)]
     ids = torch.zeros(2, 300, dtype=torch.long)
     for row, text in zip(ids, some):
-        row[:len(text)] = torch.tensor(text)
+        row[: len(text)] = torch.tensor(text)
     starts = torch.tensor([[1, 2, 17, 56, 56], [290, 1, 256, 30, 296]])
     shown = torch.tensor([[MASK, 3, MASK, 1]]).repeat(2, 5, 1).view(2, 5, 4)
     features = features_of(drafter, ids) if drafter.config.reads else None
@@ -70,28 +88,32 @@ def test_packed_windows_equal_one_window_at_a_time(form):
         windows, _ = specdiff.window_states(drafter, ids, starts, features, slots)
         got = drafter.words.logits(windows)
         for b, w in itertools.product(range(2), range(5)):
-            want = obvious_logits(drafter, some[b], int(starts[b, w]), None if slots is None else shown[b, w].tolist())
+            want = obvious_logits(
+                drafter, some[b], int(starts[b, w]), None if slots is None else shown[b, w].tolist()
+            )
             assert (got[b, w] - want).abs().max() < 1e-4
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", FORMS)
 def test_cached_drafting_equals_a_forward_without_cache(form):
-    """A4, A2 and A5: the q that the engine gets of a round is what an uncached forward over all committed tokens gives, bit for bit
-    the same whatever tokens were drawn, a distribution, and chains have none of the tokens that top-k cut off."""
+    """A4, A2 and A5: the q that the engine gets of a round is what an uncached forward over all committed
+    tokens gives, bit for bit the same whatever tokens were drawn, a distribution, and chains have none of
+    the tokens that top-k cut off."""
     drafter, seen = toy_specdiff(**FORMS[form]), []
 
     def plan(engine):
         drafts = SpecDiffDrafter(drafter, TARGET)
         drafts.stop = 0.0
         propose = drafts.propose
+
         def record(requests, limits):
             before = {r: (drafts.note(r).cached, list(drafts.note(r).features)) for r in requests}
             out = propose(requests, limits)
             for r, (tokens, q) in zip(requests, out):
                 if len(tokens) == 4:
                     seen.append((list(r.tokens), tokens, q))
-                    if r is requests[0]:                           # once more, alone, with other noise
+                    if r is requests[0]:  # once more, alone, with other noise
                         note, own = drafts.note(r), r.sampling
                         after, (note.cached, note.features) = note.cached, before[r]
                         r.sampling = replace(own, seed=99)
@@ -101,6 +123,7 @@ def test_cached_drafting_equals_a_forward_without_cache(form):
                         assert not same or torch.allclose(again[1], q, atol=1e-5)
                         assert torch.allclose(again[1][0], q[0], atol=1e-5) and note.cached == after
             return out
+
         drafts.propose = record
         return Lockstep(engine, drafts, 4)
 
@@ -125,10 +148,14 @@ def test_the_drafters_cache_holds_what_a_new_prefill_gives(form):
         n, own = note.cached, KVCache(drafter.config, note.cached)
         x, positions = torch.tensor(r.tokens[:n]), torch.arange(n)
         features = features_of(drafter, x[None])[0] if drafter.config.reads else None
-        features = features if features is None else torch.cat([torch.zeros_like(features[:1]), features[:-1]])
+        features = (
+            features if features is None else torch.cat([torch.zeros_like(features[:1]), features[:-1]])
+        )
         drafter(x, positions, attend_alone(only_keys(own, 0, n)), features)
         assert (cached_kv(note.cache, note.blocks, n) - cached_kv(own, own.only, n)).abs().max() < 1e-4
-        m, own = r.n_cached, KVCache(TARGET.config, r.n_cached)    # and the target's cache, after keeping a path of the trie (B6)
+        m, own = r.n_cached, KVCache(
+            TARGET.config, r.n_cached
+        )  # and the target's cache, after keeping a path of the trie (B6)
         TARGET(torch.tensor(r.tokens[:m]), torch.arange(m), attend_alone(only_keys(own, 0, m)))
         assert (cached_kv(engine.cache, r.blocks, m) - cached_kv(own, own.only, m)).abs().max() < 1e-4
         rounds += 1
@@ -139,12 +166,14 @@ def test_the_drafters_cache_holds_what_a_new_prefill_gives(form):
 def test_one_forward_of_drafter_and_target_a_round(reads):
     """A1, F3, G1: whatever gamma and K are."""
     drafter, calls = toy_specdiff(reads=reads), {"drafter": 0, "target": 0}
-    hooks = [drafter.norm.register_forward_hook(lambda *_: calls.update(drafter=calls["drafter"] + 1)),
-             TARGET.norm.register_forward_hook(lambda *_: calls.update(target=calls["target"] + 1))]
+    hooks = [
+        drafter.norm.register_forward_hook(lambda *_: calls.update(drafter=calls["drafter"] + 1)),
+        TARGET.norm.register_forward_hook(lambda *_: calls.update(target=calls["target"] + 1)),
+    ]
     for settings in (dict(gamma=4), dict(gamma=16), dict(gamma=4, k_drafts=8)):
         calls.update(drafter=0, target=0)
         (g,), engine = run(planner(drafter, **settings), [[1, 2, 3]], 1, 60)
-        assert calls["target"] == len(engine.iterations) == len(g.steps) + 1       # one prefill
+        assert calls["target"] == len(engine.iterations) == len(g.steps) + 1  # one prefill
         drafted = sum(s.proposed > 0 for s in g.steps)
         assert calls["drafter"] == drafted and drafted >= len(g.steps) - 1
         assert max(s.proposed for s in g.steps) == settings["gamma"]
@@ -154,11 +183,14 @@ def test_one_forward_of_drafter_and_target_a_round(reads):
 
 @pytest.mark.parametrize("form", list(FORMS))
 def test_windows_are_where_they_should_be(form):
-    """A3 and D4: windows of a text learned by heart are the text, to the last slot, and not the text one token earlier or later;
-    training for the streak itself brings J to gamma."""
-    drafter, ids = toy_specdiff(n_layer=2, **FORMS[form]), torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    """A3 and D4: windows of a text learned by heart are the text, to the last slot, and not the text one
+    token earlier or later; training for the streak itself brings J to gamma."""
+    drafter, ids = (
+        toy_specdiff(n_layer=2, **FORMS[form]),
+        torch.randint(0, 12, (20,), generator=torch.Generator().manual_seed(1)).tolist(),
+    )
     with torch.no_grad():
-        drafter.norm.weight.mul_(3)                                # the toy head's small weights could not be sure of anything
+        drafter.norm.weight.mul_(3)  # the toy head's small weights could not be sure of anything
     batch = recorded.padded([rollouts.read(TARGET, ids[:8], ids[8:], 0)])
 
     def loss(name):
@@ -166,12 +198,14 @@ def test_windows_are_where_they_should_be(form):
         return lambda step: specdiff.training_loss(drafter, name, batch, 12, seeded(step))
 
     fit(drafter, loss("ce"), 60)
-    assert fit(drafter, loss("streak"), 30, 0.003) < -3.3          # at most 3.5: a text's last three windows end early
+    assert (
+        fit(drafter, loss("streak"), 30, 0.003) < -3.3
+    )  # at most 3.5: a text's last three windows end early
     right = {shift: 0 for shift in (-1, 0, 1)}
     for start in range(9, 16):
-        best = obvious_logits(drafter, ids, start, drafts=ids[start:start + 4]).argmax(-1).tolist()
+        best = obvious_logits(drafter, ids, start, drafts=ids[start : start + 4]).argmax(-1).tolist()
         for shift in right:
-            right[shift] += best == ids[start + shift:start + shift + 4]
+            right[shift] += best == ids[start + shift : start + shift + 4]
     assert right == {-1: 0, 0: 7, 1: 0}
 
 
@@ -180,24 +214,30 @@ def test_a_drafter_starts_as_the_target():
     ids = prompts(6)[-1]
     windows, _ = specdiff.window_states(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))
     got = drafter.words.logits(windows[0, 0, 0])
-    assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4                # q_1 = p_1
-    assert drafter.n_params() == sum(p.numel() for n, p in TARGET.named_parameters() if n not in ("embed.weight", "head.weight")) + 32
+    assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4  # q_1 = p_1
+    assert (
+        drafter.n_params()
+        == sum(p.numel() for n, p in TARGET.named_parameters() if n not in ("embed.weight", "head.weight"))
+        + 32
+    )
 
 
-# -- losslessness (B): the rules on a table ----------------------------------------------------------------------------
+# -- losslessness (B): the rules on a table ------------------------------------------------------------------
 
 V, GAMMA, ROUNDS = 4, 3, 200_000 if FULL else 1_500
 
 
 def table(sampling=Sampling(1.0), seed=0, spread=1.2):
-    """A target as a Markov chain p (V + 1, V), the last row for the first token, and the marginals q (GAMMA, V) of a drafter that
-    knows it, more or less."""
+    """A target as a Markov chain p (V + 1, V), the last row for the first token, and the marginals q
+    (GAMMA, V) of a drafter that knows it, more or less."""
     g = torch.Generator().manual_seed(seed)
     p = warp(torch.randn(V + 1, V, generator=g) * spread, sampling)
     marginals = [p[V]]
     for _ in range(GAMMA - 1):
         marginals.append(marginals[-1] @ p[:V])
-    return p, warp(torch.stack(marginals).log() * 0.7 + torch.randn(GAMMA, V, generator=g) * 0.5, Sampling(1.0))
+    return p, warp(
+        torch.stack(marginals).log() * 0.7 + torch.randn(GAMMA, V, generator=g) * 0.5, Sampling(1.0)
+    )
 
 
 def merge(chains):
@@ -208,9 +248,10 @@ def merge(chains):
 
 
 def judge_by(rule, chains, q, p, coins):
-    """(accepted tokens, next token) by a rule of RULES; the walk's choices are drawn with coins, one for each row."""
+    """(accepted tokens, next token) by a rule of RULES; the walk's choices are drawn with coins, one for
+    each row."""
     tokens, parents, rows = merge(chains)
-    own, coins = p[[V, *tokens]], coins[:len(tokens) + 1]
+    own, coins = p[[V, *tokens]], coins[: len(tokens) + 1]
     if rule == "rejection":
         path, token = rejection([(row, q) for row in rows], tokens, own, coins)
     else:
@@ -222,24 +263,27 @@ def judge_by(rule, chains, q, p, coins):
 
 def of_one(chain, q, p, coins):
     """Rejection of one chain."""
-    path, token = rejection([(list(range(1, GAMMA + 1)), q)], chain, p[[V, *chain]], coins[:GAMMA + 1])
-    return chain[:len(path)], token
+    path, token = rejection([(list(range(1, GAMMA + 1)), q)], chain, p[[V, *chain]], coins[: GAMMA + 1])
+    return chain[: len(path)], token
 
 
 def select_then_divide(chains, q, p, coins):
-    """The invalid combination: the best chain by the target's probabilities, judged as if it had been drawn from q."""
+    """The invalid combination: the best chain by the target's probabilities, judged as if it had been
+    drawn from q."""
+
     def score(chain):
         reach, total = 1.0, 0.0
         for before, token in zip([V, *chain], chain):
             reach *= p[before, token].item()
             total += reach
         return total
+
     return of_one(max(chains, key=score), q, p, coins)
 
 
 def best_of_independent(chains, q, p, coins):
     """Verify every chain on its own and keep the longest."""
-    c = coins[:len(chains) * (GAMMA + 1)].view(len(chains), -1)
+    c = coins[: len(chains) * (GAMMA + 1)].view(len(chains), -1)
     return max((of_one(x, q, p, own) for x, own in zip(chains, c)), key=lambda found: len(found[0]))
 
 
@@ -247,13 +291,17 @@ def chi_square_of(judge, k, sampling, rounds=ROUNDS):
     """p-value of the first two tokens of rounds of K chains, and the mean number of accepted drafts."""
     p, q = table(sampling)
     g = torch.Generator().manual_seed(1)
-    chains = draw(q[:, None].expand(-1, rounds * k, -1), torch.rand(GAMMA, rounds * k, generator=g)).T.view(rounds, k, GAMMA).tolist()
+    chains = (
+        draw(q[:, None].expand(-1, rounds * k, -1), torch.rand(GAMMA, rounds * k, generator=g))
+        .T.view(rounds, k, GAMMA)
+        .tolist()
+    )
     coins, more = torch.rand(rounds, k * (GAMMA + 1) + 1, generator=g), torch.rand(rounds, generator=g)
     counts, accepted = torch.zeros(V * V, dtype=torch.long), 0
     for i in range(rounds):
         path, token = judge(chains[i], q, p, coins[i])
         out = path + [token]
-        if len(out) < 2:                                           # the next round would draw it
+        if len(out) < 2:  # the next round would draw it
             out.append(draw(p[out[0]], more[i]).item())
         counts[out[0] * V + out[1]] += 1
         accepted += len(path)
@@ -272,56 +320,79 @@ def test_rules_are_lossless(rule, k, temperature):
 def test_controls_are_rejected(control):
     """B2."""
     assert chi_square_of(control, 4, Sampling(1.0))[0] < 1e-6
-    assert chi_square_of(control, 1, Sampling(1.0))[0] > 1e-6      # of a single chain both are plain rejection sampling
+    assert (
+        chi_square_of(control, 1, Sampling(1.0))[0] > 1e-6
+    )  # of a single chain both are plain rejection sampling
 
 
 def test_control_a_second_draw_that_is_not_independent_is_rejected():
     """Multi-round rejection of chains that were sorted by what the target thinks of them."""
+
     def sorted_chains(chains, q, p, coins):
         return judge_by("rejection", sorted(chains, key=lambda chain: -p[V, chain[0]]), q, p, coins)
+
     assert chi_square_of(sorted_chains, 4, Sampling(1.0))[0] < 1e-6
 
 
 def random_round(g, k=3):
-    p, q = warp(torch.randn(V + 1, V, generator=g) * 2, Sampling(1.0, 0, 0.9)), warp(torch.randn(GAMMA, V, generator=g), Sampling(1.0))
+    p, q = warp(torch.randn(V + 1, V, generator=g) * 2, Sampling(1.0, 0, 0.9)), warp(
+        torch.randn(GAMMA, V, generator=g), Sampling(1.0)
+    )
     chains = draw(q[:, None].expand(-1, k, -1), torch.rand(GAMMA, k, generator=g)).T.tolist()
     return p, q, chains, torch.rand(k * GAMMA + 1, generator=g)
 
 
 def test_selection_by_hand():
-    draft, parents = [0, 1, 2, 3, 3], [0, 1, 0, 3, 4]              # chains 0 1 and 2 3 3
+    draft, parents = [0, 1, 2, 3, 3], [0, 1, 0, 3, 4]  # chains 0 1 and 2 3 3
     p = torch.full((6, 4), 0.25)
-    p[0], p[1], p[3] = torch.tensor([0.4, 0.1, 0.4, 0.1]), torch.tensor([0.2, 0.6, 0.1, 0.1]), torch.tensor([0.1, 0.1, 0.3, 0.5])
-    assert best_path(draft, parents, p) == [3, 4, 5]               # 0.4 + 0.24 against 0.4 + 0.2 + 0.05: the second is larger
+    p[0], p[1], p[3] = (
+        torch.tensor([0.4, 0.1, 0.4, 0.1]),
+        torch.tensor([0.2, 0.6, 0.1, 0.1]),
+        torch.tensor([0.1, 0.1, 0.3, 0.5]),
+    )
+    assert best_path(draft, parents, p) == [
+        3,
+        4,
+        5,
+    ]  # 0.4 + 0.24 against 0.4 + 0.2 + 0.05: the second is larger
 
 
 def test_rejection_at_the_edges():
     """B3."""
     g = torch.Generator().manual_seed(0)
     p, _, _, _ = random_round(g)
-    for _ in range(100):                                           # a drafter that knows the target: the first chain is accepted
+    for _ in range(100):  # a drafter that knows the target: the first chain is accepted
         same = p[[V] * GAMMA]
         chains = draw(same[:, None].expand(-1, 3, -1), torch.rand(GAMMA, 3, generator=g)).T.tolist()
         tokens, parents, rows = merge(chains)
-        path, _ = rejection([(row, same) for row in rows], tokens, same[:1].expand(len(tokens) + 1, -1), torch.rand(len(tokens) + 1, generator=g))
+        path, _ = rejection(
+            [(row, same) for row in rows],
+            tokens,
+            same[:1].expand(len(tokens) + 1, -1),
+            torch.rand(len(tokens) + 1, generator=g),
+        )
         assert path == rows[0]
     p, q = torch.tensor([0.5, 0.5, 0, 0]).expand(V + 1, V), torch.tensor([0, 0, 0.5, 0.5]).expand(GAMMA, V)
     counts = torch.zeros(V, dtype=torch.long)
-    for _ in range(400):                                           # one that knows nothing: none is, and the token is the target's
+    for _ in range(400):  # one that knows nothing: none is, and the token is the target's
         chains = draw(q[:, None].expand(-1, 3, -1), torch.rand(GAMMA, 3, generator=g)).T.tolist()
         path, token = judge_by("rejection", chains, q, p, torch.rand(20, generator=g))
         assert path == []
         counts[token] += 1
     assert chi_square(counts, p[0]) > 1e-6
-    half = torch.tensor([[0.5, 0.5, 0, 0]])                        # no residual is left: the target's own row is the right draw
+    half = torch.tensor([[0.5, 0.5, 0, 0]])  # no residual is left: the target's own row is the right draw
     assert rejection([([1], half)], [0], half.expand(2, -1), torch.tensor([1.0, 0.7])) == ([], 1)
 
 
 def test_merged_chains_by_hand():
-    assert merge([[5, 6, 7], [5, 6, 8], [5, 6, 7], [9, 6, 7]]) == ([5, 6, 7, 8, 9, 6, 7], [0, 1, 2, 2, 0, 5, 6], [[1, 2, 3], [1, 2, 4], [1, 2, 3], [5, 6, 7]])
+    assert merge([[5, 6, 7], [5, 6, 8], [5, 6, 7], [9, 6, 7]]) == (
+        [5, 6, 7, 8, 9, 6, 7],
+        [0, 1, 2, 2, 0, 5, 6],
+        [[1, 2, 3], [1, 2, 4], [1, 2, 3], [5, 6, 7]],
+    )
 
 
-# -- losslessness: the loop --------------------------------------------------------------------------------------------
+# -- losslessness: the loop ----------------------------------------------------------------------------------
 
 
 def test_coupled_chains_begin_with_the_best_tokens():
@@ -344,9 +415,9 @@ def test_one_chain_ends_early_and_several_do_not():
         assert drafts._cut(torch.tensor([0, 1, 0, 0]), q) == [0, 1, 0, 0][:n]
 
 
-# -- formulas (C) ------------------------------------------------------------------------------------------------------
+# -- formulas (C) --------------------------------------------------------------------------------------------
 
-SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=GAMMA)))                    # (V^gamma, gamma)
+SEQUENCES = torch.tensor(list(itertools.product(range(V), repeat=GAMMA)))  # (V^gamma, gamma)
 BEFORE = torch.cat([torch.full((len(SEQUENCES), 1), V), SEQUENCES[:, :-1]], 1)
 
 
@@ -356,17 +427,26 @@ def enumerated(p, q):
 
 
 def accepted_of(p, q):
-    """Enumerated over drafts: the mean number accepted of a chain from q, by point mass and by rejection."""
+    """Enumerated over drafts: the mean number accepted of a chain from q, by point mass and by
+    rejection."""
     of_p, of_q = enumerated(p, q)
     drawn = of_q.prod(1)
-    return (drawn * of_p.cumprod(1).sum(1)).sum(), (drawn * (of_p / of_q).clamp(max=1).cumprod(1).sum(1)).sum()
+    return (drawn * of_p.cumprod(1).sum(1)).sum(), (
+        drawn * (of_p / of_q).clamp(max=1).cumprod(1).sum(1)
+    ).sum()
 
 
 def loss_of(name, p, q):
     """The mean of an objective over the target's answers, (V^gamma weights)."""
     of_p, _ = enumerated(p, q)
     logits = q.double().log().expand(len(SEQUENCES), -1, -1)
-    one = lambda i: specdiff.objective(name, logits[i:i + 1].float(), SEQUENCES[i:i + 1], torch.ones(1, GAMMA).bool(), of_p[i:i + 1].log())
+    one = lambda i: specdiff.objective(
+        name,
+        logits[i : i + 1].float(),
+        SEQUENCES[i : i + 1],
+        torch.ones(1, GAMMA).bool(),
+        of_p[i : i + 1].log(),
+    )
     return sum(of_p[i].prod() * one(i) for i in range(len(SEQUENCES)))
 
 
@@ -376,13 +456,21 @@ def test_streak_losses_are_the_expected_accepted_lengths():
     for seed in range(3):
         p, q = table(seed=seed)
         by_point_mass, by_rejection = accepted_of(p, q)
-        assert abs(loss_of("streak", p, q) + by_point_mass) < 1e-5 and abs(loss_of("streak-rs", p, q) + by_rejection) < 1e-5
+        assert (
+            abs(loss_of("streak", p, q) + by_point_mass) < 1e-5
+            and abs(loss_of("streak-rs", p, q) + by_rejection) < 1e-5
+        )
         assert by_point_mass < by_rejection
         drafts = draw(q[:, None].expand(-1, 3000, -1), torch.rand(GAMMA, 3000, generator=g)).T.tolist()
         for rule, want in (("walk", by_point_mass), ("rejection", by_rejection)):
-            n = torch.tensor([len(judge_by(rule, [draft], q, p, torch.rand(9, generator=g))[0]) for draft in drafts]).double()
-            assert abs(n.mean() - want) < 4 * n.std() / 3000 ** 0.5
-    for p, q in ((warp(p, Sampling()), q), (p, warp(q, Sampling()).clamp(min=1e-30))):         # a point mass on one side: the rules agree
+            n = torch.tensor(
+                [len(judge_by(rule, [draft], q, p, torch.rand(9, generator=g))[0]) for draft in drafts]
+            ).double()
+            assert abs(n.mean() - want) < 4 * n.std() / 3000**0.5
+    for p, q in (
+        (warp(p, Sampling()), q),
+        (p, warp(q, Sampling()).clamp(min=1e-30)),
+    ):  # a point mass on one side: the rules agree
         a, b = accepted_of(p, q)
         assert abs(a - b) < 1e-9
 
@@ -398,16 +486,20 @@ def test_accepted_drafts_of_k_chains_at_temperature_zero():
     c, g = q[torch.arange(GAMMA), path].cumprod(0), torch.Generator().manual_seed(0)
     for k in (1, 2, 8):
         lengths = []
-        for chains in draw(q[:, None].expand(-1, 1500 * k, -1), torch.rand(GAMMA, 1500 * k, generator=g)).T.view(1500, k, GAMMA).tolist():
+        for chains in (
+            draw(q[:, None].expand(-1, 1500 * k, -1), torch.rand(GAMMA, 1500 * k, generator=g))
+            .T.view(1500, k, GAMMA)
+            .tolist()
+        ):
             tokens, parents, _ = merge(chains)
             lengths.append(len(greedy_tree(tokens, parents, p[[V, *tokens]].argmax(-1).tolist())[0]))
         lengths = torch.tensor(lengths).double()
-        assert abs(lengths.mean() - (1 - (1 - c) ** k).sum()) < 4 * lengths.std() / 1500 ** 0.5
+        assert abs(lengths.mean() - (1 - (1 - c) ** k).sum()) < 4 * lengths.std() / 1500**0.5
 
 
 def test_the_walk_accepts_the_sum_of_path_probabilities_and_selection_one_path_of_it():
-    """C5: for given chains the walk's mean is the sum over all rows of the probability that the target gets there; selection's, and
-    it is smaller, the sum along its path."""
+    """C5: for given chains the walk's mean is the sum over all rows of the probability that the target
+    gets there; selection's, and it is smaller, the sum along its path."""
     g, total = torch.Generator().manual_seed(0), {"walk": [0.0, 0.0, 0.0], "selection": [0.0, 0.0, 0.0]}
     for _ in range(1500):
         p, q, chains, coins = random_round(g)
@@ -415,18 +507,22 @@ def test_the_walk_accepts_the_sum_of_path_probabilities_and_selection_one_path_o
         reach = [1.0]
         for parent, one in zip(parents, p[[V, *tokens]][parents, tokens].tolist()):
             reach.append(reach[parent] * one)
-        expected = {"walk": sum(reach[1:]), "selection": max(sum(reach[row] for row in path) for path in rows)}
+        expected = {
+            "walk": sum(reach[1:]),
+            "selection": max(sum(reach[row] for row in path) for path in rows),
+        }
         assert expected["walk"] >= expected["selection"]
         for rule, want in expected.items():
             n = len(judge_by(rule, chains, q, p, coins)[0])
             total[rule] = [total[rule][0] + n, total[rule][1] + want, total[rule][2] + (n - want) ** 2]
     for n, want, square in total.values():
-        assert abs(n - want) < 4 * square ** 0.5
+        assert abs(n - want) < 4 * square**0.5
     assert total["walk"][0] > 1.05 * total["selection"][0]
 
 
 def test_gradients_and_numerics_of_the_streak():
-    """C4: dJ / d log q_j = sum over m >= j of c_m; log space equals products; nothing overflows or vanishes into nan."""
+    """C4: dJ / d log q_j = sum over m >= j of c_m; log space equals products; nothing overflows or
+    vanishes into nan."""
     q = torch.rand(5, 6, generator=torch.Generator().manual_seed(0), dtype=torch.double)
     log_q, all_valid = q.log().requires_grad_(), torch.ones(5, 6).bool()
     j = specdiff.log_streak(log_q, all_valid).exp().sum(-1)
@@ -439,11 +535,17 @@ def test_gradients_and_numerics_of_the_streak():
     assert torch.allclose(log_q.grad, -c.flip(-1).cumsum(-1).flip(-1) / c.sum(-1, keepdim=True), atol=1e-12)
     labels, valid = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[True, True, True, False]])
     for name in ("streak", "log-streak", "streak-rs"):
-        logits = torch.tensor([[[-27.6, 0.0], [0.0, -27.6], [-200.0, 0.0], [0.0, 0.0]]]).requires_grad_()      # q of 1e-12 and less
+        logits = torch.tensor(
+            [[[-27.6, 0.0], [0.0, -27.6], [-200.0, 0.0], [0.0, 0.0]]]
+        ).requires_grad_()  # q of 1e-12 and less
         loss = specdiff.objective(name, logits, labels, valid, torch.zeros(1, 4))
         loss.backward()
-        assert loss.isfinite() and logits.grad.isfinite().all() and (logits.grad[0, 3] == 0).all()     # nothing behind the end counts
-        assert abs(loss.item() + (math.log(1e-12) if name == "log-streak" else 1e-12)) < (0.1 if name == "log-streak" else 1e-13)
+        assert (
+            loss.isfinite() and logits.grad.isfinite().all() and (logits.grad[0, 3] == 0).all()
+        )  # nothing behind the end counts
+        assert abs(loss.item() + (math.log(1e-12) if name == "log-streak" else 1e-12)) < (
+            0.1 if name == "log-streak" else 1e-13
+        )
 
 
 def test_objectives_by_hand():
@@ -452,12 +554,14 @@ def test_objectives_by_hand():
     logits, labels, valid = q.log()[None], torch.tensor([[0, 1, 1]]), torch.tensor([[True, True, False]])
     loss = lambda name, **extra: specdiff.objective(name, logits, labels, valid, **extra).item()
     for name, want, extra in (
-            ("ce", -(math.log(0.5) + math.log(0.8)) / 2, {}),
-            ("mdlm", -3 * math.log(0.8) / 2, dict(weight=torch.tensor([[0.0, 3.0, 3.0]]))),
-            ("streak", -(0.5 + 0.4), {}), ("log-streak", -math.log(0.9), {}),
-            ("streak-rs", -(0.5 / 0.6 + 0.5 / 0.6), dict(log_p=torch.tensor([[0.6, 0.7, 0.5]]).log()))):
+        ("ce", -(math.log(0.5) + math.log(0.8)) / 2, {}),
+        ("mdlm", -3 * math.log(0.8) / 2, dict(weight=torch.tensor([[0.0, 3.0, 3.0]]))),
+        ("streak", -(0.5 + 0.4), {}),
+        ("log-streak", -math.log(0.9), {}),
+        ("streak-rs", -(0.5 / 0.6 + 0.5 / 0.6), dict(log_p=torch.tensor([[0.6, 0.7, 0.5]]).log())),
+    ):
         assert abs(loss(name, **extra) - want) < 1e-6, name
-    # A token that cannot be drafted ends a streak; a window that begins with one teaches nothing, and breaks nothing.
+    # A token that cannot be drafted ends a streak; a window that begins with one teaches nothing.
     logits.requires_grad_()
     for valid, want in (([True, False, True], -0.5), ([False, True, True], 0.0)):
         assert abs(specdiff.objective("streak", logits, labels, torch.tensor([valid])).item() - want) < 1e-6
@@ -469,14 +573,17 @@ def test_objectives_by_hand():
 @torch.no_grad()
 @pytest.mark.parametrize("form", FORMS)
 def test_distillation_is_a_kl_divergence_slot_by_slot(form):
-    """Mean by slot, decaying along the window; where rows guess the next token, every row of an answer is a first slot."""
+    """Mean by slot, decaying along the window; where rows guess the next token, every row of an answer is
+    a first slot."""
     drafter, batch = toy_specdiff(**FORMS[form]), texts(prompts(3, seed=4))
     starts = specdiff.draw_windows(batch.learn, 5, torch.Generator().manual_seed(0))
 
     def kl(b, start, slot):
         ids = batch.ids[b].tolist()
-        log_q = obvious_logits(drafter, ids, start, drafts=[*ids, 0, 0, 0][start:start + 4])[slot].log_softmax(-1)
-        log_p = dense_logits(TARGET, ids[:start + slot])[-1].log_softmax(-1)
+        log_q = obvious_logits(drafter, ids, start, drafts=[*ids, 0, 0, 0][start : start + 4])[
+            slot
+        ].log_softmax(-1)
+        log_p = dense_logits(TARGET, ids[: start + slot])[-1].log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum().item()
 
     want = 0.0
@@ -484,15 +591,20 @@ def test_distillation_is_a_kl_divergence_slot_by_slot(form):
         if slot == 0:
             at = [(b, i) for b, i in batch.learn.nonzero().tolist() if i > 0]
         else:
-            at = [(b, i) for b, row in enumerate(starts.tolist()) for i in row
-                  if i + slot < batch.ids.shape[1] and batch.learn[b, i + slot]]
-        want += specdiff.DECAY ** slot * sum(kl(b, i, slot) for b, i in at) / len(at)
+            at = [
+                (b, i)
+                for b, row in enumerate(starts.tolist())
+                for i in row
+                if i + slot < batch.ids.shape[1] and batch.learn[b, i + slot]
+            ]
+        want += specdiff.DECAY**slot * sum(kl(b, i, slot) for b, i in at) / len(at)
     got = specdiff.training_loss(drafter, "kl", batch, 5, torch.Generator().manual_seed(0))
-    assert abs(got.item() - want) < 0.02 * want                                    # stored states are rounded to bf16
+    assert abs(got.item() - want) < 0.02 * want  # stored states are rounded to bf16
 
 
 def test_the_state_that_a_drafter_reads_is_as_large_as_a_token():
-    """A new drafter that reads the target's last state starts with it as it is, and embeddings of the same size."""
+    """A new drafter that reads the target's last state starts with it as it is, and embeddings of the
+    same size."""
     drafter = specdiff.for_target(TARGET, gamma=4, reads=True)
     ids = torch.arange(12)
     state = TARGET(ids[None], ids[None], dense_attend())[0]
@@ -512,20 +624,28 @@ def test_a_drafter_that_starts_as_an_eagle_head_drafts_the_first_slot_as_that_do
     drafter = specdiff.from_prism(head, TARGET, 4)
     ids = torch.randint(0, 12, (1, 40), generator=torch.Generator().manual_seed(1))
     features = TARGET(ids, torch.arange(40)[None], dense_attend())
-    # Row r of the head knows the state of token r and token r + 1; so does row r + 1 of the drafter, which begins a row earlier.
-    want, = prism.unroll(head, ids, features, 1, torch.arange(40))
+    # Row r of the head reads the state of token r, and token r + 1; so does row r + 1 of the drafter.
+    (want,) = prism.unroll(head, ids, features, 1, torch.arange(40))
     got = drafter(ids[:, 1:], torch.arange(39)[None], dense_attend(), features[:, :-1])
     assert torch.allclose(got[0], want[:-1], atol=1e-5)
 
 
 def fitted(name, p, steps=250):
-    """Marginals (GAMMA, V) of a drafter without any limits, trained for an objective on all answers of a target."""
+    """Marginals (GAMMA, V) of a drafter without any limits, trained for an objective on all answers of a
+    target."""
     of_p = enumerated(p, torch.ones(GAMMA, V))[0].float()
     chance, logits = of_p.prod(1), torch.zeros(GAMMA, V, requires_grad=True)
     opt = torch.optim.Adam([logits], lr=0.1)
     for _ in range(steps):
         log_q = logits.log_softmax(-1)[torch.arange(GAMMA), SEQUENCES]
-        j = specdiff.log_streak(log_q if name == "streak" else (log_q - of_p.log()).clamp(max=0), torch.ones_like(log_q).bool()).exp().sum(1)
+        j = (
+            specdiff.log_streak(
+                log_q if name == "streak" else (log_q - of_p.log()).clamp(max=0),
+                torch.ones_like(log_q).bool(),
+            )
+            .exp()
+            .sum(1)
+        )
         loss = -(chance * (log_q.sum(1) if name == "ce" else j)).sum()
         opt.zero_grad()
         loss.backward()
@@ -534,21 +654,24 @@ def fitted(name, p, steps=250):
 
 
 def lesson_table():
-    """{drafter: (accepted by point mass, accepted by rejection, entropy in nats)}, mean of eight targets."""
+    """{drafter: (accepted by point mass, accepted by rejection, entropy in nats)}, mean of eight
+    targets."""
     out = {}
     for name in ("ce", "streak", "streak-rs"):
         rows = []
         for seed in range(8):
             p, _ = table(seed=seed, spread=2.0)
             q = fitted(name, p)
-            rows.append([*accepted_of(p, q.clamp(min=1e-30)), -(q * q.clamp(min=1e-30).log()).sum(-1).mean()])
+            rows.append(
+                [*accepted_of(p, q.clamp(min=1e-30)), -(q * q.clamp(min=1e-30).log()).sum(-1).mean()]
+            )
         out[name] = torch.tensor(rows, dtype=torch.double).mean(0).tolist()
     return out
 
 
 def test_loss_and_rule_must_match_and_the_lesson_says_by_how_much():
-    """Section 2.2: each rule accepts most from the drafter that was trained for it; the paper's loss makes q a point mass. And the
-    lesson's table has these very numbers."""
+    """Section 2.2: each rule accepts most from the drafter that was trained for it; the paper's loss
+    makes q a point mass. And the lesson's table has these very numbers."""
     got = lesson_table()
     assert got["streak"][0] > 1.1 * max(got["ce"][0], got["streak-rs"][0]) and got["streak"][2] < 0.05
     assert got["streak-rs"][1] > got["ce"][1] > 1.05 * got["streak"][1] and got["streak-rs"][2] > 0.3
@@ -562,15 +685,18 @@ def test_loss_and_rule_must_match_and_the_lesson_says_by_how_much():
 
 
 def test_more_chains_help_most_where_chains_differ():
-    """Section 2.3: of the three rules multi-round rejection accepts most from a drafter that is spread out, the walk more than
-    selection, all more with K; from the paper's optimum, whose chains are all alike, K buys nothing."""
+    """Section 2.3: of the three rules multi-round rejection accepts most from a drafter that is spread
+    out, the walk more than selection, all more with K; from the paper's optimum, whose chains are all
+    alike, K buys nothing."""
     p, _ = table(spread=2.0)
+
     def mean(q, rule, k, rounds=500):
         g, n = torch.Generator().manual_seed(0), 0
         for _ in range(rounds):
             chains = draw(q[:, None].expand(-1, k, -1), torch.rand(GAMMA, k, generator=g)).T.tolist()
             n += len(judge_by(rule, chains, q, p, torch.rand(k * GAMMA + 1, generator=g))[0])
         return n / rounds
+
     spread, peak = fitted("ce", p), fitted("streak", p)
     got = {rule: (mean(spread, rule, 1), mean(spread, rule, 4)) for rule in RULES}
     assert all(four > one + 0.1 for one, four in got.values())
@@ -585,6 +711,7 @@ def test_windows_are_spread_over_what_the_target_wrote():
     assert sorted(starts[0].tolist()) == list(range(10, 30)) and set(starts[1].tolist()) == {5, 6, 7}
     places = specdiff.places_of(torch.tensor([[38], [3]]), 4)
     assert places[:, 0].tolist() == [[38, 39, 40, 41], [3, 4, 5, 6]]
-    assert specdiff.at_places(torch.arange(40).repeat(2, 1), places)[:, 0].tolist() == [[38, 39, 39, 39], [3, 4, 5, 6]]
-
-
+    assert specdiff.at_places(torch.arange(40).repeat(2, 1), places)[:, 0].tolist() == [
+        [38, 39, 39, 39],
+        [3, 4, 5, 6],
+    ]

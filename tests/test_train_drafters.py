@@ -1,5 +1,7 @@
-"""train_prism.py, train_specdiff.py and the recording of answers as a user meets them, on a toy target: all arms and objectives train,
-a killed run resumes to the same weights, one drafter starts from another, and bad input is one clear line."""
+"""train_prism.py, train_specdiff.py and the recording of answers as a user meets them, on a toy target:
+all arms and objectives train, a killed run resumes to the same weights, one drafter starts from another,
+and bad input is one clear line."""
+
 import argparse
 import contextlib
 import itertools
@@ -27,10 +29,22 @@ from minispec.tools import checkpoints, methods, training
 from minispec.tools.checkpoints import load_drafter, save_drafter
 
 KINDS = {
-    "prism": SimpleNamespace(script=train_prism, paper=prism, loss="unrolled_loss", config=prism.PrismConfig,
-                             args=("--unroll", 3), lr="2e-2"),
-    "specdiff": SimpleNamespace(script=train_specdiff, paper=specdiff, loss="training_loss",
-                                config=specdiff.SpecDiffConfig, args=("--windows", 8, "--gamma", 4), lr="1e-2"),
+    "prism": SimpleNamespace(
+        script=train_prism,
+        paper=prism,
+        loss="unrolled_loss",
+        config=prism.PrismConfig,
+        args=("--unroll", 3),
+        lr="2e-2",
+    ),
+    "specdiff": SimpleNamespace(
+        script=train_specdiff,
+        paper=specdiff,
+        loss="training_loss",
+        config=specdiff.SpecDiffConfig,
+        args=("--windows", 8, "--gamma", 4),
+        lr="1e-2",
+    ),
 }
 both = pytest.mark.parametrize("kind", KINDS)
 
@@ -50,6 +64,7 @@ def killed(folder, out, *args, kind="prism", steps=3):
             if left[0] < 0:
                 raise KeyboardInterrupt
         return loss(*some)
+
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setattr(k.paper, k.loss, dies)
         train(folder, out, *args, kind=kind)
@@ -72,7 +87,8 @@ def write_rows(file, rows):
     return file
 
 
-# -- a training and its folder -----------------------------------------------------------------------------------------
+# -- a training and its folder -------------------------------------------------------------------------------
+
 
 @both
 def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(kind, folder, capsys):
@@ -95,7 +111,7 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(kind, fold
         row.pop("seconds")
     assert log == again
     del made["settings.json"]
-    assert all(time == os.path.getmtime(folder / "greedy" / f) for f, time in made.items())        # made once
+    assert all(time == os.path.getmtime(folder / "greedy" / f) for f, time in made.items())  # made once
     assert f"train_{kind}.py --target" in (folder / f"{kind}-whole" / "command.txt").read_text()
     assert before == (folder / "target" / "model.safetensors").read_bytes()
 
@@ -114,12 +130,20 @@ def test_a_folder_with_a_model_of_no_training_here_is_left_alone(folder, capsys)
     assert (folder / "done" / "model.safetensors").stat().st_mtime_ns == made
 
 
-OTHER = [("lr", "1e-2", 0.004, 0.01), ("seed", "7", 1337, 7), ("tokens", "1800", 900.0, 1800.0), ("arm", "ttt1", "prism2", "ttt1"),
-         ("batch-tokens", "300", 200, 300), ("draft-vocab", "50", 4000, 50), ("last-layer", "", False, True)]
+OTHER = [
+    ("lr", "1e-2", 0.004, 0.01),
+    ("seed", "7", 1337, 7),
+    ("tokens", "1800", 900.0, 1800.0),
+    ("arm", "ttt1", "prism2", "ttt1"),
+    ("batch-tokens", "300", 200, 300),
+    ("draft-vocab", "50", 4000, 50),
+    ("last-layer", "", False, True),
+]
 
 
 def test_a_training_is_not_resumed_with_other_settings(folder):
-    """The one that differs is named, and nothing is touched. Those that change no weights may differ, and of a complete one all."""
+    """The one that differs is named, and nothing is touched. Those that change no weights may differ, and
+    of a complete one all."""
     command = ("other", "--tokens", "900", "--batch-tokens", "200", "--save-every", "1")
     killed(folder, *command, steps=0)
     before = (folder / "other" / "resume.pt").read_bytes()
@@ -135,29 +159,51 @@ def test_a_training_is_not_resumed_with_other_settings(folder):
 
 def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
     """Also where there are more answers by now: the head's rows are those of the drafter's tokens."""
-    command = ("first", "--tokens", "900", "--draft-vocab", "40", "--batch-tokens", "200", "--save-every", "1")
+    command = (
+        "first",
+        "--tokens",
+        "900",
+        "--draft-vocab",
+        "40",
+        "--batch-tokens",
+        "200",
+        "--save-every",
+        "1",
+    )
     monkeypatch.setattr(recorded, "most_frequent", lambda *args: torch.arange(40))
     killed(folder, *command, steps=0)
     monkeypatch.setattr(recorded, "most_frequent", lambda *args: torch.arange(20, 60))
     seen, loss = [], prism.unrolled_loss
-    monkeypatch.setattr(prism, "unrolled_loss", lambda drafter, *args: seen.append(drafter) or loss(drafter, *args))
+    monkeypatch.setattr(
+        prism, "unrolled_loss", lambda drafter, *args: seen.append(drafter) or loss(drafter, *args)
+    )
     train(folder, *command)
     words, head = seen[-1].words, checkpoints.load(folder / "target").head.weight[:40]
     assert torch.equal(words.tokens(torch.arange(40)), torch.arange(40))
     assert torch.equal(words.head.weight.float(), head.to(words.head.weight.dtype).float())
 
 
-VARIANTS = {   # options of the training, of decoding, and the method
+VARIANTS = {  # options of the training, of decoding, and the method
     "ttt1": ("prism", ["--arm", "ttt1"], [], "eagle"),
     "prism2": ("prism", ["--arm", "prism2"], ["--tree", 12], "prism"),
     "prism3": ("prism", ["--arm", "prism3"], [], "prism"),
     "stack2": ("prism", ["--arm", "stack2"], ["--tree", 12], "eagle"),
     "kl": ("specdiff", [], [], "specdiff"),
     "mdlm": ("specdiff", ["--objective", "mdlm", "--blind"], ["--rule", "walk"], "specdiff"),
-    "ce": ("specdiff", ["--objective", "ce", "--draft-vocab", 500], ["--gamma", 6, "--rule", "selection", "--k-drafts", 4], "specdiff"),
+    "ce": (
+        "specdiff",
+        ["--objective", "ce", "--draft-vocab", 500],
+        ["--gamma", 6, "--rule", "selection", "--k-drafts", 4],
+        "specdiff",
+    ),
     "streak": ("specdiff", ["--objective", "streak"], [], "specdiff"),
     "log-streak": ("specdiff", ["--objective", "log-streak"], [], "specdiff"),
-    "streak-rs": ("specdiff", ["--objective", "streak-rs"], ["--k-drafts", 3, "--draft-temperature", 0.7], "specdiff"),
+    "streak-rs": (
+        "specdiff",
+        ["--objective", "streak-rs"],
+        ["--k-drafts", 3, "--draft-temperature", 0.7],
+        "specdiff",
+    ),
 }
 
 
@@ -168,11 +214,28 @@ def test_every_variant_trains_and_decodes(name, folder, capsys, tmp_path):
     assert math.isfinite(log[-1]["loss"])
     c = loaded(folder, name, kind).config
     if kind == "prism":
-        assert (c.n_modules, c.n_layer) == (max(train_prism.ARMS[name][0]) + 1, 2 if name == "stack2" else 1)
+        assert (c.n_modules, c.n_layer) == (
+            max(train_prism.ARMS[name][0]) + 1,
+            2 if name == "stack2" else 1,
+        )
     else:
         assert (c.reads, c.draft_vocab) == (name != "mdlm", 500 if name == "ce" else 0)
-    command = ["--model", folder / "target", "--method", method, "--drafter", folder / name, "--prompt", "one two",
-               "--max-new-tokens", 16, "--compare", "--json", tmp_path / "o.json", *shape]
+    command = [
+        "--model",
+        folder / "target",
+        "--method",
+        method,
+        "--drafter",
+        folder / name,
+        "--prompt",
+        "one two",
+        "--max-new-tokens",
+        16,
+        "--compare",
+        "--json",
+        tmp_path / "o.json",
+        *shape,
+    ]
     decode.main([*map(str, command)])
     d = json.loads((tmp_path / "o.json").read_text())
     assert d["identical"] and d["new_tokens"] == 16
@@ -197,11 +260,12 @@ def test_a_drafter_starts_from_another(folder):
     assert torch.equal(made.blocks[0].qkv.weight, head.blocks[0].qkv.weight)
     assert not made.blocks[1].out.weight.any() and not made.blocks[1].down.weight.any()
     for kind, init, options, message in (
-            ("prism", "one", ["--arm", "stack2"], "has n_layer 1; this training needs 2"),
-            ("prism", "one", ["--last-layer"], r"has feature_layers \(0, 1\); this training needs \(\)"),
-            ("specdiff", "one", ["--blind"], "reads the target's states; --blind cannot change that"),
-            ("specdiff", "short", ["--blind"], "reads the target's states; --blind cannot change that"),
-            ("specdiff", "short", ["--last-layer"], "reads three layers; --last-layer cannot change that")):
+        ("prism", "one", ["--arm", "stack2"], "has n_layer 1; this training needs 2"),
+        ("prism", "one", ["--last-layer"], r"has feature_layers \(0, 1\); this training needs \(\)"),
+        ("specdiff", "one", ["--blind"], "reads the target's states; --blind cannot change that"),
+        ("specdiff", "short", ["--blind"], "reads the target's states; --blind cannot change that"),
+        ("specdiff", "short", ["--last-layer"], "reads three layers; --last-layer cannot change that"),
+    ):
         with pytest.raises(ValueError, match=message):
             train(folder, "refused", "--init", folder / init, *options, kind=kind)
 
@@ -217,8 +281,24 @@ def test_answers_are_recorded_by_a_process_of_their_own(folder, capfd):
     """Whose failure is the training's."""
     rows = [{"prompt": f"one {i}"} for i in range(30)] + [{"answer": "no prompt"}]
     file = write_rows(folder / "p.jsonl", rows)
-    command = ["--target", folder / "target", "--responses", folder / "apart", "--prompt-file", file, "--prompts", 6,
-               "--heldout", 2, "--max-new-tokens", 8, "--tokens", 300, "--device", "cpu"]
+    command = [
+        "--target",
+        folder / "target",
+        "--responses",
+        folder / "apart",
+        "--prompt-file",
+        file,
+        "--prompts",
+        6,
+        "--heldout",
+        2,
+        "--max-new-tokens",
+        8,
+        "--tokens",
+        300,
+        "--device",
+        "cpu",
+    ]
     done = outcome(train_prism, "--out", folder / "apart-1", *command)
     assert done.returncode == 2 and "rollouts.py: " in capfd.readouterr().err
     write_rows(file, rows[:-1])
@@ -226,11 +306,13 @@ def test_answers_are_recorded_by_a_process_of_their_own(folder, capfd):
     assert done.returncode == 0 and (folder / "apart" / "train-0-6.safetensors").exists()
 
 
-# -- answers -----------------------------------------------------------------------------------------------------------
+# -- answers -------------------------------------------------------------------------------------------------
+
 
 def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp_path):
     def first(split, n):
         return [*itertools.islice(rollouts.prompts_of([], split, rollouts.procedural(split)), n)]
+
     assert first("train", 7) == first("train", 30)[:7]
     assert not set(first("train", 30)) & set(first("heldout", 30))
     ids = {}
@@ -241,8 +323,12 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp
     assert ids[14][:10] == ids[10]
     other = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Say {i}."} for i in range(20)])
     for options, message in (
-            (["--max-new-tokens", 9], "was begun with max_new_tokens 24, not 9; use another folder or the same settings"),
-            (["--prompt-file", other], "is of other texts; use another --responses folder")):
+        (
+            ["--max-new-tokens", 9],
+            "was begun with max_new_tokens 24, not 9; use another folder or the same settings",
+        ),
+        (["--prompt-file", other], "is of other texts; use another --responses folder"),
+    ):
         with pytest.raises(ValueError, match=message):
             train(folder, "wrong", "--prompts", 10, "--responses", folder / "r2", *options)
 
@@ -260,24 +346,33 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys):
     answer = tokenizer.encode(read[0]["answer"]) + [target.config.eos_id]
     want = rollouts.read(target, prompt, answer, 1)
     assert all(torch.equal(states[f"0.{name}"], want[name]) for name in recorded.Batch._fields)
-    assert (want["log_p"][len(prompt):] < 0).all()
+    assert (want["log_p"][len(prompt) :] < 0).all()
     # Other texts, as many: the states in the folder are not theirs.
     others = write_rows(tmp_path / "h.jsonl", [{**row, "answer": "four"} for row in rows])
     empty = write_rows(tmp_path / "i.jsonl", [{"prompt": "one"}])
-    for file, message in ((tmp_path / "not there", "cannot read"), (others, "is of other texts"), (empty, "prompt 1 has no answer")):
+    for file, message in (
+        (tmp_path / "not there", "cannot read"),
+        (others, "is of other texts"),
+        (empty, "prompt 1 has no answer"),
+    ):
         with pytest.raises(ValueError, match=message):
             train(folder, "given2", *where, file)
 
 
 def test_files_of_prompts_come_in_turn_instead_of_own_ones(tmp_path):
     texts = {name: [f"{name} {i}" for i in range(n)] for name, n in (("a", 40), ("b", 10))}
-    files = [str(write_rows(tmp_path / name, [{"prompt": x} for x in some])) for name, some in texts.items()]
+    files = [
+        str(write_rows(tmp_path / name, [{"prompt": x} for x in some])) for name, some in texts.items()
+    ]
     own = [f"own {i}" for i in range(100)]
-    got = {split: [x.strip() for x in rollouts.prompts_of(files, split, iter(own))] for split in ("train", "heldout")}
+    got = {
+        split: [x.strip() for x in rollouts.prompts_of(files, split, iter(own))]
+        for split in ("train", "heldout")
+    }
     turns = [x for some in itertools.zip_longest(*texts.values()) for x in some if x]
     assert turns[:4] == ["a 0", "b 0", "a 1", "b 1"]
     assert got["train"] == [x for x in turns if x in got["train"]]
-    assert sorted(got["train"] + got["heldout"]) == sorted(turns) and len(got["heldout"]) > 5     # each once
+    assert sorted(got["train"] + got["heldout"]) == sorted(turns) and len(got["heldout"]) > 5  # each once
     assert [*rollouts.prompts_of([], "train", iter(own))] == [x for x in own if not tasks.is_heldout(x)]
 
 
@@ -285,8 +380,23 @@ def test_a_prompt_longer_than_the_context_is_left_out(folder, tmp_path, capfd):
     """And a line says how many."""
     rows = [{"prompt": f"{i} " + "word " * (900 if i % 3 == 0 else 3)} for i in range(60)]
     file = write_rows(tmp_path / "p.jsonl", rows)
-    run_script(rollouts, "--target", folder / "target", "--out", tmp_path / "r", "--prompt-file", file, "--prompts", 12,
-               "--heldout", 2, "--max-new-tokens", 8, "--device", "cpu")
+    run_script(
+        rollouts,
+        "--target",
+        folder / "target",
+        "--out",
+        tmp_path / "r",
+        "--prompt-file",
+        file,
+        "--prompts",
+        12,
+        "--heldout",
+        2,
+        "--max-new-tokens",
+        8,
+        "--device",
+        "cpu",
+    )
     said = capfd.readouterr().err
     assert "train prompts are longer than the context of 512 tokens and left out" in said
     texts = recorded.texts_of(tmp_path / "r" / "train-0-12.safetensors")
@@ -294,8 +404,8 @@ def test_a_prompt_longer_than_the_context_is_left_out(folder, tmp_path, capfd):
 
 
 def test_recorded_texts_are_those_of_reading(folder):
-    """A batch of prompts of several lengths, greedy and sampled: the states of decoding are those of reading the text, and log_p is
-    the log-probability at the temperature of the answer."""
+    """A batch of prompts of several lengths, greedy and sampled: the states of decoding are those of
+    reading the text, and log_p is the log-probability at the temperature of the answer."""
     target = checkpoints.load(folder / "target", "cpu", torch.float32)
     args = argparse.Namespace(max_new_tokens=12, temperature=None)
     tokenizer = Tokenizer.load(folder / "target")
@@ -308,8 +418,8 @@ def test_recorded_texts_are_those_of_reading(folder):
         for name in ("lower", "hidden"):
             assert (text[name][:-1].float() - want[name][:-1].float()).abs().max() < 0.05
         assert text["lower"].shape[1] == 2 * text["hidden"].shape[1]
-        logits = dense_logits(target, ids)[n - 1:-1]
-        assert torch.equal(text["best"][n - 1:-1], logits.argmax(-1))
+        logits = dense_logits(target, ids)[n - 1 : -1]
+        assert torch.equal(text["best"][n - 1 : -1], logits.argmax(-1))
         log_p = torch.zeros(len(ids))
         if temperature:
             log_p[n:] = (logits / temperature).log_softmax(-1)[torch.arange(len(ids) - n), ids[n:]]
@@ -322,7 +432,11 @@ def test_texts_are_padded_on_the_right():
     batch = recorded.padded([rollouts.read(target, *row) for row in rows])
     assert batch.ids[:, :4].tolist() == [[5, 6, 7, 8], [5, 7, 8, 9]] and not batch.ids[:, 4:].any()
     assert batch.learn.int().argmax(1).tolist() == [2, 1] and batch.learn.sum(1).tolist() == [2, 3]
-    assert not batch.log_p[0, :2].any() and (batch.log_p[0, 2:4] < 0).all() and batch.hidden.shape == (2, 16, 32)
+    assert (
+        not batch.log_p[0, :2].any()
+        and (batch.log_p[0, 2:4] < 0).all()
+        and batch.hidden.shape == (2, 16, 32)
+    )
 
 
 def test_a_greedy_answer_ends_where_it_loops(folder):
@@ -331,19 +445,22 @@ def test_a_greedy_answer_ends_where_it_loops(folder):
     assert loops(piece * 3) and not loops(piece * 2) and not loops(piece * 3 + [9])
     target = checkpoints.load(folder / "target", "cpu", torch.float32)
     with torch.no_grad():
-        for block in target.blocks:                                # the next token depends on the last one alone
+        for block in target.blocks:  # the next token depends on the last one alone
             block.down.weight.zero_(), block.out.weight.zero_()
     tokenizer = Tokenizer.load(folder / "target")
     prompt = tokenizer.prompt_ids("word")
     args = argparse.Namespace(max_new_tokens=200, temperature=0)
     [greedy] = rollouts.answers(args, target, tokenizer, [prompt], 0)
-    ids = greedy["ids"][len(prompt):].tolist()
+    ids = greedy["ids"][len(prompt) :].tolist()
     assert len(ids) < 200 and loops(ids) and not loops(ids[:-1])
 
 
-# -- a target of one's own ---------------------------------------------------------------------------------------------
+# -- a target of one's own -----------------------------------------------------------------------------------
 
-CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -353,10 +470,17 @@ def qwen3(tmp_path_factory):
     vocab = {letter: i for i, letter in enumerate(byte_letters())}
     special = [{"id": 256 + i, "content": name} for i, name in enumerate(("<|im_start|>", "<|im_end|>"))]
     split = {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": GPT2}}
-    pre = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}]}
+    pre = {
+        "type": "Sequence",
+        "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}],
+    }
     target = toy_model(vocab=300, qk_norm=True, n_layer=2, gain=1.0, bos_id=256, eos_id=257)
     checkpoints.save(target, folder)
-    tokenizer = {"model": {"type": "BPE", "vocab": vocab, "merges": []}, "added_tokens": special, "pre_tokenizer": pre}
+    tokenizer = {
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "added_tokens": special,
+        "pre_tokenizer": pre,
+    }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
     return folder
@@ -368,25 +492,73 @@ def short_turns(monkeypatch):
         monkeypatch.setattr(module, name, value)
 
 
-def test_one_command_for_an_own_target_and_what_it_writes(qwen3, short_turns, monkeypatch, tmp_path, capsys):
-    """Prompts, answers, states and a drafter, which decodes; killed on the way, the same command goes on and ends with the same."""
+def test_one_command_for_an_own_target_and_what_it_writes(
+    qwen3, short_turns, monkeypatch, tmp_path, capsys
+):
+    """Prompts, answers, states and a drafter, which decodes; killed on the way, the same command goes on
+    and ends with the same."""
     monkeypatch.setattr("minispec.data.recorded.subprocess.run", record_here)
 
     def command(out):
-        run_script(train_prism, "--target", qwen3, "--out", tmp_path / out, "--draft-vocab", 100, "--max-new-tokens", 20,
-                   "--prompts", 12, "--heldout", 2, "--tokens", 2000, "--batch-tokens", 300)
+        run_script(
+            train_prism,
+            "--target",
+            qwen3,
+            "--out",
+            tmp_path / out,
+            "--draft-vocab",
+            100,
+            "--max-new-tokens",
+            20,
+            "--prompts",
+            12,
+            "--heldout",
+            2,
+            "--tokens",
+            2000,
+            "--batch-tokens",
+            300,
+        )
         return sorted(os.listdir(tmp_path / out / "responses"))
 
     made = command("whole")
-    assert [f for f in made if f[:3] != "own"] == ["heldout-0-2.safetensors", "settings.json", "train-0-4.safetensors",
-                                                   "train-4-8.safetensors", "train-8-12.safetensors"]
-    texts = [text for f in made if f[:5] == "train" for text in recorded.texts_of(tmp_path / "whole" / "responses" / f)]
-    assert [bool(text["log_p"].any()) for text in texts] == [False, True] * 6                  # greedy, drawn, ..
+    assert [f for f in made if f[:3] != "own"] == [
+        "heldout-0-2.safetensors",
+        "settings.json",
+        "train-0-4.safetensors",
+        "train-4-8.safetensors",
+        "train-8-12.safetensors",
+    ]
+    texts = [
+        text
+        for f in made
+        if f[:5] == "train"
+        for text in recorded.texts_of(tmp_path / "whole" / "responses" / f)
+    ]
+    assert [bool(text["log_p"].any()) for text in texts] == [False, True] * 6  # greedy, drawn, ..
     drafter = load_drafter(tmp_path / "whole", checkpoints.load(qwen3), prism.PrismConfig)
     answers = [text["ids"][text["learn"]].tolist() for text in texts]
     assert torch.equal(drafter.vocabulary, most_frequent(answers, 100, 300))
-    decode.main([*map(str, ("--model", qwen3, "--method", "prism", "--drafter", tmp_path / "whole", "--prompt", "hello",
-                            "--max-new-tokens", 30, "--compare"))])
+    decode.main(
+        [
+            *map(
+                str,
+                (
+                    "--model",
+                    qwen3,
+                    "--method",
+                    "prism",
+                    "--drafter",
+                    tmp_path / "whole",
+                    "--prompt",
+                    "hello",
+                    "--max-new-tokens",
+                    30,
+                    "--compare",
+                ),
+            )
+        ]
+    )
     assert "output: identical to autoregressive" in capsys.readouterr().out
 
     # Stopped at a second write of every kind, then continued.
@@ -398,6 +570,7 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, short_turns, mo
             if len(calls) == 2:
                 raise KeyboardInterrupt
             return write(*args, **kw)
+
         monkeypatch.setattr(module, name, dies)
         with contextlib.suppress(KeyboardInterrupt):
             command("parts")
@@ -417,14 +590,19 @@ def test_prompts_that_the_target_writes(qwen3, short_turns, monkeypatch, tmp_pat
     assert first(tmp_path, 8) == some
     (tmp_path / "more").mkdir()
     assert first(tmp_path / "more", 1) == ["Hi, you!"]
-    with pytest.raises(ValueError, match="of 48 turns that the target wrote for a user none is a new prompt"):
+    with pytest.raises(
+        ValueError, match="of 48 turns that the target wrote for a user none is a new prompt"
+    ):
         first(tmp_path / "more", 2)
     tokenizer.chat_template = TEXT_ALONE
-    with pytest.raises(ValueError, match="has no chat template, so the model cannot write prompts; give some with --prompt-file"):
+    with pytest.raises(
+        ValueError,
+        match="has no chat template, so the model cannot write prompts; give some with --prompt-file",
+    ):
         magpie.opening(tokenizer)
 
 
-# -- bad input ---------------------------------------------------------------------------------------------------------
+# -- bad input -----------------------------------------------------------------------------------------------
 
 BAD = [
     ("prism", "--arm ttt9", "invalid choice"),
@@ -442,7 +620,9 @@ BAD = [
 
 @pytest.mark.parametrize("kind, args, message", BAD)
 def test_bad_input_of_training_is_named_before_anything_is_written(kind, args, message, folder, tmp_path):
-    done = outcome(KINDS[kind].script, "--target", folder / "target", "--out", tmp_path / "x", *args.split())
+    done = outcome(
+        KINDS[kind].script, "--target", folder / "target", "--out", tmp_path / "x", *args.split()
+    )
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
     assert not (tmp_path / "x").exists()
 
@@ -455,7 +635,10 @@ BAD_DECODING = [
     ("specdiff", "--gamma 16 --k-drafts 17", "k-drafts 17 is out of range; allowed is 1 to 16"),
     ("specdiff", "--draft-temperature -1", "draft-temperature -1.0 is out of range"),
     ("specdiff", f"--drafter {SHIPPED}", "this is not a drafter made by train_specdiff.py"),
-    *[(kind, f"--model {SHIPPED}", "made for a target with d_model 32, this one has 256") for kind in KINDS],
+    *[
+        (kind, f"--model {SHIPPED}", "made for a target with d_model 32, this one has 256")
+        for kind in KINDS
+    ],
 ]
 
 
@@ -465,19 +648,38 @@ def test_bad_input_of_decoding_is_one_line(kind, args, message, folder):
     toy = toy_prism if kind == "prism" else toy_specdiff
     save_drafter(toy(target), folder / "random", target)
     with pytest.raises(ValueError) as e:
-        decode.main(["--model", str(folder / "target"), "--method", kind, "--drafter", str(folder / "random"),
-                     "--prompt", "x", *args.split()])
+        decode.main(
+            [
+                "--model",
+                str(folder / "target"),
+                "--method",
+                kind,
+                "--drafter",
+                str(folder / "random"),
+                "--prompt",
+                "x",
+                *args.split(),
+            ]
+        )
     assert message in str(e.value) and "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize("method, command", [("prism", "train_prism.py"), ("eagle", "train_prism.py --arm ttt1"),
-                                             ("specdiff", "train_specdiff.py")])
+@pytest.mark.parametrize(
+    "method, command",
+    [
+        ("prism", "train_prism.py"),
+        ("eagle", "train_prism.py --arm ttt1"),
+        ("specdiff", "train_specdiff.py"),
+    ],
+)
 def test_a_model_without_a_drafter_says_how_to_train_one(method, command, folder):
     """Drafters of a model are kept in checkpoints/MODEL; those of the shipped one in checkpoints itself."""
     kept, target = os.path.join("checkpoints", "target", method), folder / "target"
     with pytest.raises(ValueError) as e:
         decode.main(["--model", str(target), "--method", method, "--prompt", "x"])
-    assert str(e.value) == (f"there is no drafter for {target} in {kept}; this trains one: python {command} --target {target} "
-                            f"--out {kept} --minutes 60")
+    assert str(e.value) == (
+        f"there is no drafter for {target} in {kept}; this trains one: python {command} --target {target} "
+        f"--out {kept} --minutes 60"
+    )
     assert method in methods.ready(methods.settings(model=SHIPPED))
     assert method not in methods.ready(methods.settings(model=str(target)))

@@ -1,5 +1,7 @@
-"""Trained drafters, PRISM and SpecDiff alike, on toy models: what they draft changes no token, their caches come back, rejection has
-the target's distribution, and folders are checked. MINISPEC_FULL=1 runs a hundred times as many samples."""
+"""Trained drafters, PRISM and SpecDiff alike, on toy models: what they draft changes no token, their
+caches come back, rejection has the target's distribution, and folders are checked. MINISPEC_FULL=1 runs a
+hundred times as many samples."""
+
 import copy
 import functools
 import itertools
@@ -53,7 +55,7 @@ def toy_specdiff(target=TARGET, seed=5, gamma=4, n_layer=1, **changes):
     with torch.no_grad():
         drafter.mask.normal_()
         if drafter.join is not None:
-            drafter.join.weight[:, drafter.config.d_model:].normal_(std=0.2)
+            drafter.join.weight[:, drafter.config.d_model :].normal_(std=0.2)
         if drafter.fuse is not None:
             drafter.fuse.weight.add_(torch.randn_like(drafter.fuse.weight) * 0.1)
         if drafter.markov is not None:
@@ -70,11 +72,13 @@ def prompts(n=8, seed=0, vocab=12):
 
 def planner(drafter, target=TARGET, stop=0.0, k=None, **settings):
     """Lockstep with a drafter of either kind."""
+
     def make(engine):
         kind = PrismDrafter if isinstance(drafter, prism.Prism) else SpecDiffDrafter
         made = kind(drafter, target, **settings)
         made.stop = stop
         return Lockstep(engine, made, k or made.gamma * made.width)
+
     return make
 
 
@@ -153,14 +157,15 @@ def case(name):
     return planner(trained(kind), **settings)
 
 
-# -- losslessness ------------------------------------------------------------------------------------------------------
+# -- losslessness --------------------------------------------------------------------------------------------
+
 
 @every_case
 def test_greedy_is_identical_to_autoregressive(name):
     many = 100 if FULL else 10
     _, settings, least = CASES[name]
     assert max(len(set(ids)) for ids in plain(many)) > 5
-    for batch, n in ((1, 2), (8, many)):                           # one by one takes longest
+    for batch, n in ((1, 2), (8, many)):  # one by one takes longest
         got, engine = run(case(name), prompts(n), batch)
         assert ids_of(got) == plain(n)
         assert engine.cache.used == 0 and engine.planner.drafter.notes == {}
@@ -169,12 +174,15 @@ def test_greedy_is_identical_to_autoregressive(name):
     assert all(s.committed in (s.accepted, s.accepted + 1) for s in steps)
     assert sum(s.accepted for s in steps) > least * len(steps)
     assert any(s.accepted < s.proposed for s in steps)
-    if "stop" in settings:                                         # ends where the drafter is unsure
+    if "stop" in settings:  # ends where the drafter is unsure
         assert len({s.proposed for s in steps if 0 < s.position < 25}) > 1
 
 
-@pytest.mark.parametrize("drafter", [toy_prism(step_map=MAPS[1]), toy_prism(step_map=MAPS[3]), toy_specdiff()],
-                         ids=["prism 1", "prism 3", "specdiff"])
+@pytest.mark.parametrize(
+    "drafter",
+    [toy_prism(step_map=MAPS[1]), toy_prism(step_map=MAPS[3]), toy_specdiff()],
+    ids=["prism 1", "prism 3", "specdiff"],
+)
 def test_greedy_is_identical_with_random_drafters(drafter):
     got, _ = run(planner(drafter), prompts(6), 3)
     assert ids_of(got) == plain(6)
@@ -185,6 +193,7 @@ def test_greedy_is_identical_with_random_drafters(drafter):
 def test_control_a_tree_walked_without_looking_at_the_tokens_is_caught(monkeypatch):
     def blind(draft, parents, best):
         return ([1], best[1]) if draft else ([], best[0])
+
     monkeypatch.setattr(verify, "greedy_tree", blind)
     assert ids_of(run(case("prism tree"), prompts(6))[0]) != plain(6)
 
@@ -198,14 +207,17 @@ def test_end_of_text_and_length_limit_inside_an_accepted_run(name):
             end = ids.index(stop) + 1 if stop in ids else len(ids)
             assert g.token_ids == ids[:end] and len(g.who) == end
             assert sum(s.accepted for s in g.steps) == g.who.count("draft")
-    for limit in (1, 2, 3, 6):                                     # down to fewer drafts than asked for
-        almost_full = [1] * (512 - limit)                          # the context
+    for limit in (1, 2, 3, 6):  # down to fewer drafts than asked for
+        almost_full = [1] * (512 - limit)  # the context
         got, _ = run(case(name), [*some, almost_full], max_new=limit)
         assert ids_of(got[:8]) == [ids[:limit] for ids in full] and len(got[8].token_ids) == limit
 
 
 @pytest.mark.parametrize("policy", ["preempt", "offload"])
-@pytest.mark.parametrize("name, sampling", [("prism tree", Sampling()), ("prism tree", Sampling(1.0)), ("three chains", Sampling())])
+@pytest.mark.parametrize(
+    "name, sampling",
+    [("prism tree", Sampling()), ("prism tree", Sampling(1.0)), ("three chains", Sampling())],
+)
 def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, name, sampling):
     got, engine = run(case(name), prompts(8), 8, sampling=sampling, cache_tokens=220, admission=policy)
     assert ids_of(got) == plain(8, sampling)
@@ -233,7 +245,7 @@ def test_a_seed_is_a_text_under_every_rule_that_walks(rule):
         assert same == (rule != "rejection" or name == "prism tree"), name
 
 
-# -- sampling: chi-square over all answers of up to three tokens; a correct rule fails with probability 1e-6 -----------
+# -- sampling: chi-square over all answers of up to three tokens; a correct rule fails with probability 1e-6 -
 
 TINY = toy_model(vocab=6, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
 PROMPT, END = [1, 5, 2, 4, 3, 3], 2
@@ -258,7 +270,7 @@ def answers():
     """{answer: its probability}: three tokens, or fewer and the end."""
     out = {}
     for tokens in itertools.product(range(6), repeat=3):
-        cut = tokens[:tokens.index(END) + 1] if END in tokens else tokens
+        cut = tokens[: tokens.index(END) + 1] if END in tokens else tokens
         parts = [next_to(*cut[:i])[token].item() for i, token in enumerate(cut)]
         out[cut] = torch.tensor(parts).prod().item()
     return out
@@ -303,8 +315,15 @@ def report_another_q(result):
     return q.argmax(-1).tolist(), q
 
 
-@pytest.mark.parametrize("name, wrong", [("prism chain", leave_out_the_improbable), ("early stop", leave_out_the_improbable),
-                                         ("prism chain", report_another_q), ("one chain", report_another_q)])
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("prism chain", leave_out_the_improbable),
+        ("early stop", leave_out_the_improbable),
+        ("prism chain", report_another_q),
+        ("one chain", report_another_q),
+    ],
+)
 def test_controls_are_rejected(name, wrong, monkeypatch):
     kind, method = (PrismDrafter, "result") if "prism" in name else (SpecDiffDrafter, "_chains")
     honest = getattr(kind, method)
@@ -325,12 +344,15 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
     assert sampled(name, vocabulary=some)[0] < 1e-6
 
 
-# -- folders -----------------------------------------------------------------------------------------------------------
+# -- folders -------------------------------------------------------------------------------------------------
 
 DRAFTERS = {
     "prism": (lambda: toy_prism(step_map=(0, 1, 1, 2)), PrismConfig),
     "some tokens": (lambda: toy_prism().restrict(torch.tensor([1, 2, 5])), PrismConfig),
-    **{form: (functools.partial(toy_specdiff, **changes), SpecDiffConfig) for form, changes in FORMS.items()},
+    **{
+        form: (functools.partial(toy_specdiff, **changes), SpecDiffConfig)
+        for form, changes in FORMS.items()
+    },
 }
 
 
@@ -362,7 +384,7 @@ def test_a_drafter_of_another_target_is_refused(message, tmp_path):
         load_drafter(tmp_path, OTHERS[message], SpecDiffConfig)
 
 
-DAMAGED = {   # what is replaced in config.json: what is said
+DAMAGED = {  # what is replaced in config.json: what is said
     ('"d_ff": 64', '"d_ff": 48'): "does not fit config.json",
     ('"prism"', '"llama"'): "not a drafter made by train_prism.py",
     ('"draft_vocab": 3', '"draft_vocab": 12'): "draft_vocab 12 is out of range",
@@ -404,5 +426,5 @@ def test_drafts_are_of_the_draft_vocabulary():
 
 def test_the_most_frequent_tokens_of_answers():
     assert most_frequent([[3, 3, 5], [5, 3, 7]], 2, 8).tolist() == [3, 5]
-    assert most_frequent([[3, 3, 5]], 4, 8).tolist() == [3, 5, 0, 1]           # of those never seen, the first
+    assert most_frequent([[3, 3, 5]], 4, 8).tolist() == [3, 5, 0, 1]  # of those never seen, the first
     assert most_frequent([[3]], 0, 8) is None and most_frequent([[3]], 8, 8) is None

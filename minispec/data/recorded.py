@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from minispec import ROOT, SHIPPED
+from minispec import SHIPPED
 from minispec.core.verify import Sampling
 from minispec.core.words import DRAFT_VOCAB, most_frequent
 from minispec.tools import checkpoints, training
@@ -131,7 +131,7 @@ def record(args):
         # Once the training has begun, no more answers are made.
         begun = os.path.exists(f"{args.out}/resume.pt")
         command += ["--minutes", "0" if begun else str(args.minutes / 2)]
-    env = {**os.environ, "PYTHONPATH": os.path.abspath(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(done.returncode)
