@@ -6,8 +6,8 @@
     python train_prism.py --out mine/prism --arm prism2
     # the same data, one module
     python train_prism.py --out /tmp/one --arm ttt1 --responses mine/prism/responses
-    # the paper's recipe: modules start as copies of a trained one; and its control: as much training, no
-    # module more. With --init the learning rate is a third.
+    # the paper's recipe: modules start as copies of a trained one; and its control: as much training, with
+    # one module. With --init the learning rate is a third.
     python train_prism.py --out /tmp/two --arm prism2 --init /tmp/one --responses mine/prism/responses
     python train_prism.py --out /tmp/more --arm ttt1 --init /tmp/one --responses mine/prism/responses
 
@@ -26,7 +26,7 @@ from minispec.tools.script import Parser, run_main
 from minispec.tools.training import bf16, locked
 
 LR = 2e-3                   # at the peak, from scratch; a third of it for copies of a trained module
-WORTH = 0.05                # a draft step pays if its draft is accepted in this share of the rounds
+WORTH = 0.05                # share of the rounds in which a draft must be accepted for its step to pay
 
 # name: (which module every draft step reads, the last entry serving all later steps; layers of a module)
 ARMS = {
@@ -44,9 +44,9 @@ def parse_args():
     p = Parser(__doc__)
     add_arguments(p)
     p.add_argument("--arm", default="prism2", choices=ARMS,
-                   help="which member of the family (default prism2)")
+                   help="member of the family (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
-                   help="start from this drafter; further modules begin as copies of its last")
+                   help="drafter to start from; further modules begin as copies of its last one")
     p.add_argument("--unroll", type=int, default=5, help="draft steps in the loss (default %(default)s)")
     p.set_defaults(lr=None)
     args = parsed(p)

@@ -5,7 +5,7 @@ the same cost.
     python train_specdiff.py --target qwen3 --out checkpoints/qwen3/specdiff --gamma 4 --minutes 60
     # a window drafter that reads the target's states
     python train_specdiff.py --out mine/specdiff --objective ce
-    # the unaligned one: plain masked diffusion
+    # the baseline: plain masked diffusion
     python train_specdiff.py --out /tmp/base --objective mdlm --blind
     # streak-distillation goes on from it, on the same answers; then longer windows
     python train_specdiff.py --out /tmp/streak --objective streak --init /tmp/base \\
@@ -15,9 +15,9 @@ the same cost.
     # answers sampled, for rejection sampling
     python train_specdiff.py --out /tmp/rs --objective streak-rs --temperature 1
 
-The target writes prompts and answers them itself (data/rollouts.py), and all objectives and seeds are trained on
-the same answers. Streak objectives barely move a drafter that is never right: let them go on from another one
-(--init). Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
+The target writes prompts and answers them itself (data/rollouts.py), and all objectives and seeds are trained
+on the same answers. Streak objectives barely move a drafter that is never right: start them from a trained
+one (--init). Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
 log.jsonl, command.txt, and resume.pt with the optimisers' state.
 
 heldout_tau estimates the tokens a round would commit, bonus included: greedy, the argmax at temperature 0;
@@ -40,16 +40,16 @@ def parse_args():
     p = Parser(__doc__)
     add_arguments(p)
     p.add_argument("--objective", default="kl", choices=specdiff.OBJECTIVES,
-                   help="what to train for, see objective (default %(default)s)")
+                   help="training objective, see specdiff.objective (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
-                   help="start from this drafter; its shape is kept, but for --gamma. "
-                        "One of train_prism.py drafts the first slot already, and learns the others")
+                   help="drafter to start from; its shape is kept, except for --gamma. "
+                        "A drafter of train_prism.py drafts the first slot already, and learns the others")
     p.add_argument("--gamma", type=int, default=8, help="slots of a window (default %(default)s)")
     p.add_argument("--blind", action="store_true",
-                   help="it reads nothing of the target, as in the paper (default: the final hidden states)")
+                   help="do not read the target's hidden states, as in the paper (default: read them)")
     p.add_argument("--markov", type=int, default=0, metavar="RANK",
                    help="rank of the Markov head on the token of the slot before (default 0: none)")
-    p.add_argument("--windows", type=int, default=32, help="windows of a text per step (default %(default)s)")
+    p.add_argument("--windows", type=int, default=32, help="windows per text and step (default %(default)s)")
     return parsed(p)
 
 

@@ -22,7 +22,6 @@ from test_trained import (
     run,
     steps_of,
     texts,
-    toy_prism,
     toy_specdiff,
     trained,
 )

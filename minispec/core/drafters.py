@@ -1,4 +1,4 @@
-"""Drafters that need no training of their own, and what all drafters share.
+"""Drafters that need no training of their own, and the base classes of all drafters.
 
     Drafter     what the engine asks of a drafter
     Cached      has keys and values of its own; notes of every request
@@ -8,8 +8,8 @@
 
 prism.py and specdiff.py have the drafters that are trained, adaptive.py one that asks others.
 
-A drafter sees what was accepted by reading `request.tokens`. Committed tokens never change, so it compares
-them with what it drafted before and knows which of its own keys and values are still right.
+A drafter finds the accepted tokens in `request.tokens`. Committed tokens never change, so it compares them
+with its own earlier drafts to find which of its keys and values are still right.
 """
 from dataclasses import dataclass, field
 from itertools import accumulate
