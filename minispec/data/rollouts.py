@@ -37,7 +37,7 @@ from minispec.data.loops import loops
 from minispec.data.recorded import LONGEST, add_answers, parsed
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, training
-from minispec.tools.files import blame, opened, replaced
+from minispec.tools.files import opened, replaced
 from minispec.tools.script import Parser, add_device, run_main
 
 SHARD = 128                             # prompts answered between two writes
@@ -72,23 +72,17 @@ def prompts_of(files, split, own):
             yield text
 
 
-class Fitting:
-    """The ids of the texts that leave room for an answer in a context; `left_out` counts the others."""
-
-    def __init__(self, texts, tokenizer, context):
-        self.texts, self.tokenizer, self.context = texts, tokenizer, context
-        self.left_out = 0
-
-    def __iter__(self):
-        for text in self.texts:
-            ids = self.tokenizer.prompt_ids(text)
-            if len(ids) < self.context:
-                yield ids
-            else:
-                self.left_out += 1
+def fitting(texts, tokenizer, context, left_out):
+    """The ids of the texts that leave room for an answer in a context; the others go to the list left_out."""
+    for text in texts:
+        ids = tokenizer.prompt_ids(text)
+        if len(ids) < context:
+            yield ids
+        else:
+            left_out.append(text)
 
 
-# -- a text and what the target knew -------------------------------------------------------------------------
+# -- a text and the target's states -------------------------------------------------------------------------
 
 @torch.inference_mode()
 def read(target, prompt, answer, temperature):
@@ -148,8 +142,8 @@ def answer(args, target, tokenizer, split, n):
     """Yields the files of the target's answers to n prompts, or to fewer, where the minutes are over."""
     over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     own = procedural(split) if tokenizer.ours else magpie.written(target, tokenizer, args.out)
-    fitting = Fitting(prompts_of(args.prompt_file, split, own), tokenizer, target.config.block_size)
-    asked = iter(fitting)
+    context, left_out = target.config.block_size, []
+    asked = fitting(prompts_of(args.prompt_file, split, own), tokenizer, context, left_out)
     for start in tqdm(range(0, n, SHARD), desc=f"{split} answers", unit="shard"):
         end = min(start + SHARD, n)
         file = f"{args.out}/{split}-{start}-{end}.safetensors"
@@ -157,9 +151,9 @@ def answer(args, target, tokenizer, split, n):
             break
         ids = list(itertools.islice(asked, end - start))
         yield shard(file, ids, answers(args, target, tokenizer, ids, start))
-    if fitting.left_out:
-        print(f"{fitting.left_out} {split} prompts are longer than the context of {target.config.block_size} "
-              "tokens and left out", file=sys.stderr)
+    if left_out:
+        print(f"{len(left_out)} {split} prompts are longer than the context of {context} tokens and left out",
+              file=sys.stderr)
 
 
 def answers(args, target, tokenizer, asked, first):
@@ -206,11 +200,8 @@ def shard(file, begin, made):
         tensors = {f"{i}.{name}": x for i, text in enumerate(made) for name, x in text.items()}
         with replaced(file) as temporary:
             save_file(tensors, temporary)
-    with blame(file), opened(file) as tensors:
-        names = tensors.keys()
+    with opened(file) as tensors:
         for i, ids in enumerate(begin):
-            if f"{i}.ids" not in names:
-                raise ValueError(f"{file} is damaged: it lacks {i}.ids")
             if tensors.get_tensor(f"{i}.ids")[:len(ids)].tolist() != ids[:LONGEST]:
                 raise ValueError(f"{file} is of other texts; use another --responses folder")
     return file
