@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from minispec.core import gpt
+from minispec.core.losses import Divergence
 from minispec.tools import checkpoints
 from minispec.data import corpus, tasks
-from minispec.core.attention import dense_attend
+from minispec.core.gpt import dense_attend
 from minispec.tools import training
 from minispec.tools.script import Parser, run_main
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools.training import Divergence, Run, bf16, locked
+from minispec.tools.training import Run, bf16, locked
 
 # -- settings -------------------------------------------------------------------------------------
 # What the command line does not ask. Change these when the data or the machine is another one.

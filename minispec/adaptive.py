@@ -136,10 +136,6 @@ class Adaptive(Drafter):
         """Seconds that captures of CUDA graphs took, all drafters together."""
         return sum(drafter.seconds for drafter in self.drafters.values())
 
-    def prepare(self, batch, longest):
-        for drafter in self.drafters.values():
-            drafter.prepare(batch, longest)
-
     def proposer(self, request):
         return self.chosen[request]
 

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from minispec.core.attention import FullKeys, dense_attend
-from minispec.core.gpt import GPT
+from minispec.core.attention import FullKeys
+from minispec.core.gpt import GPT, dense_attend
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request, Segment, Step, check_requests, pack
 from minispec.core.noise import stream

@@ -1,30 +1,31 @@
 """PRISM (arXiv 2602.01762): a drafter that grows without getting slower, and with it the EAGLE family it grew
 out of.
 
-A bigger drafter guesses better but takes longer for every guess. So let it have M modules and use one per
-draft step: the first guess reads module 0, the second module 1, and so on as `step_map` says (the last entry
-serves all later steps). Parameters grow M-fold, what a step reads does not. The hidden state is handed on
-from step to step, so the token drafted at step k has passed through k layers with different weights, as if
-the drafter were deep.
+A bigger drafter guesses better but takes longer for every guess. PRISM has M modules and uses one per draft
+step: step 1 runs module 0, step 2 module 1, and so on as `step_map` says (its last entry serves all later
+steps). Parameters grow M-fold, the parameters that a step reads do not. The hidden state is handed on from
+step to step, so the token drafted at step k has passed through k layers with different weights, as if the
+drafter were deep.
 
-A module is a projection of two vectors to one and a decoder layer. Row r pairs what the target knew at
+A module is a projection of two vectors to one, and a decoder layer. Row r pairs the target's hidden state at
 position r, its `feature`, with the embedding of the token that the target chose next, t_{r+1}, and guesses
 t_{r+2}:
 
     step 1      a_1 = module 0 (E[t_{r+1}], feature r)     -> t_{r+2}      the feature is the target's
     step k      a_k = module m(k) (E[t_{r+k}], a_{k-1})    -> t_{r+k+1}    the state is the drafter's own
 
-at position r + k - 1. The feature joins the states of three layers of the target: a low one, a middle one
-and the last one (`feature_layers`). Embedding and head are the target's, frozen. The keys and values of all
-modules go to one cache that is one layer deep. All its rows but those of the running round were written by module 0 from
-the target's features, so every module must be able to read module 0's. When the features of accepted tokens
-are known, module 0 encodes them again.
+at position r + k - 1. The feature joins the states of three layers of the target: a low, a middle and the
+last one (`feature_layers`). Embedding and head are the target's, frozen. The keys and values of all modules
+go to one cache that is one layer deep. Module 0 writes all its rows but those of the running round, from the
+target's features, so every module must be able to read the keys of module 0. Once the features of accepted
+tokens are known, module 0 encodes these tokens again.
 
 With M = 1 this is the EAGLE family: trained for one step like EAGLE and EAGLE-2 (2406.16858), for several
-like HASS (2408.15766) and EAGLE-3 (2503.01840). With `n_layer` 2 a
-step passes through a stack of two layers, the obvious way to grow, and reads both.
+like HASS (2408.15766) and EAGLE-3 (2503.01840). With `n_layer` 2 a step passes through a stack of two layers,
+the obvious way to grow, and reads both.
 
-Training, in train_prism.py, unrolls these steps from every row of an answer at once.
+Training unrolls these steps from every row of an answer at once (`unroll`), with the same `forward` as
+decoding.
 
 What differs from the papers and why: modules are plain Llama blocks with a norm before the attention and one
 at the end, so that an own state looks like the target's final one and training needs no warm-up by
@@ -36,35 +37,34 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.drafters import Chained
-from minispec.core.requests import MAX_K, Batch
-from minispec.core.words import Words, buffer, fusion
+from minispec.core.losses import Divergence, numbers_of
+from minispec.core.requests import MAX_K
+from minispec.core.verify import argmax
+from minispec.core.words import DrafterConfig, TrainedDrafter, fusion
 
 
 @dataclass
-class PrismConfig(gpt.GPTConfig):
+class PrismConfig(DrafterConfig):
     """The shape of the target's blocks, and what makes it a drafter."""
     kind = "prism"          # in the file of a drafter
     n_layer: int = 1        # layers of a module
     step_map: tuple = (0, 1)    # draft step 1, 2, .. -> module; the last entry serves all later steps
-    feature_layers: tuple = ()  # of the target, read besides its final states
-    target: str = ""        # fingerprint of the target that it was saved for
-    draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
     depth: int = 8          # draft steps of a round, where nothing else is asked
 
     def __post_init__(self):
-        # JSON has lists only.
+        super().__post_init__()
         self.step_map = tuple(self.step_map)
-        self.feature_layers = tuple(self.feature_layers)
         if self.step_map[:1] != (0,) or set(self.step_map) != set(range(self.n_modules)):
             raise ValueError(f"step map {self.step_map} must begin with module 0, which encodes accepted "
                              "tokens, and use every module up to the largest")
 
     def make(self, target):
         """An untrained drafter of this shape."""
-        return Prism(self)
+        return Prism(self, target)
 
     @property
     def n_modules(self):
@@ -76,7 +76,7 @@ class PrismConfig(gpt.GPTConfig):
 
 
 class Module(nn.Module):
-    """What one draft step reads. The module itself joins embedding and state; its blocks follow."""
+    """All that one draft step reads: a projection of embedding and state to one vector, and blocks."""
 
     def __init__(self, c):
         super().__init__()
@@ -84,36 +84,25 @@ class Module(nn.Module):
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
 
-    def forward(self, e, a):
-        return self.join(torch.cat([e, a], dim=-1))                            # (..., 2C) -> (..., C)
 
-
-class Prism(nn.Module):
-    """All arms of the family (see the top of this file). Embedding and head are the target's and not held
-    here."""
+class Prism(TrainedDrafter):
+    """All arms of the family (see the top of this file)."""
     _init = gpt.GPT._init
-    n_params = gpt.GPT.n_params
 
-    def __init__(self, config):
-        super().__init__()
-        self.config = c = config
-        self.bank = nn.ModuleList(Module(c) for _ in range(c.n_modules))
-        self.rope = gpt.Rope(c)
-        self.register_buffer("vocabulary", buffer(c))
+    def __init__(self, config, target):
+        super().__init__(config, target)
+        self.bank = nn.ModuleList(Module(config) for _ in range(config.n_modules))
         self.apply(self._init)
-        self.fuse = fusion(c)
+        self.fuse = fusion(config)
 
-    def join(self, step, e, a):
-        """The input (..., C) of draft step 1, 2, ..: embeddings e joined with states a, which in step 1 are
-        the target's features."""
+    def forward(self, step, e, a, positions, attend, body=gpt.body):
+        """Draft step 1, 2, ..: embeddings e and states a (..., C) at positions (...) -> states (..., C). In
+        step 1 the states are the target's features (..., (F + 1) * C). body: see Rows in core/drafters.py."""
         if step == 1 and self.fuse is not None:
             a = self.fuse(a)
-        return self.bank[self.config.module_of(step)](e, a)
-
-    def forward(self, step, e, a, positions, attend):
-        """Draft step 1, 2, ..: embeddings e and states a (..., C) at positions (...) -> states (..., C)."""
         module = self.bank[self.config.module_of(step)]
-        return gpt.body(module, self.rope, self.join(step, e, a), positions, attend)
+        h = module.join(torch.cat([e, a], dim=-1))                             # (..., 2C) -> (..., C)
+        return body(module, self.rope, h, positions, attend)
 
 
 def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
@@ -121,7 +110,8 @@ def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
     is the target's last one, so that they have the right scale for the head; a state passes the projection
     as it is; and embeddings, small next to states in most models, weigh as much as they do."""
     shape = {**asdict(target.config), "n_layer": n_layer}
-    prism = Prism(PrismConfig(**shape, step_map=step_map, feature_layers=feature_layers))
+    config = PrismConfig(**shape, step_map=step_map, feature_layers=feature_layers)
+    prism = Prism(config, target)
     c = prism.config.d_model
     with torch.no_grad():
         scale = target.norm.weight.norm() / c ** 0.5 / target.embed.weight.std()
@@ -139,6 +129,115 @@ def copy_modules(prism, source):
         prism.fuse.load_state_dict(source.fuse.state_dict())
     for i, module in enumerate(prism.bank):
         module.load_state_dict(source.bank[min(i, len(source.bank) - 1)].state_dict())
+
+
+# -- the loss: every row of a text drafts at once ------------------------------------------------------------
+# EAGLE-3's "training-time test". Step k's query at row r sees the step-1 keys of rows up to r, then its own
+# row's later ones, each as the module that writes it in decoding wrote it. So states in training equal states
+# in drafting; a test says so to 1e-4. The released trainer of PRISM lets module m compute the context's keys
+# again with its own weights, which never happens in decoding. A row drafts if a token it guesses is one to
+# learn: rows of a prompt give keys in step 1, and later steps leave them out.
+
+def unrolled_attend(rows):
+    """attend of unrolled drafting. Step 1 is causal, over whole texts (B, S). Later steps are those of `rows`
+    (N,) alone, numbered along all texts. At step k the query of row r sees the step-1 keys of its text up to
+    r, and of the steps since then the keys of row r alone: those its own drafts wrote. The next call for a
+    layer is its next step.
+
+    In single operators: a CPU's fused attention would compute S keys a step more, all but one of them hidden.
+    """
+    steps = {}                                           # layer -> the keys and values of its steps so far
+
+    def spread(x, like):
+        """Rows (N, heads, D) at their places in (B, S, heads, D)."""
+        out = x.new_zeros(like.shape[0] * like.shape[2], *x.shape[1:])
+        return out.index_copy(0, rows, x).unflatten(0, (like.shape[0], -1))
+
+    def attend(layer, q, k, v):
+        """Step 1: q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D). Later: q (N, H, D), .."""
+        if layer in steps:
+            q, k, v = (spread(x, steps[layer][0][0]) for x in (q, k, v))
+            return causal(layer, q, k, v).flatten(0, 1)[rows]
+        return causal(layer, q, k, v)
+
+    def causal(layer, q, k, v):
+        s, h, d = q.shape[1:]
+        group = h // k.shape[2]
+        steps.setdefault(layer, []).append((k.transpose(1, 2), v.transpose(1, 2)))
+        (first_k, first_v), *own = steps[layer]                                # (B, G, S, D) each
+        q = q.transpose(1, 2).unflatten(1, (-1, group)) * d ** -0.5            # (B, G, g, S, D)
+
+        # 1. The weights of the step-1 keys up to each row, and of the row's own later ones.
+        hidden = torch.full((s, s), float("-inf"), device=q.device).triu(1)
+        logits = (q.flatten(2, 3) @ first_k.mT).unflatten(2, (group, s)) + hidden
+        later = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]    # (B, G, g, S, 1)
+        weights = torch.cat([logits, *later], -1).float().softmax(-1).to(v.dtype)
+        # 2. The values behind them.
+        out = (weights[..., :s].flatten(2, 3) @ first_v).unflatten(2, (group, s))
+        for i, (_, v) in enumerate(own, s):
+            out = out + weights[..., i:i + 1] * v[:, :, None]
+        return out.flatten(1, 2).transpose(1, 2)
+    return attend
+
+
+def unroll(prism, ids, features, steps, rows):
+    """The states (N, C) of draft steps 1 .. `steps` from `rows` (N,), numbered along all texts ids (B, S)
+    with features (B, S, (F + 1) * C), if the drafted tokens are those in ids. Row r of step k guesses
+    t_{r+k+1}; the last k rows of a text know too little and are to be ignored."""
+    attend = unrolled_attend(rows)
+    # Step 1 reads whole texts. Row r reads the next token, t_{r+1}, and the feature in front of it.
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
+    a = prism(1, prism.words.embed(ids.roll(-1, 1)), features, positions, attend)
+    states = [a.flatten(0, 1)[rows]]
+    for step in range(2, steps + 1):
+        # Row r reads the token drafted last, t_{r+k}, and the state that drafted it, one position further on.
+        e = prism.words.embed(ids.roll(-step, 1).flatten()[rows])
+        at = (positions.flatten()[rows] + step - 1).clamp(max=prism.config.block_size - 1)
+        states.append(prism(step, e, states[-1], at, attend))
+    return states
+
+
+def unrolled_loss(prism, batch, steps):
+    """Training loss on a data.recorded.Batch of shape (B, S), and how many drafts would have been accepted.
+
+    The loss is the KL divergence from the target's distributions to the drafter's, mean over the rows of a
+    step whose guessed token is one to learn, summed over steps.
+
+    Returns (loss, accepted (steps,)): the share of rows whose first 1, 2, .. guesses all are the target's
+    argmax. Their sum is the mean number of accepted drafts of a chain, if these tokens are what the target
+    says.
+    """
+    # 1. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}. The
+    # rows that guess any of the tokens to learn draft.
+    judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
+    judged[:, :steps] = False                            # too near the beginning to be guessed at every step
+    drafts = sum(judged.roll(-k, 1) for k in range(1, steps + 1)) > 0
+    judges, n = numbers_of(judged.flatten())             # numbered along all texts; the first n judge
+    rows, _ = numbers_of(drafts.flatten())
+    states = unroll(prism, batch.ids, batch.features(prism.config), steps, rows)
+    words = prism.words
+
+    # 2. Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
+    # that the drafter can become.
+    divergence = Divergence(words.logits(batch.hidden.flatten(0, 1)[judges])[:n])        # of (n, N)
+    best = batch.best.flatten()[judges[:n]]
+    place = torch.zeros_like(drafts.flatten(), dtype=torch.long)
+    place[rows] = torch.arange(len(rows), device=rows.device)
+    loss, chains = 0.0, []
+    right = whole = rows >= 0                            # are all guesses of a row right, and all judged?
+    for k, a in enumerate(states, 1):
+        own = place[(judges - k).clamp(min=0)]           # where the rows r lie among `rows`
+        guess = words.logits(a[own])[:n]
+        own = own[:n]
+        loss = loss + divergence(guess).sum() / max(n, 1)
+        # 3. How far the guesses of each row are the target's argmax.
+        hits = words.tokens(argmax(guess)) == best
+        guessed = torch.zeros_like(whole).index_fill(0, own, True)
+        right = right.index_copy(0, own, right[own] & hits)
+        whole = whole & guessed
+        chains.append(right)
+    accepted = (torch.stack(chains) & whole).sum(1) / whole.sum().clamp(min=1)
+    return loss, accepted
 
 
 # -- drafting: chains and trees ------------------------------------------------------------------------------
@@ -173,10 +272,10 @@ class PrismDrafter(Chained):
     def __init__(self, prism, target, depth=MAX_K, width=1, name="prism"):
         if not 1 <= depth <= MAX_K:
             raise ValueError(f"depth {depth} is out of range; allowed is 1 to {MAX_K} draft steps a round")
-        super().__init__(prism.config, target, prism.rope, width * depth)
+        super().__init__(prism.config, target, width * depth)
         self.prism = prism.to(target.dtype)
         self.feature_layers = prism.config.feature_layers
-        self.words = Words(target, prism.vocabulary)
+        self.words = prism.words
         self.depth = depth
         self.width = min(width, self.words.size)
         self.name = name
@@ -195,8 +294,8 @@ class PrismDrafter(Chained):
 
     def step(self, number, x, states):
         """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
-        module = self.prism.bank[self.config.module_of(number)]
-        return self.body(module, self.prism.join(number, self.words.embed(x.tokens), states), x)
+        e = self.words.embed(x.tokens)
+        return self.prism(number, e, states, x.positions, x.attend, x.body)
 
     # -- trees -----------------------------------------------------------------------------------------------
 
@@ -226,7 +325,7 @@ class PrismDrafter(Chained):
 
         for number in range(2, steps + 1):
             ended = scores.amax(1) < x.more["stop"].log()
-            if isinstance(x, Batch) and ended.all():     # a graph takes all steps
+            if x.ends_early and ended.all():
                 break
             # The best of the new nodes are opened, in order of creation. Each sees its parent's path and
             # itself, and goes on from its parent's state.

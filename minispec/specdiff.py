@@ -1,5 +1,5 @@
 """SpecDiff-2 (arXiv 2511.00606): a diffusion drafter proposes a whole window in one forward, and is trained
-for what counts.
+for the number of accepted drafts.
 
 An autoregressive drafter needs gamma forwards for gamma drafts; a masked-diffusion one fills gamma open slots
 in a single one. The price: slot j is guessed without knowing the tokens of slots 1 .. j-1, so acceptance
@@ -13,8 +13,8 @@ cost one forward like one chain does; the target judges their merged trie in one
 the acceptance rules).
 
 Rows of a round: first the tokens committed since the last one, causal, whose keys stay in the drafter's cache
-for good. Then the window, whose rows see everything, each other included, and whose keys are overwritten by
-the next round:
+for good; then the window, whose rows see everything, each other included. The next round overwrites the
+window's keys:
 
     blind      t_0   t_1   ..  t_n   | MASK  ..  MASK      a causal prefix: cached keys equal a new prefill's
     reading    t_0   t_1   ..  t_n   | MASK  ..  MASK      the same, and every row reads a hidden state f of
@@ -37,80 +37,73 @@ What differs from the paper and why: the released drafter sees its prefix bidire
 every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The
 released code trains the paper's loss, which fits point-mass acceptance, and decodes with multi-round
 rejection; here each rule has its loss (`streak`, `streak-rs`). The drafter starts as the first layers of the
-target, whose embedding and head it uses, or as a trained EAGLE head (`from_module`), and not from a diffusion
+target, whose embedding and head it uses, or as a trained EAGLE head (`from_prism`), and not from a diffusion
 model of its own. A single chain ends where it gets improbable.
 
 Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; `selection` <->
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
-of the vocabulary. """
+of the vocabulary, N of the draft vocabulary."""
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 
 from minispec.core import gpt
-from minispec.core.attention import can_fuse
+from minispec.core.gpt import dense_attend
 from minispec.core.drafters import STOP, Cached
-from minispec.core.requests import MAX_K, MAX_NODES
-from minispec.core.words import Words, buffer, fusion
+from minispec.core.losses import Divergence
 from minispec.core.noise import stream
+from minispec.core.requests import MAX_K, MAX_NODES
+from minispec.core.words import DrafterConfig, TrainedDrafter, fusion
 from minispec.core.verify import LEAST_TEMPERATURE, graft, warp
 
 CANDIDATES = 16             # tokens of a slot that the Markov head chooses among
 MASK = -1                   # an open slot; not a token, so that any vocabulary will do
+# kl learns from the target's distributions, the others from the answers' tokens.
+OBJECTIVES = ("kl", "mdlm", "ce", "streak", "log-streak", "streak-rs")
+DECAY = 0.8                 # kl: the weight of a slot, relative to the slot before it
 
 
 @dataclass
-class SpecDiffConfig(gpt.GPTConfig):
+class SpecDiffConfig(DrafterConfig):
     """The shape of the model that the drafter starts from, and what makes it a drafter."""
     kind = "specdiff"       # in the file of a drafter
     gamma: int = 8          # slots of a window in training; decoding may use another number
-    reads: bool = False     # whether it reads the target's final hidden states,
-    feature_layers: tuple = ()      # and those of these layers
+    reads: bool = False     # whether it reads the target's hidden states
     rank: int = 0           # of the Markov head; 0: none
-    target: str = ""        # fingerprint of the target that it was saved for
-    draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
 
     def __post_init__(self):
+        super().__post_init__()
         if not 2 <= self.gamma <= MAX_K:
             raise ValueError(f"gamma {self.gamma} is out of range; allowed is 2 to {MAX_K} slots")
         if not 0 <= self.rank <= self.d_model:
             raise ValueError(f"rank {self.rank} is out of range; allowed is 0 to {self.d_model}")
-        self.feature_layers = tuple(self.feature_layers)         # JSON has lists only
 
     def make(self, target):
         """An untrained drafter of this shape."""
         return Drafter(self, target)
 
 
-class Drafter(nn.Module):
+class Drafter(TrainedDrafter):
     """Blocks of a GPT, one vector for an open slot, and, if it reads the target's states, a projection of a
-    token's embedding and a state to one vector. Embedding and head are the target's, and not held here."""
-    n_params = gpt.GPT.n_params
+    token's embedding and a state to one vector."""
 
     def __init__(self, config, target):
-        super().__init__()
-        self.config = c = config
-        self.__dict__["target"] = target                 # not registered, so neither trained nor saved
-        self.register_buffer("vocabulary", buffer(c))
+        super().__init__(config, target)
+        c = config
         self.blocks = nn.ModuleList(gpt.Block(i, c) for i in range(c.n_layer))
         self.norm = gpt.RMSNorm(c.d_model, c.norm_eps)
         self.mask = nn.Parameter(torch.zeros(c.d_model))
         self.join = gpt.Linear(2 * c.d_model, c.d_model) if c.reads else None
         self.fuse = fusion(c)
         self.markov = markov_head(c)
-        self.rope = gpt.Rope(c)
 
-    @cached_property
-    def words(self):                                     # not before the ids are loaded
-        return Words(self.target, self.vocabulary)
-
-    def forward(self, tokens, positions, attend, features=None):
+    def forward(self, tokens, positions, attend, features=None, body=gpt.body):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
         (F + 1) * C): for a drafter that reads them, the target's states of the token before, or of the last
-        one that the target has seen."""
-        return gpt.body(self, self.rope, self.embed(tokens, features), positions, attend)
+        one that the target has seen. body: see Rows in core/drafters.py."""
+        return body(self, self.rope, self.embed(tokens, features), positions, attend)
 
     def embed(self, tokens, features):
         # An open slot has no token, but a vector of its own.
@@ -176,16 +169,227 @@ def from_prism(prism, target, gamma, rank=0):
     return drafter
 
 
+# -- the loss: many windows of a text in one forward ---------------------------------------------------------
+# The expected number of accepted drafts of a window is J = sum_m c_m with c_m = q_1(x_1) .. q_m(x_m), x being
+# the target's tokens and q_j the marginal of slot j. That fits point-mass acceptance; `streak-rs` is the same
+# for rejection. Prefixes are causal, so that all windows of a text share one. Shapes: B texts, S tokens, W
+# windows per text, r rows of a window, N tokens to draft.
+
+def window_mask(n, seen, rows):
+    """Who sees whom among n tokens of a text, followed by W windows of `rows` rows each: bool (B, 1, n + W r,
+    n + W r). The text is causal. A row of window w sees the first seen[b, w] (B, W) tokens and all rows of
+    its own window."""
+    # How many tokens of the text each row sees.
+    text = torch.arange(1, n + 1, device=seen.device).expand(len(seen), -1)
+    limit = torch.cat([text, seen.repeat_interleave(rows, 1)], 1)                         # (B, n + W r)
+    sees_text = text[0] <= limit[..., None]                                               # (B, n + W r, n)
+    # Which windows' rows it sees: its own.
+    window = torch.arange(seen.shape[1], device=seen.device).repeat_interleave(rows)      # (W r,)
+    same = F.pad(window, (n, 0), value=-1)[:, None] == window                             # (n + W r, W r)
+    return torch.cat([sees_text, same.expand(len(seen), -1, -1)], -1)[:, None]
+
+
+def window_states(drafter, ids, starts, features=None, shown=None):
+    """Final states (B, W, gamma, C) of the slots of windows that begin at positions `starts` (B, W), above 0,
+    of texts ids (B, S), and (B, S, C) of the texts themselves.
+
+    shown: the contents of the slots (B, W, gamma), MASK where they are open (default: all are). features (B,
+    S, (F + 1) * C): the target's states of every token, for a drafter that reads them. Texts are padded on
+    the right; no window may begin after that. """
+    c = drafter.config
+    n = ids.shape[1]
+    rows = c.gamma - 1                              # the last committed token guesses slot 1
+    at = torch.arange(n, device=ids.device)
+    slots = torch.full((*starts.shape, rows), MASK, device=ids.device) if shown is None else shown[..., :rows]
+    places = places_of(starts, rows)
+
+    # 1. One sequence: the text, then the rows of all windows, at the positions that they have in the text.
+    tokens = torch.cat([ids, slots.flatten(1)], 1)
+    positions = torch.cat([at.expand(len(ids), -1), places.flatten(1)], 1).clamp(max=c.block_size - 1)
+    if c.reads:
+        features = F.pad(features, (0, 0, 1, 0))[:, :-1]        # of the token before
+        newest = (starts - 1).repeat_interleave(rows, 1)
+        features = torch.cat([features, at_places(features, newest)], 1)
+
+    # 2. One forward, in which windows do not see each other.
+    hidden = drafter(tokens, positions, dense_attend(window_mask(n, starts, rows)), features)
+    windows = hidden[:, n:].unflatten(1, (-1, rows))                                      # (B, W, rows, C)
+    last = at_places(hidden, starts - 1)
+    return torch.cat([last[:, :, None], windows], 2), hidden[:, :n]                       # (B, W, gamma, C)
+
+
+def markov_terms(drafter, tokens):
+    """What the Markov head adds to the states of windows whose right tokens (B, W, gamma) are known; nothing
+    in the first slot, whose row has read the token before."""
+    if drafter.markov is None:
+        return 0.0
+    return F.pad(drafter.markov(drafter.words.embed(tokens[..., :-1])), (0, 0, 1, 0))
+
+
+def draw_windows(learn, n, generator):
+    """Where n windows of each text begin, (B, n): spread evenly over its tokens to learn (bool (B, S)) from
+    one random offset."""
+    first = learn.int().argmax(1)
+    count = learn.sum(1)
+    u = (torch.rand(len(learn), 1, generator=generator) + torch.arange(n) / n) % 1
+    return first[:, None] + (u.to(learn.device) * count[:, None]).long()
+
+
+def places_of(starts, gamma):
+    """The places (B, W, gamma) of the slots of windows that begin at `starts` (B, W)."""
+    return starts[..., None] + torch.arange(gamma, device=starts.device)
+
+
+def at_places(x, places):
+    """x (B, S, ..) at places (B, ..) of each text, where they lie in it."""
+    text = torch.arange(len(x), device=x.device)[:, None]
+    rows = x[text, places.flatten(1).clamp(max=x.shape[1] - 1)]
+    return rows.unflatten(1, places.shape[1:])
+
+
+def _answers(drafter, batch, starts):
+    """The target's tokens in the windows, each (B, W, gamma): tokens; their indices; log_p; and valid, False
+    behind the end of the answer and for tokens outside the draft vocabulary."""
+    places = places_of(starts, drafter.config.gamma)
+    tokens, written, log_p = (at_places(x, places) for x in (batch.ids, batch.learn, batch.log_p))
+    index = drafter.words.indices(tokens)
+    valid = written & (places < batch.ids.shape[1]) & (index >= 0)
+    return tokens, index.clamp(min=0), log_p, valid
+
+
+def log_probability(logits, labels):
+    """log q (...) of the tokens with indices `labels` (...), under the logits (..., N)."""
+    return logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+
+
+def log_streak(log_q, valid):
+    """log c_m (..., gamma), the log-probability that the first m drafts are all right, from those of each
+    one; -inf from the first slot on that is not valid. log J is its logsumexp, J the sum of its exp: in fp32
+    log space, where no product underflows."""
+    return log_q.cumsum(-1).masked_fill(valid.long().cumprod(-1) == 0, float("-inf"))
+
+
+def objective(name, logits, labels, valid, log_p=None, weight=None):
+    """The loss of windows, a scalar, from logits (..., gamma, N), labels (indices) and valid (..., gamma).
+
+    The streaks see the window as a whole:
+    streak       -J, the paper's: minus the expected number of drafts that point-mass acceptance takes
+    log-streak   -log J, whose gradient does not vanish where J is small
+    streak-rs    -J of min(1, q / p) instead of q: the same for rejection; log_p (..., gamma): the target's
+
+    The others are a mean over slots:
+    mdlm         cross-entropy of slots masked at random; weight (..., gamma): 1 / rate where masked, else 0
+    ce           cross-entropy of all slots
+    """
+    log_q = log_probability(logits, labels)
+
+    if name == "streak-rs":
+        log_q = (log_q - log_p).clamp(max=0)             # of being accepted
+    if name in ("streak", "streak-rs"):
+        return -log_streak(log_q, valid).exp().sum(-1).mean()
+    if name == "log-streak":
+        started = valid[..., 0]                          # elsewhere J is 0 whatever the drafter does
+        return -log_streak(log_q, valid)[started].logsumexp(-1).sum() / started.sum().clamp(min=1)
+    # Masked slots count 1 / rate each, so all slots of a window count 1 on average.
+    counts = valid if weight is None else valid * weight
+    return -(log_q * counts).sum() / valid.sum()
+
+
+def _mask_at_random(labels, generator):
+    """Masked diffusion: a rate per window, every slot masked with that probability. (shown, weight), see
+    `objective`."""
+    gamma = labels.shape[-1]
+    u = torch.rand(*labels.shape[:-1], 1, generator=generator)
+    rate = (1 + (gamma - 1) * u) / gamma                           # at least one slot, on average
+    masked = torch.rand(labels.shape, generator=generator) < rate
+    weight = masked / rate
+    weight[..., -1] = 1                                            # no row could show the last slot's token
+    shown = labels.masked_fill(masked.to(labels.device), MASK)
+    return shown, weight.to(labels.device)
+
+
+def training_loss(drafter, name, batch, n_windows, generator):
+    """The objective `name` on n_windows windows of each text of a data.recorded.Batch."""
+    # 1. Windows at random places of the answers.
+    starts = draw_windows(batch.learn, n_windows, generator)
+    tokens, labels, log_p, valid = _answers(drafter, batch, starts)
+    # 2. The contents of the slots: all open, or for masked diffusion some of the answer.
+    shown = weight = None
+    if name == "mdlm":
+        shown, weight = _mask_at_random(tokens, generator)
+    # 3. The guesses, and their loss.
+    windows, text = window_states(drafter, batch.ids, starts, batch.features(drafter.config), shown)
+    windows = windows + markov_terms(drafter, tokens)
+    if name == "kl":
+        return distillation(drafter, batch, starts, windows, text, valid)
+    return objective(name, drafter.words.logits(windows), labels, valid, log_p, weight)
+
+
+def distillation(drafter, batch, starts, windows, text, valid):
+    """KL divergence from the target's distribution of every slot, given the true tokens before it, to the
+    drafter's, slot by slot. On sampled answers it has the same optimum as cross-entropy, and learns it from
+    fewer answers. windows and text: from window_states."""
+    gamma = drafter.config.gamma
+    logits = drafter.words.logits
+    # Every row of an answer is the first slot of a window.
+    judged = F.pad(batch.learn[:, 1:], (0, 1))                                            # (B, S)
+    first = Divergence(logits(batch.hidden[judged]))(logits(text[judged])).mean()
+    # The others are those of the windows.
+    goal = at_places(batch.hidden, places_of(starts - 1, gamma))                          # (B, W, gamma, C)
+    slots = Divergence(logits(goal))(logits(windows)) * valid                             # (B, W, gamma)
+    mean = slots.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
+    decay = DECAY ** torch.arange(gamma, device=mean.device)
+    return first + (mean * decay)[1:].sum()
+
+
+def estimate(drafter, batch, n_windows):
+    """The mean number of drafts that windows of a data.recorded.Batch would have accepted: {"greedy"}, the
+    argmax at temperature 0, and {"point_mass", "rejection"}, a chain drawn from q. It is the sum of the
+    probabilities that the first 1, 2, .. drafts are accepted."""
+    starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
+    tokens, labels, log_p, valid = _answers(drafter, batch, starts)
+    windows, _ = window_states(drafter, batch.ids, starts, batch.features(drafter.config))
+    logits = drafter.words.logits(windows + markov_terms(drafter, tokens))
+    log_q = log_probability(logits, labels)
+    right = (logits.argmax(-1) == labels) & valid
+    per_window = {
+        "greedy": right.long().cumprod(-1),
+        "point_mass": log_streak(log_q, valid).exp(),
+        "rejection": log_streak((log_q - log_p).clamp(max=0), valid).exp(),
+    }
+    return {name: x.float().sum(-1).mean().item() for name, x in per_window.items()}
+
+
 # -- drafting: K chains from one forward -----------------------------------------------------------
+
+def best_path(draft, parents, p):
+    """SpecDiff-2's self-selection (section 4, Eq. 7): the rows of the path with the largest sum, over its
+    rows, of the probability that the target would accept that far. p (n + 1, V)."""
+    # reach: the probability to be accepted up to a row; score: its sum along the path.
+    given = p[list(parents), draft].tolist()
+    reach, score = [1.0], [0.0]
+    for parent, one in zip(parents, given):
+        reach.append(reach[parent] * one)
+        score.append(score[parent] + reach[-1])
+    # The end of a path has its largest score; walk back from the best one.
+    row = score.index(max(score))
+    rows = []
+    while row:
+        rows.insert(0, row)
+        row = parents[row - 1]
+    return rows
+
 
 class SpecDiffDrafter(Cached):
     """Drafts for the engine's Lockstep planner: Lockstep(engine, SpecDiffDrafter(..), gamma * k_drafts).
 
     gamma drafts per chain, k_drafts chains per round. Under the rule `coupled` chain i begins with the i-th
     best token of the first slot, and all go on with the best. Under the others chains are drawn independently
-    at temperature `temperature` (default: of one chain the request's own, of several 1); at 0 they are the
-    argmax. A single chain is cut where it gets improbable, like those of `Chained`. """
+    at temperature `temperature` (default: the request's own for one chain, 1 for several); at 0 they are the
+    argmax. A single chain is cut where it gets improbable, like the chains of `Chained`."""
     name = "specdiff"
+    segments = 2            # of a request in a round: its new tokens, and its window
+    select = staticmethod(best_path)
 
     def __init__(self, drafter, target, gamma=None, k_drafts=1, temperature=None):
         if gamma is None:
@@ -197,7 +401,7 @@ class SpecDiffDrafter(Cached):
         if temperature and not LEAST_TEMPERATURE <= temperature <= 100:
             raise ValueError(f"draft-temperature {temperature} is out of range; "
                              f"allowed is 0 (the argmax), or {LEAST_TEMPERATURE} to 100")
-        super().__init__(drafter.config, target, drafter.rope, gamma)
+        super().__init__(drafter.config, target, gamma)
         self.drafter = drafter.to(target.dtype)
         self.words = drafter.words
         self.gamma = gamma
@@ -207,14 +411,9 @@ class SpecDiffDrafter(Cached):
         self.reads = drafter.config.reads
         self.feature_layers = drafter.config.feature_layers
 
-    def prepare(self, batch, longest):
-        if can_fuse(self.target):
-            # A request is there twice: its new tokens, and its window.
-            self.make_graphs(batch, longest, segments=2)
-
     def round(self, x):
         """One forward of all windows: hidden states (N, C)."""
-        return [self.body(self.drafter, self.drafter.embed(x.tokens, x.features), x)]
+        return [self.drafter(x.tokens, x.positions, x.attend, x.features, x.body)]
 
     def propose(self, requests, limits):
         """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""
@@ -237,8 +436,8 @@ class SpecDiffDrafter(Cached):
         return out
 
     def _rows(self, request, slots):
-        """What a request feeds: first its new committed tokens, causal; then the window's masks, which see
-        each other."""
+        """The segments that a request feeds: first its new committed tokens, causal; then the window's masks,
+        which see each other."""
         notes = self.note(request)
         # The row of the last token guesses the first slot.
         masks = [MASK] * (slots - 1)
@@ -258,9 +457,8 @@ class SpecDiffDrafter(Cached):
         return fed
 
     def _chains(self, request, states, limit):
-        """What the engine gets of one request: a chain, or the trie of several, drawn from the states (n, C)
-        of the slots."""
-        # At which temperature?
+        """The proposal for one request, see Drafter.propose: a chain, or the trie of several chains, drawn
+        from the states (n, C) of the slots."""
         sampling = request.sampling.drafting
         temperature = self.temperature
         if temperature is None and self.width > 1 and sampling.rule != "coupled":
@@ -329,12 +527,13 @@ class SpecDiffDrafter(Cached):
 
 
 def _distribution(logits, sampling):
-    """What drafts are drawn from; at temperature 0, the softmax whose largest is drafted."""
+    """The probabilities q that drafts are drawn from; at temperature 0, the softmax whose largest is drafted.
+    """
     return warp(logits, sampling) if sampling.temperature else logits.float().softmax(-1)
 
 
 def _best(q, noise, slot, sampling):
-    """What k chains draw (k,) for a slot from q (k, N)."""
+    """The drafts (k,) of k chains for a slot, drawn from q (k, N)."""
     scores = q / noise
     if slot == 0 and sampling.rule == "coupled":
         return scores[0].topk(len(q)).indices

@@ -38,7 +38,8 @@ import compare_checkpoints  # noqa: E402
 import shown  # noqa: E402
 from gguf_writer import write_gguf  # noqa: E402
 from minispec.core import cpu, gpt  # noqa: E402
-from minispec.core.attention import FullKeys, dense_attend, packed_attend  # noqa: E402
+from minispec.core.attention import FullKeys, packed_attend  # noqa: E402
+from minispec.core.gpt import dense_attend  # noqa: E402
 from minispec.core.engine import Engine, Lockstep  # noqa: E402
 from minispec.core.kv_cache import KVCache  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402

@@ -48,7 +48,7 @@ def toy_model(vocab=64, seed=0, gain=4.0, **changes):
 
 def dense_logits(model, ids):
     """Logits (T, V) of one sequence without any cache: the slow, obvious reference."""
-    from minispec.core.attention import dense_attend
+    from minispec.core.gpt import dense_attend
     x = torch.tensor([ids])
     with torch.inference_mode():
         return model.logits(model(x, torch.arange(len(ids))[None], dense_attend()))[0]
@@ -152,12 +152,24 @@ def whole(drafter):
     return drafter
 
 
+def record_here(command, **kw):
+    """In the place of subprocess.run: the answers of a training are made in this process, because importing torch takes seconds."""
+    from minispec.data import rollouts
+    assert command[1:3] == ["-m", "minispec.data.rollouts"]
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        run_script(rollouts, *command[3:])
+    return subprocess.CompletedProcess(command, 0, shown.getvalue())
+
+
 def train_toy(script, folder, out, *args):
     """A short training with an imported script, for the target in `folder`; returns its log. `args` have the last word."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
-        run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses", "--heldout", 4, "--max-new-tokens", 24,
-                   "--tokens", "20e3", "--batch-tokens", 1200, "--save-every", 6, "--device", "cpu", "--lr", "4e-3", *args)
+        patch.setattr("minispec.data.recorded.subprocess.run", record_here)
+        run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses",
+                   "--heldout", 4, "--max-new-tokens", 24, "--tokens", "20e3", "--batch-tokens", 1200,
+                   "--save-every", 6, "--device", "cpu", "--lr", "4e-3", *args)
     with open(folder / out / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 

@@ -3,7 +3,8 @@ import torch
 from conftest import attend_alone, dense_logits, only_keys, toy_model
 
 from minispec.core import attention
-from minispec.core.attention import FewRows, FullKeys, OneRequest, dense_attend, group_rows, packed_attend, ungroup_rows
+from minispec.core.attention import FewRows, FullKeys, OneRequest, group_rows, packed_attend, ungroup_rows
+from minispec.core.gpt import dense_attend
 from minispec.core.kv_cache import Allocation, KVCache
 
 

@@ -14,12 +14,12 @@ def test_ngram_proposes_what_followed_last_time():
     drafter = NGram(max_n=3, min_n=2)
     propose = lambda r, limit=4: drafter.propose([r], [limit])[0][0]
     r = Request([1, 2, 3, 4, 5, 9, 2, 3])
-    assert propose(r) == [4, 5, 9, 2]                  # the only earlier 2, 3
+    assert propose(r) == [4, 5, 9, 2]  # the only earlier 2, 3
     assert propose(r, 2) == [4, 5] and propose(r, 0) == []
     r.tokens += [7, 8, 2, 3]
-    assert propose(r) == [7, 8, 2, 3]                  # now the most recent one
+    assert propose(r) == [7, 8, 2, 3]  # now the most recent one
     r.tokens += [4]
-    assert propose(r) == [5, 9, 2, 3]                  # the longest match, 2 3 4, before the most recent one
+    assert propose(r) == [5, 9, 2, 3]  # the longest match, 2 3 4, before the most recent one
     assert propose(Request([1, 2, 3])) == [] and propose(Request([1])) == []
     drafter.release(r)
     assert r not in drafter.index
@@ -31,14 +31,15 @@ def test_ngram_finds_a_match_that_overlaps_its_end():
 
 @torch.no_grad()
 def test_small_model_keeps_its_cache_in_step():
-    """Whatever was accepted, the drafts equal those of a drafter that starts afresh from the committed tokens."""
+    """Whatever was accepted, the drafts equal those of a drafter that starts afresh from the committed
+    tokens."""
     model = toy_model(seed=2)
     drafter, request = SmallLM(model, model), Request(list(range(20)), 100)
     for committed in ([], [1], [5, 9], [7, 7, 7, 7]):
         request.tokens += committed
         drafts, _ = drafter.propose([request], [4])[0]
         assert drafts == SmallLM(model, model).propose([Request(request.tokens, 50)], [4])[0][0]
-        request.tokens += drafts[:len(committed)]      # some of them accepted, then a correction follows
+        request.tokens += drafts[: len(committed)]  # some of them accepted, then a correction follows
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -49,12 +50,12 @@ def test_only_tokens_of_both_models_are_drafted(ours, theirs, temperature):
     drafted, propose = [], drafter.propose
     drafter.propose = lambda *args: [drafted.extend(d[0]) or d for d in propose(*args)]
     ask = lambda: Request([theirs - 1, 2, 3], 100, Sampling(temperature))
-    got, = Engine(target, lambda e: Lockstep(e, drafter, 4), 1).generate([ask()])
+    (got,) = Engine(target, lambda e: Lockstep(e, drafter, 4), 1).generate([ask()])
     assert len(got.token_ids) == 100 and len(drafted) > 100 and max(drafted) < 40
     if temperature == 0:
         assert got.token_ids == Engine(target, Lockstep, 1).generate([ask()])[0].token_ids
     elif theirs > 40:
-        assert max(got.token_ids) >= 40                          # the target says its other tokens all the same
+        assert max(got.token_ids) >= 40  # the target says its other tokens all the same
 
 
 @torch.no_grad()
@@ -68,7 +69,9 @@ def test_the_second_segment_of_a_request_reads_what_the_first_one_stores():
             for n in some:
                 rows, at = torch.arange(n) + 9 * i + start, torch.arange(start, start + n)
                 sees = torch.ones(n, n, dtype=torch.bool) if start else None
-                alone.append(model(rows, at, packed_attend([(0, n, FullKeys(cache, apart, start, n, tail=sees))])))
+                alone.append(
+                    model(rows, at, packed_attend([(0, n, FullKeys(cache, apart, start, n, tail=sees))]))
+                )
                 segments.append((len(ids), len(ids) + n, FullKeys(cache, blocks, start, n, tail=sees)))
                 ids += rows.tolist()
                 positions += at.tolist()

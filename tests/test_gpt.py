@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from minispec.core import cpu, gpt
 from minispec.tools import checkpoints
-from minispec.core.attention import dense_attend
+from minispec.core.gpt import dense_attend
 
 
 def test_rope_depends_on_distances_only():

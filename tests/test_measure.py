@@ -9,13 +9,11 @@ import pytest
 import torch
 from conftest import toy_model, whole
 
-import train_prism
 from minispec import bounds, prism, traces
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
-from minispec.core.words import Words
-from minispec.data import rollouts
+from minispec.data import recorded, rollouts
 from minispec.specgen import SpecGen
 from minispec.studies import measure
 from minispec.traces import CostTable
@@ -35,10 +33,10 @@ def heads():
     torch.manual_seed(5)
     drafter = prism.for_target(TARGET, (0, 1))
     [answer] = Engine(TARGET, Lockstep, 1).generate([Request(PROMPTS[0], 60)])
-    batch = rollouts.padded([rollouts.read(TARGET, [], answer.prompt_ids + answer.token_ids, 0)])
+    batch = recorded.padded([rollouts.read(TARGET, [], answer.prompt_ids + answer.token_ids, 0)])
     opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
     for _ in range(30):
-        loss, _ = train_prism.unrolled_loss(drafter, Words(TARGET), batch, 3)
+        loss, _ = prism.unrolled_loss(drafter, batch, 3)
         opt.zero_grad()
         loss.backward()
         opt.step()

@@ -8,7 +8,6 @@ import types
 import pytest
 from conftest import ROOT, TARGET, outcome
 
-import bench
 import decode
 from minispec.tools import checkpoints
 from minispec.data import prompts

@@ -5,7 +5,8 @@ import torch
 from conftest import Arbitrary, attend_alone, cached_kv, dense_logits, only_keys, toy_model
 
 from minispec import specgen
-from minispec.core.attention import FullKeys, dense_attend, packed_attend
+from minispec.core.attention import FullKeys, packed_attend
+from minispec.core.gpt import dense_attend
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache

@@ -1,6 +1,6 @@
 """Which keys may a query see? The `attend` callables that are handed to the model.
 
-Training:  `dense_attend(mask)` sees whole sequences.
+Training:  gpt.dense_attend(mask) sees whole sequences.
 Decoding:  `packed_attend(segments)` serves one packed batch in which every request contributes its own number
            of query rows. Each segment brings its own *keys* object, which says where the rows' k and v
            belong and what the rows' queries may read. Here that is FullKeys: all cached positions, causal
@@ -27,19 +27,6 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 
 FEW = 64            # rows of a request up to which it is served with others; a prompt has more
 FEW_BLOCKS = 8      # that torch's attention reads in less time than products
-
-
-# -- training ------------------------------------------------------------------------------------------------
-
-def dense_attend(mask=None):
-    """attend over whole sequences q (B, T, H, D), k and v (B, T, G, D).
-
-    mask: bool (T, T) or (B, 1, T, T), True where a query (row) sees a key (column); None means causal."""
-    def attend(layer, q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                       # (B, heads, T, D)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return out.transpose(1, 2)                                             # (B, T, H, D)
-    return attend
 
 
 # -- decoding: one packed batch, a keys object for every request ---------------------------------------------

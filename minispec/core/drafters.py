@@ -1,4 +1,4 @@
-"""Drafters that need no training of their own, and what all drafters share.
+"""Drafters that need no training of their own, and the base classes of all drafters.
 
     Drafter     what the engine asks of a drafter
     Cached      has keys and values of its own; notes of every request
@@ -8,17 +8,17 @@
 
 prism.py and specdiff.py have the drafters that are trained, adaptive.py one that asks others.
 
-A drafter sees what was accepted by reading `request.tokens`. Committed tokens never change, so it compares
-them with what it drafted before and knows which of its own keys and values are still right.
+A drafter finds the accepted tokens in `request.tokens`. Committed tokens never change, so it compares them
+with its own earlier drafts to find which of its keys and values are still right.
 """
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 
 from minispec.core import gpt
-from minispec.core.attention import TREE, FullKeys, can_fuse
-from minispec.core.kv_cache import Allocation, KVCache, whole_blocks
+from minispec.core.attention import FullKeys
+from minispec.core.kv_cache import Allocation, KVCache
 from minispec.core.requests import MAX_K, Batch, Segment, pack
 from minispec.core.noise import stream
 from minispec.core.verify import graft, warp
@@ -37,7 +37,9 @@ class Drafter:
     stop = 0.0              # above 0: it ends a chain itself; see Chained
     reads = False           # whether it reads the target's final hidden states,
     feature_layers = ()     # and those of these layers
+    select = None           # of trees under the rule `selection`: see specdiff.best_path
     seconds = 0.0           # that captures of CUDA graphs took
+    drafters = {}           # name -> the drafters that this one chooses among
 
     def propose(self, requests, limits):
         """For every request (tokens, q): at most limits[i] draft tokens, and None, or, if rejection shall
@@ -50,9 +52,6 @@ class Drafter:
         """features (n, (F + 1) * C): the target's hidden states of the next n positions that it has cached
         for good: of the feature_layers, then the final ones. Asked of drafters that read them."""
 
-    def prepare(self, batch, longest):
-        """On a GPU: make the graphs, for so many requests of so many tokens (see Cached)."""
-
     def proposer(self, request):
         """The name of who drafted for this request."""
         return self.name
@@ -63,10 +62,29 @@ class Drafter:
 
 # -- what drafters with a cache share ------------------------------------------------------------------------
 
+class Rows(Batch):
+    """The rows of one draft step of all requests, on torch's operators. kernels/rounds.py has the same on a
+    GPU, where a whole round is one CUDA graph. `more`: tables of the requests, and `how`: a round's other
+    settings, see Chained.propose."""
+    body = staticmethod(gpt.body)
+    ends_early = True                                    # whether a round may stop before its last step
+
+    def next_rows(self, number, tokens, positions, sees=None):
+        """The rows of step `number` = 2, 3, ..: tokens (n, w) are the newest ones of n requests, at positions
+        (n * w,). sees (n, w, m): of a tree, see Notes.rows."""
+        w = tokens.shape[1]
+        masks = [None] * len(tokens) if sees is None else sees
+        spans = []
+        for i, (mask, (_, _, before)) in enumerate(zip(masks, self.segments)):
+            keys = FullKeys(before.cache, before.blocks, before.start + before.n, w, tail=mask)
+            spans.append((i * w, (i + 1) * w, keys))
+        return Rows(tokens.flatten(), positions, spans, None, self.more, self.how)
+
+
 @dataclass
 class Notes:
-    """What a drafter keeps of one request. Its cache is apart from the target's; position i there holds
-    committed token i (PRISM: token i + 1, with what the target knew before it)."""
+    """The state of a drafter for one request. Its cache is apart from the target's; position i there holds
+    committed token i (PRISM: token i + 1, with the target's hidden state in front of it)."""
     cache: KVCache
     room: int                                            # slots that a round writes behind its first rows
     blocks: Allocation = field(default_factory=Allocation)
@@ -87,17 +105,16 @@ class Notes:
 
 
 class Cached(Drafter):
-    """What drafters with a cache share: notes of every request, and one function `round` of a batch, which is
-    a forward or a whole round of them. Torch's operators run it as it is, a GPU replays it as one graph.
+    """A drafter with keys and values of its own: notes of every request, and one function round(Rows) ->
+    [tensors], a forward or several of them, which depends on nothing but its rows.
 
-    config: of the cache; rope: of its rows; room: slots that a request may need more than its tokens."""
-    graphs = None               # on a GPU, once `prepare` was called: kernels.graphs.Graphs,
-    size = 0                    # for requests of so many slots
+    config: of the cache; room: slots that a request may need more than its tokens."""
+    graphs = None               # on a GPU: kernels.rounds.Rounds, which replays `round`
+    segments = 1                # of a request in one round
 
-    def __init__(self, config, target, rope, room):
+    def __init__(self, config, target, room):
         self.config = config
         self.target = target
-        self.rope = rope
         self.room = room
         self.notes = {}                                  # request -> Notes
         self.cache = KVCache(config, 0, target.dtype, target.device)     # of all requests; it grows
@@ -106,9 +123,8 @@ class Cached(Drafter):
         """The notes of a request."""
         if request not in self.notes:
             self.notes[request] = notes = Notes(self.cache, self.room)
-            if self.graphs and not self.cache.resize(notes.blocks, self.size):
-                # While requests are paused: apart from the graphs, whose pool must stay where it is.
-                notes.cache = KVCache(self.config, 0, self.target.dtype, self.target.device)
+            if self.graphs:
+                self.graphs.reserve(notes)
         return self.notes[request]
 
     def release(self, request):
@@ -124,106 +140,60 @@ class Cached(Drafter):
         """Kept until the rows that read them are fed. (Another drafter may have asked for more layers.)"""
         self.note(request).features.append(features[:, -self.n_features:])
 
-    def make_graphs(self, batch, longest, segments=1, more=None):
-        """Graphs of rounds for requests of so many tokens, which have so many segments in a forward. more:
-        see Graphs."""
-        from kernels.graphs import Graphs
-        c = self.config
-        self.size = whole_blocks(longest + self.room)
-        self.cache = KVCache(c, batch * self.size, self.target.dtype, self.target.device, spare=1)
-        group = c.n_head // c.n_kv_head
-        features = self.n_features if self.reads else 0
-        self.graphs = Graphs(self.round, self.cache, segments * batch, self.size, 0, group, features, more)
-
     def in_pool(self, work):
         return self.graphs is not None and all(rows.keys.cache is self.cache for rows in work)
 
     def run_round(self, work, more=None, how=()):
-        """What `round` returns for `work`, a list of Segments."""
+        """The tensors that `round` returns for `work`, a list of Segments."""
         if not self.in_pool(work):
-            return self.round(pack(work, self.target.device, more, how))
+            return self.round(Rows(**vars(pack(work, self.target.device, more, how))))
         out, seconds = self.graphs(work, more, how)
         self.seconds += seconds
         return out
 
-    def body(self, module, h, x):
-        """What the blocks and the norm of a module make of rows h (N, C) of a batch x."""
-        if not isinstance(x, Batch):
-            from kernels.fused import decode
-            return decode(module.blocks, module.norm, self.rope, h, x, self.cache)
-        return gpt.body(module, self.rope, h, x.positions, x.attend)
-
 
 class Chained(Cached):
-    """A drafter whose first step reads what was committed since the last round, while every further one feeds
-    what the one before it drew, on the device. So a whole round can be one CUDA graph.
+    """A drafter whose first step reads the tokens committed since the last round. Every further step reads
+    the token that the step before it drew, on the device.
 
     The drafter has `words` (Words); first_rows(request) -> Segment, or None if it cannot draft yet; and
-    step(number, x, states (N, C) or None) -> states (N, C), one step of rows x. width: rows of a request in
-    every step but the first.
+    step(number, x, states (N, C) or None) -> states (N, C), one forward of Rows x. width: rows of a request
+    in every step but the first.
 
-    Early stop: while the product of the drafter's own probabilities of a chain's drafts is below `stop`, no
-    further one is worth its time. A low one ends the chain, it does not leave it: where rejection judges, who
-    was drawn must be judged, or the drafts would not be drawn from q any more."""
+    Early stop: a chain ends once the product of the drafter's probabilities of its drafts is below `stop`.
+    The draft that drops below `stop` is still verified: discarding it would bias the drafts away from q."""
     depth = MAX_K                                        # the most steps
     stop = STOP
-    steps = 0                                            # of the longest round on a GPU so far
-
-    def prepare(self, batch, longest):
-        from kernels.attention import make_plan
-        if not can_fuse(self.target) or (self.width > 1 and self.room > TREE):
-            return
-        device = self.target.device
-        one_each = torch.zeros(batch, dtype=torch.long)
-        more = dict.fromkeys(("last", "ends", "streams", "at"), one_each) | {"stop": torch.zeros(batch)}
-        self.make_graphs(batch, longest, more=more)
-        # The plan of a later step.
-        trees = dict.fromkeys(range(batch), torch.ones(self.width, self.width)) if self.width > 1 else None
-        plan = make_plan([(self.width, self.size, 0, 0)] * batch, self.graphs.group, trees=trees)
-        self.later = plan.to(device)
 
     def propose(self, requests, limits):
         out = [([], None)] * len(requests)
-        # 1. Who can draft, in groups that draw alike.
-        work, groups = {}, {}
+        # 1. The requests that can draft, in groups that draw alike.
+        groups = {}
         for i, (r, limit) in enumerate(zip(requests, limits)):
             rows = self.first_rows(r) if limit > 0 else None
             if rows:
-                work[i] = rows
-                groups.setdefault(r.sampling.drafting.settings, []).append(i)
-        # 2. A round of each group.
+                groups.setdefault(r.sampling.drafting.settings, []).append((i, rows))
+        # 2. A round of each group, with as many steps as its deepest request takes: one more row is cheap.
         for settings, group in groups.items():
-            steps = min(self.depth, max(limits[i] for i in group))
-            drafts, *q = self.draft([requests[i] for i in group], [work[i] for i in group], steps, settings)
-            for row, (i, some) in enumerate(zip(group, drafts.tolist())):
-                out[i] = self.result(some, q[0][row] if q else None, limits[i])
+            numbers, work = zip(*group)
+            some = [requests[i] for i in numbers]
+            steps = min(self.depth, max(limits[i] for i in numbers))
+            tables = {
+                # the last row of each request, and the slots filled by the first step
+                "last": [n - 1 for n in accumulate(len(rows.tokens) for rows in work)],
+                "ends": [rows.start + len(rows.tokens) for rows in work],
+                # its noise, and the position of its first draft
+                "streams": [stream(r.sampling.seed, settings.lane) for r in some],
+                "at": [len(r.tokens) for r in some],
+                # a table, because a CUDA graph would freeze a number
+                "stop": [self.stop] * len(some),
+            }
+            more = {name: torch.tensor(x) for name, x in tables.items()}
+            drafts, *q = self.run_round(work, more, (steps, settings))
+            # 3. The drafts as the engine wants them.
+            for row, (i, tokens) in enumerate(zip(numbers, drafts.tolist())):
+                out[i] = self.result(tokens, q[0][row] if q else None, limits[i])
         return out
-
-    def result(self, drafts, q, limit):
-        """What the engine gets of a round's drafts."""
-        drafts = drafts[:min(limit, self.depth)]
-        n = drafts.index(NONE) if NONE in drafts else len(drafts)
-        return drafts[:n], None if q is None else q[:n]
-
-    def draft(self, requests, work, steps, settings):
-        """A round of requests that feed `work` first. All take as many steps as the deepest: a row more costs
-        little."""
-        # Of every request: its last row, how many slots it will have filled, and where its noise is.
-        lists = {
-            "last": [n - 1 for n in accumulate(len(rows.tokens) for rows in work)],
-            "ends": [rows.start + len(rows.tokens) for rows in work],
-            "streams": [stream(r.sampling.seed, settings.lane) for r in requests],
-            "at": [len(r.tokens) for r in requests],
-        }
-        absent = 0
-        if self.in_pool(work):
-            # In a graph as many as the longest round had, which saves captures. Places without a request
-            # repeat the first one, to the same result.
-            self.steps = steps = max(self.steps, steps)
-            absent = len(self.later.requests) - len(work)
-        more = {name: torch.tensor(some + some[:1] * absent) for name, some in lists.items()}
-        more["stop"] = torch.full(more["last"].shape, self.stop)         # a table, because it may change
-        return self.run_round(work, more, (steps, settings))
 
     def round(self, x):
         """All steps of chains: the drafts (B, steps), NONE behind a chain that ended early, and, for
@@ -235,7 +205,7 @@ class Chained(Cached):
         reach = states.new_ones(len(states), dtype=torch.float)      # of every request, see `stop`
         for number in range(1, steps + 1):
             ended = reach < x.more["stop"]
-            if isinstance(x, Batch) and ended.all():     # a graph takes all steps
+            if x.ends_early and ended.all():
                 break
             if number > 1:
                 # The drawn token is the next row.
@@ -264,30 +234,16 @@ class Chained(Cached):
         return q, q / self.words.noise(x.more["streams"], x.more["at"] + number - 1)[:, None]
 
     def next_rows(self, x, number, tokens, sees=None):
-        """The batch of a later step out of the one before: tokens (n, w) are the newest rows of n requests,
-        all of them one position further. sees (n, w, m): of a tree, see Notes.rows."""
-        n, w = tokens.shape
-        ends = x.more["ends"] + (number - 2)             # the new rows' position, of chains in the cache too
-        positions = ends.clamp(max=self.config.block_size - 1)[:, None].expand(n, w).flatten().contiguous()
-        x = replace(x, tokens=tokens.flatten(), positions=positions, features=None)
-        if isinstance(x, Batch):
-            masks = [None] * n if sees is None else sees
-            spans = []
-            for i, (mask, (_, _, before)) in enumerate(zip(masks, x.segments)):
-                keys = FullKeys(before.cache, before.blocks, before.start + before.n, w, tail=mask)
-                spans.append((i * w, (i + 1) * w, keys))
-            x.segments = spans
-            return x
-        # On the kernels: slots, lengths and who sees whom, all on the device. Every step before wrote w rows.
-        first = (number - 2) * (w - 1)
-        new = ends[:, None] + torch.arange(first, first + w, device=ends.device)
-        requests = self.later.requests.clone()
-        requests[:, 2] = new[:, -1] + 1
-        plan = replace(self.later, requests=requests)
-        if sees is not None:
-            back = torch.arange(sees.shape[-1] - 1, -1, -1, device=ends.device)
-            plan.sees = ~((~sees).long() << back).sum(-1).flatten()
-        return replace(x, new=x.slots.gather(1, new).flatten().long(), plan=plan)
+        """The rows of a later step, all of them one position further; arguments of Rows.next_rows."""
+        ends = x.more["ends"] + (number - 2)
+        positions = ends.clamp(max=self.config.block_size - 1).repeat_interleave(tokens.shape[1])
+        return x.next_rows(number, tokens, positions, sees)
+
+    def result(self, drafts, q, limit):
+        """A chain of at most `limit` drafts, see Drafter.propose."""
+        drafts = drafts[:min(limit, self.depth)]
+        n = drafts.index(NONE) if NONE in drafts else len(drafts)
+        return drafts[:n], None if q is None else q[:n]
 
 
 # -- drafters ------------------------------------------------------------------------------------------------
@@ -361,7 +317,7 @@ class SmallLM(Chained):
         if model.config.block_size < target.config.block_size:
             raise ValueError(f"the draft model reads contexts of {model.config.block_size} tokens, "
                              f"the target of {target.config.block_size}")
-        super().__init__(model.config, model, model.rope, MAX_K)
+        super().__init__(model.config, model, MAX_K)
         ours, theirs = model.config.vocab_size, target.config.vocab_size
         both = torch.arange(min(ours, theirs), device=model.device)
         self.words = Words(model, None if ours == theirs else both)
@@ -370,7 +326,7 @@ class SmallLM(Chained):
     def step(self, number, x, states):
         """One step; see Chained. A token of the target alone is read as the last one of the small model."""
         tokens = x.tokens.clamp(max=self.config.vocab_size - 1)
-        return self.body(self.target, self.words.embed(tokens), x)
+        return x.body(self.target, self.target.rope, self.words.embed(tokens), x.positions, x.attend)
 
     def first_rows(self, request):
         """The tokens committed since the last round, at least the last one: its logits are needed. Accepted

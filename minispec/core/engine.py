@@ -388,14 +388,16 @@ class Lockstep(Planner):
         rows = [request.tokens[-1], *drafts]
         tail = tree_mask(tree[0]) if tree else None
         keys = FullKeys(self.engine.cache, request.blocks, request.n_cached, len(rows), tail=tail)
-        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, *tree)
+        return Segment(request, rows, request.n_cached, keys, "verify", len(rows), drafts, q, *tree,
+                       select=self.drafter.select)
 
     def observe(self, segment, rows):
         if self.drafter.reads:
             self.drafter.observe(segment.request, segment.features[list(rows)])
 
     def prepare(self, batch, longest):
-        self.drafter.prepare(batch, longest)
+        from kernels.rounds import prepare
+        prepare(self.drafter, batch, longest)
 
     def proposer(self, request):
         return self.drafter.proposer(request)

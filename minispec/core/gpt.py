@@ -6,7 +6,7 @@ RMSNorm, rotary positions (RoPE), grouped-query attention, SwiGLU; QK-norm, QKV 
 options. With them the class covers the Llama-3, Qwen2 and Qwen3 families, whose folders
 tools/checkpoints.py reads and writes.
 
-What a query may see is not decided here: `attend` is handed in. Training passes a dense causal one.
+What a query may see is not decided here: `attend` is handed in. Training passes `dense_attend`.
 Decoding passes one that writes k and v into a cache and reads what the step may see (attention.py). A
 method of this repository is a new `attend`, a new drafter, or both; the body below never changes.
 
@@ -216,3 +216,16 @@ class GPT(nn.Module):
     def n_params(self):
         """Number of parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
+
+
+# -- training ------------------------------------------------------------------------------------------------
+
+def dense_attend(mask=None):
+    """attend over whole sequences q (B, T, H, D), k and v (B, T, G, D).
+
+    mask: bool (T, T) or (B, 1, T, T), True where a query (row) sees a key (column); None means causal."""
+    def attend(layer, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))                       # (B, heads, T, D)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return out.transpose(1, 2)                                             # (B, T, H, D)
+    return attend

@@ -153,6 +153,7 @@ class Segment:
     parents: list = None  # of a tree: the row that each draft hangs from (verify.py); None: a chain
     chains: list = None                  # of a tree that rejection judges: see verify.rejection
     copies: int = 0                      # of a tree: so many drafts, the last ones, are not the drafter's own
+    select: object = None                # of a tree under the rule `selection`: see specdiff.best_path
     features: torch.Tensor = None  # (n, C) final hidden states of the target: a forward of it sets them, one
     #                                of a drafter may read them
 

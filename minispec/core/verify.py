@@ -23,7 +23,7 @@ Sampling.rule says how drafts are made above temperature 0, and who judges them:
     coupled     drafts are the largest of q / e, with the target's own noise; the walk judges them
     point-mass  drafts are the most likely tokens of q; the walk
     walk        drafts are drawn from q with other noise; the walk (of K chains: SpecDiff-2 2511.00606)
-    selection   the same, but only the one path of a tree that the target likes best is walked (SpecDiff-2)
+    selection   the same, but of SpecDiff-2's trees only the path that its `best_path` selects is walked
     rejection   drafts are drawn from q with other noise, and rejection judges them, where they have a q; the
                 walk judges copies and trees, whose drafts were chosen without chance
 
@@ -150,24 +150,6 @@ def greedy_tree(draft, parents, best):
     return path[1:], best[path[-1]]
 
 
-def best_path(draft, parents, p):
-    """SpecDiff-2's self-selection (section 4, Eq. 7): the rows of the path with the largest sum, over its
-    rows, of the probability that the target would accept that far. p (n + 1, V)."""
-    # reach: the probability to be accepted up to a row; score: its sum along the path.
-    given = p[list(parents), draft].tolist()
-    reach, score = [1.0], [0.0]
-    for parent, one in zip(parents, given):
-        reach.append(reach[parent] * one)
-        score.append(score[parent] + reach[-1])
-    # The end of a path has its largest score; walk back from the best one.
-    row = score.index(max(score))
-    rows = []
-    while row:
-        rows.insert(0, row)
-        row = parents[row - 1]
-    return rows
-
-
 def rejection(chains, draft, p, coins):
     """Rejection sampling of chains that were drawn independently, of one or of several in turn.
 
@@ -246,8 +228,8 @@ def walk(segments, logits, drafting=False):
             s, n = segments[i], sizes[i]
             own, best = best[:n], best[n:]
             parents = s.above
-            if s.drafts and how.rule == "selection" and how.temperature > 0:
-                kept = best_path(s.drafts, parents, warp(rows[i], how))
+            if s.select and s.drafts and how.rule == "selection" and how.temperature > 0:
+                kept = s.select(s.drafts, parents, warp(rows[i], how))
                 parents = [parent if row in kept else None for row, parent in enumerate(parents, 1)]
             verdicts[i] = greedy_tree(s.drafts, parents, own)
     return verdicts

@@ -1,18 +1,22 @@
-"""What a drafter uses of its target: the embedding, and the head or a few rows of it.
+"""A drafter that is trained for one target, and what it uses of the target: the embedding, the head or a few
+rows of it, and hidden states.
 
 A drafter of one layer is small, the head of a real model is not: of SmolLM2's 135M weights 28M are the
-vocabulary, a drafter's layer has 4M. So a drafter may have a *draft vocabulary* (FR-Spec 2502.14856, EAGLE-3
-2503.01840): the N tokens that the target writes most. It reads only their rows of the head, in training too.
+vocabulary, a drafter's layer has 4M. A drafter may therefore have a *draft vocabulary* (FR-Spec 2502.14856,
+EAGLE-3 2503.01840): the N tokens that the target writes most. It reads only their rows of the head, in
+training too.
 
 Nothing is lost by it. The drafter's distribution q is 0 for all other tokens, and no rule of verify.py asks
 for more than a q that the drafts were really drawn from. Tokens outside come from the target: as the
 correction of a rejected draft, or as the bonus.
 """
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn as nn
 
+from minispec.core import gpt
 from minispec.core.cpu import Linear
 from minispec.core.noise import noise
 
@@ -79,22 +83,6 @@ def most_frequent(answers, n, vocab_size):
     return counts.argsort(descending=True, stable=True)[:n]
 
 
-def restrict(drafter, ids):
-    """Let a new drafter draft the tokens ids (N,) alone; None: all."""
-    drafter.config = replace(drafter.config, draft_vocab=0 if ids is None else len(ids))
-    drafter.vocabulary = None if ids is None else ids.to(drafter.rope.cos.device)
-    return drafter
-
-
-def buffer(config):
-    """What a drafter's module holds for the ids of its draft vocabulary until its file is read."""
-    n = config.draft_vocab
-    if not 0 <= n < config.vocab_size:
-        raise ValueError(f"draft_vocab {n} is out of range; the target has {config.vocab_size} tokens, "
-                         "0 is all")
-    return torch.zeros(n, dtype=torch.long) if n else None
-
-
 # -- the target's hidden states ------------------------------------------------------------------------------
 
 def feature_layers_of(config):
@@ -113,3 +101,45 @@ def fusion(config):
         fuse.weight.zero_()
         fuse.weight[:, -config.d_model:] = torch.eye(config.d_model)
     return fuse
+
+
+# -- trained drafters ----------------------------------------------------------------------------------------
+
+@dataclass
+class DrafterConfig(gpt.GPTConfig):
+    """The shape of the target's blocks, and the settings of all trained drafters."""
+    feature_layers: tuple = ()  # the target's layers whose states it reads besides the final ones
+    target: str = ""        # fingerprint of the target that it was saved for
+    draft_vocab: int = 0    # tokens that it may draft, the ids in its weights; 0: all
+
+    def __post_init__(self):
+        self.feature_layers = tuple(self.feature_layers)         # JSON has lists only
+
+
+class TrainedDrafter(nn.Module):
+    """The weights of a drafter. Embedding and head are the target's and not held here. ValueError where the
+    draft vocabulary does not fit the target."""
+    n_params = gpt.GPT.n_params
+
+    def __init__(self, config, target):
+        super().__init__()
+        n = config.draft_vocab
+        if not 0 <= n < config.vocab_size:
+            raise ValueError(f"draft_vocab {n} is out of range; the target has {config.vocab_size} tokens, "
+                             "0 is all")
+        self.config = config
+        self.__dict__["target"] = target                 # not registered, so neither trained nor saved
+        self.rope = gpt.Rope(config)
+        # The ids, until its file is read.
+        self.register_buffer("vocabulary", torch.zeros(n, dtype=torch.long) if n else None)
+
+    @cached_property
+    def words(self):                                     # not before the ids are loaded
+        return Words(self.target, self.vocabulary)
+
+    def restrict(self, ids):
+        """Let a new drafter draft the tokens ids (N,) alone; None: all. Returns it."""
+        self.config = replace(self.config, draft_vocab=0 if ids is None else len(ids))
+        self.vocabulary = None if ids is None else ids.to(self.rope.cos.device)
+        self.__dict__.pop("words", None)
+        return self

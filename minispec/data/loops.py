@@ -1,7 +1,7 @@
-"""Where an answer begins to repeat itself.
+"""The point at which an answer begins to repeat itself.
 
-Greedy answers of a small model often fall into a loop. Every drafter guesses a loop, so tokens behind its
-beginning teach a drafter nothing and flatter every speed-up. One definition serves training and benchmarks:
+Greedy answers of a small model often fall into a loop. Every drafter guesses a loop, so the tokens of a loop
+teach a drafter nothing and flatter every speed-up. One definition serves training and benchmarks:
 an answer loops where the same N tokens occur for the third time.
 """
 N = 8                       # tokens of the piece that recurs

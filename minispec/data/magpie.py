@@ -1,8 +1,8 @@
 """Prompts that the target writes itself (Magpie, 2406.08464).
 
-A chat model has read the user's part of so many conversations that it can write one. It gets its chat
-template up to the place where the user speaks, and goes on at temperature 1 until it closes the turn. So any
-chat model can be asked, no data set is needed, and the prompts are about what the model knows.
+A chat model has read many conversations, so it can also write the user's part. It gets its chat template up
+to the user's turn and continues at temperature 1 until it closes the turn. This works for any chat model,
+needs no data set, and gives prompts about subjects that the model knows.
 """
 import itertools
 import os

@@ -52,6 +52,7 @@ SETS = {
 }
 LEAVE_OUT = "arithmetic/gsm_symbolic"        # a task of reasoning-gym made of GSM8K's test questions
 PASSAGES = FUNCTIONS = 3000
+LONGEST = 16_000            # characters of a prompt, some 4,000 to 8,000 tokens; longer ones are left out
 
 
 def rows_of(data, name):
@@ -99,8 +100,8 @@ def passages(folder, rng):
 
 
 def write(path, rows, rng):
-    """JSON lines of rows (prompt, answer), each prompt once, in random order."""
-    rows = list({prompt: (prompt, answer) for prompt, answer in rows}.values())
+    """JSON lines of rows (prompt, answer), each prompt once, in random order. Long prompts are left out."""
+    rows = list({row[0]: row for row in rows if len(row[0]) <= LONGEST}.values())
     rng.shuffle(rows)
     with replaced(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for prompt, answer in rows:

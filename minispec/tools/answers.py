@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from minispec.core.attention import dense_attend
+from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request, check_requests
 from minispec.core.noise import stream
 from minispec.core.verify import Sampling, scores

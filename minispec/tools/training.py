@@ -15,7 +15,7 @@ The loop itself stands in each script:
 
 A folder then holds the model, log.jsonl (one record per checkpoint), resume.pt (weights and the optimiser's
 state, from which the same command continues on the same loss curve), command.txt once it is finished, and the
-lock. """
+lock."""
 import contextlib
 import json
 import math
@@ -45,7 +45,6 @@ MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab", "markov")
 INDIFFERENT = ("out", "device", "save_every", "responses", "target", "name")
 WARMUP = 0.02               # of a run, in which the learning rate rises
 GROUP = 256                 # rows sorted by length at a time
-ROWS = 128                  # a step's products have a multiple of so many rows
 TRIM = 100                  # steps between two returns of free memory
 
 
@@ -56,9 +55,10 @@ def add_arguments(parser, lr, save_every):
     add = parser.add_argument
     add("--out", required=True, help="folder to write to")
     add("--lr", type=float, default=lr, help="peak learning rate")
-    add("--seed", type=int, default=1337, help="of the weights and the order of the data")
+    add("--seed", type=int, default=1337,
+        help="random seed: weights, order of the data (default %(default)s)")
     add_device(parser)
-    add("--save-every", type=int, default=save_every, help="steps between checkpoints")
+    add("--save-every", type=int, default=save_every, help="steps between checkpoints (default %(default)s)")
 
 
 def parsed(parser):
@@ -76,8 +76,7 @@ def parsed(parser):
 
 
 def same_settings(folder, **settings):
-    """Note in a folder of training data what they are made with. ValueError where they were begun otherwise.
-    """
+    """Write the settings of a folder of training data into it. ValueError where it was begun with others."""
     os.makedirs(folder, exist_ok=True)
     file = Path(folder, "settings.json")
     with blame(file):
@@ -107,28 +106,6 @@ def fast_dtype(device):
 def bf16(device):
     """Forward passes inside this context multiply in bf16, where that is fast; the weights stay in fp32."""
     return torch.autocast(device.split(":")[0], torch.bfloat16, fast_dtype(device) == torch.bfloat16)
-
-
-class Divergence:
-    """KL(target || model) (...) of two sets of logits (..., V), in fp32: it makes the model cover all of the
-    target's mass. No gradient reaches the target, whose softmax and entropy are computed once for all models
-    that are held against it."""
-
-    def __init__(self, target):
-        self.p = target.detach().softmax(-1, dtype=torch.float32)
-        self.entropy = torch.special.entr(self.p).sum(-1)
-
-    def __call__(self, logits):
-        log_q = logits.log_softmax(-1, dtype=torch.float32)
-        return -(self.p * log_q).sum(-1) - self.entropy      # autocast would round a product of vectors to bf16
-
-
-def numbers_of(mask):
-    """(the numbers of the true entries of a mask (N,), followed by false ones up to a multiple of ROWS; how
-    many are true). oneDNN compiles a kernel for every number of rows, which takes longer than to run it, so
-    products of gathered rows should have few shapes."""
-    n = int(mask.sum())
-    return mask.logical_not().byte().argsort(stable=True)[:-(-n // ROWS) * ROWS], n
 
 
 # -- batches -------------------------------------------------------------------------------------------------

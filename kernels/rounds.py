@@ -1,0 +1,97 @@
+"""A drafter's round as one CUDA graph: all its draft steps are launched at once, and each step reads on the
+device the token that the step before it drew (core/drafters.py, Cached and Chained).
+
+`prepare` gives a drafter its graphs. From then on its keys and values lie in one pool, and `Rows` are what
+core/drafters.Rows are for torch's operators.
+"""
+from dataclasses import dataclass, replace
+
+import torch
+
+from minispec.core.attention import TREE, can_fuse
+from minispec.core.drafters import Cached, Chained
+from minispec.core.kv_cache import KVCache, whole_blocks
+
+from .attention import Plan, make_plan
+from .fused import decode
+from .graphs import Graphs, Inputs
+
+
+@dataclass
+class Rows(Inputs):
+    """The rows of one draft step of all requests, on the kernels; see core/drafters.Rows."""
+    cache: KVCache = None
+    later: Plan = None          # the plan of a step behind the first one
+    attend = None               # `decode` has its own
+    ends_early = False          # a graph takes all steps
+
+    def body(self, module, rope, h, positions, attend):
+        return decode(module.blocks, module.norm, rope, h, self, self.cache)
+
+    def next_rows(self, number, tokens, positions, sees=None):
+        # Slots, lengths and who sees whom, all on the device. Every step before wrote w rows.
+        w = tokens.shape[1]
+        first = self.more["ends"][:, None] + (number - 2) * w
+        new = first + torch.arange(w, device=first.device)
+        requests = self.later.requests.clone()
+        requests[:, 2] = new[:, -1] + 1
+        plan = replace(self.later, requests=requests)
+        if sees is not None:
+            back = torch.arange(sees.shape[-1] - 1, -1, -1, device=first.device)
+            plan.sees = ~((~sees).long() << back).sum(-1).flatten()
+        new = self.slots.gather(1, new).flatten().long()
+        return replace(self, tokens=tokens.flatten(), positions=positions, features=None, new=new, plan=plan)
+
+
+class Rounds(Graphs):
+    """Graphs of a drafter's rounds, for `batch` requests of up to `longest` tokens."""
+    steps = 0                   # of the longest round so far
+    later = None
+
+    def __init__(self, drafter, batch, longest):
+        c, target = drafter.config, drafter.target
+        self.drafter = drafter
+        self.requests = batch
+        self.size = whole_blocks(longest + drafter.room)                       # slots of a request
+        drafter.cache = KVCache(c, batch * self.size, target.dtype, target.device, spare=1)
+        group = c.n_head // c.n_kv_head
+        features = drafter.n_features if drafter.reads else 0
+        more = {}
+        if isinstance(drafter, Chained):
+            more = dict.fromkeys(("last", "ends", "streams", "at"), torch.zeros(batch, dtype=torch.long))
+            more["stop"] = torch.zeros(batch)
+            w, trees = drafter.width, None
+            if w > 1:
+                trees = dict.fromkeys(range(batch), torch.ones(w, w))
+            self.later = make_plan([(w, self.size, 0, 0)] * batch, group, trees=trees).to(target.device)
+        super().__init__(self.round, drafter.cache, batch * drafter.segments, self.size, 0, group, features,
+                         more)
+
+    def round(self, x):
+        return self.drafter.round(Rows(**vars(x), cache=self.cache, later=self.later))
+
+    def reserve(self, notes):
+        """Let the notes of a request have all the slots that it may need. While requests are paused there may
+        be none left. Then its keys lie apart from the graphs, whose pool must stay where it is."""
+        if not self.cache.resize(notes.blocks, self.size):
+            notes.cache = KVCache(self.drafter.config, 0, self.cache.k.dtype, self.cache.k.device)
+
+    def __call__(self, work, more=None, how=()):
+        if more:
+            # As many steps as the longest round so far, so that one graph serves all. Batch slots without a
+            # request repeat the first request, to the same result.
+            steps, settings = how
+            self.steps = max(self.steps, steps)
+            how = self.steps, settings
+            absent = self.requests - len(work)
+            more = {name: torch.cat([x, x[:1].expand(absent)]) for name, x in more.items()}
+        return super().__call__(work, more, how)
+
+
+def prepare(drafter, batch, longest):
+    """Make the graphs of a drafter, or of the drafters that it chooses among, where they have a cache and the
+    kernels serve them."""
+    for some in [drafter, *drafter.drafters.values()]:
+        tree_too_large = isinstance(some, Chained) and some.width > 1 and some.room > TREE
+        if isinstance(some, Cached) and can_fuse(some.target) and not tree_too_large:
+            some.graphs = Rounds(some, batch, longest)

@@ -1,0 +1,192 @@
+"""Recorded answers, the training data of drafters: for every token of a text the target's hidden states, and
+for every token of an answer also the target's argmax and the token's log-probability.
+
+minispec/data/rollouts.py makes them, in a process of its own, which a training starts first. They lie in a
+folder of shards, DIR/train-0-128.safetensors and so on, which every arm, seed and number of prompts shares.
+Here they are read: the settings, a batch, and a run through all of them (`DrafterRun`).
+"""
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+
+from minispec import SHIPPED
+from minispec.core.verify import Sampling
+from minispec.core.words import DRAFT_VOCAB, most_frequent
+from minispec.tools import checkpoints, training
+from minispec.tools.files import blame, read_rows, read_tensors
+
+LONGEST = 1536              # tokens of a training text; longer ones are cut
+ROUND = 16                  # padded lengths are a multiple of this, so that few shapes occur
+# The settings of `add_answers`, which a training hands on.
+OF_ANSWERS = ("target", "prompt_file", "prompts", "given", "given_answers", "heldout", "temperature",
+              "max_new_tokens", "device")
+
+
+# -- settings ------------------------------------------------------------------------------------------------
+
+def add_answers(parser):
+    """The settings of the target's answers."""
+    add = parser.add_argument
+    add("--target", default=SHIPPED, metavar="MODEL",
+        help="the model that answers: a folder, a GGUF file, or smollm2 (default %(default)s)")
+    add("--prompt-file", metavar="FILE", nargs="+", default=[],
+        help="JSON lines of prompts to answer (default: prompts that the target writes itself)")
+    add("--prompts", type=int, default=4000,
+        help="number of training prompts; fewer are a prefix of more (default %(default)s)")
+    add("--given", metavar="FILE",
+        help="JSON lines of prompts with given answers, which the target only reads: a fifth of the time of "
+             "an answer of its own (not counted in --minutes)")
+    add("--given-answers", type=int, metavar="N", help="number of given answers to read (default: all)")
+    add("--heldout", type=int, default=40,
+        help="number of held-out prompts for the estimates (default %(default)s)")
+    add("--temperature", type=float,
+        help="temperature of the target's answers (default: 0, 0.7, 0, 1 in turn)")
+    add("--max-new-tokens", type=int, default=1024, help="tokens of an answer at most (default %(default)s)")
+
+
+def add_arguments(parser):
+    """The settings of a drafter's training."""
+    training.add_arguments(parser, lr=2e-3, save_every=200)
+    add_answers(parser)
+    add = parser.add_argument
+    add("--minutes", type=float, help="minutes in all: half for the answers, half for the training")
+    add("--responses", metavar="DIR", help="folder of the target's answers (default: OUT/responses)")
+    add("--last-layer", action="store_true",
+        help="read the target's last layer alone (default: a low, a middle and the last layer)")
+    add("--draft-vocab", type=int, default=DRAFT_VOCAB, metavar="N",
+        help="size of the draft vocabulary: the N most frequent tokens of the answers (default %(default)s; "
+             "0: all tokens)")
+    add("--tokens", type=float, default=8e6, help="training tokens in all (default 8e6)")
+    add("--batch-tokens", type=int, default=512, help="tokens of an optimiser step (default %(default)s)")
+
+
+def parsed(parser):
+    """The settings of the command line. ValueError where a number is out of range, or a file is not JSON
+    lines."""
+    args = training.parsed(parser)
+    # Mistakes show here, before the work.
+    Sampling(args.temperature or 0)
+    for file in filter(None, [*args.prompt_file, args.given]):
+        read_rows(file)
+    return args
+
+
+# -- texts ---------------------------------------------------------------------------------------------------
+
+class Batch(NamedTuple):
+    """Texts padded on the right to S tokens; the answers' tokens are to be learned."""
+    ids: torch.Tensor                    # (B, S)
+    learn: torch.Tensor                  # (B, S) bool
+    log_p: torch.Tensor                  # (B, S) of each token to learn, under the target
+    best: torch.Tensor                   # (B, S) the target's argmax, in front of tokens to learn
+    lower: torch.Tensor                  # (B, S, F * C) hidden states of its feature_layers
+    hidden: torch.Tensor                 # (B, S, C) its final hidden states
+
+    def features(self, config):
+        """(B, S, (F + 1) * C), as a drafter of this config reads them in decoding."""
+        return torch.cat([self.lower, self.hidden], -1) if config.feature_layers else self.hidden
+
+
+def padded(texts, device="cpu"):
+    """The Batch of texts {field: tensor (S, ..)}."""
+    columns = {}
+    for name in Batch._fields:
+        column = pad_sequence([text[name] for text in texts], batch_first=True)
+        more = -column.shape[1] % ROUND
+        column = F.pad(column, [0, 0] * (column.ndim - 2) + [0, more]).to(device)
+        columns[name] = column.float() if name in ("lower", "hidden") else column
+    return Batch(**columns)
+
+
+def texts_of(file, least=0):
+    """The texts of a shard that have more than `least` tokens of an answer. ValueError names a damaged file.
+    """
+    tensors = read_tensors(file)
+    texts = []
+    with blame(file):
+        for i in range(sum(name.endswith(".ids") for name in tensors)):
+            text = {name: tensors[f"{i}.{name}"] for name in Batch._fields}
+            if text["learn"].sum() > least:
+                texts.append(text)
+    return texts
+
+
+def record(args):
+    """Let the target write the answers that --responses lacks (data/rollouts.py). Returns the files of all
+    shards. Ends with the exit code of that process where it fails."""
+    command = [sys.executable, "-m", "minispec.data.rollouts", "--out", args.responses]
+    for name in OF_ANSWERS:
+        value = getattr(args, name)
+        if value not in (None, []):
+            values = value if isinstance(value, list) else [value]
+            command += ["--" + name.replace("_", "-"), *map(str, values)]
+    if args.minutes:
+        # Once the training has begun, no more answers are made.
+        begun = os.path.exists(f"{args.out}/resume.pt")
+        command += ["--minutes", "0" if begun else str(args.minutes / 2)]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout.splitlines()
+
+
+# -- the training --------------------------------------------------------------------------------------------
+
+def begin(args, drafter_of):
+    """(target, the drafter to train): drafter_of(args, target), in fp32."""
+    dtype = training.fast_dtype(args.device)
+    target = checkpoints.load(args.target, args.device, dtype).requires_grad_(False)
+    torch.manual_seed(args.seed)
+    return target, drafter_of(args, target).float()
+
+
+class DrafterRun(training.Run):
+    """The training of a drafter on texts with more than `least` tokens of an answer; some are held out. A new
+    drafter gets its draft vocabulary."""
+
+    def __init__(self, args, model, least=0):
+        args.responses = args.responses or f"{args.out}/responses"
+        self.heldout, self.texts = [], []
+        for file in record(args):
+            if Path(file).name.startswith("heldout"):
+                self.heldout += texts_of(file)
+            else:
+                self.texts += texts_of(file, least)
+        if not self.texts or not self.heldout:
+            raise ValueError(f"too few prompts, or none with an answer within {LONGEST} tokens")
+        answers = [text["ids"][text["learn"]].tolist() for text in self.texts]
+        model.restrict(most_frequent(answers, args.draft_vocab, model.config.vocab_size))
+        # The batches of all steps.
+        lengths = [len(text["ids"]) for text in self.texts]
+        self.plan = training.schedule(args.seed, lengths, args.batch_tokens, args.tokens)
+        print(f"{len(lengths)} texts, {sum(lengths):,} tokens, {len(self.plan)} steps")
+        super().__init__(args, args.out, model, len(self.plan), args.lr,
+                         muon=training.fast_dtype(args.device) == torch.bfloat16,
+                         minutes=args.minutes and args.minutes / 2)
+
+    def batches(self):
+        """(step, its Batch) of the steps that are still missing. tokens: tokens used so far; used: their
+        share of all."""
+        for step in self.steps():
+            numbers, self.tokens = self.plan[step]
+            self.used = self.tokens / self.plan[-1][1]
+            yield step, padded([self.texts[i] for i in numbers], self.args.device)
+
+    @torch.no_grad()
+    def heldout_mean(self, estimate):
+        """The mean of estimate(Batch), {name: number}, over the held-out texts."""
+        total = Counter()
+        for i in range(0, len(self.heldout), 4):
+            some = self.heldout[i:i + 4]
+            with training.bf16(self.args.device):
+                means = estimate(padded(some, self.args.device))
+            total.update({name: x * len(some) / len(self.heldout) for name, x in means.items()})
+        return total
