@@ -228,6 +228,7 @@ def test_shipped_report_covers_every_configuration():
 
 def test_scores_equal_what_the_cpu_path_records():
     from minispec.core.attention import FullKeys, packed_attend
+    from minispec.specgen import pillar_scores
     from minispec.core.gpt import GPTConfig
     from minispec.core.kv_cache import KVCache
     torch.manual_seed(0)
@@ -237,7 +238,7 @@ def test_scores_equal_what_the_cpu_path_records():
     q, k, v = torch.randn(n, 2 * g, d), torch.randn(n, 2, d), torch.randn(n, 2, d)
     cache.open(10)
     blocks = cache.open(length)
-    keys = FullKeys(cache, blocks, length - n, n, record=True)
+    keys = FullKeys(cache, blocks, length - n, n, record=pillar_scores)
     out = packed_attend([(0, n, keys)])(0, q, k, v)
     slots, plan = cache.slots_of(blocks, range(length)).int()[None], att.make_plan([(n, length, 0, 0)], g)
     want, lse = references.attention(q, cache.k[0], cache.v[0], slots, torch.zeros(1, 2, 0, dtype=torch.int32), plan)

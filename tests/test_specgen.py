@@ -10,7 +10,7 @@ from minispec.core.attention import FullKeys, dense_attend, packed_attend
 from minispec.core.engine import Engine, Lockstep
 from minispec.core.requests import Request
 from minispec.core.kv_cache import KVCache
-from minispec.specgen import DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead, predicted_speedup
+from minispec.specgen import DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead, pillar_scores, predicted_speedup
 from minispec.studies import texts
 from minispec.studies import specgen as studies
 from minispec.studies.replay import BestKeys, Replay, Text, replay
@@ -135,7 +135,7 @@ def test_selection_is_topk_of_the_scores_per_layer_and_head(accepted, select):
     planner.engine.cache = KVCache(MODEL.config, 8)
     request = Request(PROMPT)
     request.n_cached = 80
-    keys = only_keys(KVCache(MODEL.config, 90), 71, 9, record=True)
+    keys = only_keys(KVCache(MODEL.config, 90), 71, 9, record=pillar_scores)
     keys.scores.copy_(torch.rand(keys.scores.shape) ** 8)
     scores = keys.scores[:, :, :80]
     if select == "ahead":

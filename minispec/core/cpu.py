@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 # From so many rows on it pays to convert bf16 weights, where a processor has no bf16 products.
 CONVERT_ROWS = 12
+MANY_KEYS = 1024            # above which few rows attend by plain products
 
 
 def _packed_types():
@@ -73,6 +74,14 @@ def row_product(x, w, bias):
         return F.linear(x, w, bias)
     finally:
         torch.backends.mkldnn.enabled |= enabled
+
+
+def products_are_faster(keys, few, length):
+    """Whether plain products attend faster than torch's attention: few rows over `length` keys, or the many
+    rows of a prompt. They are as exact in bf16, because other roundings count more."""
+    if few:
+        return length > MANY_KEYS
+    return keys.dtype == torch.bfloat16 and keys.dtype in PACKED_TYPES and not keys.is_cuda
 
 
 scalar = cache(torch.tensor)                 # a number as a tensor, made once

@@ -151,7 +151,8 @@ class Engine:
             stop = start if recorded else start + room   # the recorded rows stay together
         if stop == start:
             return None
-        keys = FullKeys(self.cache, request.blocks, start, stop - start, record=recorded)
+        keys = FullKeys(self.cache, request.blocks, start, stop - start,
+                        record=self.planner.record if recorded else None)
         return Segment(request, request.tokens[start:stop], start, keys, "prefill", int(stop == end))
 
     @torch.inference_mode()
@@ -312,7 +313,8 @@ class Engine:
 class Planner:
     """What the engine asks of a planner, with what most of them answer."""
     delayed = False                      # True: the engine judges beside the next forward
-    record_prompt = 0                    # how many last rows of a prompt are recorded, to choose keys by
+    record = None                        # what FullKeys records of the attention probabilities,
+    record_prompt = 0                    # and of how many last rows of a prompt
     fusable = True                       # whether the kernels serve all of its rows
     rows = 1                             # the most that a verification writes
     shares = True                        # whether a request may begin with what others have in the cache

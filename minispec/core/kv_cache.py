@@ -11,7 +11,6 @@ Texts that begin alike share the blocks of their common beginning (prefix cachin
 found by its tokens and the block before it, and counts its users. A block without users keeps its content
 until the room is needed; the one that was left first goes first. Shared blocks are never written.
 """
-import heapq
 import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -63,7 +62,8 @@ class KVCache:
         slots = (self.n_blocks + spare) * self.block
         shape = (2, config.n_layer, config.n_kv_head, slots, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.free_blocks = list(range(self.n_blocks))    # a heap: the lowest come first, and lie together
+        self.group = config.n_head // config.n_kv_head   # g, query heads that share a key head
+        self.free_blocks = list(range(self.n_blocks))
         self.users = [0] * self.n_blocks                 # requests that have each block
         self.names = {}                                  # (name of the block before, tokens) -> (name, block)
         self.named = {}                                  # block -> its key in `names`
@@ -115,20 +115,25 @@ class KVCache:
         more = self.blocks_for(n) - len(blocks.table)
         if more * self.block > self.free:
             return False
-        # In order: blocks that lie together are read at once.
-        blocks.table += sorted(self._take() for _ in range(more))
+        if more > 0:
+            blocks.table += self._take(more)
         for _ in range(-more):
             self._leave(blocks.table.pop())
         return True
 
-    def _take(self):
-        if self.free_blocks:
-            block = heapq.heappop(self.free_blocks)
-        else:
+    def _take(self, n):
+        """n blocks in order: first the lowest free ones, because neighbours are read at once, then those that
+        were left without users first."""
+        self.free_blocks.sort()
+        taken = self.free_blocks[:n]
+        del self.free_blocks[:n]
+        while len(taken) < n:
             block, _ = self.idle.popitem(last=False)
             del self.names[self.named.pop(block)]
-        self.users[block] = 1
-        return block
+            taken.append(block)
+        for block in taken:
+            self.users[block] = 1
+        return sorted(taken)
 
     def _leave(self, block):
         self.users[block] -= 1
@@ -136,22 +141,19 @@ class KVCache:
             if block in self.named:
                 self.idle[block] = None
             else:
-                heapq.heappush(self.free_blocks, block)
+                self.free_blocks.append(block)
 
     def extend(self, blocks, n):
-        """Give an Allocation blocks for at least n slots. The pool is copied to a larger one where it has too
-        few."""
-        if n <= self.size(blocks) or self.resize(blocks, n):
-            return
-        self.enlarge(self.n_slots + max(n, self.n_slots))
-        self.resize(blocks, n)
+        """Give an Allocation blocks for at least n slots, if need be by copying the pool to a larger one."""
+        if n > self.size(blocks) and not self.resize(blocks, n):
+            self.enlarge(self.n_slots + max(n, self.n_slots))
+            self.resize(blocks, n)
 
     def enlarge(self, n_slots):
         """Copy the pool to one of at least n_slots."""
         more = self.blocks_for(n_slots) - self.n_blocks
         self.kv = F.pad(self.kv, (0, 0, 0, more * self.block))
         self.free_blocks += range(self.n_blocks, self.n_blocks + more)
-        heapq.heapify(self.free_blocks)
         self.users += [0] * more
         self.n_blocks += more
 
@@ -176,15 +178,16 @@ class KVCache:
         return self.size(blocks)
 
     def remember(self, blocks, tokens):
-        """The blocks hold `tokens` for good: let others share them."""
+        """These blocks hold `tokens` and are not written any more: let other requests share them."""
         name = 0
         for block, part in zip(blocks.table, self._full_blocks(tokens)):
-            if (name, part) not in self.names and block not in self.named:
-                self.names[name, part] = next(self.new_name), block
-                self.named[block] = name, part
-            if (name, part) not in self.names:           # a copy of a block that has left
-                break
-            name, _ = self.names[name, part]
+            key = name, part
+            if key not in self.names:
+                if block in self.named:                  # under a beginning that has left the pool since
+                    break
+                self.names[key] = next(self.new_name), block
+                self.named[block] = key
+            name, _ = self.names[key]
 
     # -- where tokens lie ------------------------------------------------------------------------------------
 
@@ -193,7 +196,7 @@ class KVCache:
         return [blocks.table[p // self.block] * self.block + p % self.block for p in positions]
 
     def slots_of(self, blocks, positions):
-        """The same on the device (n,)."""
+        """The slots of positions (n,), on the device."""
         return torch.tensor(self.slot_list(blocks, positions), dtype=torch.long, device=self.kv.device)
 
     def lies_together(self, blocks, n):

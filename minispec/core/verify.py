@@ -35,6 +35,7 @@ arguments here, so the rules are deterministic functions.
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from minispec.core.noise import COINS, OWN, TARGET, noise, stream, uniform
@@ -135,8 +136,7 @@ def scores(logits, sampling, streams, positions):
     if sampling.temperature == 0:
         return logits.float()
     p = warp(logits, sampling)
-    streams, positions = (torch.tensor(x, device=p.device) for x in (streams, positions))
-    return p / noise(streams, positions, p.shape[-1])
+    return p / noise(np.array(streams), np.array(positions), p.shape[-1], device=p.device)
 
 
 def greedy_tree(draft, parents, best):
@@ -256,9 +256,8 @@ def walk(segments, logits, drafting=False):
 def coins(segment):
     """Of rejection: coins (n + 1,), other ones for every round of a request."""
     n = len(segment.drafts) + 1
-    place = torch.arange(n) + (segment.start << 10)      # a round has fewer drafts than that
-    seed = torch.tensor(stream(segment.request.sampling.seed, COINS))
-    return uniform(seed, place, 1)[:, 0]
+    place = np.arange(n) + (segment.start << 10)         # a round has fewer drafts than that
+    return uniform(stream(segment.request.sampling.seed, COINS), place, 1)[:, 0]
 
 
 def judge(segments, logits):

@@ -16,12 +16,13 @@ samples: the emitted token has distribution p and was accepted with probability 
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 
-from minispec.core.attention import (FullKeys, additive, group_rows, packed_attend,
+from minispec.core.attention import (FullKeys, group_rows, packed_attend,
                                       ungroup_rows, writer)
 from minispec.core.kv_cache import KVCache
 from minispec.core.verify import Sampling, draw, warp
-from minispec.specgen import DraftPool, PillarKeys, SpecGen
+from minispec.specgen import DraftPool, PillarKeys, SpecGen, pillar_scores
 
 CHUNK = 512             # tokens of a text that are read at once
 TEMPERATURES = (0.65, 1.0)              # chances are of all, coins of the first
@@ -90,7 +91,7 @@ class BestKeys(FullKeys):
 
     def serve(self, some):
         cached = self.cache.reader(self.blocks, self.length)
-        mask = additive(~self.sees(), self.cache.k)
+        mask = F.pad(torch.where(self.sees(), 0.0, float("-inf")), (self.start, 0)).to(self.cache.k)
 
         def read(layer, q):
             k, v = cached(layer)
@@ -163,7 +164,7 @@ class Replay:
     def end_round(self):
         """Verify t0 and the drafts, and choose what the next round sees."""
         text = self.text
-        keys = FullKeys(text.cache, text.blocks, self.n_cached, len(self.rows), record=True)
+        keys = FullKeys(text.cache, text.blocks, self.n_cached, len(self.rows), record=pillar_scores)
         if self.planner.record:
             with text.lent(slice(self.n_cached, self.n_cached + len(self.rows))):
                 feed(self.text.model, [(self.rows, self.n_cached, keys)])

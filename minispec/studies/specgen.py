@@ -15,7 +15,8 @@ from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import tasks
-from minispec.specgen import SCHEDULES, DraftPool, PillarKeys, budget, look_ahead, predicted_speedup
+from minispec.specgen import (SCHEDULES, DraftPool, PillarKeys, budget, look_ahead, pillar_scores,
+                              predicted_speedup)
 from minispec.studies import results, texts
 from minispec.studies.replay import TEMPERATURES, Replay, Text, read, replay
 from minispec.studies.results import dtype_name
@@ -220,7 +221,7 @@ def timed_steps(model, context, batch, k, selected):
 
     def full(rows):
         """`rows` rows a request, which read all keys."""
-        keys = [FullKeys(cache, blocks, context, rows, record=rows > 1) for blocks in places]
+        keys = [FullKeys(cache, blocks, context, rows, record=pillar_scores if rows > 1 else None) for blocks in places]
         segments = [(i * rows, i * rows + rows, one) for i, one in enumerate(keys)]
         return forward(batch * rows, lambda: packed_attend(segments))
 
