@@ -38,6 +38,7 @@ import torch
 from minispec.core.requests import pack
 
 from .attention import CHUNK, LARGE, Plan, make_plan
+from .fused import decode
 
 # Rows; a larger forward reads prompts, which take long enough to hide its launches.
 SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 641, 64))
@@ -273,3 +274,14 @@ class Graphs:
             if s.keys.scores is not None:
                 s.keys.scores.copy_(self.scores[:, place, :, :s.keys.scores.shape[-1]])
         return [y[:n].clone() for y in out], spent
+
+
+def target_graphs(engine, longest):
+    """Graphs of an engine's target, for requests of up to `longest` positions."""
+    model, cache, planner = engine.model, engine.cache, engine.planner
+
+    def forward(x):
+        h = model.embed(x.tokens)
+        return [decode(model.blocks, model.norm, model.rope, h, x, cache, planner.feature_layers)]
+
+    return Graphs(forward, cache, engine.batch_size, longest, planner.widest(longest), cache.group)
