@@ -134,17 +134,15 @@ def check_trees(g=2, d=64):
 
 
 @torch.no_grad()
-def check_fused(qk_norm, n, width, d_ff, d):
+def check_fused(qk_norm, n, width, d):
     """The small kernels of a layer against torch's operators, on sizes that fill no block."""
-    model = toy_model(head_dim=d, d_model=width, d_ff=d_ff, qk_norm=qk_norm)
+    model = toy_model(head_dim=d, d_model=width, qk_norm=qk_norm)
     block, c = model.blocks[0], model.config
     for p in model.parameters():
         p.data += 0.1 * torch.rand_like(p)
     x, delta = torch.randn(2, n, width)
     for got, want in zip(fused.add_rms_norm(x, delta, block.norm1), references.add_rms_norm(x, delta, block.norm1)):
         close(got, want, 1e-5)
-    gate_up = 3 * torch.randn(n, 2 * d_ff)
-    close(fused.silu_mul(gate_up), references.silu_mul(gate_up), 1e-5)
     qkv, new = torch.randn(n, (c.n_head + 2 * c.n_kv_head) * d), torch.randperm(60)[:n]
     args = qkv, block, model.rope, torch.randint(0, 500, (n,)), new
     pools = torch.zeros(4, c.n_kv_head, 60, d)
@@ -182,7 +180,7 @@ CHECKS = {f"mixed g={g} D={d}": lambda g=g, d=d: check_mixed(g, d) for g, d in (
 CHECKS |= {"fp16 g=4 D=128": lambda: check_mixed(4, 128, torch.float16, 4e-3)}
 CHECKS |= {"batch of one": check_batch_of_one, "moved": check_moved, "full list": check_full_list, "padded": check_padded,
            "large offsets": check_large_offsets, "trees": check_trees}
-CHECKS |= {f"fused {shape}": lambda shape=shape: check_fused(*shape) for shape in ((False, 5, 36, 70, 16), (True, 1, 300, 1030, 32))}
+CHECKS |= {f"fused {shape}": lambda shape=shape: check_fused(*shape) for shape in ((False, 5, 36, 16), (True, 1, 300, 32))}
 
 
 @pytest.fixture(scope="module")

@@ -137,20 +137,14 @@ class OneRequest:
         cache = keys.cache
         read_cache = cache.reader(keys.blocks, keys.length)
         by_products = keys.record or cpu.products_are_faster(cache.k, keys.n <= FEW, keys.length)
-        # A prompt's first chunk needs no mask in memory.
-        causal = keys.start == 0 and keys.tail is None and not by_products
         sees = keys.sees()
         newest = sees.shape[1]
-        mask = None if causal or sees.all() else additive(sees, cache)         # (g * n, newest)
+        mask = None if sees.all() else additive(sees, cache)                   # (g * n, newest)
         if mask is not None and not by_products:
             mask = F.pad(mask, (keys.length - newest, 0))                      # (g * n, T)
 
         def read(layer, q):
             k, v = read_cache(layer)                                           # (G, T, D)
-            if causal:
-                q = q.transpose(0, 1)[None]
-                out = F.scaled_dot_product_attention(q, k[None], v[None], is_causal=True, enable_gqa=True)
-                return out[0].transpose(0, 1)
             q = group_rows(q, len(k))                                          # (G, g * n, D)
             if not by_products:
                 out = F.scaled_dot_product_attention(q[None], k[None], v[None], mask)
