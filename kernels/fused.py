@@ -107,7 +107,7 @@ def rope_and_store(qkv, block, rope, positions, new, keys, values):
 # -- a forward -----------------------------------------------------------------------------------------------
 
 def decode(blocks, norm, rope, h, x, cache, feature_layers=()):
-    """gpt.body on the kernels: rows h (N, C) of a batch x (graphs.Inputs) through the blocks and their last norm.
+    """gpt.body on the kernels: rows h (N, C) of a batch x (graphs.Inputs) through blocks and their last norm.
 
     Writes the rows' keys and values into the cache. Returns hidden (N, C), with feature_layers as gpt.body.
     It is captured in a CUDA graph (graphs.py), so nothing in here may wait for the device or depend on

@@ -1,10 +1,10 @@
-"""SpecGen / SparseSpec (arXiv 2512.01278): a model drafts for itself with sparse attention, then verifies with
-full attention.
+"""SpecGen / SparseSpec (arXiv 2512.01278): a model drafts for itself with sparse attention, then verifies
+with full attention.
 
-Decoding a long chain of thought is bound by reading the key/value cache. SpecGen drafts k tokens with the same
-weights but only about 5 % of the cache, then verifies all of them in one forward that reads the whole cache.
-That forward computes every attention probability anyway, and those probabilities select the 5 % for the next
-round (PillarAttn): no second model, no training.
+Decoding a long chain of thought is bound by reading the key/value cache. SpecGen drafts k tokens with the
+same weights but only about 5 % of the cache, then verifies all of them in one forward that reads the whole
+cache. That forward computes every attention probability anyway, and those probabilities select the 5 % for
+the next round (PillarAttn): no second model, no training.
 
 One round of a request that has N tokens in the cache and N + 1 committed:
     DRAFT    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the
@@ -12,13 +12,14 @@ One round of a request that has N tokens in the cache and N + 1 committed:
     VERIFY   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
     (verdict)  verify.py accepts a of the k drafts and adds one token
     SELECT   for every layer and KV head, the positions that the next round drafts with
-The last rows of the prompt select for the first round. With delayed verification the host computes the verdict
-while the next forward already runs; the request sits that iteration out (a stall), the others do not wait.
+The last rows of the prompt select for the first round. With delayed verification the host computes the
+verdict while the next forward already runs; the request sits that iteration out (a stall), the others do not
+wait.
 
 Unified schedule: requests in all phases share one forward. If all drafted together and verified together,
 forwards would have B rows k times and then (k + 1) B rows; with the phases spread evenly each has about (2k +
-1) / (k + 1) B. A request joins the emptiest phase of the schedule when it starts to draft, by making its first
-round shorter, and stays in that phase.
+1) / (k + 1) B. A request joins the emptiest phase of the schedule when it starts to draft, by making its
+first round shorter, and stays in that phase.
 
 Glossary, code <-> paper: k draft steps per round (spec_stride); sparsity = s, the budget's share of the
 context; a accepted drafts; `scores` the mean softmax probability of a position over the k + 1 verification
@@ -26,9 +27,9 @@ rows and the query heads of a group; `recent` the number of newest positions tha
 
 Differences from the paper, and why:
     The draft rows' keys and values go to a short buffer of the round, which also holds a copy of the selected
-    ones, instead of to the cache. The selection is fixed for a round, so gathering it once is cheaper on a CPU
-    than gathering it at every step, and the cache never holds a value computed under sparse attention (the
-    paper overwrites these values at verification).
+    ones, instead of to the cache. The selection is fixed for a round, so gathering it once is cheaper on a
+    CPU than gathering it at every step, and the cache never holds a value computed under sparse attention
+    (the paper overwrites these values at verification).
     All k + 1 rows count in the scores; the released kernel drops rows beyond its first tile.
     By default scores are passed on to the following positions and remembered (`look_ahead`); select="pillar"
     is the paper's rule.
@@ -205,8 +206,9 @@ class SpecGen(Planner):
     # -- after the forward of a draft step -------------------------------------------------------------------
 
     def take_drafts(self, segments, logits):
-        """Draw the next drafts of each request from the logits (n, V) of its rows. Prompt-lookup tokens become
-        drafts only as far as sparse attention draws them itself, so every draft has its distribution q."""
+        """Draw the next drafts of each request from the logits (n, V) of its rows. Prompt-lookup tokens
+        become drafts only as far as sparse attention draws them itself, so every draft has its distribution
+        q."""
         each = logits.split([len(s.tokens) for s in segments])
         for s, own, (path, token) in zip(segments, each, walk(segments, logits, drafting=True)):
             state, sampling = s.request.state, s.request.sampling
@@ -254,13 +256,13 @@ def look_ahead(scores, memory):
     return scores
 
 
-# -- what draft rows read --------------------------------------------------------------------------------------
+# -- what draft rows read ------------------------------------------------------------------------------------
 
 @dataclass(eq=False)
 class PillarKeys:
-    """The positions that a request's draft rows read in one round: selected (L, G, c), chosen per layer and KV
-    head, and the `recent` newest of `length` cached ones (selected None: all of them); then the rows of the
-    round itself, of which a forward feeds `rows`. `blocks` are the request's; `server` is a DraftPool."""
+    """The positions that a request's draft rows read in one round: selected (L, G, c), chosen per layer and
+    KV head, and the `recent` newest of `length` cached ones (selected None: all of them); then the rows of
+    the round itself, of which a forward feeds `rows`. `blocks` are the request's; `server` is a DraftPool."""
     server: object
     blocks: object
     length: int
@@ -302,7 +304,8 @@ class DraftPool:
         self._grow(len(self.taken), keys.n + self.room)
         # Where each layer's and head's slots begin, of the cache seen as one table of rows (D,).
         layers, groups, n_slots, _ = self.cache.k.shape
-        heads = torch.arange(0, layers * groups * n_slots, n_slots, device=self.k.device).view(layers, groups, 1)
+        heads = torch.arange(0, layers * groups * n_slots, n_slots, device=self.k.device)
+        heads = heads.view(layers, groups, 1)
         # The slots of all positions, then of those that are seen.
         slots = self.cache.slots_of(keys.blocks, range(keys.length))
         if keys.selected is not None:

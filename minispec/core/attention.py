@@ -50,8 +50,8 @@ def dense_attend(mask=None):
 def packed_attend(segments, device=None):
     """attend over packed rows q (N, H, D). segments: [(first row, last row + 1, keys)], which cover all rows.
 
-    server.serve(list of keys) returns store(layer, k, v), which keeps the new rows' keys and values (n, G, D),
-    and read(layer, q (n, H, D)) -> (n, H, D)."""
+    server.serve(list of keys) returns store(layer, k, v), which keeps the new rows' keys and values (n, G,
+    D), and read(layer, q (n, H, D)) -> (n, H, D)."""
     groups = {}
     for first, end, keys in segments:
         groups.setdefault(keys.server, []).append((first, end, keys))
@@ -228,7 +228,8 @@ class FewRows:
             top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, x.amax(-1), "amax")
             # 4. exp(logit - maximum), its sum, and the values that it weighs.
             x.sub_(top.index_select(1, owner)[..., None]).exp_()
-            total = torch.zeros_like(top, dtype=torch.float).index_add_(1, owner, x.sum(-1, dtype=torch.float))
+            total = torch.zeros_like(top, dtype=torch.float)
+            total.index_add_(1, owner, x.sum(-1, dtype=torch.float))
             out = torch.zeros_like(q, dtype=torch.float)
             out.index_add_(1, owner, products(x, layer, 1).float())
             for i, own in recorded.items():

@@ -10,12 +10,12 @@ To follow a request, read `Engine.stream` and `_iterate`, then in this order:
     2. `_prefill` feeds its prompt in chunks. The last chunk yields the first token.
     3. `planner.plan` makes its next Segment: the last committed token and the drafts that follow it.
     4. `forward` packs the rows of all segments; each keys object stores and reads the cache (attention.py).
-    5. `settle` asks verify.py which drafts are accepted, and `Request.commit` appends them and one more token.
-    6. `retire` frees its blocks when it is finished.
+    5. `settle` asks verify.py which drafts are accepted, and `Request.commit` appends them and one more
+    token. 6. `retire` frees its blocks when it is finished.
 
 The engine does steps 1, 2, 4, 5 and 6. The planner is the method: `Lockstep` lets a drafter (n-gram, small
-model, ...) propose and verifies every request in every iteration; without a drafter it is plain autoregressive
-decoding. SpecGen (specgen.py) is the other planner: its requests are in different phases.
+model, ...) propose and verifies every request in every iteration; without a drafter it is plain
+autoregressive decoding. SpecGen (specgen.py) is the other planner: its requests are in different phases.
 
 Invariant between iterations, for a request whose prompt has been read: all committed tokens but the last have
 keys and values in the cache. The last one is the first row of the next forward, so no pass is spent on
@@ -47,8 +47,8 @@ class Engine:
     """Serves requests with continuous batching. planner(engine) makes the planner; see Planner.
 
     batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size times the
-    longest request of a `stream`). prefill_chunk: most prompt tokens of a request in one iteration. admission:
-    see admission.py.
+    longest request of a `stream`). prefill_chunk: most prompt tokens of a request in one iteration.
+    admission: see admission.py.
     """
 
     def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512,
@@ -221,7 +221,8 @@ class Engine:
                 continue
             proposer = ""
             if s.kind == "verify":
-                # Later rows overwrite the rejected rows of a chain. The accepted path of a tree moves together.
+                # Later rows overwrite the rejected rows of a chain. The accepted path of a tree moves
+                # together.
                 if s.parents is not None:
                     self.cache.keep(r.blocks, r.n_cached, [0, *path])
                 r.n_cached += 1 + len(path)

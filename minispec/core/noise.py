@@ -45,7 +45,8 @@ def token_keys(vocab_size, device):
 
 
 def uniform(streams, positions, vocab_size, ids=None, device="cpu"):
-    """Numbers (n, V) in (0, 1), on a device, of streams (n,) at positions (n,), for all tokens or for ids (N,).
+    """Numbers (n, V) in (0, 1), on a device, of streams (n,) at positions (n,), for all tokens or for ids
+    (N,).
 
     streams and positions are numpy arrays, which are hashed on the host, or tensors of the device."""
     key = mix(streams + positions)
@@ -64,6 +65,6 @@ def uniform(streams, positions, vocab_size, ids=None, device="cpu"):
 
 
 def noise(*args, **kwargs):
-    """Exponential numbers (n, V); arguments as of `uniform`. Small numbers decide, so they are exact to 31 bits
-    by log(1 - u), where log(u) would know 24 bits of a u near 1."""
+    """Exponential numbers (n, V); arguments as of `uniform`. Small numbers decide, so they are exact to 31
+    bits by log(1 - u), where log(u) would know 24 bits of a u near 1."""
     return uniform(*args, **kwargs).neg_().log1p_().neg_()
