@@ -1,4 +1,4 @@
-"""The decoder layer on the kernels: eleven launches where torch's operators take thirty.
+"""The decoder layer on the kernels: twelve launches where torch's operators take thirty.
 
     add_rms_norm        x + delta, and its RMSNorm, in one pass
     (qkv)               cuBLAS, as are all matrices

@@ -54,7 +54,6 @@ from minispec.core.verify import walk, warp
 SELECTIONS = ("ahead", "pillar", "window")
 SCHEDULES = ("unified", "lockstep")
 # Of the selection "ahead", see look_ahead.
-REACH = (1, 2, 4)
 FADE = 0.6
 MEMORY = 0.5
 GROWTH = 16                                  # entries that a pool of selections grows by beyond its need
@@ -161,8 +160,8 @@ class SpecGen(Planner):
         if self.pool is None or self.pool.cache is not self.engine.cache:
             self.pool = DraftPool(self.engine.cache, self.k)
         for r in ready:
-            if r.state is None:                            # a prompt of one token leaves nothing to select by
-                r.state = Round()
+            r.state = r.state or Round()                   # a prompt of one token leaves nothing to select by
+        for r in ready:
             if r.state.k is None:
                 self._start(r, ready)
         drafting = [r for r in ready if not r.state.is_drafted]
@@ -182,7 +181,7 @@ class SpecGen(Planner):
         loads = [0] * (self.k + 1)
         for other in ready:
             state = other.state
-            if state is not None and state.place is not None:
+            if state.place is not None:
                 loads[self.k if state.is_drafted else state.place + len(state.drafts)] += 1
         return loads.index(max(loads) if self.schedule == "lockstep" else min(loads))
 
@@ -218,9 +217,6 @@ class SpecGen(Planner):
                 state.q += warp(own[:confirmed + 1], sampling).unbind()
             s.keys.n -= len(s.drafts) - confirmed          # the next step overwrites the others
 
-    def proposer(self, request):
-        return self.name
-
     def release(self, r):
         if r.state:
             self.pool.give_back(r.state.keys)
@@ -247,7 +243,7 @@ def look_ahead(scores, memory):
     positions, because text is read in order. So a score is passed on to the next 7 positions, fading with
     each. Scores of earlier rounds, memory (L, G, up to T) or None, count half with every round since."""
     # Doubling: 3 steps reach 1 + 2 + 4 = 7 positions.
-    for step in REACH:
+    for step in (1, 2, 4):
         passed = FADE ** step * scores[..., :-step]
         scores = torch.cat([scores[..., :step], torch.maximum(scores[..., step:], passed)], dim=-1)
     if memory is not None:

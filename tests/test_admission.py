@@ -158,8 +158,10 @@ def test_fuzz(part):
             asked.append(((*common, *own), rng.choice([1, 2, 9, 20])))
         k, delayed = rng.choice([1, 3, 8]), rng.random() < 0.5
         schedule = rng.choice(["unified", "lockstep"])
-        engine = Engine(FUZZ_MODEL, lambda e: SpecGen(e, k, 0.2, 3, "ahead", schedule, delayed), rng.randint(1, 5),
-                        prefill_chunk=rng.choice([1, 4, 64]), admission=rng.choice(admission.POLICIES))
+        planner = functools.partial(SpecGen, k=k, sparsity=0.2, min_budget=3, schedule=schedule,
+                                    delayed=delayed)
+        engine = Engine(FUZZ_MODEL, planner, rng.randint(1, 5), prefill_chunk=rng.choice([1, 4, 64]),
+                        admission=rng.choice(admission.POLICIES))
         requests = [Request(p, n) for p, n in asked]
         largest = max(whole_blocks(r.longest) + engine.planner.extra_slots(r) for r in requests)
         engine.cache_tokens = rng.randint(largest, 3 * largest)
@@ -257,7 +259,7 @@ def test_a_request_leaves_the_cache_after_its_verdict():
     """Delayed verification in a pool where growing takes the last slots: the youngest leaves while its verdict
     is due, unless it is settled first."""
     model = toy_model(vocab=16, seed=321, d_model=16, n_head=2, n_kv_head=1, d_ff=32, rope_theta=100.0)
-    with torch.no_grad():                                # sharp attention, so that missing keys change the output
+    with torch.no_grad():                                # sharp attention: missing keys change the output
         for block in model.blocks:
             block.qkv.weight.mul_(8)
             block.out.weight.mul_(8)

@@ -131,11 +131,10 @@ def test_prompts_and_long_contexts_in_bf16_are_read_by_products(rows, monkeypatc
     ids = random_ids(40)
     want = dense_logits(model.float(), ids)
     cache = KVCache(model.config, 40, torch.bfloat16)
-    unused = []
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", lambda q, *_, **__: unused.append(q) or q)
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", None)
     chunks = [20, 5, *[rows] * (15 // rows)]
     got, _ = cached_logits(model.bfloat16(), cache, cache.open(40), ids, chunks)
-    assert not unused and (got.float() - want).abs().max() < 0.05 * want.abs().max()
+    assert (got.float() - want).abs().max() < 0.05 * want.abs().max()
     for few, length, faster in ((True, 24, False), (True, 25, True), (False, 9, True)):
         assert cpu.products_are_faster(cache.k, few, length) == faster
 

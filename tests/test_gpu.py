@@ -45,7 +45,7 @@ def test_the_rows_of_all_prompts_have_a_bound(name, monkeypatch):
     assert max(i["prefill"] for i in before.iterations) > 60
     assert max(i["prefill"] for i in engine.iterations) in range(17, 21)
     if name != "specgen delayed":
-        assert not any(i["stalled"] for i in engine.iterations)    # who waits for room does not wait for a verdict
+        assert not any(i["stalled"] for i in engine.iterations)    # waiting for room is no stall
 
 
 def test_the_device_of_a_script_is_the_current_one(monkeypatch):
@@ -97,7 +97,7 @@ def log(monkeypatch):
 
 
 def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
-    """Behind the forward that made the logits, next to the one that runs now, and before their tokens are used."""
+    """After the forward that made the logits, beside the one that runs now, before their tokens are used."""
     engine = Engine(TARGET, PLANNERS["specgen delayed"], 8)
     engine.side = Stream(log)
     for name in ("settle", "_take_in"):
@@ -131,7 +131,9 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
     for rule in ("coupled", "selection"):
         for seed in range(5):
             r = Request([3, 4], 30, Sampling(1.0, seed=seed, rule=rule))
-            walk([Segment(r, [4, 1, 2, 3, 4, 5, 6], 1, None, "verify", 7, [1, 2, 3, 4, 5, 6], parents=[0, 0, 1, 1, 2, 3])], torch.randn(7, 5000))
+            drafts = [1, 2, 3, 4, 5, 6]
+            s = Segment(r, [4, *drafts], 1, None, "verify", 7, drafts, parents=[0, 0, 1, 1, 2, 3])
+            walk([s], torch.randn(7, 5000))
     assert len(asked) >= 10 and max(asked) <= 3 * 7
 
 
@@ -156,7 +158,7 @@ def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run(monkeypatch):
 
 
 def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
-    """On a GPU draft rows are written to the cache itself, so a move in the middle of a round must not leave them behind."""
+    """On a GPU draft rows are written to the cache itself, so they must follow a move within a round."""
     monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 4)
     engine = Engine(TARGET, PLANNERS["specgen"], 2)
     request = Request(PROMPTS[0], 10)
@@ -167,6 +169,7 @@ def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
     cache, start = engine.cache, request.n_cached + len(request.state.drafts)
     for _ in range(2):
         plan = engine.planner.plan([request])
-        assert plan[0].kind == "draft" and run.fill(1, plan, run.places(plan)).new.tolist() == cache.slots_of(request.blocks, [start]).tolist()
+        new = run.fill(1, plan, run.places(plan)).new
+        assert plan[0].kind == "draft" and new.tolist() == cache.slot_list(request.blocks, [start])
         request.blocks.table.reverse()
     stream.close()

@@ -298,6 +298,7 @@ class Engine:
 
 class Planner:
     """The interface between the engine and a planner, with the usual answers."""
+    name = ""
     delayed = False                      # True: the engine verifies beside the next forward
     record = None                        # what FullKeys records of the attention probabilities,
     record_prompt = 0                    # and of how many last rows of a prompt
@@ -327,7 +328,8 @@ class Planner:
         """The verdict of a segment: the number of its accepted drafts."""
 
     def proposer(self, request):
-        """The name shown next to the drafts of this round."""
+        """The name shown beside the drafts of this round."""
+        return self.name
 
     def release(self, request):
         """Forget this request: it is finished, or will start again."""
