@@ -39,7 +39,7 @@ def attention(q, k, v, slots, selected, plan):
 
 
 def scores(q, k, lse, slots, plan, which, out):
-    """kernels/scores.py by definition, without the lse: a dense softmax per request and query head, in fp32."""
+    """kernels/scores.py by definition, without the lse: a dense softmax per query head, in fp32."""
     (_, h, d), groups = q.shape, k.shape[0]
     for b in [b for b in which.tolist() if b >= 0]:
         first_row, n_rows, length = plan.requests[b, :3].tolist()

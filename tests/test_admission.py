@@ -146,7 +146,7 @@ def alone(prompt, n):
 
 @pytest.mark.parametrize("part", range(2))
 def test_fuzz(part):
-    """100 runs in all (MINISPEC_FULL=1: 1,000): arrivals, lengths, pools, settings and cancellations at random;
+    """100 runs in all (MINISPEC_FULL=1: 1,000): random arrivals, lengths, pools, settings and cancellations;
     many prompts begin alike."""
     shared = 0
     for seed in range(part * RUNS, (part + 1) * RUNS):
@@ -256,8 +256,8 @@ def test_drafters_that_read_states_read_the_beginning_themselves():
 
 
 def test_a_request_leaves_the_cache_after_its_verdict():
-    """Delayed verification in a pool where growing takes the last slots: the youngest leaves while its verdict
-    is due, unless it is settled first."""
+    """Delayed verification in a pool where growing takes the last slots: the youngest leaves while its
+    verdict is due, unless it is settled first."""
     model = toy_model(vocab=16, seed=321, d_model=16, n_head=2, n_kv_head=1, d_ff=32, rope_theta=100.0)
     with torch.no_grad():                                # sharp attention: missing keys change the output
         for block in model.blocks:

@@ -319,7 +319,7 @@ def test_of_several_chains_a_shorter_one_may_be_accepted_whole(parents, path, pr
     assert r.generation.who[-1] == who and r.generation.steps[0].proposed == proposed
 
 
-# -- chi-square over all outputs of three tokens, vocabulary 8: plain decoding and rejection ------------------
+# -- chi-square over all outputs of three tokens, vocabulary 8: plain decoding and rejection -----------------
 
 for name, lookup in (("sparse", 0), ("sparse, lookup", 999)):
     PLANNERS[name] = lambda e, *_, n=lookup: Arbitrary(e, 3, 0.1, 1, select="random", lookup=n)
@@ -379,8 +379,8 @@ REJECTION = Sampling(1.0, rule="rejection")
 
 @pytest.mark.parametrize("sampling", GRID, ids=str)
 def test_plain_sampling_has_the_targets_distribution(sampling, monkeypatch):
-    """And so have all methods, which write the same text. A correct engine fails with probability 1e-6. In the
-    control two positions share their noise."""
+    """And so have all methods, which write the same text. A correct engine fails with probability 1e-6. In
+    the control two positions share their noise."""
     sampling = replace(sampling, rule="coupled")
     assert p_value("ar", sampling) > 1e-6
 

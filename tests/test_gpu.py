@@ -59,7 +59,7 @@ def test_the_device_of_a_script_is_the_current_one(monkeypatch):
 
 def test_the_thread_of_delayed_verification_uses_the_models_device(monkeypatch):
     chosen, device = [], torch.device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.get_ident())))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda x: chosen.append((x, threading.get_ident())))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     monkeypatch.setattr(GPT, "device", device)
     engine = Engine(TARGET, PLANNERS["specgen delayed"])
@@ -101,16 +101,24 @@ def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
     engine = Engine(TARGET, PLANNERS["specgen delayed"], 8)
     engine.side = Stream(log)
     for name in ("settle", "_take_in"):
-        real = getattr(engine, name)
-        monkeypatch.setattr(engine, name, lambda *args, name=name, real=real: (log.append(name), real(*args))[1])
+        def logged(*args, name=name, real=getattr(engine, name)):
+            log.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(engine, name, logged)
     got = [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])]
     assert got == answers(Lockstep)[0]
     assert log == ["waits", "begin", "settle", "end", "is done", "_take_in"] * len(engine.iterations)
 
 
 def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log, monkeypatch):
-    pinned, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kw: (pinned.append(pin_memory), empty(*args, **kw))[1])
+    pinned = []
+
+    def empty(*args, pin_memory=False, real=torch.empty, **kw):
+        pinned.append(pin_memory)
+        return real(*args, **kw)
+
+    monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append("kept for it"))
     monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 10)
     cache = KVCache(TARGET.config, 40)
@@ -146,7 +154,8 @@ def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom():
 
 def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run(monkeypatch):
     """The terms of SpecGen's cost model are timed without graphs."""
-    run = SimpleNamespace(generations=[SimpleNamespace(steps=[SimpleNamespace(proposed=studies.K, accepted=3)])])
+    step = SimpleNamespace(proposed=studies.K, accepted=3)
+    run = SimpleNamespace(generations=[SimpleNamespace(steps=[step])])
     for name in ("read_once", "warm_cells", "ratio", "identical"):
         monkeypatch.setattr(studies, name, lambda *_: {})
     monkeypatch.setattr(studies, "texts", SimpleNamespace(kinds=lambda _: ["a"], text=lambda *_: [1]))
@@ -154,7 +163,8 @@ def test_nothing_is_predicted_from_steps_that_a_gpu_does_not_run(monkeypatch):
     monkeypatch.setattr(studies, "measure_costs", lambda *_: pytest.fail("timed"))
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
     rows = studies.serving_rows(SimpleNamespace(data=None), model, None, 100, 2, 0)
-    assert [row["method"] for row in rows] == ["ar", studies.PAPER] * 2 and not any("predicted" in row for row in rows)
+    assert [row["method"] for row in rows] == ["ar", studies.PAPER] * 2
+    assert not any("predicted" in row for row in rows)
 
 
 def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):

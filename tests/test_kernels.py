@@ -164,9 +164,9 @@ def check_fused(qk_norm, n, width, d):
 
 
 def check_large_offsets(g=1, d=64):
-    """Results of parts that begin 2^31 numbers into their buffer are written and read there. (72 requests that
-    each read 512 tokens of a prompt of 8,192 need that many.) The buffer is address space, of which a few pages
-    are touched; half of it is before its first number, where an offset of 32 bits would lead."""
+    """Results of parts that begin 2^31 numbers into their buffer are written and read there. (72 requests
+    that each read 512 tokens of a prompt of 8,192 need that many.) The buffer is address space, of which a
+    few pages are touched; half of it is before its first number, where an offset of 32 bits would lead."""
     batch, plan = Batch(g, d), att.make_plan(MIXED, g, chunk=48)
     want, _ = att.attention(*batch.args(), plan)
     skipped = (1 << 31) // (KV_HEADS * d)
@@ -193,8 +193,14 @@ def check_large_offsets(g=1, d=64):
 # (results/kernels.json).
 CHECKS = {f"mixed g={g} D={d}": lambda g=g, d=d: check_mixed(g, d) for g, d in ((1, 64), (5, 64), (8, 128))}
 CHECKS |= {"fp16 g=4 D=128": lambda: check_mixed(4, 128, torch.float16, 4e-3)}
-CHECKS |= {"batch of one": check_batch_of_one, "moved": check_moved, "full list": check_full_list, "padded": check_padded,
-           "large offsets": check_large_offsets, "trees": check_trees}
+CHECKS |= {
+    "batch of one": check_batch_of_one,
+    "moved": check_moved,
+    "full list": check_full_list,
+    "padded": check_padded,
+    "large offsets": check_large_offsets,
+    "trees": check_trees,
+}
 CHECKS |= {f"fused {shape}": lambda shape=shape: check_fused(*shape)
            for shape in ((False, 5, 36, 16), (True, 1, 300, 32))}
 
@@ -235,8 +241,9 @@ def test_shipped_report_covers_every_configuration():
         report = json.load(f)
     rows = {(r["kernel"], r["dtype"], r["group"], r["head_dim"], r["arch"]) for r in report["rows"]}
     c = compile_report
-    want = {(name, dtype, group, d, f"sm_{arch}") for name in c.KERNELS for dtype in c.DTYPES for d in c.HEADS for arch in c.ARCHS
-            for group in (c.GROUPS if name in c.GROUPED else c.GROUPS[:1]) if c.supported(d, c.DTYPES[dtype])}
+    want = {(name, dtype, group, d, f"sm_{arch}")
+            for name in c.KERNELS for group in (c.GROUPS if name in c.GROUPED else c.GROUPS[:1])
+            for d in c.HEADS for dtype in c.DTYPES if c.supported(d, c.DTYPES[dtype]) for arch in c.ARCHS}
     assert rows == want and len(rows) == len(report["rows"]) == report["compiled"]
     assert report["faults"] == [] and not any(r["spill_bytes"] for r in report["rows"])
 
@@ -256,7 +263,8 @@ def test_scores_equal_what_the_cpu_path_records():
     keys = FullKeys(cache, blocks, length - n, n, record=pillar_scores)
     out = packed_attend([(0, n, keys)])(0, q, k, v)
     slots, plan = cache.slots_of(blocks, range(length)).int()[None], att.make_plan([(n, length, 0, 0)], g)
-    want, lse = references.attention(q, cache.k[0], cache.v[0], slots, torch.zeros(1, 2, 0, dtype=torch.int32), plan)
+    nothing = torch.zeros(1, 2, 0, dtype=torch.int32)
+    want, lse = references.attention(q, cache.k[0], cache.v[0], slots, nothing, plan)
     got = references.scores(q, cache.k[0], lse, slots, plan, torch.tensor([0]), torch.zeros(1, 2, length))
     close(out, want, 1e-5)
     close(got[0], keys.scores[0], 1e-6)
@@ -287,11 +295,13 @@ def test_without_triton_everything_imports_and_nothing_is_available(monkeypatch)
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
     folder = os.path.join(ROOT, "kernels")
-    spec = importlib.util.spec_from_file_location("bare", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder])
+    spec = importlib.util.spec_from_file_location("bare", os.path.join(folder, "__init__.py"),
+                                                  submodule_search_locations=[folder])
     bare = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "bare", bare)
     spec.loader.exec_module(bare)
-    kernel = {name: importlib.import_module(f"bare.{name}") for name in ("attention", "scores", "fused", "graphs")}
+    names = "attention", "scores", "fused", "graphs"
+    kernel = {name: importlib.import_module(f"bare.{name}") for name in names}
     for name in kernel:
         monkeypatch.delitem(sys.modules, f"bare.{name}")
     assert len(kernel["attention"].make_plan(MIXED, 2).items) and not bare.available(torch.zeros(1))

@@ -61,8 +61,8 @@ def test_neighbours_are_uniform_and_independent(what):
 
 @pytest.mark.parametrize("seed", [0, 1, 2 ** 63 - 1])
 def test_small_numbers_are_fine_and_never_zero(seed):
-    """A token of probability 1e-7 must win with that probability: 24 bits would not do, and no token may be the
-    hash's fixed point."""
+    """A token of probability 1e-7 must win with that probability: 24 bits would not do, and no token may be
+    the hash's fixed point."""
     x = asked([seed] * 512, range(512), v=49152).double()
     for least in (1e-4, 1e-5, 1e-6):
         n, want = (x < least).sum().item(), least * x.numel()

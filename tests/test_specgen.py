@@ -1,5 +1,5 @@
-"""PillarAttn: which positions are selected, which of them a draft row reads, and that no key or value of sparse
-attention outlives a round; then the schedule and the cost model."""
+"""PillarAttn: which positions are selected, which of them a draft row reads, and that no key or value of
+sparse attention outlives a round; then the schedule and the cost model."""
 import pytest
 import torch
 from conftest import Arbitrary, attend_alone, cached_kv, dense_logits, only_keys, toy_model

@@ -1,7 +1,7 @@
-"""The acceptance rules, each with a chi-square test over all outputs of length two and controls that must fail it.
+"""The acceptance rules: a chi-square test of each over all outputs of length two, and controls that must fail.
 
-A correct rule fails a chi-square test of this file with probability 1e-6. Seeds are fixed, so it never does by
-chance.
+A correct rule fails a chi-square test of this file with probability 1e-6. Seeds are fixed, so it never does
+by chance.
 """
 import pytest
 import torch
@@ -79,9 +79,9 @@ def tables(sampling):
 
 
 def simulate(sampling, drafter, share_coin=False, k=2):
-    """Rounds of k drafts each, verified by rejection. Returns the p-value of the first two committed tokens, and
-    the numbers of accepted drafts. A round that commits one token gets its second one from the target, as in
-    the next round."""
+    """Rounds of k drafts each, verified by rejection. Returns the p-value of the first two committed tokens,
+    and the numbers of accepted drafts. A round that commits one token gets its second one from the target, as
+    in the next round."""
     (p0, p1), (q0, q1) = tables(sampling)
     g = torch.Generator().manual_seed(1)
     counts, lengths = torch.zeros(V * V, dtype=torch.long), []
@@ -132,8 +132,8 @@ def test_identical_distributions_accept_everything():
 
 
 def coupled(sampling, move=1, rounds=40_000):
-    """The p-value of two tokens that the target draws at positions `move` apart, with the noise of many seeds;
-    and how often the drafter's first token, drawn with the same noise, is the target's."""
+    """The p-value of two tokens that the target draws at positions `move` apart, with the noise of many
+    seeds; and how often the drafter's first token, drawn with the same noise, is the target's."""
     (p0, p1), (q0, _) = tables(sampling)
     streams = [stream(seed) for seed in range(rounds)]
 
