@@ -1,33 +1,31 @@
-"""CUDA graphs of a forward on the kernels: launched once by the host, replayed ever after, one graph for
-every mix of phases.
+"""CUDA graphs of a forward on the kernels: captured once, then replayed for every mix of phases.
 
-SpecGen / SparseSpec (arXiv 2512.01278). A forward is some ten launches a layer, each a few microseconds of
-host work; a small model's step, or a draft row's 5 % of attention, is over before the next one arrives. A
-graph replays all of them at once, but it is frozen: addresses, shapes, grids and every number that the host
-passed. Requests change phase from forward to forward, so all that changes must lie in memory, in places that
-stay. The kernels read a request's rows, length and list from device tables, in which draft rows,
-verifications and prompts differ in numbers only, and leave at once where a table says -1. So a forward is its
-`Inputs`. `Graphs` pads its tables to the next of SIZES and sends all of them in one copy, and there is one
-graph a size:
+SpecGen / SparseSpec (arXiv 2512.01278). A forward is about ten launches per layer, each a few microseconds of
+host work, and the kernels of a small model, or of a draft row's 5 % of attention, finish sooner than that. A
+graph replays all launches at once, but it fixes addresses, shapes, grids and every number that the host
+passed. Requests change phase from forward to forward, so everything that changes must be in memory at fixed
+addresses. The kernels read a request's rows, length and list from device tables, in which draft rows,
+verifications and prompts differ only in numbers, and return at once where a table contains -1. So a forward
+is determined by its `Inputs`. `Graphs` pads its tables to the next of SIZES and sends all of them in one
+copy; there is one graph per size:
 
-    rows        pad rows repeat token 0 at position 0. No work item names them, so their attention is whatever
-                memory holds, and nobody reads it. Their keys and values go to a spare block of the cache,
-                which no request owns.
-    work        items, merges and the list of scored requests end in -1, up to what so many rows can ever need
-                (`room`).
-    requests    have a place in the tables each. One that drafts from a list keeps its place, so that its list
-                is copied once a round. Places without a request have no rows.
+    rows        pad rows repeat token 0 at position 0. No work item names them, so their attention is
+                undefined, and nothing reads it. Their keys and values go to a spare block of the cache, which
+                no request owns.
+    work        items, merges and the list of scored requests end in -1, up to the most that the rows can ever
+                need (`room`).
+    requests    each has a slot in the tables. A request that drafts from a list keeps its slot, so that its
+                list is copied once a round. Slots without a request have no rows.
 
-Outside the graph stay the target's logits, which only some rows want, and everything of the planner's. One
-set of buffers is enough, since the host waits for a forward before it prepares the next (the paper alternates
-between two). Scores take 1 / (D * e / 2) of a cache of as many tokens.
+The target's logits, which only some rows need, and the planner's work stay outside the graph. One set of
+buffers is enough, because the host waits for a forward before it prepares the next (the paper alternates
+between two). Scores take 1 / (D * e / 2) of the memory of a cache for the same number of tokens.
 
-Of a drafter all steps of a round are one graph: each draws its token on the device, where the next one reads
-it (core/drafters.py, Chained).
+All steps of a drafter's round are one graph: each step draws its token on the device, where the next step
+reads it (core/drafters.py, Chained).
 
-Not run on a GPU yet: the tests put a stand-in in the place of `capture`, and run all the rest in Triton's
-interpreter. What the padded grids and the copies cost beside what the launches save has not been
-measured.
+Not run on a GPU yet: the tests replace `capture` by a stand-in and run all the rest in Triton's interpreter.
+The cost of padded grids and copies, against the saved launches, has not been measured.
 """
 import time
 from dataclasses import dataclass, replace
@@ -38,6 +36,7 @@ import torch
 from minispec.core.requests import pack
 
 from .attention import CHUNK, LARGE, Plan, make_plan
+from .fused import decode
 
 # Rows; a larger forward reads prompts, which take long enough to hide its launches.
 SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 641, 64))
@@ -45,14 +44,13 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 641, 64))
 
 @dataclass
 class Inputs:
-    """Everything in which two forwards differ, on the device: N rows of B requests, T positions at most, up
-    to W of them selected.
+    """The inputs of a forward, on the device: N rows of B requests, up to T positions, up to W selected.
 
-    tokens, positions, new (N,): new, the slots for the rows' keys and values. table (B, blocks): of each
-    request its blocks in the cache; slots (B, T) follow from it. selected (B, L, G, W), plan: see
-    attention.py. which (R,): the requests whose scores are wanted. The forward fills them in, in `scores` (L,
-    B, G, T). features (N, F): what else a drafter reads of each row; more: and of each request, {name:
-    tensor}. how: what is no tensor; a graph serves one value of it."""
+    tokens, positions (N,). new (N,): the slots for the rows' keys and values. table (B, blocks): the blocks
+    of each request; slots (B, T) follow from it. selected (B, L, G, W), plan: see attention.py. which (R,):
+    the requests whose scores are wanted; the forward writes them to `scores` (L, B, G, T). features (N, F) of
+    each row, and more, {name: tensor with a row per request}: for drafters. how: settings that are no
+    tensors; a graph serves one value of them."""
     tokens: torch.Tensor
     positions: torch.Tensor
     new: torch.Tensor
@@ -68,7 +66,7 @@ class Inputs:
 
 
 def tables(buffer, shapes):
-    """{name: tensor}, one behind the other in a buffer of int32; shapes: {name: (shape, dtype)}."""
+    """{name: tensor}, consecutive in a buffer of int32; shapes: {name: (shape, dtype)}."""
     out = {}
     at = 0
     for name, (shape, dtype) in shapes.items():
@@ -79,12 +77,11 @@ def tables(buffer, shapes):
 
 
 def capture(function, pool):
-    """(graph, the tensors that every replay fills) of a function of fixed tensors. Temporary ones lie in a
-    memory pool that all graphs share, because no two run at once."""
+    """(graph, the tensors that every replay fills) of a function of fixed tensors. All graphs share a memory
+    pool for temporary tensors, because no two run at once."""
     function()                       # compiles kernels and sets libraries up, which a capture forbids
     graph = torch.cuda.CUDAGraph()
-    # thread_local: where verification is delayed, another thread judges meanwhile, and waits for the device,
-    # which is no fault
+    # thread_local: with delayed verification another thread waits for the device meanwhile, which is allowed.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         out = function()
     return graph, out
@@ -92,13 +89,12 @@ def capture(function, pool):
 
 @dataclass(eq=False)
 class Graphs:
-    """Runs function(Inputs) -> [tensors of N rows each] on the kernels. It must depend on its inputs and on
-    fixed tensors alone, and running it twice must do what running it once does (a capture runs it more than
-    once).
+    """Runs function(Inputs) -> [tensors of N rows each] on the kernels. The function must depend only on its
+    inputs and on fixed tensors, and must be idempotent (a capture runs it more than once).
 
-    cache: a KVCache with a spare block, for pad rows; batch requests at most, of `longest` positions at most;
-    widest: how many positions a planner selects at most (0: it selects none, and wants no scores); group =
-    H / G; features: F of Inputs.features; more: zeros of the shapes of Inputs.more."""
+    cache: a KVCache with a spare block, for pad rows. batch, longest: most requests, and most positions of
+    each. widest: most positions that a planner selects (0: none, and no scores). group = H / G. features: F
+    of Inputs.features. more: zeros of the shapes of Inputs.more."""
     function: object
     cache: object
     batch: int
@@ -124,7 +120,7 @@ class Graphs:
         self.compiled = False
 
     def room(self, rows):
-        """The most work items, merges and partial rows that so many rows need: a request has one tile, and
+        """The most work items, merges and partial rows of a forward of `rows`: a request has one tile, and
         another for every LARGE packed rows; a tile has an item for every CHUNK positions."""
         tiles = min(rows, self.batch) + rows * self.group // LARGE
         parts = -(-self.longest // CHUNK)
@@ -133,8 +129,8 @@ class Graphs:
         return tiles * parts, tiles, rows * self.group * parts
 
     def static(self, rows):
-        """What all forwards of so many rows have in common: the host's buffer and its tables, the device's
-        buffer, and the Inputs that lie there."""
+        """The buffers of all forwards of `rows`: the host's buffer and its tables, the device's buffer and
+        the Inputs in it."""
         if rows in self.statics:
             return self.statics[rows]
         # 1. The tables, {name: (shape, dtype)}; first those of 64 bits.
@@ -160,7 +156,8 @@ class Graphs:
         return static
 
     def places(self, segments):
-        """A place for every segment. The list of one that drafts is copied when it has no place yet."""
+        """Slots in the tables for all segments. A selected list is copied when its keys have no slot
+        yet."""
         drafting = [s.keys for s in segments if s.keys.selected is not None]
         free = [i for i, keys in enumerate(self.lists) if keys not in drafting]
         out = []
@@ -196,8 +193,8 @@ class Graphs:
         requests[places] = plan.requests
         for work in (plan.items, plan.merges):
             work[:, 0] = place[work[:, 0]]
-        # So do block tables. Places without a request repeat the first one's. Nobody reads behind a table's
-        # end.
+        # So do block tables. Slots without a request repeat the first one's. Entries after the end of a table
+        # are never read.
         owners = [segments[0].keys] * self.batch
         for i, s in zip(places, segments):
             owners[i] = s.keys
@@ -240,10 +237,10 @@ class Graphs:
         return torch.add(inside, table[:, :, None], alpha=block).flatten(1)
 
     def __call__(self, segments, more=None, how=()):
-        """(what function returns for the rows of these segments, seconds spent on compilation and capture).
+        """(results of the function for the rows of these segments, seconds of compilation and capture).
 
-        segments: requests.Segment; the keys that record scores get them. more, how: see Inputs; more lies on
-        the host."""
+        segments: requests.Segment; keys that record scores get them. more, how: see Inputs; more is on the
+        host."""
         # Pad, and send what changes to where the graph reads it.
         n = sum(len(s.tokens) for s in segments)
         rows = next((size for size in SIZES if size >= n), n)
@@ -273,3 +270,14 @@ class Graphs:
             if s.keys.scores is not None:
                 s.keys.scores.copy_(self.scores[:, place, :, :s.keys.scores.shape[-1]])
         return [y[:n].clone() for y in out], spent
+
+
+def target_graphs(engine, longest):
+    """Graphs of an engine's target, for requests of up to `longest` positions."""
+    model, cache, planner = engine.model, engine.cache, engine.planner
+
+    def forward(x):
+        h = model.embed(x.tokens)
+        return [decode(model.blocks, model.norm, model.rope, h, x, cache, planner.feature_layers)]
+
+    return Graphs(forward, cache, engine.batch_size, longest, planner.widest(longest), cache.group)

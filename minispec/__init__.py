@@ -1,17 +1,16 @@
 """minispec: five papers on fast LLM decoding, one small GPT, one decoding loop.
 
-Import this package before torch: it settles two facts about the machine.
+Import this package before torch: it sets two options of the process.
 
-Keep freed memory instead of handing it back to the kernel. A PyTorch step on a CPU allocates and frees the
-same megabytes again and again. By default glibc returns large blocks to the kernel at once, and the next step
-pays a page fault for every 4 KiB that it touches again. Where page faults are slow (virtual machines), this
-can cost more than the arithmetic; three calls spare it. Only glibc has these knobs, so elsewhere nothing
-happens.
+Freed memory stays with the process. A PyTorch step on a CPU allocates and frees the same megabytes again and
+again. By default glibc returns large blocks to the operating system at once, and the next step pays a page
+fault for every 4 KiB that it touches again. On virtual machines this can cost more than the arithmetic; three
+calls avoid it. Only glibc has these options, so elsewhere nothing happens.
 
-Keep compiled kernels. oneDNN, which multiplies on CPUs, compiles one for every number of rows and shape of
-weights, which takes time, and forgets all but the last 1,024. A batch in which every request verifies as many
-drafts as it likes has another number of rows in each round, times some ten shapes: so remember more. Not too
-many, because a kernel may take a megabyte.
+Compiled kernels stay cached. oneDNN, which multiplies on CPUs, compiles a kernel for every number of rows and
+shape of weights, and by default keeps the last 1,024. A batch whose requests verify different numbers of
+drafts has another number of rows in each round, times some ten shapes, so more are kept. A kernel may take a
+megabyte, so not too many.
 """
 import contextlib
 import ctypes
@@ -19,8 +18,7 @@ import importlib.util
 import os
 import sys
 
-# The folder of the scripts, so that defaults are found from any working directory. Inside it names stay
-# short.
+# The folder of the scripts, so that defaults are found from any working directory; "" inside it.
 ROOT = os.path.abspath(f"{__file__}/../..") + "/"
 if os.path.samefile(ROOT, os.curdir):
     ROOT = ""
@@ -35,13 +33,13 @@ with contextlib.suppress(OSError, AttributeError):       # not glibc
     libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)            # never give the top of the heap back
     libc.mallopt(M_TOP_PAD, 1 << 28)                     # grow it 256 MiB at a time
 
-# Remember so many of oneDNN's kernels, if the environment does not say otherwise.
+# The number of oneDNN's kernels to keep, unless the environment sets it.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
 
 
 def trim():
-    """Give back what lies free between blocks in use: a long training with batches of changing shapes would
-    hold ever more of it."""
+    """Return the free memory between used blocks, which grows in a long training with batches of changing
+    shapes."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 

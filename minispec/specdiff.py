@@ -45,6 +45,7 @@ self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, 
 of the vocabulary, N of the draft vocabulary."""
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -486,10 +487,9 @@ class SpecDiffDrafter(Cached):
         if not sampling.temperature:
             return torch.ones(n, k, self.words.size, device=self.target.device)
         lanes = [sampling.lane + chain * (sampling.rule != "coupled") for chain in range(k)]
-        streams = torch.tensor([stream(request.sampling.seed, lane) for lane in lanes] * n)
-        slots = len(request.tokens) + torch.arange(n).repeat_interleave(k)
-        device = self.target.device
-        return self.words.noise(streams.to(device), slots.to(device)).unflatten(0, (n, k))
+        streams = np.array([stream(request.sampling.seed, lane) for lane in lanes] * n)
+        slots = len(request.tokens) + np.arange(n).repeat(k)
+        return self.words.noise(streams, slots).unflatten(0, (n, k))
 
     def _draw(self, request, states, k, sampling):
         """k chains from the states (n, C) of n slots: indices (n, k), and the distributions (n, k, N) that

@@ -1,5 +1,5 @@
-"""What the kernels compute: attention and scores by definition, the small ones of a layer (kernels/fused.py) in torch's operators. And a
-CUDA graph's stand-in."""
+"""References of the kernels: attention and scores by definition, the small kernels of a layer
+(kernels/fused.py) in torch's operators; and the stand-in of a CUDA graph."""
 import torch
 import torch.nn.functional as F
 
@@ -7,7 +7,7 @@ from kernels.attention import SEEN
 
 
 def side_by_side(*tensors):
-    """Kernels read rows by address, so that a tensor that repeats one number, or skips some, would be read wrongly."""
+    """Kernels read rows by address, so tensors with repeated or skipped numbers would be read wrongly."""
     assert all(x.is_contiguous() for x in tensors), "a kernel would read other numbers"
 
 
@@ -39,7 +39,7 @@ def attention(q, k, v, slots, selected, plan):
 
 
 def scores(q, k, lse, slots, plan, which, out):
-    """kernels/scores.py by definition, without the lse: one dense softmax a request and query head, in fp32."""
+    """kernels/scores.py by definition, without the lse: a dense softmax per query head, in fp32."""
     (_, h, d), groups = q.shape, k.shape[0]
     for b in [b for b in which.tolist() if b >= 0]:
         first_row, n_rows, length = plan.requests[b, :3].tolist()
@@ -73,12 +73,6 @@ def rope_and_store(qkv, block, rope, positions, new, keys, values):
     keys[:, new] = k.transpose(0, 1)
     values[:, new] = v.transpose(0, 1)
     return q
-
-
-def silu_mul(gate_up):
-    side_by_side(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 class Recorded:

@@ -8,15 +8,20 @@ import pytest
 import torch
 from conftest import toy_model
 
+from minispec import prism
 from minispec.core import admission
-from minispec.core.kv_cache import whole_blocks
 from minispec.core.engine import Engine, Lockstep
+from minispec.core.kv_cache import whole_blocks
 from minispec.core.requests import Request
 from minispec.specgen import SpecGen
 
 MODEL = toy_model()
-PLANNERS = {"ar": Lockstep, "specgen": lambda e: SpecGen(e, 4, 0.1, 4), "lookup": lambda e: SpecGen(e, 6, 0.1, 4, lookup=99),
-            "delayed": lambda e: SpecGen(e, 4, 0.1, 4, delayed=True)}
+PLANNERS = {
+    "ar": Lockstep,
+    "specgen": lambda e: SpecGen(e, 4, 0.1, 4),
+    "lookup": lambda e: SpecGen(e, 6, 0.1, 4, lookup=99),
+    "delayed": lambda e: SpecGen(e, 4, 0.1, 4, delayed=True),
+}
 
 
 def prompts(n, seed=0, longest=60):
@@ -24,11 +29,28 @@ def prompts(n, seed=0, longest=60):
     return [[rng.randrange(64) for _ in range(rng.randint(2, longest))] for _ in range(n)]
 
 
+def answer(engine, some, n=40):
+    """Tokens of n-token answers; and the rows of prompts that were fed for them."""
+    engine.iterations.clear()
+    tokens = [g.token_ids for g in engine.generate([Request(p, n) for p in some])]
+    return tokens, sum(i["prefill"] for i in engine.iterations)
+
+
+def plain(some, n=40, model=MODEL):
+    """What the autoregressive loop answers."""
+    return answer(Engine(model, Lockstep, 8), some, n)[0]
+
+
 @functools.cache
 def reference(n, seed=0):
-    """What the autoregressive loop answers to prompts(n, seed)."""
-    requests = [Request(p, 40) for p in prompts(n, seed)]
-    return [g.token_ids for g in Engine(MODEL, Lockstep, 8).generate(requests)]
+    return plain(prompts(n, seed))
+
+
+def demand(planner, some):
+    """Slots that each request needs."""
+    planner = planner(Engine(MODEL, Lockstep))
+    requests = [Request(p, 40) for p in some]
+    return [r.longest + planner.extra_slots(r) for r in requests]
 
 
 @pytest.fixture(autouse=True)
@@ -37,208 +59,218 @@ def small_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", admission.POLICIES)
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_half_of_the_demand_is_enough(policy, planner):
+@pytest.mark.parametrize("name", PLANNERS)
+def test_half_of_the_demand_is_enough(policy, name):
     some = prompts(10)
-    requests = [Request(p, 40) for p in some]
-    extra = PLANNERS[planner](Engine(MODEL, Lockstep)).extra_slots(requests[0])
-    peak = sum(sorted(r.longest + extra for r in requests)[-6:])
-    engine = Engine(MODEL, PLANNERS[planner], 6, cache_tokens=peak // 2, prefill_chunk=16, admission=policy)
-    got = engine.generate(requests)
-    assert [g.token_ids for g in got] == reference(10)
-    assert engine.cache.used == engine.cache.charged == 0
-    fed = sum(i["prefill"] for i in engine.iterations)
-    if policy == "offload":
-        assert engine.cache.offloaded > 0
-    if policy == "preempt":
-        assert engine.admission.recomputed > 0 and fed > sum(map(len, some))
-    else:
-        assert fed <= sum(map(len, some))                                      # no prompt token is computed twice
+    peak = sum(sorted(demand(PLANNERS[name], some))[-6:])
+    engine = Engine(MODEL, PLANNERS[name], 6, peak // 2, 16, policy)
+    got, fed = answer(engine, some)
+    assert got == reference(10) and engine.cache.used == engine.cache.charged == 0
+    whole = sum(map(len, some))
+    assert (engine.cache.offloaded > 0) == (policy == "offload")
+    assert (engine.admission.recomputed > 0) == (policy == "preempt") == (fed > whole)
 
 
 @pytest.mark.parametrize("k, sparsity", [(1, 0.02), (4, 0.05), (8, 1.0)])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("policy", ["reserve", "offload"])
 def test_identical_to_autoregressive_in_every_combination(k, sparsity, delayed, policy):
-    """One request alone, and six together in a pool of half their demand, with drafts from next to nothing (min_budget 2)."""
-    some, planner = prompts(6, seed=3), lambda e: SpecGen(e, k, sparsity, 2, delayed=delayed)
+    """One request alone, and six together in a pool of half their demand; min_budget is 2."""
+    def planner(engine):
+        return SpecGen(engine, k, sparsity, 2, delayed=delayed)
+
+    some = prompts(6, seed=3)
     want = reference(6, 3)
-    alone = Engine(MODEL, planner, 1, prefill_chunk=16, admission=policy).generate([Request(some[0], 40)])
+    alone, _ = answer(Engine(MODEL, planner, 1, None, 16, policy), some[:1])
+    engine = Engine(MODEL, planner, 6, sum(demand(planner, some)) // 2, 16, policy)
     requests = [Request(p, 40) for p in some]
-    demand = sum(r.longest + planner(Engine(MODEL, Lockstep)).extra_slots(r) for r in requests)
-    engine = Engine(MODEL, planner, 6, cache_tokens=demand // 2, prefill_chunk=16, admission=policy)
     together = engine.generate(requests)
-    assert [alone[0].token_ids] == want[:1] and [g.token_ids for g in together] == want
-    assert sum(i["prefill"] for i in engine.iterations) <= sum(map(len, some))       # nothing is computed again
+    assert alone == want[:1] and [g.token_ids for g in together] == want
+    assert sum(i["prefill"] for i in engine.iterations) <= sum(map(len, some))   # nothing twice
     if sparsity == 1.0:
         assert all(s.accepted == s.proposed for g in together for s in g.steps)
     assert (engine.cache.offloaded > 0) == (policy == "offload")
 
 
 def test_aggressive_admission_decodes_more_at_once():
-    some, together = prompts(10), {}
+    together = {}
     for policy in admission.POLICIES:
-        engine = Engine(MODEL, Lockstep, 8, cache_tokens=300, prefill_chunk=16, admission=policy)
-        engine.generate([Request(p, 60, stop_ids=range(0, 64, 3)) for p in some])      # most answers are short
+        engine = Engine(MODEL, Lockstep, 8, 300, 16, policy)
+        most_stop_early = range(0, 64, 3)
+        engine.generate([Request(p, 60, stop_ids=most_stop_early) for p in prompts(10)])
         together[policy] = sum(i["active"] for i in engine.iterations) / len(engine.iterations)
-    assert together["offload"] > together["reserve"] and together["preempt"] > together["reserve"]
+    assert together["offload"] > together["reserve"] < together["preempt"]
 
 
 def test_the_oldest_is_never_pushed_out():
-    some = prompts(8)
-    engine = Engine(MODEL, PLANNERS["specgen"], 8, cache_tokens=330, prefill_chunk=16, admission="offload")
-    requests = [Request(p, 60) for p in some]
+    engine = Engine(MODEL, PLANNERS["specgen"], 8, 330, 16, "offload")
+    requests = [Request(p, 60) for p in prompts(8)]
     for _ in engine.stream(requests):
         living = [r for r in requests if r.blocks and not r.finished]
-        if living:
-            assert living[0] in engine.active
-        assert engine.admission.paused == sorted(engine.admission.paused, key=requests.index, reverse=True)
+        assert not living or living[0] in engine.active
+        paused = engine.admission.paused
+        assert paused == sorted(paused, key=requests.index, reverse=True)
     assert engine.cache.offloaded > 0
-
-
-def test_the_host_takes_all_that_leave():
-    """Those that stay grow into the room of those that left, so more than the cache may be on the host."""
-    for n, slots in ((8, 220), (16, 300)):
-        some = [[i + 1] * 8 for i in range(n)]
-        engine = Engine(FUZZ_MODEL, Lockstep, n, cache_tokens=slots, admission="offload")
-        got = engine.generate([Request(p, 200) for p in some])
-        want = Engine(FUZZ_MODEL, Lockstep, 1).generate([Request(p, 200) for p in some])
-        assert [g.token_ids for g in got] == [g.token_ids for g in want] and engine.cache.offloaded > slots
 
 
 FUZZ_MODEL = toy_model(n_layer=1, n_head=2, n_kv_head=1)
 
 
+@pytest.mark.parametrize("n, slots", [(8, 220), (16, 300)])
+def test_the_host_takes_all_that_leave(n, slots):
+    """The active requests grow into the room of the others, so the host may hold more than the cache."""
+    some = [[i + 1] * 8 for i in range(n)]
+    engine = Engine(FUZZ_MODEL, Lockstep, n, slots, admission="offload")
+    assert answer(engine, some, 200)[0] == plain(some, 200, FUZZ_MODEL)
+    assert engine.cache.offloaded > slots
+
+
 RUNS = 500 if os.environ.get("MINISPEC_FULL") else 50
+
+
+def check_books(engine):
+    """Every block is free, or belongs to its users."""
+    cache = engine.cache
+    requests = [*engine.active, *engine.admission.paused]
+    held = [block for r in requests for block in r.blocks.table]
+    free = [*cache.free_blocks, *cache.idle]
+    assert sorted({*free, *held}) == list(range(cache.n_blocks))
+    assert len(set(free)) == len(free) and not set(free) & set(held)
+    assert cache.users == [held.count(block) for block in range(cache.n_blocks)]
+
+
+@functools.cache
+def alone(prompt, n):
+    return plain([prompt], n, FUZZ_MODEL)[0]
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_fuzz(part):
-    """100 runs in all (MINISPEC_FULL=1: 1,000): arrivals, lengths, pools, settings and cancellations at random; many prompts begin
-    alike. No block is leaked or freed twice, and every request that was not cancelled gets the tokens it gets alone."""
-    alone, shared = {}, 0
+    """100 runs in all (MINISPEC_FULL=1: 1,000): random arrivals, lengths, pools, settings and cancellations;
+    many prompts begin alike."""
+    shared = 0
     for seed in range(part * RUNS, (part + 1) * RUNS):
         rng = random.Random(seed)
-        some = [tuple(rng.randrange(64) for _ in range(rng.choice([1, 3, 8, 20]))) for _ in range(rng.randint(1, 6))]
-        some = [tuple(range(20))[:rng.choice([0, 0, 6, 13, 20])] + p for p in some]
-        news = [rng.choice([1, 2, 9, 20]) for _ in some]
-        for p, n in zip(some, news):
-            if (p, n) not in alone:
-                alone[p, n] = Engine(FUZZ_MODEL, Lockstep, 1).generate([Request(p, n)])[0].token_ids
-        k, delayed, schedule = rng.choice([1, 3, 8]), rng.random() < 0.5, rng.choice(["unified", "lockstep"])
-        engine = Engine(FUZZ_MODEL, lambda e: SpecGen(e, k, 0.2, 3, schedule=schedule, delayed=delayed), rng.randint(1, 5),
-                        prefill_chunk=rng.choice([1, 4, 64]), admission=rng.choice(admission.POLICIES))
-        requests = [Request(p, n) for p, n in zip(some, news)]
+        asked = []
+        for _ in range(rng.randint(1, 6)):
+            own = [rng.randrange(64) for _ in range(rng.choice([1, 3, 8, 20]))]
+            common = range(20)[:rng.choice([0, 0, 6, 13, 20])]
+            asked.append(((*common, *own), rng.choice([1, 2, 9, 20])))
+        k, delayed = rng.choice([1, 3, 8]), rng.random() < 0.5
+        schedule = rng.choice(["unified", "lockstep"])
+        planner = functools.partial(SpecGen, k=k, sparsity=0.2, min_budget=3, schedule=schedule,
+                                    delayed=delayed)
+        engine = Engine(FUZZ_MODEL, planner, rng.randint(1, 5), prefill_chunk=rng.choice([1, 4, 64]),
+                        admission=rng.choice(admission.POLICIES))
+        requests = [Request(p, n) for p, n in asked]
         largest = max(whole_blocks(r.longest) + engine.planner.extra_slots(r) for r in requests)
         engine.cache_tokens = rng.randint(largest, 3 * largest)
         at_once = rng.randint(1, len(requests))
-        stream, later = engine.stream(requests[:at_once]), requests[at_once:]
-        for _ in stream:
+        later = requests[at_once:]
+        for _ in engine.stream(requests[:at_once]):
             if later and rng.random() < 0.3:
-                engine.waiting.append(later.pop())                             # arrives while others are decoded
+                engine.waiting.append(later.pop())       # arrives while others are decoded
             if rng.random() < 0.03:
                 rng.choice(requests).cancel()
-            held = [block for r in [*engine.active, *engine.admission.paused] for block in r.blocks.table]
-            free = [*engine.cache.free_blocks, *engine.cache.idle]
-            assert len(set(free)) == len(free) and set(free) | set(held) == set(range(engine.cache.n_blocks)) and not set(free) & set(held)
-            assert all(engine.cache.users[block] == held.count(block) for block in range(engine.cache.n_blocks))
+            check_books(engine)
         engine.generate(later)
-        for r, p, n in zip(requests, some, news):
-            want = alone[p, n]
-            assert r.generation.token_ids == (want[:len(r.generation.token_ids)] if r.generation.finish == "cancelled" else want), seed
+        for r, (p, n) in zip(requests, asked):
+            g = r.generation
+            length = len(g.token_ids) if g.finish == "cancelled" else n
+            assert g.token_ids == alone(p, n)[:length], seed
         assert engine.cache.used == engine.cache.charged == 0
         assert not engine.active and not engine.admission.paused
         shared += engine.admission.shared
     assert shared > 200
 
 
+# -- texts that begin alike ----------------------------------------------------------------------------------
+
 BEGINNING = [(7 * i) % 60 for i in range(41)]
 
 
 @pytest.mark.parametrize("policy", admission.POLICIES)
-@pytest.mark.parametrize("planner", PLANNERS)
-def test_a_common_beginning_is_read_once(planner, policy):
-    """Questions about one text, at once and one after the other: the text is read by the first one alone."""
+@pytest.mark.parametrize("name", PLANNERS)
+def test_a_common_beginning_is_read_once(name, policy):
+    """Questions about one text, at once and one after the other: only the first request reads the text."""
     some = [BEGINNING + tail for tail in prompts(6, longest=9)]
-    want = [Engine(MODEL, Lockstep, 1).generate([Request(p, 30)])[0].token_ids for p in some]
-    engine = Engine(MODEL, PLANNERS[planner], 4, prefill_chunk=16, admission=policy)
+    want = plain(some, 30)
+    engine = Engine(MODEL, PLANNERS[name], 4, None, 16, policy)
     for turn in range(2):
-        engine.iterations.clear()
-        got = engine.generate([Request(p, 30) for p in some])
-        assert [g.token_ids for g in got] == want
-        read, blocks = sum(i["prefill"] for i in engine.iterations), engine.cache.block
-        last = max(engine.planner.record_prompt, 1)                # rows that are read in any case
-        unshared = sum(len(p) - (min(len(p) - last, 40) if turn or i else 0) // blocks * blocks for i, p in enumerate(some))
-        assert read <= unshared < 0.5 * sum(map(len, some))
+        got, read = answer(engine, some, 30)
+        last = max(engine.planner.record_prompt, 1)      # rows that are read in any case
+        unshared = 0
+        for i, p in enumerate(some):
+            known = min(len(p) - last, 40) if turn or i else 0
+            unshared += len(p) - known // engine.cache.block * engine.cache.block
+        assert got == want and read <= unshared < 0.5 * sum(map(len, some))
     assert engine.cache.used == 0 and engine.admission.shared > 400
 
 
-def test_what_is_shared_is_never_written(monkeypatch):
-    """While others decode behind the same beginning, its keys and values stay as they are, to the bit."""
+def test_shared_blocks_are_never_written():
+    """While others decode after the same beginning, its keys and values stay as they are, to the bit."""
     engine = Engine(MODEL, PLANNERS["specgen"], 4)
     engine.generate([Request(BEGINNING, 5)])
     blocks = list(engine.cache.idle)
     slots = torch.cat([torch.arange(b * 4, b * 4 + 4) for b in blocks])
     before = engine.cache.kv[:, :, :, slots].clone()
-    engine.cache.enlarge(1000)                                     # a larger pool holds what the smaller one held
+    engine.cache.enlarge(1000)                           # keeps what the smaller pool held
     for _ in engine.stream([Request(BEGINNING + p, 40) for p in prompts(4)]):
         assert torch.equal(engine.cache.kv[:, :, :, slots], before)
     assert engine.admission.shared >= 4 * 4 * (len(blocks) - 1)
 
 
-def test_what_nobody_uses_goes_when_the_room_is_needed():
-    """A pool for one request: each new text takes the blocks of the oldest, and all answers stay right."""
+def test_blocks_of_nobody_go_when_the_room_is_needed():
+    """In a pool for one request each new text takes the blocks of the oldest, and all answers stay right."""
     some = [[i] + BEGINNING for i in range(5)]
+    want = plain(some, 30)
     engine = Engine(MODEL, Lockstep, 1, cache_tokens=100)
-    want = [Engine(MODEL, Lockstep, 1).generate([Request(p, 30)])[0].token_ids for p in some]
-    for order in (range(5), (4, 4, 0, 4)):
+    for order, hit in ((range(5), False), ((4, 4, 0, 4), True)):
         for i in order:
             shared = engine.admission.shared
-            assert engine.generate([Request(some[i], 30)])[0].token_ids == want[i]
-            hit = engine.admission.shared > shared
-            assert len(engine.cache.idle) <= engine.cache.n_blocks and len(engine.cache.names) == len(engine.cache.named) <= engine.cache.n_blocks
-        assert hit == (order != range(5))
+            assert answer(engine, [some[i]], 30)[0] == [want[i]]
+            cache = engine.cache
+            assert len(cache.idle) <= cache.n_blocks
+            assert len(cache.names) == len(cache.named) <= cache.n_blocks
+        assert (engine.admission.shared > shared) == hit
 
 
 def test_a_conversation_reads_the_new_line_alone():
-    """Ten turns: each reads what is new, the rest of its last block, and nothing else; also when the pool has to grow."""
-    engine, text = Engine(MODEL, PLANNERS["specgen"], 1), []
+    """Ten turns: each reads the new line and the rest of its last block, also when the pool has to grow."""
+    engine = Engine(MODEL, PLANNERS["specgen"], 1)
+    text = []
     for turn in range(10):
         text = text + [turn, 5, 9, 11, 3, 2]
-        engine.iterations.clear()
-        got, = engine.generate([Request(text, 12)])
-        assert got.token_ids == Engine(MODEL, Lockstep, 1).generate([Request(text, 12)])[0].token_ids
-        assert sum(i["prefill"] for i in engine.iterations) <= 6 + 1 + 4 + 4 + 5         # line, last answer token, block, recorded rows
-        text = text + got.token_ids
+        (got,), read = answer(engine, [text], 12)
+        assert [got] == plain([text], 12)
+        assert read <= 6 + 1 + 4 + 4 + 5                 # line, last answer token, block, recorded rows
+        text = text + got
 
 
 def test_drafters_that_read_states_read_the_beginning_themselves():
     """The target's states of shared tokens are gone, so nothing is shared."""
-    from minispec import prism
     drafter = prism.PrismDrafter(prism.for_target(MODEL, (0,)).eval(), MODEL, 3)
     engine = Engine(MODEL, lambda e: Lockstep(e, drafter, 3), 2)
     some = [BEGINNING + p for p in prompts(3)]
-    got = engine.generate([Request(p, 20) for p in some])
-    assert [g.token_ids for g in got] == [Engine(MODEL, Lockstep, 1).generate([Request(p, 20)])[0].token_ids for p in some]
-    assert engine.admission.shared == 0
+    assert answer(engine, some, 20)[0] == plain(some, 20) and engine.admission.shared == 0
 
 
-def test_nobody_leaves_the_cache_before_being_judged():
-    """Delayed verification in a pool where growing takes the last slots: the youngest is pushed out while it waits for
-    its verdict, unless it is judged first."""
-    model = toy_model(vocab=16, seed=321, d_model=16, n_head=2, n_kv_head=1, head_dim=8, d_ff=32, n_layer=2, rope_theta=100.0, qk_norm=False)
-    with torch.no_grad():                                  # sharp attention, so that missing keys change the output
+def test_a_request_leaves_the_cache_after_its_verdict():
+    """Delayed verification in a pool where growing takes the last slots: the youngest leaves while its
+    verdict is due, unless it is settled first."""
+    model = toy_model(vocab=16, seed=321, d_model=16, n_head=2, n_kv_head=1, d_ff=32, rope_theta=100.0)
+    with torch.no_grad():                                # sharp attention: missing keys change the output
         for block in model.blocks:
             block.qkv.weight.mul_(8)
             block.out.weight.mul_(8)
         model.head.weight.normal_(0, 0.45)
-    rng, planner = random.Random(5), lambda e: SpecGen(e, 1, 0.02, 1, delayed=True)
-    some, recomputed = [[rng.randrange(16)] for _ in range(5)], 0
-    want = [g.token_ids for g in Engine(model, Lockstep, 5).generate([Request(p, 100) for p in some])]
+    rng = random.Random(5)
+    some = [[rng.randrange(16)] for _ in range(5)]
+    want = plain(some, 100, model)
+    recomputed = 0
     for slots in (160, 170, 180):
-        engine = Engine(model, planner, 5, cache_tokens=slots, admission="preempt")
-        got = engine.generate([Request(p, 100) for p in some])
-        assert [g.token_ids for g in got] == want, slots
+        engine = Engine(model, lambda e: SpecGen(e, 1, 0.02, 1, delayed=True), 5, slots, admission="preempt")
+        assert answer(engine, some, 100)[0] == want, slots
         recomputed += engine.admission.recomputed
     assert recomputed > 0
     engine.unjudged = [SimpleNamespace(request=some)]

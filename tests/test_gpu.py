@@ -44,7 +44,7 @@ def test_the_rows_of_all_prompts_have_a_bound(name, monkeypatch):
     assert max(i["prefill"] for i in before.iterations) > 60
     assert max(i["prefill"] for i in engine.iterations) in range(17, 21)
     if name != "specgen delayed":
-        assert not any(i["stalled"] for i in engine.iterations)    # who waits for room does not wait for a verdict
+        assert not any(i["stalled"] for i in engine.iterations)    # waiting for room is no stall
 
 
 def test_the_device_of_a_script_is_the_current_one(monkeypatch):
@@ -58,7 +58,7 @@ def test_the_device_of_a_script_is_the_current_one(monkeypatch):
 
 def test_the_thread_of_delayed_verification_uses_the_models_device(monkeypatch):
     chosen, device = [], torch.device("cuda:1")
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.get_ident())))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda x: chosen.append((x, threading.get_ident())))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     monkeypatch.setattr(GPT, "device", device)
     engine = Engine(TARGET, PLANNERS["specgen delayed"])
@@ -96,20 +96,28 @@ def log(monkeypatch):
 
 
 def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
-    """Behind the forward that made the logits, next to the one that runs now, and before their tokens are used."""
+    """After the forward that made the logits, beside the one that runs now, before their tokens are used."""
     engine = Engine(TARGET, PLANNERS["specgen delayed"], 8)
     engine.side = Stream(log)
     for name in ("settle", "_take_in"):
-        real = getattr(engine, name)
-        monkeypatch.setattr(engine, name, lambda *args, name=name, real=real: (log.append(name), real(*args))[1])
+        def logged(*args, name=name, real=getattr(engine, name)):
+            log.append(name)
+            return real(*args)
+
+        monkeypatch.setattr(engine, name, logged)
     got = [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])]
     assert got == answers(Lockstep)[0]
     assert log == ["waits", "begin", "settle", "end", "is done", "_take_in"] * len(engine.iterations)
 
 
 def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log, monkeypatch):
-    pinned, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kw: (pinned.append(pin_memory), empty(*args, **kw))[1])
+    pinned = []
+
+    def empty(*args, pin_memory=False, real=torch.empty, **kw):
+        pinned.append(pin_memory)
+        return real(*args, **kw)
+
+    monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: log.append("kept for it"))
     monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 10)
     cache = KVCache(TARGET.config, 40)
@@ -130,7 +138,9 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
     for rule in ("coupled", "selection"):
         for seed in range(5):
             r = Request([3, 4], 30, Sampling(1.0, seed=seed, rule=rule))
-            walk([Segment(r, [4, 1, 2, 3, 4, 5, 6], 1, None, "verify", 7, [1, 2, 3, 4, 5, 6], parents=[0, 0, 1, 1, 2, 3])], torch.randn(7, 5000))
+            drafts = [1, 2, 3, 4, 5, 6]
+            s = Segment(r, [4, *drafts], 1, None, "verify", 7, drafts, parents=[0, 0, 1, 1, 2, 3])
+            walk([s], torch.randn(7, 5000))
     assert len(asked) >= 10 and max(asked) <= 3 * 7
 
 
@@ -142,7 +152,7 @@ def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom():
 
 
 def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
-    """On a GPU draft rows are written to the cache itself, so a move in the middle of a round must not leave them behind."""
+    """On a GPU draft rows are written to the cache itself, so they must follow a move within a round."""
     monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 4)
     engine = Engine(TARGET, PLANNERS["specgen"], 2)
     request = Request(PROMPTS[0], 10)
@@ -153,6 +163,7 @@ def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
     cache, start = engine.cache, request.n_cached + len(request.state.drafts)
     for _ in range(2):
         plan = engine.planner.plan([request])
-        assert plan[0].kind == "draft" and run.fill(1, plan, run.places(plan)).new.tolist() == cache.slots_of(request.blocks, [start]).tolist()
+        new = run.fill(1, plan, run.places(plan)).new
+        assert plan[0].kind == "draft" and new.tolist() == cache.slot_list(request.blocks, [start])
         request.blocks.table.reverse()
     stream.close()

@@ -1,7 +1,6 @@
-"""CUDA graphs without a GPU: the engine on the kernels through graphs, in Triton's interpreter (a child process, as in test_kernels.py),
-where a stand-in replays what a graph would; what a capture would refuse, and sizes, as plain tests."""
+"""CUDA graphs without a GPU: the engine on the kernels through graphs, in Triton's interpreter (a child
+process, as in test_kernels.py), where a stand-in replays a graph; captures and sizes as plain tests."""
 import contextlib
-import heapq
 import os
 import random
 import sys
@@ -41,92 +40,120 @@ graphs.capture = references.capture                        # there is no GPU to 
 
 @contextlib.contextmanager
 def scattered(block=8):
-    """Small blocks, handed out from all over the pool: a position that is not looked up in its request's table is somebody else's."""
-    scatter = SimpleNamespace(heappop=lambda free: free.pop(len(free) * 5 // 8), heappush=list.append, heapify=heapq.heapify)
-    with mock.patch.object(kv_cache, "BLOCK", block), mock.patch.object(kv_cache, "heapq", scatter):
+    """Small blocks, handed out from all over the pool: a position that is not looked up in its request's
+    table belongs to another request."""
+    def take(cache, n, real=KVCache._take):
+        if n > len(cache.free_blocks):
+            return real(cache, n)
+        taken = [cache.free_blocks.pop(len(cache.free_blocks) * 5 // 8) for _ in range(n)]
+        for block in taken:
+            cache.users[block] = 1
+        return taken
+
+    with mock.patch.object(kv_cache, "BLOCK", block), mock.patch.object(KVCache, "_take", take):
         yield
 
 
+def small_model(vocab=64, seed=0):
+    return toy_model(vocab=vocab, seed=seed, n_head=2, n_kv_head=1, head_dim=16, n_layer=1)
+
+
 def check_engine():
-    """The whole engine on the kernels and their graphs: every method's greedy output is the one it has on torch operators, and SpecGen's
-    scores and selections are the same, so it accepts as many drafts."""
-    model = toy_model(n_head=2, n_kv_head=1, head_dim=16, n_layer=1)
-    prompts = [torch.randint(0, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 3)]
-    few = toy_model(vocab=3, n_head=2, n_kv_head=1, head_dim=16, n_layer=1)            # so few words that draft steps copy
-    other = toy_model(vocab=3, n_head=2, n_kv_head=1, head_dim=16, n_layer=1, seed=1)
-    again = [[0, 1] * 5, [1, 0, 0]]
-    for planner, model, prompts in ((lambda e: Lockstep(e, NGram(3, 1), 3), model, prompts), (lambda e: SpecGen(e, 2, 0.1, 2), model, prompts),
-                                    (lambda e: SpecGen(e, 2, 0.1, 2, delayed=True), model, prompts), (lambda e: SpecGen(e, 6, 0.1, 2, lookup=99), few, again),
-                                    (lambda e: Lockstep(e, SmallLM(other, few), 2, lookup=99), few, again)):
+    """The whole engine on the kernels and their graphs: every method's greedy output is the one it has on
+    torch operators. SpecGen's scores and selections are the same, too, so it accepts as many drafts."""
+    prompts = [[(7 * i + n) % 61 for i in range(n)] for n in (9, 3)]
+    few, other = small_model(3), small_model(3, seed=1)  # a vocabulary so small that draft steps copy
+    repeated = [[0, 1] * 5, [1, 0, 0]]
+    for planner, model, some in (
+            (lambda e: Lockstep(e, NGram(3, 1), 3), small_model(), prompts),
+            (lambda e: SpecGen(e, 2, 0.1, 2), small_model(), prompts),
+            (lambda e: SpecGen(e, 2, 0.1, 2, delayed=True), small_model(), prompts),
+            (lambda e: SpecGen(e, 6, 0.1, 2, lookup=99), few, repeated),
+            (lambda e: Lockstep(e, SmallLM(other, few), 2, lookup=99), few, repeated)):
         runs = []
         for fused in (False, True):
             engine = Engine(model, planner, 2, prefill_chunk=4)
             engine.fused = fused
             with scattered():
-                answers = engine.generate([Request(p, 8) for p in prompts])
+                answers = engine.generate([Request(p, 8) for p in some])
             runs.append([(g.token_ids, [s.accepted for s in g.steps]) for g in answers])
             assert engine.graphs is None or len(engine.graphs.graphs) > 2
-            copied = max(i["draft"] for i in engine.iterations) > 2 or any(s.copies for g in answers for s in g.steps)
-            assert model is not few or copied
+            rows = max(i["draft"] for i in engine.iterations)
+            assert model is not few or rows > 2 or any(s.copies for g in answers for s in g.steps)
         assert runs[0] == runs[1], runs
 
 
 def plan_of(cache, tables, shapes):
-    """An engine's plan out of (rows, tokens cached, selected positions or None for all, recent ones, whether scores are wanted). Some
-    requests have more blocks than any graph reads, others none behind their last row."""
+    """An engine's plan out of (rows, tokens cached, selected positions or None for all, recent ones, whether
+    scores are wanted). Some requests have more blocks than any graph reads, others none after their last
+    row."""
     plan = []
     for i, (blocks, (n, start, selected, recent, record)) in enumerate(zip(tables, shapes)):
         if i % 2:
             blocks = Allocation(blocks.table[:cache.blocks_for(start + n)])
-        if selected is None:
-            keys = FullKeys(cache, blocks, start, n, record=record)
-        else:
+        keys = FullKeys(cache, blocks, start, n, record=record)
+        if selected is not None:
             lists = torch.stack([torch.randperm(start - recent)[:selected] for _ in range(2)])[None]
             keys = PillarKeys(None, blocks, start, lists, recent)
         plan.append(Segment(None, torch.randint(0, 64, (n,)).tolist(), start, keys, "", n))
     return plan
 
 
-VERIFY, DRAFT, PROMPT, FIRST = (3, 33, None, 0, True), (1, 30, 5, 4, False), (3, 0, None, 0, False), (1, 50, None, 0, False)
-STEPS = [(PROMPT, VERIFY, DRAFT, FIRST), (DRAFT, VERIFY, DRAFT), (DRAFT,), ((1, 7, 2, 1, False), VERIFY, (1, 40, 12, 8, False)),
-         ((2, 50, None, 0, True), DRAFT)]
+VERIFY, DRAFT = (3, 33, None, 0, True), (1, 30, 5, 4, False)
+PROMPT, FIRST = (3, 0, None, 0, False), (1, 50, None, 0, False)
+STEPS = [(PROMPT, VERIFY, DRAFT, FIRST), (DRAFT, VERIFY, DRAFT), (DRAFT,),
+         ((1, 7, 2, 1, False), VERIFY, (1, 40, 12, 8, False)), ((2, 50, None, 0, True), DRAFT)]
 FEW, MANY = ((2, 5, None, 0, False), (1, 3, None, 0, False)), (DRAFT, FIRST, FIRST, DRAFT)
 
 
 def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
-    """Every mix of phases through graphs and without: (captures, sizes of graphs, names of what came out different). From the second one
-    on the graphs are `spoilt`. Lists are split at 32 entries, so that there are partial results to merge."""
+    """Every mix of phases through graphs and without: (captures, sizes of graphs, names of different
+    results). From the second one on the graphs are `spoilt`. Lists are split at 32 entries, so that there are
+    partial results to merge."""
     torch.manual_seed(0)
-    model, captures, sizes, wrong = toy_model(head_dim=16, n_layer=1), [], set(), set()
+    model = toy_model(head_dim=16, n_layer=1)
+    captures, sizes, wrong = [], set(), set()
     with scattered():
         cache = KVCache(model.config, 320, spare=1)
         held = [cache.open(80) for _ in range(4)]
-    cache.k.normal_(), cache.v.normal_()
-    pools = cache.k, cache.v
+    cache.kv.normal_()
+
+    def counted(*args, real=graphs.capture):
+        captures.append(args)
+        return real(*args)
+
+    def forward(x):
+        return [decode(model.blocks, model.norm, model.rope, model.embed(x.tokens), x, cache)]
+
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(graphs, "capture", lambda *a, real=graphs.capture: captures.append(a) or real(*a)))
+        stack.enter_context(mock.patch.object(graphs, "capture", counted))
         stack.enter_context(mock.patch.object(graphs, "CHUNK", 32))
         stack.enter_context(mock.patch.object(att.make_plan, "__defaults__", (32, None)))
-        def forward(x):
-            return [decode(model.blocks, model.norm, model.rope, model.embed(x.tokens), x, cache)]
-
         run, eager = (graphs.Graphs(forward, cache, 4, 60, 20, 2) for _ in range(2))
         for i, shapes in enumerate(steps):
             plan = plan_of(cache, held, shapes)
-            before = [pool.clone() for pool in pools]
+            before = cache.kv.clone()
+            # 1. Without graphs, and with slots that are looked up one by one.
             places = eager.places(plan)
-            x, at = eager.fill(sum(len(s.tokens) for s in plan), plan, places), torch.zeros(4, 64, dtype=torch.int32)
-            assert 0 <= x.table.min() and x.table.max() <= cache.n_blocks              # a place without a request is in the pool, too
+            x = eager.fill(sum(len(s.tokens) for s in plan), plan, places)
+            assert 0 <= x.table.min() and x.table.max() <= cache.n_blocks      # also of absent requests
+            at, new = torch.zeros(4, 64, dtype=torch.int32), []
             for place, s in zip(places, plan):
-                at[place, :s.start + len(s.tokens)] = cache.slots_of(s.keys.blocks, range(s.start + len(s.tokens)))
-            new = torch.cat([cache.slots_of(s.keys.blocks, range(s.start, s.start + len(s.tokens))) for s in plan])
-            (want,), after = forward(replace(x, slots=at, new=new)), [pool.clone() for pool in pools]
-            for pool, old in zip(pools, before):
-                pool.copy_(old)
+                end = s.start + len(s.tokens)
+                at[place, :end] = cache.slots_of(s.keys.blocks, range(end))
+                new += at[place, s.start:end].tolist()
+            want, = forward(replace(x, slots=at, new=torch.tensor(new)))
+            after = cache.kv.clone()
+            # 2. Through graphs.
+            cache.kv.copy_(before)
             (got,), _ = run(plan)
-            recorded = [(s.keys.scores, eager.scores[:, j, :, :s.start + len(s.tokens)]) for j, s in zip(places, plan) if s.keys.scores is not None]
-            pairs = {"hidden states": [(got, want)], "scores": recorded, "cache": [(a[:, :, :320], b[:, :, :320]) for a, b in zip(pools, after)]}
-            wrong |= {name for name, some in pairs.items() for a, b in some if a.shape != b.shape or not (a - b).abs().max() <= 1e-5}
+            pairs = [("hidden states", got, want), ("cache", cache.kv[:, :, :, :320], after[:, :, :, :320])]
+            for place, s in zip(places, plan):
+                if s.keys.scores is not None:
+                    pairs.append(("scores", s.keys.scores, eager.scores[:, place, :, :s.keys.length]))
+            for name, a, b in pairs:
+                if a.shape != b.shape or not (a - b).abs().max() <= 1e-5:
+                    wrong.add(name)
             sizes.add(min(size for size in graphs.SIZES if size >= len(want)))
             if i == 0:
                 stack.enter_context(spoilt(run))
@@ -134,28 +161,32 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
 
 
 class Forbidding(TorchDispatchMode):
-    """Inside, nothing may ask the device for a number or make a tensor of the host's: a graph could hold neither."""
-    NAMES = ("item", "is_nonzero", "nonzero", "lift_fresh", "to.device", "to.dtype_layout", "repeat_interleave", "masked_select")
+    """Inside, reading a number from the device and copying a tensor from the host raise, as in a capture."""
+    NAMES = ("item", "is_nonzero", "nonzero", "lift_fresh", "to.device", "to.dtype_layout",
+             "repeat_interleave", "masked_select")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        masks = str(func).startswith("aten.index") and any(x is not None and x.dtype == torch.bool for x in args[1])
-        if masks or str(func).removeprefix("aten.").startswith(self.NAMES):
+        by_mask = str(func).startswith("aten.index")
+        by_mask = by_mask and any(x is not None and x.dtype == torch.bool for x in args[1])
+        if by_mask or str(func).removeprefix("aten.").startswith(self.NAMES):
             raise AssertionError(f"{func} inside a graph")
         return func(*args, **(kwargs or {}))
 
 
 def check_graphs():
-    """One graph a size; whatever mix it replays and whatever a larger forward left behind, all comes out as without it; and on a GPU
-    it could be captured."""
-
+    """One graph a size. Whatever mix it replays, and whatever a larger forward left in its tables, the
+    results are those without it; and on a GPU it could be captured."""
     def replay(graph, real=references.Recorded.replay):
         with Forbidding():
             real(graph)
 
     x = torch.rand(5)
+    forbidden = [
+        lambda: x * x.max().item(), lambda: x[x > 0], lambda: x[[0, 1, 2, 3, 4]],
+        lambda: x + torch.ones(5).cpu(),
+        lambda: x if x.sum() > 0 else -x, lambda: x.repeat_interleave(torch.ones(5).long())]
     with torch.inference_mode(), mock.patch.object(references.Recorded, "replay", replay):
-        for function in (lambda: x * x.max().item(), lambda: x[x > 0], lambda: x[[0, 1, 2, 3, 4]], lambda: x + torch.ones(5).cpu(),
-                         lambda: x if x.sum() > 0 else -x, lambda: x.repeat_interleave(torch.ones(5).long())):
+        for function in forbidden:
             graph = references.Recorded(lambda: [function()])
             with pytest.raises(AssertionError, match="inside a graph"):
                 graph.replay()
@@ -163,13 +194,20 @@ def check_graphs():
 
 
 def check_graphs_that_are_not_cleared():
-    """Where pad rows write to a slot that a request owns, that is noticed."""
+    """Pad rows that write to a slot of a request are noticed."""
+    def without_new(run):
+        return mock.patch.dict(run.padding, new=0)
+
     with torch.inference_mode():
         assert replayed([MANY, FEW]) == (1, 1, set())
-        assert "cache" in replayed([MANY, FEW], lambda graphs: mock.patch.dict(graphs.padding, new=0))[2]       # without "new"
+        assert "cache" in replayed([MANY, FEW], without_new)[2]
 
 
-CHECKS = {"engine": check_engine, "graphs": check_graphs, "graphs that are not cleared": check_graphs_that_are_not_cleared}
+CHECKS = {
+    "engine": check_engine,
+    "graphs": check_graphs,
+    "graphs that are not cleared": check_graphs_that_are_not_cleared,
+}
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +227,7 @@ def graphs_of(n_slots, batch, longest, group, function=None):
 
 
 def test_graphs_have_room_for_every_mix_of_requests():
-    """Random batches fill a cache; their plans fit into the room of their padded rows, and a single request takes up all of it."""
+    """The plans of random batches fit into the room of their padded rows, which one request can fill."""
     n_slots, batch, longest = 6000, 6, 3100
     rng = random.Random(0)
     for group in (1, 4):
@@ -206,7 +244,8 @@ def test_graphs_have_room_for_every_mix_of_requests():
                     break
             rows = min(size for size in graphs.SIZES if size >= sum(s[0] for s in shapes))
             plan = att.make_plan(shapes, group)
-            assert all(n <= most for n, most in zip((len(plan.items), len(plan.merges), plan.n_part_rows), run.room(rows)))
+            needed = len(plan.items), len(plan.merges), plan.n_part_rows
+            assert all(n <= most for n, most in zip(needed, run.room(rows)))
         one = att.make_plan([(1, longest, 0, 0)], group)
         assert (len(one.items), len(one.merges), one.n_part_rows) == run.room(1) == (7, 1, 7 * group)
 
@@ -225,9 +264,10 @@ def test_a_forward_larger_than_the_largest_graph_is_eager_and_others_share_their
         return [Segment(None, list(range(first, first + n)), 0, FullKeys(run.cache, blocks, 0, n), "", n)]
 
     largest = graphs.SIZES[-1]
-    for warm in (False, True):                                             # the first one compiles, which is told apart
+    for warm in (False, True):                           # the first one compiles, which is told apart
         (out,), seconds = run(segment(largest + 1))
-        assert set(called) == {largest + 1} and run.graphs == {} and (seconds > 0) != warm and len(out) == largest + 1
+        assert set(called) == {largest + 1} and run.graphs == {}
+        assert (seconds > 0) != warm and len(out) == largest + 1
     for n in (3, 1, 4, 3, largest, 2, 513):
         captures = len(run.graphs)
         (out,), seconds = run(segment(n))
@@ -235,7 +275,7 @@ def test_a_forward_larger_than_the_largest_graph_is_eager_and_others_share_their
         held = out
     assert [rows for rows, _ in run.graphs] == [4, 1, largest, 2, 576]
     run(segment(514, 7))
-    assert held.tolist() == list(range(1, 514))                            # what was handed out is not overwritten
+    assert held.tolist() == list(range(1, 514))          # earlier results are not overwritten
 
 
 def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
@@ -248,14 +288,17 @@ def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
             made.append(engine.graphs)
         assert made[-4] is made[-3] is made[-2] is not made[-1] and made[-1].longest == 160    # a longer one
         engine._prepare([Request([1] * 140, 20)] * 2)
-        assert engine.graphs is not made[-1] and engine.cache.n_slots == engine.cache.k.shape[2] - engine.cache.block      # a larger cache
-    assert made[0].scores.numel() == 0 and made[-1].selected.shape == (2, 2, 2, 16) and made[-1].scores.shape == (2, 2, 2, 160)
+        assert engine.graphs is not made[-1]             # a larger cache
+        assert engine.cache.n_slots == engine.cache.k.shape[2] - engine.cache.block
+    assert made[0].scores.numel() == 0
+    assert made[-1].selected.shape == (2, 2, 2, 16) and made[-1].scores.shape == (2, 2, 2, 160)
 
 
 class Counting(TorchDispatchMode):
-    """Counts operators that a GPU would launch: all but views and allocations, and a kernel's reference as one."""
-    FREE = ("view", "_unsafe_view", "_reshape_alias", "slice", "select", "expand", "unsqueeze", "squeeze", "transpose", "t.", "permute",
-            "split", "unbind", "detach", "alias", "as_strided", "empty", "new_empty", "resolve_", "lift_fresh", "numpy_T")
+    """Counts operators that a GPU would launch: all but views and allocations. A reference is one."""
+    FREE = ("view", "_unsafe_view", "_reshape_alias", "slice", "select", "expand", "unsqueeze", "squeeze",
+            "transpose", "t.", "permute", "split", "unbind", "detach", "alias", "as_strided", "empty",
+            "new_empty", "resolve_", "lift_fresh", "numpy_T")
     launches, muted = 0, False
 
     def counted(self, function, launches=1):
@@ -280,10 +323,11 @@ def counting(monkeypatch):
     """The kernels' references take their places, so that a GPU's path runs here, too."""
     mode = Counting()
     monkeypatch.setattr("kernels.available", lambda x: True)
-    monkeypatch.setattr(Linear, "forward", mode.counted(lambda m, x: F.linear(x, m.weight, m.bias)))      # one product on a GPU
+    product = mode.counted(lambda m, x: F.linear(x, m.weight, m.bias))
+    monkeypatch.setattr(Linear, "forward", product)
     monkeypatch.setattr(fused, "attention", mode.counted(references.attention))
     monkeypatch.setattr(fused, "scores", mode.counted(references.scores))
-    for name in ("add_rms_norm", "rope_and_store", "silu_mul"):
+    for name in ("add_rms_norm", "rope_and_store"):
         monkeypatch.setattr(fused, name, mode.counted(getattr(references, name)))
     return mode
 
@@ -300,7 +344,8 @@ def test_a_layer_is_few_kernels(counting):
             graph.function()
         return counting.launches
 
-    assert launches(1) > 5 and (launches(3) - launches(1)) / 2 <= 11       # the parts of a long list are merged by one more
+    # The parts of a long list are merged by one more.
+    assert launches(1) > 5 and (launches(3) - launches(1)) / 2 <= 12
 
 
 TARGET, SMALL = (toy_model(vocab=32, head_dim=16, seed=seed) for seed in (0, 1))
@@ -314,22 +359,40 @@ DRAFTERS = {
 }
 
 
-METHODS = {"ar": lambda e: Lockstep(e), "ngram": lambda e: Lockstep(e, NGram(3, 1), 4), "specgen": lambda e: SpecGen(e, 3, 0.1, 4)}
-METHODS |= {name: lambda e, make=make, k=k: Lockstep(e, make(), k) for name, (make, k) in DRAFTERS.items()}
+METHODS = {
+    "ar": Lockstep,
+    "ngram": lambda e: Lockstep(e, NGram(3, 1), 4),
+    "specgen": lambda e: SpecGen(e, 3, 0.1, 4),
+    **{name: lambda e, make=make, k=k: Lockstep(e, make(), k) for name, (make, k) in DRAFTERS.items()},
+}
+AT_0 = [(name, 0.0) for name in METHODS]
+SAMPLED = [(name, 0.8) for name in ("specgen", "prism", "prism tree", "specdiff")]
 
 
-@pytest.mark.parametrize("name, temperature", [*((name, 0.0) for name in METHODS), ("specgen", 0.8), ("prism", 0.8), ("prism tree", 0.8), ("specdiff", 0.8)])
-def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monkeypatch):
-    """At batch 1. Tables of the host are counted too, where they do not go in one copy. (A GPU also waits for the forward: three in all.)"""
-    waits, mode = [], counting
-    monkeypatch.setattr(fused, "attention", lambda q, *rest: (q, q[..., 0]))               # quick: any number will do
+def without_attention(monkeypatch):
+    """Quick, where any number will do."""
+    monkeypatch.setattr(fused, "attention", lambda q, *rest: (q, q[..., 0]))
     monkeypatch.setattr(fused, "scores", lambda *args: None)
+
+
+@pytest.mark.parametrize("name, temperature", [*AT_0, *SAMPLED])
+def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monkeypatch):
+    """At batch 1. Tables of the host that do not go in one copy count, too. (A GPU also waits for the
+    forward: three waits in all.)"""
+    waits, mode = [], counting
+    without_attention(monkeypatch)
     monkeypatch.setattr(graphs, "capture", mode.counted(graphs.capture, 0))
     monkeypatch.setattr(references.Recorded, "replay", mode.counted(references.Recorded.replay))
     monkeypatch.setattr(graphs.Graphs, "fill", mode.counted(graphs.Graphs.fill))
     for wait in ("tolist", "item", "__bool__"):
         real = getattr(torch.Tensor, wait)
-        monkeypatch.setattr(torch.Tensor, wait, lambda x, real=real: (mode.muted or waits.append(x), real(x))[1])
+
+        def waiting(x, real=real):
+            if not mode.muted:
+                waits.append(x)
+            return real(x)
+
+        monkeypatch.setattr(torch.Tensor, wait, waiting)
     engine = Engine(TARGET, METHODS[name], 1)
     engine.fused = True
     ask = [Request([3, 1, 4, 1, 5, 3, 1], 16, Sampling(temperature, seed=1))]
@@ -339,15 +402,18 @@ def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monk
     with mode:
         engine.generate(ask)
     n = len(engine.iterations)
-    # The noise of SpecDiff's window is made outside of its graph, which has no tokens yet; a stateless hash takes some launches.
-    most = 90 if (name, temperature) == ("specdiff", 0.8) else 60
-    assert 3 * n < mode.launches <= most * n and 0 < len(waits) <= 2 * n, (mode.launches / n, len(waits) / n)
+    assert 3 * n < mode.launches <= 60 * n and 0 < len(waits) <= 2 * n, (mode.launches / n, len(waits) / n)
 
 
 def test_a_forwards_tables_go_in_one_copy(monkeypatch):
     """To a GPU each copy is a launch. (The guard above counts all of `fill` as one.)"""
     sent = []
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda x, y, non_blocking=False, real=torch.Tensor.copy_: (sent.append(non_blocking), real(x, y))[1])
+
+    def copy(x, y, non_blocking=False, real=torch.Tensor.copy_):
+        sent.append(non_blocking)
+        return real(x, y)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
     run = graphs_of(200, 3, 100, 1, lambda x: [x.tokens])
     for n in (3, 2):
         sent.clear()
@@ -390,22 +456,29 @@ def test_compiling_and_capturing_is_in_no_price(counting, monkeypatch):
     assert captures > 3 and engine.warm_up >= 1000 * captures
     # No account has any of it, not even a half that another one was given back.
     spent = [x for g in answers for s in g.steps for x in (s.draft_seconds, s.verify_seconds)]
-    spent += [x for seconds in (engine.seconds, *(i["seconds"] for i in engine.iterations)) for x in seconds.values()]
+    spent += engine.seconds.values()
+    for i in engine.iterations:
+        spent += i["seconds"].values()
     assert min(spent) >= 0 and max(spent) < 400
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_prices_are_those_of_graphs(name, counting, monkeypatch):
-    """Where rounds of a drafter are timed, its requests, whose prompts come as if they were read, lie in the pool that graphs know."""
+    """Timed rounds of a drafter use the pool that its graphs know."""
     class OnKernels(measure.Half):
         def __init__(self, *args):
             super().__init__(*args)
             self.fused = True
 
     rounds = []
-    monkeypatch.setattr(fused, "attention", lambda q, *rest: (q, q[..., 0]))               # quick: any number will do
+
+    def in_pool(drafter, work, real=Cached.in_pool):
+        rounds.append(real(drafter, work))
+        return rounds[-1]
+
+    without_attention(monkeypatch)
     monkeypatch.setattr(measure, "Half", OnKernels)
-    monkeypatch.setattr(Cached, "in_pool", lambda d, work, real=Cached.in_pool: (rounds.append(real(d, work)), rounds[-1])[1])
+    monkeypatch.setattr(Cached, "in_pool", in_pool)
     drafter = DRAFTERS[name][0]()
     for _ in range(2):
         seconds = measure.round_seconds(TARGET, drafter, 2, 20, [1, 3])

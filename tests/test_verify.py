@@ -1,51 +1,64 @@
-"""The acceptance rules, each with a chi-square test over all outputs of length two and a control that must fail it.
+"""The acceptance rules: a chi-square test of each over all outputs of length two, and controls that must fail.
 
-False alarms: a correct rule fails a test of this file with probability 1e-6 a chi-square; seeds are fixed, so never.
+A correct rule fails a chi-square test of this file with probability 1e-6. Seeds are fixed, so it never does
+by chance.
 """
 import pytest
 import torch
 from conftest import chi_square
 
 from minispec.core.noise import stream
-from minispec.core.verify import LEAST_TEMPERATURE, Sampling, draw, greedy_tree, rejection, scores, warp
+from minispec.core.verify import (LEAST_TEMPERATURE, Sampling, draw, greedy_tree, rejection,
+                                  scores, warp)
 
 V, ROUNDS = 6, 6_000
 
 
-def test_warp_by_hand():
-    logits = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
-    close = lambda a, b: torch.allclose(a, torch.tensor(b, dtype=torch.float), atol=1e-6)
-    assert close(warp(logits, Sampling(1.0)), [0.5, 0.25, 0.15, 0.1])
-    assert close(warp(logits, Sampling(0.5)), [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345])
-    assert close(warp(logits, Sampling(1.0, top_k=2)), [2 / 3, 1 / 3, 0, 0])
-    assert close(warp(logits, Sampling(1.0, top_p=0.75)), [2 / 3, 1 / 3, 0, 0])       # 0.5 + 0.25 reaches 0.75
-    assert close(warp(logits, Sampling(1.0, top_p=0.76)), [0.5 / 0.9, 0.25 / 0.9, 0.15 / 0.9, 0])
-    assert close(warp(logits, Sampling(1.0, top_p=0.01)), [1, 0, 0, 0])               # at least one token stays
-    assert close(warp(logits, Sampling(0.0)), [1, 0, 0, 0])
+@pytest.mark.parametrize("sampling, weights", [
+    (Sampling(1.0), [50, 25, 15, 10]),
+    (Sampling(0.5), [2500, 625, 225, 100]),
+    (Sampling(1.0, top_k=2), [2, 1, 0, 0]),
+    (Sampling(1.0, top_p=0.75), [2, 1, 0, 0]),                   # 0.5 + 0.25 reaches 0.75
+    (Sampling(1.0, top_p=0.76), [50, 25, 15, 0]),
+    (Sampling(1.0, top_p=0.01), [1, 0, 0, 0]),                   # at least one token stays
+    (Sampling(0.0), [1, 0, 0, 0]),
+], ids=str)
+def test_warp_by_hand(sampling, weights):
+    want = torch.tensor(weights) / sum(weights)
+    got = warp(torch.tensor([0.5, 0.25, 0.15, 0.1]).log(), sampling)
+    assert torch.allclose(got, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [dict(temperature=-1), dict(temperature=float("nan")), dict(temperature=1e-38), dict(temperature=1e-40),
-                                 dict(top_k=-2), dict(top_p=0), dict(top_p=1.5)])
+@pytest.mark.parametrize("bad", [
+    *(dict(temperature=t) for t in (-1, float("nan"), 1e-38, 1e-40)),
+    dict(top_k=-2), dict(top_p=0), dict(top_p=1.5), dict(seed=-1), dict(seed=1 << 63)])
 def test_sampling_ranges(bad):
     with pytest.raises(ValueError, match="out of range; allowed is"):
         Sampling(**bad)
-    with pytest.raises(ValueError, match="rule must be one of coupled, rejection, point-mass, selection, walk, got fair"):
+
+
+def test_rules_are_named():
+    with pytest.raises(ValueError, match="one of coupled, rejection, point-mass, selection, walk, got fair"):
         Sampling(rule="fair")
 
 
 def test_the_least_temperature_is_a_distribution():
     """Logits as large as any model's, divided by it, are still numbers."""
     probs = warp(torch.tensor([1e4, 1e4 - 1e-2, -1e4]), Sampling(LEAST_TEMPERATURE))
-    assert probs.isfinite().all() and probs.sum().item() == pytest.approx(1) and probs.argmax() == 0
+    assert probs.isfinite().all() and probs.argmax() == 0
+    assert probs.sum().item() == pytest.approx(1)
 
 
 def test_draw_never_picks_a_token_without_weight():
     weights = torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0])
     coins = torch.tensor([0.0, 0.32, 0.34, 0.999999, 1.0])
     assert draw(weights.expand(5, 5), coins).tolist() == [1, 1, 3, 3, 3]
-    for temperature, top_k in ((LEAST_TEMPERATURE, 0), (1.0, 1)):                     # nor does a race of clocks
-        logits = torch.tensor([[0.0, 3.0, 1.0, 2.9]] * 4000)
-        assert set(scores(logits, Sampling(temperature, top_k), [stream(1)] * 4000, range(4000)).argmax(-1).tolist()) == {1}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(LEAST_TEMPERATURE), Sampling(1.0, 1)], ids=str)
+def test_noise_never_picks_a_token_without_weight(sampling):
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.9]] * 4000)
+    assert (scores(logits, sampling, [stream(1)] * 4000, range(4000)).argmax(-1) == 1).all()
 
 
 def test_greedy_on_a_chain():
@@ -54,36 +67,41 @@ def test_greedy_on_a_chain():
     assert greedy_tree([1, 9, 3], [0, 1, 2], [1, 2, 3, 4]) == ([1], 2)
 
 
-# -- the law: a Markov chain as target, another one as drafter -----------------------------------------------------------
+# -- the law: a Markov chain as target, another one as drafter -----------------------------------------------
 
-def tables(sampling, seed=0):
+def tables(sampling):
     """Target and drafter as Markov chains: (p0 (V,), p1 (V, V)) and the same for q, warped alike."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     p = torch.randn(V + 1, V, generator=g) * 1.2
-    q = p + torch.randn(V + 1, V, generator=g)                     # a drafter that has learned something
+    q = p + torch.randn(V + 1, V, generator=g)                   # a drafter that has learned something
     p, q = warp(p, sampling), warp(q, sampling)
     return (p[V], p[:V]), (q[V], q[:V])
 
 
-def simulate(sampling, drafter, coins=lambda coins: coins, rounds=ROUNDS, k=2):
-    """Rounds of k drafts each, judged by rejection; returns the counts (V * V) of the first two committed tokens, and what was
-    accepted. Rounds that commit one token get their second one from the target itself, as the next round would give it."""
+def simulate(sampling, drafter, share_coin=False, k=2):
+    """Rounds of k drafts each, verified by rejection. Returns the p-value of the first two committed tokens,
+    and the numbers of accepted drafts. A round that commits one token gets its second one from the target, as
+    in the next round."""
     (p0, p1), (q0, q1) = tables(sampling)
     g = torch.Generator().manual_seed(1)
     counts, lengths = torch.zeros(V * V, dtype=torch.long), []
-    for i in range(rounds):
+    for _ in range(ROUNDS):
         rows, draft = [q0], []
         for coin in torch.rand(k, generator=g):
-            draft.append(rows[-1].argmax().item() if drafter != "sampled" else draw(rows[-1], coin).item())
+            token = draw(rows[-1], coin) if drafter == "sampled" else rows[-1].argmax()
+            draft.append(token.item())
             rows.append(q1[draft[-1]])
         q = None if drafter == "point mass" else torch.stack(rows)
-        path, token = rejection([([1, 2], q)], draft, torch.stack([p0, *p1[draft]]), coins(torch.rand(k + 1, generator=g)))
+        coins = torch.rand(k + 1, generator=g)
+        if share_coin:
+            coins = coins[:1].expand(k + 1)
+        path, token = rejection([([1, 2], q)], draft, torch.stack([p0, *p1[draft]]), coins)
         out = [draft[row - 1] for row in path] + [token]
         if len(out) < 2:
             out.append(draw(p1[token], torch.rand((), generator=g)).item())
         counts[out[0] * V + out[1]] += 1
         lengths.append(len(path))
-    return counts, (p0[:, None] * p1).flatten(), torch.tensor(lengths)
+    return chi_square(counts, (p0[:, None] * p1).flatten()), torch.tensor(lengths)
 
 
 SAMPLINGS = [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
@@ -92,48 +110,47 @@ SAMPLINGS = [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("drafter", ["sampled", "point mass"])
 def test_rejection_is_lossless(sampling, drafter):
-    counts, want, accepted = simulate(sampling, drafter)
-    assert chi_square(counts, want) > 1e-6
-    assert 0 < accepted.float().mean() < 2             # both branches are used
+    p_value, accepted = simulate(sampling, drafter)
+    assert p_value > 1e-6
+    assert 0 < accepted.float().mean() < 2                       # drafts are accepted and rejected
     (p0, _), (q0, _) = tables(sampling)
-    if drafter == "sampled":                           # alpha is one minus total variation
+    if drafter == "sampled":                                     # one minus total variation
         assert abs((accepted > 0).float().mean() - torch.minimum(p0, q0).sum()) < 0.03
 
 
-def test_control_one_coin_for_all_drafts_is_rejected():
-    counts, want, _ = simulate(Sampling(1.0), "sampled", lambda coins: coins[:1].expand(3))
-    assert chi_square(counts, want) < 1e-6
-
-
-def test_control_softmax_ratio_on_argmax_drafts_is_rejected():
-    """Drafts are the argmax of q, but judged as if they were drawn from q."""
-    counts, want, _ = simulate(Sampling(1.0), "argmax")
-    assert chi_square(counts, want) < 1e-6
+@pytest.mark.parametrize("drafter, share_coin", [
+    ("sampled", True),                                           # one coin for all drafts
+    ("argmax", False)])                                          # as if its drafts were drawn from q
+def test_control_mistakes_are_rejected(drafter, share_coin):
+    assert simulate(Sampling(1.0), drafter, share_coin)[0] < 1e-6
 
 
 def test_identical_distributions_accept_everything():
-    p = torch.rand(50, 4, V).softmax(-1)
-    for one in p:
-        draft = draw(one[:3], torch.rand(3)).tolist()
-        assert rejection([([1, 2, 3], one[:3])], draft, one, torch.rand(4))[0] == [1, 2, 3]
+    for p in torch.rand(50, 4, V).softmax(-1):
+        draft = draw(p[:3], torch.rand(3)).tolist()
+        assert rejection([([1, 2, 3], p[:3])], draft, p, torch.rand(4))[0] == [1, 2, 3]
 
 
 def coupled(sampling, move=1, rounds=40_000):
-    """Counts (V * V) of two tokens that the target draws with the noise of as many seeds; move: how far apart their positions are.
-    And how often the drafter's first token, of the same noise, is the target's."""
+    """The p-value of two tokens that the target draws at positions `move` apart, with the noise of many
+    seeds; and how often the drafter's first token, drawn with the same noise, is the target's."""
     (p0, p1), (q0, _) = tables(sampling)
     streams = [stream(seed) for seed in range(rounds)]
-    choose = lambda p, position: scores(p.log(), Sampling(1.0), streams, [position] * rounds).argmax(-1)
+
+    def choose(p, position):
+        return scores(p.log(), Sampling(1.0), streams, [position] * rounds).argmax(-1)
+
     first = choose(p0.expand(rounds, V), 9)
     second = choose(p1[first], 9 + move)
     hits = (choose(q0.expand(rounds, V), 9) == first).float().mean()
-    return torch.bincount(first * V + second, minlength=V * V), (p0[:, None] * p1).flatten(), hits
+    counts = torch.bincount(first * V + second, minlength=V * V)
+    return chi_square(counts, (p0[:, None] * p1).flatten()), hits
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_noise_draws_from_p_and_couples_drafts(sampling):
-    counts, want, hits = coupled(sampling)
-    assert chi_square(counts, want) > 1e-6
+    p_value, hits = coupled(sampling)
+    assert p_value > 1e-6
     # The bounds of the coupling (Daliri, Musco, Suresh).
     (p0, _), (q0, _) = tables(sampling)
     alpha = torch.minimum(p0, q0).sum()
@@ -141,5 +158,4 @@ def test_noise_draws_from_p_and_couples_drafts(sampling):
 
 
 def test_control_noise_at_two_positions_is_rejected():
-    counts, want, _ = coupled(Sampling(1.0), move=0)
-    assert chi_square(counts, want) < 1e-6
+    assert coupled(Sampling(1.0), move=0)[0] < 1e-6

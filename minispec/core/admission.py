@@ -1,19 +1,19 @@
-"""Who may be decoded now? Admission of requests to the cache, and what happens when the cache is full
-(SpecGen section 4.4: "dynamic KV-cache manager").
+"""Admission of requests to the cache, and the choice of requests that leave it when it is full (SpecGen
+section 4.4: "dynamic KV-cache manager").
 
 The length of a chain of thought is not known beforehand. Policies:
 
-    reserve    a request enters when its longest possible answer fits; nothing ever goes wrong, and much
-               of the cache stays empty
-    preempt    enter as soon as the prompt fits; when the cache is full, drop the youngest request and compute
-               it again later
-    offload    the same, but the youngest moves to host memory in chunks and comes back before anybody new is
-               admitted
+    reserve    a request enters when its longest possible answer fits; no request ever leaves, but much of the
+               cache stays empty
+    preempt    a request enters when its prompt fits; when the cache is full, the youngest request is dropped
+               and computed again later
+    offload    the same, but the youngest request moves to host memory in chunks, and comes back before any
+               new request is admitted
 
-The oldest request always goes on, so every request ends. The youngest leaves first and the last one to leave
-comes back first, so those that wait on the host are a stack and service is in order of age. Nobody leaves
-while a verdict on its last verification is due (delayed verification), because that verdict says how much of
-its cache is valid. The cache hands out whole blocks (kv_cache.py), so sizes here are multiples of one.
+The oldest request always continues, so every request ends. The youngest leaves first and the last to leave
+comes back first, so the requests on the host are a stack, and service is in order of age. No request leaves
+before the verdict on its last verification (delayed verification), because the verdict determines how much of
+its cache is valid. The cache hands out whole blocks (kv_cache.py), so all sizes are multiples of a block.
 """
 from minispec.core.kv_cache import Allocation, whole_blocks
 
@@ -30,17 +30,16 @@ class Admission:
         self.policy = policy
         self.paused = []
         self.recomputed = 0                                # tokens that `preempt` threw away
-        self.shared = 0                                    # tokens that were not read, because others had been
+        self.shared = 0                                    # prompt tokens found in blocks of other requests
 
     def step(self):
-        """Before an iteration: make room for what the active requests will write, then let others in. Returns
-        what had to be judged for that, as [(request, newly committed tokens)]."""
+        """Before an iteration: make room for the rows of the active requests, then admit others. Returns the
+        verdicts that this needed, as [(request, newly committed tokens)]."""
         engine = self.engine
         active = engine.active
         judged = []
         if self._missing_slots() > engine.cache.free:
-            # Somebody must leave, so nobody may wait for a verdict. Those that it
-            # finishes make room, too.
+            # A request must leave, so no verdict may be due. Requests that it finishes make room, too.
             judged = engine.settle()
             engine.retire()
         # The oldest first; the youngest may leave meanwhile.
@@ -50,7 +49,7 @@ class Admission:
         # There is room again: the last one to leave comes back first.
         while self.paused and len(active) < engine.batch_size and self._resume(self.paused[-1]):
             active.append(self.paused.pop())
-        # Those who wait enter in order, because a small request that overtakes could keep a large one out.
+        # Waiting requests enter in order: small ones that overtake could keep a large one out for ever.
         while engine.waiting and not self.paused and len(active) < engine.batch_size:
             if not self._enter(engine.waiting[0]):
                 break
@@ -58,16 +57,16 @@ class Admission:
         return judged
 
     def reach(self, r):
-        """Slots that a request needs for what it has and for its next verification."""
+        """Slots that a request needs for its tokens and its next verification."""
         return whole_blocks(min(r.longest, len(r.tokens) + self.engine.planner.rows))
 
     def claim(self, r):
-        """Slots that nobody else may have: blocks are given out when they are needed, so that those in use lie
-        together, but `reserve` counts all that a request may need."""
+        """Slots that no other request may get. Blocks are handed out when they are needed, so that used
+        blocks lie together, but `reserve` counts the longest answer."""
         return whole_blocks(r.longest) if self.policy == "reserve" else self.reach(r)
 
     def _missing_slots(self):
-        """Slots that all active requests together claim beyond those they have."""
+        """Slots that the active requests claim in addition to those they have."""
         size = self.engine.cache.size
         return sum(max(self.claim(r) - size(r.blocks), 0) for r in self.engine.active)
 
@@ -78,7 +77,7 @@ class Admission:
         need = self.reach(r)
         if cache.size(r.blocks) >= need:
             return True
-        # The younger ones leave, from the youngest on. If it is this one's turn, it leaves itself.
+        # Requests leave, from the youngest on. If r is the youngest, it leaves itself.
         while not cache.resize(r.blocks, need):
             if self.paused and self.paused[-1].blocks.table:   # one is half out already
                 victim = self.paused[-1]
@@ -111,7 +110,7 @@ class Admission:
             return False
         r.blocks = Allocation()
         if self.engine.planner.shares and not r.n_cached:
-            # The last rows are read in any case: the first token, and what they record, comes of them.
+            # The last rows are read in any case: they give the first token, and the scores that they record.
             known = len(r.tokens) - max(self.engine.planner.record_prompt, 1)
             r.n_cached = cache.share(r.blocks, r.tokens[:max(known, 0)])
             self.shared += r.n_cached
@@ -120,7 +119,7 @@ class Admission:
         return True
 
     def _is_being_read(self, r):
-        """Whether an active request reads the beginning of this one, which waits for it."""
+        """Whether an active request is reading the same beginning, which this one will share."""
         if not self.engine.planner.shares:
             return False
         n = self.engine.cache.block
@@ -128,8 +127,8 @@ class Admission:
                    for other in self.engine.active)
 
     def _resume(self, r):
-        """Bring a request back, chunk by chunk, once the next rows of all others fit next to it. True when it
-        is whole again."""
+        """Bring a request back, chunk by chunk, if the next rows of all others fit beside it. Returns whether
+        it is back."""
         cache = self.engine.cache
         extra = self.engine.planner.extra_slots(r)
         held = cache.size(r.blocks)
@@ -142,12 +141,12 @@ class Admission:
         return cache.resize(r.blocks, size)
 
     def remember(self, r):
-        """Let others share what this request has in the cache."""
+        """Let others share the blocks of this request."""
         if self.engine.planner.shares and not r.blocks.host:
             self.engine.cache.remember(r.blocks, r.tokens[:r.n_cached])
 
     def leave(self, r):
-        """A request that is finished, or starts again: its blocks and buffers are free."""
+        """Free the blocks and buffers of a request that is finished or starts again."""
         self.engine.planner.release(r)
         self.remember(r)
         self.engine.cache.close(r.blocks)

@@ -1,4 +1,5 @@
-"""What makes decoding fast on a CPU. Everything here computes what a plain torch operator does, in less time.
+"""Faster decoding on a CPU. Every function here has a plain torch operator that computes the same. A reader
+of the other files may take `Linear` for nn.Linear and `rms_norm` for F.rms_norm.
 """
 import math
 from functools import cache
@@ -7,8 +8,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-# From so many rows on it pays to convert bf16 weights, where a processor has no bf16 products.
-CONVERT_ROWS = 12
+CONVERT_ROWS = 12           # from which it pays to convert bf16 weights, if a processor has no bf16 products
+MANY_KEYS = 1024            # above which few rows attend by plain products
 
 
 def _packed_types():
@@ -26,11 +27,11 @@ PACKED_TYPES = _packed_types()
 class Linear(nn.Linear):
     """nn.Linear that decodes faster on a CPU.
 
-    A lone row is multiplied by `row_product`. Several rows are multiplied with a copy of the matrix in
-    oneDNN's own layout, as torch.compile does too, because torch's own product is slow for few rows. In bf16
-    on a processor that cannot multiply it, many rows are multiplied in fp32. Gradients see none of this.
+    A single row is multiplied by `row_product`. Several rows are multiplied with a copy of the matrix in
+    oneDNN's layout, as torch.compile does, because torch's product is slow for few rows. On a processor
+    without bf16 products, many bf16 rows are multiplied in fp32. Training uses F.linear.
     """
-    _packed = None, None        # version and address of the weights, and the copy that was made of them
+    _packed = None, None        # version and address of the weights, and their copy
     pack_up_to = 1 << 25        # elements: a copy of every matrix is too much for a model of billions
 
     def forward(self, x):
@@ -41,7 +42,7 @@ class Linear(nn.Linear):
         if multiplied and x.numel() == w.shape[1]:
             return row_product(x, w, bias)
         if multiplied and w.numel() <= self.pack_up_to:
-            # An optimiser or a loader may have changed the weights since, in place: then pack again.
+            # Pack again if an optimiser or a loader has changed the weights in place.
             state = w._version, w.data_ptr()
             if self._packed[0] != state:
                 self._packed = state, torch.ops.mkldnn._reorder_linear_weight(w.detach())
@@ -51,22 +52,22 @@ class Linear(nn.Linear):
         return F.linear(x, w, bias)
 
     def __getstate__(self):
-        """What copy.deepcopy and pickle take: all but the packed copy, which they cannot read."""
+        """The state for copy.deepcopy and pickle, which cannot read the packed copy."""
         state = self.__dict__.copy()
         state.pop("_packed", None)
         return state
 
 
 def row_product(x, w, bias):
-    """F.linear of a lone row x (.., C), in the ways of torch that read a matrix at once on all cores."""
+    """F.linear of a single row x (.., C), by operators that read a matrix on all cores."""
     if w.dtype == torch.float32:
-        # A matrix times a vector runs on one core, so up to 16 parts of it are a batch, which runs on all.
+        # A matrix times a vector runs on one core; a batch of up to 16 parts of the matrix runs on all.
         parts = math.gcd(len(w), 16)
         rows = x.reshape(1, -1).t().expand(parts, -1, 1)
         out = torch.bmm(w.unflatten(0, (parts, -1)), rows).view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
-    # torch leaves bf16 to oneDNN where it may; its own product of a row takes two thirds of the time. The
-    # switch is the process's: should two threads use it at once, a product is only slower.
+    # torch uses oneDNN for bf16 if it may, but its own product of a row takes two thirds of the time. The
+    # switch belongs to the process: if two threads use it at once, a product is slower, but right.
     enabled = torch.backends.mkldnn.enabled
     torch.backends.mkldnn.enabled = False
     try:
@@ -75,14 +76,22 @@ def row_product(x, w, bias):
         torch.backends.mkldnn.enabled |= enabled
 
 
+def products_are_faster(keys, few, length):
+    """Whether plain products attend faster than torch's attention: few rows over `length` keys, or the many
+    rows of a prompt. They are as exact in bf16, because other roundings count more."""
+    if few:
+        return length > MANY_KEYS
+    return keys.dtype == torch.bfloat16 and keys.dtype in PACKED_TYPES and not keys.is_cuda
+
+
 scalar = cache(torch.tensor)                 # a number as a tensor, made once
 
 
 def rms_norm(x, weight, eps):
-    """F.rms_norm of few rows (.., C), in five operators.
+    """F.rms_norm of few rows (.., C), in five operators instead of torch's eight.
 
-    torch makes it of eight. In decoding each takes longer to start than to compute, because the weights that
-    were read since have pushed its code out of the processor's cache."""
+    In decoding each operator takes longer to start than to compute, because the weights that were read since
+    have evicted its code from the processor's cache."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     mean = torch.addcmul(scalar(eps), length, length, value=1 / x.shape[-1])

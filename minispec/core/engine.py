@@ -1,23 +1,32 @@
-"""The decoding loop, seen once. Every iteration is the same three steps:
+"""The decoding loop. Every iteration is the same three steps:
 
-    plan     which rows does each request feed, and which keys may they see?
-    forward  one packed pass of the target over all rows of all requests
-    settle   judge the drafts, commit tokens, roll back
+    plan     which rows does each request feed, and which keys may they see?      -> [Segment]
+    forward  one packed pass of the target over all rows of all requests          -> logits
+    settle   verify the drafts, commit tokens, roll back                          -> [(request, tokens)]
 
-The engine reads prompts, runs the forward, judges and commits. Who plans the rest is the method. `Lockstep`
-lets a drafter (n-gram, small model, ...) propose and verifies every request in every iteration; without a
-drafter it is plain autoregressive decoding. SpecGen (specgen.py) is the other planner: its requests are in
-different phases.
+To follow a request, read `Engine.stream` and `_iterate`, then in this order:
 
-Invariant between iterations, for a request that has been prefilled: all committed tokens but the last have
+    1. `Admission.step` lets it enter: it gets blocks of the cache.
+    2. `_prefill` feeds its prompt in chunks. The last chunk yields the first token.
+    3. `planner.plan` makes its next Segment: the last committed token and the drafts that follow it.
+    4. `forward` packs the rows of all segments; each keys object stores and reads the cache (attention.py).
+    5. `settle` asks verify.py which drafts are accepted, and `Request.commit` appends them and one more
+    token. 6. `retire` frees its blocks when it is finished.
+
+The engine does steps 1, 2, 4, 5 and 6. The planner is the method: `Lockstep` lets a drafter (n-gram, small
+model, ...) propose and verifies every request in every iteration; without a drafter it is plain
+autoregressive decoding. SpecGen (specgen.py) is the other planner: its requests are in different phases.
+
+Invariant between iterations, for a request whose prompt has been read: all committed tokens but the last have
 keys and values in the cache. The last one is the first row of the next forward, so no pass is spent on
 updating the cache.
 
-With delayed verification (`planner.delayed`) the host judges an iteration while the next forward runs.
-Requests that wait for their verdict sit that forward out.
+With delayed verification (`planner.delayed`) the host verifies the drafts of an iteration while the next
+forward runs. Requests that wait for their verdict sit that forward out.
 
-What a request gets does not depend on its neighbours, greedy or sampled: the text before a position and the
-seed settle the target's token there (up to rounding: a forward with more rows may round differently).
+The output of a request does not depend on its neighbours in the batch, greedy or sampled: the seed and the
+text before a position determine the target's token there (up to rounding: a forward with more rows may round
+differently).
 """
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,15 +40,15 @@ from minispec.core.drafters import Drafter, NGram, with_copies
 from minispec.core.kv_cache import KVCache, beside, whole_blocks
 from minispec.core.requests import Segment, check_k, check_lookup, check_requests, pack
 
-PROMPT_ROWS = 2048  # of all prompts in one forward: enough to fill any device, and a bound of its memory
+PROMPT_ROWS = 2048  # prompt tokens a forward, all requests together: it bounds the memory of activations
 
 
 class Engine:
     """Serves requests with continuous batching. planner(engine) makes the planner; see Planner.
 
-    batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size of the longest
-    request seen at `stream`). prefill_chunk: prompt tokens that a request feeds in one iteration at most; all
-    together feed PROMPT_ROWS. admission: see admission.py.
+    batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size times the
+    longest request of a `stream`). prefill_chunk: most prompt tokens of a request in one iteration.
+    admission: see admission.py.
     """
 
     def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512,
@@ -53,13 +62,12 @@ class Engine:
         self.admission = Admission(self, admission)
         self.waiting = []
         self.active = []                                 # oldest first
-        self.unjudged = []                               # segments that were verified and not judged yet,
+        self.unjudged = []                               # segments that wait for their verdict,
         self.unjudged_logits = None                      # and their rows of logits
-        # Where time goes.
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
-        self.warm_up = 0.0  # seconds of compiling kernels and capturing graphs, in no other account
-        self.iterations = []  # of each one: rows by kind, the pool, seconds by phase
-        self.judging = 0.0                               # seconds of this iteration spent on acceptance
+        self.warm_up = 0.0                               # of compiling and capturing, in no other account
+        self.iterations = []                             # of each: rows by kind, the pool, seconds by phase
+        self.judging = 0.0                               # seconds of this iteration in verify.py
         self.on_read = None                              # called with the number of prompt tokens just read
         # On a GPU: Triton kernels, CUDA graphs of them, and a stream to judge on.
         self.fused = model.device.type == "cuda" and self.planner.fusable and can_fuse(model)
@@ -77,9 +85,9 @@ class Engine:
     def stream(self, requests):
         """Answer the requests; yields (request, newly committed tokens) as they are committed.
 
-        One stream at a time. Closing it (or leaving its loop) releases all that is not finished: those
-        requests keep their tokens, and may be streamed again, where they go on. ValueError for what can never
-        be answered.
+        One stream at a time. Closing it (or leaving its loop) releases the requests that are not finished:
+        they keep their tokens, and continue when they are streamed again. ValueError for a request that can
+        never be answered.
         """
         if self.active or self.waiting or self.admission.paused:
             raise ValueError("another stream of this engine is open; finish or close it first")
@@ -97,16 +105,16 @@ class Engine:
 
     def _iterate(self, started):
         """One iteration. Returns [(request, newly committed tokens)]."""
-        counted = dict(self.seconds)
+        before = dict(self.seconds)
         warm_up = self.warm_up
         self.judging = 0.0
-        # Those who must leave the cache are judged before, so this may commit tokens already.
+        # A request gets its verdict before it leaves the cache, so this may commit tokens already.
         committed = self.admission.step()
         plan = self._plan()
         self._record(plan)
         if self.planner.delayed:
-            # The host judges what the last iteration verified, while this forward runs. On the same stream
-            # of a GPU it would have to wait for that forward.
+            # The verdicts of the last iteration, while this forward runs. On the forward's stream of a GPU
+            # they would have to wait for it.
             with beside(self.side):
                 running = self.thread.submit(self.forward, plan)
                 committed += self.settle()
@@ -116,7 +124,7 @@ class Engine:
         else:
             self._take_in(plan, self.forward(plan))
             committed += self.settle()
-        self._clock(started + self.warm_up - warm_up, counted)
+        self._clock(started + self.warm_up - warm_up, before)
         return committed
 
     def generate(self, requests):
@@ -130,7 +138,7 @@ class Engine:
         held = {s.request for s in self.unjudged}
         going = [r for r in self.active if r not in held]
         plan = self.planner.plan([r for r in going if r.is_read])
-        # The oldest read first; for whom no room is left, waits.
+        # The oldest request reads first; the others wait if no room is left.
         room = PROMPT_ROWS
         for r in going:
             if not r.is_read and (chunk := self._prefill(r, room)):
@@ -139,11 +147,10 @@ class Engine:
         return plan
 
     def _prefill(self, request, room):
-        """The next chunk of a prompt, of `room` rows at most, or None; the one that ends it yields the first
-        token. A planner that wants the last rows' attention scores gets them as a chunk of their own."""
+        """The next chunk of a prompt, of at most `room` rows, or None. The last chunk yields the first token.
+        The rows whose attention the planner records are a chunk of their own."""
         start = request.n_cached
         end = len(request.tokens)
-        # The last rows are a chunk of their own: only they are recorded.
         last_rows = end - self.planner.record_prompt
         recorded = start >= last_rows
         stop = min(start + self.prefill_chunk, end if recorded else last_rows)
@@ -151,7 +158,8 @@ class Engine:
             stop = start if recorded else start + room   # the recorded rows stay together
         if stop == start:
             return None
-        keys = FullKeys(self.cache, request.blocks, start, stop - start, record=recorded)
+        keys = FullKeys(self.cache, request.blocks, start, stop - start,
+                        record=self.planner.record if recorded else None)
         return Segment(request, request.tokens[start:stop], start, keys, "prefill", int(stop == end))
 
     @torch.inference_mode()
@@ -170,14 +178,12 @@ class Engine:
             x = pack(plan, self.model.device)
             features = self.model(x.tokens, x.positions, x.attend, self.planner.feature_layers)
         # The rows of all segments lie one after the other.
-        n = 0
+        n = len(features)
         wanted = []
-        for s in plan:
-            s.features = features[n:n + len(s.tokens)]
-            n += len(s.tokens)
-            wanted += range(n - s.n_logits, n)
-        hidden = features[:, -self.model.config.d_model:]
-        logits = self.model.logits(hidden if len(wanted) == n else hidden[wanted])
+        for s, own in zip(plan, features.split([len(s.tokens) for s in plan])):
+            s.features = own
+            wanted.append(own[len(own) - s.n_logits:, -self.model.config.d_model:])
+        logits = self.model.logits(torch.cat(wanted))
         verify.check_numbers(logits)                     # this waits for a GPU
         # A mixed forward is charged by rows.
         spent = time.perf_counter() - started
@@ -186,8 +192,7 @@ class Engine:
         return logits
 
     def _take_in(self, plan, logits):
-        """Sort what a forward gave: prompts are cached, drafts go to the planner, the rest waits for its
-        verdict."""
+        """After a forward: prompts are cached, drafts go to the planner, the rest waits for its verdict."""
         for s in plan:
             if s.kind == "prefill":
                 s.request.n_cached += len(s.tokens)
@@ -205,21 +210,19 @@ class Engine:
         self.unjudged_logits = logits[n:] if self.unjudged else None
 
     def settle(self):
-        """Judge what was verified, commit, roll back. Returns [(request, newly committed tokens)]."""
-        segments = self.unjudged
+        """Verify, commit, roll back. Returns [(request, newly committed tokens)]."""
+        segments, self.unjudged = self.unjudged, []
         if not segments:
             return []
         committed = []
-        verdicts = self.judge(segments, self.unjudged_logits)
-        self.unjudged = []
-        for s, (path, token) in zip(segments, verdicts):
+        for s, (path, token) in zip(segments, self.judge(segments, self.unjudged_logits)):
             r = s.request
             if r.finished:                               # cancelled meanwhile
                 continue
             proposer = ""
             if s.kind == "verify":
-                # Rejected rows of a chain are simply overwritten by the next ones; of a
-                # tree the path moves together.
+                # Later rows overwrite the rejected rows of a chain. The accepted path of a tree moves
+                # together.
                 if s.parents is not None:
                     self.cache.keep(r.blocks, r.n_cached, [0, *path])
                 r.n_cached += 1 + len(path)
@@ -243,12 +246,11 @@ class Engine:
         self.seconds[phase] += seconds
         request.spent[phase] += seconds
 
-    def _clock(self, started, counted):
-        """Book the iteration: what the phases did not count is "other", and judging is a part of it."""
-        phases = {phase: self.seconds[phase] - counted[phase] for phase in counted}
-        other = time.perf_counter() - started - (sum(self.seconds.values()) - sum(counted.values()))
+    def _clock(self, started, before):
+        """Book the iteration: time of no phase is "other", of which verify.py's is told apart."""
+        phases = {phase: self.seconds[phase] - before[phase] for phase in ("draft", "verify", "prefill")}
+        other = time.perf_counter() - started - sum(phases.values())
         self.seconds["other"] += other
-        del phases["other"]
         sample = min(self.judging, other)                # delayed: the rest was hidden behind the forward
         self.iterations[-1]["seconds"] = {**phases, "sample": sample, "overhead": other - sample}
 
@@ -265,42 +267,27 @@ class Engine:
     def _prepare(self, requests):
         """Check the requests, and make a cache that they fit into."""
         check_requests(requests, self.model.config)
-        # The cache grows with what is asked; it is kept from stream to stream.
-        sizes = [whole_blocks(r.longest) + self.planner.extra_slots(r) for r in requests]
-        largest = max(sizes, default=0)
+        # The cache is kept from stream to stream; it grows with the requests.
+        longest = max([r.longest for r in requests], default=0)
+        largest = max([whole_blocks(r.longest) + self.planner.extra_slots(r) for r in requests], default=0)
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
         if largest > slots:
             raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
-        if self.cache and self.cache.n_slots < slots and not self.fused:
-            self.cache.enlarge(slots)                    # with what it holds of earlier texts
-        if self.cache is None or self.cache.n_slots < slots:
+        if self.cache is None or self.fused and self.cache.n_slots < slots:
             self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device,
                                  spare=int(self.fused))
             self.graphs = None
+        if self.cache.n_slots < slots:
+            self.cache.enlarge(slots)                    # with the keys and values of earlier texts
         # A graph's tables have room for the longest request.
-        longest = max([r.longest for r in requests], default=0)
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
-            self._make_graphs(longest)
+            from kernels.graphs import target_graphs
+            self.graphs = target_graphs(self, longest)
+            self.planner.prepare(self.batch_size, longest)
         self.waiting += requests
 
-    def _make_graphs(self, longest):
-        from kernels.fused import decode
-        from kernels.graphs import Graphs
-
-        model = self.model
-
-        def function(x):
-            h = model.embed(x.tokens)
-            return [decode(model.blocks, model.norm, model.rope, h, x, self.cache,
-                           self.planner.feature_layers)]
-
-        group = model.config.n_head // model.config.n_kv_head
-        widest = self.planner.widest(longest)
-        self.graphs = Graphs(function, self.cache, self.batch_size, longest, widest, group)
-        self.planner.prepare(self.batch_size, longest)
-
     def retire(self, everything=False):
-        """Let go of what is finished, or, where the stream is over, of everything."""
+        """Release the requests that are finished, or all of them."""
         for r in [*self.active, *self.admission.paused]:
             if everything or r.finished:
                 self.admission.leave(r)
@@ -310,47 +297,49 @@ class Engine:
 
 
 class Planner:
-    """What the engine asks of a planner, with what most of them answer."""
-    delayed = False                      # True: the engine judges beside the next forward
-    record_prompt = 0                    # how many last rows of a prompt are recorded, to choose keys by
+    """The interface between the engine and a planner, with the usual answers."""
+    name = ""
+    delayed = False                      # True: the engine verifies beside the next forward
+    record = None                        # what FullKeys records of the attention probabilities,
+    record_prompt = 0                    # and of how many last rows of a prompt
     fusable = True                       # whether the kernels serve all of its rows
-    rows = 1                             # the most that a verification writes
-    shares = True                        # whether a request may begin with what others have in the cache
+    rows = 1                             # the most rows of a verification
+    shares = True                        # whether requests may share the blocks of a common beginning
     feature_layers = ()                  # whose states `observe` gets besides the final ones
 
     def plan(self, ready):
-        """Segments for the requests that may decode: their prompts are read and their last rounds judged."""
+        """Segments for the requests that may decode: their prompts are read, and no verdict is due."""
 
     def extra_slots(self, request):
         """Buffers that this request needs besides its blocks, in slots of the cache."""
         return 0
 
     def widest(self, length):
-        """How many selected positions a row reads at most, of `length`."""
+        """The most selected positions that a row reads, of `length`."""
         return 0
 
     def prepare(self, batch, longest):
-        """On a GPU: make graphs of its own, for so many requests of so many tokens."""
+        """On a GPU: make the planner's own graphs, for `batch` requests of up to `longest` tokens."""
 
     def observe(self, segment, rows):
-        """These rows of a segment are in the cache for good."""
+        """Rows of a segment that stay in the cache: a chunk of a prompt, or the accepted drafts."""
 
     def judged(self, segment, accepted):
-        """So many drafts of this segment were accepted."""
+        """The verdict of a segment: the number of its accepted drafts."""
 
     def proposer(self, request):
-        """The name shown next to the drafts of this round."""
+        """The name shown beside the drafts of this round."""
+        return self.name
 
     def release(self, request):
         """Forget this request: it is finished, or will start again."""
 
 
 class Lockstep(Planner):
-    """The plan in which every request verifies in every iteration.
+    """The planner with which every request verifies in every iteration.
 
-    drafter None: autoregressive decoding. k: the most drafts a round, of a chain or of a tree. lookup: rows
-    of a verification, of all requests together, for tokens copied from the text, which are judged next to
-    the drafts: where a row more costs little, a second opinion is cheap.
+    drafter None: autoregressive decoding. k: the most drafts a round, of a chain or of a tree. lookup:
+    prompt-lookup tokens per forward, shared by the batch, that are verified beside the drafts.
     """
 
     def __init__(self, engine, drafter=None, k=0, lookup=0):
@@ -372,7 +361,7 @@ class Lockstep(Planner):
             return [self._verify(r, [], None) for r in ready]
         started = time.perf_counter()
         captured = self.drafter.seconds
-        # A round commits at least one token besides its drafts, so the last one needs no draft.
+        # A round commits one token besides its drafts, so the last token needs no draft.
         drafts = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
         captured = self.drafter.seconds - captured
         if spare := self.lookup // len(ready):

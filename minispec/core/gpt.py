@@ -1,4 +1,5 @@
-"""The one model of this repository: a decoder-only GPT in today's shape that does not know how it is decoded.
+"""A standard decoder-only transformer. Attention is passed in as a function, so every decoding method shares
+this file.
 
     hidden = gpt(tokens, positions, attend)          # attend(layer, q, k, v) -> out
 
@@ -6,9 +7,9 @@ RMSNorm, rotary positions (RoPE), grouped-query attention, SwiGLU; QK-norm, QKV 
 options. With them the class covers the Llama-3, Qwen2 and Qwen3 families, whose folders
 tools/checkpoints.py reads and writes.
 
-What a query may see is not decided here: `attend` is handed in. Training passes `dense_attend`.
-Decoding passes one that writes k and v into a cache and reads what the step may see (attention.py). A
-method of this repository is a new `attend`, a new drafter, or both; the body below never changes.
+`attend` decides which keys a query sees. Training passes `dense_attend`. Decoding passes a function
+that writes k and v into a cache and reads the keys that each row may see (attention.py). A method of this
+repository is a new `attend`, a new drafter, or both; the body below never changes.
 
 Shapes, the same letters everywhere: `...` is (B, T) in training and (N,), packed rows of several requests,
 in decoding; C = d_model, H = query heads, G = key/value heads, D = head_dim, V = vocabulary.
@@ -40,12 +41,12 @@ class RMSNorm(nn.Module):
 
 def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192, divisors=None):
-    """Llama-3.1's way to a longer context: turn (D/2,), radians a position, with the slow dimensions slowed
-    down.
+    """Llama-3.1's scaling to a longer context: the frequencies turn (D/2,), in radians per position, with the
+    slow ones reduced.
 
-    Dimensions that turn less than low_freq_factor times in the context of pretraining do it `factor` times
-    slower. Those that turn more than high_freq_factor times stay as they are. Between the two it slides.
-    divisors (D/2,): how much slower each dimension turns, where a file says just that."""
+    Dimensions with fewer than low_freq_factor turns in the context of pretraining turn `factor` times slower.
+    Dimensions with more than high_freq_factor turns stay unchanged. Between the two the reduction is
+    interpolated. divisors (D/2,): the reduction of each dimension, if a file gives these instead."""
     if divisors is not None:
         return turn / torch.tensor(divisors, device=turn.device)
     times = turn * original_max_position_embeddings / (2 * math.pi)
@@ -57,7 +58,7 @@ def rotate(x, cos, sin):
     """Rotary position embedding of x (..., heads, D) by cos and sin (..., 1, D).
 
     Dimension i pairs with i + D/2, so halves (a, b) become (a cos - b sin, b cos + a sin). The minus is in
-    the table, which saves an operator per layer."""
+    the table, which saves one operator per layer."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
@@ -113,16 +114,16 @@ class Block(nn.Module):
         if c.qk_norm:
             q, k = qk.split_with_sizes(heads, -2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], -2)
-        q, k = rotate(qk, cos, sin).split_with_sizes(heads, -2)                # both turn in one operation
+        q, k = rotate(qk, cos, sin).split_with_sizes(heads, -2)                # both in one operation
         return q, k, v
 
 
 def body(module, rope, x, positions, attend, feature_layers=()):
     """Runs x (..., C) at positions (...) through the blocks of a module and its last norm: states (..., C).
 
-    feature_layers: numbers of layers whose output, behind the same norm, stands before the final states:
-    (..., (F + 1) * C)."""
-    cos, sin = rope(positions, module.norm.weight.dtype)         # not x's, which autocast may have rounded
+    feature_layers: numbers of F layers whose normed output is put before the final states: (..., (F + 1) *
+    C)."""
+    cos, sin = rope(positions, module.norm.weight.dtype)         # not x's dtype: autocast may have changed it
     features = []
     for block in module.blocks:
         x = block(x, cos, sin, attend)
@@ -147,12 +148,12 @@ class GPTConfig:
     rope_theta: float = 500_000.0  # large: content look-ups over 8k tokens need many slow dimensions
     rope_scaling: dict = None   # arguments of `stretched`: Llama-3.1 and later
     norm_eps: float = 1e-5
-    qk_norm: bool = False       # True: Qwen3; it caps attention logits, and so how sharply a head can look
+    qk_norm: bool = False       # True: Qwen3; it bounds attention logits
     qkv_bias: bool = False      # True: Qwen2
     tied: bool = True           # output head = token embedding
     bos_id: int = 2040
     eos_id: int = 2041
-    diffusion_block_size: int = 0  # slots of a block (cdlm.py); 0: not said, or no diffusion model
+    diffusion_block_size: int = 0  # slots of a block (cdlm.py); 0: unknown, or no diffusion model
 
 
 # One dial that makes everything smaller. `micro` is the drafter of `nano`, `tiny` is for tests.
@@ -179,10 +180,10 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
     def _init(self, module):
-        """GPT-2's initialisation, N(0, 0.02), with two twists.
+        """GPT-2's initialisation, N(0, 0.02), with two changes.
 
-        Projections that write to the residual stream are scaled by depth. Embeddings are wider, because
-        tokens that start out far apart are told apart, and so copied, earlier in training."""
+        Projections that write to the residual stream are scaled by depth. Embeddings are wider: tokens that
+        start far apart are distinguished, and so copied, earlier in training."""
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)
             if module.bias is not None:
@@ -202,8 +203,8 @@ class GPT(nn.Module):
         return self.embed.weight.dtype
 
     def forward(self, tokens, positions, attend, feature_layers=()):
-        """Final hidden states (..., C), after the last norm, of tokens (...) at positions (...). With
-        feature_layers the states of these layers stand before them (see `body`).
+        """Final hidden states (..., C), after the last norm, of tokens (...) at positions (...);
+        feature_layers as for `body`.
 
         attend(layer, q (..., H, D), k (..., G, D), v (..., G, D)) -> (..., H, D); positions are already
         applied to q and k."""

@@ -1,17 +1,17 @@
 """The key/value cache: one pool of blocks, a block table for every request (PagedAttention, 2309.06180), and
-host memory for what must leave.
+host memory for requests that are offloaded.
 
 A block holds the keys and values of BLOCK tokens in all layers. Position p of a request lies in block
-`table[p // BLOCK]`, so a request grows by a block at a time, anywhere in the pool, and nothing ever moves.
-Attention reads whole blocks where they lie (attention.py). Rolling rejected tokens back needs no method: what
-counts as cached is the request's own length, and the next tokens overwrite the rest. Of a draft tree, `keep`
-moves the accepted path together.
+`table[p // BLOCK]`, so a request grows by one block at a time, anywhere in the pool, and nothing ever moves.
+Attention reads whole blocks where they lie (attention.py). Rejected tokens need no rollback: a request counts
+its cached tokens itself, and the next tokens overwrite the rest. `keep` moves the accepted path of a draft
+tree together.
 
-Texts that begin alike share the blocks of their common beginning (prefix caching, as in vLLM): a full block is
-found by its tokens and the block before it, and counts its users. A block without users keeps its content
-until the room is needed; the one that was left first goes first. Shared blocks are never written.
+Texts that begin alike share the blocks of their common beginning (prefix caching, as in vLLM). A full block
+is found by its tokens and the block before it, and counts its users. A block without users keeps its content
+until the room is needed; the block that lost its last user first is reused first. Shared blocks are never
+written.
 """
-import heapq
 import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 BLOCK = 128                 # tokens; smaller ones cost more operations, larger ones more empty slots
-MOST = 1 << 40              # slots; a larger number does not even fit into the error of an allocator
+MOST = 1 << 40              # slots; larger numbers overflow inside the allocator
 
 
 def whole_blocks(n):
@@ -29,8 +29,8 @@ def whole_blocks(n):
 
 
 def beside(stream):
-    """A block in which what this thread asks of a GPU goes to another stream (None: to the current one),
-    behind what the current one was asked before."""
+    """A context in which this thread's GPU work goes to another stream (None: the current one), after all
+    work that the current stream has been given."""
     if stream:
         stream.wait_stream(torch.cuda.current_stream())
     return torch.cuda.stream(stream)
@@ -38,8 +38,8 @@ def beside(stream):
 
 @dataclass(eq=False)
 class Allocation:
-    """The blocks of a request: `table`, their numbers in the pool, in order of position. host: the tail of its
-    tokens, moved out in chunks (2, L, G, n, D), last out last."""
+    """The blocks of a request. table: their numbers in the pool, in order of position. host: chunks (2, L, G,
+    n, D) of its last tokens that are in host memory; the one that left last is the last."""
     table: list = field(default_factory=list)
     host: list = field(default_factory=list)
 
@@ -51,9 +51,9 @@ class Allocation:
 
 class KVCache:
     """Pool of blocks for at least n_slots tokens. k and v: (L, G, slots, D), heads before slots, so that a
-    head's keys are contiguous, and products with them are plain matrix products. `charged` slots are kept free
-    for buffers that live elsewhere but count against the same memory. spare: blocks behind the others that
-    are nobody's; rows that pad a CUDA graph write there."""
+    head's keys are contiguous and products with them are plain matrix products. `charged` slots are kept free
+    for buffers that live elsewhere but count against the same memory. spare: additional blocks that no
+    request gets; rows that pad a CUDA graph write there."""
 
     def __init__(self, config, n_slots=0, dtype=torch.float32, device="cpu", spare=0):
         if not 0 <= n_slots <= MOST:
@@ -63,11 +63,12 @@ class KVCache:
         slots = (self.n_blocks + spare) * self.block
         shape = (2, config.n_layer, config.n_kv_head, slots, config.head_dim)
         self.kv = torch.zeros(shape, dtype=dtype, device=device)
-        self.free_blocks = list(range(self.n_blocks))    # a heap: the lowest come first, and lie together
-        self.users = [0] * self.n_blocks                 # requests that have each block
+        self.group = config.n_head // config.n_kv_head   # g, query heads that share a key head
+        self.free_blocks = list(range(self.n_blocks))
+        self.users = [0] * self.n_blocks                 # how many requests have each block
         self.names = {}                                  # (name of the block before, tokens) -> (name, block)
         self.named = {}                                  # block -> its key in `names`
-        self.idle = OrderedDict()                        # named blocks without users, first left first
+        self.idle = OrderedDict()                        # named blocks without users, the oldest first
         self.new_name = itertools.count(1)
         self.charged = 0
         self.offloaded = 0                               # tokens copied so far
@@ -115,20 +116,25 @@ class KVCache:
         more = self.blocks_for(n) - len(blocks.table)
         if more * self.block > self.free:
             return False
-        # In order: blocks that lie together are read at once.
-        blocks.table += sorted(self._take() for _ in range(more))
+        if more > 0:
+            blocks.table += self._take(more)
         for _ in range(-more):
             self._leave(blocks.table.pop())
         return True
 
-    def _take(self):
-        if self.free_blocks:
-            block = heapq.heappop(self.free_blocks)
-        else:
+    def _take(self, n):
+        """n blocks in order: first the lowest free ones, because neighbours are read at once, then those that
+        were left without users first."""
+        self.free_blocks.sort()
+        taken = self.free_blocks[:n]
+        del self.free_blocks[:n]
+        while len(taken) < n:
             block, _ = self.idle.popitem(last=False)
             del self.names[self.named.pop(block)]
-        self.users[block] = 1
-        return block
+            taken.append(block)
+        for block in taken:
+            self.users[block] = 1
+        return sorted(taken)
 
     def _leave(self, block):
         self.users[block] -= 1
@@ -136,22 +142,19 @@ class KVCache:
             if block in self.named:
                 self.idle[block] = None
             else:
-                heapq.heappush(self.free_blocks, block)
+                self.free_blocks.append(block)
 
     def extend(self, blocks, n):
-        """Give an Allocation blocks for at least n slots. The pool is copied to a larger one where it has too
-        few."""
-        if n <= self.size(blocks) or self.resize(blocks, n):
-            return
-        self.enlarge(self.n_slots + max(n, self.n_slots))
-        self.resize(blocks, n)
+        """Give an Allocation blocks for at least n slots, if need be by copying the pool to a larger one."""
+        if n > self.size(blocks) and not self.resize(blocks, n):
+            self.enlarge(self.n_slots + max(n, self.n_slots))
+            self.resize(blocks, n)
 
     def enlarge(self, n_slots):
         """Copy the pool to one of at least n_slots."""
         more = self.blocks_for(n_slots) - self.n_blocks
         self.kv = F.pad(self.kv, (0, 0, 0, more * self.block))
         self.free_blocks += range(self.n_blocks, self.n_blocks + more)
-        heapq.heapify(self.free_blocks)
         self.users += [0] * more
         self.n_blocks += more
 
@@ -163,8 +166,8 @@ class KVCache:
         return [tuple(tokens[end - self.block:end]) for end in ends]
 
     def share(self, blocks, tokens):
-        """Give a new Allocation the blocks that hold the beginning of `tokens`. Returns how many tokens they
-        hold."""
+        """Give a new Allocation the blocks that hold the beginning of `tokens`. Returns the number of tokens
+        in them."""
         name = 0
         for part in self._full_blocks(tokens):
             if (name, part) not in self.names:
@@ -176,15 +179,16 @@ class KVCache:
         return self.size(blocks)
 
     def remember(self, blocks, tokens):
-        """The blocks hold `tokens` for good: let others share them."""
+        """These blocks hold `tokens` and are not written any more: let other requests share them."""
         name = 0
         for block, part in zip(blocks.table, self._full_blocks(tokens)):
-            if (name, part) not in self.names and block not in self.named:
-                self.names[name, part] = next(self.new_name), block
-                self.named[block] = name, part
-            if (name, part) not in self.names:           # a copy of a block that has left
-                break
-            name, _ = self.names[name, part]
+            key = name, part
+            if key not in self.names:
+                if block in self.named:                  # under a beginning that has left the pool since
+                    break
+                self.names[key] = next(self.new_name), block
+                self.named[block] = key
+            name, _ = self.names[key]
 
     # -- where tokens lie ------------------------------------------------------------------------------------
 
@@ -193,7 +197,7 @@ class KVCache:
         return [blocks.table[p // self.block] * self.block + p % self.block for p in positions]
 
     def slots_of(self, blocks, positions):
-        """The same on the device (n,)."""
+        """The slots of positions (n,), on the device."""
         return torch.tensor(self.slot_list(blocks, positions), dtype=torch.long, device=self.kv.device)
 
     def lies_together(self, blocks, n):
@@ -202,7 +206,8 @@ class KVCache:
         return table == list(range(table[0], table[0] + len(table)))
 
     def reader(self, blocks, n):
-        """read(layer): the keys and values (G, n, D) of the first n positions; views where they lie together."""
+        """read(layer): the keys and values (G, n, D) of the first n positions; views where they lie
+        together."""
         if self.lies_together(blocks, n):
             first = blocks.table[0] * self.block
             views = [x[:, :, first:first + n].unbind() for x in self.kv]
@@ -211,12 +216,11 @@ class KVCache:
         return lambda layer: self.kv[:, layer, :, slots]
 
     def keep(self, blocks, start, rows):
-        """Of the tokens at positions start, start + 1, .. keep those at offsets `rows`, moved together in this
-        order."""
+        """Keep the tokens at positions start + `rows` and move them to start, start + 1, .. in this order."""
         if rows != list(range(len(rows))):
             old = self.slots_of(blocks, [start + row for row in rows])
             new = self.slots_of(blocks, range(start, start + len(rows)))
-            self.kv[:, :, :, new] = self.kv[:, :, :, old]        # indexing copies, so overlap does no harm
+            self.kv[:, :, :, new] = self.kv[:, :, :, old]        # indexing copies first, so overlap is safe
 
     # -- host memory -----------------------------------------------------------------------------------------
 
@@ -224,15 +228,15 @@ class KVCache:
         """Move the last `chunk` slots of a request (all, if it has fewer) to the host."""
         size = self.size(blocks)
         n = min(self.blocks_for(chunk) * self.block, size)
-        # The newest tokens leave; those before them stay where they are.
+        # The newest tokens leave, the others stay where they are.
         slots = self.slots_of(blocks, range(size - n, size))
         blocks.host.append(self._to_host(self.kv[:, :, :, slots]))
         self.resize(blocks, size - n)
         self.offloaded += n
 
     def _to_host(self, x):
-        """x (a copy of its own, so that the blocks are free at once) in host memory. From a GPU it leaves on a
-        stream of its own, to pinned memory, while the next forward runs."""
+        """A copy x of keys and values in host memory. From a GPU it is sent on a separate stream, to pinned
+        memory, while the next forward runs."""
         if self.side is None:
             return x
         host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -247,7 +251,7 @@ class KVCache:
         size = self.size(blocks)
         if not self.resize(blocks, size + chunk.shape[3]):
             return False
-        if self.side:                                    # it may still be on its way out
+        if self.side:                                    # the copy to the host may still be running
             torch.cuda.current_stream().wait_stream(self.side)
         slots = self.slots_of(blocks, range(size, size + chunk.shape[3]))
         self.kv[:, :, :, slots] = chunk.to(self.kv.device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What is being decoded: a request, the record of its rounds, and the rows that it feeds in one forward."""
+"""A request, the record of its rounds, and the rows that it feeds in one forward."""
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -11,11 +11,13 @@ from minispec.core.verify import Sampling
 
 @dataclass
 class Step:
-    """One round of a request: `proposed` drafts by `proposer` when `position` tokens had been generated,
-    `accepted` of them accepted, `committed` tokens gained (accepted + 1, fewer when the answer ended inside),
-    and the request's share of the seconds spent on drafting and on the target's verifying forward. `drafted`
-    drafts were verified that are the proposer's, and `copies` next to them. `proposed` counts the longest
-    chain of a tree that begins with the accepted drafts."""
+    """One round of a request.
+
+    position: tokens generated before. proposed: drafts by `proposer`; of a tree, the longest chain that
+    begins with the accepted drafts. accepted: of these. committed: tokens gained (accepted + 1, or fewer when
+    the answer ended). draft_seconds, verify_seconds: the request's share of drafting and of the target's
+    forward. drafted: all verified drafts of the proposer; copies: verified prompt-lookup tokens beside
+    them."""
     position: int
     proposed: int
     accepted: int
@@ -29,9 +31,9 @@ class Step:
 
 @dataclass
 class Generation:
-    """What a request got. who[i] tells where token_ids[i] came from: "draft" (accepted), "correction" (the
-    target's token in place of a rejected draft), "bonus" (after an accepted draft that no draft followed),
-    "plain" (nothing was proposed)."""
+    """The answer to a request. who[i] is the origin of token_ids[i]: "draft" (accepted), "correction" (the
+    target's token in place of a rejected draft), "bonus" (after the last draft was accepted), "plain" (no
+    draft was proposed)."""
     prompt_ids: list
     token_ids: list = field(default_factory=list)
     who: list = field(default_factory=list)
@@ -56,7 +58,7 @@ class Request:
         self.generation = Generation(list(prompt_ids))
         self.n_cached = 0
         self.blocks = None               # its Allocation in the cache
-        self.state = None                # the planner's own notes
+        self.state = None                # the planner's
         self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}       # seconds of the round so far
 
     @property
@@ -73,18 +75,18 @@ class Request:
         return self.n_cached >= len(self.tokens) - 1
 
     def cancel(self):
-        """Stop here; what was generated stays."""
+        """Stop here; the generated tokens stay."""
         self.generation.finish = self.generation.finish or "cancelled"
 
     def commit(self, segment, path, token, proposer):
-        """Append a round's tokens (the accepted drafts, in the rows `path` of a verified segment, then
-        `token`), cut at the end of text and at the length limit. Returns the tokens that were kept. proposer
-        "": no round, but the end of a prompt."""
+        """Append a round's tokens: the accepted drafts, which are the rows `path` of a verified segment, then
+        `token`; cut at the end of text and at the length limit. Returns the appended tokens. proposer "": the
+        first token after a prompt, which is no round."""
         g = self.generation
         tokens = [segment.drafts[row - 1] for row in path] + [token]
         accepted = len(path)
         proposed = segment.longest(path)
-        # 1. What of it still belongs to the answer.
+        # 1. Cut at the end of the answer.
         kept = tokens[:self.remaining]
         stops = [i for i, token in enumerate(kept) if token in self.stop_ids]
         if stops:
@@ -92,7 +94,7 @@ class Request:
             g.finish = "stop"
         elif len(kept) == self.remaining:
             g.finish = "length"
-        # 2. The record. Drafts behind the end were never asked for.
+        # 2. The record. Drafts after the end do not count.
         if len(kept) <= accepted:
             proposed = accepted = len(kept)
         if proposer:
@@ -114,20 +116,20 @@ MAX_NODES = 256             # drafts of a tree, or of all chains of a round
 
 
 def check_k(k, width=1):
-    """ValueError unless k is a number of draft tokens that a round may have. width: the drafter's."""
+    """ValueError unless a round may have k draft tokens. width: the drafter's."""
     most = MAX_K if width == 1 else MAX_NODES
     if not 1 <= k <= most:
         raise ValueError(f"k {k} is out of range; allowed is 1 to {most} draft tokens a round")
 
 
 def check_lookup(rows):
-    """ValueError unless so many rows of a forward can be for copies."""
+    """ValueError unless a forward may have this number of rows for prompt-lookup tokens."""
     if rows < 0:
         raise ValueError(f"lookup {rows} is out of range; allowed is 0 or more rows")
 
 
 def check_requests(requests, config):
-    """ValueError for what a model of this config can never answer."""
+    """ValueError for a request that a model of this config can never answer."""
     for r in requests:
         low, high = min(r.tokens), max(r.tokens)
         if low < 0 or high >= config.vocab_size:
@@ -140,28 +142,27 @@ def check_requests(requests, config):
 
 @dataclass
 class Segment:
-    """The rows one request feeds in one forward, of the target or of a drafter: `tokens` at positions
-    `start`.., which may see `keys`."""
+    """The rows that one request feeds in one forward of the target or of a drafter: `tokens` at positions
+    `start`.., which read `keys`."""
     request: Request
     tokens: list
     start: int
     keys: object
     kind: str = "draft"                  # "prefill", "draft", "verify" (plain decoding verifies no drafts)
-    n_logits: int = 0                    # the target's logits are wanted for the last n_logits rows
+    n_logits: int = 0                    # the number of last rows whose logits are wanted
     drafts: list = field(default_factory=list)
-    q: torch.Tensor = None               # of a chain that rejection judges: (k, V) it was drawn from
-    parents: list = None  # of a tree: the row that each draft hangs from (verify.py); None: a chain
-    chains: list = None                  # of a tree that rejection judges: see verify.rejection
-    copies: int = 0                      # of a tree: so many drafts, the last ones, are not the drafter's own
+    q: torch.Tensor = None               # (k, V) that a chain was drawn from, for rejection
+    parents: list = None                 # the parent row of each draft of a tree (verify.py); None: a chain
+    chains: list = None                  # of a tree, for rejection: see verify.rejection
+    copies: int = 0                      # the number of last drafts of a tree that are prompt-lookup tokens
     select: object = None                # of a tree under the rule `selection`: see specdiff.best_path
-    features: torch.Tensor = None  # (n, C) final hidden states of the target: a forward of it sets them, one
-    #                                of a drafter may read them
+    features: torch.Tensor = None        # (n, C) the target's states, set by its forward, read by drafters
 
     @property
     def positions(self):
         if self.parents is None:
             return range(self.start, self.start + len(self.tokens))
-        # In a tree, one behind the row that it hangs from: siblings share a position.
+        # In a tree, one more than the parent's: siblings share a position.
         out = [self.start]
         for parent in self.parents:
             out.append(out[parent] + 1)
@@ -169,7 +170,7 @@ class Segment:
 
     @property
     def above(self):
-        """The row that each draft hangs from."""
+        """The parent row of each draft."""
         return self.parents or range(len(self.drafts))
 
     def longest(self, path):
@@ -183,9 +184,9 @@ class Segment:
 
 @dataclass
 class Batch:
-    """Rows of several requests packed for torch's operators, as kernels.graphs.Inputs are for the kernels:
-    tokens (N,), positions (N,), and of each request (first row, last row + 1, keys). A drafter may read more:
-    features (N, C) of each row, tensors of each request, and what is no tensor."""
+    """Rows of several requests, packed for torch's operators (kernels.graphs.Inputs for the kernels): tokens
+    (N,), positions (N,), and (first row, last row + 1, keys) of each request. Drafters also read features (N,
+    C) of each row, more: {name: tensor with a row per request}, and how: settings that are no tensors."""
     tokens: torch.Tensor
     positions: torch.Tensor
     segments: list
@@ -200,10 +201,10 @@ class Batch:
 
 
 def pack(segments, device, more=None, how=()):
-    """The rows of a list of Segments, one behind the other, as a Batch."""
+    """The rows of a list of Segments, in order, as a Batch."""
     tokens = torch.tensor([token for s in segments for token in s.tokens], device=device)
     positions = torch.tensor([position for s in segments for position in s.positions], device=device)
-    # Of each request, where its rows lie among all of them.
+    # The first and last row of each request.
     ends = list(accumulate(len(s.tokens) for s in segments))
     spans = list(zip([0, *ends], ends, [s.keys for s in segments]))
     more = {name: table.to(device) for name, table in (more or {}).items()}

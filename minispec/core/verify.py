@@ -1,52 +1,52 @@
-"""Who checks the draft, and how: acceptance rules as pure functions, and the one place where logits become
-probabilities.
+"""Verification: acceptance rules as pure functions, and the only place where logits become probabilities.
 
 Notation of the whole repository: p is the target's distribution, q the drafter's. A round proposes n drafts:
-a chain, or a tree with `parents`. Draft i is row i of the verification (row 0 is the last committed token)
-and hangs from row parents[i - 1] < i, so a chain of k is the tree with parents 0 .. k - 1. Siblings differ.
-Every rule returns the accepted path as a list of rows, and the token that follows it, so a round always
-commits at least one token.
+a chain, or a tree with `parents`. Draft i is row i of the verification (row 0 is the last committed token),
+and its parent is row parents[i - 1] < i, so a chain of k is the tree with parents 0 .. k - 1. Siblings
+differ. Every rule returns the accepted path as a list of rows, and the token that follows it, so a round
+always commits at least one token.
 
-    walk        the target chooses a token in every row, without looking at the drafts. Start at row 0 and go
-                to the child that is the row's choice, as long as there is one. The choice that no child has
+    walk        the target chooses a token in every row, independently of the drafts. Start at row 0 and go to
+                the child that is the row's choice, as long as there is one. The first choice that is no child
                 is the token that follows.
-    rejection   accept draft d with probability min(1, p(d) / q(d)), else go on with max(p - q, 0), normalised
-                (Leviathan et al. 2211.17192, Theorem 3.5; Chen et al. 2302.01318); of K chains in turn
-                (multi-round, SpecInfer 2305.09781)
+    rejection   accept draft d with probability min(1, p(d) / q(d)), else continue with max(p - q, 0),
+                normalised (Leviathan et al. 2211.17192, Theorem 3.5; Chen et al. 2302.01318); for K chains in
+                turn (multi-round, SpecInfer 2305.09781)
 
-The walk commits what plain decoding would have written, whatever the drafts are: they only save forwards. At
-temperature 0 the choice is the argmax. Above, it is the largest of p / e, with noise e that depends on seed,
-position and token alone (noise.py). So a seed has one text, for every method, batch and drafter.
+The walk commits exactly the tokens of plain decoding, whatever the drafts are: they only save forwards. At
+temperature 0 the choice is the argmax. Above, it is the largest of p / e, with noise e that depends only on
+seed, position and token (noise.py). So a seed has one text, for every method, batch and drafter.
 
-Sampling.rule says how drafts are made above temperature 0, and who judges them:
+Sampling.rule determines, above temperature 0, how drafts are drawn and which rule verifies them:
 
-    coupled     drafts are the largest of q / e, with the target's own noise; the walk judges them
+    coupled     drafts are the largest of q / e, with the target's own noise; the walk
     point-mass  drafts are the most likely tokens of q; the walk
     walk        drafts are drawn from q with other noise; the walk (of K chains: SpecDiff-2 2511.00606)
-    selection   the same, but of SpecDiff-2's trees only the path that its `best_path` selects is walked
-    rejection   drafts are drawn from q with other noise, and rejection judges them, where they have a q; the
-                walk judges copies and trees, whose drafts were chosen without chance
+    selection   the same, but of SpecDiff-2's trees only the path is walked that its `best_path` selects
+    rejection   drafts are drawn from q with other noise; rejection, if they have a q. Prompt-lookup tokens
+                and trees that were chosen without chance have none: the walk
 
-Rejection is exact only if d was drawn from q. A drafter that proposes its argmax drew from a point mass:
-dividing by its softmax is a common mistake, and a test here shows the bias. Selection may look at p, but must
-then forget q: a path chosen by p was not drawn from q any more. Rejection needs coins; they are explicit
-arguments here, so the rules are deterministic functions.
+Rejection is exact only if d was drawn from q. A drafter that proposes its argmax draws from a point mass:
+dividing by its softmax is a common mistake, and a test shows the bias. Selection may use p, but must then
+ignore q: a path selected by p was not drawn from q. Rejection needs coins, which are explicit arguments, so
+all rules are deterministic functions.
 """
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from minispec.core.noise import COINS, OWN, TARGET, noise, stream, uniform
 
 RULES = ("coupled", "rejection", "point-mass", "selection", "walk")
-LEAST_TEMPERATURE = 1e-3        # below it logits / temperature may overflow, and greedy is what is meant
+LEAST_TEMPERATURE = 1e-3        # below it logits / temperature may overflow
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw. temperature: 0 is greedy, else LEAST_TEMPERATURE to 100; top_k 0 and top_p 1 keep
-    everything. seed: of the noise. rule: see above. ValueError for anything out of range."""
+    """Sampling settings. temperature: 0 is greedy, else LEAST_TEMPERATURE to 100; top_k 0 and top_p 1 keep
+    all tokens. seed: of the noise. rule: see above. ValueError for values out of range."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -68,12 +68,12 @@ class Sampling:
 
     @property
     def settings(self):
-        """What makes two requests draw alike: everything but the seed."""
+        """All but the seed: requests with equal settings are drawn in one batch."""
         return replace(self, seed=0)
 
     @property
     def drafting(self):
-        """How drafts are drawn."""
+        """The settings that drafts are drawn with."""
         return replace(self, temperature=0.0) if self.rule == "point-mass" else self
 
     @property
@@ -106,12 +106,12 @@ def warp(logits, sampling):
 
 
 def argmax(logits):
-    """The argmax (...) of logits (..., V). In fp32: in bf16 a CPU takes six times as long to find it."""
+    """The argmax (...) of logits (..., V), in fp32, because in bf16 it takes a CPU six times as long."""
     return logits.float().argmax(-1)
 
 
 def check_numbers(logits):
-    """ValueError if a logit is not a number, because then no token can be chosen. Waits for a GPU."""
+    """ValueError if a logit is not finite, because then no token can be chosen. Waits for a GPU."""
     # A sum takes a tenth of the time of isnan.
     if not math.isfinite(logits.sum()):
         raise ValueError("the logits of the model must be numbers, got NaN: its weights are damaged, or too "
@@ -124,24 +124,23 @@ def draw(weights, coin):
     # fp64: with a large V, fp32 sums lose the tail
     total = weights.double().cumsum(-1)
     end = total[..., -1]
-    # Rounding must not land behind the last token that has weight.
+    # Rounding must not lead past the last token that has weight.
     target = torch.minimum(coin.double() * end, end.nextafter(torch.zeros_like(end)))
     return torch.searchsorted(total, target[..., None], right=True)[..., 0]
 
 
 def scores(logits, sampling, streams, positions):
-    """Of rows of logits (n, V), numbers (n, V) whose largest is the token at positions (n,) of the texts that
-    these streams (n,) of noise belong to."""
+    """Numbers (n, V) for rows of logits (n, V): the largest of a row is the token at its position, positions
+    (n,), with the noise of its stream, streams (n,)."""
     if sampling.temperature == 0:
         return logits.float()
     p = warp(logits, sampling)
-    streams, positions = (torch.tensor(x, device=p.device) for x in (streams, positions))
-    return p / noise(streams, positions, p.shape[-1])
+    return p / noise(np.array(streams), np.array(positions), p.shape[-1], device=p.device)
 
 
 def greedy_tree(draft, parents, best):
-    """The walk. draft: n token ids that hang from rows `parents`; best: the target's choice in each of the
-    n + 1 rows (lists of ints). Returns (accepted rows, next token)."""
+    """The walk. draft: n token ids with parent rows `parents`; best: the target's choice in each of the n + 1
+    rows (lists of ints). Returns (accepted rows, next token)."""
     path = [0]
     # Parents come first, so one pass is enough.
     for row, (token, parent) in enumerate(zip(draft, parents), 1):
@@ -153,13 +152,13 @@ def greedy_tree(draft, parents, best):
 def rejection(chains, draft, p, coins):
     """Rejection sampling of chains that were drawn independently, of one or of several in turn.
 
-    chains: pairs (rows, q): position j of a chain is row rows[j] and was drawn from q[j] (k, V); q None: it
-    was chosen without chance. Chains that begin alike share rows. draft: n token ids; p (n + 1, V); coins
-    (n + 1,) independent and uniform in [0, 1): coin i - 1 judges row i, the last one draws the token that
+    chains: pairs (rows, q): token j of a chain is row rows[j] and was drawn from q[j], q (k, V); q None: it
+    was chosen without chance. Chains that begin alike share rows. draft: n token ids; p (n + 1, V); coins (n
+    + 1,) independent and uniform in [0, 1): coin i - 1 is for row i, the last one draws the token that
     follows. Returns (accepted rows, next token).
     """
     path = []
-    left = p[0].double()                                 # what the next chain is judged by
+    left = p[0].double()                                 # the residual that the next chain is compared with
     for j in range(max(len(rows) for rows, _ in chains)):
         # Only chains that agree with the accepted path.
         chains = [(rows, q) for rows, q in chains if len(rows) > j and rows[:j] == path]
@@ -170,13 +169,13 @@ def rejection(chains, draft, p, coins):
             of_q[token] = 1.0
             if q is not None:
                 of_q = q[j]
-            # Without dividing. A token rejected once has no mass left, so one coin a row is enough.
+            # No division by q. A token rejected once has no mass left, so one coin per row is enough.
             if coins[row - 1] * of_q[token] < left[token]:
                 path.append(row)
                 left = p[row].double()
                 break
             rest = (left - of_q).clamp(min=0)
-            # Nothing left: rejected by rounding alone. Then p is the right draw.
+            # An empty residual means that rounding alone rejected: p stays the right distribution.
             if rest.any():
                 left = rest / rest.sum()
         else:
@@ -185,8 +184,8 @@ def rejection(chains, draft, p, coins):
 
 
 def graft(chain, tokens, parents):
-    """Let a chain of tokens grow on a tree, `tokens` and `parents`, which gets the rows that it lacks.
-    Returns the rows of the chain."""
+    """Add a chain of tokens to a tree, `tokens` and `parents`, which gets the missing rows. Returns the rows
+    of the chain."""
     row = {place: i for i, place in enumerate(zip(parents, tokens), 1)}          # (parent, token) -> row
     rows = []
     at = 0
@@ -203,14 +202,14 @@ def graft(chain, tokens, parents):
 # -- a batch of requests -------------------------------------------------------------------------------------
 
 def walk(segments, logits, drafting=False):
-    """The walk of each of `segments` (requests.Segment), which fed a committed token and drafts behind it.
-    logits (n, V) are of all these rows, one segment after the other. drafting: the logits are a drafter's.
+    """The walk of each of `segments` (requests.Segment), which fed a committed token and the drafts after it.
+    logits (n, V): of all these rows, one segment after the other. drafting: the logits are a drafter's.
 
     Returns [(path, token)]: the rows of the accepted drafts (1 .. a of a chain), and the token that follows
     them."""
     sizes = [len(s.drafts) + 1 for s in segments]
     rows = logits.split(sizes)
-    alike = {}                                           # requests that draw alike: their indices
+    alike = {}                                           # settings -> indices of segments
     for i, s in enumerate(segments):
         how = s.request.sampling.drafting if drafting else s.request.sampling
         alike.setdefault(how.settings, []).append(i)
@@ -236,15 +235,14 @@ def walk(segments, logits, drafting=False):
 
 
 def coins(segment):
-    """Of rejection: coins (n + 1,), other ones for every round of a request."""
+    """Coins (n + 1,) for rejection, different in every round of a request."""
     n = len(segment.drafts) + 1
-    place = torch.arange(n) + (segment.start << 10)      # a round has fewer drafts than that
-    seed = torch.tensor(stream(segment.request.sampling.seed, COINS))
-    return uniform(seed, place, 1)[:, 0]
+    place = np.arange(n) + (segment.start << 10)         # a round has fewer drafts than that
+    return uniform(stream(segment.request.sampling.seed, COINS), place, 1)[:, 0]
 
 
 def judge(segments, logits):
-    """Apply the acceptance rule that fits to each of `segments`; arguments and result as for `walk`."""
+    """Apply its acceptance rule to each of `segments`; arguments and result as for `walk`."""
     verdicts = walk(segments, logits)
     rows = logits.split([len(s.drafts) + 1 for s in segments])
     for i, s in enumerate(segments):

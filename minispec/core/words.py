@@ -63,7 +63,7 @@ class Words:
 
     def noise(self, streams, positions):
         """The noise (n, N) of these tokens; see noise.py."""
-        return noise(streams, positions, self.vocab_size, self.ids)
+        return noise(streams, positions, self.vocab_size, self.ids, self.embed.weight.device)
 
     def whole(self, q):
         """A distribution over the whole vocabulary: (..., N) -> (..., V), 0 outside."""
