@@ -9,7 +9,7 @@ tokens were guessed right, red ones replace a wrong guess, blue ones come free b
     cdlm, dlm           no drafts: a diffusion model fills in blocks of masks
 
     python decode.py --method ngram --chat                        # talk with the model; green: guessed right
-    python decode.py --method specdiff --task story --explain 3   # three rounds, draft by draft
+    python decode.py --method specdiff --task story --html run.html   # every round, in a browser
     python decode.py --method specgen --compare                   # how much faster, and is it identical?
 
 All options: python decode.py --help. The model is SmolLM2-135M-Instruct where the package that carries it is
@@ -17,6 +17,7 @@ installed. Problems of --task, and methods without a drafter for SmolLM2 (draft,
 model in checkpoints/target.
 """
 import gc
+import shlex
 import sys
 
 import minispec  # before torch: it tunes the allocator
@@ -31,10 +32,10 @@ from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.answers import UNKNOWN, requests_of
 from minispec.tools.files import write_json
 from minispec.tools.load import Load
+from minispec.tools.recorder import Recorder, write_page
 from minispec.tools.report import compare, figures, table
 from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
 from minispec.tools.terminal import Printer, chat, stream
-from minispec.tools.watch import Explain, Watch
 
 # Models that speak English are asked a question, and SpecGen, which is made for long contexts, about a story.
 TASK = "\n\nTell me in your own words what happens in this story, and who the old lady is."
@@ -78,7 +79,7 @@ def parse_args(argv=None):
              "output is identical")
     add("--explain", type=positive, metavar="N",
         help="show the first N rounds that have drafts: p, the target's choice, verdicts, the cache")
-    add("--watch", action="store_true", help="cdlm, dlm: show the masked positions while they fill in")
+    add("--html", metavar="PATH", help="write a page that shows the run round by round")
     add("--json", metavar="PATH", help="write the result as JSON")
 
     methods.add_arguments(parser)
@@ -110,16 +111,13 @@ def default_model(args):
 def check(args):
     """ValueError for what can be known to be wrong before anything is loaded."""
     diffusion = args.method in methods.DIFFUSION
-    if args.chat and (args.json or args.compare or args.batch > 1 or diffusion):
-        raise ValueError("--chat goes with one request at a time and no --json, --compare; "
+    if args.chat and (args.json or args.html or args.compare or args.batch > 1 or diffusion):
+        raise ValueError("--chat goes with one request at a time and no --json, --html, --compare; "
                          "not with --method cdlm or dlm, which do not chat")
-    if args.watch and (not diffusion or args.batch > 1):
-        raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
     if args.explain and (diffusion or args.method == "ar" or args.batch > 1 or args.chat):
-        raise ValueError("--explain is for methods that verify drafts and --batch 1; the steps of --method "
-                         "cdlm or dlm are shown by --watch")
-    if args.json:
-        check_writable(args.json, [args.prompts, methods.costs_of(args), args.model])
+        raise ValueError("--explain is for methods that verify drafts and --batch 1; --html shows the others")
+    for path in filter(None, (args.json, args.html)):
+        check_writable(path, [args.prompts, methods.costs_of(args), args.model])
 
 
 def problems_of(args):
@@ -159,7 +157,7 @@ def answer(engine, problems, tokenizer, args, quiet=False):
             if len(text) > LONG:
                 text = f"{text[:500]}\n[.. {len(text) - 700:,} characters ..]\n{text[-200:]}"
             print(visible(text))
-            first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
+            first_token += stream(engine, [request], Printer(tokenizer))
             print()
     warning = "" if args.device.startswith("cuda") else load.warning(torch.get_num_threads())
     result = figures(args, tokenizer, engine, problems, [r.generation for r in requests], first_token)
@@ -189,9 +187,7 @@ def main(argv=None):
     problems = problems or built_in(args, tokenizer)
 
     # Decode.
-    if args.watch:
-        engine.on_step = Watch(tokenizer)
-    explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
+    recorder = Recorder(engine, tokenizer) if args.explain or args.html else None
     result = answer(engine, problems, tokenizer, args)
     if args.compare:
         print("\nonce more without output, in turn with the plain loop ..", flush=True)
@@ -206,7 +202,10 @@ def main(argv=None):
         compare(result, plain, target, args.sampling)
 
     # Report. The file first, because standard output may be closed or full.
-    lines = ["", *explained, table(result)]
+    lines = ["", *(recorder.lines(args.explain) if args.explain else []), table(result)]
+    if args.html:
+        about = {"command": shlex.join(["python", "decode.py", *argv]), "rule": args.rule}
+        write_page(args.html, [recorder.run(result | about)])
     if args.json:
         if len(problems) == 1:
             result |= result.pop("requests")[0]

@@ -190,6 +190,7 @@ class Adaptive(Drafter):
         charge = reading[..., None] * tokens + row * (next_to > 0).sum(-1, keepdims=True)
         charge[..., 0] = 0
         tokens[ks > most[..., None]] = -np.inf
+        self.considered = requests, tokens, charge, step, price
         # 3. The choices that together give the most tokens/s.
         names = list(self.drafters)
         picks = richest(tokens, charge, step, price, self.asked)
@@ -204,6 +205,16 @@ class Adaptive(Drafter):
             drafter.stop = drafter.stop and stop
         n_copies = (copied > 0).sum(1)
         return [(names[j] if k else None, k, n) for (j, k), n in zip(picks, n_copies)]
+
+    def promises(self, request):
+        """What the last choice expected of every drafter for this request, with its best number of drafts:
+        {name: [drafts, tokens, tokens/s]}."""
+        requests, tokens, charge, step, price = self.considered
+        tokens = tokens[requests.index(request)]                               # (M, k + 1)
+        rate = tokens / (step + price + charge[requests.index(request)])
+        best = rate.argmax(-1)
+        return {name: [int(k), float(tokens[j, k]), float(rate[j, k])]
+                for j, (name, k) in enumerate(zip(self.drafters, best))}
 
     def _copied(self, alpha, most, least):
         """The chance (rows, k + 1) that the first 1, 2, .. copies are right, of as many as are right more

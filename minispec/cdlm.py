@@ -129,8 +129,8 @@ class Decoder:
 
     threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
     token each). order: see `pick`. record: keep the hidden rows, and complete every block, for `collect`.
-    block_size: None for the one that the model was trained with. on_step(answer, revealed positions) is
-    called after every step. """
+    block_size: None for the one that the model was trained with. on_step(answer, masked
+    positions, their likeliest tokens, confidences, indices of those revealed) is called after every step. """
     model: GPT
     mask_id: int
     kind: str = "student"
@@ -248,7 +248,7 @@ class Decoder:
             a.steps += 1
             a.n_cached = a.first
             if self.on_step:
-                self.on_step(a, [masked[i] for i in picked])
+                self.on_step(a, masked, tokens, confidence, picked)
             committed.append((a.request, self._commit(a, seconds)))
         return committed
 

@@ -63,14 +63,14 @@ SMALL = {   # what keeps a valid case short
 GOOD = {    # values that options not listed here do not guess by their type
     "--task": ["trace", "arith", "search", "gsm8k"], "--prompts": ["prompts.jsonl", "2"], "--prompt-file": ["many.jsonl"], "--model": ["checkpoints/target"],
     "--method": ["ar", "ngram", "draft", "prism", "eagle", "specdiff", "specgen", "adaptive", "cdlm", "dlm"], "--drafter": ["checkpoints/draft", "checkpoints/prism", "checkpoints/specdiff", "checkpoints/cdlm/student"],
-    "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
+    "--cost": ["costs.json", "results/costs.json"], "--traces": ["traces.jsonl"], "--data": ["data"], "--json": ["out.json"], "--html": ["out.html"], "--size": ["tiny", "3"], "--init": ["checkpoints/prism", "checkpoints/draft"],
     "--teacher": ["checkpoints/target"], "--target": ["checkpoints/target"], "--out": ["out", "runs/gpt"],
     "--rule": list(RULES), "--select": ["ahead", "pillar", "window"], "--schedule": ["unified", "lockstep"], "--admission": ["reserve", "offload", "preempt"], "--device": ["cpu"],
     "--arms": ["checkpoints"], "--responses": ["responses"], "--name": ["student"], "--prompt": ["one two", "🙂" * 50, "a" * 100_000]}
 NASTY = ["", "-1", "0", "nan", "inf", "-inf", "1e300", "99999999999999999999", "1.5", "é", "🙂", "\udcff\udcfe", "a" * 5000, "/proc/version", ".", "/proc", "--", "-", "None", "[]", "{}", "1_0", "\n", "%s",
          "nowhere", "checkpoints/target", "prompts.jsonl", "checkpoints/target/config.json", "loop", "\x1b[31m"]
 LONG = ("--n", "--steps", "--prompts", "--heldout", "--batch", "--batch-tokens", "--windows", "--unroll")     # the larger, the more work
-LEFT_OUT = {"--help", "-h", "--watch"}                   # a terminal; seconds a method
+LEFT_OUT = {"--help", "-h"}
 
 
 def template(folder, runs=True):

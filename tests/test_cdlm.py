@@ -2,14 +2,12 @@
 Numbers in test names' comments are the statements of the checklist that the paper's notes end with."""
 import json
 import math
-import os
-import sys
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, on_a_terminal, save_toy_target, toy_model
+from conftest import TARGET, save_toy_target, toy_model
 
 import decode
 import train_cdlm
@@ -473,8 +471,7 @@ def test_problems_fit_and_fill_up_with_ends_of_text():
 @pytest.mark.parametrize("args, message", [
     (["--method", "cdlm", "--drafter", "nowhere"], "cannot read nowhere/config.json"),
     (["--method", "cdlm", "--drafter", TARGET, "--threshold", "7"], "threshold 7.0 is out of range; allowed is 0"),
-    (["--method", "cdlm", "--watch", "--batch", "2"], "--watch is for"),
-    (["--watch"], "--watch is for --method cdlm or dlm and --batch 1")])
+    (["--method", "cdlm", "--explain", "2"], "--explain is for methods that verify drafts")])
 def test_bad_input_is_one_line(args, message):
     with pytest.raises(ValueError) as e:
         decode.main(args)
@@ -523,12 +520,3 @@ def test_decode_with_another_block_size(toy, tmp_path):
     for more, steps in (([], 48 / B), (["--block-size", "4"], 12), (["--block-size", "100"], 1)):
         decode.main([*args, *more])
         assert json.loads((tmp_path / "o.json").read_text())["counts"]["forwards"] == steps
-
-
-def test_watch_prints_a_line_a_step_with_new_tokens_in_green(toy, capsys):
-    args = ["--model", toy, "--method", "cdlm", "--drafter", toy, "--prompt", "hi", "--max-new-tokens", "8", "--watch"]
-    decode.main(args)
-    lines = [line for line in capsys.readouterr().out.splitlines() if " +1 " in line]
-    assert len(lines) == 8 and "·" in lines[0] and "·" in lines[6] and "·" not in lines[7]
-    shown = on_a_terminal(decode, *args)
-    assert shown.count(b" +1 ") == 8 and shown.count(b"\033[32m") == 8 and "·".encode() in shown
