@@ -26,7 +26,7 @@ RUNS = {
     "Performance or Illusion?": "--method adaptive --task revise --size 8",
 }
 QUESTION = "\n\nTell me in your own words what happens in this part of the story."
-PICTURE = "1/1/9"                # run, request and round of the picture
+PICTURE = "3/2/9"                # run, request and round of the picture
 
 
 def parts():
@@ -50,12 +50,17 @@ def main():
             runs.append(run | {"title": title, "command": f"python decode.py {options} --html run.html"})
         write_page(f"{DOCS}/rounds.html", runs)
         if chromium := shutil.which("chromium"):
-            for name, scheme in (("rounds", 1), ("rounds_dark", 0)):
-                subprocess.run([
-                    chromium, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1100,700",
-                    f"--user-data-dir={folder}/browser", f"--blink-settings=preferredColorScheme={scheme}",
-                    f"--screenshot={DOCS}/figures/{name}.png", f"file://{DOCS}/rounds.html#{PICTURE}",
-                ], check=True)
+            draw(chromium, folder)
+
+
+def draw(chromium, folder):
+    """The pictures of README.md, for light and dark pages; the browser keeps its files in `folder`."""
+    for name, scheme in (("rounds", 1), ("rounds_dark", 0)):
+        subprocess.run([
+            chromium, "--headless", "--no-sandbox", "--hide-scrollbars", "--window-size=1200,880",
+            f"--user-data-dir={folder}/browser", f"--blink-settings=preferredColorScheme={scheme}",
+            f"--screenshot={DOCS}/figures/{name}.png", f"file://{DOCS}/rounds.html#{PICTURE}",
+        ], check=True)
 
 
 if __name__ == "__main__":
