@@ -112,10 +112,10 @@ class Recorder:
         self.forwards.append([(self.numbers[s.request], s.kind, len(s.tokens)) for s in plan])
 
     def judged(self, verdicts, segments, logits):
-        rows = logits.split([len(s.drafts) + 1 for s in segments])
-        for s, logits, (path, token) in zip(segments, rows, verdicts):
+        each = logits.split([len(s.drafts) + 1 for s in segments])
+        for s, rows, verdict in zip(segments, each, verdicts):
             if s.kind == "verify":
-                self.rounds[s.request].append(self.round(s, logits, path, token))
+                self.rounds[s.request].append(self.round(s, rows, *verdict))
 
     def round(self, s, logits, path, token):
         """One round: its segment, the logits (n, V) of the rows, and the verdict."""
@@ -150,7 +150,7 @@ class Recorder:
 
     def revealed(self, a, masked, tokens, confidence, picked):
         """One step of a diffusion model."""
-        self.numbers[a.request]
+        self.numbers[a.request]                          # counts it
         self.ids.update(tokens)
         self.rounds[a.request].append({"block": [a.first, a.last], "picked": picked,
                                        "slots": list(zip(masked, tokens, confidence))})
