@@ -111,9 +111,10 @@ def test_damaged_model_is_named(damage, toy, tmp_path):
     assert os.listdir(tmp_path) == ["model"]
 
 
-def test_output_path_is_checked_before_the_work(toy, tmp_path):
+@pytest.mark.parametrize("option", ("--json", "--html"))
+def test_output_path_is_checked_before_the_work(option, toy, tmp_path):
     for path in (tmp_path / "no" / "such" / "folder.json", tmp_path, "/proc/version"):
-        r = decode("--model", toy, "--json", path)
+        r = decode("--model", toy, option, path)
         assert r.returncode == 2 and f"cannot write {path}" in r.stderr and r.stderr.count("\n") == 1 and not r.stdout
     assert os.listdir(tmp_path) == []
 
@@ -359,12 +360,6 @@ def test_without_arguments_methods_and_first_commands_are_shown(capsys):
     for line in shown.splitlines():
         if line.startswith("    python"):
             decode_script.parse_args(line.split("#")[0].split()[2:])
-
-
-def test_explain_is_for_one_request_of_a_method_that_verifies():
-    for more in (["--method", "cdlm"], ["--batch", "2"], ["--chat"], ["--method", "ar"]):
-        with pytest.raises(ValueError, match="--explain is for"):
-            decode_script.parse_args(["--model", TARGET, "--method", "ngram", "--explain", "3", *more])
 
 
 # -- the default model, and chat -----------------------------------------------------------------------------------------
