@@ -8,9 +8,9 @@ terminal green tokens are accepted drafts, red ones replace a rejected draft, bl
     adaptive            every round, the drafter with most expected tokens/s
     cdlm, dlm           no drafts: a diffusion model fills in blocks of masks
 
-    python decode.py --method ngram --chat                        # talk with the model
-    python decode.py --method specdiff --task story --explain 3   # three rounds, draft by draft
-    python decode.py --method specgen --compare                   # eight questions about one text; speed-up
+    python decode.py --method ngram --chat                            # talk with the model
+    python decode.py --method specdiff --task story --html run.html   # every round, in a browser
+    python decode.py --method specgen --compare                       # eight questions about one text; speed-up
 
 All options: python decode.py --help. The model is SmolLM2-135M-Instruct if its package is installed. Problems
 of --task, and methods without a drafter for SmolLM2 (draft, cdlm, dlm), use the puzzle model in
@@ -18,6 +18,7 @@ checkpoints/target.
 """
 import gc
 import os
+import shlex
 import sys
 from dataclasses import replace
 
@@ -34,10 +35,10 @@ from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.answers import UNKNOWN, requests_of
 from minispec.tools.files import write_json
 from minispec.tools.load import Load
+from minispec.tools.recorder import Recorder, write_page
 from minispec.tools.report import compare, figures, table
 from minispec.tools.script import Parser, check_device, check_writable, positive, run_main, visible
 from minispec.tools.terminal import Lines, Printer, chat, stream
-from minispec.tools.watch import Explain, Watch
 
 # Built-in problems: a question, and for SpecGen, which is made for batches of long requests, eight questions
 # about one text, sampled as in its paper.
@@ -84,7 +85,7 @@ def parse_args(argv=None):
         help="plain decoding of the same problems afterwards: speed-up, and whether the output is identical")
     add("--explain", type=positive, metavar="N",
         help="first N rounds that have drafts: p, the target's choice, verdicts, the cache")
-    add("--watch", action="store_true", help="cdlm, dlm: masked positions as they are filled in")
+    add("--html", metavar="PATH", help="page that shows the run round by round in a browser")
     add("--json", metavar="PATH", help="file for the result")
 
     methods.add_arguments(parser)
@@ -116,18 +117,17 @@ def check(args):
     """ValueError for mistakes that can be seen before anything is loaded."""
     diffusion = args.method in methods.DIFFUSION
     several = (args.batch or 1) > 1
-    if args.chat and (args.json or args.compare or several or diffusion):
-        raise ValueError("--chat goes with one request at a time and no --json, --compare; "
+    if args.chat and (args.json or args.html or args.compare or several or diffusion):
+        raise ValueError("--chat goes with one request at a time and no --json, --html, --compare; "
                          "not with --method cdlm or dlm, which do not chat")
-    if args.watch and (not diffusion or several):
-        raise ValueError("--watch is for --method cdlm or dlm and --batch 1")
     if args.explain and (diffusion or args.method == "ar" or several or args.chat):
-        raise ValueError("--explain is for methods that verify drafts and --batch 1; the steps of --method "
-                         "cdlm or dlm are shown by --watch")
-    if args.compare and (args.explain or args.watch):
-        raise ValueError("--compare goes without --explain and --watch, whose work would be timed")
-    if args.json:
-        check_writable(args.json, [args.prompts, methods.costs_of(args), args.model])
+        raise ValueError("--explain is for methods that verify drafts and --batch 1; --html shows the others")
+    if args.compare and (args.explain or args.html):
+        raise ValueError("--compare goes without --explain and --html, whose work would be timed")
+    for path in filter(None, (args.json, args.html)):
+        check_writable(path, [args.prompts, methods.costs_of(args), args.model])
+    if args.html and args.html == args.json:
+        raise ValueError(f"--html and --json must be different files, got {args.json}")
 
 
 def problems_of(args):
@@ -172,7 +172,7 @@ def answer(engine, problems, tokenizer, args, quiet=False):
         first_token = []
         for i, (problem, request) in enumerate(zip(problems, requests), 1):
             show_prompt(problem.prompt, i, len(requests))
-            first_token += stream(engine, [request], None if args.watch else Printer(tokenizer))
+            first_token += stream(engine, [request], Printer(tokenizer))
             print()
     warning = "" if args.device.startswith("cuda") else load.warning(torch.get_num_threads())
     result = figures(args, tokenizer, engine, problems, [r.generation for r in requests], first_token)
@@ -247,9 +247,7 @@ def main(argv=None):
         return chat(engine, tokenizer, args.sampling, args.max_new_tokens or UNKNOWN)
 
     # Decode.
-    if args.watch:
-        engine.on_step = Watch(tokenizer)
-    explained = Explain(engine, tokenizer, args.explain).lines if args.explain else []
+    recorder = Recorder(engine, tokenizer) if args.explain or args.html else None
     result = answer(engine, problems, tokenizer, args)
     if args.compare:
         print("\nplain decoding of the same problems ..", flush=True)
@@ -258,7 +256,10 @@ def main(argv=None):
         compare(result, plain, target, args.sampling)
 
     # Report. The file first, because standard output may be closed or full.
-    lines = ["", *explained, table(result)]
+    lines = ["", *(recorder.lines(args.explain) if args.explain else []), table(result)]
+    if args.html:
+        about = {"command": shlex.join(["python", "decode.py", *argv]), "rule": args.rule}
+        write_page(args.html, [recorder.run(result | about)])
     if args.json:
         if len(problems) == 1:
             result |= result.pop("requests")[0]

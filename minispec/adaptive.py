@@ -56,6 +56,7 @@ class Adaptive(Drafter):
         self.history = defaultdict(partial(defaultdict, zeros))          # the same by request
         self.drafted = {}                                # request -> [(drafter, drafts, tokens before them)]
         self.chosen = {}                                 # request -> name of its drafter
+        self.considered = {}                             # request -> see `promises`
         self.prices, self.read = cache(self._prices), cache(cost.read)
 
     def propose(self, requests, limits):
@@ -103,7 +104,7 @@ class Adaptive(Drafter):
     def _choose(self, r, limit, found, seconds):
         """(drafter, number of drafts, prompt-lookup tokens to verify); lookup found `found` tokens."""
         own = self.history[r]
-        best = {"target": (1 / seconds["target"][0], 0)}         # drafter -> tokens/s, number of drafts
+        best = {"target": (1 / seconds["target"][0], 0, 1.0)}    # drafter -> tokens/s, drafts, tokens
         for name, drafter in self.drafters.items():
             is_lookup = drafter is self.lookup
             prior = min(MAX_PRIOR, self.cost.accept.get(name, MAX_PRIOR))
@@ -114,10 +115,16 @@ class Adaptive(Drafter):
             if not is_lookup and not own[name][1]:
                 price = price + tokens * self.read(name, len(r.generation.prompt_ids)) / r.remaining
             goodput = tokens / price
-            best[name] = goodput.max(), int(goodput.argmax())
+            k = int(goodput.argmax())
+            best[name] = float(goodput[k]), k, float(tokens[k])
+        self.considered[r] = best
         name = max(best, key=lambda name: best[name][0])
         k, copies = best[name][1], best[self.lookup.name][1]
         return name if k else "target", k, copies
+
+    def promises(self, request):
+        """Expectations of the last choice: {drafter: [drafts, tokens, tokens/s]}."""
+        return {name: [k, tokens, rate] for name, (rate, k, tokens) in self.considered[request].items()}
 
     def _prices(self, batch, bucket):
         """{drafter: seconds of a round (k + 1,), by number of drafts} of a batch."""

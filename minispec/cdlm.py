@@ -309,7 +309,9 @@ class Decoder:
                  against the cached keys of all positions (Fast-dLLM's dual cache). Approximate.
     threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
     token each). order: see `pick`. record: for `trajectory`, keep hidden rows and complete every block.
-    block_size: None for the model's. on_step(answer, revealed positions) is called after every step. """
+    block_size: None for the model's. on_step(answer, masked
+    positions, their most probable tokens, confidences, indices of the revealed) is called after every step.
+    """
     model: GPT
     mask_id: int
     kind: str = "student"
@@ -425,7 +427,7 @@ class Decoder:
         a.steps += 1
         a.n_cached = a.first
         if self.on_step:
-            self.on_step(a, [masked[i] for i in picked])
+            self.on_step(a, masked, tokens, confidence, picked)
 
     def commit(self, a, seconds):
         """Hand on the tokens that are final, up to the first mask or end of text; then end the answer, or

@@ -77,7 +77,7 @@ GOOD = {option: values.split() for option, values in {      # valid values; of o
     "--model": "checkpoints/target", "--teacher": "checkpoints/target", "--target": "checkpoints/target",
     "--drafter": "checkpoints/draft checkpoints/prism checkpoints/specdiff checkpoints/cdlm/student",
     "--cost": "costs.json results/costs.json", "--traces": "traces.jsonl", "--data": "data",
-    "--json": "out.json", "--size": "tiny 3", "--init": "checkpoints/prism checkpoints/draft",
+    "--json": "out.json", "--html": "out.html", "--size": "tiny 3", "--init": "checkpoints/prism checkpoints/draft",
     "--out": "out runs/gpt", "--device": "cpu", "--responses": "responses",
     "--name": "student", "--prompt": f"one {'🙂' * 50} {'a' * 100_000}"}.items()}
 NUMBERS = "1 2 3 0.5 0.9 8".split()
@@ -86,7 +86,7 @@ NASTY = ["", "\n", *"""-1 0 nan inf -inf 1e300 99999999999999999999 1.5 é 🙂 
          "\udcff\udcfe", "a" * 5000]
 # Options whose large values are long work.
 LONG = "--n --steps --prompts --heldout --batch --batch-tokens --windows --unroll".split()
-LEFT_OUT = {"--help", "-h", "--watch"}                   # a terminal; seconds a method
+LEFT_OUT = {"--help", "-h"}
 
 
 def template(folder, runs=True):

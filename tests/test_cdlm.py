@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, on_a_terminal, save_toy_target, toy_model
+from conftest import ROOT, TARGET, save_toy_target, toy_model
 
 import decode
 import train_cdlm
@@ -455,8 +455,7 @@ def test_the_lessons_example_of_y_and_y_star(monkeypatch):
     (["--method", "cdlm", "--drafter", "nowhere"], "cannot read nowhere/config.json"),
     (["--method", "cdlm", "--drafter", TARGET, "--threshold", "7"],
      "threshold 7.0 is out of range; allowed is 0"),
-    (["--method", "cdlm", "--watch", "--batch", "2"], "--watch is for"),
-    (["--watch"], "--watch is for --method cdlm or dlm and --batch 1")])
+    (["--method", "cdlm", "--explain", "2"], "--explain is for methods that verify drafts")])
 def test_bad_input_is_one_line(args, message):
     with pytest.raises(ValueError) as e:
         decode.main(args)
@@ -520,11 +519,3 @@ def test_decode_with_another_block_size(toy, answer, size, steps):
     more = ["--block-size", str(size)] if size else []
     said, _ = answer("--model", toy, "--prompt", "hi", "--max-new-tokens", "48", "--threshold", "0", *more)
     assert said["counts"]["forwards"] == steps
-
-
-def test_watch_prints_a_line_a_step_with_new_tokens_in_green(toy, answer):
-    args = ["--model", toy, "--prompt", "hi", "--max-new-tokens", "8", "--watch"]
-    lines = [line for line in answer(*args)[1].splitlines() if " +1 " in line]
-    assert ["·" in line for line in lines] == [True] * 7 + [False]
-    shown = on_a_terminal(decode, *args, "--method", "cdlm", "--drafter", toy)
-    assert shown.count(b" +1 ") == shown.count(b"\033[32m") == 8 and "·".encode() in shown

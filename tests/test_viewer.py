@@ -1,0 +1,281 @@
+"""decode.py --html and --explain: recording changes no token and agrees with the run; a browser shows the page."""
+import base64
+import copy
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+from collections import Counter
+
+import pytest
+from conftest import ROOT, TARGET
+
+import decode
+from minispec.tools.recorder import TEMPLATE, write_page
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+PAGE = os.path.join(ROOT, "docs", "rounds.html")
+SAMPLED = ["--temperature", "1"]
+RUNS = {
+    "ar": [],
+    "ngram": ["--batch", "3", "--n", "3"],
+    "draft": [*SAMPLED, "--rule", "rejection"],
+    "draft, copies": [*SAMPLED, "--lookup", "4"],
+    "prism": [*SAMPLED, "--tree", "8"],
+    "specdiff": [*SAMPLED, "--k-drafts", "3", "--rule", "rejection"],
+    "specgen": ["--batch", "3", "--n", "3", "--delayed", "--lookup", "0", "--min-budget", "20"],
+    "specgen, copies": ["--min-budget", "20"],
+    "adaptive": [],
+    "cdlm": [],
+}
+
+
+def runs_of(page):
+    with open(page, encoding="utf-8") as f:
+        return json.loads(f.read().split('id="data">')[1].split("</script>")[0])
+
+
+def decoded(*args):
+    decode.main(["--model", TARGET, *args])
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """{name of a run: (its recording, its JSON, the JSON of the same run without a recorder)}."""
+    folder, out = tmp_path_factory.mktemp("viewer"), {}
+    page, files = str(folder / "run.html"), [str(folder / "with.json"), str(folder / "without.json")]
+    for name, more in RUNS.items():
+        args = ["--method", name.split(",")[0], "--task", "revise", "--max-new-tokens", "40", *more]
+        decoded(*args, "--json", files[0], "--html", page)
+        decoded(*args, "--json", files[1])
+        results = [json.loads(open(file).read()) for file in files]
+        out[name] = *runs_of(page), *(r.get("requests", [r]) for r in results)
+    return out
+
+
+def chosen(row):
+    """The target's choice of a recorded row."""
+    return int(max(row, key=lambda token: row[token][2]))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recorded_run_is_the_run(name, recorded):
+    run, result, without = recorded[name]
+    assert [r["token_ids"] for r in result] == [r["token_ids"] for r in without]
+    assert len(run["requests"]) == len(result)
+    for request, r in zip(run["requests"], result):
+        assert all(request[key] == r[key] for key in ("prompt_ids", "token_ids", "who"))
+        assert set(map(str, [*r["prompt_ids"], *r["token_ids"]])) <= set(run["words"])
+        steps = [{key: a[key] for key in step} for a, step in zip(request["steps"], r["steps"])]
+        assert steps == r["steps"] and len(request["steps"]) == len(steps)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "cdlm"])
+def test_verdicts_follow_from_what_is_recorded(name, recorded):
+    run, _, _ = recorded[name]
+    for request in run["requests"]:
+        for a in request["steps"]:
+            gained = [*(a["drafts"][row - 1] for row in a["path"]), a["token"]][:a["committed"]]
+            assert request["token_ids"][a["position"]:a["position"] + a["committed"]] == gained
+            assert len(a["rows"]) == 1 + len(a["drafts"]) == 1 + len(a["parents"])
+            if not a["coins"]:
+                # The walk: from row 0 to the draft that is the target's choice.
+                at, path = 0, []
+                for row, (draft, parent) in enumerate(zip(a["drafts"], a["parents"]), 1):
+                    if parent == at and draft == chosen(a["rows"][parent]):
+                        at, path = row, [*path, row]
+                assert path == a["path"] and a["token"] == chosen(a["rows"][at])
+            elif a["parents"] == list(range(len(a["drafts"]))):
+                for row, draft in enumerate(a["drafts"][:len(a["path"]) + 1]):
+                    p, q, _ = a["rows"][row][str(draft)]
+                    coin = a["coins"][row]
+                    assert abs(coin * q - p) < 0.001 or (coin * q < p) == (row < len(a["path"]))
+
+
+KNOWN = {       # the least share of drafts whose q is recorded
+    "draft": 1.0,
+    "draft, copies": 0.2,
+    "prism": 0.05,
+    "specdiff": 0.2,
+    "specgen": 1.0,
+    "specgen, copies": 1.0,
+    "ngram": 0.0,
+}
+
+
+@pytest.mark.parametrize("name, known", KNOWN.items())
+def test_q_is_what_the_draft_was_drawn_from(name, known, recorded):
+    """A chain has q at all of its drafts, a tree at the first ones."""
+    steps = [a for request in recorded[name][0]["requests"] for a in request["steps"]]
+    drafts = [(a, i) for a in steps for i in range(len(a["drafts"]))]
+    q = [a["rows"][a["parents"][i]][str(a["drafts"][i])][1] for a, i in drafts]
+    assert all(x == -1 or 0 <= x <= 1 for x in q)
+    assert sum(x >= 0 for x in q) >= known * len(q) and (known or max(q) < 0)
+    for a, i in drafts if "specgen" in name else []:     # greedy: the draft is the argmax of q
+        row = a["rows"][a["parents"][i]]
+        assert row[str(a["drafts"][i])][1] == max(q for _, q, _ in row.values())
+
+
+def test_specgen_records_its_selection_and_its_schedule(recorded):
+    run = recorded["specgen"][0]
+    for i, request in enumerate(run["requests"]):
+        kinds = [kind for forward in run["forwards"] for number, kind, _ in forward if number == i]
+        assert kinds.count("verify") == len(request["steps"])
+        assert kinds.count("draft") == sum(len(a["drafts"]) for a in request["steps"])
+        chosen = [a for a in request["steps"] if "selected" in a]
+        assert chosen and all(len(a["selected"]) == 240 for a in chosen)
+        assert all(sum(a["selected"]) == a["heads"] * (20 - a["recent"]) for a in chosen)
+
+
+def test_adaptive_records_what_each_drafter_promised(recorded):
+    for a in recorded["adaptive"][0]["requests"][0]["steps"]:
+        assert {"ngram", "draft", "prism", "eagle", "specdiff"} == set(a["promises"])
+        best = max(a["promises"], key=lambda name: a["promises"][name][2])
+        assert a["proposer"] in (best, "target")
+
+
+def test_steps_of_a_diffusion_model_fill_its_answer(recorded):
+    run, result, _ = recorded["cdlm"]
+    request, = run["requests"]
+    first, slots = len(request["prompt_ids"]), {}
+    for a in request["steps"]:
+        revealed = [a["slots"][i] for i in a["picked"]]
+        assert revealed and not any(position in slots for position, _, _ in a["slots"])
+        assert all(c > run["threshold"] for _, _, c in revealed) or len(revealed) == 1
+        slots |= {position: token for position, token, _ in revealed}
+    assert [slots[first + i] for i in range(len(request["token_ids"]))] == request["token_ids"]
+
+
+@pytest.mark.parametrize("more", (["--method", "cdlm"], ["--batch", "2"], ["--chat"], ["--method", "ar"]))
+def test_explain_is_for_one_request_of_a_method_that_verifies(more):
+    with pytest.raises(ValueError, match="--explain is for"):
+        decode.parse_args(["--model", TARGET, "--method", "ngram", "--explain", "3", *more])
+
+
+@pytest.mark.parametrize("method", ("ngram", "draft", "prism"))
+def test_explain_is_the_recording_as_text(method, tmp_path, capsys):
+    page = str(tmp_path / "run.html")
+    args = ["--method", method, *RUNS[method], "--task", "revise", "--max-new-tokens", "24"]
+    decoded(*args, "--batch", "1", "--n", "1", "--explain", "2", "--html", page)
+    rounds = capsys.readouterr().out.split("\nat ")[1:]
+    steps = [a for a in runs_of(page)[0]["requests"][0]["steps"] if a["drafts"]]
+    assert len(rounds) == 2
+    for shown, a in zip(rounds, steps):
+        drafts = re.findall(r"^ +(\d+) after (\d+) .* (coin|target's choice)(.*)$", shown, re.M)
+        assert [int(parent) for _, parent, *_ in drafts] == a["parents"]
+        accepted = [int(row) for row, _, _, rest in drafts if rest.endswith("accepted")]
+        assert accepted == a["path"]
+        assert all((kind == "coin") == bool(a["coins"]) for _, _, kind, _ in drafts)
+        end = "correction" if [0, *accepted][-1] in a["parents"] else "bonus"
+        rows = f"the cache keeps {len(accepted) + 1} of {len(drafts) + 1} rows"
+        assert re.search(f"^ +{end} .*; {rows}$", shown, re.M)
+
+
+# -- the page --------------------------------------------------------------------------------------------
+
+def test_the_template_is_small_and_needs_no_network():
+    with open(TEMPLATE, encoding="utf-8") as f:
+        text = f.read()
+    assert text.count("\n") <= 400 and text.count("{{runs}}") == 1
+    addresses = set(re.findall(r"https?://[^\"' ]+", text))
+    assert addresses == {"http://www.w3.org/2000/svg"} and "src=" not in text
+
+
+def test_the_shipped_page_is_what_its_script_makes(tmp_path):
+    """The template and the commands are today's."""
+    shipped = runs_of(PAGE)
+    own = runpy.run_path(os.path.join(ROOT, "docs", "rounds.py"))["RUNS"]
+    write_page(tmp_path / "again.html", shipped)
+    with open(PAGE, "rb") as f, open(tmp_path / "again.html", "rb") as again:
+        page = f.read()
+        assert page == again.read() and len(page) < 1_500_000
+    assert [run["title"] for run in shipped] == list(own)
+    for run in shipped:
+        args = decode.parse_args(run["command"].split()[2:])
+        assert args.method == run["method"]
+        assert run["command"].startswith(f"python decode.py {own[run['title']]}")
+
+
+HARM = "</script><script>document.title = 'harm'</script>"
+BAD = HARM + "\x00\x1b[31m\u202e\u2028\ud800<img src=x onerror=alert(1)>"
+CHECK = """
+<script>
+document.body.style.width = "WIDTHpx";
+const report = runs.map((run, i) => run.requests.map((_, r) => {
+  openRun(i, r, 0);
+  const out = {title: document.title, rounds: Number($("#slider").max), who: {}, now: []};
+  out.text = document.querySelectorAll("#answer .text")[1].textContent;
+  for (const t of document.querySelectorAll("#answer [data-i]")) {
+    const who = t.className.split(" ")[1];
+    out.who[who] = (out.who[who] ?? 0) + 1;
+  }
+  for (let at = 1; at <= out.rounds; at++) {
+    $("#slider").value = at;
+    $("#slider").dispatchEvent(new Event("input"));
+    const count = what => document.querySelectorAll(what).length;
+    const now = count(rounds[at - 1].slots ? ".slot.new" : "#answer .now");
+    const beyond = document.body.scrollWidth - document.body.clientWidth;
+    out.now.push([$("#where").textContent, now, count(".node"), count(".rows .kept"), beyond]);
+  }
+  document.dispatchEvent(new KeyboardEvent("keydown", {key: "Home"}));
+  document.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+  out.key = $("#where").textContent;
+  return out;
+}));
+const ascii = btoa(unescape(encodeURIComponent(JSON.stringify(report))));
+document.body.append(el("pre", {id: "report"}, ascii));
+</script>
+"""
+
+
+def opened(page, folder, width=360):
+    """What CHECK reports of a page, which must load without a line in the console."""
+    with open(page, encoding="utf-8") as f, open(folder / "checked.html", "w", encoding="utf-8") as out:
+        out.write(f.read().replace("</html>", CHECK.replace("WIDTH", str(width)) + "</html>"))
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+        f"--user-data-dir={folder}/browser", f"--window-size={width},900", "--virtual-time-budget=5000",
+        "--dump-dom", f"file://{folder}/checked.html",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    report, = re.findall(r'<pre id="report">(.*?)</pre>', done.stdout)
+    return json.loads(base64.b64decode(report))
+
+
+def check(runs, report):
+    """The page counts as the recording does."""
+    for run, shown in zip(runs, report, strict=True):
+        for request, r in zip(run["requests"], shown, strict=True):
+            steps = request["steps"]
+            diffusion = "slots" in steps[0]
+            assert r["rounds"] == len(steps)
+            assert r["key"] == f"{'step' if diffusion else 'round'} {min(2, len(steps))} of {len(steps)}"
+            assert diffusion or r["who"] == Counter(request["who"])
+            for i, (a, (where, now, nodes, kept, beyond)) in enumerate(zip(steps, r["now"], strict=True), 1):
+                assert where.endswith(f" {i} of {len(steps)}") and beyond <= 0
+                assert now == (len(a["picked"]) if diffusion else a["committed"])
+                assert diffusion or (nodes, kept) == (len(a["drafts"]) + 2, len(a["path"]) + 1)
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_shipped_page_in_a_browser(width, tmp_path):
+    check(runs_of(PAGE), opened(PAGE, tmp_path, width))
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium")
+def test_any_run_in_a_browser_and_nothing_of_the_model_is_code(recorded, tmp_path):
+    runs = [copy.deepcopy(run) for run, _, _ in recorded.values()]
+    bad = runs[0]
+    bad["words"] = dict.fromkeys(bad["words"], BAD.encode("utf-8", "surrogatepass").decode("latin-1"))
+    bad["command"] = bad["model"] = bad["title"] = BAD
+    write_page(tmp_path / "page.html", runs)
+    report = opened(tmp_path / "page.html", tmp_path)
+    check(runs, report)
+    shown = report[0][0]
+    assert shown["title"].startswith("minispec")
+    assert not re.search("[\x00-\x09\x0b-\x1f\u2028\u202e]", shown["text"])
+    assert HARM + "␀␛[31m\\u202e\\u2028" in shown["text"]
