@@ -86,7 +86,7 @@ class Adaptive(Drafter):
             for (i, _), proposal in zip(some, drafts):
                 r = requests[i]
                 self.drafted[r].append((name, proposal[0], len(r.tokens)))
-                # Trees are slow in a batch (attention.Lanes).
+                # Trees are slow in a batch.
                 room = limits[i] - len(proposal[0]) if len(requests) == 1 else 0
                 out[i] = with_copies(proposal, out[i][0][:room])
         return out

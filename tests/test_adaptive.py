@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import chi_square, toy_model
 from test_bounds import recorded, time_of
-from test_engine import JUDGED, PLANNERS, SAMPLED, exact, plain, prompts, run, sampled
+from test_engine import REJECTION, PLANNERS, SAMPLED, exact, plain, prompts, run, sampled
 
 from minispec import bounds
 from minispec.adaptive import Adaptive, rate
@@ -87,8 +87,8 @@ def test_greedy_is_identical_and_all_of_them_draft(batch):
 
 def test_sampled_output_has_the_targets_distribution():
     """Over all outputs of three tokens; a correct engine fails with probability 1e-6."""
-    counts, accepted = sampled("adaptive", JUDGED)
-    assert chi_square(counts, exact(JUDGED)) > 1e-6
+    counts, accepted = sampled("adaptive", REJECTION)
+    assert chi_square(counts, exact(REJECTION)) > 1e-6
     assert 0.05 < accepted < 0.98
 
 
@@ -114,8 +114,8 @@ class CherryPicker(Adaptive):
 def test_control_choosing_after_the_draw_is_rejected():
     PLANNERS["cherry"] = lambda model, other: lambda e: Lockstep(
         e, CherryPicker([SmallLM(other, model)], prices(0.0, token=0.0), 4), 4)
-    counts, _ = sampled("cherry", JUDGED, 3_000)
-    assert chi_square(counts, exact(JUDGED)) < 1e-6
+    counts, _ = sampled("cherry", REJECTION, 3_000)
+    assert chi_square(counts, exact(REJECTION)) < 1e-6
 
 
 def test_looked_up_tokens_are_verified_next_to_drafts():
