@@ -30,7 +30,7 @@ from minispec.studies.rules import lossless, rules
 from minispec.studies.run import bounds, profile, run, speed, trace
 from minispec.studies.specgen import scheduler, serving
 from minispec.tools import checkpoints, gguf_file, methods
-from minispec.tools.files import blame, read_json, write_text
+from minispec.tools.files import naming, read_json, write_text
 from minispec.tools.plots import draw
 from minispec.tools.script import Parser, check_device, run_main, visible
 from minispec.tools.training import fast_dtype
@@ -92,7 +92,7 @@ def measure(names, args):
     model = tokenizer = None
     if set(names) - {"bounds"}:
         tokenizer = Tokenizer.load(args.model)
-        small = tokenizer.ours and args.device == "cpu"
+        small = tokenizer.is_puzzle_model and args.device == "cpu"
         usual = torch.float32 if small else fast_dtype(args.device)
         model = checkpoints.load(args.model, args.device, getattr(torch, args.dtype) if args.dtype else usual)
 
@@ -127,7 +127,7 @@ def report(page):
         file = results.path(os.path.join(mark[1] or "", f"{mark[2]}.json"))
         if not os.path.exists(file):
             return mark[0]
-        with blame(file):
+        with naming(file):
             r = read_json(file)
             where = ", ".join(filter(None, (r["device"], r.get("dtype"))))
             source = (f"`{r['command']}` on {where}, torch {r['torch']}, {r['date']}, "

@@ -10,7 +10,7 @@ terminal green tokens are accepted drafts, red ones replace a rejected draft, bl
 
     python decode.py --method ngram --chat                            # talk with the model
     python decode.py --method specdiff --task story --html run.html   # every round, in a browser
-    python decode.py --method specgen --compare                       # eight questions about one text; speed-up
+    python decode.py --method specgen --compare                       # eight questions, one text
 
 All options: python decode.py --help. The model is SmolLM2-135M-Instruct if its package is installed. Problems
 of --task, and methods without a drafter for SmolLM2 (draft, cdlm, dlm), use the puzzle model in
@@ -143,7 +143,7 @@ def problems_of(args):
 
 def built_in(args, tokenizer):
     """The problems without a --prompt, --prompts or --task. Sets the arguments that the user left open."""
-    if tokenizer.ours:
+    if tokenizer.is_puzzle_model:
         return [tasks.make("story", 5, "heldout", 5)]
     if args.method != "specgen":
         args.max_new_tokens = args.max_new_tokens or ANSWER
@@ -235,7 +235,7 @@ def main(argv=None):
     args.temperature = args.temperature or 0.0
 
     def make(name):
-        gc.collect()                                     # an engine and its planner hold each other
+        gc.collect()                                     # an engine and its scheduler hold each other
         return methods.make_engine(name, target if name == "ar" else model, args, args.batch)
 
     target = methods.loaded(args.target, model, args) if args.compare else model

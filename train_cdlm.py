@@ -35,7 +35,7 @@ from minispec.core.verify import Sampling
 from minispec.data import tasks
 from minispec.data.tokenizer import MASK, Tokenizer
 from minispec.tools import checkpoints, training
-from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
+from minispec.tools.files import naming, opened, read_json, read_tensors, replaced, write_json
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import Run, bf16, fast_dtype, generator_of, locked
 
@@ -83,7 +83,7 @@ def examples_of(args, tokenizer):
     """example(n, split="train"): number n, for ever, of the --answers or of our families' problems."""
     if args.answers:
         return answered(args, tokenizer)
-    if not tokenizer.ours:
+    if not tokenizer.is_puzzle_model:
         raise ValueError(f"{args.target} needs --answers DIR; this makes some: python -m "
                          f"minispec.data.rollouts --target {args.target} --out DIR")
     if args.prompt_length < tasks.LONGEST_PROMPT:
@@ -99,7 +99,7 @@ def examples_of(args, tokenizer):
 def answered(args, tokenizer):
     """The same from the answers that rollouts.py wrote. ValueError where they are another target's."""
     settings = f"{args.answers}/settings.json"
-    with blame(settings):
+    with naming(settings):
         target = checkpoints.fingerprint(checkpoints.load(args.target))
         training.unchanged(read_json(settings), {"target": target})
     rows = {"train": read_answers(args, tokenizer, "train", "given"),
@@ -116,7 +116,7 @@ def read_answers(args, tokenizer, *kinds):
     examples = []
     files = [file for kind in kinds for file in Path(args.answers).glob(f"{kind}-*.safetensors")]
     for file in sorted(files):
-        with blame(file), opened(file) as tensors:
+        with naming(file), opened(file) as tensors:
             for i in sorted({name.split(".")[0] for name in tensors.keys()}):
                 ids, learn = (tensors.get_tensor(f"{i}.{name}") for name in ("ids", "learn"))
                 prompt, answer = ids[~learn].tolist(), ids[learn].tolist()[:cdlm.GEN_LENGTH]
@@ -215,7 +215,7 @@ def collect_trajectories(args, tokenizer, example, folder, teacher):
             with replaced(file) as temporary:
                 save_file(collect(decoder, requests, args.prompt_length), temporary)
         shards.append(read_tensors(file))
-    with blame(folder):
+    with naming(folder):
         data = {name: torch.cat([shard[name] for shard in shards]) for name in shards[0]}
     share = passed_over(data["rank"], data["live"])
     print(f"{len(data['live'])} trajectories; {share:.0%} of the reveals left a masked slot to the left")

@@ -153,7 +153,7 @@ def train(args, teacher):
     # 1. The tokenizer, the model, and the sequence length of every step.
     source = args.teacher or minispec.SHIPPED
     tokenizer = Tokenizer.load(source)
-    if not tokenizer.ours:
+    if not tokenizer.is_puzzle_model:
         raise ValueError(f"{source} has another tokenizer than the shipped target")
     model = make_model(args, tokenizer, teacher)
     plan = schedule(args.seed, args.tokens, args.max_length)

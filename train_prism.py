@@ -19,7 +19,7 @@ round of chain drafting would commit.
 """
 import minispec  # noqa: F401  before torch: it tunes the allocator
 from minispec import prism
-from minispec.core.words import feature_layers_of
+from minispec.core.draft_head import feature_layers_of
 from minispec.data.recorded import DrafterRun, add_arguments, begin, parsed
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main
@@ -92,7 +92,7 @@ def main():
         run = DrafterRun(args, model, least=args.unroll)
         step_reads = sum(p.numel() for p in model.bank[0].parameters())
         print(f"{args.arm}: {model.n_params() / 1e6:.2f}M parameters, {step_reads / 1e6:.2f}M read by a "
-              f"draft step, {model.words.size} tokens to draft")
+              f"draft step, {model.draft_head.size} tokens to draft")
 
         # 2. The loop, from the last checkpoint on.
         for _, batch in run.batches():

@@ -27,7 +27,7 @@ from dataclasses import replace
 
 import minispec  # noqa: F401  before torch: it tunes the allocator
 from minispec import prism, specdiff
-from minispec.core.words import feature_layers_of
+from minispec.core.draft_head import feature_layers_of
 from minispec.data.recorded import DrafterRun, add_arguments, begin, parsed
 from minispec.tools import checkpoints
 from minispec.tools.script import Parser, run_main

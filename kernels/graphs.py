@@ -17,7 +17,7 @@ copy; there is one graph per size:
     requests    each has a slot in the tables. A request that drafts from a list keeps its slot, so that its
                 list is copied once a round. Slots without a request have no rows.
 
-The target's logits, which only some rows need, and the planner's work stay outside the graph. One set of
+The target's logits, which only some rows need, and the scheduler's work stay outside the graph. One set of
 buffers is enough, because the host waits for a forward before it prepares the next (the paper alternates
 between two). Scores take 1 / (D * e / 2) of the memory of a cache for the same number of tokens.
 
@@ -93,7 +93,7 @@ class Graphs:
     inputs and on fixed tensors, and must be idempotent (a capture runs it more than once).
 
     cache: a KVCache with a spare block, for pad rows. batch, longest: most requests, and most positions of
-    each. widest: most positions that a planner selects (0: none, and no scores). group = H / G. features: F
+    each. widest: most positions that a scheduler selects (0: none, and no scores). group = H / G. features: F
     of Inputs.features. more: zeros of the shapes of Inputs.more."""
     function: object
     cache: object
@@ -274,10 +274,10 @@ class Graphs:
 
 def target_graphs(engine, longest):
     """Graphs of an engine's target, for requests of up to `longest` positions."""
-    model, cache, planner = engine.model, engine.cache, engine.planner
+    model, cache, scheduler = engine.model, engine.cache, engine.scheduler
 
     def forward(x):
         h = model.embed(x.tokens)
-        return [decode(model.blocks, model.norm, model.rope, h, x, cache, planner.feature_layers)]
+        return [decode(model.blocks, model.norm, model.rope, h, x, cache, scheduler.feature_layers)]
 
-    return Graphs(forward, cache, engine.batch_size, longest, planner.widest(longest), cache.group)
+    return Graphs(forward, cache, engine.batch_size, longest, scheduler.widest(longest), cache.group)

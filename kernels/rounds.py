@@ -55,11 +55,11 @@ class Rounds(Graphs):
         self.size = whole_blocks(longest + drafter.room)                       # slots of a request
         drafter.cache = KVCache(c, batch * self.size, target.dtype, target.device, spare=1)
         group = c.n_head // c.n_kv_head
-        features = drafter.n_features if drafter.reads else 0
+        features = drafter.n_features if drafter.uses_hidden_states else 0
         more = {}
         if isinstance(drafter, Chained):
             more = dict.fromkeys(("last", "ends", "streams", "at"), torch.zeros(batch, dtype=torch.long))
-            more["stop"] = torch.zeros(batch)
+            more["min_confidence"] = torch.zeros(batch)
             w, trees = drafter.width, None
             if w > 1:
                 trees = dict.fromkeys(range(batch), torch.ones(w, w))
@@ -70,11 +70,11 @@ class Rounds(Graphs):
     def round(self, x):
         return self.drafter.round(Rows(**vars(x), cache=self.cache, later=self.later))
 
-    def reserve(self, notes):
+    def reserve(self, state):
         """Let the notes of a request have all the slots that it may need. While requests are paused there may
         be none left. Then its keys lie apart from the graphs, whose pool must stay where it is."""
-        if not self.cache.resize(notes.blocks, self.size):
-            notes.cache = KVCache(self.drafter.config, 0, self.cache.k.dtype, self.cache.k.device)
+        if not self.cache.resize(state.blocks, self.size):
+            state.cache = KVCache(self.drafter.config, 0, self.cache.k.dtype, self.cache.k.device)
 
     def __call__(self, work, more=None, how=()):
         if more:

@@ -18,7 +18,7 @@ from functools import cache, partial
 
 import numpy as np
 
-from minispec.core.drafters import Drafter, NGram, with_copies
+from minispec.core.drafters import Drafter, NGram, with_lookup
 from minispec.traces import expected_tokens
 
 MAX_PRIOR = 0.85            # a text may be new to every drafter
@@ -43,7 +43,7 @@ class Adaptive(Drafter):
         if not drafters:
             raise ValueError("no drafter is ready that the cost table has a price for: " +
                              ", ".join(cost.drafters))
-        self.reads = any(d.reads for d in drafters)
+        self.uses_hidden_states = any(d.uses_hidden_states for d in drafters)
         layers = {d.feature_layers for d in drafters if d.feature_layers} or {()}
         if len(layers) > 1:
             raise ValueError(f"all drafters must read the same layers of the target, got {sorted(layers)}")
@@ -81,14 +81,14 @@ class Adaptive(Drafter):
         for name, some in asked.items():
             drafter = self.drafters[name]
             # A drafter with an early stop ends a chain itself where it is unsure.
-            ks = [limits[i] if drafter.stop else k for i, k in some]
+            ks = [limits[i] if drafter.min_confidence else k for i, k in some]
             drafts = drafter.propose([requests[i] for i, _ in some], ks)
             for (i, _), proposal in zip(some, drafts):
                 r = requests[i]
                 self.drafted[r].append((name, proposal[0], len(r.tokens)))
                 # Trees are slow in a batch.
                 room = limits[i] - len(proposal[0]) if len(requests) == 1 else 0
-                out[i] = with_copies(proposal, out[i][0][:room])
+                out[i] = with_lookup(proposal, out[i][0][:room])
         return out
 
     def _learn(self, r):
@@ -124,7 +124,8 @@ class Adaptive(Drafter):
 
     def promises(self, request):
         """Expectations of the last choice: {drafter: [drafts, tokens, tokens/s]}."""
-        return {name: [k, tokens, rate] for name, (rate, k, tokens) in self.considered[request].items()}
+        best = self.considered[request]
+        return {name: [best[name][1], best[name][2], best[name][0]] for name in self.drafters}
 
     def _prices(self, batch, bucket):
         """{drafter: seconds of a round (k + 1,), by number of drafts} of a batch."""
@@ -135,7 +136,7 @@ class Adaptive(Drafter):
 
     def observe(self, request, features):
         for drafter in self.drafters.values():
-            if drafter.reads:
+            if drafter.uses_hidden_states:
                 drafter.observe(request, features)
 
     @property

@@ -239,7 +239,7 @@ def replay(plans, prompts, cost, batch):
     left = [(tokens, list(plan)) for plan, tokens in zip(plans, prompts) if plan]
     while left:
         now = [(tokens + plan[0].position, plan.pop(0)) for tokens, plan in left[:batch]]
-        proposed = sum(r.drafted + r.copies for _, r in now)
+        proposed = sum(r.drafted + r.lookup for _, r in now)
         total += float(cost.step(sum(kv for kv, _ in now), len(now) + proposed, len(now)))
         for name in {r.proposer for _, r in now if r.drafted}:
             own = [(kv, r.drafted) for kv, r in now if r.drafted and r.proposer == name]

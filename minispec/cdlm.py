@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from minispec.core.attention import FullKeys
 from minispec.core.gpt import GPT, dense_attend
 from minispec.core.kv_cache import KVCache, whole_blocks
-from minispec.core.requests import Request, Segment, Step, check_requests, pack
+from minispec.core.requests import Request, Segment, Round, check_requests, pack
 from minispec.core.noise import stream
 from minispec.core.verify import check_numbers, scores
 
@@ -437,7 +437,7 @@ class Decoder:
         ends = [i for i in range(a.prompt, a.last) if a.tokens[i] in a.request.stop_ids]
         stop = min(ends, default=len(a.tokens))
         kept = a.tokens[len(a.request.tokens):min(gap, stop + 1)]
-        g.steps.append(Step(len(g.token_ids), 0, 0, len(kept), self.kind, 0.0, seconds))
+        g.rounds.append(Round(len(g.token_ids), 0, 0, len(kept), self.kind, 0.0, seconds))
         g.token_ids += kept
         g.who += ["plain"] * len(kept)
         a.request.tokens += kept

@@ -44,7 +44,7 @@ from minispec.core.drafters import Chained
 from minispec.core.losses import Divergence, numbers_of
 from minispec.core.requests import MAX_K
 from minispec.core.verify import argmax
-from minispec.core.words import DrafterConfig, TrainedDrafter, fusion
+from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
 
 
 @dataclass
@@ -187,11 +187,11 @@ def unroll(prism, ids, features, steps, rows):
     attend = unrolled_attend(rows)
     # Step 1 reads whole texts. Row r reads the next token, t_{r+1}, and the feature in front of it.
     positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-    a = prism(1, prism.words.embed(ids.roll(-1, 1)), features, positions, attend)
+    a = prism(1, prism.draft_head.embed(ids.roll(-1, 1)), features, positions, attend)
     states = [a.flatten(0, 1)[rows]]
     for step in range(2, steps + 1):
         # Row r reads the token drafted last, t_{r+k}, and the state that drafted it, one position further on.
-        e = prism.words.embed(ids.roll(-step, 1).flatten()[rows])
+        e = prism.draft_head.embed(ids.roll(-step, 1).flatten()[rows])
         at = (positions.flatten()[rows] + step - 1).clamp(max=prism.config.block_size - 1)
         states.append(prism(step, e, states[-1], at, attend))
     return states
@@ -207,31 +207,31 @@ def unrolled_loss(prism, batch, steps):
     argmax. Their sum is the mean number of accepted drafts of a chain, if these tokens are what the target
     says.
     """
-    # 1. Row r of step k is judged by the target's row s = r + k, which sees t_s and is asked for t_{s+1}. The
+    # 1. The target's row s = r + k sees t_s and predicts t_{s+1}, which is the label of row r at step k. The
     # rows that guess any of the tokens to learn draft.
-    judged = F.pad(batch.learn[:, 1:], (0, 1))           # (B, S): is t_{s+1} one to learn?
-    judged[:, :steps] = False                            # too near the beginning to be guessed at every step
-    drafts = sum(judged.roll(-k, 1) for k in range(1, steps + 1)) > 0
-    judges, n = numbers_of(judged.flatten())             # numbered along all texts; the first n judge
+    to_learn = F.pad(batch.learn[:, 1:], (0, 1))         # (B, S): is t_{s+1} one to learn?
+    to_learn[:, :steps] = False                          # too near the beginning to be guessed at all steps
+    drafts = sum(to_learn.roll(-k, 1) for k in range(1, steps + 1)) > 0
+    target_rows, n = numbers_of(to_learn.flatten())      # numbered along all texts; the first n count
     rows, _ = numbers_of(drafts.flatten())
     states = unroll(prism, batch.ids, batch.features(prism.config), steps, rows)
-    words = prism.words
+    draft_head = prism.draft_head
 
     # 2. Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
     # that the drafter can become.
-    divergence = Divergence(words.logits(batch.hidden.flatten(0, 1)[judges])[:n])        # of (n, N)
-    best = batch.best.flatten()[judges[:n]]
+    divergence = Divergence(draft_head.logits(batch.hidden.flatten(0, 1)[target_rows])[:n])  # of (n, N)
+    best = batch.best.flatten()[target_rows[:n]]
     place = torch.zeros_like(drafts.flatten(), dtype=torch.long)
     place[rows] = torch.arange(len(rows), device=rows.device)
     loss, chains = 0.0, []
-    right = whole = rows >= 0                            # are all guesses of a row right, and all judged?
+    right = whole = rows >= 0                            # are all guesses of a row right, and all to be learned?
     for k, a in enumerate(states, 1):
-        own = place[(judges - k).clamp(min=0)]           # where the rows r lie among `rows`
-        guess = words.logits(a[own])[:n]
+        own = place[(target_rows - k).clamp(min=0)]     # where the rows r lie among `rows`
+        guess = draft_head.logits(a[own])[:n]
         own = own[:n]
         loss = loss + divergence(guess).sum() / max(n, 1)
         # 3. How far the guesses of each row are the target's argmax.
-        hits = words.tokens(argmax(guess)) == best
+        hits = draft_head.tokens(argmax(guess)) == best
         guessed = torch.zeros_like(whole).index_fill(0, own, True)
         right = right.index_copy(0, own, right[own] & hits)
         whole = whole & guessed
@@ -257,7 +257,7 @@ def prune(tokens, parents, scores, n):
 
 
 class PrismDrafter(Chained):
-    """Drafts for the engine's Lockstep planner: Lockstep(engine, PrismDrafter(prism, target, depth, width),
+    """Drafts for the engine's SyncScheduler: SyncScheduler(engine, PrismDrafter(prism, target, depth, width),
     k).
 
     width 1: chains of k drafts (at most `depth`), drawn like the target draws, with temperature. width > 1:
@@ -267,7 +267,7 @@ class PrismDrafter(Chained):
     one forward. A tree ends early like a chain: where the path to no new node is as probable as `stop`. A
     row of the target costs less than a step, so nodes go to it that are a quarter as probable.
     """
-    reads = True
+    uses_hidden_states = True
 
     def __init__(self, prism, target, depth=MAX_K, width=1, name="prism"):
         if not 1 <= depth <= MAX_K:
@@ -275,9 +275,9 @@ class PrismDrafter(Chained):
         super().__init__(prism.config, target, width * depth)
         self.prism = prism.to(target.dtype)
         self.feature_layers = prism.config.feature_layers
-        self.words = prism.words
+        self.draft_head = prism.draft_head
         self.depth = depth
-        self.width = min(width, self.words.size)
+        self.width = min(width, self.draft_head.size)
         self.name = name
 
     def first_rows(self, request):
@@ -285,16 +285,16 @@ class PrismDrafter(Chained):
         t_{r+1}."""
         if not request.n_cached:                         # a prompt of one token: the target knows no row yet
             return None
-        notes = self.notes[request]
+        state = self.draft_states[request]
         # Module 0 encodes them again, over the rows that drafts of the last round have left.
-        tokens = request.tokens[notes.cached + 1:request.n_cached + 1]
-        rows = notes.rows(tokens, notes.take_features())
-        notes.cached = request.n_cached
+        tokens = request.tokens[state.cached + 1:request.n_cached + 1]
+        rows = state.rows(tokens, state.take_features())
+        state.cached = request.n_cached
         return rows
 
     def step(self, number, x, states):
         """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
-        e = self.words.embed(x.tokens)
+        e = self.draft_head.embed(x.tokens)
         return self.prism(number, e, states, x.positions, x.attend, x.body)
 
     # -- trees -----------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ class PrismDrafter(Chained):
         # Other requests may have gone deeper.
         n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
         tokens, parents, scores = (some[:n] for some in drafts)
-        worth = sum(math.exp(score) >= self.stop / 4 for score in scores)
+        worth = sum(math.exp(score) >= self.min_confidence / 4 for score in scores)
         return prune(tokens, parents, scores, max(min(limit, worth), 1))
 
     def round(self, x):
@@ -324,7 +324,7 @@ class PrismDrafter(Chained):
         n_nodes = 0                                                            # before the new ones
 
         for number in range(2, steps + 1):
-            ended = scores.amax(1) < x.more["stop"].log()
+            ended = scores.amax(1) < x.more["min_confidence"].log()
             if x.ends_early and ended.all():
                 break
             # The best of the new nodes are opened, in order of creation. Each sees its parent's path and
@@ -350,4 +350,4 @@ class PrismDrafter(Chained):
         _, scores = self.guess(number, x, states)
         top = (scores / scores.sum(-1, keepdim=True)).topk(self.width)
         scores = so_far[..., None] + top.values.log().clamp(max=0)
-        return self.words.tokens(top.indices).flatten(1), scores.flatten(1)
+        return self.draft_head.tokens(top.indices).flatten(1), scores.flatten(1)

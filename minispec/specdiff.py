@@ -52,11 +52,11 @@ import torch.nn.functional as F
 
 from minispec.core import gpt
 from minispec.core.gpt import dense_attend
-from minispec.core.drafters import STOP, Cached
+from minispec.core.drafters import MIN_CONFIDENCE, Cached
 from minispec.core.losses import Divergence
 from minispec.core.noise import stream
 from minispec.core.requests import MAX_K, MAX_NODES
-from minispec.core.words import DrafterConfig, TrainedDrafter, fusion
+from minispec.core.draft_head import DrafterConfig, TrainedDrafter, fusion
 from minispec.core.verify import LEAST_TEMPERATURE, graft, warp
 
 CANDIDATES = 16             # tokens of a slot that the Markov head chooses among
@@ -224,7 +224,7 @@ def markov_terms(drafter, tokens):
     in the first slot, whose row has read the token before."""
     if drafter.markov is None:
         return 0.0
-    return F.pad(drafter.markov(drafter.words.embed(tokens[..., :-1])), (0, 0, 1, 0))
+    return F.pad(drafter.markov(drafter.draft_head.embed(tokens[..., :-1])), (0, 0, 1, 0))
 
 
 def draw_windows(learn, n, generator):
@@ -253,7 +253,7 @@ def _answers(drafter, batch, starts):
     behind the end of the answer and for tokens outside the draft vocabulary."""
     places = places_of(starts, drafter.config.gamma)
     tokens, written, log_p = (at_places(x, places) for x in (batch.ids, batch.learn, batch.log_p))
-    index = drafter.words.indices(tokens)
+    index = drafter.draft_head.indices(tokens)
     valid = written & (places < batch.ids.shape[1]) & (index >= 0)
     return tokens, index.clamp(min=0), log_p, valid
 
@@ -323,7 +323,7 @@ def training_loss(drafter, name, batch, n_windows, generator):
     windows = windows + markov_terms(drafter, tokens)
     if name == "kl":
         return distillation(drafter, batch, starts, windows, text, valid)
-    return objective(name, drafter.words.logits(windows), labels, valid, log_p, weight)
+    return objective(name, drafter.draft_head.logits(windows), labels, valid, log_p, weight)
 
 
 def distillation(drafter, batch, starts, windows, text, valid):
@@ -331,10 +331,10 @@ def distillation(drafter, batch, starts, windows, text, valid):
     drafter's, slot by slot. On sampled answers it has the same optimum as cross-entropy, and learns it from
     fewer answers. windows and text: from window_states."""
     gamma = drafter.config.gamma
-    logits = drafter.words.logits
+    logits = drafter.draft_head.logits
     # Every row of an answer is the first slot of a window.
-    judged = F.pad(batch.learn[:, 1:], (0, 1))                                            # (B, S)
-    first = Divergence(logits(batch.hidden[judged]))(logits(text[judged])).mean()
+    to_learn = F.pad(batch.learn[:, 1:], (0, 1))                                          # (B, S)
+    first = Divergence(logits(batch.hidden[to_learn]))(logits(text[to_learn])).mean()
     # The others are those of the windows.
     goal = at_places(batch.hidden, places_of(starts - 1, gamma))                          # (B, W, gamma, C)
     slots = Divergence(logits(goal))(logits(windows)) * valid                             # (B, W, gamma)
@@ -350,7 +350,7 @@ def estimate(drafter, batch, n_windows):
     starts = draw_windows(batch.learn, n_windows, torch.Generator().manual_seed(0))
     tokens, labels, log_p, valid = _answers(drafter, batch, starts)
     windows, _ = window_states(drafter, batch.ids, starts, batch.features(drafter.config))
-    logits = drafter.words.logits(windows + markov_terms(drafter, tokens))
+    logits = drafter.draft_head.logits(windows + markov_terms(drafter, tokens))
     log_q = log_probability(logits, labels)
     right = (logits.argmax(-1) == labels) & valid
     per_window = {
@@ -382,7 +382,7 @@ def best_path(draft, parents, p):
 
 
 class SpecDiffDrafter(Cached):
-    """Drafts for the engine's Lockstep planner: Lockstep(engine, SpecDiffDrafter(..), gamma * k_drafts).
+    """Drafts for the engine's SyncScheduler: SyncScheduler(engine, SpecDiffDrafter(..), gamma * k_drafts).
 
     gamma drafts per chain, k_drafts chains per round. Under the rule `coupled` chain i begins with the i-th
     best token of the first slot, and all go on with the best. Under the others chains are drawn independently
@@ -404,12 +404,12 @@ class SpecDiffDrafter(Cached):
                              f"allowed is 0 (the argmax), or {LEAST_TEMPERATURE} to 100")
         super().__init__(drafter.config, target, gamma)
         self.drafter = drafter.to(target.dtype)
-        self.words = drafter.words
+        self.draft_head = drafter.draft_head
         self.gamma = gamma
         self.width = k_drafts
         self.temperature = temperature
-        self.stop = STOP if k_drafts == 1 else 0.0
-        self.reads = drafter.config.reads
+        self.min_confidence = MIN_CONFIDENCE if k_drafts == 1 else 0.0
+        self.uses_hidden_states = drafter.config.reads
         self.feature_layers = drafter.config.feature_layers
 
     def round(self, x):
@@ -439,22 +439,22 @@ class SpecDiffDrafter(Cached):
     def _rows(self, request, slots):
         """The segments that a request feeds: first its new committed tokens, causal; then the window's masks,
         which see each other."""
-        notes = self.note(request)
+        state = self.state_of(request)
         # The row of the last token guesses the first slot.
         masks = [MASK] * (slots - 1)
         of_new, of_masks = None, None
-        if self.reads:
+        if self.uses_hidden_states:
             # Each new token reads the state of the token before it, the first one none; each mask the newest
             # state there is.
-            if notes.cached == 0:
-                notes.features.insert(0, notes.cache.k.new_zeros(1, self.n_features))
-            of_new = notes.take_features()
+            if state.cached == 0:
+                state.features.insert(0, state.cache.k.new_zeros(1, self.n_features))
+            of_new = state.take_features()
             of_masks = of_new[-1:].expand(len(masks), -1)
-        fed = [notes.rows(request.tokens[notes.cached:], of_new)]
-        notes.cached = len(request.tokens)               # the next round overwrites the masks' keys
+        fed = [state.rows(request.tokens[state.cached:], of_new)]
+        state.cached = len(request.tokens)               # the next round overwrites the masks' keys
         if masks:
             sees_all = torch.ones(len(masks), len(masks), dtype=torch.bool)
-            fed.append(notes.rows(masks, of_masks, tail=sees_all))
+            fed.append(state.rows(masks, of_masks, tail=sees_all))
         return fed
 
     def _chains(self, request, states, limit):
@@ -468,34 +468,34 @@ class SpecDiffDrafter(Cached):
             sampling = replace(sampling, temperature=temperature)
         # Draw k chains. Near the end of an answer, fewer fit into its cache.
         n = len(states)
-        k = min(self.width, limit // n, CANDIDATES, self.words.size)
+        k = min(self.width, limit // n, CANDIDATES, self.draft_head.size)
         drawn, q = self._draw(request, states, k, sampling)                               # (n, k), (n, k, N)
         known = sampling.temperature and sampling.rule == "rejection"
         if k == 1:
             chain = self._cut(drawn[:, 0], q[:, 0])
-            return chain, self.words.whole(q[:len(chain), 0]) if known else None
+            return chain, self.draft_head.whole(q[:len(chain), 0]) if known else None
 
         # Merge them to a trie.
         tokens, parents = [], []
-        rows = [graft(chain, tokens, parents) for chain in self.words.tokens(drawn).T.tolist()]
+        rows = [graft(chain, tokens, parents) for chain in self.draft_head.tokens(drawn).T.tolist()]
         if known:
-            return tokens, None, parents, list(zip(rows, self.words.whole(q).unbind(1)))  # k of (n, V)
+            return tokens, None, parents, list(zip(rows, self.draft_head.whole(q).unbind(1)))  # k of (n, V)
         return tokens, None, parents
 
     def _noise(self, request, n, k, sampling):
         """The noise (n, k, N) of n slots: under the rule `coupled` the target's, else one for each chain."""
         if not sampling.temperature:
-            return torch.ones(n, k, self.words.size, device=self.target.device)
+            return torch.ones(n, k, self.draft_head.size, device=self.target.device)
         lanes = [sampling.lane + chain * (sampling.rule != "coupled") for chain in range(k)]
         streams = np.array([stream(request.sampling.seed, lane) for lane in lanes] * n)
         slots = len(request.tokens) + np.arange(n).repeat(k)
-        return self.words.noise(streams, slots).unflatten(0, (n, k))
+        return self.draft_head.noise(streams, slots).unflatten(0, (n, k))
 
     def _draw(self, request, states, k, sampling):
         """k chains from the states (n, C) of n slots: indices (n, k), and the distributions (n, k, N) that
         they were drawn from; at temperature 0 the argmax, and the softmax."""
         noise = self._noise(request, len(states), k, sampling)
-        logits = self.words.logits(states)                                                # (n, N)
+        logits = self.draft_head.logits(states)                                                # (n, N)
         if self.drafter.markov is None:
             q = _distribution(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
             scores = q / noise
@@ -505,16 +505,17 @@ class SpecDiffDrafter(Cached):
             return drawn, q
 
         # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
-        top, among = logits.topk(min(CANDIDATES, self.words.size))                        # (n, c)
-        of_head = self.words.head.weight[among]                                           # (n, c, C)
+        top, among = logits.topk(min(CANDIDATES, self.draft_head.size))                        # (n, c)
+        of_head = self.draft_head.head.weight[among]                                           # (n, c, C)
         indices, qs, more = [], [], 0.0
         for slot in range(len(states)):
             q = _distribution((top[slot] + more).expand(k, -1), sampling)
             index = _best(q, noise[slot][:, among[slot]], slot, sampling)
             indices.append(among[slot][index])                                            # (k,)
-            qs.append(logits.new_zeros(k, self.words.size, dtype=q.dtype).index_copy_(1, among[slot], q))
+            qs.append(logits.new_zeros(k, self.draft_head.size, dtype=q.dtype).index_copy_(1, among[slot], q))
             if slot + 1 < len(states):
-                term = self.drafter.markov(self.words.embed(self.words.tokens(indices[-1])))   # (k, C)
+                before = self.draft_head.tokens(indices[-1])
+                term = self.drafter.markov(self.draft_head.embed(before))                         # (k, C)
                 more = term @ of_head[slot + 1].mT                                        # (k, c)
         return torch.stack(indices), torch.stack(qs)
 
@@ -522,8 +523,8 @@ class SpecDiffDrafter(Cached):
         """The tokens of a chain of indices (n,) drawn from q (n, N), up to the first one that makes the
         product of their probabilities less than `stop`; it stays, see Chained."""
         reach = q.gather(-1, index[:, None])[:, 0].cumprod(0)
-        n = 1 + int((reach[:-1] >= self.stop).sum())
-        return self.words.tokens(index[:n]).tolist()
+        n = 1 + int((reach[:-1] >= self.min_confidence).sum())
+        return self.draft_head.tokens(index[:n]).tolist()
 
 
 def _distribution(logits, sampling):

@@ -47,7 +47,7 @@ import torch.nn.functional as F
 
 from minispec.core.attention import FullKeys, group_rows, ungroup_rows
 from minispec.core.drafters import NGram
-from minispec.core.engine import Planner
+from minispec.core.engine import Scheduler
 from minispec.core.requests import Segment, check_k, check_lookup
 from minispec.core.verify import walk, warp
 
@@ -61,19 +61,19 @@ N_SINKS = 4                                  # first positions that a plain wind
 
 
 @dataclass
-class Round:
+class SpecGenState:
     """The state of a request between two verdicts.
 
     selected (L, G, c): the positions that its drafts read, None for all. recent: the number of newest
-    positions that they read besides. memory (L, G, T): scores that the next selection remembers. place: the
-    phase of the schedule, 0 .. k, in which the round starts; None for the first round of a request, until it
+    positions that they read besides. memory (L, G, T): scores that the next selection remembers. phase: of
+    the schedule, 0 .. k, in which the round starts; None for the first round of a request, until it
     starts. k: drafts of this round, set when it starts. q: the distributions that the drafts were drawn from,
     for rejection. keys: PillarKeys of the round, once it drafts.
     """
     selected: torch.Tensor = None
     recent: int = 0
     memory: torch.Tensor = None
-    place: int = None
+    phase: int = None
     k: int = None
     drafts: list = field(default_factory=list)
     q: list = field(default_factory=list)
@@ -84,8 +84,8 @@ class Round:
         return len(self.drafts) == self.k
 
 
-class SpecGen(Planner):
-    """The planner of self-speculation.
+class SpecGen(Scheduler):
+    """The scheduler of self-speculation.
 
     k: drafts a round. sparsity, min_budget: size of the selection (see `budget`). select: "pillar", the
     paper's; "ahead", the same with `look_ahead`; "window", the first and the newest positions. schedule:
@@ -107,7 +107,7 @@ class SpecGen(Planner):
         self.sparsity = sparsity
         self.min_budget = min_budget
         self.select = select
-        self.schedule = schedule
+        self.in_phase = schedule == "lockstep"
         self.delayed = delayed
         self.rows = k + 1                                  # of a verification
         self.record_prompt = k + 1                         # the prompt's last rows select for the first round
@@ -128,39 +128,40 @@ class SpecGen(Planner):
 
     # -- select: the prompt is read, or a verdict has been reached -------------------------------------------
 
-    def judged(self, segment, accepted):
+    def verified(self, segment, accepted):
         """Begin the next round: select the positions that it drafts with."""
         r = segment.request
         prompt = segment.kind == "prefill"                 # its end: all of its rows are right
         r.state = self._select(r, segment.keys, len(segment.tokens) - 1 if prompt else accepted)
-        r.state.place = None if prompt else 0
+        r.state.phase = None if prompt else 0
 
     def _select(self, r, keys, accepted):
         """The accepted + 2 newest positions (not every row saw these, so their averages do not compare), then
         the top scores of this verification."""
         b = self.widest(r.n_cached)
         if b == r.n_cached:                                # all positions fit into the budget
-            return Round()
+            return SpecGenState()
         recent = min(b, accepted + 2)
         if self.select == "window":
             recent = max(recent, b - N_SINKS)
             layers, groups, *_ = self.engine.cache.k.shape
             sinks = torch.arange(b - recent, device=self.engine.model.device)
-            return Round(sinks.expand(layers, groups, -1), recent)
+            return SpecGenState(sinks.expand(layers, groups, -1), recent)
         scores = keys.scores[:, :, :r.n_cached]
         if self.select == "ahead":
             scores = look_ahead(scores, r.state.memory if r.state else None)
         older = scores[:, :, :-recent]
-        return Round(older.topk(b - recent, dim=-1, sorted=False).indices, recent, scores)
+        return SpecGenState(older.topk(b - recent, dim=-1, sorted=False).indices, recent, scores)
 
-    # -- plan: which rows, which keys ------------------------------------------------------------------------
+    # -- schedule: which rows, which keys --------------------------------------------------------------------
 
-    def plan(self, ready):
+    def schedule(self, ready):
         """Segments for the requests that draft, then for those that verify."""
         if self.pool is None or self.pool.cache is not self.engine.cache:
             self.pool = DraftPool(self.engine.cache, self.k)
         for r in ready:
-            r.state = r.state or Round()                   # a prompt of one token leaves nothing to select by
+            # A prompt of one token leaves nothing to select by.
+            r.state = r.state or SpecGenState()
         for r in ready:
             if r.state.k is None:
                 self._start(r, ready)
@@ -171,29 +172,29 @@ class SpecGen(Planner):
     def _start(self, r, ready):
         """Set the number of drafts of a round: the iterations before the schedule's verification. The verdict
         commits one token besides the drafts, so the last token needs no draft."""
-        if r.state.place is None:
-            r.state.place = self._first_place(ready)
-        r.state.k = min(self.k - r.state.place, r.remaining - 1)
+        if r.state.phase is None:
+            r.state.phase = self._first_phase(ready)
+        r.state.k = min(self.k - r.state.phase, r.remaining - 1)
 
-    def _first_place(self, ready):
+    def _first_phase(self, ready):
         """The phase in which a request starts: the emptiest, so that all forwards have about as many rows."""
         # Requests in each phase: feeding t0 or a draft, or, in the last phase, verifying.
         loads = [0] * (self.k + 1)
         for other in ready:
             state = other.state
-            if state.place is not None:
-                loads[self.k if state.is_drafted else state.place + len(state.drafts)] += 1
-        return loads.index(max(loads) if self.schedule == "lockstep" else min(loads))
+            if state.phase is not None:
+                loads[self.k if state.is_drafted else state.phase + len(state.drafts)] += 1
+        return loads.index(max(loads) if self.in_phase else min(loads))
 
     def _draft(self, r, state, spare):
         if state.keys is None:
             state.keys = PillarKeys(self.pool, r.blocks, r.n_cached, state.selected, state.recent)
         token = state.drafts[-1] if state.drafts else r.tokens[-1]
-        copies = self.ngram.copies(r, min(spare, state.k - len(state.drafts) - 1), state.drafts)
-        rows = [token, *copies]
+        lookup_tokens = self.ngram.lookup(r, min(spare, state.k - len(state.drafts) - 1), state.drafts)
+        rows = [token, *lookup_tokens]
         state.keys.rows = len(rows)
         start = r.n_cached + len(state.drafts)
-        return Segment(r, rows, start, state.keys, "draft", len(rows), copies)
+        return Segment(r, rows, start, state.keys, "draft", len(rows), lookup_tokens)
 
     def _verify(self, r, state):
         self.pool.give_back(state.keys)                    # the drafts' list is not needed any more

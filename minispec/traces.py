@@ -47,7 +47,7 @@ from itertools import product
 
 import numpy as np
 
-from minispec.tools.files import blame, read_json, read_rows, replaced
+from minispec.tools.files import naming, read_json, read_rows, replaced
 
 PARTS = ("about", "verify", "draft", "read", "prefill", "overhead", "accept")
 LINEAR = ("base", "row", "token", "step", "kv", "kv_step")
@@ -108,7 +108,7 @@ def read_traces(path):
     """List of Trace from a JSON-lines file. ValueError names file, line and field if anything is wrong."""
     traces = {}
     for where, row in read_rows(path):
-        with blame(where):
+        with naming(where):
             trace = Trace(**row)
             first = next(iter(traces.values()), trace)
             if trace.id in traces:
@@ -135,7 +135,7 @@ def write_traces(path, traces):
 def read_costs(path):
     """The checked cost table (a dict as described above) of a JSON file. ValueError names file and field."""
     table = read_json(path)
-    with blame(path):
+    with naming(path):
         return check_costs(table)
 
 
@@ -148,7 +148,7 @@ def check_costs(table):
     for part in ("draft", "read"):
         times |= {f"{part}.{name}": time for name, time in table.get(part, {}).items()}
     for where, time in times.items():
-        with blame(where):
+        with naming(where):
             if time["kind"] == "share" and not where.startswith("draft."):
                 raise ValueError("only a drafter may take a share of the verification")
             _check_time(time, where)

@@ -40,7 +40,7 @@ from gguf_writer import write_gguf  # noqa: E402
 from minispec.core import cpu, gpt  # noqa: E402
 from minispec.core.attention import FullKeys, packed_attend  # noqa: E402
 from minispec.core.gpt import dense_attend  # noqa: E402
-from minispec.core.engine import Engine, Lockstep  # noqa: E402
+from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
 from minispec.core.kv_cache import KVCache  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402
 from minispec.data import prompts  # noqa: E402
@@ -57,7 +57,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16"}
 # -- speed -------------------------------------------------------------------------------------------------------------------
 
 def ours(model):
-    return lambda ids, n: Engine(model, Lockstep, 1).generate([Request(ids, n)])[0].token_ids
+    return lambda ids, n: Engine(model, SyncScheduler, 1).generate([Request(ids, n)])[0].token_ids
 
 
 def llama_cpp(path, threads):

@@ -23,7 +23,7 @@ from minispec.studies import results  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.data import tasks  # noqa: E402
 from minispec.core.gpt import dense_attend  # noqa: E402
-from minispec.core.engine import Engine, Lockstep  # noqa: E402
+from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 
@@ -42,7 +42,7 @@ def compare(folder, new_tokens=128, repeats=5, n=5):
             difference = max(difference, (theirs(x).logits - mine).abs().max().item())
 
     def run_ours():
-        return [Engine(ours, Lockstep, 1).generate([Request(ids, new_tokens)])[0].token_ids for ids in prompts]
+        return [Engine(ours, SyncScheduler, 1).generate([Request(ids, new_tokens)])[0].token_ids for ids in prompts]
 
     def run_theirs():
         settings = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -148,7 +148,7 @@ def outcome(script, *args, cwd=ROOT, out=None, **env):
 
 def whole(drafter):
     """A drafter without its early stop: random models are unsure of every draft."""
-    drafter.stop = 0.0
+    drafter.min_confidence = 0.0
     return drafter
 
 

@@ -40,7 +40,6 @@ import train_gpt
 import train_prism
 import train_specdiff
 from minispec import prism, specdiff
-from minispec.core.verify import RULES
 from minispec.tools import checkpoints
 from minispec import bounds, traces
 from minispec.studies import results

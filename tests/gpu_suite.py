@@ -109,7 +109,7 @@ def gpu(args, model):
         except torch.OutOfMemoryError:
             return None
         finally:
-            # An engine and its planner hold each other, so `del` alone frees nothing.
+            # An engine and its scheduler hold each other, so `del` alone frees nothing.
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

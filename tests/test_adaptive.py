@@ -7,15 +7,15 @@ import pytest
 import torch
 from conftest import chi_square, toy_model
 from test_bounds import recorded, time_of
-from test_engine import REJECTION, PLANNERS, SAMPLED, exact, plain, prompts, run, sampled
+from test_engine import REJECTION, SCHEDULERS, SAMPLED, exact, plain, prompts, run, sampled
 
 from minispec import bounds
 from minispec.adaptive import Adaptive, rate
 from minispec.core.drafters import Chained, NGram, SmallLM
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.noise import noise
 from minispec.core.requests import Request
-from minispec.core.words import Words
+from minispec.core.draft_head import DraftHead
 from minispec.studies.measure import traces_of
 from minispec.tools import methods
 from minispec.traces import CostTable
@@ -29,7 +29,7 @@ with torch.no_grad():
 @pytest.fixture(autouse=True)
 def whole_chains(monkeypatch):
     """Random models are unsure of every draft; here chains do not end for that."""
-    monkeypatch.setattr(Chained, "stop", 0.0)
+    monkeypatch.setattr(Chained, "min_confidence", 0.0)
 
 
 def linear(**coefficients):
@@ -51,11 +51,11 @@ def small(model, name="draft"):
 
 
 def adaptive(cost, *drafters, k=6):
-    return lambda e: Lockstep(e, Adaptive(list(drafters), cost, k), k)
+    return lambda e: SyncScheduler(e, Adaptive(list(drafters), cost, k), k)
 
 
-def answer(planner, some, batch=1, new=60):
-    engine = Engine(TARGET, planner, batch, prefill_chunk=16)
+def answer(scheduler, some, batch=1, new=60):
+    engine = Engine(TARGET, scheduler, batch, prefill_chunk=16)
     return engine.generate([Request(p, new) for p in some])
 
 
@@ -64,12 +64,12 @@ def texts(generations):
 
 
 def share(generations, who):
-    steps = [s for g in generations for s in g.steps]
+    steps = [s for g in generations for s in g.rounds]
     return sum(s.proposer == who for s in steps) / len(steps)
 
 
-PLANNERS["adaptive"] = lambda model, other: adaptive(
-    prices(token=0.0), NGram(3, 1), SmallLM(other, model), k=4)
+SCHEDULERS["adaptive"] = lambda e, model, other: adaptive(
+    prices(token=0.0), NGram(3, 1), SmallLM(other, model), k=4)(e)
 
 
 # -- lossless --------------------------------------------------------------------------------------
@@ -79,8 +79,8 @@ def test_greedy_is_identical_and_all_of_them_draft(batch):
     some = prompts(8)
     drafters = NGram(3, 1), small(CLOSE), small(OTHER, "far")
     got = answer(adaptive(prices(), *drafters), some, batch)
-    assert texts(got) == texts(answer(Lockstep, some, batch))
-    steps = [s for g in got for s in g.steps]
+    assert texts(got) == texts(answer(SyncScheduler, some, batch))
+    steps = [s for g in got for s in g.rounds]
     assert {s.proposer for s in steps} >= {"ngram", "draft", "far"}
     assert not any(s.proposed for s in steps if s.proposer == "target")
 
@@ -105,14 +105,14 @@ class CherryPicker(Adaptive):
     def propose(self, requests, limits):
         first = super().propose(requests, limits)
         other = lambda self, streams, positions: noise(streams + (1 << 40), positions, self.size)
-        with mock.patch.object(Words, "noise", other):
+        with mock.patch.object(DraftHead, "noise", other):
             second = super().propose(requests, limits)
         likes = lambda draft: float(draft[1][0, draft[0][0]]) if draft[1] is not None else 0.0
         return [max(pair, key=likes) for pair in zip(first, second)]
 
 
 def test_control_choosing_after_the_draw_is_rejected():
-    PLANNERS["cherry"] = lambda model, other: lambda e: Lockstep(
+    SCHEDULERS["cherry"] = lambda e, model, other: SyncScheduler(
         e, CherryPicker([SmallLM(other, model)], prices(0.0, token=0.0), 4), 4)
     counts, _ = sampled("cherry", REJECTION, 3_000)
     assert chi_square(counts, exact(REJECTION)) < 1e-6
@@ -125,10 +125,10 @@ def test_looked_up_tokens_are_verified_next_to_drafts():
         short = small(CLOSE)
         short.gamma = 2
         got = answer(adaptive(prices(0.01), NGram(3, 1), short), some, batch)
-        assert texts(got) == texts(answer(Lockstep, some, batch))
-        steps = [s for g in got for s in g.steps]
-        assert any(s.copies and s.drafted for s in steps) == (batch == 1)
-        assert all(s.copies + s.drafted <= 6 for s in steps)
+        assert texts(got) == texts(answer(SyncScheduler, some, batch))
+        steps = [s for g in got for s in g.rounds]
+        assert any(s.lookup and s.drafted for s in steps) == (batch == 1)
+        assert all(s.lookup + s.drafted <= 6 for s in steps)
 
 
 # -- choices ---------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_choices_follow_prices_and_acceptance():
     assert share(one(prices(draft=2.0), TARGET), "target") == 1      # right, but slower than what it saves
     wrong = one(prices(), OTHER)[2:]                                 # two answers teach that
     assert 0.8 < share(wrong, "target") < 1                          # tried again now and then
-    mean = lambda cost: statistics.mean(s.proposed for g in one(cost, CLOSE) for s in g.steps)
+    mean = lambda cost: statistics.mean(s.proposed for g in one(cost, CLOSE) for s in g.rounds)
     assert mean(prices(draft=0.001, token=0.001)) > mean(prices(draft=0.1, token=0.1)) + 1
 
 
@@ -189,8 +189,8 @@ def test_reading_a_prompt_must_pay():
     reading = lambda name: prices(read={name: linear(token=0.5)})
 
     def drafts(new):
-        planner = adaptive(reading("draft"), small(TARGET))
-        return share(answer(planner, [list(range(50))], 1, new), "draft")
+        scheduler = adaptive(reading("draft"), small(TARGET))
+        return share(answer(scheduler, [list(range(50))], 1, new), "draft")
 
     assert drafts(20) == 0 and drafts(200) > 0.85
     lookups = [share(answer(adaptive(cost, NGram(3, 1)), [[1, 2, 3] * 20]), "ngram")
@@ -201,14 +201,14 @@ def test_reading_a_prompt_must_pay():
 def test_about_as_fast_as_the_best_single_drafter_and_within_the_bound():
     """Its recorded rounds at the prices it plans with: within 5 % of the best fixed k of the best drafter."""
     some = prompts(6)
-    plain_ = answer(Lockstep, some, 6, 100)
+    plain_ = answer(SyncScheduler, some, 6, 100)
     known = {f"t/{i}": (g.prompt_ids, g.token_ids) for i, g in enumerate(plain_)}
     traced = traces_of({"ngram": NGram(3, 1), "draft": small(CLOSE)}, TARGET, known, 6)
     for draft in (0.02, 0.2):
         cost = prices(draft)
         cell = bounds.ladder(traced, cost, 1, 6)
         got = answer(adaptive(cost, NGram(3, 1), small(CLOSE)), some, 1, 100)
-        taken = sum(time_of(recorded(g.steps), t, cost) for g, t in zip(got, traced))
+        taken = sum(time_of(recorded(g.rounds), t, cost) for g, t in zip(got, traced))
         best = max(x["speedup"] for x in cell["total time"]["L2"].values())
         assert 0.95 * best < cell["seconds"] / taken <= cell["total time"]["L6"] + 1e-9
 
@@ -219,7 +219,7 @@ def test_a_drafter_that_ends_its_chains_itself_is_not_told_how_deep(monkeypatch,
     nothing = lambda self, requests, limits: asked.extend(limits) or [([], None)] * len(requests)
     monkeypatch.setattr(SmallLM, "propose", nothing)
     drafter = small(CLOSE)
-    drafter.stop = stop
+    drafter.min_confidence = stop
     answer(adaptive(prices(draft=0.6), drafter), prompts(3), 1, 20)
     assert max(asked) == most
 
@@ -229,12 +229,12 @@ def test_a_drafter_is_asked_for_at_most_its_window(window):
     drafter = small(TARGET)
     drafter.gamma = window
     got = answer(adaptive(prices(0.001, token=0.001), drafter, k=10), prompts(2))
-    assert max(s.proposed for g in got for s in g.steps) == window
+    assert max(s.proposed for g in got for s in g.rounds) == window
 
 
 def test_all_that_ship_and_have_a_price_may_draft(shipped):
-    planner = methods.make_engine("adaptive", shipped[0], methods.settings(), 1).planner
-    assert set(planner.drafter.drafters) == {"ngram", "draft", "prism", "eagle", "specdiff"}
+    scheduler = methods.make_engine("adaptive", shipped[0], methods.settings(), 1).scheduler
+    assert set(scheduler.drafter.drafters) == {"ngram", "draft", "prism", "eagle", "specdiff"}
 
 
 def test_missing_drafters_and_costs_are_refused(tmp_path):

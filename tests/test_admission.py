@@ -10,14 +10,14 @@ from conftest import toy_model
 
 from minispec import prism
 from minispec.core import admission
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.kv_cache import whole_blocks
 from minispec.core.requests import Request
 from minispec.specgen import SpecGen
 
 MODEL = toy_model()
-PLANNERS = {
-    "ar": Lockstep,
+SCHEDULERS = {
+    "ar": SyncScheduler,
     "specgen": lambda e: SpecGen(e, 4, 0.1, 4),
     "lookup": lambda e: SpecGen(e, 6, 0.1, 4, lookup=99),
     "delayed": lambda e: SpecGen(e, 4, 0.1, 4, delayed=True),
@@ -38,7 +38,7 @@ def answer(engine, some, n=40):
 
 def plain(some, n=40, model=MODEL):
     """What the autoregressive loop answers."""
-    return answer(Engine(model, Lockstep, 8), some, n)[0]
+    return answer(Engine(model, SyncScheduler, 8), some, n)[0]
 
 
 @functools.cache
@@ -46,11 +46,11 @@ def reference(n, seed=0):
     return plain(prompts(n, seed))
 
 
-def demand(planner, some):
+def demand(scheduler, some):
     """Slots that each request needs."""
-    planner = planner(Engine(MODEL, Lockstep))
+    scheduler = scheduler(Engine(MODEL, SyncScheduler))
     requests = [Request(p, 40) for p in some]
-    return [r.longest + planner.extra_slots(r) for r in requests]
+    return [r.longest + scheduler.extra_slots(r) for r in requests]
 
 
 @pytest.fixture(autouse=True)
@@ -59,11 +59,11 @@ def small_chunks(monkeypatch):
 
 
 @pytest.mark.parametrize("policy", admission.POLICIES)
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_half_of_the_demand_is_enough(policy, name):
     some = prompts(10)
-    peak = sum(sorted(demand(PLANNERS[name], some))[-6:])
-    engine = Engine(MODEL, PLANNERS[name], 6, peak // 2, 16, policy)
+    peak = sum(sorted(demand(SCHEDULERS[name], some))[-6:])
+    engine = Engine(MODEL, SCHEDULERS[name], 6, peak // 2, 16, policy)
     got, fed = answer(engine, some)
     assert got == reference(10) and engine.cache.used == engine.cache.charged == 0
     whole = sum(map(len, some))
@@ -76,26 +76,26 @@ def test_half_of_the_demand_is_enough(policy, name):
 @pytest.mark.parametrize("policy", ["reserve", "offload"])
 def test_identical_to_autoregressive_in_every_combination(k, sparsity, delayed, policy):
     """One request alone, and six together in a pool of half their demand; min_budget is 2."""
-    def planner(engine):
+    def scheduler(engine):
         return SpecGen(engine, k, sparsity, 2, delayed=delayed)
 
     some = prompts(6, seed=3)
     want = reference(6, 3)
-    alone, _ = answer(Engine(MODEL, planner, 1, None, 16, policy), some[:1])
-    engine = Engine(MODEL, planner, 6, sum(demand(planner, some)) // 2, 16, policy)
+    alone, _ = answer(Engine(MODEL, scheduler, 1, None, 16, policy), some[:1])
+    engine = Engine(MODEL, scheduler, 6, sum(demand(scheduler, some)) // 2, 16, policy)
     requests = [Request(p, 40) for p in some]
     together = engine.generate(requests)
     assert alone == want[:1] and [g.token_ids for g in together] == want
     assert sum(i["prefill"] for i in engine.iterations) <= sum(map(len, some))   # nothing twice
     if sparsity == 1.0:
-        assert all(s.accepted == s.proposed for g in together for s in g.steps)
+        assert all(s.accepted == s.proposed for g in together for s in g.rounds)
     assert (engine.cache.offloaded > 0) == (policy == "offload")
 
 
 def test_aggressive_admission_decodes_more_at_once():
     together = {}
     for policy in admission.POLICIES:
-        engine = Engine(MODEL, Lockstep, 8, 300, 16, policy)
+        engine = Engine(MODEL, SyncScheduler, 8, 300, 16, policy)
         most_stop_early = range(0, 64, 3)
         engine.generate([Request(p, 60, stop_ids=most_stop_early) for p in prompts(10)])
         together[policy] = sum(i["active"] for i in engine.iterations) / len(engine.iterations)
@@ -103,7 +103,7 @@ def test_aggressive_admission_decodes_more_at_once():
 
 
 def test_the_oldest_is_never_pushed_out():
-    engine = Engine(MODEL, PLANNERS["specgen"], 8, 330, 16, "offload")
+    engine = Engine(MODEL, SCHEDULERS["specgen"], 8, 330, 16, "offload")
     requests = [Request(p, 60) for p in prompts(8)]
     for _ in engine.stream(requests):
         living = [r for r in requests if r.blocks and not r.finished]
@@ -120,7 +120,7 @@ FUZZ_MODEL = toy_model(n_layer=1, n_head=2, n_kv_head=1)
 def test_the_host_takes_all_that_leave(n, slots):
     """The active requests grow into the room of the others, so the host may hold more than the cache."""
     some = [[i + 1] * 8 for i in range(n)]
-    engine = Engine(FUZZ_MODEL, Lockstep, n, slots, admission="offload")
+    engine = Engine(FUZZ_MODEL, SyncScheduler, n, slots, admission="offload")
     assert answer(engine, some, 200)[0] == plain(some, 200, FUZZ_MODEL)
     assert engine.cache.offloaded > slots
 
@@ -158,12 +158,12 @@ def test_fuzz(part):
             asked.append(((*common, *own), rng.choice([1, 2, 9, 20])))
         k, delayed = rng.choice([1, 3, 8]), rng.random() < 0.5
         schedule = rng.choice(["unified", "lockstep"])
-        planner = functools.partial(SpecGen, k=k, sparsity=0.2, min_budget=3, schedule=schedule,
+        scheduler = functools.partial(SpecGen, k=k, sparsity=0.2, min_budget=3, schedule=schedule,
                                     delayed=delayed)
-        engine = Engine(FUZZ_MODEL, planner, rng.randint(1, 5), prefill_chunk=rng.choice([1, 4, 64]),
+        engine = Engine(FUZZ_MODEL, scheduler, rng.randint(1, 5), prefill_chunk=rng.choice([1, 4, 64]),
                         admission=rng.choice(admission.POLICIES))
         requests = [Request(p, n) for p, n in asked]
-        largest = max(whole_blocks(r.longest) + engine.planner.extra_slots(r) for r in requests)
+        largest = max(whole_blocks(r.longest) + engine.scheduler.extra_slots(r) for r in requests)
         engine.cache_tokens = rng.randint(largest, 3 * largest)
         at_once = rng.randint(1, len(requests))
         later = requests[at_once:]
@@ -190,15 +190,15 @@ BEGINNING = [(7 * i) % 60 for i in range(41)]
 
 
 @pytest.mark.parametrize("policy", admission.POLICIES)
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_a_common_beginning_is_read_once(name, policy):
     """Questions about one text, at once and one after the other: only the first request reads the text."""
     some = [BEGINNING + tail for tail in prompts(6, longest=9)]
     want = plain(some, 30)
-    engine = Engine(MODEL, PLANNERS[name], 4, None, 16, policy)
+    engine = Engine(MODEL, SCHEDULERS[name], 4, None, 16, policy)
     for turn in range(2):
         got, read = answer(engine, some, 30)
-        last = max(engine.planner.record_prompt, 1)      # rows that are read in any case
+        last = max(engine.scheduler.record_prompt, 1)      # rows that are read in any case
         unshared = 0
         for i, p in enumerate(some):
             known = min(len(p) - last, 40) if turn or i else 0
@@ -209,7 +209,7 @@ def test_a_common_beginning_is_read_once(name, policy):
 
 def test_shared_blocks_are_never_written():
     """While others decode after the same beginning, its keys and values stay as they are, to the bit."""
-    engine = Engine(MODEL, PLANNERS["specgen"], 4)
+    engine = Engine(MODEL, SCHEDULERS["specgen"], 4)
     engine.generate([Request(BEGINNING, 5)])
     blocks = list(engine.cache.idle)
     slots = torch.cat([torch.arange(b * 4, b * 4 + 4) for b in blocks])
@@ -224,7 +224,7 @@ def test_blocks_of_nobody_go_when_the_room_is_needed():
     """In a pool for one request each new text takes the blocks of the oldest, and all answers stay right."""
     some = [[i] + BEGINNING for i in range(5)]
     want = plain(some, 30)
-    engine = Engine(MODEL, Lockstep, 1, cache_tokens=100)
+    engine = Engine(MODEL, SyncScheduler, 1, cache_tokens=100)
     for order, hit in ((range(5), False), ((4, 4, 0, 4), True)):
         for i in order:
             shared = engine.admission.shared
@@ -237,7 +237,7 @@ def test_blocks_of_nobody_go_when_the_room_is_needed():
 
 def test_a_conversation_reads_the_new_line_alone():
     """Ten turns: each reads the new line and the rest of its last block, also when the pool has to grow."""
-    engine = Engine(MODEL, PLANNERS["specgen"], 1)
+    engine = Engine(MODEL, SCHEDULERS["specgen"], 1)
     text = []
     for turn in range(10):
         text = text + [turn, 5, 9, 11, 3, 2]
@@ -250,7 +250,7 @@ def test_a_conversation_reads_the_new_line_alone():
 def test_drafters_that_read_states_read_the_beginning_themselves():
     """The target's states of shared tokens are gone, so nothing is shared."""
     drafter = prism.PrismDrafter(prism.for_target(MODEL, (0,)).eval(), MODEL, 3)
-    engine = Engine(MODEL, lambda e: Lockstep(e, drafter, 3), 2)
+    engine = Engine(MODEL, lambda e: SyncScheduler(e, drafter, 3), 2)
     some = [BEGINNING + p for p in prompts(3)]
     assert answer(engine, some, 20)[0] == plain(some, 20) and engine.admission.shared == 0
 
@@ -273,6 +273,6 @@ def test_a_request_leaves_the_cache_after_its_verdict():
         assert answer(engine, some, 100)[0] == want, slots
         recomputed += engine.admission.recomputed
     assert recomputed > 0
-    engine.unjudged = [SimpleNamespace(request=some)]
+    engine.pending = [SimpleNamespace(request=some)]
     with pytest.raises(AssertionError, match="leaves before its verdict"):
         engine.admission._push_out(some)

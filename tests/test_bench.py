@@ -367,7 +367,7 @@ def test_a_real_model_gets_real_prompts(tmp_path):
         {"instruction": "Rewrite it in the passive.", "input": "He ate.", "output": "x"},
         {"instruction": "Rewrite it.", "input": "", "output": "x"},
         {"instruction": "Name a bird.", "input": "now", "output": "x"}])
-    real = SimpleNamespace(ours=False)
+    real = SimpleNamespace(is_puzzle_model=False)
     some = results.problems_of(real, 2, str(tmp_path))
     assert {w: len(own) for w, own in some.items()} == {
         "mt_bench": 2, "qa": 2, "gsm8k": 2, "humaneval": 2, "edit": 1}
@@ -454,7 +454,7 @@ def test_the_study_of_a_gpu_runs_anywhere(monkeypatch):
 
 
 def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
-    """Its remains are collected first: an engine and its planner hold each other, so nothing goes by
+    """Its remains are collected first: an engine and its scheduler hold each other, so nothing goes by
     itself."""
     class Node:
         pass

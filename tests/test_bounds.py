@@ -16,7 +16,7 @@ from conftest import ROOT, toy_model, whole
 from minispec import bounds
 from minispec.bounds import AVERAGES, replay, rung_seconds
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import greedy_tree
 from minispec.traces import CostTable, Trace, read_costs, read_traces, write_traces
@@ -38,12 +38,12 @@ H100 = CostTable(PUBLISHED)
 
 class Round(NamedTuple):
     """At `position` drafter `name` (None: no drafter) proposes `proposed`, and `emitted` tokens are gained;
-    `copies` tokens are verified next to the drafts. `bounds.replay` reads it like a step of the engine."""
+    `lookup` tokens are verified next to the drafts. `bounds.replay` reads it like a step of the engine."""
     position: int
     name: str | None
     proposed: int
     emitted: int
-    copies: int = 0
+    lookup: int = 0
     proposer = property(lambda self: self.name)
     drafted = property(lambda self: self.proposed)
 
@@ -96,7 +96,7 @@ def all_plans(trace, names, k_max, position=1):
 
 
 def time_of(plan, trace, cost, batch=1):
-    """Seconds of a plan for a batch of copies, prefill included."""
+    """Seconds of a plan for a batch of lookup, prefill included."""
     total = float(cost.prefill(trace.prompt_len, batch))
     for position, name, proposed, *_ in plan:
         kv = batch * (trace.prompt_len + position)
@@ -416,10 +416,10 @@ def dense_accept(name, output):
 
 @pytest.fixture(scope="module")
 def live():
-    run = lambda planner: Engine(TARGET, planner, 1).generate([Request(PROMPT, N)])[0]
+    run = lambda scheduler: Engine(TARGET, scheduler, 1).generate([Request(PROMPT, N)])[0]
     with torch.inference_mode():
-        output = run(Lockstep).token_ids
-        runs = {name: run(lambda e: Lockstep(e, drafter(), K)) for name, drafter in DRAFTERS.items()}
+        output = run(SyncScheduler).token_ids
+        runs = {name: run(lambda e: SyncScheduler(e, drafter(), K)) for name, drafter in DRAFTERS.items()}
         accept = {name: dense_accept(name, output) for name in DRAFTERS}
     # Neither perfect nor hopeless.
     assert all(a.max() > 2 and (a[1:-K] == 1).any() for a in accept.values())
@@ -432,10 +432,10 @@ def test_a_trace_says_what_the_engine_accepts(live):
     assert len(set(live.output)) > 10
     for name, run in live.runs.items():
         accept = live.trace.accept[name]
-        assert run.token_ids == live.output and len(run.steps) > 10
-        assert sum(s.committed for s in run.steps) == N - 1
+        assert run.token_ids == live.output and len(run.rounds) > 10
+        assert sum(s.committed for s in run.rounds) == N - 1
         fits = {shift: all(s.committed == min(accept[s.position - shift], s.proposed + 1, N - s.position)
-                           for s in run.steps) for shift in (0, 1)}
+                           for s in run.rounds) for shift in (0, 1)}
         assert fits == {0: True, 1: False}
     # Entry 0 is never used.
     ruined = Trace("t", 10, N, {m: np.array([99, *a[1:]]) for m, a in live.trace.accept.items()})
@@ -450,7 +450,7 @@ def test_a_live_run_stays_below_the_optimum(live):
     for batch, (name, run) in itertools.product((1, 8), live.runs.items()):
         cost = CostTable(random_table(rng, DRAFTERS))
         bound = seconds_of(t, cost, [name], batch)["optimum", name]
-        assert bound <= time_of(recorded(run.steps), t, cost, batch) * (1 + 1e-12)
+        assert bound <= time_of(recorded(run.rounds), t, cost, batch) * (1 + 1e-12)
     cost = CostTable(UNIT | {"draft": {"a": linear(), "draft": linear()}})
     assert time_of(fixed(perfect(N, K), "a", K), t, cost) < seconds_of(t, cost, ["draft"])["optimum", "draft"]
 
@@ -484,14 +484,14 @@ def test_two_drafters_verified_in_one_round_are_no_faster_than_the_optimum_of_al
         while i < t.n_out:
             room = t.n_out - i - 1
             j = rng.randint(0, min(room, 4))
-            copies = rng.randint(0, min(room - j, 4))
-            gain = max(min(j + 1, int(t.accept["a"][i])), min(copies + 1, int(t.accept["b"][i])))
-            plan.append(Round(i, "a" if j else None, j, gain, copies))
+            lookup = rng.randint(0, min(room - j, 4))
+            gain = max(min(j + 1, int(t.accept["a"][i])), min(lookup + 1, int(t.accept["b"][i])))
+            plan.append(Round(i, "a" if j else None, j, gain, lookup))
             i += gain
         merged = replay([plan], [t.prompt_len], cost, 1)
         assert merged >= seconds_of(t, cost)["optimum", "all"] - 1e-9
-        bare = replay([[r._replace(copies=0) for r in plan]], [t.prompt_len], cost, 1)
-        assert (merged > bare) == any(r.copies for r in plan)
+        bare = replay([[r._replace(lookup=0) for r in plan]], [t.prompt_len], cost, 1)
+        assert (merged > bare) == any(r.lookup for r in plan)
 
 
 # -- the ladder and its table ----------------------------------------------------------------------

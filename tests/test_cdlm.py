@@ -225,7 +225,7 @@ def test_the_block_size_is_the_models(model, tmp_path):
     config = json.loads(file.read_text())
     for wrong in ("x", -4, 2.5, 1 << 30):
         file.write_text(json.dumps({**config, "diffusion_block_size": wrong}))
-        with pytest.raises(ValueError, match=f"diffusion_block_size {wrong} is out of range"):
+        with pytest.raises(ValueError, match="diffusion_block_size must be a number"):
             checkpoints.load(tmp_path / "own")
 
 
@@ -242,7 +242,7 @@ def test_dual_cache_is_exact_for_one_step_a_block_and_approximate_else(model):
 @pytest.mark.parametrize("settings", [
     {}, {"threshold": 0.2}, {"threshold": 0.2, "order": "surest"}, {"steps_a_block": 3}])
 def test_batches_of_different_prompts_equal_single_runs(model, kind, settings):    # 9
-    shown = lambda g: (g.token_ids, g.finish, len(g.steps))
+    shown = lambda g: (g.token_ids, g.finish, len(g.rounds))
     single = [shown(*decoded(model, kind, [r], **settings)) for r in requests(stop=[45])]
     batch = decoded(model, kind, requests(stop=[45]), batch_size=3, **settings)
     assert list(map(shown, batch)) == single
@@ -258,7 +258,7 @@ def test_sampling_is_seeded_and_independent_of_the_batch(model):
 @pytest.mark.parametrize("kind", ["student", "teacher"])
 def test_threshold_sets_the_steps(model, kind):                                    # 18
     fewest, most = math.ceil(L / B), L
-    steps = lambda t: [len(g.steps) for g in decoded(model, kind, threshold=t, batch_size=4)]
+    steps = lambda t: [len(g.rounds) for g in decoded(model, kind, threshold=t, batch_size=4)]
     assert steps(1.0) == [most] * 4 and steps(0.0) == [fewest] * 4
     assert all(fewest <= n <= most for n in steps(0.1)) and min(steps(0.1)) < most
     assert tokens_of(model, kind, threshold=1.0) == tokens_of(model, kind)
@@ -292,7 +292,7 @@ def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(model
             end = math.ceil(len(want) / B) * B
             assert filled([block])[0] == slots[:end] + [MASK] * (L - end)
             assert set(filled([r])[0][end:]) <= {MASK}
-            assert len(r.generation.steps) <= len(block.generation.steps)
+            assert len(r.generation.rounds) <= len(block.generation.rounds)
             out_of_order += MASK in filled([r])[0][:end]
     assert out_of_order or threshold is not None
 
@@ -334,8 +334,8 @@ def test_counters_are_measured(model, monkeypatch):                             
         got = decoder.generate(requests())
         kept = [len(g.token_ids) for g in got]
         assert decoder.counts == {"forwards": len(fed), "tokens_fed": sum(fed), "tokens_kept": sum(kept)}
-        assert [sum(s.committed for s in g.steps) for g in got] == kept
-        seconds = sum(s.verify_seconds for g in got for s in g.steps)
+        assert [sum(s.committed for s in g.rounds) for g in got] == kept
+        seconds = sum(s.verify_seconds for g in got for s in g.rounds)
         assert seconds == pytest.approx(decoder.seconds["prefill"] + decoder.seconds["verify"], abs=1e-6)
     decoder = cdlm.Decoder(model, MASK, steps_a_block=2)
     decoder.generate(requests(PROMPTS[:1], 2 * B))

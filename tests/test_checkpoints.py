@@ -77,7 +77,7 @@ def test_transformers_computes_the_same_logits_for_every_shape_we_write(tmp_path
 def test_positions_are_stretched_at_low_frequencies():
     turn = torch.tensor([1.0, 0.5, 0.1, 1e-3])           # 5.1, 2.5, 0.5 and 0.005 turns in 32 positions
     middle = 0.125 + 0.875 * (16 / 6.2831853 - 1) / 3
-    assert torch.allclose(gpt.stretched(turn, **SCALING) / turn, torch.tensor([1.0, middle, 0.125, 0.125]))
+    assert torch.allclose(gpt.llama3_scaling(turn, **SCALING) / turn, torch.tensor([1.0, middle, 0.125, 0.125]))
 
 
 # -- folders ---------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ def test_prompts_that_cannot_be_answered_get_one_line(prompt, message, toy):
 
 def test_an_empty_prompt_without_a_template_is_refused():
     tokenizer = Tokenizer.load(TARGET)
-    tokenizer.chat_template, tokenizer.bos, tokenizer.ours = TEXT_ALONE, "", False
+    tokenizer.chat_template, tokenizer.bos, tokenizer.is_puzzle_model = TEXT_ALONE, "", False
 
     def requests(text):
         return answers.requests_of([tasks.Problem("prompt", text)], tokenizer, toy_model(vocab=2048), 2)

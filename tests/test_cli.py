@@ -394,7 +394,7 @@ def test_built_in_problems_suit_the_model_and_the_method(shipped):
 
     for args in ("", "--method cdlm"):
         assert ask(shipped[1], args)[0][0].family == "story"
-    english = SimpleNamespace(ours=False)
+    english = SimpleNamespace(is_puzzle_model=False)
     assert ask(english, "")[0][0].prompt == prompts.QUESTIONS[0]
     some, settings = ask(english, "--method specgen")
     asked = [p.prompt.removeprefix(prompts.story()).strip() for p in some]

@@ -4,7 +4,7 @@ from conftest import toy_model, whole
 
 from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
@@ -50,10 +50,10 @@ def test_only_tokens_of_both_models_are_drafted(ours, theirs, temperature):
     drafted, propose = [], drafter.propose
     drafter.propose = lambda *args: [drafted.extend(d[0]) or d for d in propose(*args)]
     ask = lambda: Request([theirs - 1, 2, 3], 100, Sampling(temperature))
-    (got,) = Engine(target, lambda e: Lockstep(e, drafter, 4), 1).generate([ask()])
+    (got,) = Engine(target, lambda e: SyncScheduler(e, drafter, 4), 1).generate([ask()])
     assert len(got.token_ids) == 100 and len(drafted) > 100 and max(drafted) < 40
     if temperature == 0:
-        assert got.token_ids == Engine(target, Lockstep, 1).generate([ask()])[0].token_ids
+        assert got.token_ids == Engine(target, SyncScheduler, 1).generate([ask()])[0].token_ids
     elif theirs > 40:
         assert max(got.token_ids) >= 40  # the target says its other tokens all the same
 

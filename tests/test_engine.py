@@ -13,11 +13,11 @@ from conftest import Arbitrary, chi_square, dense_logits, toy_model
 from minispec import specgen
 from minispec.core import verify
 from minispec.core.drafters import Drafter, NGram, SmallLM
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request, Segment
 from minispec.specgen import SpecGen
 from minispec.core.verify import RULES, Sampling, walk, warp
-from minispec.core.words import Words
+from minispec.core.draft_head import DraftHead
 from minispec.tools.answers import summary
 
 TARGET, OTHER = toy_model(seed=0), toy_model(seed=1, n_layer=1)
@@ -25,30 +25,30 @@ TARGET, OTHER = toy_model(seed=0), toy_model(seed=1, n_layer=1)
 
 def copying(engine, drafter, k, max_n=3):
     """A drafter next to which copies of any length of match are verified."""
-    planner = Lockstep(engine, drafter, k, lookup=999)
-    planner.ngram = NGram(max_n, 1)
-    return planner
+    scheduler = SyncScheduler(engine, drafter, k, lookup=999)
+    scheduler.ngram = NGram(max_n, 1)
+    return scheduler
 
 
 def sparse(engine, **settings):
     return SpecGen(engine, sparsity=0.2, min_budget=4, **settings)
 
 
-# {name: (engine, model, drafting model) -> planner}
-PLANNERS = {
-    "ar": lambda e, model, other: Lockstep(e),
-    "ngram": lambda e, model, other: Lockstep(e, NGram(3, 1), 5),
-    "draft": lambda e, model, other: Lockstep(e, SmallLM(other, model), 4),
+# {name: (engine, model, drafting model) -> scheduler}
+SCHEDULERS = {
+    "ar": lambda e, model, other: SyncScheduler(e),
+    "ngram": lambda e, model, other: SyncScheduler(e, NGram(3, 1), 5),
+    "draft": lambda e, model, other: SyncScheduler(e, SmallLM(other, model), 4),
     "draft, copies": lambda e, model, other: copying(e, SmallLM(other, model), 4),
     "specgen": lambda e, model, other: sparse(e, k=4),
     "lookup": lambda e, model, other: sparse(e, k=6, lookup=99),
 }
-METHODS = list(PLANNERS)
-PLANNERS["delayed"] = lambda e, model, other: sparse(e, k=4, delayed=True)
+METHODS = list(SCHEDULERS)
+SCHEDULERS["delayed"] = lambda e, model, other: sparse(e, k=4, delayed=True)
 
 
 def make(name, batch=4, model=TARGET, other=OTHER, **kw):
-    return Engine(model, lambda e: PLANNERS[name](e, model, other), batch, prefill_chunk=16, **kw)
+    return Engine(model, lambda e: SCHEDULERS[name](e, model, other), batch, prefill_chunk=16, **kw)
 
 
 def prompts(n=8, vocab=64, seed=0):
@@ -92,7 +92,7 @@ def test_greedy_is_identical_to_autoregressive(name):
     got, engine = run(name, prompts(8), batch=3)
     assert [g.token_ids for g in got] == plain(8)
     assert engine.cache.used == 0 and not engine.active
-    assert (name == "draft, copies") == any(s.copies and s.drafted for g in got for s in g.steps)
+    assert (name == "draft, copies") == any(s.lookup and s.drafted for g in got for s in g.rounds)
 
 
 def test_greedy_control_a_drafter_believed_blindly_is_caught(monkeypatch):
@@ -107,7 +107,7 @@ SAMPLED = [Sampling(0.65), Sampling(1.0), Sampling(1.0, 0, 0.9), Sampling(0.65, 
 AT_1 = Sampling(1.0)
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("sampling", SAMPLED, ids=str)
 def test_a_seed_is_a_text(name, sampling):
     """Whatever the method, the batch and the neighbours: token by token that of plain decoding."""
@@ -116,7 +116,7 @@ def test_a_seed_is_a_text(name, sampling):
         got, engine = run(name, prompts(n), batch, sampling=sampling)
         assert [g.token_ids for g in got] == plain(17, 30, sampling)[:n] and engine.cache.used == 0
     assert plain(17, 30, sampling) != plain(17, 30, replace(sampling, temperature=1.5))
-    steps = [s for g in got for s in g.steps]
+    steps = [s for g in got for s in g.rounds]
     assert name in ("ar", "ngram") or sum(s.accepted for s in steps) > 0.2 * len(steps)
 
 
@@ -184,9 +184,9 @@ def test_length_limit_is_exact_and_context_may_be_full(name, limit):
 def test_record_adds_up(name):
     for g in run(name, prompts(8))[0]:
         # The prompt gives the first token.
-        assert sum(s.committed for s in g.steps) in (len(g.token_ids), len(g.token_ids) - 1)
-        assert sum(s.accepted for s in g.steps) == g.who.count("draft")
-        for s in g.steps:
+        assert sum(s.committed for s in g.rounds) in (len(g.token_ids), len(g.token_ids) - 1)
+        assert sum(s.accepted for s in g.rounds) == g.who.count("draft")
+        for s in g.rounds:
             assert 0 <= s.accepted <= s.proposed and s.committed in (s.accepted, s.accepted + 1)
             assert name != "ar" or s.proposed == 0
 
@@ -224,7 +224,7 @@ def test_a_cancelled_request_stops_at_once_and_the_others_go_on(name, sampling):
     assert engine.cache.used == 0
 
 
-@pytest.mark.parametrize("name, way", [*((name, "break") for name in PLANNERS), ("delayed", "exception")])
+@pytest.mark.parametrize("name, way", [*((name, "break") for name in SCHEDULERS), ("delayed", "exception")])
 def test_leaving_a_stream_in_the_middle_leaves_a_clean_engine(name, way):
     """The next request needs a larger cache; and a request that was left goes on where it was."""
     first = [*ask(prompts(1), 20, AT_1), *ask(prompts(3), 20)[1:]]
@@ -253,7 +253,7 @@ def test_segments_of_a_left_stream_get_no_verdict():
         stream = engine.stream(first)
         for _ in zip(range(n), stream):
             pass
-        waited += len(engine.unjudged)
+        waited += len(engine.pending)
         stream.close()
         before = [list(r.tokens) for r in first]
         engine.generate([Request([1, 2], 5)])
@@ -273,7 +273,7 @@ def test_one_stream_at_a_time():
 @pytest.mark.parametrize("sampling", [Sampling(), AT_1, Sampling(1.0, rule="rejection")], ids=str)
 def test_a_drafter_identical_to_the_target_is_always_accepted(sampling):
     got, _ = run("draft", prompts(6), sampling=sampling, other=TARGET)
-    assert all(s.accepted == s.proposed for g in got for s in g.steps)
+    assert all(s.accepted == s.proposed for g in got for s in g.rounds)
 
 
 class Planted(Drafter):
@@ -296,10 +296,10 @@ class Planted(Drafter):
 @pytest.mark.parametrize("right, who, proposed", [(1, "bonus", 1), (2, "bonus", 2), (0, "correction", 3)])
 def test_a_bonus_follows_an_accepted_draft_without_a_child(right, who, proposed):
     """Also where another chain of the tree is deeper: no draft after the accepted one was rejected."""
-    engine = Engine(TARGET, lambda e: Lockstep(e, Planted(right), 8), 1)
+    engine = Engine(TARGET, lambda e: SyncScheduler(e, Planted(right), 8), 1)
     g, = engine.generate(ask(prompts(1)))
     assert g.token_ids == plain(1)[0] and g.who[:2 + right] == ["plain", *["draft"] * right, who]
-    assert (g.steps[0].proposed, g.steps[0].accepted) == (proposed, right)
+    assert (g.rounds[0].proposed, g.rounds[0].accepted) == (proposed, right)
     assert summary([g], engine)["acceptance_by_position"] == [float(right > 0)] * proposed
 
 
@@ -312,13 +312,13 @@ def test_of_several_chains_a_shorter_one_may_be_accepted_whole(parents, path, pr
     r = Request([1], 30)
     segment = Segment(r, [1] * 6, 0, None, "verify", 6, [7, 8, 9, 10, 11], parents=parents)
     r.commit(segment, path, 5, "specdiff")
-    assert r.generation.who[-1] == who and r.generation.steps[0].proposed == proposed
+    assert r.generation.who[-1] == who and r.generation.rounds[0].proposed == proposed
 
 
 # -- chi-square over all outputs of three tokens, vocabulary 8: plain decoding and rejection -----------------
 
 for name, lookup in (("sparse", 0), ("sparse, lookup", 999)):
-    PLANNERS[name] = lambda e, *_, n=lookup: Arbitrary(e, 3, 0.1, 1, select="random", lookup=n)
+    SCHEDULERS[name] = lambda e, *_, n=lookup: Arbitrary(e, 3, 0.1, 1, select="random", lookup=n)
 
 
 @torch.no_grad()
@@ -358,8 +358,8 @@ def sampled(name, sampling, rounds=ROUNDS):
         for g in make(name, 250, SMALL, SMALL_OTHER).generate(requests):
             a, b, c = g.token_ids[:3]
             counts[a * 64 + b * 8 + c] += 1
-            steps += g.steps
-            played += 1 if name == "ar" else len(g.steps)
+            steps += g.rounds
+            played += 1 if name == "ar" else len(g.rounds)
         seed += 250
     return counts, sum(s.accepted for s in steps) / max(sum(s.proposed for s in steps), 1)
 
@@ -421,7 +421,7 @@ def one_coin(segment, real=verify.coins):
 
 
 @pytest.mark.parametrize("owner, attribute, mistake, name, rounds", [
-    (Words, "noise", argmax_drafts, "draft", 5_000),
+    (DraftHead, "noise", argmax_drafts, "draft", 5_000),
     (specgen, "walk", believed, "sparse, lookup", 10_000),
     (verify, "rejection", as_drawn, "draft, copies", 15_000),
     (verify, "coins", one_coin, "draft", 5_000)])

@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 
 from gguf_writer import write_gguf  # noqa: E402
 
-from minispec.core.engine import Engine, Lockstep  # noqa: E402
+from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
 from minispec.core.requests import Request  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.tools import checkpoints, gguf_file  # noqa: E402
@@ -61,7 +61,7 @@ def test_a_file_decodes_to_the_tokens_of_the_folder(family, tied, tmp_path):
     runs = []
     for source in (path, str(tmp_path / "folder")):
         loaded = checkpoints.load(source)
-        runs.append(Engine(loaded, Lockstep, 1).generate([Request([1, 2, 3], 60)])[0].token_ids)
+        runs.append(Engine(loaded, SyncScheduler, 1).generate([Request([1, 2, 3], 60)])[0].token_ids)
     assert runs[0] == runs[1] and len(runs[0]) == 60
 
 
@@ -80,9 +80,9 @@ def test_rotary_divisors_are_llama_3s_scaling(tmp_path):
     plain, scaled = toy_model(**SHAPE), toy_model(**SHAPE, rope_scaling=scaling)
     ids = list(range(100))
     # The tensor of llama.cpp's converter: divisors of the rotary frequencies.
-    from minispec.core.gpt import stretched
+    from minispec.core.gpt import llama3_scaling
     turn = plain.config.rope_theta ** -(torch.arange(0, 32, 2).float() / 32)
-    plain.config.rope_scaling = {"divisors": (turn / stretched(turn, **scaling)).tolist()}
+    plain.config.rope_scaling = {"divisors": (turn / llama3_scaling(turn, **scaling)).tolist()}
     plain.rope = type(plain.rope)(plain.config)
     assert torch.allclose(dense_logits(plain, ids), dense_logits(scaled, ids), atol=1e-4)
 

@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from minispec.core import cpu, gpt
 from minispec.tools import checkpoints
-from minispec.core.gpt import dense_attend
 
 
 def test_rope_depends_on_distances_only():
@@ -71,7 +70,7 @@ def lose_a_tensor(folder):
     (lambda f: os.truncate(f / "model.safetensors", 1000), "damaged"),
     (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "damaged"),
     (lose_a_tensor, "lacks model.layers.1.mlp.up_proj.weight"),
-    (lambda f: (f / "config.json").write_text("{"), "config.json: Expecting"),
+    (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
 ])
 def test_damaged_folders_are_named(tmp_path, damage, message):
     checkpoints.save(toy_model(), tmp_path)

@@ -12,7 +12,7 @@ from kernels.graphs import Graphs
 from minispec.core import engine as engine_module
 from minispec.core.attention import TREE
 from minispec.core.drafters import Drafter
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.gpt import GPT
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request, Segment
@@ -22,24 +22,24 @@ from minispec.tools.script import check_device
 
 TARGET = toy_model(vocab=32, head_dim=16)
 PROMPTS = [[(7 * i + 11 * j) % 31 for i in range(n)] for j, n in enumerate((9, 40, 1, 17, 30, 2, 25, 12))]
-PLANNERS = {
-    "ar": Lockstep,
+SCHEDULERS = {
+    "ar": SyncScheduler,
     "specgen": partial(SpecGen, k=3, min_budget=6),
     "specgen delayed": partial(SpecGen, k=3, min_budget=6, delayed=True),
 }
 
 
-def answers(planner):
-    engine = Engine(TARGET, planner, 8, prefill_chunk=16)
+def answers(scheduler):
+    engine = Engine(TARGET, scheduler, 8, prefill_chunk=16)
     return [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])], engine
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize("name", SCHEDULERS)
 def test_the_rows_of_all_prompts_have_a_bound(name, monkeypatch):
     """The oldest read first, and everybody's tokens stay what they are."""
-    want, before = answers(PLANNERS[name])
+    want, before = answers(SCHEDULERS[name])
     monkeypatch.setattr(engine_module, "PROMPT_ROWS", 20)
-    got, engine = answers(PLANNERS[name])
+    got, engine = answers(SCHEDULERS[name])
     assert got == want
     assert max(i["prefill"] for i in before.iterations) > 60
     assert max(i["prefill"] for i in engine.iterations) in range(17, 21)
@@ -61,7 +61,7 @@ def test_the_thread_of_delayed_verification_uses_the_models_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda x: chosen.append((x, threading.get_ident())))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: device)
     monkeypatch.setattr(GPT, "device", device)
-    engine = Engine(TARGET, PLANNERS["specgen delayed"])
+    engine = Engine(TARGET, SCHEDULERS["specgen delayed"])
     worker = engine.thread.submit(threading.get_ident).result()
     assert chosen == [(device, worker)] and worker != threading.get_ident() and engine.side == device
 
@@ -97,17 +97,17 @@ def log(monkeypatch):
 
 def test_delayed_verdicts_are_found_on_a_stream_of_their_own(log, monkeypatch):
     """After the forward that made the logits, beside the one that runs now, before their tokens are used."""
-    engine = Engine(TARGET, PLANNERS["specgen delayed"], 8)
+    engine = Engine(TARGET, SCHEDULERS["specgen delayed"], 8)
     engine.side = Stream(log)
-    for name in ("settle", "_take_in"):
+    for name in ("commit", "_take_in"):
         def logged(*args, name=name, real=getattr(engine, name)):
             log.append(name)
             return real(*args)
 
         monkeypatch.setattr(engine, name, logged)
     got = [g.token_ids for g in engine.generate([Request(p, 10) for p in PROMPTS])]
-    assert got == answers(Lockstep)[0]
-    assert log == ["waits", "begin", "settle", "end", "is done", "_take_in"] * len(engine.iterations)
+    assert got == answers(SyncScheduler)[0]
+    assert log == ["waits", "begin", "commit", "end", "is done", "_take_in"] * len(engine.iterations)
 
 
 def test_what_leaves_for_the_host_takes_a_stream_of_its_own_to_pinned_memory(log, monkeypatch):
@@ -147,22 +147,22 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
 def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom():
     tree = Drafter()
     tree.width = 4
-    assert [Lockstep(None, tree, k).fusable for k in (15, TREE - 1, TREE)] == [True, True, False]
-    assert Lockstep(None, Drafter(), 32).fusable and Lockstep(None).fusable
+    assert [SyncScheduler(None, tree, k).fusable for k in (15, TREE - 1, TREE)] == [True, True, False]
+    assert SyncScheduler(None, Drafter(), 32).fusable and SyncScheduler(None).fusable
 
 
 def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):
     """On a GPU draft rows are written to the cache itself, so they must follow a move within a round."""
     monkeypatch.setattr("minispec.core.kv_cache.BLOCK", 4)
-    engine = Engine(TARGET, PLANNERS["specgen"], 2)
+    engine = Engine(TARGET, SCHEDULERS["specgen"], 2)
     request = Request(PROMPTS[0], 10)
     stream = engine.stream([request])
     while request.state is None or len(request.state.drafts) < 1:
         next(stream) if request.state is None else engine._iterate(0.0)
-    run = Graphs(None, engine.cache, 2, request.longest, engine.planner.widest(request.longest), 2)
+    run = Graphs(None, engine.cache, 2, request.longest, engine.scheduler.widest(request.longest), 2)
     cache, start = engine.cache, request.n_cached + len(request.state.drafts)
     for _ in range(2):
-        plan = engine.planner.plan([request])
+        plan = engine.scheduler.schedule([request])
         new = run.fill(1, plan, run.places(plan)).new
         assert plan[0].kind == "draft" and new.tolist() == cache.slot_list(request.blocks, [start])
         request.blocks.table.reverse()

@@ -25,7 +25,7 @@ from minispec.core import kv_cache  # noqa: E402
 from minispec.core.attention import FullKeys  # noqa: E402
 from minispec.core.cpu import Linear  # noqa: E402
 from minispec.core.drafters import Cached, NGram, SmallLM  # noqa: E402
-from minispec.core.engine import Engine, Lockstep  # noqa: E402
+from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
 from minispec.core.gpt import GPTConfig  # noqa: E402
 from minispec.core.kv_cache import Allocation, KVCache  # noqa: E402
@@ -64,22 +64,22 @@ def check_engine():
     prompts = [[(7 * i + n) % 61 for i in range(n)] for n in (9, 3)]
     few, other = small_model(3), small_model(3, seed=1)  # a vocabulary so small that draft steps copy
     repeated = [[0, 1] * 5, [1, 0, 0]]
-    for planner, model, some in (
-            (lambda e: Lockstep(e, NGram(3, 1), 3), small_model(), prompts),
+    for scheduler, model, some in (
+            (lambda e: SyncScheduler(e, NGram(3, 1), 3), small_model(), prompts),
             (lambda e: SpecGen(e, 2, 0.1, 2), small_model(), prompts),
             (lambda e: SpecGen(e, 2, 0.1, 2, delayed=True), small_model(), prompts),
             (lambda e: SpecGen(e, 6, 0.1, 2, lookup=99), few, repeated),
-            (lambda e: Lockstep(e, SmallLM(other, few), 2, lookup=99), few, repeated)):
+            (lambda e: SyncScheduler(e, SmallLM(other, few), 2, lookup=99), few, repeated)):
         runs = []
         for fused in (False, True):
-            engine = Engine(model, planner, 2, prefill_chunk=4)
+            engine = Engine(model, scheduler, 2, prefill_chunk=4)
             engine.fused = fused
             with scattered():
                 answers = engine.generate([Request(p, 8) for p in some])
-            runs.append([(g.token_ids, [s.accepted for s in g.steps]) for g in answers])
+            runs.append([(g.token_ids, [s.accepted for s in g.rounds]) for g in answers])
             assert engine.graphs is None or len(engine.graphs.graphs) > 2
             rows = max(i["draft"] for i in engine.iterations)
-            assert model is not few or rows > 2 or any(s.copies for g in answers for s in g.steps)
+            assert model is not few or rows > 2 or any(s.lookup for g in answers for s in g.rounds)
         assert runs[0] == runs[1], runs
 
 
@@ -280,8 +280,8 @@ def test_a_forward_larger_than_the_largest_graph_is_eager_and_others_share_their
 
 def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
     made = []
-    for planner in (Lockstep, lambda e: SpecGen(e, 3, 0.1, 4)):
-        engine = Engine(toy_model(), planner, 2)
+    for scheduler in (SyncScheduler, lambda e: SpecGen(e, 3, 0.1, 4)):
+        engine = Engine(toy_model(), scheduler, 2)
         engine.fused = True
         for n in (20, 10, 15, 140):
             engine._prepare([Request([1] * n, 20)] * (2 if n == 20 else 1))
@@ -335,7 +335,7 @@ def counting(monkeypatch):
 def test_a_layer_is_few_kernels(counting):
     """On a GPU a launch takes the host several microseconds, as long as a small model's whole product."""
     def launches(n_layer):
-        engine = Engine(toy_model(head_dim=16, n_layer=n_layer), Lockstep, 1)
+        engine = Engine(toy_model(head_dim=16, n_layer=n_layer), SyncScheduler, 1)
         engine.fused = True
         engine.generate([Request([3, 1, 4], 4)])
         graph, _ = engine.graphs.graphs[1, ()]
@@ -360,10 +360,10 @@ DRAFTERS = {
 
 
 METHODS = {
-    "ar": Lockstep,
-    "ngram": lambda e: Lockstep(e, NGram(3, 1), 4),
+    "ar": SyncScheduler,
+    "ngram": lambda e: SyncScheduler(e, NGram(3, 1), 4),
     "specgen": lambda e: SpecGen(e, 3, 0.1, 4),
-    **{name: lambda e, make=make, k=k: Lockstep(e, make(), k) for name, (make, k) in DRAFTERS.items()},
+    **{name: lambda e, make=make, k=k: SyncScheduler(e, make(), k) for name, (make, k) in DRAFTERS.items()},
 }
 AT_0 = [(name, 0.0) for name in METHODS]
 SAMPLED = [(name, 0.8) for name in ("specgen", "prism", "prism tree", "specdiff")]
@@ -434,7 +434,7 @@ def test_a_list_of_selected_positions_is_copied_once_a_round(counting):
     engine.waiting.clear()
     engine.graphs.lists = Places(engine.graphs.lists)
     answers = engine.generate([Request([3, 1, 4, 1, 5, 9, 2, 6], 20), Request([2, 7, 1, 8], 20)])
-    rounds = sum(s.proposed > 0 for g in answers for s in g.steps)
+    rounds = sum(s.proposed > 0 for g in answers for s in g.rounds)
     assert 2 < len(copied) <= rounds and len(set(copied)) == len(copied)
     assert sum(i["draft"] for i in engine.iterations) > 2 * rounds
 
@@ -449,13 +449,13 @@ def test_compiling_and_capturing_is_in_no_price(counting, monkeypatch):
 
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr("time.perf_counter", lambda: clock.__setitem__(0, clock[0] + 1) or clock[0])
-    engine = Engine(TARGET, lambda e: Lockstep(e, SmallLM(SMALL, TARGET), 3), 2)
+    engine = Engine(TARGET, lambda e: SyncScheduler(e, SmallLM(SMALL, TARGET), 3), 2)
     engine.fused = True
     answers = engine.generate([Request([3, 1, 4, 1, 5], 6), Request([9, 2], 9)])
-    captures = len(engine.graphs.graphs) + len(engine.planner.drafter.graphs.graphs)
+    captures = len(engine.graphs.graphs) + len(engine.scheduler.drafter.graphs.graphs)
     assert captures > 3 and engine.warm_up >= 1000 * captures
     # No account has any of it, not even a half that another one was given back.
-    spent = [x for g in answers for s in g.steps for x in (s.draft_seconds, s.verify_seconds)]
+    spent = [x for g in answers for s in g.rounds for x in (s.draft_seconds, s.verify_seconds)]
     spent += engine.seconds.values()
     for i in engine.iterations:
         spent += i["seconds"].values()
@@ -483,7 +483,7 @@ def test_prices_are_those_of_graphs(name, counting, monkeypatch):
     for _ in range(2):
         seconds = measure.round_seconds(TARGET, drafter, 2, 20, [1, 3])
         assert [len(some) for some in seconds.values()] == [1, 1]
-    assert len(rounds) > 8 and all(rounds) and not drafter.notes
+    assert len(rounds) > 8 and all(rounds) and not drafter.draft_states
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -496,13 +496,13 @@ def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, count
         drafter, proposed = make(), []
 
         def propose(requests, limits, real=drafter.propose, proposed=proposed):
-            drafter.stop = 0.9 * (len(proposed) % 2)
+            drafter.min_confidence = 0.9 * (len(proposed) % 2)
             out = real(requests, limits)
             proposed.append([(tokens, *rest[:1]) for tokens, _, *rest in out])
             return out
 
         drafter.propose = propose
-        engine = Engine(TARGET, lambda e, drafter=drafter: Lockstep(e, drafter, k), 2)
+        engine = Engine(TARGET, lambda e, drafter=drafter: SyncScheduler(e, drafter, k), 2)
         engine.fused = on_kernels
         with scattered(4):
             answers = engine.generate([Request([3, 1, 4, 1, 5], 6, Sampling(temperature, seed=1)),
@@ -518,13 +518,13 @@ def test_the_early_stop_is_a_table_of_the_graph(counting):
     drafter = make()
 
     def round(x, real=drafter.round):
-        stop, drafter.stop = drafter.stop, None
+        stop, drafter.min_confidence = drafter.min_confidence, None
         out = real(x)
-        drafter.stop = stop
+        drafter.min_confidence = stop
         return out
 
     drafter.round = round
-    engine = Engine(TARGET, lambda e: Lockstep(e, drafter, k), 2)
+    engine = Engine(TARGET, lambda e: SyncScheduler(e, drafter, k), 2)
     engine.fused = True
     engine.generate([Request([3, 1, 4, 1, 5], 6)])
     assert drafter.graphs.graphs

@@ -7,7 +7,7 @@ import pytest
 from conftest import toy_model
 
 from minispec.core import hello
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.tools import methods
 
@@ -32,7 +32,7 @@ def text_of(*args, **more):
 def test_any_drafter_leaves_the_text_alone(draft):
     model = toy_model()
     for prompt in PROMPTS:
-        plain = Engine(model, Lockstep, 1).generate([Request(prompt, 60)])[0].token_ids
+        plain = Engine(model, SyncScheduler, 1).generate([Request(prompt, 60)])[0].token_ids
         assert text_of(model, prompt, draft, max_new_tokens=60) == plain
         stop = plain[30]
         short = text_of(model, prompt, draft, max_new_tokens=60, stop_ids=[stop])

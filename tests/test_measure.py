@@ -11,7 +11,7 @@ from conftest import toy_model, whole
 
 from minispec import bounds, prism, traces
 from minispec.core.drafters import NGram, SmallLM
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.data import recorded, rollouts
 from minispec.specgen import SpecGen
@@ -32,7 +32,7 @@ def heads():
     """A drafter that has learned one of the target's answers by heart, so that it is sometimes right."""
     torch.manual_seed(5)
     drafter = prism.for_target(TARGET, (0, 1))
-    [answer] = Engine(TARGET, Lockstep, 1).generate([Request(PROMPTS[0], 60)])
+    [answer] = Engine(TARGET, SyncScheduler, 1).generate([Request(PROMPTS[0], 60)])
     batch = recorded.padded([rollouts.read(TARGET, [], answer.prompt_ids + answer.token_ids, 0)])
     opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
     for _ in range(30):
@@ -49,8 +49,8 @@ DRAFTERS = {"ngram": lambda: NGram(3, 1), "draft": lambda: whole(SmallLM(DRAFT, 
 
 @functools.cache
 def run(name=None, batch=2, k=K):
-    planner = (lambda e: Lockstep(e, DRAFTERS[name](), k)) if name else Lockstep
-    engine = Engine(TARGET, planner, batch, prefill_chunk=16)
+    scheduler = (lambda e: SyncScheduler(e, DRAFTERS[name](), k)) if name else SyncScheduler
+    engine = Engine(TARGET, scheduler, batch, prefill_chunk=16)
     return engine.generate([Request(p, NEW - 3 * i) for i, p in enumerate(PROMPTS)]), engine
 
 
@@ -70,13 +70,13 @@ def test_dense_trace_is_what_the_engine_accepts(name, dense):
     wrong = 0
     for g, t in zip(run(name)[0], dense):
         accept = t.accept[name]
-        for s in g.steps:
+        for s in g.rounds:
             assert s.committed == min(accept[s.position], s.proposed + 1)
             wrong += s.committed != min(max(1, accept[s.position - 1]), s.proposed + 1)
     assert wrong > 3 and max(max(t.accept[name][1:]) for t in dense) > 1
     for k in (1, 4):
         for g, t in zip(run(name, k=k)[0], dense):
-            live = [(s.position, s.proposed, s.committed) for s in g.steps]
+            live = [(s.position, s.proposed, s.committed) for s in g.rounds]
             assert [(r.position, r.proposed, r.emitted) for r in fixed(t, name, k)] == live
 
 
@@ -97,9 +97,9 @@ def test_phases_sum_to_the_step(name, monkeypatch):
     iteration, as a whole and for each iteration."""
     ticks = itertools.count()
     monkeypatch.setattr("minispec.core.engine.time.perf_counter", lambda: float(next(ticks)))
-    planner = {None: Lockstep, "specgen": lambda e: SpecGen(e, 4, 0.2, 4)}.get(
-        name, lambda e: Lockstep(e, DRAFTERS[name](), K))
-    engine = Engine(TARGET, planner, 2, prefill_chunk=16)
+    scheduler = {None: SyncScheduler, "specgen": lambda e: SpecGen(e, 4, 0.2, 4)}.get(
+        name, lambda e: SyncScheduler(e, DRAFTERS[name](), K))
+    engine = Engine(TARGET, scheduler, 2, prefill_chunk=16)
     engine.generate([Request(p, 20) for p in PROMPTS])
     spent = [i["seconds"] for i in engine.iterations]
     # The first tick is 0, the last sees that all is done.

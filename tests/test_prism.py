@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_keys
-from test_trained import CASES, MAPS, TARGET, case, ids_of, planner, prompts, run, texts, toy_prism, trained
+from test_trained import CASES, MAPS, TARGET, case, ids_of, scheduler, prompts, run, texts, toy_prism, trained
 
 from minispec import prism
 from minispec.core.attention import tree_mask
@@ -269,7 +269,7 @@ def first_tree(prompt, stop):
             return seen[-1][1]
 
     drafter = Watched(DRAFTERS[2], TARGET, 4, 2)
-    drafter.stop = stop
+    drafter.min_confidence = stop
     drafter.propose([observed(drafter, prompt)], [28])
     return seen[0]
 
@@ -296,7 +296,7 @@ def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
         assert steps == 4 and len(scores) == 14
         likely = [max(scores[i] for i in level) >= math.log(stop) for level in levels]
         depth = min([*likely, False].index(False) + 1, 4)
-        nodes = levels[depth - 1].stop
+        nodes = levels[depth - 1].min_confidence
         n = sum(math.exp(score) >= stop / 4 for score in scores[:nodes])
         want = prism.prune(tokens[:nodes], parents[:nodes], scores[:nodes], max(n, 1))
         assert first_tree(prompt, stop)[1:] == (want, depth)
@@ -315,7 +315,7 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
     a fresh encoding by module 0 from the target's features, which are those of training."""
     drafter = trained("prism")
     engine = Engine(TARGET, case(name), 3, prefill_chunk=16)
-    notes, rounds = engine.planner.drafter.notes, 0
+    notes, rounds = engine.scheduler.drafter.draft_states, 0
     for r, _ in engine.stream([Request(p, 25) for p in prompts(6)]):
         if r not in notes or not r.blocks:
             continue
@@ -383,6 +383,6 @@ def test_equal_modules_are_one_module(width):
     """M = 2 with copied weights drafts what M = 1 drafts, bit for bit."""
     two = toy_prism()
     prism.copy_modules(two, DRAFTERS[1])
-    plans = [planner(drafter, depth=4, width=width) for drafter in (two, DRAFTERS[1])]
+    plans = [scheduler(drafter, depth=4, width=width) for drafter in (two, DRAFTERS[1])]
     a, b = (run(plan, prompts(3), sampling=Sampling(1.0))[0] for plan in plans)
     assert ids_of(a) == ids_of(b) and [g.who for g in a] == [g.who for g in b]

@@ -252,7 +252,7 @@ def test_the_short_texts_of_a_real_model_are_not_for_specgen(settings, toy, monk
     monkeypatch.setattr(run, "observe", observe)
     for args.quick, ready in ((False, ["ngram"]), (True, ["ngram"] if settings else ["ngram", "specgen"])):
         with pytest.raises(Names) as found:
-            run.run(args, checkpoints.load(toy), types.SimpleNamespace(ours=False))
+            run.run(args, checkpoints.load(toy), types.SimpleNamespace(is_puzzle_model=False))
         assert found.value.args[0] == ready
 
 

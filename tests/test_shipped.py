@@ -34,7 +34,7 @@ def reference(shipped):
 def test_greedy_output_is_identical_on_20_heldout_prompts(name, shipped, reference):
     generations = generate(name, *shipped)
     assert [g.token_ids for g in generations] == reference
-    assert sum(s.accepted for g in generations for s in g.steps) > 20        # and it did speculate
+    assert sum(s.accepted for g in generations for s in g.rounds) > 20        # and it did speculate
 
 
 @torch.inference_mode()

@@ -17,7 +17,7 @@ from test_trained import (
     FULL,
     TARGET,
     fit,
-    planner,
+    scheduler,
     prompts,
     run,
     steps_of,
@@ -27,8 +27,8 @@ from test_trained import (
 )
 
 from minispec import prism, specdiff
-from minispec.core.drafters import STOP as STOP_AT
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.drafters import MIN_CONFIDENCE as STOP_AT
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.gpt import dense_attend
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
@@ -68,7 +68,7 @@ def obvious_logits(drafter, ids, start, shown=None, drafts=()):
         hidden = torch.cat(
             [hidden[:1], hidden[1:] + before @ drafter.markov[0].weight.mT @ drafter.markov[1].weight.mT]
         )
-    return drafter.words.logits(hidden)
+    return drafter.draft_head.logits(hidden)
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def test_packed_windows_equal_one_window_at_a_time(form):
     features = features_of(drafter, ids) if drafter.config.reads else None
     for slots in (None, shown):
         windows, _ = specdiff.window_states(drafter, ids, starts, features, slots)
-        got = drafter.words.logits(windows)
+        got = drafter.draft_head.logits(windows)
         for b, w in itertools.product(range(2), range(5)):
             want = obvious_logits(
                 drafter, some[b], int(starts[b, w]), None if slots is None else shown[b, w].tolist()
@@ -103,17 +103,17 @@ def test_cached_drafting_equals_a_forward_without_cache(form):
 
     def plan(engine):
         drafts = SpecDiffDrafter(drafter, TARGET)
-        drafts.stop = 0.0
+        drafts.min_confidence = 0.0
         propose = drafts.propose
 
         def record(requests, limits):
-            before = {r: (drafts.note(r).cached, list(drafts.note(r).features)) for r in requests}
+            before = {r: (drafts.state_of(r).cached, list(drafts.state_of(r).features)) for r in requests}
             out = propose(requests, limits)
             for r, (tokens, q) in zip(requests, out):
                 if len(tokens) == 4:
                     seen.append((list(r.tokens), tokens, q))
                     if r is requests[0]:  # once more, alone, with other noise
-                        note, own = drafts.note(r), r.sampling
+                        note, own = drafts.state_of(r), r.sampling
                         after, (note.cached, note.features) = note.cached, before[r]
                         r.sampling = replace(own, seed=99)
                         again = propose([r], [4])[0]
@@ -124,7 +124,7 @@ def test_cached_drafting_equals_a_forward_without_cache(form):
             return out
 
         drafts.propose = record
-        return Lockstep(engine, drafts, 4)
+        return SyncScheduler(engine, drafts, 4)
 
     run(plan, prompts(4), 2, 24, Sampling(1.0, 5, rule="rejection"))
     assert len(seen) > 15 and len({tuple(tokens) for _, tokens, _ in seen}) > 10
@@ -138,10 +138,10 @@ def test_cached_drafting_equals_a_forward_without_cache(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_the_drafters_cache_holds_what_a_new_prefill_gives(form):
     drafter, rounds = toy_specdiff(**FORMS[form]), 0
-    engine = Engine(TARGET, planner(drafter, k_drafts=3), 4, prefill_chunk=16)
+    engine = Engine(TARGET, scheduler(drafter, k_drafts=3), 4, prefill_chunk=16)
     requests = [Request(p, 30, Sampling(1.0, seed=i)) for i, p in enumerate(prompts(4))]
     for r, _ in engine.stream(requests):
-        note = engine.planner.drafter.notes.get(r)
+        note = engine.scheduler.drafter.draft_states.get(r)
         if r.finished or note is None or not note.cached:
             continue
         n, own = note.cached, KVCache(drafter.config, note.cached)
@@ -171,11 +171,11 @@ def test_one_forward_of_drafter_and_target_a_round(reads):
     ]
     for settings in (dict(gamma=4), dict(gamma=16), dict(gamma=4, k_drafts=8)):
         calls.update(drafter=0, target=0)
-        (g,), engine = run(planner(drafter, **settings), [[1, 2, 3]], 1, 60)
-        assert calls["target"] == len(engine.iterations) == len(g.steps) + 1  # one prefill
-        drafted = sum(s.proposed > 0 for s in g.steps)
-        assert calls["drafter"] == drafted and drafted >= len(g.steps) - 1
-        assert max(s.proposed for s in g.steps) == settings["gamma"]
+        (g,), engine = run(scheduler(drafter, **settings), [[1, 2, 3]], 1, 60)
+        assert calls["target"] == len(engine.iterations) == len(g.rounds) + 1  # one prefill
+        drafted = sum(s.proposed > 0 for s in g.rounds)
+        assert calls["drafter"] == drafted and drafted >= len(g.rounds) - 1
+        assert max(s.proposed for s in g.rounds) == settings["gamma"]
     for hook in hooks:
         hook.remove()
 
@@ -212,7 +212,7 @@ def test_a_drafter_starts_as_the_target():
     drafter = specdiff.for_target(TARGET, gamma=4)
     ids = prompts(6)[-1]
     windows, _ = specdiff.window_states(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))
-    got = drafter.words.logits(windows[0, 0, 0])
+    got = drafter.draft_head.logits(windows[0, 0, 0])
     assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4  # q_1 = p_1
     assert (
         drafter.n_params()
@@ -286,7 +286,7 @@ def best_of_independent(chains, q, p, coins):
     return max((of_one(x, q, p, own) for x, own in zip(chains, c)), key=lambda found: len(found[0]))
 
 
-def chi_square_of(judge, k, sampling, rounds=ROUNDS):
+def chi_square_of(verify, k, sampling, rounds=ROUNDS):
     """p-value of the first two tokens of rounds of K chains, and the mean number of accepted drafts."""
     p, q = table(sampling)
     g = torch.Generator().manual_seed(1)
@@ -298,7 +298,7 @@ def chi_square_of(judge, k, sampling, rounds=ROUNDS):
     coins, more = torch.rand(rounds, k * (GAMMA + 1) + 1, generator=g), torch.rand(rounds, generator=g)
     counts, accepted = torch.zeros(V * V, dtype=torch.long), 0
     for i in range(rounds):
-        path, token = judge(chains[i], q, p, coins[i])
+        path, token = verify(chains[i], q, p, coins[i])
         out = path + [token]
         if len(out) < 2:  # the next round would draw it
             out.append(draw(p[out[0]], more[i]).item())
@@ -398,7 +398,7 @@ def test_coupled_chains_begin_with_the_best_tokens():
     """Of the target's own noise: so several chains are more often right than one, and never less."""
     taus = []
     for settings in (dict(), dict(k_drafts=4)):
-        got, _ = run(planner(trained("specdiff"), **settings), prompts(17), sampling=Sampling(1.0))
+        got, _ = run(scheduler(trained("specdiff"), **settings), prompts(17), sampling=Sampling(1.0))
         taus.append(sum(s.accepted for s in steps_of(got)) / len(steps_of(got)))
     assert taus[1] > 1.05 * taus[0]
 
@@ -406,11 +406,11 @@ def test_coupled_chains_begin_with_the_best_tokens():
 def test_one_chain_ends_early_and_several_do_not():
     """The default, and what it cuts: the first draft stays, however improbable."""
     drafter = toy_specdiff(reads=True)
-    assert [SpecDiffDrafter(drafter, TARGET, k_drafts=k).stop for k in (1, 3)] == [STOP_AT, 0.0]
+    assert [SpecDiffDrafter(drafter, TARGET, k_drafts=k).min_confidence for k in (1, 3)] == [STOP_AT, 0.0]
     drafts = SpecDiffDrafter(drafter, TARGET)
     q = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [1.0, 0.0]])
     for stop, n in ((0.0, 4), (0.26, 4), (0.3, 3), (0.46, 2), (0.95, 1)):
-        drafts.stop = stop
+        drafts.min_confidence = stop
         assert drafts._cut(torch.tensor([0, 1, 0, 0]), q) == [0, 1, 0, 0][:n]
 
 

@@ -5,14 +5,15 @@ import torch
 from conftest import Arbitrary, attend_alone, cached_kv, dense_logits, only_keys, toy_model
 
 from minispec.core.attention import FullKeys, packed_attend
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.gpt import dense_attend
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
-from minispec.specgen import FADE, DraftPool, PillarKeys, Round, SpecGen, budget, look_ahead
+from minispec.specgen import FADE, DraftPool, PillarKeys, SpecGenState, SpecGen, budget, look_ahead
 
 MODEL = toy_model()
 PROMPT = torch.randint(0, 64, (90,), generator=torch.Generator().manual_seed(5)).tolist()
-AR = Engine(MODEL, Lockstep, 1).generate([Request(PROMPT, 120)])[0]
+AR = Engine(MODEL, SyncScheduler, 1).generate([Request(PROMPT, 120)])[0]
 
 
 def read(cache, n):
@@ -115,17 +116,17 @@ def test_budget_rule(length, sparsity, least, want):
 @pytest.mark.parametrize("select", ["pillar", "ahead"])
 @pytest.mark.parametrize("accepted", [0, 3, 8])
 def test_selection_is_topk_of_the_scores_per_layer_and_head(accepted, select):
-    planner = SpecGen(Engine(MODEL, Lockstep), k=8, sparsity=0.25, min_budget=4, select=select)
-    planner.engine.cache = KVCache(MODEL.config, 8)
+    scheduler = SpecGen(Engine(MODEL, SyncScheduler), k=8, sparsity=0.25, min_budget=4, select=select)
+    scheduler.engine.cache = KVCache(MODEL.config, 8)
     request = Request(PROMPT)
     request.n_cached = 80
-    keys = only_keys(KVCache(MODEL.config, 90), 71, 9, record=planner.record)
+    keys = only_keys(KVCache(MODEL.config, 90), 71, 9, record=scheduler.record)
     keys.scores.copy_(torch.rand(keys.scores.shape) ** 8)
     scores = keys.scores[:, :, :80]
     if select == "ahead":
-        request.state = Round(None, 0, memory=torch.rand(2, 2, 75) ** 8)
+        request.state = SpecGenState(None, 0, memory=torch.rand(2, 2, 75) ** 8)
         scores = look_ahead(scores, request.state.memory)
-    state = planner._select(request, keys, accepted)
+    state = scheduler._select(request, keys, accepted)
     recent = accepted + 2
     want = scores[:, :, :80 - recent].topk(20 - recent).indices
     assert state.recent == recent
@@ -156,37 +157,37 @@ class Spy(Arbitrary):
 
 
 def generate(new=120, chunk=512, **settings):
-    """(generation, planner) of one long request."""
+    """(generation, scheduler) of one long request."""
     engine = Engine(MODEL, lambda e: Spy(e, **settings), 1, prefill_chunk=chunk)
-    return engine.generate([Request(PROMPT, new)])[0], engine.planner
+    return engine.generate([Request(PROMPT, new)])[0], engine.scheduler
 
 
 @pytest.mark.parametrize("k, sparsity", [(1, 0.02), (8, 0.05), (4, 1.0)])
 @pytest.mark.parametrize("select", Arbitrary.selections)
 def test_output_never_depends_on_the_selection(k, sparsity, select):
-    generation, planner = generate(k=k, sparsity=sparsity, min_budget=2, select=select)
+    generation, scheduler = generate(k=k, sparsity=sparsity, min_budget=2, select=select)
     assert generation.token_ids == AR.token_ids
-    assert len(planner.made) == len(generation.steps) + 1       # by the prompt, then by each verification
+    assert len(scheduler.made) == len(generation.rounds) + 1       # by the prompt, then by each verification
     if sparsity == 1.0:                                         # drafts see everything
-        assert all(s.accepted == s.proposed for s in generation.steps)
+        assert all(s.accepted == s.proposed for s in generation.rounds)
 
 
 def test_a_tiny_budget_is_sometimes_wrong():
     generation, _ = generate(k=8, sparsity=0.02, min_budget=2)
-    assert any(s.accepted < s.proposed for s in generation.steps)
+    assert any(s.accepted < s.proposed for s in generation.rounds)
 
 
 @pytest.mark.parametrize("chunk", [3, 64, 512])
 def test_the_end_of_the_prompt_selects_for_the_first_round(chunk):
-    generation, planner = generate(20, chunk, k=8, sparsity=0.1, min_budget=2)
+    generation, scheduler = generate(20, chunk, k=8, sparsity=0.1, min_budget=2)
     assert generation.token_ids == AR.token_ids[:20]
-    state, keys, accepted, n_cached = planner.made[0]
+    state, keys, accepted, n_cached = scheduler.made[0]
     assert n_cached == len(PROMPT) and accepted == keys.n - 1 and keys.n == min(chunk, 9)
     assert state.selected.shape[-1] + state.recent == budget(len(PROMPT), 0.1, 2)
     # The same scores, when all of the prompt is recorded but its last rows alone are averaged.
     cache = KVCache(MODEL.config, 200)
     blocks = read(cache, len(PROMPT) - keys.n)
-    want = FullKeys(cache, blocks, len(PROMPT) - keys.n, keys.n, record=planner.record)
+    want = FullKeys(cache, blocks, len(PROMPT) - keys.n, keys.n, record=scheduler.record)
     with torch.inference_mode():
         positions = torch.arange(len(PROMPT) - keys.n, len(PROMPT))
         MODEL(torch.tensor(PROMPT[-keys.n:]), positions, attend_alone(want))
@@ -195,8 +196,8 @@ def test_the_end_of_the_prompt_selects_for_the_first_round(chunk):
 
 def test_cache_after_rounds_equals_a_dense_pass():
     """Keys and values of all committed positions come from full attention."""
-    generation, planner = generate(k=8, sparsity=0.05, min_budget=4)
-    kv = planner.final
+    generation, scheduler = generate(k=8, sparsity=0.05, min_budget=4)
+    kv = scheduler.final
     n = kv.shape[3]
     assert n == len(PROMPT) + len(generation.token_ids) - 1     # committed = cached + 1
     ids = (PROMPT + generation.token_ids)[:n]
@@ -207,7 +208,7 @@ def test_cache_after_rounds_equals_a_dense_pass():
 
 
 def test_a_prompt_reports_how_far_it_is_read():
-    engine = Engine(MODEL, Lockstep, 1, prefill_chunk=32)
+    engine = Engine(MODEL, SyncScheduler, 1, prefill_chunk=32)
     seen = []
     engine.on_read = seen.append
     engine.generate([Request(PROMPT, 2)])
@@ -221,10 +222,10 @@ REPEATED = (PROMPT[:12] * 20)[:200]
 
 def repeated(n, lookup=None):
     """(generations, engine) of n requests about a text that repeats itself; lookup None: plain decoding."""
-    def planner(engine):
-        return Lockstep(engine) if lookup is None else SpecGen(engine, 6, 0.2, 8, lookup=lookup)
+    def scheduler(engine):
+        return SyncScheduler(engine) if lookup is None else SpecGen(engine, 6, 0.2, 8, lookup=lookup)
 
-    engine = Engine(MODEL, planner, n)
+    engine = Engine(MODEL, scheduler, n)
     return engine.generate([Request(REPEATED[3 * i:], 60) for i in range(n)]), engine
 
 
@@ -232,7 +233,7 @@ def test_copied_tokens_make_fewer_draft_steps_and_the_same_drafts():
     without, copied = repeated(1, 0), repeated(1, 5)
     steps = [sum(i["draft"] > 0 for i in engine.iterations) for _, engine in (without, copied)]
     assert steps[1] < 0.8 * steps[0] and max(i["draft"] for i in copied[1].iterations) == 6
-    rounds = [[(s.proposed, s.accepted) for s in g.steps] for (g,), _ in (without, copied)]
+    rounds = [[(s.proposed, s.accepted) for s in g.rounds] for (g,), _ in (without, copied)]
     assert rounds[0] == rounds[1]
     assert copied[0][0].token_ids == repeated(1)[0][0].token_ids
 
@@ -251,7 +252,7 @@ def serve(n, batch, k=4, new=50, **settings):
     prompts = [torch.randint(0, 64, (40,), generator=rng).tolist() for _ in range(n)]
     engine = Engine(MODEL, lambda e: SpecGen(e, k, 0.1, 4, **settings), batch, prefill_chunk=64)
     got = engine.generate([Request(p, new) for p in prompts])
-    want = Engine(MODEL, Lockstep, n).generate([Request(p, new) for p in prompts])
+    want = Engine(MODEL, SyncScheduler, n).generate([Request(p, new) for p in prompts])
     assert [g.token_ids for g in got] == [g.token_ids for g in want]
     return got, engine
 
@@ -285,20 +286,20 @@ def test_latecomers_fill_the_emptiest_phase():
         active.append(Request([1, 2]))
         active[-1].n_cached = 1
         active[-1].blocks = engine.cache.open(60)
-        engine.planner.plan(active)
-        phases.append(active[-1].state.place)
+        engine.scheduler.schedule(active)
+        phases.append(active[-1].state.phase)
     assert phases == [0, 1, 2, 3, 0]
 
 
 def test_first_round_is_shorter_and_all_later_ones_are_whole():
     got, _ = serve(5, 5, new=120)
-    assert sorted(g.steps[0].proposed for g in got) == [0, 1, 2, 3, 4]
-    assert all(s.proposed == 4 for g in got for s in g.steps[1:-2])
+    assert sorted(g.rounds[0].proposed for g in got) == [0, 1, 2, 3, 4]
+    assert all(s.proposed == 4 for g in got for s in g.rounds[1:-2])
 
 
 def test_a_delayed_verification_stalls_its_request_once():
     got, engine = serve(6, 6, delayed=True)              # one request in each of k + 2 states
-    assert sum(i["stalled"] for i in engine.iterations) >= sum(len(g.steps) for g in got)
+    assert sum(i["stalled"] for i in engine.iterations) >= sum(len(g.rounds) for g in got)
     for i in engine.iterations:
         assert i["draft"] + i["verify"] + i["prefill"] > 0 or i["stalled"]
 

@@ -8,7 +8,7 @@ import torch
 from conftest import TARGET, save_toy_target, toy_model
 
 from minispec import prism, specdiff
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
@@ -90,7 +90,7 @@ def test_serving_continues_prompts_that_were_read_once(texts):
     assert [(r["method"], r["temperature"]) for r in rows] == [(m, t) for t in (0.0, 0.65) for m in names]
     assert [r.get("identical") for r in rows] == [None, 3, 3, 3, 3] * 2
     assert [bool(r.get("predicted")) for r in rows] == [False, False, True, True, False] * 2
-    want = Engine(MODEL, Lockstep, 1).generate([Request(TEXT[:60], 30)])[0].token_ids
+    want = Engine(MODEL, SyncScheduler, 1).generate([Request(TEXT[:60], 30)])[0].token_ids
     engine = specgen.resumed("ar", MODEL, texts, 1, specgen.read(MODEL, [TEXT[:60]]))
     assert engine.generate([Request(TEXT[:60], 30)])[0].token_ids == want
     assert engine.iterations[0]["prefill"] == specgen.K + 1
@@ -109,7 +109,7 @@ def test_texts_are_long_enough(tmp_path):
     tokenizer = Tokenizer.load(TARGET)
     first, second = (specgen.text(i, 300, tokenizer, None) for i in (0, 1))
     assert len(first) == len(second) == 300 and first != second
-    other = types.SimpleNamespace(ours=False, encode=lambda text: list(text.encode()))
+    other = types.SimpleNamespace(is_puzzle_model=False, encode=lambda text: list(text.encode()))
     assert specgen.text(1, 100, other, None) == specgen.text(0, 200, other, None)[specgen.SHIFT:][:100]
     file = tmp_path / specgen.THOUGHTS
     file.parent.mkdir()

@@ -187,7 +187,7 @@ def starting(folder, post_processor, **config):
 @pytest.mark.parametrize("post_processor, add_bos_token, want", STARTS)
 def test_text_without_a_template_begins_as_the_folder_says(post_processor, add_bos_token, want, tmp_path):
     ours = Tokenizer.load(starting(tmp_path, post_processor, add_bos_token=add_bos_token))
-    ours.ours = False
+    ours.is_puzzle_model = False
     assert ours.prompt_ids(" hi") == [2041] * want + ours.encode(" hi")
     said = {"role": "assistant", "content": ours.encode("b")}
     assert ours.chat_ids([ours.asked("a"), said]).count(2041) == want

@@ -9,7 +9,7 @@ import pytest
 from test_bounds import PUBLISHED, linear, random_trace
 
 from minispec import traces
-from minispec.traces import CostTable, Trace, expected_tokens, read_costs, read_traces, write_traces
+from minispec.traces import CostTable, expected_tokens, read_costs, read_traces, write_traces
 
 UNIT = {"verify": linear(base=1)}
 FIELDS = "accept", "censored", "offered"
@@ -104,7 +104,7 @@ def refused(read, path, text):
 
 @pytest.mark.parametrize("changed, message", [
     ('{"id": ', "not JSON"),
-    ("[1]", "a JSON object is needed, this is a list"),
+    ("[1]", "a row must be a JSON object, got list"),
     ('{"id": ' + "1" * 5000 + "}", "not JSON"),
     ({"n_out": ...}, "'n_out'"),                         # missing
     ({"acept": {}}, "'acept'"),                          # unknown
@@ -144,7 +144,7 @@ SQUARE = grid([1, 2], [1], [0], [[[1.0]], [[2.0]]])
 
 
 @pytest.mark.parametrize("table, message", [
-    ('{\n "verify": {\n', ": Expecting property name enclosed in double quotes: line 3"),
+    ('{\n "verify": {\n', "not JSON (Expecting property name enclosed in double quotes: line 3"),
     ([], "damaged"),
     ({}, "'verify'"),
     (UNIT | {"verfy": 1}, "verfy: unknown field; known are about, verify"),

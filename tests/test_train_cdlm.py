@@ -214,7 +214,7 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     got = decoded(student, asked=requests(prompts, length), threshold=0.9, batch_size=8)
     same = torch.tensor([g.token_ids for g in got]) == batch["tokens"]
     assert same.float().mean() > 0.9
-    assert sum(len(g.steps) for g in got) / 8 <= length / 3
+    assert sum(len(g.rounds) for g in got) / 8 <= length / 3
 
 
 SMALL = ["--steps", "12", "--batch", "4", "--save-every", "4", "--prompts", "3", "--lr", "5e-3",

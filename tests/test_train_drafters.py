@@ -21,7 +21,7 @@ import decode
 import train_prism
 import train_specdiff
 from minispec import prism, specdiff
-from minispec.core.words import most_frequent
+from minispec.core.draft_head import most_frequent
 from minispec.data import magpie, recorded, rollouts, tasks
 from minispec.data.loops import loops
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
@@ -178,7 +178,7 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
         prism, "unrolled_loss", lambda drafter, *args: seen.append(drafter) or loss(drafter, *args)
     )
     train(folder, *command)
-    words, head = seen[-1].words, checkpoints.load(folder / "target").head.weight[:40]
+    words, head = seen[-1].draft_head, checkpoints.load(folder / "target").head.weight[:40]
     assert torch.equal(words.tokens(torch.arange(40)), torch.arange(40))
     assert torch.equal(words.head.weight.float(), head.to(words.head.weight.dtype).float())
 
@@ -636,7 +636,7 @@ BAD_DECODING = [
     ("specdiff", "--draft-temperature -1", "draft-temperature -1.0 is out of range"),
     ("specdiff", f"--drafter {SHIPPED}", "this is not a drafter made by train_specdiff.py"),
     *[
-        (kind, f"--model {SHIPPED}", "made for a target with d_model 32, this one has 256")
+        (kind, f"--model {SHIPPED}", "d_model of the drafter must be 256 as in the target, got 32")
         for kind in KINDS
     ],
 ]

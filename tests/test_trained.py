@@ -15,10 +15,10 @@ from conftest import chi_square, dense_logits, toy_model
 
 from minispec import prism, specdiff
 from minispec.core import verify
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import RULES, Sampling, warp
-from minispec.core.words import Words, most_frequent
+from minispec.core.draft_head import DraftHead, most_frequent
 from minispec.data import recorded, rollouts
 from minispec.prism import PrismConfig, PrismDrafter
 from minispec.specdiff import SpecDiffConfig, SpecDiffDrafter
@@ -70,14 +70,14 @@ def prompts(n=8, seed=0, vocab=12):
     return [[rng.randrange(vocab) for _ in range(rng.choice(lengths))] for _ in range(n)]
 
 
-def planner(drafter, target=TARGET, stop=0.0, k=None, **settings):
-    """Lockstep with a drafter of either kind."""
+def scheduler(drafter, target=TARGET, stop=0.0, k=None, **settings):
+    """SyncScheduler with a drafter of either kind."""
 
     def make(engine):
         kind = PrismDrafter if isinstance(drafter, prism.Prism) else SpecDiffDrafter
         made = kind(drafter, target, **settings)
-        made.stop = stop
-        return Lockstep(engine, made, k or made.gamma * made.width)
+        made.min_confidence = stop
+        return SyncScheduler(engine, made, k or made.gamma * made.width)
 
     return make
 
@@ -93,18 +93,18 @@ def ids_of(generations):
 
 
 def steps_of(generations):
-    return [s for g in generations for s in g.steps]
+    return [s for g in generations for s in g.rounds]
 
 
 @functools.cache
 def plain(n, sampling=Sampling()):
     """Tokens of the autoregressive loop for prompts(n)."""
-    return ids_of(run(Lockstep, prompts(n), 17, sampling=sampling)[0])
+    return ids_of(run(SyncScheduler, prompts(n), 17, sampling=sampling)[0])
 
 
 def texts(some):
     """Answers of TARGET as a batch."""
-    rows = [(g.prompt_ids, g.token_ids) for g in run(Lockstep, some, 10)[0]]
+    rows = [(g.prompt_ids, g.token_ids) for g in run(SyncScheduler, some, 10)[0]]
     return recorded.padded([rollouts.read(TARGET, *row, 0) for row in rows])
 
 
@@ -154,7 +154,7 @@ every_case = pytest.mark.parametrize("name", CASES)
 
 def case(name):
     kind, settings, _ = CASES[name]
-    return planner(trained(kind), **settings)
+    return scheduler(trained(kind), **settings)
 
 
 # -- losslessness --------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_greedy_is_identical_to_autoregressive(name):
     for batch, n in ((1, 2), (8, many)):  # one by one takes longest
         got, engine = run(case(name), prompts(n), batch)
         assert ids_of(got) == plain(n)
-        assert engine.cache.used == 0 and engine.planner.drafter.notes == {}
+        assert engine.cache.used == 0 and engine.scheduler.drafter.draft_states == {}
     steps = steps_of(got)
     assert all(0 <= s.accepted <= s.proposed for s in steps)
     assert all(s.committed in (s.accepted, s.accepted + 1) for s in steps)
@@ -184,7 +184,7 @@ def test_greedy_is_identical_to_autoregressive(name):
     ids=["prism 1", "prism 3", "specdiff"],
 )
 def test_greedy_is_identical_with_random_drafters(drafter):
-    got, _ = run(planner(drafter), prompts(6), 3)
+    got, _ = run(scheduler(drafter), prompts(6), 3)
     assert ids_of(got) == plain(6)
     steps = steps_of(got)
     assert any(s.accepted for s in steps) and any(s.accepted < s.proposed for s in steps)
@@ -206,7 +206,7 @@ def test_end_of_text_and_length_limit_inside_an_accepted_run(name):
         for g, ids in zip(got, full):
             end = ids.index(stop) + 1 if stop in ids else len(ids)
             assert g.token_ids == ids[:end] and len(g.who) == end
-            assert sum(s.accepted for s in g.steps) == g.who.count("draft")
+            assert sum(s.accepted for s in g.rounds) == g.who.count("draft")
     for limit in (1, 2, 3, 6):  # down to fewer drafts than asked for
         almost_full = [1] * (512 - limit)  # the context
         got, _ = run(case(name), [*some, almost_full], max_new=limit)
@@ -239,7 +239,7 @@ def test_a_seed_is_a_text_under_every_rule_that_walks(rule):
     """Rejection alone has other texts; the walk judges trees that were drafted without chance."""
     sampling = Sampling(1.0, rule=rule)
     plans = {name: case(name) for name in ("prism chain", "prism tree", "one chain", "three chains")}
-    plans["markov"] = planner(toy_specdiff(**FORMS["markov"]))
+    plans["markov"] = scheduler(toy_specdiff(**FORMS["markov"]))
     for name, plan in plans.items():
         same = ids_of(run(plan, prompts(6), sampling=sampling)[0]) == plain(6, Sampling(1.0))
         assert same == (rule != "rejection" or name == "prism tree"), name
@@ -287,12 +287,12 @@ def sampled(name, rounds=1000, vocabulary=None):
     for first in range(0, rounds, 250):
         # Room for all drafts of a round; only the first three tokens are of interest.
         requests = [Request(PROMPT, 20, replace(AT, seed=first + i), [END]) for i in range(250)]
-        for r, _ in Engine(TINY, planner(drafter, TINY, **settings), 250).stream(requests):
+        for r, _ in Engine(TINY, scheduler(drafter, TINY, **settings), 250).stream(requests):
             if len(r.generation.token_ids) >= 3:
                 r.cancel()
         for g in (r.generation for r in requests):
             counts[cells[tuple(g.token_ids[:3])]] += 1
-            accepted += sum(s.accepted for s in g.steps)
+            accepted += sum(s.accepted for s in g.rounds)
     return chi_square(counts, torch.tensor([*answers().values()])), accepted / rounds
 
 
@@ -340,7 +340,7 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
     if name == "prism tree":
         real, inside = verify.scores, torch.zeros(6).index_fill(0, some, 1.0)
         monkeypatch.setattr(verify, "scores", lambda *args: real(*args) * inside)
-    monkeypatch.setattr(Words, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(some))))
+    monkeypatch.setattr(DraftHead, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(some))))
     assert sampled(name, vocabulary=some)[0] < 1e-6
 
 
@@ -371,16 +371,16 @@ def test_save_and_load(name, tmp_path):
 
 
 OTHERS = {
-    "vocab_size 12, this one has 6": TINY,
-    "block_size 512, this one has 1024": toy_model(vocab=12, block_size=1024),
-    "d_model 32, this one has 16": toy_model(vocab=12, n_layer=1, d_model=16, n_head=2, n_kv_head=1),
+    "vocab_size of the drafter must be 6 as in the target, got 12": TINY,
+    "block_size of the drafter must be 1024 as in the target, got 512": toy_model(vocab=12, block_size=1024),
+    "d_model of the drafter must be 16 as in the target, got 32": toy_model(vocab=12, n_layer=1, d_model=16, n_head=2, n_kv_head=1),
 }
 
 
 @pytest.mark.parametrize("message", OTHERS)
 def test_a_drafter_of_another_target_is_refused(message, tmp_path):
     save_drafter(toy_specdiff(), tmp_path, TARGET)
-    with pytest.raises(ValueError, match=f"made for a target with {message}"):
+    with pytest.raises(ValueError, match=message):
         load_drafter(tmp_path, OTHERS[message], SpecDiffConfig)
 
 
@@ -388,7 +388,7 @@ DAMAGED = {  # what is replaced in config.json: what is said
     ('"d_ff": 64', '"d_ff": 48'): "does not fit config.json",
     ('"prism"', '"llama"'): "not a drafter made by train_prism.py",
     ('"draft_vocab": 3', '"draft_vocab": 12'): "draft_vocab 12 is out of range",
-    ('"draft_vocab": 3', '"draft_vocab": -1'): "draft_vocab -1 is out of range",
+    ('"draft_vocab": 3', '"draft_vocab": -1'): "draft_vocab must be a number from 0 and at most 1048576, got -1",
     ('"qk_norm": false', '"qk_norm": "no"'): "qk_norm must be true or false, got 'no'",
     "shorter": "damaged",
     "no weights": "there is no ",
@@ -416,7 +416,7 @@ def test_drafts_are_of_the_draft_vocabulary():
     some = [1, 2, 5]
     for kind, drafter in (("prism", toy_prism()), ("specdiff", toy_specdiff())):
         drafter.restrict(torch.tensor(some))
-        got, _ = run(planner(drafter), prompts(4))
+        got, _ = run(scheduler(drafter), prompts(4))
         drafted = {t for g in got for t, who in zip(g.token_ids, g.who) if who == "draft"}
         assert ids_of(got) == plain(4) and drafted <= set(some), kind
     for ids in ([0, 1, 1], [0, 1, 12], [-1, 1, 2]):

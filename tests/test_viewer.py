@@ -22,10 +22,10 @@ RUNS = {
     "ar": [],
     "ngram": ["--batch", "3", "--n", "3"],
     "draft": [*SAMPLED, "--rule", "rejection"],
-    "draft, copies": [*SAMPLED, "--lookup", "4"],
+    "draft, copies": [*SAMPLED, "--prompt-lookup", "4"],
     "prism": [*SAMPLED, "--tree", "8"],
     "specdiff": [*SAMPLED, "--k-drafts", "3", "--rule", "rejection"],
-    "specgen": ["--batch", "3", "--n", "3", "--delayed", "--lookup", "0", "--min-budget", "20"],
+    "specgen": ["--batch", "3", "--n", "3", "--delayed", "--prompt-lookup", "0", "--min-budget", "20"],
     "specgen, copies": ["--min-budget", "20"],
     "adaptive": [],
     "cdlm": [],
@@ -68,15 +68,15 @@ def test_a_recorded_run_is_the_run(name, recorded):
     for request, r in zip(run["requests"], result):
         assert all(request[key] == r[key] for key in ("prompt_ids", "token_ids", "who"))
         assert set(map(str, [*r["prompt_ids"], *r["token_ids"]])) <= set(run["words"])
-        steps = [{key: a[key] for key in step} for a, step in zip(request["steps"], r["steps"])]
-        assert steps == r["steps"] and len(request["steps"]) == len(steps)
+        steps = [{key: a[key] for key in step} for a, step in zip(request["rounds"], r["rounds"])]
+        assert steps == r["rounds"] and len(request["rounds"]) == len(steps)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "cdlm"])
 def test_verdicts_follow_from_what_is_recorded(name, recorded):
     run, _, _ = recorded[name]
     for request in run["requests"]:
-        for a in request["steps"]:
+        for a in request["rounds"]:
             gained = [*(a["drafts"][row - 1] for row in a["path"]), a["token"]][:a["committed"]]
             assert request["token_ids"][a["position"]:a["position"] + a["committed"]] == gained
             assert len(a["rows"]) == 1 + len(a["drafts"]) == 1 + len(a["parents"])
@@ -108,7 +108,7 @@ KNOWN = {       # the least share of drafts whose q is recorded
 @pytest.mark.parametrize("name, known", KNOWN.items())
 def test_q_is_what_the_draft_was_drawn_from(name, known, recorded):
     """A chain has q at all of its drafts, a tree at the first ones."""
-    steps = [a for request in recorded[name][0]["requests"] for a in request["steps"]]
+    steps = [a for request in recorded[name][0]["requests"] for a in request["rounds"]]
     drafts = [(a, i) for a in steps for i in range(len(a["drafts"]))]
     q = [a["rows"][a["parents"][i]][str(a["drafts"][i])][1] for a, i in drafts]
     assert all(x == -1 or 0 <= x <= 1 for x in q)
@@ -122,15 +122,15 @@ def test_specgen_records_its_selection_and_its_schedule(recorded):
     run = recorded["specgen"][0]
     for i, request in enumerate(run["requests"]):
         kinds = [kind for forward in run["forwards"] for number, kind, _ in forward if number == i]
-        assert kinds.count("verify") == len(request["steps"])
-        assert kinds.count("draft") == sum(len(a["drafts"]) for a in request["steps"])
-        chosen = [a for a in request["steps"] if "selected" in a]
+        assert kinds.count("verify") == len(request["rounds"])
+        assert kinds.count("draft") == sum(len(a["drafts"]) for a in request["rounds"])
+        chosen = [a for a in request["rounds"] if "selected" in a]
         assert chosen and all(len(a["selected"]) == 240 for a in chosen)
         assert all(sum(a["selected"]) == a["heads"] * (20 - a["recent"]) for a in chosen)
 
 
 def test_adaptive_records_what_each_drafter_promised(recorded):
-    for a in recorded["adaptive"][0]["requests"][0]["steps"]:
+    for a in recorded["adaptive"][0]["requests"][0]["rounds"]:
         assert {"ngram", "draft", "prism", "eagle", "specdiff"} == set(a["promises"])
         best = max(a["promises"], key=lambda name: a["promises"][name][2])
         assert a["proposer"] in (best, "target")
@@ -140,7 +140,7 @@ def test_steps_of_a_diffusion_model_fill_its_answer(recorded):
     run, result, _ = recorded["cdlm"]
     request, = run["requests"]
     first, slots = len(request["prompt_ids"]), {}
-    for a in request["steps"]:
+    for a in request["rounds"]:
         revealed = [a["slots"][i] for i in a["picked"]]
         assert revealed and not any(position in slots for position, _, _ in a["slots"])
         assert all(c > run["threshold"] for _, _, c in revealed) or len(revealed) == 1
@@ -160,7 +160,7 @@ def test_explain_is_the_recording_as_text(method, tmp_path, capsys):
     args = ["--method", method, *RUNS[method], "--task", "revise", "--max-new-tokens", "24"]
     decoded(*args, "--batch", "1", "--n", "1", "--explain", "2", "--html", page)
     rounds = capsys.readouterr().out.split("\nat ")[1:]
-    steps = [a for a in runs_of(page)[0]["requests"][0]["steps"] if a["drafts"]]
+    steps = [a for a in runs_of(page)[0]["requests"][0]["rounds"] if a["drafts"]]
     assert len(rounds) == 2
     for shown, a in zip(rounds, steps):
         drafts = re.findall(r"^ +(\d+) after (\d+) .* (coin|target's choice)(.*)$", shown, re.M)
@@ -249,7 +249,7 @@ def check(runs, report):
     """The page counts as the recording does."""
     for run, shown in zip(runs, report, strict=True):
         for request, r in zip(run["requests"], shown, strict=True):
-            steps = request["steps"]
+            steps = request["rounds"]
             diffusion = "slots" in steps[0]
             assert r["rounds"] == len(steps)
             assert r["key"] == f"{'step' if diffusion else 'round'} {min(2, len(steps))} of {len(steps)}"

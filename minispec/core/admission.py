@@ -37,10 +37,10 @@ class Admission:
         verdicts that this needed, as [(request, newly committed tokens)]."""
         engine = self.engine
         active = engine.active
-        judged = []
+        verified = []
         if self._missing_slots() > engine.cache.free:
             # A request must leave, so no verdict may be due. Requests that it finishes make room, too.
-            judged = engine.settle()
+            verified = engine.commit()
             engine.retire()
         # The oldest first; the youngest may leave meanwhile.
         i = 0
@@ -54,11 +54,11 @@ class Admission:
             if not self._enter(engine.waiting[0]):
                 break
             active.append(engine.waiting.pop(0))
-        return judged
+        return verified
 
     def reach(self, r):
         """Slots that a request needs for its tokens and its next verification."""
-        return whole_blocks(min(r.longest, len(r.tokens) + self.engine.planner.rows))
+        return whole_blocks(min(r.longest, len(r.tokens) + self.engine.scheduler.rows))
 
     def claim(self, r):
         """Slots that no other request may get. Blocks are handed out when they are needed, so that used
@@ -91,10 +91,10 @@ class Admission:
         return True
 
     def _push_out(self, r):
-        assert not any(s.request is r for s in self.engine.unjudged), "a request leaves before its verdict"
+        assert not any(s.request is r for s in self.engine.pending), "a request leaves before its verdict"
         if self.policy == "offload":
             # its buffers count as moved with it
-            self.engine.cache.charged -= self.engine.planner.extra_slots(r)
+            self.engine.cache.charged -= self.engine.scheduler.extra_slots(r)
             self.paused.append(r)
         else:
             # Its tokens stay; its keys are computed again when it enters again.
@@ -105,13 +105,13 @@ class Admission:
 
     def _enter(self, r):
         cache = self.engine.cache
-        extra = self.engine.planner.extra_slots(r)
+        extra = self.engine.scheduler.extra_slots(r)
         if self._missing_slots() + self.claim(r) + extra > cache.free or self._is_being_read(r):
             return False
         r.blocks = Allocation()
-        if self.engine.planner.shares and not r.n_cached:
+        if self.engine.scheduler.shares and not r.n_cached:
             # The last rows are read in any case: they give the first token, and the scores that they record.
-            known = len(r.tokens) - max(self.engine.planner.record_prompt, 1)
+            known = len(r.tokens) - max(self.engine.scheduler.record_prompt, 1)
             r.n_cached = cache.share(r.blocks, r.tokens[:max(known, 0)])
             self.shared += r.n_cached
         cache.resize(r.blocks, self.reach(r))
@@ -120,7 +120,7 @@ class Admission:
 
     def _is_being_read(self, r):
         """Whether an active request is reading the same beginning, which this one will share."""
-        if not self.engine.planner.shares:
+        if not self.engine.scheduler.shares:
             return False
         n = self.engine.cache.block
         return any(not other.is_read and len(r.tokens) > n and other.tokens[:n] == r.tokens[:n]
@@ -130,7 +130,7 @@ class Admission:
         """Bring a request back, chunk by chunk, if the next rows of all others fit beside it. Returns whether
         it is back."""
         cache = self.engine.cache
-        extra = self.engine.planner.extra_slots(r)
+        extra = self.engine.scheduler.extra_slots(r)
         held = cache.size(r.blocks)
         size = max(self.reach(r), held + r.blocks.on_host)
         if cache.free < extra + self._missing_slots() + size - held:
@@ -142,16 +142,16 @@ class Admission:
 
     def remember(self, r):
         """Let others share the blocks of this request."""
-        if self.engine.planner.shares and not r.blocks.host:
+        if self.engine.scheduler.shares and not r.blocks.host:
             self.engine.cache.remember(r.blocks, r.tokens[:r.n_cached])
 
     def leave(self, r):
         """Free the blocks and buffers of a request that is finished or starts again."""
-        self.engine.planner.release(r)
+        self.engine.scheduler.release(r)
         self.remember(r)
         self.engine.cache.close(r.blocks)
         if r in self.paused:
             self.paused.remove(r)
         else:
-            self.engine.cache.charged -= self.engine.planner.extra_slots(r)
+            self.engine.cache.charged -= self.engine.scheduler.extra_slots(r)
         r.blocks = None

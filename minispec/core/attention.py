@@ -215,10 +215,11 @@ class FewRows:
             top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, x.amax(-1), "amax")
             # 4. exp(logit - maximum), its sum, and the values that it weighs.
             x.sub_(top.index_select(1, owner)[..., None]).exp_()
-            total = torch.zeros_like(top, dtype=torch.float)
-            total.index_add_(1, owner, x.sum(-1, dtype=torch.float))
-            out = torch.zeros_like(q, dtype=torch.float)
-            out.index_add_(1, owner, products(x, layer, 1).float())
+            exact = torch.promote_types(q.dtype, torch.float32)
+            total = torch.zeros_like(top, dtype=exact)
+            total.index_add_(1, owner, x.sum(-1, dtype=exact))
+            out = torch.zeros_like(q, dtype=exact)
+            out.index_add_(1, owner, products(x, layer, 1).to(exact))
             for i, own in recorded.items():
                 probs = x[:, own] / total[:, i, None, :, None]                 # (G, blocks, g * n, BLOCK)
                 keys = members[i]

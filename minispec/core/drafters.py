@@ -22,11 +22,11 @@ from minispec.core.kv_cache import Allocation, KVCache
 from minispec.core.requests import MAX_K, Batch, Segment, pack
 from minispec.core.noise import stream
 from minispec.core.verify import graft, warp
-from minispec.core.words import Words
+from minispec.core.draft_head import DraftHead
 
 
-STOP = 0.3              # what the early stop of chains is by default; see Chained
-NONE = -1               # in the place of a draft
+MIN_CONFIDENCE = 0.3    # what the early stop of chains is by default; see Chained
+PAD_DRAFT = -1          # in the place of a draft
 
 
 class Drafter:
@@ -34,8 +34,8 @@ class Drafter:
     name = "target"         # shown next to the tokens that it proposed
     gamma = MAX_K           # the most drafts that follow one another
     width = 1               # more: it may propose trees
-    stop = 0.0              # above 0: it ends a chain itself; see Chained
-    reads = False           # whether it reads the target's final hidden states,
+    min_confidence = 0.0    # above 0: it ends a chain itself; see Chained
+    uses_hidden_states = False      # whether it reads the target's final hidden states,
     feature_layers = ()     # and those of these layers
     select = None           # of trees under the rule `selection`: see specdiff.best_path
     seconds = 0.0           # that captures of CUDA graphs took
@@ -45,7 +45,7 @@ class Drafter:
         """For every request (tokens, q): at most limits[i] draft tokens, and None, or, if rejection shall
         judge them, the distributions (k, V) that they were drawn from. A tree has a third part, parents: the
         row that each draft hangs from (verify.py). It may have a fourth: its chains, if rejection shall judge
-        it; and a fifth: how many drafts, the last ones, are copies."""
+        it; and a fifth: the number of last drafts that are prompt-lookup tokens."""
         return [([], None)] * len(requests)
 
     def observe(self, request, features):
@@ -71,7 +71,7 @@ class Rows(Batch):
 
     def next_rows(self, number, tokens, positions, sees=None):
         """The rows of step `number` = 2, 3, ..: tokens (n, w) are the newest ones of n requests, at positions
-        (n * w,). sees (n, w, m): of a tree, see Notes.rows."""
+        (n * w,). sees (n, w, m): of a tree, see DraftState.rows."""
         w = tokens.shape[1]
         masks = [None] * len(tokens) if sees is None else sees
         spans = []
@@ -82,7 +82,7 @@ class Rows(Batch):
 
 
 @dataclass
-class Notes:
+class DraftState:
     """The state of a drafter for one request. Its cache is apart from the target's; position i there holds
     committed token i (PRISM: token i + 1, with the target's hidden state in front of it)."""
     cache: KVCache
@@ -116,20 +116,20 @@ class Cached(Drafter):
         self.config = config
         self.target = target
         self.room = room
-        self.notes = {}                                  # request -> Notes
+        self.draft_states = {}                           # request -> DraftState
         self.cache = KVCache(config, 0, target.dtype, target.device)     # of all requests; it grows
 
-    def note(self, request):
+    def state_of(self, request):
         """The notes of a request."""
-        if request not in self.notes:
-            self.notes[request] = notes = Notes(self.cache, self.room)
+        if request not in self.draft_states:
+            self.draft_states[request] = state = DraftState(self.cache, self.room)
             if self.graphs:
-                self.graphs.reserve(notes)
-        return self.notes[request]
+                self.graphs.reserve(state)
+        return self.draft_states[request]
 
     def release(self, request):
-        if notes := self.notes.pop(request, None):
-            notes.cache.close(notes.blocks)
+        if state := self.draft_states.pop(request, None):
+            state.cache.close(state.blocks)
 
     @property
     def n_features(self):
@@ -138,7 +138,7 @@ class Cached(Drafter):
 
     def observe(self, request, features):
         """Kept until the rows that read them are fed. (Another drafter may have asked for more layers.)"""
-        self.note(request).features.append(features[:, -self.n_features:])
+        self.state_of(request).features.append(features[:, -self.n_features:])
 
     def in_pool(self, work):
         return self.graphs is not None and all(rows.keys.cache is self.cache for rows in work)
@@ -156,14 +156,14 @@ class Chained(Cached):
     """A drafter whose first step reads the tokens committed since the last round. Every further step reads
     the token that the step before it drew, on the device.
 
-    The drafter has `words` (Words); first_rows(request) -> Segment, or None if it cannot draft yet; and
-    step(number, x, states (N, C) or None) -> states (N, C), one forward of Rows x. width: rows of a request
-    in every step but the first.
+    The drafter has `draft_head` (DraftHead); first_rows(request) -> Segment, or None if it cannot draft yet;
+    and step(number, x, states (N, C) or None) -> states (N, C), one forward of Rows x. width: rows of a
+    request in every step but the first.
 
     Early stop: a chain ends once the product of the drafter's probabilities of its drafts is below `stop`.
     The draft that drops below `stop` is still verified: discarding it would bias the drafts away from q."""
     depth = MAX_K                                        # the most steps
-    stop = STOP
+    min_confidence = MIN_CONFIDENCE
 
     def propose(self, requests, limits):
         out = [([], None)] * len(requests)
@@ -186,7 +186,7 @@ class Chained(Cached):
                 "streams": [stream(r.sampling.seed, settings.lane) for r in some],
                 "at": [len(r.tokens) for r in some],
                 # a table, because a CUDA graph would freeze a number
-                "stop": [self.stop] * len(some),
+                "min_confidence": [self.min_confidence] * len(some),
             }
             more = {name: torch.tensor(x) for name, x in tables.items()}
             drafts, *q = self.run_round(work, more, (steps, settings))
@@ -204,7 +204,7 @@ class Chained(Cached):
         tokens, qs = [], []
         reach = states.new_ones(len(states), dtype=torch.float)      # of every request, see `stop`
         for number in range(1, steps + 1):
-            ended = reach < x.more["stop"]
+            ended = reach < x.more["min_confidence"]
             if x.ends_early and ended.all():
                 break
             if number > 1:
@@ -214,24 +214,24 @@ class Chained(Cached):
             q, scores = self.guess(number, x, states[:, None])                 # (B, 1, N)
             qs.append(q)
             index = scores.argmax(-1)
-            token = self.words.tokens(index[:, 0])
-            tokens.append(token.where(~ended, NONE))
+            token = self.draft_head.tokens(index[:, 0])
+            tokens.append(token.where(~ended, PAD_DRAFT))
             reach = reach * q.gather(-1, index[..., None])[:, 0, 0]
         out = [torch.stack(tokens, 1)]
         if settings.temperature > 0 and settings.rule == "rejection":
-            out.append(self.words.whole(torch.cat(qs, 1)))
+            out.append(self.draft_head.whole(torch.cat(qs, 1)))
         return out
 
     def guess(self, number, x, states):
         """The drafter's distributions q (B, w, N) of a step with states (B, w, C), and the scores whose
         largest are drafted. A tree is drawn with the target's noise, or not at all."""
         _, settings = x.how
-        logits = self.words.logits(states).float()
+        logits = self.draft_head.logits(states).float()
         if settings.temperature == 0 or self.width > 1 and settings.rule != "coupled":
             q = logits.softmax(-1)
             return q, q
         q = warp(logits, settings)
-        return q, q / self.words.noise(x.more["streams"], x.more["at"] + number - 1)[:, None]
+        return q, q / self.draft_head.noise(x.more["streams"], x.more["at"] + number - 1)[:, None]
 
     def next_rows(self, x, number, tokens, sees=None):
         """The rows of a later step, all of them one position further; arguments of Rows.next_rows."""
@@ -242,7 +242,7 @@ class Chained(Cached):
     def result(self, drafts, q, limit):
         """A chain of at most `limit` drafts, see Drafter.propose."""
         drafts = drafts[:min(limit, self.depth)]
-        n = drafts.index(NONE) if NONE in drafts else len(drafts)
+        n = drafts.index(PAD_DRAFT) if PAD_DRAFT in drafts else len(drafts)
         return drafts[:n], None if q is None else q[:n]
 
 
@@ -259,9 +259,9 @@ class NGram(Drafter):
         self.index = {}  # request -> (tokens indexed, {n-gram: position after its last occurrence})
 
     def propose(self, requests, limits):
-        return [(self.copies(r, limit), None) for r, limit in zip(requests, limits)]
+        return [(self.lookup(r, limit), None) for r, limit in zip(requests, limits)]
 
-    def copies(self, request, n, more=()):
+    def lookup(self, request, n, more=()):
         """What followed the last time that the text went like this: up to n tokens."""
         at = self.find(request, more) if n > 0 else None
         return [] if at is None else request.tokens[at:at + n]
@@ -289,7 +289,7 @@ class NGram(Drafter):
         self.index.pop(request, None)
 
 
-def with_copies(proposal, copies):
+def with_lookup(proposal, lookup):
     """A proposal (see Drafter.propose) as a tree that a chain of copied tokens grows on, unless it is a tree
     that rejection judges."""
     drafts, q, *tree = proposal
@@ -297,7 +297,7 @@ def with_copies(proposal, copies):
         return proposal
     tokens = list(drafts)
     parents = list(tree[0]) if tree else list(range(len(drafts)))
-    rows = graft(copies, tokens, parents)
+    rows = graft(lookup, tokens, parents)
     new = len(tokens) - len(drafts)
     if not new:
         return proposal
@@ -320,19 +320,19 @@ class SmallLM(Chained):
         super().__init__(model.config, model, MAX_K)
         ours, theirs = model.config.vocab_size, target.config.vocab_size
         both = torch.arange(min(ours, theirs), device=model.device)
-        self.words = Words(model, None if ours == theirs else both)
-        self.words.vocab_size = theirs                   # q is judged by the target's p
+        self.draft_head = DraftHead(model, None if ours == theirs else both)
+        self.draft_head.vocab_size = theirs              # q is compared with the target's p
 
     def step(self, number, x, states):
         """One step; see Chained. A token of the target alone is read as the last one of the small model."""
         tokens = x.tokens.clamp(max=self.config.vocab_size - 1)
-        return x.body(self.target, self.target.rope, self.words.embed(tokens), x.positions, x.attend)
+        return x.body(self.target, self.target.rope, self.draft_head.embed(tokens), x.positions, x.attend)
 
     def first_rows(self, request):
         """The tokens committed since the last round, at least the last one: its logits are needed. Accepted
         drafts are fed once more, because a row more costs next to nothing."""
-        notes = self.note(request)
-        notes.cached = min(notes.cached, len(request.tokens) - 1)
-        rows = notes.rows(request.tokens[notes.cached:])
-        notes.cached = len(request.tokens)
+        state = self.state_of(request)
+        state.cached = min(state.cached, len(request.tokens) - 1)
+        rows = state.rows(request.tokens[state.cached:])
+        state.cached = len(request.tokens)
         return rows

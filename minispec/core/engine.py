@@ -1,27 +1,27 @@
 """The decoding loop. Every iteration is the same three steps:
 
-    plan     which rows does each request feed, and which keys may they see?      -> [Segment]
+    schedule which rows does each request feed, and which keys may they see?      -> [Segment]
     forward  one packed pass of the target over all rows of all requests          -> logits
-    settle   verify the drafts, commit tokens, roll back                          -> [(request, tokens)]
+    commit   verify the drafts, append tokens, roll back                          -> [(request, tokens)]
 
 To follow a request, read `Engine.stream` and `_iterate`, then in this order:
 
     1. `Admission.step` lets it enter: it gets blocks of the cache.
     2. `_prefill` feeds its prompt in chunks. The last chunk yields the first token.
-    3. `planner.plan` makes its next Segment: the last committed token and the drafts that follow it.
+    3. `scheduler.schedule` makes its next Segment: the last committed token and the drafts that follow it.
     4. `forward` packs the rows of all segments; each keys object stores and reads the cache (attention.py).
-    5. `settle` asks verify.py which drafts are accepted, and `Request.commit` appends them and one more
+    5. `commit` asks verify.py which drafts are accepted, and `Request.commit` appends them and one more
     token. 6. `retire` frees its blocks when it is finished.
 
-The engine does steps 1, 2, 4, 5 and 6. The planner is the method: `Lockstep` lets a drafter (n-gram, small
-model, ...) propose and verifies every request in every iteration; without a drafter it is plain
-autoregressive decoding. SpecGen (specgen.py) is the other planner: its requests are in different phases.
+The engine does steps 1, 2, 4, 5 and 6. The scheduler is the method: `SyncScheduler` lets a drafter (n-gram,
+small model, ...) propose and verifies every request in every iteration; without a drafter it is plain
+autoregressive decoding. SpecGen (specgen.py) is the other scheduler: its requests are in different phases.
 
 Invariant between iterations, for a request whose prompt has been read: all committed tokens but the last have
 keys and values in the cache. The last one is the first row of the next forward, so no pass is spent on
 updating the cache.
 
-With delayed verification (`planner.delayed`) the host verifies the drafts of an iteration while the next
+With delayed verification (`scheduler.delayed`) the host verifies the drafts of an iteration while the next
 forward runs. Requests that wait for their verdict sit that forward out.
 
 The output of a request does not depend on its neighbours in the batch, greedy or sampled: the seed and the
@@ -36,7 +36,7 @@ import torch
 from minispec.core import verify
 from minispec.core.admission import Admission
 from minispec.core.attention import TREE, FullKeys, can_fuse, tree_mask
-from minispec.core.drafters import Drafter, NGram, with_copies
+from minispec.core.drafters import Drafter, NGram, with_lookup
 from minispec.core.kv_cache import KVCache, beside, whole_blocks
 from minispec.core.requests import Segment, check_k, check_lookup, check_requests, pack
 
@@ -44,36 +44,36 @@ PROMPT_ROWS = 2048  # prompt tokens a forward, all requests together: it bounds 
 
 
 class Engine:
-    """Serves requests with continuous batching. planner(engine) makes the planner; see Planner.
+    """Serves requests with continuous batching. scheduler(engine) makes the scheduler; see Scheduler.
 
     batch_size: requests decoded together. cache_tokens: slots of the pool (default: batch_size times the
     longest request of a `stream`). prefill_chunk: most prompt tokens of a request in one iteration.
     admission: see admission.py.
     """
 
-    def __init__(self, model, planner, batch_size=8, cache_tokens=None, prefill_chunk=512,
+    def __init__(self, model, scheduler, batch_size=8, cache_tokens=None, prefill_chunk=512,
                  admission="reserve"):
         self.model = model
         self.batch_size = batch_size
         self.prefill_chunk = prefill_chunk
         self.cache_tokens = cache_tokens
         self.cache = None                                # made by the first `stream`
-        self.planner = planner(self)
+        self.scheduler = scheduler(self)
         self.admission = Admission(self, admission)
         self.waiting = []
         self.active = []                                 # oldest first
-        self.unjudged = []                               # segments that wait for their verdict,
-        self.unjudged_logits = None                      # and their rows of logits
+        self.pending = []                                # segments that wait for their verdict,
+        self.pending_logits = None                       # and their rows of logits
         self.seconds = {"draft": 0.0, "verify": 0.0, "prefill": 0.0, "other": 0.0}
         self.warm_up = 0.0                               # of compiling and capturing, in no other account
         self.iterations = []                             # of each: rows by kind, the pool, seconds by phase
         self.judging = 0.0                               # seconds of this iteration in verify.py
         self.on_read = None                              # called with the number of prompt tokens just read
         # On a GPU: Triton kernels, CUDA graphs of them, and a stream to judge on.
-        self.fused = model.device.type == "cuda" and self.planner.fusable and can_fuse(model)
+        self.fused = model.device.type == "cuda" and self.scheduler.fusable and can_fuse(model)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
         self.thread = self.side = None
-        if self.planner.delayed:
+        if self.scheduler.delayed:
             self.thread = ThreadPoolExecutor(1)
             if model.device.type == "cuda":
                 self.thread.submit(torch.cuda.set_device, model.device)        # a thread starts on device 0
@@ -101,7 +101,7 @@ class Engine:
                 yield from self._iterate(started)
         finally:
             self.retire(everything=True)
-            self.unjudged = []
+            self.pending = []
 
     def _iterate(self, started):
         """One iteration. Returns [(request, newly committed tokens)]."""
@@ -110,20 +110,20 @@ class Engine:
         self.judging = 0.0
         # A request gets its verdict before it leaves the cache, so this may commit tokens already.
         committed = self.admission.step()
-        plan = self._plan()
-        self._record(plan)
-        if self.planner.delayed:
+        segments = self._schedule()
+        self._record(segments)
+        if self.scheduler.delayed:
             # The verdicts of the last iteration, while this forward runs. On the forward's stream of a GPU
             # they would have to wait for it.
             with beside(self.side):
-                running = self.thread.submit(self.forward, plan)
-                committed += self.settle()
+                running = self.thread.submit(self.forward, segments)
+                committed += self.commit()
             if self.side:
                 self.side.synchronize()
-            self._take_in(plan, running.result())
+            self._take_in(segments, running.result())
         else:
-            self._take_in(plan, self.forward(plan))
-            committed += self.settle()
+            self._take_in(segments, self.forward(segments))
+            committed += self.commit()
         self._clock(started + self.warm_up - warm_up, before)
         return committed
 
@@ -133,25 +133,25 @@ class Engine:
             pass
         return [r.generation for r in requests]
 
-    def _plan(self):
-        """The segments of this iteration: decoding rows as the planner wants them, then chunks of prompts."""
-        held = {s.request for s in self.unjudged}
+    def _schedule(self):
+        """The segments of this iteration: the scheduler's decoding rows, then chunks of prompts."""
+        held = {s.request for s in self.pending}
         going = [r for r in self.active if r not in held]
-        plan = self.planner.plan([r for r in going if r.is_read])
+        segments = self.scheduler.schedule([r for r in going if r.is_read])
         # The oldest request reads first; the others wait if no room is left.
         room = PROMPT_ROWS
         for r in going:
             if not r.is_read and (chunk := self._prefill(r, room)):
-                plan.append(chunk)
+                segments.append(chunk)
                 room -= len(chunk.tokens)
-        return plan
+        return segments
 
     def _prefill(self, request, room):
         """The next chunk of a prompt, of at most `room` rows, or None. The last chunk yields the first token.
-        The rows whose attention the planner records are a chunk of their own."""
+        The rows whose attention the scheduler records are a chunk of their own."""
         start = request.n_cached
         end = len(request.tokens)
-        last_rows = end - self.planner.record_prompt
+        last_rows = end - self.scheduler.record_prompt
         recorded = start >= last_rows
         stop = min(start + self.prefill_chunk, end if recorded else last_rows)
         if stop - start > room:
@@ -159,63 +159,62 @@ class Engine:
         if stop == start:
             return None
         keys = FullKeys(self.cache, request.blocks, start, stop - start,
-                        record=self.planner.record if recorded else None)
+                        record=self.scheduler.record if recorded else None)
         return Segment(request, request.tokens[start:stop], start, keys, "prefill", int(stop == end))
 
     @torch.inference_mode()
-    def forward(self, plan):
-        """One packed pass of the target. Returns the logits (n, V) of all rows that want them, in plan
-        order."""
-        if not plan:
+    def forward(self, segments):
+        """One packed pass of the target. Returns the logits (n, V) of all rows that want them."""
+        if not segments:
             return None
         started = time.perf_counter()
         # The model, on the kernels or on torch operators.
         if self.fused:
-            (features,), capturing = self.graphs(plan)
+            (features,), capturing = self.graphs(segments)
             self.warm_up += capturing
             started += capturing
         else:
-            x = pack(plan, self.model.device)
-            features = self.model(x.tokens, x.positions, x.attend, self.planner.feature_layers)
+            x = pack(segments, self.model.device)
+            features = self.model(x.tokens, x.positions, x.attend, self.scheduler.feature_layers)
         # The rows of all segments lie one after the other.
         n = len(features)
         wanted = []
-        for s, own in zip(plan, features.split([len(s.tokens) for s in plan])):
+        for s, own in zip(segments, features.split([len(s.tokens) for s in segments])):
             s.features = own
             wanted.append(own[len(own) - s.n_logits:, -self.model.config.d_model:])
         logits = self.model.logits(torch.cat(wanted))
         verify.check_numbers(logits)                     # this waits for a GPU
         # A mixed forward is charged by rows.
         spent = time.perf_counter() - started
-        for s in plan:
+        for s in segments:
             self.charge(s.request, s.kind, spent * len(s.tokens) / n)
         return logits
 
-    def _take_in(self, plan, logits):
-        """After a forward: prompts are cached, drafts go to the planner, the rest waits for its verdict."""
-        for s in plan:
+    def _take_in(self, segments, logits):
+        """After a forward: prompts are cached, drafts go to the scheduler, the rest waits for its verdict."""
+        for s in segments:
             if s.kind == "prefill":
                 s.request.n_cached += len(s.tokens)
-                self.planner.observe(s, range(len(s.tokens)))
+                self.scheduler.observe(s, range(len(s.tokens)))
                 if s.request.is_read:
                     self.admission.remember(s.request)
                 if self.on_read:
                     self.on_read(len(s.tokens))
-        # A plan begins with its drafting segments.
-        drafting = [s for s in plan if s.kind == "draft"]
+        # Drafting segments come first.
+        drafting = [s for s in segments if s.kind == "draft"]
         n = sum(s.n_logits for s in drafting)
         if drafting:
-            self.planner.take_drafts(drafting, logits[:n])
-        self.unjudged = [s for s in plan if s.n_logits and s.kind != "draft"]
-        self.unjudged_logits = logits[n:] if self.unjudged else None
+            self.scheduler.take_drafts(drafting, logits[:n])
+        self.pending = [s for s in segments if s.n_logits and s.kind != "draft"]
+        self.pending_logits = logits[n:] if self.pending else None
 
-    def settle(self):
+    def commit(self):
         """Verify, commit, roll back. Returns [(request, newly committed tokens)]."""
-        segments, self.unjudged = self.unjudged, []
+        segments, self.pending = self.pending, []
         if not segments:
             return []
         committed = []
-        for s, (path, token) in zip(segments, self.judge(segments, self.unjudged_logits)):
+        for s, (path, token) in zip(segments, self.verify(segments, self.pending_logits)):
             r = s.request
             if r.finished:                               # cancelled meanwhile
                 continue
@@ -226,16 +225,16 @@ class Engine:
                 if s.parents is not None:
                     self.cache.keep(r.blocks, r.n_cached, [0, *path])
                 r.n_cached += 1 + len(path)
-                self.planner.observe(s, [0, *path])
-                proposer = self.planner.proposer(r)
-            self.planner.judged(s, len(path))
+                self.scheduler.observe(s, [0, *path])
+                proposer = self.scheduler.proposer(r)
+            self.scheduler.verified(s, len(path))
             committed.append((r, r.commit(s, path, token, proposer)))
         return committed
 
-    def judge(self, segments, logits):
-        """verify.judge, timed."""
+    def verify(self, segments, logits):
+        """verify.verify, timed."""
         started = time.perf_counter()
-        verdicts = verify.judge(segments, logits)
+        verdicts = verify.verify(segments, logits)
         self.judging += time.perf_counter() - started
         return verdicts
 
@@ -254,11 +253,11 @@ class Engine:
         sample = min(self.judging, other)                # delayed: the rest was hidden behind the forward
         self.iterations[-1]["seconds"] = {**phases, "sample": sample, "overhead": other - sample}
 
-    def _record(self, plan):
+    def _record(self, segments):
         rows = {"prefill": 0, "draft": 0, "verify": 0}
-        for s in plan:
+        for s in segments:
             rows[s.kind] += len(s.tokens)
-        stalled = sum(not s.request.finished for s in self.unjudged)
+        stalled = sum(not s.request.finished for s in self.pending)
         self.iterations.append({**rows, "active": len(self.active), "stalled": stalled,
                                 "used": self.cache.used + self.cache.charged})
 
@@ -269,7 +268,7 @@ class Engine:
         check_requests(requests, self.model.config)
         # The cache is kept from stream to stream; it grows with the requests.
         longest = max([r.longest for r in requests], default=0)
-        largest = max([whole_blocks(r.longest) + self.planner.extra_slots(r) for r in requests], default=0)
+        largest = max([whole_blocks(r.longest) + self.scheduler.extra_slots(r) for r in requests], default=0)
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
         if largest > slots:
             raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
@@ -283,7 +282,7 @@ class Engine:
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
             from kernels.graphs import target_graphs
             self.graphs = target_graphs(self, longest)
-            self.planner.prepare(self.batch_size, longest)
+            self.scheduler.prepare(self.batch_size, longest)
         self.waiting += requests
 
     def retire(self, everything=False):
@@ -296,8 +295,8 @@ class Engine:
         self.waiting = [r for r in self.waiting if not (everything or r.finished)]
 
 
-class Planner:
-    """The interface between the engine and a planner, with the usual answers."""
+class Scheduler:
+    """The interface between the engine and a scheduler, with the usual answers."""
     name = ""
     delayed = False                      # True: the engine verifies beside the next forward
     record = None                        # what FullKeys records of the attention probabilities,
@@ -307,7 +306,7 @@ class Planner:
     shares = True                        # whether requests may share the blocks of a common beginning
     feature_layers = ()                  # whose states `observe` gets besides the final ones
 
-    def plan(self, ready):
+    def schedule(self, ready):
         """Segments for the requests that may decode: their prompts are read, and no verdict is due."""
 
     def extra_slots(self, request):
@@ -319,12 +318,12 @@ class Planner:
         return 0
 
     def prepare(self, batch, longest):
-        """On a GPU: make the planner's own graphs, for `batch` requests of up to `longest` tokens."""
+        """On a GPU: make the scheduler's own graphs, for `batch` requests of up to `longest` tokens."""
 
     def observe(self, segment, rows):
         """Rows of a segment that stay in the cache: a chunk of a prompt, or the accepted drafts."""
 
-    def judged(self, segment, accepted):
+    def verified(self, segment, accepted):
         """The verdict of a segment: the number of its accepted drafts."""
 
     def proposer(self, request):
@@ -335,8 +334,8 @@ class Planner:
         """Forget this request: it is finished, or will start again."""
 
 
-class Lockstep(Planner):
-    """The planner with which every request verifies in every iteration.
+class SyncScheduler(Scheduler):
+    """The scheduler with which every request verifies in every iteration.
 
     drafter None: autoregressive decoding. k: the most drafts a round, of a chain or of a tree. lookup:
     prompt-lookup tokens per forward, shared by the batch, that are verified beside the drafts.
@@ -353,10 +352,10 @@ class Lockstep(Planner):
         self.ngram = NGram()
         self.rows = k + lookup + 1
         self.feature_layers = self.drafter.feature_layers
-        self.shares = not self.drafter.reads             # the states of shared tokens are gone
+        self.shares = not self.drafter.uses_hidden_states  # the states of shared tokens are gone
         self.fusable = self.drafter.width == 1 and not lookup or self.rows <= TREE
 
-    def plan(self, ready):
+    def schedule(self, ready):
         if not (self.k and ready):
             return [self._verify(r, [], None) for r in ready]
         started = time.perf_counter()
@@ -365,7 +364,7 @@ class Lockstep(Planner):
         drafts = self.drafter.propose(ready, [min(self.k, r.remaining - 1) for r in ready])
         captured = self.drafter.seconds - captured
         if spare := self.lookup // len(ready):
-            drafts = [with_copies(own, self.ngram.copies(r, min(spare, r.remaining - 1 - len(own[0]))))
+            drafts = [with_lookup(own, self.ngram.lookup(r, min(spare, r.remaining - 1 - len(own[0]))))
                       for r, own in zip(ready, drafts)]
         self.engine.warm_up += captured
         spent = time.perf_counter() - started - captured
@@ -381,7 +380,7 @@ class Lockstep(Planner):
                        select=self.drafter.select)
 
     def observe(self, segment, rows):
-        if self.drafter.reads:
+        if self.drafter.uses_hidden_states:
             self.drafter.observe(segment.request, segment.features[list(rows)])
 
     def prepare(self, batch, longest):

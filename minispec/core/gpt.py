@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
         return rms_norm(x, weight, self.eps)
 
 
-def stretched(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
+def llama3_scaling(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=8192, divisors=None):
     """Llama-3.1's scaling to a longer context: the frequencies turn (D/2,), in radians per position, with the
     slow ones reduced.
@@ -69,7 +69,7 @@ class Rope(nn.Module):
     def __init__(self, config):
         super().__init__()
         half = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        turn = stretched(config.rope_theta ** -half, **config.rope_scaling or {})
+        turn = llama3_scaling(config.rope_theta ** -half, **config.rope_scaling or {})
         angle = torch.outer(torch.arange(config.block_size).float(), turn)
         self.register_buffer("cos", torch.cat([angle.cos(), angle.cos()], dim=-1), persistent=False)
         self.register_buffer("sin", torch.cat([-angle.sin(), angle.sin()], dim=-1), persistent=False)

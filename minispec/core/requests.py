@@ -10,13 +10,13 @@ from minispec.core.verify import Sampling
 
 
 @dataclass
-class Step:
+class Round:
     """One round of a request.
 
     position: tokens generated before. proposed: drafts by `proposer`; of a tree, the longest chain that
     begins with the accepted drafts. accepted: of these. committed: tokens gained (accepted + 1, or fewer when
     the answer ended). draft_seconds, verify_seconds: the request's share of drafting and of the target's
-    forward. drafted: all verified drafts of the proposer; copies: verified prompt-lookup tokens beside
+    forward. drafted: all verified drafts of the proposer; lookup: verified prompt-lookup tokens beside
     them."""
     position: int
     proposed: int
@@ -26,7 +26,7 @@ class Step:
     draft_seconds: float
     verify_seconds: float
     drafted: int = 0
-    copies: int = 0
+    lookup: int = 0
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Generation:
     prompt_ids: list
     token_ids: list = field(default_factory=list)
     who: list = field(default_factory=list)
-    steps: list = field(default_factory=list)
+    rounds: list = field(default_factory=list)
     finish: str = ""  # "stop": end of text; "length": token limit; "cancelled"; "": not finished
 
 
@@ -58,7 +58,7 @@ class Request:
         self.generation = Generation(list(prompt_ids))
         self.n_cached = 0
         self.blocks = None               # its Allocation in the cache
-        self.state = None                # the planner's
+        self.state = None                # the scheduler's
         self.spent = {"draft": 0.0, "verify": 0.0, "prefill": 0.0}       # seconds of the round so far
 
     @property
@@ -98,9 +98,9 @@ class Request:
         if len(kept) <= accepted:
             proposed = accepted = len(kept)
         if proposer:
-            drafted = len(segment.drafts) - segment.copies
-            g.steps.append(Step(len(g.token_ids), proposed, accepted, len(kept), proposer,
-                                self.spent["draft"], self.spent["verify"], drafted, segment.copies))
+            drafted = len(segment.drafts) - segment.lookup
+            g.rounds.append(Round(len(g.token_ids), proposed, accepted, len(kept), proposer,
+                                self.spent["draft"], self.spent["verify"], drafted, segment.lookup))
         self.spent = dict.fromkeys(self.spent, 0.0)
         # 3. Accepted drafts come first; one token of the target follows them.
         g.who += ["draft"] * accepted
@@ -154,7 +154,7 @@ class Segment:
     q: torch.Tensor = None               # (k, V) that a chain was drawn from, for rejection
     parents: list = None                 # the parent row of each draft of a tree (verify.py); None: a chain
     chains: list = None                  # of a tree, for rejection: see verify.rejection
-    copies: int = 0                      # the number of last drafts of a tree that are prompt-lookup tokens
+    lookup: int = 0                      # the number of last drafts of a tree that are prompt-lookup tokens
     select: object = None                # of a tree under the rule `selection`: see specdiff.best_path
     features: torch.Tensor = None        # (n, C) the target's states, set by its forward, read by drafters
 

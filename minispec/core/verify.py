@@ -241,7 +241,7 @@ def coins(segment):
     return uniform(stream(segment.request.sampling.seed, COINS), place, 1)[:, 0]
 
 
-def judge(segments, logits):
+def verify(segments, logits):
     """Apply its acceptance rule to each of `segments`; arguments and result as for `walk`."""
     verdicts = walk(segments, logits)
     rows = logits.split([len(s.drafts) + 1 for s in segments])

@@ -7,7 +7,7 @@ needs no data set, and gives prompts about subjects that the model knows.
 import itertools
 import os
 
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.tools.files import read_json, write_json
@@ -52,5 +52,5 @@ def _write(target, tokenizer, seeds):
     stops = [end, *tokenizer.ends]
     room = min(LONGEST, target.config.block_size - len(before))
     requests = [Request(before, room, Sampling(1.0, seed=seed), stops) for seed in seeds]
-    turns = [g.token_ids for g in Engine(target, Lockstep, TOGETHER).generate(requests)]
+    turns = [g.token_ids for g in Engine(target, SyncScheduler, TOGETHER).generate(requests)]
     return [tokenizer.decode(turn[:-1]).strip() for turn in turns if turn[-1] == end]

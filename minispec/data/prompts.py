@@ -24,7 +24,7 @@ import re
 
 from minispec import ROOT
 from minispec.data.tasks import Problem
-from minispec.tools.files import blame, read_rows
+from minispec.tools.files import naming, read_rows
 
 PROMPT_FILES = {    # name: (path under the data folder, public source)
     "gsm8k": ("gsm8k/test.jsonl", "github.com/openai/grade-school-math, grade_school_math/data"),
@@ -83,7 +83,7 @@ def load_prompts(file):
     """Problems from a file in any of the formats above. ValueError names the file and the line or object."""
     problems = []
     for where, row in read_rows(file):
-        with blame(where):
+        with naming(where):
             problems.append(problem_of(row))
     if not problems:
         raise ValueError(f"{file} holds no prompts")

@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minispec import SHIPPED
 from minispec.core.verify import Sampling
-from minispec.core.words import DRAFT_VOCAB, most_frequent
+from minispec.core.draft_head import DRAFT_VOCAB, most_frequent
 from minispec.tools import checkpoints, training
-from minispec.tools.files import blame, read_rows, read_tensors
+from minispec.tools.files import naming, read_rows, read_tensors
 
 LONGEST = 1536              # tokens of a training text; longer ones are cut
 ROUND = 16                  # padded lengths are a multiple of this, so that few shapes occur
@@ -110,7 +110,7 @@ def texts_of(file, least=0):
     """
     tensors = read_tensors(file)
     texts = []
-    with blame(file):
+    with naming(file):
         for i in range(sum(name.endswith(".ids") for name in tensors)):
             text = {name: tensors[f"{i}.{name}"] for name in Batch._fields}
             if text["learn"].sum() > least:

@@ -28,10 +28,10 @@ from tqdm import tqdm
 
 from minispec.core.gpt import dense_attend
 from minispec.core.drafters import Drafter
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling, argmax
-from minispec.core.words import feature_layers_of
+from minispec.core.draft_head import feature_layers_of
 from minispec.data import magpie, prompts, tasks
 from minispec.data.loops import loops
 from minispec.data.recorded import LONGEST, add_answers, parsed
@@ -118,7 +118,7 @@ def known(target, ids, n_prompt, features, temperature):
 
 class Recorder(Drafter):
     """Keeps the target's states of every request that is decoded with it, and never drafts."""
-    reads = True
+    uses_hidden_states = True
 
     def __init__(self, target):
         self.feature_layers = feature_layers_of(target.config)
@@ -141,7 +141,7 @@ class Recorder(Drafter):
 def answer(args, target, tokenizer, split, n):
     """Yields the files of the target's answers to n prompts, or to fewer, where the minutes are over."""
     over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
-    own = procedural(split) if tokenizer.ours else magpie.written(target, tokenizer, args.out)
+    own = procedural(split) if tokenizer.is_puzzle_model else magpie.written(target, tokenizer, args.out)
     context, left_out = target.config.block_size, []
     asked = fitting(prompts_of(args.prompt_file, split, own), tokenizer, context, left_out)
     for start in tqdm(range(0, n, SHARD), desc=f"{split} answers", unit="shard"):
@@ -166,7 +166,7 @@ def answers(args, target, tokenizer, asked, first):
         requests.append(Request(ids, room, Sampling(temperature, seed=i), tokenizer.ends))
     # The states come from the forwards that decode.
     recorder = Recorder(target)
-    engine = Engine(target, partial(Lockstep, drafter=recorder, k=1), magpie.TOGETHER)
+    engine = Engine(target, partial(SyncScheduler, drafter=recorder, k=1), magpie.TOGETHER)
     for request, _ in engine.stream(requests):
         if request.sampling.temperature == 0 and loops(request.generation.token_ids):
             request.cancel()

@@ -20,7 +20,7 @@ import unicodedata
 import tiktoken
 
 from minispec.tools import gguf_file
-from minispec.tools.files import blame, read_json
+from minispec.tools.files import naming, read_json
 
 # Regular expressions that split text before the merges; SPLITS has GGUF's names for them.
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -79,7 +79,7 @@ class Tokenizer:
         whole = {bytes([b]): self.vocab_size + b for b in range(256)} | ranks
         self.encoding = tiktoken.Encoding(
             "minispec", pat_str=pattern, mergeable_ranks=whole, special_tokens=special)
-        self.ours = "<|answer|>" in special
+        self.is_puzzle_model = "<|answer|>" in special
         ends = *map(special.get, (*ENDS, eos)), *ends
         self.ends = [i for i in ends if i is not None]
         self.names = re.compile(f"({one_of(special)})")
@@ -99,7 +99,7 @@ class Tokenizer:
         file = os.path.join(path, "tokenizer.json") if os.path.isdir(path) else path
         gguf = gguf_file.is_gguf(path)
         source, *chat = [file] if gguf else _chat_of(os.path.dirname(file))
-        with blame(file):
+        with naming(file):
             read = _from_gguf if gguf else _from_json
             out = cls(*read(file), *chat)
         out.file = source
@@ -158,7 +158,7 @@ class Tokenizer:
 
     def asked(self, text):
         """A prompt as a message, without space around it for chat models."""
-        if not self.ours and self.chat_template != TEXT_ALONE:
+        if not self.is_puzzle_model and self.chat_template != TEXT_ALONE:
             text = text.strip()
         return {"role": "user", "content": text}
 
@@ -194,7 +194,7 @@ class Tokenizer:
         """The answer up to the end of text, without its chain of thought: the text after <|answer|> of a
         puzzle model, or "" without this mark; the text after </think> of other models."""
         text = self.decode(itertools.takewhile(lambda token: token not in self.ends, ids))
-        if self.ours:
+        if self.is_puzzle_model:
             return text.partition("<|answer|>")[2]
         return text.rpartition("</think>")[2]
 
@@ -244,7 +244,7 @@ def _chat_of(folder):
     """(file of the chat template, chat template or None, bos, eos, ends, add_bos) of a model's folder."""
     file = os.path.join(folder, "tokenizer_config.json")
     data = read_json(file, {})
-    with blame(file):
+    with naming(file):
         template = data.get("chat_template")
         # Several templates have names.
         if isinstance(template, list):
@@ -256,13 +256,13 @@ def _chat_of(folder):
     ends = []
     for name in ("config.json", "generation_config.json"):
         config = os.path.join(folder, name)
-        with blame(config):
+        with naming(config):
             ids = read_json(config, {}).get("eos_token_id")
         ends += ids if isinstance(ids, list) else [ids]
     own = os.path.join(folder, "chat_template.jinja")
     if os.path.exists(own):
         file = own
-        with blame(file), open(file, encoding="utf-8") as f:
+        with naming(file), open(file, encoding="utf-8") as f:
             template = f.read()
     return file, template, bos, eos, ends, data.get("add_bos_token")
 

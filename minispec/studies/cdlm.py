@@ -95,5 +95,5 @@ def answer(decoder, problems, tokenizer):
     by_family = {family: statistics.mean(r for r, p in zip(right, problems) if p.family == family)
                  for family in tasks.FAMILIES}
     return {"problems": len(problems), "solved": statistics.mean(right), "by_family": by_family,
-            "steps": statistics.mean(len(g.steps) for g in generations),
+            "steps": statistics.mean(len(g.rounds) for g in generations),
             "tokens": statistics.mean(map(len, answers))}, answers

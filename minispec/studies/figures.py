@@ -3,7 +3,7 @@ them."""
 from pathlib import Path
 
 from minispec import bounds
-from minispec.tools.files import blame, read_json
+from minispec.tools.files import naming, read_json
 from minispec.tools.plots import lines
 from minispec.traces import read_traces
 
@@ -14,7 +14,7 @@ def stored(folder):
     for file in FIGURES:
         path = Path(folder, file)
         if path.exists():
-            with blame(path):
+            with naming(path):
                 found[file] = read_traces(path) if path.suffix == ".jsonl" else read_json(path)["result"]
     return found
 

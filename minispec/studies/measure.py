@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.drafters import Drafter
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request
 from minispec.core.verify import greedy_tree
@@ -57,9 +57,9 @@ class Half(Engine):
     """Accepts the first half of all drafts, right or not: as in decoding, some are rejected, and some the
     drafter has to read next."""
 
-    def judge(self, segments, logits):
+    def verify(self, segments, logits):
         halves = [(len(s.drafts) + 1) // 2 for s in segments]
-        verdicts = super().judge(segments, logits)
+        verdicts = super().verify(segments, logits)
         # Rows of the accepted drafts; row 0 is the root.
         return [(list(range(1, half + 1)), token) for half, (_, token) in zip(halves, verdicts)]
 
@@ -93,8 +93,8 @@ def _rounds(model, drafter, rows, context, order):
     requests come as if their prompts were read already: what the cache holds makes no difference to the
     time."""
     most = max(1, *order)
-    drafter.stop = 0.0                                   # all drafts are timed
-    engine = Half(model, lambda e: Lockstep(e, drafter, most), rows)
+    drafter.min_confidence = 0.0                                   # all drafts are timed
+    engine = Half(model, lambda e: SyncScheduler(e, drafter, most), rows)
     gained = sum((k + 1) // 2 + 1 for k in order)
     context = max(1, context - gained // 2)
     longest = sum(order) + len(order) + most + 1
@@ -106,14 +106,14 @@ def _rounds(model, drafter, rows, context, order):
     engine.waiting.clear()
     for r in requests:
         r.n_cached = context
-        if drafter.reads:
+        if drafter.uses_hidden_states:
             states = torch.zeros(context, c.d_model, dtype=model.dtype, device=model.device)
             drafter.observe(r, states)
     for _ in engine.stream(requests):
         done = len(engine.iterations)
         if done == len(order):
             break
-        engine.planner.k = order[done]
+        engine.scheduler.k = order[done]
     return [i["seconds"] for i in engine.iterations]
 
 
@@ -121,7 +121,7 @@ def prefill_seconds(model, rows, prompt_len, repeats):
     """Median time of reading `rows` prompts at once, one warm-up left out."""
     out = []
     for _ in range(repeats + 1):
-        engine = Engine(model, Lockstep, rows, prefill_chunk=prompt_len)
+        engine = Engine(model, SyncScheduler, rows, prefill_chunk=prompt_len)
         engine.generate([Request([1 + i % 7 for i in range(prompt_len)], 1) for _ in range(rows)])
         out.append(sum(engine.seconds.values()))
     return statistics.median(out[1:])
@@ -268,11 +268,11 @@ class Forced(Engine):
     """Answers with known texts, whatever the target says. answers: {request: token ids}."""
     answers = None
 
-    def judge(self, segments, logits):
+    def verify(self, segments, logits):
         return [([], self.answers[s.request][len(s.request.generation.token_ids)]) for s in segments]
 
 
-class Onlooker(Lockstep):
+class Onlooker(SyncScheduler):
     """Notes the drafts, {request: {output tokens so far: drafts}}, and verifies none of them."""
     noted = None
 
@@ -290,11 +290,11 @@ def traces_of(drafters, model, texts, k_max):
     """
     out = [Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()]
     for name, drafter in tqdm(drafters.items(), desc="traces"):
-        drafter.stop = 0.0                               # all drafts are judged
+        drafter.min_confidence = 0.0                         # all drafts are judged
         requests = [Request(prompt, len(output)) for prompt, output in texts.values()]
         engine = Forced(model, lambda e: Onlooker(e, drafter, k_max), 16)
         engine.answers = dict(zip(requests, (output for _, output in texts.values())))
-        noted = engine.planner.noted = defaultdict(dict)
+        noted = engine.scheduler.noted = defaultdict(dict)
         engine.generate(requests)
         for trace, (r, output) in zip(out, engine.answers.items()):
             trace.accept[name] = accept = np.ones(len(output), int)
@@ -310,11 +310,11 @@ def traces_of(drafters, model, texts, k_max):
 
 
 def acceptance(traces, name, k=4):
-    """The chance that a draft is accepted: accepted over judged drafts, k at every position."""
-    hits = judged = 0
+    """The chance that a draft is accepted: accepted over verified drafts, k at every position."""
+    hits = verified = 0
     for t in traces:
         room = np.minimum(k, t.offered[name][1:])
         accepted = t.accept[name][1:] - 1
         hits += np.minimum(accepted, room).sum()
-        judged += np.minimum(accepted + 1, room).sum()   # the first wrong one was judged too
-    return float(hits / max(judged, 1))
+        verified += np.minimum(accepted + 1, room).sum()   # the first wrong one was verified too
+    return float(hits / max(verified, 1))

@@ -23,7 +23,7 @@ from minispec.core.cpu import PACKED_TYPES
 from minispec.data import prompts, tasks
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import summary
-from minispec.tools.files import blame, read_json, read_rows, write_json
+from minispec.tools.files import naming, read_json, read_rows, write_json
 
 FOLDER = f"{ROOT}results"
 FIRST = 800             # seed of the first held-out problem
@@ -43,7 +43,7 @@ def problems_of(tokenizer, n, data=None, first=0):
     is given. A real model gets Spec-Bench's blocks, GSM8K, HumanEval and rewriting tasks, each in random
     order; without a data folder questions, and two tasks about pages of a story that ships.
     """
-    if tokenizer.ours:
+    if tokenizer.is_puzzle_model:
         seeds = range(FIRST, FIRST + first + n)
         some = [tasks.make(family, seed, "heldout") for family in tasks.FAMILIES for seed in seeds]
         if data:
@@ -61,7 +61,7 @@ def problems_of(tokenizer, n, data=None, first=0):
     for p in some:
         out.setdefault(p.family, []).append(p)
     for own in out.values():
-        if data and not tokenizer.ours:
+        if data and not tokenizer.is_puzzle_model:
             random.Random(0).shuffle(own)                # a block of Spec-Bench begins with one kind
     return {family: own[first:first + n] or own[-n:] for family, own in out.items()}
 
@@ -70,7 +70,7 @@ def edits(file):
     """The rewriting tasks of an instruction file: an instruction, and the text that it is about."""
     out = []
     for where, row in read_rows(file):
-        with blame(where):
+        with naming(where):
             if row.get("input") and row.get("instruction", "").startswith(EDITS):
                 out.append(tasks.Problem("edit", prompts.problem_of(row).prompt))
     return out
@@ -122,7 +122,7 @@ class Run:
         return self.tokens / (self.seconds - self.phases["prefill"])
 
 
-def race(cells, repeats, desc, warm_up=True, see=None):
+def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
     """Run cells {name: function that returns (engine, fresh requests)} in turn, `repeats` times after one
     warm-up: in one process, so that a slow minute of the machine slows all. Returns {name: [Run of every
     repeat]}; see: function of an engine, whose result is kept."""
@@ -241,7 +241,7 @@ def each_kept(name, args, model, cells, measure, **more):
     part, done = path(f"{name}.part"), []
     if os.path.exists(part) and not args.quick:
         saved = read_json(part)
-        with blame(part):
+        with naming(part):
             if saved["about"] == about:
                 done = saved["cells"]
 

@@ -56,10 +56,10 @@ LOSSLESS = {
 def lossless(args, model, tokenizer):
     """Greedy and sampled output against autoregressive output: identical in fp32; in bf16, where the number
     of rows changes rounding, a first difference must sit at a near-tie."""
-    new = 160 if tokenizer.ours else 48
+    new = 160 if tokenizer.is_puzzle_model else 48
     workload = results.problems_of(tokenizer, 4 if args.quick else 20, args.data)
     problems = [p for p in sum(workload.values(), [])
-                if tokenizer.ours or len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
+                if tokenizer.is_puzzle_model or len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
     names = [name for name in suitable(args, model, VARIANTS) if name.split()[0] in methods.METHODS]
 
     rows = []
@@ -68,7 +68,8 @@ def lossless(args, model, tokenizer):
 
         def answers(name, drawn):
             sampling, batch = DRAWN[drawn]
-            asked = some if drawn == "greedy" or dtype == "bfloat16" else some[::2 if tokenizer.ours else 5]
+            fewer = 2 if tokenizer.is_puzzle_model else 5
+            asked = some if drawn == "greedy" or dtype == "bfloat16" else some[::fewer]
             requests = requests_of(asked, tokenizer, target, new, sampling)
             return engine_of(name, target, args, batch).generate(requests)
 
@@ -116,11 +117,11 @@ def rules(args, model, tokenizer):
     def measured(name, temperature, rule):
         engine = engine_of(name, model, args, BATCH)
         if "specgen" not in name:
-            engine.planner.drafter.stop = 0.0
+            engine.scheduler.drafter.min_confidence = 0.0
         sampling = Sampling(temperature, rule=rule)
         answers = engine.generate(requests_of(problems, tokenizer, model, NEW, sampling))
         # By prompt: accepted drafts, committed tokens, rounds. An answer may have ended with its prompt.
-        counts = [[sum(s.accepted for s in g.steps), sum(s.committed for s in g.steps), len(g.steps)]
+        counts = [[sum(s.accepted for s in g.rounds), sum(s.committed for s in g.rounds), len(g.rounds)]
                   for g in answers]
         found = {"method": name, "drafts": DRAFTS[name], "temperature": temperature, "rule": rule,
                  "prompts": len(problems), "counts": counts}

@@ -21,10 +21,10 @@ from minispec.bounds import COMBINED
 from minispec.core.verify import Sampling
 from minispec.data import tasks
 from minispec.studies import measure, results
-from minispec.studies.results import SAME, engine_of, identical, race, suitable
+from minispec.studies.results import SAME, engine_of, identical, time_interleaved, suitable
 from minispec.tools import methods
 from minispec.tools.answers import requests_of
-from minispec.tools.files import blame, read_json, write_json
+from minispec.tools.files import naming, read_json, write_json
 from minispec.tools.markdown import table, texts
 
 PHASES = ("prefill", "draft", "verify", "sample", "overhead")
@@ -61,7 +61,7 @@ def size(args, tokenizer):
     """The small model is fast enough for the whole study."""
     if args.quick:
         return QUICK
-    return SMALL if tokenizer.ours else REAL
+    return SMALL if tokenizer.is_puzzle_model else REAL
 
 
 # -- profile ---------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def run(args, model, tokenizer):
     own_texts = [x for x in rows if x["workload"] == "story" and x["method"] in ("ar", *methods.DIFFUSION)]
     found = {"new_tokens": how.new, "rows": rows, "table": phases_table(rows),
              "methods": texts(methods_table(rows))}
-    if tokenizer.ours:
+    if tokenizer.is_puzzle_model:
         found["diffusion"] = table(own_texts or rows, DIFFUSION)
     return found
 
@@ -229,7 +229,7 @@ def observe(study, args, model, tokenizer, how, names):
                 continue
             builders[name] = partial(build, name, batch, ids[:1] if name == "dlm" else ids, temperature)
         # On a GPU a run before those that count compiles the kernels.
-        timed = race(builders, how.repeats, f"{workload}, batch {batch}", args.device != "cpu")
+        timed = time_interleaved(builders, how.repeats, f"{workload}, batch {batch}", args.device != "cpu")
         about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
         return rows_of(timed, about, prices)
 
@@ -259,7 +259,7 @@ def rows_of(timed, about, prices):
     rows = []
     for name, runs in timed.items():
         run = middle(runs)
-        plans = [g.steps for g in run.generations]
+        plans = [g.rounds for g in run.generations]
         prompts = [len(g.prompt_ids) for g in run.generations]
         steps = sum(plans, [])
         proposed = sum(s.proposed for s in steps)
@@ -341,7 +341,7 @@ def bounds(args, model, tokenizer):
     observed. For other files: python -m minispec.bounds."""
     some = traces.read_traces(results.path("traces.jsonl"))
     prices, file = traces.read_costs(args.cost), results.path("run.json")
-    with blame(file):
+    with naming(file):
         found = ladder_of.analyse(some, prices, read_json(file)["result"]["rows"])
     whole = ladder_of.table(found)
     rows = [ladder_of.row_of(c, "all") for c in found["cells"] if c["workload"] in LADDERS]

@@ -13,15 +13,15 @@ import time
 from functools import partial
 
 from minispec.core.admission import Admission
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import prompts, tasks
 from minispec.studies import measure, results
-from minispec.studies.results import SAME, dtype_name, engine_of, identical, race, ratio
+from minispec.studies.results import SAME, dtype_name, engine_of, identical, time_interleaved, ratio
 from minispec.tools import methods
 from minispec.tools.answers import schedule_view
-from minispec.tools.files import blame, read_rows
+from minispec.tools.files import naming, read_rows
 from minispec.tools.markdown import table
 
 K = 8
@@ -37,12 +37,12 @@ SHIFT = 50                              # tokens by which texts of the story are
 
 def text(number, length, tokenizer, data):
     """`length` ids of text `number`; ValueError if it is shorter."""
-    if tokenizer.ours:
+    if tokenizer.is_puzzle_model:
         problem = tasks.make("trace", number, "heldout", tasks.lines_for(length))
         ids = tokenizer.prompt_ids(problem.prompt) + tokenizer.encode(problem.think)
     elif data:
         file = os.path.join(data, THOUGHTS)
-        with blame(file):
+        with naming(file):
             # One answer to each question: several models agree too well.
             solved = list({row["question"]: row["response"] for _, row in read_rows(file)}.items())
         random.Random(number).shuffle(solved)
@@ -61,7 +61,7 @@ def read(model, prompts):
     """{prompt: its keys and values (2, L, G, n, D)} of prompts (ids), for `Resumed`."""
     kept = {}
     for ids in prompts:
-        engine, request = Engine(model, Lockstep, 1), Request(ids, 1)
+        engine, request = Engine(model, SyncScheduler, 1), Request(ids, 1)
         for _ in engine.stream([request]):
             slots = engine.cache.slots_of(request.blocks, range(len(ids)))
             kept[tuple(ids)] = engine.cache.kv[:, :, :, slots]
@@ -117,7 +117,7 @@ def serving(args, model, tokenizer):
     """Several requests with long contexts: decoded tokens/s of SpecGen, of prompt lookup and of the
     autoregressive loop, greedy and sampled. Next to it the speed-up of SpecGen that three timings predict: of
     a plain step, of its attention and of a verification, all without its schedule."""
-    longest = 7000 if tokenizer.ours or args.data else 4000                    # of the texts
+    longest = 7000 if tokenizer.is_puzzle_model or args.data else 4000                    # of the texts
     cells = [(1000, 2, 0)] if args.quick else [cell for cell in CELLS if cell[0] <= longest]
     measured = partial(serving_rows, args, model, tokenizer)
     rows = sum(results.each_kept("serving", args, model, cells, measured), [])
@@ -145,13 +145,13 @@ def serving_rows(args, model, tokenizer, context, batch, first):
             return resumed(name, model, args, batch, kept, lookup=None), requests
 
         cells = {name: partial(build, name) for name in names}
-        runs = race(cells, 2 if batch == 1 else 1, f"{batch} requests at {context}")
+        runs = time_interleaved(cells, 2 if batch == 1 else 1, f"{batch} requests at {context}")
         for name, timed in runs.items():
             row = {**about, "method": name, "temperature": temperature, **ratio(timed, runs["ar"])}
             if name != "ar":
                 row["identical"] = identical(runs["ar"][-1], timed[-1])
             if name in (PILLAR, AHEAD):
-                steps = [s for g in timed[-1].generations for s in g.steps if s.proposed == K]
+                steps = [s for g in timed[-1].generations for s in g.rounds if s.proposed == K]
                 accepted = statistics.mean(s.accepted for s in steps)
                 row |= {"accepted": accepted, "attention_share": attention / step,
                         "predicted": (accepted + 1) * step / (K * draft + verification)}
@@ -199,7 +199,7 @@ def scheduler(args, model, tokenizer):
         return resumed(name, model, args, REQUESTS, kept, cache_tokens=slots), requests
 
     cells = {stage: partial(build, name) for stage, name in STAGES.items()}
-    runs = race(cells, 1 if args.quick else 2, "scheduler", warm_up=False, see=schedule_view)
+    runs = time_interleaved(cells, 1 if args.quick else 2, "scheduler", warm_up=False, see=schedule_view)
     plain, *_ = runs.values()
     rows = [{"stage": stage, "prompts": REQUESTS, **ratio(timed, plain), **timed[-1].seen,
              "identical": identical(plain[-1], timed[-1])} for stage, timed in runs.items()]

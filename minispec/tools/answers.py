@@ -9,7 +9,7 @@ from minispec.core.requests import Request, check_requests
 from minispec.core.noise import stream
 from minispec.core.verify import Sampling, scores
 from minispec.data import prompts, tasks
-from minispec.tools.files import blame
+from minispec.tools.files import naming
 
 UNKNOWN = 1024           # limit of new tokens if no solution is known
 
@@ -26,11 +26,11 @@ def requests_of(problems, tokenizer, model, limit=None, sampling=Sampling()):
     for i, problem in enumerate(problems):
         ids = tokenizer.prompt_ids(problem.prompt)
         most = UNKNOWN
-        if problem.think and tokenizer.ours:             # chains of other models have other lengths
+        if problem.think and tokenizer.is_puzzle_model:      # chains of other models have other lengths
             most = 2 * len(tokenizer.response_ids(problem.think, problem.answer))
         most = min(most, max(c.block_size - len(ids), 1))
         seeded = replace(sampling, seed=sampling.seed + i)
-        with blame(f"prompt {i + 1} {problem.facts.get('id', '')}".strip()):
+        with naming(f"prompt {i + 1} {problem.facts.get('id', '')}".strip()):
             requests.append(Request(ids, limit or most, seeded, tokenizer.ends))
             check_requests(requests[-1:], c)
     return requests
@@ -42,7 +42,7 @@ def verdict(problem, generation, tokenizer):
     text = tokenizer.answer_text(generation.token_ids)
     if "check" in problem.facts:
         return prompts.check(problem, text)
-    if problem.answer and tokenizer.ours:
+    if problem.answer and tokenizer.is_puzzle_model:
         return tasks.check(problem, text)
     return None
 
@@ -58,7 +58,7 @@ def summary(generations, engine):
     prompt too), verification, acceptance, and recomputation of evicted prompts. A diffusion model reads the
     prompt together with its first block of masks: all of its time is decoding."""
     # A step is a round of one request.
-    steps = [s for g in generations for s in g.steps]
+    steps = [s for g in generations for s in g.rounds]
     tokens = decoded = sum(len(g.token_ids) for g in generations)
     seconds = sum(engine.seconds.values())
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from minispec.core.gpt import GPT
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import gguf_file
-from minispec.tools.files import blame, opened, read_json, read_tensors, replaced, write_json
+from minispec.tools.files import naming, opened, read_json, read_tensors, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
 
 TEMPLATE = "chat_template.jinja"         # in some folders it is part of tokenizer_config.json
@@ -106,13 +106,13 @@ class Folder:
     def __init__(self, path):
         self.file = path
         config_file = os.path.join(path, "config.json")
-        with blame(config_file):
+        with naming(config_file):
             self.config = checked(from_hf_config(read_json(config_file)))
         # Weights are in model.safetensors or in the shards that an index names. Other files are ignored.
         file = os.path.join(path, "model.safetensors")
         index = file + ".index.json"
         if os.path.exists(index):
-            with blame(index):
+            with naming(index):
                 shards = read_json(index)["weight_map"]
                 self.tensors = {name: os.path.join(path, shard) for name, shard in shards.items()}
         else:
@@ -158,7 +158,7 @@ def load_drafter(folder, target, config_class):
     file = os.path.join(folder, "model.safetensors")
     config_file = os.path.join(folder, "config.json")
     config = read_json(config_file)
-    with blame(config_file):
+    with naming(config_file):
         if config.pop("model_type", None) != config_class.kind:
             raise ValueError(f"this is not a drafter made by train_{config_class.kind}.py")
         config = checked(config_class(**config))
@@ -194,5 +194,5 @@ def fingerprint(target):
 def kind_of(folder):
     """The kind of trained drafter in a folder, "prism", "specdiff", .., or None."""
     file = os.path.join(folder, "config.json")
-    with blame(file):
+    with naming(file):
         return read_json(file, {}).get("model_type")

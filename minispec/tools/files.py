@@ -55,7 +55,7 @@ def write_json(path, data):
 # -- reading ----------------------------------------
 
 @contextlib.contextmanager
-def blame(path):
+def naming(path):
     """Turns the errors of reading and understanding a file into a ValueError that names the file."""
     try:
         yield
@@ -73,7 +73,7 @@ def read_json(path, missing=None):
     the file and its error."""
     if missing is not None and not os.path.exists(path):
         return missing
-    with blame(path), open(path, encoding="utf-8-sig") as f:     # -sig: with or without a byte-order mark
+    with naming(path), open(path, encoding="utf-8-sig") as f:     # -sig: with or without a byte-order mark
         return _parsed(f.read())
 
 
@@ -89,14 +89,14 @@ def read_rows(file):
     place, which is the file with a line or an object."""
     opener = gzip.open if str(file).lower().endswith(".gz") else open
     rows = []
-    with blame(file), opener(file, "rt", encoding="utf-8-sig") as f:
+    with naming(file), opener(file, "rt", encoding="utf-8-sig") as f:
         text = f.read()
         if text.lstrip().startswith("["):
             rows = [(f"{file}, object {i}", row) for i, row in enumerate(_parsed(text), 1)]
             text = ""
     for i, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            with blame(f"{file}:{i}"):
+            with naming(f"{file}:{i}"):
                 rows.append((f"{file}:{i}", _parsed(line)))
     for where, row in rows:
         if not isinstance(row, dict):

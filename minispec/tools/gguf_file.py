@@ -13,7 +13,7 @@ import os
 import numpy as np
 import torch
 
-from minispec.tools.files import blame
+from minispec.tools.files import naming
 from minispec.tools.hf_config import checked, from_hf_config
 
 # GGUF's names of metadata: config.json's names.
@@ -64,7 +64,7 @@ def open_gguf(path):
             # length does no harm. Big-endian files, which hardly exist, are not supported.
             return np.frombuffer(self.data, dtype, int(count), int(offset))
 
-    with blame(path):
+    with naming(path):
         return Source(path, Reader(path))
 
 

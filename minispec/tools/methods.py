@@ -1,8 +1,8 @@
 """The methods by name: `decode.py` and `bench.py` turn `--method NAME` and its settings into an engine.
 
-A method is a planner for the engine. `METHODS` maps its name to the function that builds it:
-build(model, settings) returns planner(engine); its docstring is shown by --help. Diffusion models have their
-own loop (cdlm.py) and their own output, and a table of their own. Errors are a ValueError of one line.
+A method is a scheduler for the engine. `METHODS` maps its name to the function that builds it:
+build(model, settings) returns scheduler(engine); its docstring is shown by --help. Diffusion models have
+their own loop (cdlm.py) and their own output, and a table of their own. Errors are a ValueError of one line.
 """
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from minispec import ROOT, SHIPPED, cdlm, prism, specdiff, specgen
 from minispec.core import drafters
 from minispec.adaptive import Adaptive
 from minispec.core.admission import POLICIES
-from minispec.core.engine import Engine, Lockstep
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints
 from minispec.tools.script import add_device, positive
@@ -36,18 +36,18 @@ DIFFUSION = {
 
 def ar(model, settings):
     """plain autoregressive decoding, the baseline"""
-    return Lockstep
+    return SyncScheduler
 
 
 def ngram(model, settings):
     """prompt lookup: drafts copied from earlier text"""
-    return partial(Lockstep, drafter=drafters.NGram(), k=settings.k or 8)
+    return partial(SyncScheduler, drafter=drafters.NGram(), k=settings.k or 8)
 
 
 def draft(model, settings):
     """a small model drafts, rejection sampling"""
     small = loaded(folder_of("draft", settings), model, settings)
-    return partial(Lockstep, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
+    return partial(SyncScheduler, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
                    lookup=settings.lookup or 0)
 
 
@@ -57,7 +57,7 @@ def prism_chain_or_tree(model, settings, name="prism"):
     depth = settings.depth or trained.config.depth
     width = max(round(settings.tree ** 0.5), 2) if settings.tree else 1
     drafter = prism.PrismDrafter(trained, model, depth, width, name)
-    return partial(Lockstep, drafter=drafter, k=settings.tree or depth, lookup=settings.lookup or 0)
+    return partial(SyncScheduler, drafter=drafter, k=settings.tree or depth, lookup=settings.lookup or 0)
 
 
 def eagle(model, settings):
@@ -70,7 +70,8 @@ def specdiff_windows(model, settings):
     trained = _trained("specdiff", specdiff.SpecDiffConfig, model, settings)
     drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts,
                                        settings.draft_temperature)
-    return partial(Lockstep, drafter=drafter, k=drafter.gamma * drafter.width, lookup=settings.lookup or 0)
+    k = drafter.gamma * drafter.width
+    return partial(SyncScheduler, drafter=drafter, k=k, lookup=settings.lookup or 0)
 
 
 def self_speculation(model, settings):
@@ -96,7 +97,7 @@ def adaptive(model, settings):
         else:
             print(f"adaptive: '{name}' is left out, {file} has no price of it", file=sys.stderr)
     chooser = Adaptive(candidates, cost, k)
-    return partial(Lockstep, drafter=chooser, k=chooser.k)
+    return partial(SyncScheduler, drafter=chooser, k=chooser.k)
 
 
 METHODS = {
@@ -115,8 +116,8 @@ def make_engine(name, model, settings, batch_size):
     """The engine of method `name` for a loaded target, or the decoder of a diffusion model.
     settings: a namespace with the arguments below."""
     if name not in DIFFUSION:
-        planner = METHODS[name](model, settings)
-        return Engine(model, planner, batch_size, settings.cache_tokens, admission=settings.admission)
+        scheduler = METHODS[name](model, settings)
+        return Engine(model, scheduler, batch_size, settings.cache_tokens, admission=settings.admission)
 
     threshold = settings.threshold
     if threshold is None and name == "cdlm":
@@ -199,7 +200,7 @@ def chain_drafters(model, settings, k):
         if name not in ("ngram", "draft", *TRAINED):
             continue
         with contextlib.suppress(ValueError):            # trained for another target
-            found[name] = make_engine(name, model, chains, 1).planner.drafter
+            found[name] = make_engine(name, model, chains, 1).scheduler.drafter
     return found
 
 

@@ -73,10 +73,10 @@ class Recorder:
         if hasattr(engine, "on_step"):
             engine.on_step = self.revealed
             return
-        self.drafter = getattr(engine.planner, "drafter", None)
+        self.drafter = getattr(engine.scheduler, "drafter", None)
         listen(engine, "forward", self.fed)
-        listen(engine, "judge", self.judged)
-        listen(engine.planner, "take_drafts", self.drafted_sparsely)
+        listen(engine, "verify", self.verified)
+        listen(engine.scheduler, "take_drafts", self.drafted_sparsely)
         if not engine.fused:
             for drafter in getattr(self.drafter, "drafters", {"": self.drafter}).values():
                 self.hear(drafter)
@@ -88,15 +88,17 @@ class Recorder:
         guesses = []
 
         def take(requests, q):
-            self.q.update(zip(requests, drafter.words.whole(q)))
+            self.q.update(zip(requests, drafter.draft_head.whole(q)))
 
-        def drafted(_, requests, *args):
+        def drafted(_, segments, *args):
             # Draft step i has row i of a chain; of a tree, which has many rows, keep the first step.
-            take(requests, torch.cat(guesses[:1] if drafter.width > 1 else guesses, 1))
+            if guesses:
+                q = torch.cat(guesses[:1] if drafter.width > 1 else guesses, 1)
+                take([s.request for s in segments], q)
             guesses.clear()
 
         listen(drafter, "guess", lambda guess, *args: guesses.append(guess[0]))
-        listen(drafter, "draft", drafted)
+        listen(drafter, "run_round", drafted)
         # SpecDiff: of K chains the first.
         listen(drafter, "_draw", lambda drawn, request, *args: take([request], drawn[1][None, :, 0]))
 
@@ -108,10 +110,10 @@ class Recorder:
 
     # -- rounds --------------------------------------------------------------------------------------------
 
-    def fed(self, _, plan):
-        self.forwards.append([(self.numbers[s.request], s.kind, len(s.tokens)) for s in plan])
+    def fed(self, _, segments):
+        self.forwards.append([(self.numbers[s.request], s.kind, len(s.tokens)) for s in segments])
 
-    def judged(self, verdicts, segments, logits):
+    def verified(self, verdicts, segments, logits):
         each = logits.split([len(s.drafts) + 1 for s in segments])
         for s, rows, verdict in zip(segments, each, verdicts):
             if s.kind == "verify":
@@ -162,7 +164,7 @@ class Recorder:
         requests = []
         for r in self.numbers:
             g = asdict(r.generation)
-            g["steps"] = [a | step for a, step in zip(self.rounds[r], g["steps"])]
+            g["rounds"] = [a | step for a, step in zip(self.rounds[r], g["rounds"])]
             requests.append(g | {"longest": r.longest})
             self.ids.update(g["prompt_ids"], g["token_ids"])
         # Bytes, as Latin-1: a character may span tokens.

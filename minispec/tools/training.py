@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 import minispec
 from minispec.core.cpu import PACKED_TYPES
-from minispec.tools.files import blame, read_json, replaced, write_json, write_text
+from minispec.tools.files import naming, read_json, replaced, write_json, write_text
 from minispec.tools.script import add_device, check_device
 
 MOST = 10 ** 10             # the largest number that a setting may be
@@ -79,7 +79,7 @@ def same_settings(folder, **settings):
     """Write the settings of a folder of training data into it. ValueError where it was begun with others."""
     os.makedirs(folder, exist_ok=True)
     file = Path(folder, "settings.json")
-    with blame(file):
+    with naming(file):
         unchanged(read_json(file, settings), settings)
     write_json(file, settings)
 

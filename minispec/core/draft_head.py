@@ -23,7 +23,7 @@ from minispec.core.noise import noise
 DRAFT_VOCAB = 4000          # the default; a target with fewer tokens has no need of one
 
 
-class Words:
+class DraftHead:
     """The embedding and the head of a target, as its drafter uses them. ids (N,): the draft vocabulary; None:
     all V tokens. An index counts along the draft vocabulary, a token along the whole one. ValueError where
     ids do not fit the target."""
@@ -134,12 +134,12 @@ class TrainedDrafter(nn.Module):
         self.register_buffer("vocabulary", torch.zeros(n, dtype=torch.long) if n else None)
 
     @cached_property
-    def words(self):                                     # not before the ids are loaded
-        return Words(self.target, self.vocabulary)
+    def draft_head(self):                                # not before the ids are loaded
+        return DraftHead(self.target, self.vocabulary)
 
     def restrict(self, ids):
         """Let a new drafter draft the tokens ids (N,) alone; None: all. Returns it."""
         self.config = replace(self.config, draft_vocab=0 if ids is None else len(ids))
         self.vocabulary = None if ids is None else ids.to(self.rope.cos.device)
-        self.__dict__.pop("words", None)
+        self.__dict__.pop("draft_head", None)
         return self
