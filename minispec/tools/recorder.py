@@ -78,25 +78,27 @@ class Recorder:
         listen(engine, "verify", self.verified)
         listen(engine.scheduler, "take_drafts", self.drafted_sparsely)
         if not engine.fused:
-            for drafter in getattr(self.drafter, "drafters", {"": self.drafter}).values():
+            several = getattr(self.drafter, "drafters", None)
+            for drafter in (several or {"": self.drafter}).values():
                 self.hear(drafter)
 
     # -- q of the drafts -----------------------------------------------------------------------------------
 
     def hear(self, drafter):
         """Listen to a drafter with a cache; others have no q."""
-        guesses = []
+        asked, guesses = [], []
 
         def take(requests, q):
             self.q.update(zip(requests, drafter.draft_head.whole(q)))
 
-        def drafted(_, segments, *args):
+        def drafted(*args):
             # Draft step i has row i of a chain; of a tree, which has many rows, keep the first step.
             if guesses:
-                q = torch.cat(guesses[:1] if drafter.width > 1 else guesses, 1)
-                take([s.request for s in segments], q)
+                take(asked, torch.cat(guesses[:1] if drafter.width > 1 else guesses, 1))
+            asked.clear()
             guesses.clear()
 
+        listen(drafter, "first_rows", lambda rows, request: asked.append(request) if rows else None)
         listen(drafter, "guess", lambda guess, *args: guesses.append(guess[0]))
         listen(drafter, "run_round", drafted)
         # SpecDiff: of K chains the first.
