@@ -15,6 +15,7 @@ goes on where it was:
 Nothing is decoded to text and read back, and the end of text stays where it was chosen. A greedy answer ends
 where it starts to loop. The trainings of drafters run this command first; data/recorded.py reads the shards.
 """
+import gc
 import itertools
 import os
 import sys
@@ -170,6 +171,8 @@ def answers(args, target, tokenizer, asked, first):
     for request, _ in engine.stream(requests):
         if request.sampling.temperature == 0 and loops(request.generation.token_ids):
             request.cancel()
+    del engine
+    gc.collect()                         # an engine and its scheduler hold each other, and the cache is large
     for request in requests:
         yield recorder.text(target, request)
 
