@@ -351,5 +351,4 @@ def bounds(args, model, tokenizer):
 
 # Rows and columns of the table in docs/bounds.md.
 LADDERS = ("mt_bench", "math_reasoning", "humaneval", "edit", "mixed")
-RUNGS = ("workload", "batch", "L0 observed", "L2 best fixed k", "L5 optimum of one", "L6 of all",
-         "L7 free drafters", "L9 one pass")
+RUNGS = ("workload", "batch", *(ladder_of.RUNGS[name] for name in ("L0", "L2", "L5", "L6", "L7", "L9")))
