@@ -296,7 +296,7 @@ def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
         assert steps == 4 and len(scores) == 14
         likely = [max(scores[i] for i in level) >= math.log(stop) for level in levels]
         depth = min([*likely, False].index(False) + 1, 4)
-        nodes = levels[depth - 1].min_confidence
+        nodes = levels[depth - 1].stop
         n = sum(math.exp(score) >= stop / 4 for score in scores[:nodes])
         want = prism.prune(tokens[:nodes], parents[:nodes], scores[:nodes], max(n, 1))
         assert first_tree(prompt, stop)[1:] == (want, depth)

@@ -86,10 +86,9 @@ def texts(monkeypatch):
 
 def test_serving_continues_prompts_that_were_read_once(texts):
     rows = specgen.serving_rows(texts, MODEL, None, 60, 3, 0)
-    names = ["ar", "ngram", specgen.PILLAR, specgen.AHEAD, "specgen"]
-    assert [(r["method"], r["temperature"]) for r in rows] == [(m, t) for t in (0.0, 0.65) for m in names]
-    assert [r.get("identical") for r in rows] == [None, 3, 3, 3, 3] * 2
-    assert [bool(r.get("predicted")) for r in rows] == [False, False, True, True, False] * 2
+    assert [r["method"] for r in rows] == list(specgen.METHODS)
+    assert [r.get("identical") for r in rows] == [None, *[3] * 6]
+    assert [bool(r.get("predicted")) for r in rows] == [m in (specgen.PILLAR, specgen.AHEAD) for m in specgen.METHODS]
     want = Engine(MODEL, SyncScheduler, 1).generate([Request(TEXT[:60], 30)])[0].token_ids
     engine = specgen.resumed("ar", MODEL, texts, 1, specgen.read(MODEL, [TEXT[:60]]))
     assert engine.generate([Request(TEXT[:60], 30)])[0].token_ids == want
