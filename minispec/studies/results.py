@@ -5,6 +5,7 @@ A study is a function (settings, target, tokenizer) -> a dict that JSON can hold
 a tenth of the work. NAME.json holds the result of study NAME; NAME.part, the finished cells of a study that
 was interrupted.
 """
+import gc
 import os
 import platform
 import random
@@ -129,6 +130,8 @@ def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
     runs = {name: [] for name in cells}
     for repeat in tqdm(range(-warm_up, repeats), desc=desc, leave=False):
         for name, build in cells.items():
+            engine = None
+            gc.collect()                                 # an engine and its scheduler hold each other
             engine, requests = build()
             generations, rate = answer(engine, requests)
             if repeat >= 0:

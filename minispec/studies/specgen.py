@@ -122,7 +122,9 @@ def serving(args, model, tokenizer):
     cells = [(1000, 2, 0)] if args.quick else [cell for cell in CELLS if cell[0] <= longest]
     measured = partial(serving_rows, args, model, tokenizer)
     rows = sum(results.each_kept("serving", args, model, cells, measured), [])
-    short = [x for x in rows if x["method"] in ("ngram", PILLAR, AHEAD, "specgen")]
+    # All methods at the longest context, and SpecGen in batches at shorter ones.
+    long = [x for x in rows if x["context"] == max(CELLS)[0] and x["method"] in ("ngram", PILLAR, AHEAD)]
+    short = long + [x for x in rows if x["method"] == AHEAD and x["requests"] == 8 and x not in long]
     columns = {head: form for head, form in SERVING.items() if head not in ("dtype", "first text")}
     return {"rows": rows, "table": table(rows, SERVING), "short": table(short, columns)}
 
