@@ -344,3 +344,11 @@ def test_measured_answers_are_those_of_exercises_py():
     assert f"solves {100 * plain['solved']:.0f} %, and {100 * stale['solved']:.0f} % with stale keys" in page
     assert f"{stale['steps']:.1f} an answer instead of {plain['steps']:.1f}" in page
     assert all(x["solved"] == plain["solved"] and f"{x['steps']:.1f}" in page for x in others)
+
+
+def test_the_glossarys_words_are_the_codes():
+    code = "\n".join(read(f) for part in ("minispec/**/*.py", "kernels/*.py", "*.py")
+                     for f in glob.glob(part, root_dir=ROOT, recursive=True)).replace("_", " ").lower()
+    for word in re.findall(r"\*\*([^*]+)\*\*", read("docs/glossary.md")):
+        assert re.search(rf"\b{word.lower()}", code), word
+    assert not re.search(r"\b(lockstep\(|planner|unjudged|with copies)", code)
