@@ -104,7 +104,7 @@ class Adaptive(Drafter):
     def _choose(self, r, limit, found, seconds):
         """(drafter, number of drafts, prompt-lookup tokens to verify); lookup found `found` tokens."""
         own = self.history[r]
-        best = {"target": (1 / seconds["target"][0], 0, 1.0)}    # drafter -> tokens/s, drafts, tokens
+        best = {"target": [0, 1.0, 1 / seconds["target"][0]]}    # drafter -> drafts, tokens, tokens/s
         for name, drafter in self.drafters.items():
             is_lookup = drafter is self.lookup
             prior = min(MAX_PRIOR, self.cost.accept.get(name, MAX_PRIOR))
@@ -116,16 +116,15 @@ class Adaptive(Drafter):
                 price = price + tokens * self.read(name, len(r.generation.prompt_ids)) / r.remaining
             goodput = tokens / price
             k = int(goodput.argmax())
-            best[name] = float(goodput[k]), k, float(tokens[k])
+            best[name] = [k, float(tokens[k]), float(goodput[k])]
         self.considered[r] = best
-        name = max(best, key=lambda name: best[name][0])
-        k, copies = best[name][1], best[self.lookup.name][1]
+        name = max(best, key=lambda name: best[name][2])
+        k, copies = best[name][0], best[self.lookup.name][0]
         return name if k else "target", k, copies
 
     def promises(self, request):
         """Expectations of the last choice: {drafter: [drafts, tokens, tokens/s]}."""
-        best = self.considered[request]
-        return {name: [best[name][1], best[name][2], best[name][0]] for name in self.drafters}
+        return {name: self.considered[request][name] for name in self.drafters}
 
     def _prices(self, batch, bucket):
         """{drafter: seconds of a round (k + 1,), by number of drafts} of a batch."""
@@ -148,7 +147,7 @@ class Adaptive(Drafter):
         return self.chosen[request]
 
     def release(self, request):
-        for notes in (self.history, self.drafted, self.chosen):
+        for notes in (self.history, self.drafted, self.chosen, self.considered):
             notes.pop(request, None)
         for drafter in self.drafters.values():
             drafter.release(request)

@@ -224,7 +224,7 @@ def unrolled_loss(prism, batch, steps):
     place = torch.zeros_like(drafts.flatten(), dtype=torch.long)
     place[rows] = torch.arange(len(rows), device=rows.device)
     loss, chains = 0.0, []
-    right = whole = rows >= 0                            # are all guesses of a row right, and all to be learned?
+    right = whole = rows >= 0  # are all guesses right, and all to be learned?
     for k, a in enumerate(states, 1):
         own = place[(target_rows - k).clamp(min=0)]     # where the rows r lie among `rows`
         guess = draft_head.logits(a[own])[:n]
