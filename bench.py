@@ -7,7 +7,7 @@
     python bench.py run serving --device cpu                   # the results of a GPU go to results/gpu
     python bench.py --pages             # only paste tables into the pages, and draw figures
 
-If no study is named, the target is SmolLM2 if it is installed; else the small model in checkpoints/target.
+If no study is named, the target is SmolLM2 if it is installed; else the puzzle model in checkpoints/target.
 The results of another target are in a folder of their own, results/smollm2. A study that has a result is
 skipped unless --force is given, so an interrupted run continues; long studies go on cell by cell. A real
 model is measured in bf16 if the processor multiplies it, because the plain loop is fastest then; the small

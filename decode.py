@@ -1,7 +1,7 @@
 """Text in, text out, by any method, with the proposer of each token and the figures of the run. On a
 terminal green tokens are accepted drafts, red ones replace a rejected draft, blue ones follow all drafts.
 
-    ar, ngram, draft    plain decoding; drafts copied from earlier text; drafts of a small model
+    ar, ngram, draft    plain decoding; prompt lookup; drafts of a small model
     specgen             the model drafts for itself and reads 5 % of its cache
     prism, eagle        modules on the model's hidden states draft chains or trees
     specdiff            a diffusion model drafts a window in one forward

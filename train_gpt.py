@@ -25,7 +25,7 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.tools.training import Run, bf16, locked
 
 # -- settings -------------------------------------------------------------------------------------
-# What the command line does not ask. Change these when the data or the machine is another one.
+# Settings without an option. Change these when the data or the machine is another one.
 
 # Sequence lengths by training progress: (until this part of all tokens, {length: share of tokens}). Short
 # ones first: with 256 tokens and small batches the model learns to copy a name from its context within a
@@ -36,7 +36,7 @@ CURRICULUM = ((0.06, {256: 1.0}),
               (0.85, {1024: 1.0}),
               (1.0, {1024: 0.4, 6144: 0.4, 10240: 0.2}))
 # Tokens of an optimiser step, or one sequence, if that is longer. Larger steps are fewer steps, and a small
-# model wants many; a GPU wants 8 times as many tokens, or more.
+# model wants many; a GPU wants 8 times this number, or more.
 BATCH_TOKENS = 2048
 LOGIT_LIMIT = 20.0          # largest attention logit, see clip_attention
 CLIP_EVERY = 20             # steps between two looks at them

@@ -6,16 +6,16 @@
     python train_prism.py --out mine/prism --arm prism2
     # the same data, one module
     python train_prism.py --out /tmp/one --arm ttt1 --responses mine/prism/responses
-    # the paper's recipe: modules start as copies of a trained one; and its control: as much training, with
+    # the paper's recipe: modules start as copies of a trained one; and its control: the same training, with
     # one module. With --init the learning rate is a third.
     python train_prism.py --out /tmp/two --arm prism2 --init /tmp/one --responses mine/prism/responses
     python train_prism.py --out /tmp/more --arm ttt1 --init /tmp/one --responses mine/prism/responses
 
 The target writes prompts, answers them, and its hidden states are recorded (data/rollouts.py).
-Other arms, seeds and prefixes (--prompts 1000, 2000, ..) can be trained from the same folder of --responses.
-Interrupt it at any time: the same command continues. Writes config.json, model.safetensors, log.jsonl,
-command.txt, and resume.pt with the optimisers' state. tau, on the way, is an estimate of the tokens that a
-round of chain drafting would commit.
+Other variants, seeds and prefixes (--prompts 1000, 2000, ..) can be trained from the same folder of
+--responses. Interrupt it at any time: the same command continues. Writes config.json, model.safetensors,
+log.jsonl, command.txt, and resume.pt with the optimisers' state. tau, on the way, is an estimate of the
+tokens that a round of chain drafting would commit.
 """
 import minispec  # noqa: F401  before torch: it tunes the allocator
 from minispec import prism
@@ -35,7 +35,7 @@ ARMS = {
     # The paper's: step 1 reads module 0, all later ones module 1.
     "prism2": ((0, 1), 1),
     "prism3": ((0, 1, 2), 1),
-    # As many parameters as prism2, all of them read at every step.
+    # The same number of parameters as prism2, all of them read at every step.
     "stack2": ((0,), 2),
 }
 
@@ -56,7 +56,7 @@ def parse_args():
 
 
 def drafter_of(args, target):
-    """A new drafter for the arm; with --init its modules are copies of a trained one's."""
+    """A new drafter of the variant; with --init its modules are copies of a trained one's."""
     step_map, n_layer = ARMS[args.arm]
     layers = () if args.last_layer else feature_layers_of(target.config)
     model = prism.for_target(target, step_map, n_layer, layers)

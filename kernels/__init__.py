@@ -28,7 +28,7 @@ def available(x):
 
 
 def supported(head_dim, dtype):
-    """Whether the kernels take heads of so many numbers: powers of two from 16 to 256.
+    """Whether the kernels take heads of this size: powers of two from 16 to 256.
 
     fp32 ends at 128, because more does not fit into the shared memory of smaller GPUs."""
     largest = 128 if dtype == torch.float32 else 256

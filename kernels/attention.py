@@ -10,7 +10,7 @@ themselves:
     entry e = c ..              position tail + e - c, up to length - 1           recent ones, the n rows' own
 
 Full attention is c = 0 and tail = 0: there is no request type. A row sees the entries whose position is not
-beyond its own. The rows of a draft tree see their paths instead: of each row 64 bits say which of the newest
+beyond its own. The rows of a draft tree see their paths instead: 64 bits of each row say which of the newest
 64 positions it sees, and it sees all before them. Selections are positions in the text, not places in the
 pool; `slots` translates in the kernel, so that a request can move (be offloaded, restored elsewhere) with its
 selection unchanged. Any slot, in any order: the kernels know nothing of blocks (graphs.py makes slots of
@@ -22,7 +22,7 @@ a draft row's g heads, or a verification's (k + 1) * g, share every key that is 
 launch holds both tile shapes, the small one reading more keys at a time (16 x 128 and 64 x 64 there). Long
 lists are split into chunks of a *fixed* number of entries, a program each, and a second small kernel merges
 their results by the log-sum-exp. Because the chunk is fixed, a request's result is the same, bit for bit,
-whoever its neighbours are; the paper balances chunks over the batch instead.
+with any neighbours; the paper balances chunks over the batch instead.
 
 Bytes moved, with E entries read by all tiles together and e bytes a number:
     G * E * (2 * D * e + 4)         keys, values, slot indices; a selected entry costs 4 more
@@ -45,7 +45,7 @@ from . import jit, tl
 SMALL, LARGE = 16, 64                   # packed rows of a tile; 16 is the least that tl.dot takes
 CHUNK = 512                             # entries one program reads; a constant, see above
 SEEN = 64                               # newest positions of which a tree's row says what it sees
-LOG2E = 1.4426950408889634              # kernels count in powers of two, which is what the hardware does
+LOG2E = 1.4426950408889634              # kernels use exp2, as the hardware does
 
 
 def settings(dtype, d):
@@ -119,7 +119,7 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
         o_kv = b_slot[:, None] * D + o_d[None, :]
         b_k = tl.load(p_k + o_kv, mask=alive[:, None], other=0.0)          # (N, D)
         b_v = tl.load(p_v + o_kv, mask=alive[:, None], other=0.0)
-        # Logits of what a row sees. Bit j stands for position length - 1 - j; all see what lies before those.
+        # Logits of the positions that a row sees. Bit j: position length - 1 - j; all rows see those before.
         back = tl.maximum(length - 1 - b_pos, 0)
         b_word = tl.where(back[None, :] < 32, b_low[:, None], b_high[:, None])                  # (M, N)
         b_bit = (b_word >> (back & 31)[None, :]) & 1
@@ -127,7 +127,7 @@ def attend_tile(p_q, p_k, p_v, p_slot, p_selected, p_sees, p_request, p_item, p_
         seen = on_path & (b_pos[None, :] <= position[:, None])
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale                     # (M, N)
         b_s = tl.where(alive[None, :] & seen, b_s, float("-inf"))
-        # One softmax over all steps: what was summed before shrinks when a larger logit appears.
+        # One softmax over all steps: earlier sums shrink when a larger logit appears.
         b_new = tl.maximum(b_max, tl.max(b_s, 1))
         b_ref = tl.where(b_new == float("-inf"), 0.0, b_new)  # a row that has seen nothing yet: no inf - inf
         b_p = tl.exp2(b_s - b_ref[:, None])
@@ -284,7 +284,7 @@ def _expand(counts):
 
 
 def attention(q, k, v, slots, selected, plan):
-    """Every row's attention over what the plan lets it see.
+    """Every row's attention over the positions that the plan lets it see.
 
     q (N, H, D), k and v (G, n_slots, D) of one layer, slots (B, T) int32: the slot of every position,
     selected (B, G, C) int32 positions, all on the plan's device. Heads and lists are contiguous, and lists

@@ -172,7 +172,7 @@ class Graphs:
         return out
 
     def fill(self, rows, segments, places, more=None):
-        """The Inputs of a packed batch, padded to so many rows; arguments as of __call__."""
+        """The Inputs of a packed batch, padded to `rows` rows; arguments as of __call__."""
         # What each request feeds and reads, cut into work items.
         ends = [s.start + len(s.tokens) for s in segments]
         shapes = []                                      # (rows, length, selected positions, tail)
@@ -200,7 +200,7 @@ class Graphs:
             owners[i] = s.keys
         spare = [self.cache.n_blocks] * self.n_blocks
         table = torch.tensor([(keys.blocks.table + spare)[:self.n_blocks] for keys in owners])
-        # Where new rows are written.
+        # The slots that new rows are written to.
         owner = [i for i, s in zip(places, segments) for _ in s.tokens]
         position = torch.cat([torch.arange(s.start, end) for s, end in zip(segments, ends)])
         block = self.cache.block
@@ -250,7 +250,7 @@ class Graphs:
         def function():
             return self.function(replace(x, slots=self.slots(x.table), how=how))
 
-        # Capture it, or compile the kernels of what is too large for a graph.
+        # Capture it, or compile the kernels of a batch too large for a graph.
         started = time.perf_counter()
         spent = 0.0
         if rows in SIZES and (rows, how) not in self.graphs:

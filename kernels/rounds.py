@@ -21,7 +21,7 @@ from .graphs import Graphs, Inputs
 class Rows(Inputs):
     """The rows of one draft step of all requests, on the kernels; see core/drafters.Rows."""
     cache: KVCache = None
-    later: Plan = None          # the plan of a step behind the first one
+    later: Plan = None          # the plan of every step after the first
     attend = None               # `decode` has its own
     ends_early = False          # a graph takes all steps
 
@@ -29,7 +29,7 @@ class Rows(Inputs):
         return decode(module.blocks, module.norm, rope, h, self, self.cache)
 
     def next_rows(self, number, tokens, positions, sees=None):
-        # Slots, lengths and who sees whom, all on the device. Every step before wrote w rows.
+        # Slots, lengths and masks, all on the device. Every step before wrote w rows.
         w = tokens.shape[1]
         first = self.more["ends"][:, None] + (number - 2) * w
         new = first + torch.arange(w, device=first.device)
@@ -71,8 +71,8 @@ class Rounds(Graphs):
         return self.drafter.round(Rows(**vars(x), cache=self.cache, later=self.later))
 
     def reserve(self, state):
-        """Let the notes of a request have all the slots that it may need. While requests are paused there may
-        be none left. Then its keys lie apart from the graphs, whose pool must stay where it is."""
+        """Let the DraftState of a request have all the slots that it may need. While requests are paused
+        there may be none left. Then its keys lie apart from the graphs, whose pool must stay where it is."""
         if not self.cache.resize(state.blocks, self.size):
             state.cache = KVCache(self.drafter.config, 0, self.cache.k.dtype, self.cache.k.device)
 

@@ -8,7 +8,7 @@ of drafts k with the most expected tokens per second:
 T comes from a cost table (traces.CostTable) for the batch size B; k may be 0. alpha, the chance that a draft
 is accepted, is estimated from counts: a request's estimate is shrunk to the one over all requests, which is
 shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter that failed is tried
-again later. Prompt lookup costs nothing, so it runs in every round, whoever drafts. If a request decodes
+again later. Prompt lookup costs nothing, so it runs in every round, next to any drafter. If a request decodes
 alone, the tokens found are also verified next to another drafter's. SmartSpec sets one k for the batch; here
 each request chooses, as if all the batch chose like it. Only committed tokens decide, so rejection sampling
 stays exact.
@@ -80,7 +80,7 @@ class Adaptive(Drafter):
         # 3. Each drafter drafts for the requests that chose it.
         for name, some in asked.items():
             drafter = self.drafters[name]
-            # A drafter with an early stop ends a chain itself where it is unsure.
+            # A drafter with min_confidence ends a chain itself.
             ks = [limits[i] if drafter.min_confidence else k for i, k in some]
             drafts = drafter.propose([requests[i] for i, _ in some], ks)
             for (i, _), proposal in zip(some, drafts):

@@ -22,7 +22,7 @@ and their keys in the JSON file:
 
 Speed-ups of several requests are averaged in two ways (AVERAGES), and both are reported everywhere. By *total
 time*: plain decoding's seconds for all requests over the rung's. By *mean rate*, as in the paper: the mean of
-the requests' tokens/s over that of plain decoding, in which short and fast requests weigh more.
+the requests' tokens/s over plain decoding's tokens/s, in which short and fast requests weigh more.
 
 Glossary, code <-> paper: batch B; prompt_len P_r; n_out N; position p_r, output tokens that exist when a
 round starts; kv C, cached tokens of the whole batch; queries Q, tokens in a forward; proposed j, drafts of a
@@ -37,7 +37,8 @@ What differs from the paper, and why:
   keeps only the second of them.
 - Its batch is B copies of one request, and so is `batch` here. With linear costs, 1/B of that time, summed
   over requests, also bounds from below the time of a batch of at most B different requests. Observed batches
-  hold different requests: their modelled time is exact, their bounds are those of 1/B of a batch of copies.
+  hold different requests: their modelled time is exact, their bounds are 1/B of the bounds of a batch of
+  copies.
 
 The optimum and the free drafters are bounds for rounds of at most k_max drafts. At a *censored* position all
 drafts that the trace asked for were accepted, so longer rounds might gain more. Every cell reports the share

@@ -86,7 +86,7 @@ class Module(nn.Module):
 
 
 class Prism(TrainedDrafter):
-    """All arms of the family (see the top of this file)."""
+    """All variants of the family (see the top of this file)."""
     _init = gpt.GPT._init
 
     def __init__(self, config, target):
@@ -123,8 +123,8 @@ def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
 
 
 def copy_modules(prism, source):
-    """Start a drafter from one with fewer modules (or as many): the further ones begin as copies of the
-    last."""
+    """Start a drafter from one with fewer modules (or the same number): the further ones begin as copies of
+    the last."""
     if prism.fuse is not None:
         prism.fuse.load_state_dict(source.fuse.state_dict())
     for i, module in enumerate(prism.bank):
@@ -264,8 +264,9 @@ class PrismDrafter(Chained):
     EAGLE-2's dynamic trees. Every step opens the `width` new nodes of largest score and drafts `width`
     children of each; after `depth` steps the k nodes of largest score go to the target. A score is the log-
     probability of a path, with the target's noise in it under the rule `coupled`. All requests take a step in
-    one forward. A tree ends early like a chain: where the path to no new node is as probable as `stop`. A
-    row of the target costs less than a step, so nodes go to it that are a quarter as probable.
+    one forward. A tree ends early like a chain: where the path to no new node is as probable as
+    `min_confidence`. A row of the target costs less than a step, so nodes go to it that are a quarter as
+    probable.
     """
     uses_hidden_states = True
 

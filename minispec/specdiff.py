@@ -9,7 +9,7 @@ expected number of accepted drafts,
     J = sum_m c_m,    c_m = q_1(x_1) .. q_m(x_m)          x the target's tokens, q_j the marginal of slot j
 
 instead of agreement slot by slot. And because the marginals do not depend on the drafted tokens, K chains
-cost one forward like one chain does; the target judges their merged trie in one forward, too (verify.py has
+cost one forward like one chain does; the target verifies their merged trie in one forward, too (verify.py has
 the acceptance rules).
 
 Rows of a round: first the tokens committed since the last one, causal, whose keys stay in the drafter's cache
@@ -26,7 +26,7 @@ as in DSpark, 2607.05147) adds a low-rank term of that token to the slot's logit
     h_j + U V E[x_j-1]     in place of the state h_j of slot j; rank 0: the paper's drafter
 
 so slots are drawn one after the other, among the CANDIDATES likeliest tokens of each marginal, without
-another forward. Such a chain has a known q, and every rule judges it as it judges the marginals' chains.
+another forward. Such a chain has a known q, and every rule verifies it like the marginals' chains.
 
 A row guesses the token after its own, as the target does, whose weights the drafter starts from: t_n guesses
 slot 1 and gamma - 1 masks the others. The reading form joins the ideas of DFlash (2602.06036), a diffusion
@@ -107,7 +107,7 @@ class Drafter(TrainedDrafter):
         return body(self, self.rope, self.embed(tokens, features), positions, attend)
 
     def embed(self, tokens, features):
-        # An open slot has no token, but a vector of its own.
+        # An open slot has no token, but its own vector.
         x = self.target.embed(tokens.clamp(min=0))
         x = torch.where((tokens == MASK)[..., None], self.mask, x)
         if self.join is None:
@@ -129,7 +129,7 @@ def markov_head(c):
 
 def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), rank=0):
     """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
-    the mean of all tokens. Where it reads the target's states, these pass the projection as they are, and
+    the mean of all tokens. If it reads the target's states, these pass the projection as they are, and
     embeddings, small next to states in most models, are scaled to weigh as much."""
     shape = {**asdict(target.config), "n_layer": n_layer or target.config.n_layer}
     config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, feature_layers=feature_layers, rank=rank)
@@ -153,7 +153,7 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
 @torch.no_grad()
 def from_prism(prism, target, gamma, rank=0):
     """A drafter that starts as module 0 of a trained drafter of prism.py: its first slot is drafted as an
-    EAGLE head drafts it, but for a row more at the beginning of the text, and only the others are to be
+    EAGLE head drafts it, but for one more row at the beginning of the text, and only the others are to be
     learned. A layer comes behind the module's, which adds nothing yet: there, open slots can read what the
     row of t_n guesses."""
     module = prism.bank[0]
@@ -228,8 +228,8 @@ def markov_terms(drafter, tokens):
 
 
 def draw_windows(learn, n, generator):
-    """Where n windows of each text begin, (B, n): spread evenly over its tokens to learn (bool (B, S)) from
-    one random offset."""
+    """The first tokens of n windows of each text, (B, n): spread evenly over its tokens to learn (bool (B,
+    S)) from one random offset."""
     first = learn.int().argmax(1)
     count = learn.sum(1)
     u = (torch.rand(len(learn), 1, generator=generator) + torch.arange(n) / n) % 1
@@ -335,7 +335,7 @@ def distillation(drafter, batch, starts, windows, text, valid):
     # Every row of an answer is the first slot of a window.
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))                                          # (B, S)
     first = Divergence(logits(batch.hidden[to_learn]))(logits(text[to_learn])).mean()
-    # The others are those of the windows.
+    # The other rows belong to the windows.
     goal = at_places(batch.hidden, places_of(starts - 1, gamma))                          # (B, W, gamma, C)
     slots = Divergence(logits(goal))(logits(windows)) * valid                             # (B, W, gamma)
     mean = slots.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
@@ -521,7 +521,7 @@ class SpecDiffDrafter(Cached):
 
     def _cut(self, index, q):
         """The tokens of a chain of indices (n,) drawn from q (n, N), up to the first one that makes the
-        product of their probabilities less than `stop`; it stays, see Chained."""
+        product of their probabilities less than `min_confidence`; it stays, see Chained."""
         reach = q.gather(-1, index[:, None])[:, 0].cumprod(0)
         n = 1 + int((reach[:-1] >= self.min_confidence).sum())
         return self.draft_head.tokens(index[:n]).tolist()

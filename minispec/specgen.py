@@ -53,7 +53,7 @@ from minispec.core.verify import walk, warp
 
 SELECTIONS = ("ahead", "pillar", "window")
 SCHEDULES = ("unified", "lockstep")
-# Of the selection "ahead", see look_ahead.
+# Constants of the selection "ahead", see look_ahead.
 FADE = 0.6
 MEMORY = 0.5
 GROWTH = 16                                  # entries that a pool of selections grows by beyond its need
@@ -299,7 +299,7 @@ class DraftPool:
         keys.row = self.taken.index(None)
         self.taken[keys.row] = keys
         self._grow(len(self.taken), keys.n + self.room)
-        # Where each layer's and head's slots begin, of the cache seen as one table of rows (D,).
+        # The first slot of each layer and head, with the cache seen as one table of rows (D,).
         layers, groups, n_slots, _ = self.cache.k.shape
         heads = torch.arange(0, layers * groups * n_slots, n_slots, device=self.k.device)
         heads = heads.view(layers, groups, 1)

@@ -13,7 +13,7 @@ accept[name][i]: 1 + the number of accepted drafts in a round that starts when e
     first output token comes from the prompt.
 censored (optional): all drafts of this round were accepted, so the true value may be larger.
 offered (optional): drafts that the drafter had for this round (a lookup may find none). Without it, a drafter
-    has as many as it is asked for.
+    has the number that it is asked for.
 
 All drafters of a line ran on the same output.
 
@@ -217,7 +217,7 @@ class CostTable:
 
     def round(self, name, kv, drafts, batch=1):
         """One round in which drafter `name` proposes `drafts` tokens (k + 1,) for each request. 0 drafts cost
-        no drafting, nor do those of drafter None."""
+        no drafting, nor does a round of drafter None."""
         step = self.step(kv, batch * (1 + drafts), batch) + 0.0 * drafts
         return step if name is None else step + self.draft(name, kv, drafts, batch) * (drafts > 0)
 

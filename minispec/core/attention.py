@@ -247,8 +247,8 @@ def ungroup_rows(out, n):
 # -- trees of drafts -----------------------------------------------------------------------------------------
 
 def tree_mask(parents):
-    """bool (n + 1, n + 1), who sees whom: row 0 is the root, rows 1 .. n hang from rows `parents` (n,). A row
-    sees itself and its ancestors."""
+    """bool (n + 1, n + 1), which row sees which: row 0 is the root, rows 1 .. n hang from rows `parents`
+    (n,). A row sees itself and its ancestors."""
     sees = torch.eye(len(parents) + 1, dtype=torch.bool)
     for i, parent in enumerate(parents, 1):
         sees[i] |= sees[parent]

@@ -78,7 +78,7 @@ def most_frequent(answers, n, vocab_size):
     if not 0 < n < vocab_size:
         return None
     tokens = torch.tensor([token for answer in answers for token in answer], dtype=torch.long)
-    # Of those never seen, the first: byte-level BPE numbers its tokens from frequent to rare.
+    # Then the first tokens that never occur: byte-level BPE numbers its tokens from frequent to rare.
     counts = torch.bincount(tokens, minlength=vocab_size)
     return counts.argsort(descending=True, stable=True)[:n]
 

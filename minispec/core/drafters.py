@@ -1,9 +1,9 @@
 """Drafters that need no training of their own, and the base classes of all drafters.
 
     Drafter     what the engine asks of a drafter
-    Cached      has keys and values of its own; notes of every request
+    Cached      has its own keys and values; a DraftState for every request
     Chained     drafts token by token; on a GPU a round is one CUDA graph
-    NGram       copies from the text
+    NGram       prompt lookup
     SmallLM     a small model
 
 prism.py and specdiff.py have the drafters that are trained, adaptive.py one that asks others.
@@ -25,7 +25,7 @@ from minispec.core.verify import graft, warp
 from minispec.core.draft_head import DraftHead
 
 
-MIN_CONFIDENCE = 0.3    # what the early stop of chains is by default; see Chained
+MIN_CONFIDENCE = 0.3    # default min_confidence of chains; see Chained
 PAD_DRAFT = -1          # in the place of a draft
 
 
@@ -42,10 +42,10 @@ class Drafter:
     drafters = {}           # name -> the drafters that this one chooses among
 
     def propose(self, requests, limits):
-        """For every request (tokens, q): at most limits[i] draft tokens, and None, or, if rejection shall
-        judge them, the distributions (k, V) that they were drawn from. A tree has a third part, parents: the
-        row that each draft hangs from (verify.py). It may have a fourth: its chains, if rejection shall judge
-        it; and a fifth: the number of last drafts that are prompt-lookup tokens."""
+        """For every request (tokens, q): at most limits[i] draft tokens, and None, or, if rejection is
+        to verify them, the distributions (k, V) that they were drawn from. A tree has a third part, parents:
+        the row that each draft hangs from (verify.py). It may have a fourth: its chains, if rejection is to
+        verify it; and a fifth: the number of last drafts that are prompt-lookup tokens."""
         return [([], None)] * len(requests)
 
     def observe(self, request, features):
@@ -53,7 +53,7 @@ class Drafter:
         for good: of the feature_layers, then the final ones. Asked of drafters that read them."""
 
     def proposer(self, request):
-        """The name of who drafted for this request."""
+        """The name of the drafter that drafted for this request."""
         return self.name
 
     def release(self, request):
@@ -105,7 +105,7 @@ class DraftState:
 
 
 class Cached(Drafter):
-    """A drafter with keys and values of its own: notes of every request, and one function round(Rows) ->
+    """A drafter with its own keys and values: a DraftState for every request, and one function round(Rows) ->
     [tensors], a forward or several of them, which depends on nothing but its rows.
 
     config: of the cache; room: slots that a request may need more than its tokens."""
@@ -120,7 +120,7 @@ class Cached(Drafter):
         self.cache = KVCache(config, 0, target.dtype, target.device)     # of all requests; it grows
 
     def state_of(self, request):
-        """The notes of a request."""
+        """The DraftState of a request."""
         if request not in self.draft_states:
             self.draft_states[request] = state = DraftState(self.cache, self.room)
             if self.graphs:
@@ -160,8 +160,9 @@ class Chained(Cached):
     and step(number, x, states (N, C) or None) -> states (N, C), one forward of Rows x. width: rows of a
     request in every step but the first.
 
-    Early stop: a chain ends once the product of the drafter's probabilities of its drafts is below `stop`.
-    The draft that drops below `stop` is still verified: discarding it would bias the drafts away from q."""
+    Early end: a chain ends once the product of the drafter's probabilities of its drafts is below
+    `min_confidence`. The draft that drops below `min_confidence` is still verified: discarding it would bias
+    the drafts away from q."""
     depth = MAX_K                                        # the most steps
     min_confidence = MIN_CONFIDENCE
 
@@ -196,13 +197,13 @@ class Chained(Cached):
         return out
 
     def round(self, x):
-        """All steps of chains: the drafts (B, steps), NONE behind a chain that ended early, and, for
+        """All steps of chains: the drafts (B, steps), PAD_DRAFT after a chain that ended early, and, for
         rejection, the distributions (B, steps, V) that they were drawn from."""
         steps, settings = x.how
         # The first step reads all new rows of a request; its last one guesses.
         states = self.step(1, x, x.features)[x.more["last"]]
         tokens, qs = [], []
-        reach = states.new_ones(len(states), dtype=torch.float)      # of every request, see `stop`
+        reach = states.new_ones(len(states), dtype=torch.float)      # of every request, see min_confidence
         for number in range(1, steps + 1):
             ended = reach < x.more["min_confidence"]
             if x.ends_early and ended.all():
@@ -262,13 +263,13 @@ class NGram(Drafter):
         return [(self.lookup(r, limit), None) for r, limit in zip(requests, limits)]
 
     def lookup(self, request, n, more=()):
-        """What followed the last time that the text went like this: up to n tokens."""
+        """Up to n tokens that followed the most recent earlier occurrence of the text's end."""
         at = self.find(request, more) if n > 0 else None
         return [] if at is None else request.tokens[at:at + n]
 
     def find(self, request, more=()):
-        """The position of the first token to copy, to go on with what was committed and then `more`; None
-        where nothing matches."""
+        """The position of the first token that prompt lookup proposes after the committed tokens and then
+        `more`; None if nothing matches."""
         tokens = request.tokens
         # 1. Index what was committed since the last call. The n-grams that end at the very last token must
         #    wait, because they would find themselves.
@@ -290,8 +291,8 @@ class NGram(Drafter):
 
 
 def with_lookup(proposal, lookup):
-    """A proposal (see Drafter.propose) as a tree that a chain of copied tokens grows on, unless it is a tree
-    that rejection judges."""
+    """A proposal (see Drafter.propose) as a tree that a chain of prompt-lookup tokens grows on, unless it is
+    a tree that rejection verifies."""
     drafts, q, *tree = proposal
     if len(tree) > 1:
         return proposal
@@ -330,7 +331,7 @@ class SmallLM(Chained):
 
     def first_rows(self, request):
         """The tokens committed since the last round, at least the last one: its logits are needed. Accepted
-        drafts are fed once more, because a row more costs next to nothing."""
+        drafts are fed once more, because one more row costs next to nothing."""
         state = self.state_of(request)
         state.cached = min(state.cached, len(request.tokens) - 1)
         rows = state.rows(request.tokens[state.cached:])

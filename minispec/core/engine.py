@@ -69,7 +69,7 @@ class Engine:
         self.iterations = []                             # of each: rows by kind, the pool, seconds by phase
         self.judging = 0.0                               # seconds of this iteration in verify.py
         self.on_read = None                              # called with the number of prompt tokens just read
-        # On a GPU: Triton kernels, CUDA graphs of them, and a stream to judge on.
+        # On a GPU: Triton kernels, CUDA graphs of them, and a stream to verify on.
         self.fused = model.device.type == "cuda" and self.scheduler.fusable and can_fuse(model)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
         self.thread = self.side = None

@@ -5,8 +5,8 @@ something cheap guesses the next tokens (draft), the model checks all guesses in
 those that it would have written itself, and adds one token of its own. The text is the model's, token by
 token; only the number of forwards changes.
 
-All other files answer two questions about this loop: who drafts, and which keys may a query see? Batches,
-sampling, trees of drafts and timing are in engine.py and verify.py.
+All other files answer two questions about this loop: which drafter proposes, and which keys may a query see?
+Batches, sampling, trees of drafts and timing are in engine.py and verify.py.
 """
 import torch
 import torch.nn.functional as F

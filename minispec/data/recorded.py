@@ -1,9 +1,9 @@
 """Recorded answers, the training data of drafters: for every token of a text the target's hidden states, and
 for every token of an answer also the target's argmax and the token's log-probability.
 
-minispec/data/rollouts.py makes them, in a process of its own, which a training starts first. They lie in a
-folder of shards, DIR/train-0-128.safetensors and so on, which every arm, seed and number of prompts shares.
-Here they are read: the settings, a batch, and a run through all of them (`DrafterRun`).
+minispec/data/rollouts.py makes them, in a separate process, which a training starts first. They lie in a
+folder of shards, DIR/train-0-128.safetensors and so on, which every variant, seed and number of prompts
+shares. Here they are read: the settings, a batch, and a run through all of them (`DrafterRun`).
 """
 import os
 import subprocess

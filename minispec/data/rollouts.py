@@ -65,8 +65,8 @@ def procedural(split):
 
 
 def prompts_of(files, split, own):
-    """The prompts of a split, the files in turn; without files those of `own`, an iterator. A file's prompts
-    of several turns are cut to the first turn."""
+    """The prompts of a split, the files in turn; without files the prompts of `own`, an iterator. A file's
+    prompts of several turns are cut to the first turn."""
     sources = [[p.prompt for p in prompts.load_prompts(file)] for file in files] or [own]
     for text in itertools.chain.from_iterable(itertools.zip_longest(*sources)):
         if text is not None and tasks.is_heldout(text) == (split == "heldout"):

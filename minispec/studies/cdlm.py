@@ -57,7 +57,7 @@ def cdlm_curves(args, model, tokenizer):
 def compare(study, args, model, tokenizer, cells, n):
     """A row for each of `cells` (decoder, settings), on n problems a family. "ar" is the target, "teacher"
     and "student" are the shipped models, "dual" is the teacher with stale keys. "same": the share of answers
-    that are those of the first teacher."""
+    that equal the first teacher's."""
     folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
     folders["ar"] = args.model
     models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
@@ -88,7 +88,8 @@ def held_out(tokenizer, n):
 
 
 def answer(decoder, problems, tokenizer):
-    """Decode and judge: {"problems", "solved", "by_family", "steps", "tokens"}, and the answers."""
+    """Decode and check the answers: {"problems", "solved", "by_family", "steps", "tokens"}, and the
+    answers."""
     generations = decoder.generate(requests_of(problems, tokenizer, decoder.model, cdlm.GEN_LENGTH))
     right = [verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
     answers = [g.token_ids for g in generations]

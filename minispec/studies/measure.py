@@ -1,5 +1,5 @@
-"""Measure what bounds.py computes from: what a round costs, and what every drafter would get accepted at
-every position.
+"""Measure the inputs of bounds.py: the seconds of a round, and the drafts of every drafter that would be
+accepted at every position.
 
 Nothing here is a copy of the decoding loop. Costs are the engine's own clock (`Engine.iterations`) on rounds
 of a chosen shape; accept lengths come from the drafters themselves, which the engine asks at every position
@@ -81,8 +81,8 @@ def round_seconds(model, drafter, rows, context, drafts, repeats=1):
 
 def read_seconds(model, drafter, rows, context):
     """What the first round takes a drafter longer than the second, because it reads `context` tokens of each
-    of `rows` requests. The first time it does so, kernels for so many rows are compiled, which is no part of
-    the price."""
+    of `rows` requests. The first time it does so, kernels for this number of rows are compiled, which is no
+    part of the price."""
     for _ in range(2):
         first, second = _rounds(model, drafter, rows, context, [1, 1])
     return max(first["draft"] - second["draft"], 0.0)
@@ -285,12 +285,12 @@ def traces_of(drafters, model, texts, k_max):
     """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs: what each would
     get accepted by greedy verification at every position.
 
-    At position i a drafter knows the prompt and i output tokens, and is asked for k_max drafts, or as many as
-    there is room for; then the text goes on by one token, whatever was proposed.
+    At position i a drafter knows the prompt and i output tokens, and is asked for k_max drafts, or fewer if
+    there is less room; then the text goes on by one token, whatever was proposed.
     """
     out = [Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()]
     for name, drafter in tqdm(drafters.items(), desc="traces"):
-        drafter.min_confidence = 0.0                         # all drafts are judged
+        drafter.min_confidence = 0.0                         # all drafts are verified
         requests = [Request(prompt, len(output)) for prompt, output in texts.values()]
         engine = Forced(model, lambda e: Onlooker(e, drafter, k_max), 16)
         engine.answers = dict(zip(requests, (output for _, output in texts.values())))

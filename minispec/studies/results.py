@@ -40,7 +40,7 @@ SAME = "{identical:d} of {prompts}"
 def problems_of(tokenizer, n, data=None, first=0):
     """{workload: n problems, from the first-th on, or the last ones if there are fewer}.
 
-    The small model gets held-out problems of the families that it was trained on, and GSM8K if a data folder
+    The puzzle model gets held-out problems of the families that it was trained on, and GSM8K if a data folder
     is given. A real model gets Spec-Bench's blocks, GSM8K, HumanEval and rewriting tasks, each in random
     order; without a data folder questions, and two tasks about pages of a story that ships.
     """
@@ -102,7 +102,7 @@ def suitable(args, model, more=()):
 
 @dataclass
 class Run:
-    """One timed run: what is left of an engine when its cache and its graphs are gone."""
+    """One timed run: the results of an engine, without its cache and its graphs."""
     generations: list
     phases: dict            # seconds, prompts included; capturing a GPU's graphs, once a shape, is not
     tau: float
@@ -193,7 +193,7 @@ def interval(figure, *samples, draws=2000):
 # -- files -----------------------------------------------------------------------------------------
 
 def path(file):
-    """Where a file of results/ is."""
+    """The path of a file of results/."""
     return os.path.join(FOLDER, file)
 
 

@@ -58,7 +58,7 @@ QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
 
 
 def size(args, tokenizer):
-    """The small model is fast enough for the whole study."""
+    """The puzzle model is fast enough for the whole study."""
     if args.quick:
         return QUICK
     return SMALL if tokenizer.is_puzzle_model else REAL
@@ -317,7 +317,7 @@ def methods_table(rows):
     alone = [x for x in rows
              if x["batch"] == 1 and x["identical"] is not None and not x["workload"].startswith("mixed")]
     workloads = dict.fromkeys(x["workload"] for x in alone)
-    # For the small model GSM8K is left out of the mean: it never learned such text.
+    # For the puzzle model GSM8K is left out of the mean: it never learned such text.
     families = [w for w in workloads if w in tasks.FAMILIES] or workloads
     mixed = [x for x in rows
              if x["workload"].startswith("mixed") and (x["batch"] > 1 or x["temperature"])]

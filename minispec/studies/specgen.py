@@ -3,7 +3,7 @@
     serving      tokens/s and accepted drafts of requests with long contexts
     scheduler    the parts of the system, one after the other
 
-The small model continues chains of its family `trace`. A real model continues the story that ships, at
+The puzzle model continues chains of its family `trace`. A real model continues the story that ships, at
 contexts up to 4,000 tokens; or, with a data folder, chains of thought, which are longer.
 """
 import os
@@ -86,7 +86,7 @@ class Resumed(Admission):
 
 
 def resumed(name, model, args, batch, kept, **changes):
-    """An engine whose requests enter with what was kept of their prompts."""
+    """An engine whose requests enter with the kept part of their prompts."""
     engine = engine_of(name, model, args, batch, **changes)
     engine.admission = Resumed(engine, engine.admission.policy)
     engine.admission.kept = kept
@@ -183,8 +183,8 @@ SCHEDULER = {
 
 def scheduler(args, model, tokenizer):
     """The parts of SpecGen's system, one after the other, for requests that continue texts of different
-    lengths, in a cache of half of what they take. Nobody knows when an answer ends, so each may ask for the
-    room of the longest."""
+    lengths, in a cache of half the slots that they take. The end of an answer is not known beforehand, so
+    each may ask for the room of the longest."""
     shortest, longest = (tokens // (10 if args.quick else 1) for tokens in LENGTHS)
     lengths = [shortest + i * (longest - shortest) // (REQUESTS - 1) for i in range(REQUESTS)]
     random.Random(0).shuffle(lengths)

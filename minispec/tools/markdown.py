@@ -8,7 +8,7 @@ def table(rows, columns):
 
 
 def texts(rows, heads=()):
-    """The table of dicts {head: text of the cell}, with these columns, or those of the longest row."""
+    """The table of dicts {head: text of the cell}, with these columns, or the columns of the longest row."""
     heads = heads or max(rows, key=len)
     lines = [[shown(row.get(head, "")) for head in heads] for row in rows]
     return join([map(shown, heads), ["---"] * len(heads), *lines])

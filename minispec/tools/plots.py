@@ -16,7 +16,7 @@ STYLE = {
 
 def draw(figures, found, prefix):
     """Draw the figures {file: {name: function}} of {file: what it holds}, as SVG files whose names begin with
-    `prefix`; where there is no matplotlib, a line says so."""
+    `prefix`; without matplotlib, a line says so."""
     if not find_spec("matplotlib"):
         print("no matplotlib, so no figures (pip install matplotlib)")
         return
@@ -36,7 +36,7 @@ def draw(figures, found, prefix):
 
 
 def lines(axes, rows, x, y, style=".-"):
-    """Rows (name of a line, x, y), a line for each name. x, y: what the axes are called."""
+    """Rows (name of a line, x, y), a line for each name. x, y: the labels of the axes."""
     points = defaultdict(list)
     for name, *point in rows:
         points[name].append(point)

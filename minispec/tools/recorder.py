@@ -9,8 +9,8 @@ A round is requests.Step and
     path, token       the rows of the accepted drafts, and the token that follows them
     rows              for each row {token: [p, q, score]} of the tokens with the largest p, q or score, and of
                       drafts that hang from it. The target's choice has the largest score: p / noise, at
-                      temperature 0 the logit. q is -1 where it is unknown: in rows behind copies, behind all
-                      chains but the first, and in trees behind the first row
+                      temperature 0 the logit. q is -1 where it is unknown: in rows after prompt lookup,
+                      after all chains but the first, and in trees after the first row
     coins             of rejection, one a draft and one for `token`; None under the other rules
     cached            tokens in the cache before the round
     selected          SpecGen: selected positions in each part of the context, summed over `heads`; each head
@@ -92,7 +92,7 @@ class Recorder:
             self.q.update(zip(requests, drafter.draft_head.whole(q)))
 
         def drafted(*args):
-            # Draft step i has row i of a chain; of a tree, which has many rows, keep the first step.
+            # Draft step i has row i of a chain; a tree has many rows, so keep its first step.
             if guesses:
                 take(asked, torch.cat(guesses[:1] if drafter.width > 1 else guesses, 1))
             asked.clear()
@@ -101,7 +101,7 @@ class Recorder:
         listen(drafter, "first_rows", lambda rows, request: asked.append(request) if rows else None)
         listen(drafter, "guess", lambda guess, *args: guesses.append(guess[0]))
         listen(drafter, "run_round", drafted)
-        # SpecDiff: of K chains the first.
+        # SpecDiff: the first of K chains.
         listen(drafter, "_draw", lambda drawn, request, *args: take([request], drawn[1][None, :, 0]))
 
     def drafted_sparsely(self, _, segments, logits):
@@ -193,5 +193,5 @@ class Recorder:
 
 
 def probabilities(logits, request):
-    """As the request samples; of a greedy one the softmax, because its point mass would show nothing."""
+    """As the request samples; the softmax if it is greedy, because a point mass would show nothing."""
     return warp(logits, request.sampling if request.sampling.temperature else Sampling(1.0))

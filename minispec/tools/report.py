@@ -32,7 +32,7 @@ def figures(args, tokenizer, engine, problems, generations, first_token):
 
 def compare(result, plain, model, sampling):
     """Add to the figures of a run how much faster it was than the plain loop, whose figures are `plain`, and
-    whether answers are identical, which those of rejection sampling are not."""
+    whether answers are identical (under rejection sampling they are not)."""
     rates = {"speedup": "decode_tokens_per_second", "speedup_end_to_end": "tokens_per_second"}
     for speedup, name in rates.items():
         result["ar_" + name] = plain[name]

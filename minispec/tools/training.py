@@ -176,8 +176,8 @@ class Optimizer:
     """AdamW, and with `muon` Muon for all matrices but embedding and head, used like one optimiser. Gradients
     are clipped to norm 1.
 
-    Muon learns more from as many tokens, but its products are in bf16. On a processor that cannot multiply
-    that they take longer than all the rest of a drafter's step."""
+    Muon learns more from the same number of tokens, but its products are in bf16. On a processor that cannot
+    multiply that they take longer than all the rest of a drafter's step."""
 
     def __init__(self, model, muon=False):
         self.parameters = list(model.parameters())
@@ -205,14 +205,14 @@ class Optimizer:
 class Run:
     """One training in a folder: which steps are missing, what is shown and logged, and its checkpoints. If
     the folder has a resume.pt, the weights and the optimiser's state are loaded from it at once. ValueError
-    where it is damaged or another run's."""
+    if it is damaged or another run's."""
     args: Namespace
     folder: str
     model: torch.nn.Module
     n_steps: int
     lr: float                         # at the peak
     muon: bool = False
-    minutes: float = None             # of all steps; None: as many as they take
+    minutes: float = None             # of all steps; None: no limit
     step = 0                          # the one at work; before the first one, how many earlier runs did
     last = False                      # whether it is the last one, because of its number or the time
 
