@@ -1,4 +1,4 @@
-"""The decoder layer on the kernels: twelve launches where torch's operators take thirty.
+"""The decoder layer on the kernels: ten launches where torch's operators take thirty.
 
     add_rms_norm        x + delta, and its RMSNorm, in one pass
     (qkv)               cuBLAS, as are all matrices
@@ -6,19 +6,22 @@
     attention           and the merge of split lists (attention.py); scores where they are asked for
     (out)
     add_rms_norm
-    (gate_up, silu, product, down)      its sum with x is the next layer's first kernel
+    (gate_up)
+    silu_mul            silu(gate) * up
+    (down)              its sum with x is the next layer's first kernel
 
 A step of a small model is bound by launches and by the memory traffic between them, not by arithmetic: each
-of the two small kernels reads its input once and writes its result once. Sums are made in fp32 and rounded
+of the three small kernels reads its input once and writes its result once. Sums are made in fp32 and rounded
 where torch's operators round. `decode` is gpt.GPT's body made of them, for the blocks of a target or of a
 drafter.
 """
 import torch
-import torch.nn.functional as F
 
 from . import jit, tl
 from .attention import attention
 from .scores import scores
+
+BLOCK = 1024                            # numbers of a row that a program of silu_mul takes
 
 
 @jit
@@ -75,6 +78,19 @@ def rope_and_store_kernel(p_qkv, p_q_weight, p_k_weight, p_cos, p_sin, p_positio
         tl.store(p_k + (i_head - n_q).to(tl.int64) * s_kv + i_slot * D + o_d, b_x)
 
 
+@jit
+def silu_mul_kernel(p_gate_up, p_out, width, BLOCK: tl.constexpr):
+    """Grid (N, blocks of the width)."""
+    i_row = tl.program_id(0).to(tl.int64)
+    o_f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = o_f < width
+    p_gate_up += i_row * 2 * width + o_f
+    b_gate = tl.load(p_gate_up, mask=inside, other=0.0).to(tl.float32)
+    b_up = tl.load(p_gate_up + width, mask=inside, other=0.0)
+    b_gate = (b_gate * tl.sigmoid(b_gate)).to(b_up.dtype)
+    tl.store(p_out + i_row * width + o_f, b_gate * b_up, mask=inside)
+
+
 # -- the host's part -----------------------------------------------------------------------------------------
 
 def norm_settings(width):
@@ -104,14 +120,22 @@ def rope_and_store(qkv, block, rope, positions, new, keys, values):
     return q
 
 
+def silu_mul(gate_up):
+    """silu(gate) * up of rows (N, 2 F), the gates first -> (N, F)."""
+    n, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(n, width)
+    silu_mul_kernel[(n, -(-width // BLOCK))](gate_up, out, width, BLOCK=BLOCK)
+    return out
+
+
 # -- a forward -----------------------------------------------------------------------------------------------
 
 def decode(blocks, norm, rope, h, x, cache, feature_layers=()):
     """gpt.body on the kernels: rows h (N, C) of a batch x (graphs.Inputs) through blocks and their last norm.
 
     Writes the rows' keys and values into the cache. Returns hidden (N, C), with feature_layers as gpt.body.
-    It is captured in a CUDA graph (graphs.py), so nothing in here may wait for the device or depend on
-    anything but the contents of tensors."""
+    Nothing in here may wait for the device or depend on anything but the contents of tensors, because it is
+    captured in a CUDA graph (graphs.py)."""
     delta = torch.zeros_like(h)
     features = []
     for layer, block in enumerate(blocks):
@@ -124,8 +148,7 @@ def decode(blocks, norm, rope, h, x, cache, feature_layers=()):
             scores(q, keys, lse, x.slots, x.plan, x.which, x.scores[layer])
         # Feed-forward.
         h, normed = add_rms_norm(h, block.out(out.flatten(1)), block.norm2)
-        gate, up = block.gate_up(normed).chunk(2, dim=-1)
-        delta = block.down(F.silu(gate) * up)
+        delta = block.down(silu_mul(block.gate_up(normed)))
         if layer in feature_layers:
             features.append(add_rms_norm(h, delta, norm)[1])
     hidden = add_rms_norm(h, delta, norm)[1]

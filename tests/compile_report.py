@@ -32,7 +32,7 @@ GROUPS = (1, 4)
 HEADS = (32, 64, 128, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}           # fp16 takes the same path as bf16
 GROUPED = ("packed_attention", "merge_parts", "pillar_scores")
-KERNELS = (*GROUPED, "add_rms_norm", "rope_and_store")
+KERNELS = (*GROUPED, "add_rms_norm", "rope_and_store", "silu_mul")
 
 # Of each architecture, from the CUDA programming guide's table of compute capabilities: the most shared
 # memory that a block may have and what a multiprocessor has, in KB, and the most threads and blocks of a
@@ -50,7 +50,8 @@ def variants(dtype, group, d):
             "merge_parts": (attention.merge_parts, dict(**shape, M=attention.SMALL)),
             "pillar_scores": (scores.pillar_scores, {**shape, **scores.settings(dtype, d)}),
             "add_rms_norm": (fused.add_rms_norm_kernel, fused.norm_settings(32 * d)),
-            "rope_and_store": (fused.rope_and_store_kernel, dict(D=d, NORM=True, num_warps=1))}
+            "rope_and_store": (fused.rope_and_store_kernel, dict(D=d, NORM=True, num_warps=1)),
+            "silu_mul": (fused.silu_mul_kernel, dict(BLOCK=fused.BLOCK))}
 
 
 def signature(kernel, dtype, constants):

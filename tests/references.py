@@ -75,6 +75,12 @@ def rope_and_store(qkv, block, rope, positions, new, keys, values):
     return q
 
 
+def silu_mul(gate_up):
+    side_by_side(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class Recorded:
     """A graph's stand-in where there is no CUDA: replaying calls the function again, which knows the static
     inputs only."""

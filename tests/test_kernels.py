@@ -145,9 +145,9 @@ def check_trees(g=2, d=64):
 
 
 @torch.no_grad()
-def check_fused(qk_norm, n, width, d):
+def check_fused(qk_norm, n, width, d_ff, d):
     """The small kernels of a layer against torch's operators, on sizes that fill no block."""
-    model = toy_model(head_dim=d, d_model=width, qk_norm=qk_norm)
+    model = toy_model(head_dim=d, d_model=width, d_ff=d_ff, qk_norm=qk_norm)
     block, c = model.blocks[0], model.config
     for p in model.parameters():
         p.data += 0.1 * torch.rand_like(p)
@@ -155,6 +155,8 @@ def check_fused(qk_norm, n, width, d):
     args = x, delta, block.norm1
     for got, want in zip(fused.add_rms_norm(*args), references.add_rms_norm(*args)):
         close(got, want, 1e-5)
+    gate_up = 3 * torch.randn(n, 2 * d_ff)
+    close(fused.silu_mul(gate_up), references.silu_mul(gate_up), 1e-5)
     qkv, new = torch.randn(n, (c.n_head + 2 * c.n_kv_head) * d), torch.randperm(60)[:n]
     args = qkv, block, model.rope, torch.randint(0, 500, (n,)), new
     pools = torch.zeros(4, c.n_kv_head, 60, d)
@@ -202,7 +204,7 @@ CHECKS |= {
     "trees": check_trees,
 }
 CHECKS |= {f"fused {shape}": lambda shape=shape: check_fused(*shape)
-           for shape in ((False, 5, 36, 16), (True, 1, 300, 32))}
+           for shape in ((False, 5, 36, 70, 16), (True, 1, 300, 1030, 32))}
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,8 @@
 """The decoding loop. Every iteration is the same three steps:
 
-    schedule which rows does each request feed, and which keys may they see?      -> [Segment]
-    forward  one packed pass of the target over all rows of all requests          -> logits
-    commit   verify the drafts, append tokens, roll back                          -> [(request, tokens)]
+    schedule  which rows does each request feed, and which keys may they see?      -> [Segment]
+    forward   one packed pass of the target over all rows of all requests          -> logits
+    commit    verify the drafts, append tokens, roll back                          -> [(request, tokens)]
 
 To follow a request, read `Engine.stream` and `_iterate`, then in this order:
 
@@ -11,7 +11,8 @@ To follow a request, read `Engine.stream` and `_iterate`, then in this order:
     3. `scheduler.schedule` makes its next Segment: the last committed token and the drafts that follow it.
     4. `forward` packs the rows of all segments; each keys object stores and reads the cache (attention.py).
     5. `commit` asks verify.py which drafts are accepted, and `Request.commit` appends them and one more
-    token. 6. `retire` frees its blocks when it is finished.
+       token.
+    6. `retire` frees its blocks when it is finished.
 
 The engine does steps 1, 2, 4, 5 and 6. The scheduler is the method: `SyncScheduler` lets a drafter (n-gram,
 small model, ...) propose and verifies every request in every iteration; without a drafter it is plain
