@@ -199,7 +199,7 @@ def test_mask_rates_cover_the_interval_evenly():
 
 def test_student_learns_the_trajectories_in_a_third_of_the_steps():                # 16
     torch.manual_seed(0)
-    prompts, length, steps = [torch.randint(0, 60, (6,)).tolist() for _ in range(8)], 16, 160
+    prompts, length, steps = [torch.randint(0, 60, (6,)).tolist() for _ in range(8)], 16, 120
     teacher = toy_model(n_layer=3)
     with torch.no_grad():
         teacher.embed.weight[MASK] *= 0.01
