@@ -410,7 +410,7 @@ def test_recorded_texts_are_those_of_reading(folder):
     args = argparse.Namespace(max_new_tokens=12, temperature=None)
     tokenizer = Tokenizer.load(folder / "target")
     asked = [tokenizer.prompt_ids("word " * n) for n in (1, 3, 40, 7)]
-    for i, text in enumerate(rollouts.answers(args, target, tokenizer, asked, 0)):
+    for i, text in enumerate(rollouts.answers(args, rollouts.recording(target), tokenizer, asked, 0)):
         ids, n, temperature = text["ids"].tolist(), len(asked[i]), rollouts.TEMPERATURES[i]
         want = rollouts.read(target, asked[i], ids[n:], temperature)
         assert ids[:n] == asked[i] and len(ids) > n
@@ -450,7 +450,7 @@ def test_a_greedy_answer_ends_where_it_loops(folder):
     tokenizer = Tokenizer.load(folder / "target")
     prompt = tokenizer.prompt_ids("word")
     args = argparse.Namespace(max_new_tokens=200, temperature=0)
-    [greedy] = rollouts.answers(args, target, tokenizer, [prompt], 0)
+    [greedy] = rollouts.answers(args, rollouts.recording(target), tokenizer, [prompt], 0)
     ids = greedy["ids"][len(prompt) :].tolist()
     assert len(ids) < 200 and loops(ids) and not loops(ids[:-1])
 

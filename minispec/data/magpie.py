@@ -34,10 +34,11 @@ def written(target, tokenizer, folder):
     """The target's prompts, one by one and without end: from the shards of `folder`, else written now. Turns
     that do not end, are empty or repeat an earlier one are left out. ValueError where no turn ever ends."""
     seen = {""}
+    engine = Engine(target, SyncScheduler, TOGETHER)
     for shard in itertools.count():
         file = os.path.join(folder, f"own-{shard:05d}.json")
         if not os.path.exists(file):
-            write_json(file, _write(target, tokenizer, range(shard * TURNS, (shard + 1) * TURNS)))
+            write_json(file, _write(engine, tokenizer, range(shard * TURNS, (shard + 1) * TURNS)))
         new = [text for text in dict.fromkeys(read_json(file)) if text not in seen]
         if not new:
             raise ValueError(f"of {TURNS} turns that the target wrote for a user none is a new prompt; "
@@ -46,11 +47,11 @@ def written(target, tokenizer, folder):
         yield from new
 
 
-def _write(target, tokenizer, seeds):
+def _write(engine, tokenizer, seeds):
     """The turns of these seeds that end, as text."""
     before, end = opening(tokenizer)
     stops = [end, *tokenizer.ends]
-    room = min(LONGEST, target.config.block_size - len(before))
+    room = min(LONGEST, engine.model.config.block_size - len(before))
     requests = [Request(before, room, Sampling(1.0, seed=seed), stops) for seed in seeds]
-    turns = [g.token_ids for g in Engine(target, SyncScheduler, TOGETHER).generate(requests)]
+    turns = [g.token_ids for g in engine.generate(requests)]
     return [tokenizer.decode(turn[:-1]).strip() for turn in turns if turn[-1] == end]

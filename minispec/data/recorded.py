@@ -1,5 +1,6 @@
 """Recorded answers, the training data of drafters: for every token of a text the target's hidden states, and
-for every token of an answer also the target's argmax and the token's log-probability.
+for every token of an answer also the target's argmax and the token's log-probability. A GPU computes all of
+these again faster than a disk reads them (3.5 KB a token of SmolLM2), so its shards hold the tokens alone.
 
 minispec/data/rollouts.py makes them, in a separate process, which a training starts first. They lie in a
 folder of shards, DIR/train-0-128.safetensors and so on, which every variant, seed and number of prompts
@@ -17,12 +18,15 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from minispec import SHIPPED
-from minispec.core.verify import Sampling
-from minispec.core.draft_head import DRAFT_VOCAB, most_frequent
+from minispec.core.draft_head import DRAFT_VOCAB, feature_layers_of, most_frequent
+from minispec.core.gpt import dense_attend
+from minispec.core.verify import LEAST_TEMPERATURE, Sampling, argmax
 from minispec.tools import checkpoints, training
 from minispec.tools.files import naming, read_rows, read_tensors
 
+OWN = "own"                 # among prompt files: the prompts that the target writes itself
 LONGEST = 1536              # tokens of a training text; longer ones are cut
+LOGITS = 4096               # rows whose logits are computed at a time
 ROUND = 16                  # padded lengths are a multiple of this, so that few shapes occur
 # The settings of `add_answers`, which a training hands on.
 OF_ANSWERS = ("target", "prompt_file", "prompts", "given", "given_answers", "heldout", "temperature",
@@ -37,7 +41,7 @@ def add_answers(parser):
     add("--target", default=SHIPPED, metavar="MODEL",
         help="the model that answers: a folder, a GGUF file, or smollm2 (default %(default)s)")
     add("--prompt-file", metavar="FILE", nargs="+", default=[],
-        help="JSON lines of prompts to answer (default: prompts that the target writes itself)")
+        help="JSON lines of prompts to answer; own: prompts that the target writes itself (default own)")
     add("--prompts", type=int, default=4000,
         help="number of training prompts; fewer are a prefix of more (default %(default)s)")
     add("--given", metavar="FILE",
@@ -74,7 +78,8 @@ def parsed(parser):
     # Mistakes show here, before the work.
     Sampling(args.temperature or 0)
     for file in filter(None, [*args.prompt_file, args.given]):
-        read_rows(file)
+        if file != OWN:
+            read_rows(file)
     return args
 
 
@@ -94,28 +99,66 @@ class Batch(NamedTuple):
         return torch.cat([self.lower, self.hidden], -1) if config.feature_layers else self.hidden
 
 
-def padded(texts, device="cpu"):
-    """The Batch of texts {field: tensor (S, ..)}."""
+def padded(texts, device="cpu", target=None):
+    """The Batch of texts {field: tensor (S, ..)}. Where some have no states, the target reads them now."""
+    fields = Batch._fields
+    read = all("hidden" in text for text in texts)
     columns = {}
-    for name in Batch._fields:
+    for name in fields if read else ("ids", "learn"):
         column = pad_sequence([text[name] for text in texts], batch_first=True)
         more = -column.shape[1] % ROUND
         column = F.pad(column, [0, 0] * (column.ndim - 2) + [0, more]).to(device)
         columns[name] = column.float() if name in ("lower", "hidden") else column
+    if not read:
+        temperature = torch.stack([text["temperature"] for text in texts]).to(device)
+        columns |= {name: x.float() if name in ("lower", "hidden") else x
+                    for name, x in states(target, **columns, temperature=temperature).items()}
     return Batch(**columns)
+
+
+@torch.no_grad()
+def states(target, ids, learn, temperature):
+    """The other fields of a Batch, from a forward of the target over texts ids (..., S) whose answers were
+    sampled at temperature (...)."""
+    positions = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
+    features = target(ids, positions, dense_attend(), feature_layers_of(target.config))
+    return known(target, ids, learn, features, temperature)
+
+
+@torch.no_grad()
+def known(target, ids, learn, features, temperature):
+    """The same from features (..., S, (F + 1) * C) that a forward has already computed. At temperature 0 the
+    target is a point mass, and log_p is 0."""
+    width = target.config.d_model
+    # The rows in front of the answer's tokens guess them.
+    guesses = F.pad(learn[..., 1:], (0, 1))
+    hidden = features[guesses][:, -width:]
+    tokens = ids.roll(-1, -1)[guesses]
+    heat = temperature[..., None].expand(ids.shape)[guesses]
+    best, log_p = [], []
+    for some, token, t in zip(*(x.split(LOGITS) for x in (hidden, tokens, heat))):
+        logits = target.logits(some).float()
+        best.append(argmax(logits))
+        loss = F.cross_entropy(logits / t.clamp(min=LEAST_TEMPERATURE)[:, None], token, reduction="none")
+        log_p.append(-loss.where(t > 0, 0.0))
+    out = {"best": torch.zeros_like(ids), "log_p": torch.zeros(ids.shape, device=ids.device)}
+    if best:
+        out["best"][guesses] = torch.cat(best)
+        out["log_p"][guesses] = torch.cat(log_p)
+    # A probability stands at its token, a guess in front of it.
+    out["log_p"] = F.pad(out["log_p"][..., :-1], (1, 0))
+    return {**out, "lower": features[..., :-width], "hidden": features[..., -width:]}
 
 
 def texts_of(file, least=0):
     """The texts of a shard that have more than `least` tokens of an answer. ValueError names a damaged file.
     """
-    tensors = read_tensors(file)
-    texts = []
+    texts = {}
     with naming(file):
-        for i in range(sum(name.endswith(".ids") for name in tensors)):
-            text = {name: tensors[f"{i}.{name}"] for name in Batch._fields}
-            if text["learn"].sum() > least:
-                texts.append(text)
-    return texts
+        for name, x in read_tensors(file).items():
+            number, field = name.split(".")
+            texts.setdefault(int(number), {})[field] = x
+        return [text for _, text in sorted(texts.items()) if text["learn"].sum() > least]
 
 
 def record(args):
@@ -178,7 +221,7 @@ class DrafterRun(training.Run):
         for step in self.steps():
             numbers, self.tokens = self.plan[step]
             self.used = self.tokens / self.plan[-1][1]
-            yield step, padded([self.texts[i] for i in numbers], self.args.device)
+            yield step, padded([self.texts[i] for i in numbers], self.args.device, self.model.target)
 
     @torch.no_grad()
     def heldout_mean(self, estimate):
@@ -187,6 +230,6 @@ class DrafterRun(training.Run):
         for i in range(0, len(self.heldout), 4):
             some = self.heldout[i:i + 4]
             with training.bf16(self.args.device):
-                means = estimate(padded(some, self.args.device))
+                means = estimate(padded(some, self.args.device, self.model.target))
             total.update({name: x * len(some) / len(self.heldout) for name, x in means.items()})
         return total

@@ -8,14 +8,13 @@ goes on where it was:
     own-00000.json             prompts that the target wrote itself (magpie.py)
     train-0-128.safetensors    answers to 128 prompts: the ids of each text, and for every token the target's
                                final hidden state and those of two lower layers; for the answer's tokens its
-                               argmax, and the token's log-probability
+                               argmax, and the token's log-probability. On a GPU the ids alone, of 1024
     heldout-0-40.safetensors   the same of held-out prompts, which no training reads
     given-0-128.safetensors    the same of answers that others wrote (--given)
 
 Nothing is decoded to text and read back, and the end of text stays where it was chosen. A greedy answer ends
 where it starts to loop. The trainings of drafters run this command first; data/recorded.py reads the shards.
 """
-import gc
 import itertools
 import os
 import sys
@@ -23,19 +22,17 @@ import time
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from minispec.core.gpt import dense_attend
 from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
-from minispec.core.verify import Sampling, argmax
+from minispec.core.verify import Sampling
 from minispec.core.draft_head import feature_layers_of
 from minispec.data import magpie, prompts, tasks
 from minispec.data.loops import loops
-from minispec.data.recorded import LONGEST, add_answers, parsed
+from minispec.data.recorded import LONGEST, OWN, add_answers, known, parsed, states
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, training
 from minispec.tools.files import opened, replaced
@@ -51,6 +48,8 @@ def parse_args():
     p.add_argument("--out", required=True, metavar="DIR", help="folder of the answers")
     p.add_argument("--minutes", type=float,
                    help="minutes for all answers; the first shard is always made (default: no limit)")
+    p.add_argument("--part", default="0/1", metavar="I/N",
+                   help="write every N-th shard alone, from number I on: N processes share the work")
     add_device(p)
     return parsed(p)
 
@@ -65,9 +64,10 @@ def procedural(split):
 
 
 def prompts_of(files, split, own):
-    """The prompts of a split, the files in turn; without files the prompts of `own`, an iterator. A file's
-    prompts of several turns are cut to the first turn."""
-    sources = [[p.prompt for p in prompts.load_prompts(file)] for file in files] or [own]
+    """The prompts of a split, the files in turn; "own", or no file, is the iterator `own`. A file's prompts
+    of several turns are cut to the first turn."""
+    sources = [own if file == OWN else [p.prompt for p in prompts.load_prompts(file)]
+               for file in files or [OWN]]
     for text in itertools.chain.from_iterable(itertools.zip_longest(*sources)):
         if text is not None and tasks.is_heldout(text) == (split == "heldout"):
             yield text
@@ -85,36 +85,19 @@ def fitting(texts, tokenizer, context, left_out):
 
 # -- a text and the target's states -------------------------------------------------------------------------
 
-@torch.inference_mode()
-def read(target, prompt, answer, temperature):
-    """A text, cut to LONGEST tokens, as the fields of a Batch: the target reads it in one forward."""
-    ids = torch.tensor(prompt + answer, device=target.device)[:LONGEST]
-    positions = torch.arange(len(ids), device=target.device)
-    layers = feature_layers_of(target.config)
-    features = target(ids[None], positions[None], dense_attend(), layers)[0]
-    return known(target, ids, len(prompt), features, temperature)
-
-
-@torch.inference_mode()
-def known(target, ids, n_prompt, features, temperature):
-    """The fields of a Batch, of one text: ids (n,), the first n_prompt of them the prompt's, and features (n,
-    (F + 1) * C) of each. log_p: of each token of the answer at this temperature; of a point mass, at 0, it is
-    0."""
-    width = target.config.d_model
-    # The rows in front of the answer's tokens guess them.
-    first = max(n_prompt - 1, 0)
-    logits = target.logits(features[first:-1, -width:]).float()
-    log_p = torch.zeros(len(ids), device=ids.device)
-    best = torch.zeros_like(ids)
-    if len(logits):
-        best[first:-1] = argmax(logits)
-        if temperature:
-            log_p[first + 1:] = -F.cross_entropy(logits / temperature, ids[first + 1:], reduction="none")
-    learn = torch.arange(len(ids), device=ids.device) >= n_prompt
-    features = features.bfloat16()
-    text = {"ids": ids, "learn": learn, "log_p": log_p, "best": best,
-            "lower": features[:, :-width], "hidden": features[:, -width:]}
-    return {name: x.cpu().contiguous() for name, x in text.items()}
+def read(target, prompt, answer, temperature, features=None):
+    """A text, cut to LONGEST tokens, as the fields of a Batch. features (n, (F + 1) * C) of its tokens:
+    without them the target reads the text, but on a GPU each training step reads its texts again."""
+    ids = torch.tensor((prompt + answer)[:LONGEST], device=target.device)
+    learn = torch.arange(len(ids), device=ids.device) >= len(prompt)
+    temperature = torch.tensor(float(temperature), device=ids.device)
+    text = {"ids": ids, "learn": learn, "temperature": temperature}
+    if features is not None:
+        text |= known(target, ids, learn, features, temperature)
+    elif not ids.is_cuda:
+        text |= {name: x[0] for name, x in states(target, ids[None], learn[None], temperature[None]).items()}
+    return {name: (x.bfloat16() if name in ("lower", "hidden") else x).cpu().contiguous()
+            for name, x in text.items()}
 
 
 class Recorder(Drafter):
@@ -128,53 +111,61 @@ class Recorder(Drafter):
     def observe(self, request, features):
         self.rows.setdefault(request, []).append(features.clone())
 
-    def text(self, target, request):
-        """The fields of a Batch. No forward has read the last token, and nobody needs its states."""
+    def features(self, request):
+        """Of all tokens (n, (F + 1) * C). No forward has read the last one, and nobody needs its states."""
         features = torch.cat(self.rows.pop(request))
-        features = torch.cat([features, features.new_zeros(1, features.shape[1])])[:LONGEST]
-        ids = torch.tensor(request.tokens[:LONGEST], device=target.device)
-        n_prompt = len(request.generation.prompt_ids)
-        return known(target, ids, n_prompt, features, request.sampling.temperature)
+        return torch.cat([features, features.new_zeros(1, features.shape[1])])[:LONGEST]
 
 
 # -- shards --------------------------------------------------------------------------------------------------
 
-def answer(args, target, tokenizer, split, n):
-    """Yields the files of the target's answers to n prompts, or to fewer, where the minutes are over."""
+def answer(args, engine, tokenizer, split, n):
+    """Yields the files of the target's answers to n prompts, or to fewer, where the minutes are over. Of
+    --part I/N only every N-th file is written."""
+    target = engine.model
     over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     own = procedural(split) if tokenizer.is_puzzle_model else magpie.written(target, tokenizer, args.out)
     context, left_out = target.config.block_size, []
     asked = fitting(prompts_of(args.prompt_file, split, own), tokenizer, context, left_out)
-    for start in tqdm(range(0, n, SHARD), desc=f"{split} answers", unit="shard"):
-        end = min(start + SHARD, n)
+    size = SHARD if target.device.type == "cpu" else 8 * SHARD
+    part, parts = map(int, args.part.split("/"))
+    for number, start in enumerate(tqdm(range(0, n, size), desc=f"{split} answers", unit="shard")):
+        end = min(start + size, n)
         file = f"{args.out}/{split}-{start}-{end}.safetensors"
         if start and time.time() > over and not os.path.exists(file):
             break
         ids = list(itertools.islice(asked, end - start))
-        yield shard(file, ids, answers(args, target, tokenizer, ids, start))
+        if number % parts == part:
+            yield shard(file, ids, answers(args, engine, tokenizer, ids, start))
     if left_out:
         print(f"{len(left_out)} {split} prompts are longer than the context of {context} tokens and left out",
               file=sys.stderr)
 
 
-def answers(args, target, tokenizer, asked, first):
+def recording(target):
+    """An engine that decodes for `answers`. Its forwards also yield the states; on a GPU these are not kept.
+    """
+    if target.device.type == "cuda":
+        return Engine(target, SyncScheduler, 4 * magpie.TOGETHER)
+    return Engine(target, partial(SyncScheduler, drafter=Recorder(target), k=1), magpie.TOGETHER)
+
+
+def answers(args, engine, tokenizer, asked, first):
     """The texts of the target's answers to prompts number `first` and following. A prompt's number is the
     seed of its answer."""
+    target, recorder = engine.model, engine.scheduler.drafter
     requests = []
     for i, ids in enumerate(asked, first):
         room = min(args.max_new_tokens, target.config.block_size - len(ids))
         temperature = TEMPERATURES[i % len(TEMPERATURES)] if args.temperature is None else args.temperature
         requests.append(Request(ids, room, Sampling(temperature, seed=i), tokenizer.ends))
-    # The states come from the forwards that decode.
-    recorder = Recorder(target)
-    engine = Engine(target, partial(SyncScheduler, drafter=recorder, k=1), magpie.TOGETHER)
     for request, _ in engine.stream(requests):
         if request.sampling.temperature == 0 and loops(request.generation.token_ids):
             request.cancel()
-    del engine
-    gc.collect()                         # an engine and its scheduler hold each other, and the cache is large
     for request in requests:
-        yield recorder.text(target, request)
+        g = request.generation
+        features = recorder.features(request) if recorder.uses_hidden_states else None
+        yield read(target, g.prompt_ids, g.token_ids, request.sampling.temperature, features)
 
 
 def given(args, target, tokenizer):
@@ -217,8 +208,9 @@ def main():
     # Answers in the folder must be the same target's.
     training.same_settings(args.out, target=checkpoints.fingerprint(target), temperature=args.temperature,
                            max_new_tokens=args.max_new_tokens)
-    files = [*answer(args, target, tokenizer, "heldout", args.heldout),
-             *answer(args, target, tokenizer, "train", args.prompts)]
+    engine = recording(target)
+    files = [*answer(args, engine, tokenizer, "heldout", args.heldout),
+             *answer(args, engine, tokenizer, "train", args.prompts)]
     if args.given:
         files += given(args, target, tokenizer)
     print(*files, sep="\n")
