@@ -125,7 +125,7 @@ def answer(args, engine, tokenizer, split, n):
     target = engine.model
     over = time.time() + 60 * args.minutes if args.minutes is not None else float("inf")
     own = procedural(split) if tokenizer.is_puzzle_model else magpie.written(target, tokenizer, args.out)
-    context, left_out = target.config.block_size, []
+    context, left_out = min(target.config.block_size, LONGEST), []
     asked = fitting(prompts_of(args.prompt_file, split, own), tokenizer, context, left_out)
     size = SHARD if target.device.type == "cpu" else 8 * SHARD
     part, parts = map(int, args.part.split("/"))
@@ -146,7 +146,7 @@ def recording(target):
     """An engine that decodes for `answers`. Its forwards also yield the states; on a GPU these are not kept.
     """
     if target.device.type == "cuda":
-        return Engine(target, SyncScheduler, 4 * magpie.TOGETHER)
+        return Engine(target, SyncScheduler, 2 * magpie.TOGETHER)
     return Engine(target, partial(SyncScheduler, drafter=Recorder(target), k=1), magpie.TOGETHER)
 
 
