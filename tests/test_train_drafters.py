@@ -439,6 +439,36 @@ def test_texts_are_padded_on_the_right():
     )
 
 
+def test_texts_without_states_are_read_when_they_are_needed():
+    """As a GPU records them: the same batch, up to the rounding of the recorded states to bf16."""
+    target = toy_model()
+    rows = [([5, 6], [7, 8], 0.7), ([5], [7, 8, 9], 0)]
+    texts = [rollouts.read(target, *row) for row in rows]
+    want = recorded.padded(texts)
+    bare = [{name: text[name] for name in ("ids", "learn", "temperature")} for text in texts]
+    for some in (bare, [bare[0], texts[1]]):
+        got = recorded.padded(some, "cpu", target)
+        assert all(torch.equal(getattr(got, name), getattr(want, name)) for name in ("ids", "learn", "best"))
+        assert (got.log_p - want.log_p).abs().max() < 1e-5
+        shown = torch.arange(got.ids.shape[1]) < torch.tensor([[len(x["ids"])] for x in texts])
+        for name in ("lower", "hidden"):
+            assert (getattr(got, name) - getattr(want, name))[shown].abs().max() < 0.02
+    assert not got.log_p[1].any() and got.log_p[0, 2:4].lt(0).all()
+
+
+def test_processes_share_the_shards(folder, tmp_path, monkeypatch):
+    """Every N-th is one process's; together they write what one alone would."""
+    monkeypatch.setattr(rollouts, "SHARD", 4)
+    asked = write_rows(tmp_path / "p.jsonl", [{"prompt": f"{i} word"} for i in range(60)])
+    files = {}
+    for part in ("0/2", "1/2", "0/1"):
+        out = tmp_path / part[-1]
+        run_script(rollouts, "--target", folder / "target", "--out", out, "--prompt-file", asked,
+                   "--prompts", 14, "--heldout", 2, "--max-new-tokens", 8, "--device", "cpu", "--part", part)
+        files[part] = {file.name: file.read_bytes() for file in out.glob("*.safetensors")}
+    assert set(files["0/2"]) < set(files["1/2"]) and files["1/2"] == files["0/1"]
+
+
 def test_a_greedy_answer_ends_where_it_loops(folder):
     """Three times the same eight tokens, not twice."""
     piece = list(range(8))
