@@ -46,7 +46,7 @@ def grade(name):
     if isinstance(first.error, NotImplementedError):
         return f"not filled in; write the function in exercises/{name}.py"
     if first.report:
-        lines = first.report.longreprtext.splitlines()
+        lines = [line for line in first.report.longreprtext.splitlines() if line.strip(" ^")]
         return f"wrong, {first.report.nodeid} fails:\n" + "\n".join(lines[:12])
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt

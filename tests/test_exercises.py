@@ -1,8 +1,6 @@
 """The exercises grade right: the empty stub, the project's own function, and one with a small mistake."""
-import ast
 import importlib
 import inspect
-import os
 import re
 import subprocess
 import sys
@@ -21,8 +19,7 @@ MISTAKES = {                     # name: a part of the function, and what a stud
     "rung_seconds": ("trace.n_out - position - 1", "trace.n_out - position"),        # no room for the bonus
     "selection": ("accepted + 2", "accepted + 1"),                        # without the corrected token
     "two_copies": ("key < row", "key <= row"),                            # sees the answer it is to predict
-    "unrolled_attend": ("[(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]",
-                        "[(q * k[:, :, None]).sum(-1, keepdim=True) * 0 for k, _ in own]"),
+    "unrolled_attend": ("*own = steps[layer]", "*own = steps[layer][:1] + steps[layer][1:][-1:]"),   # the newest own key
 }
 
 
@@ -45,6 +42,7 @@ def said(monkeypatch):
     """said(name, function): code and text of `python -m exercises NAME` with this function in the stub. It runs in
     this process, because importing torch takes seconds."""
     monkeypatch.setattr(beside, "CHILD", None)           # the second process has no part in these tests
+    monkeypatch.setitem(sys.modules, "conftest", sys.modules["conftest"])        # pytest imports it again
 
     def say(name, function=None):
         stub = importlib.import_module(f"exercises.{name}")
@@ -86,6 +84,15 @@ def test_a_stub_has_the_signature_of_the_projects_function():
         function = getattr(stub, ours(name).__name__)
         assert inspect.signature(function) == inspect.signature(ours(name))
         assert function.__doc__ and "Paper: " in stub.__doc__
+
+
+def test_the_lesson_of_a_stub_links_it():
+    for name in exercises.NAMES:
+        with open(f"{ROOT}/exercises/{name}.py", encoding="utf-8") as f:
+            lesson, = re.findall(r"docs/[\w-]+\.md", f.read())
+        with open(f"{ROOT}/{lesson}", encoding="utf-8") as f:
+            page = f.read()
+        assert re.findall(r"\(../exercises/(\w+).py\)", page) == re.findall(r"`python -m exercises (\w+)`", page) == [name]
 
 
 def test_names():
