@@ -7,19 +7,18 @@ Fill in the function there. It takes the place of the project's own function (PL
 that function decide (TESTS). The solution is the project's own function.
 """
 import contextlib
-import glob
 import importlib
 import io
-import os
 import sys
+from pathlib import Path
 from unittest import mock
 
-import minispec  # noqa: F401  before torch: it tunes the allocator
 import pytest
 from minispec import ROOT
 from minispec.tools.script import Parser, run_main
 
-NAMES = sorted(os.path.basename(file)[:-3] for file in glob.glob(f"{ROOT}exercises/[!_]*.py"))
+FILES = sorted(Path(f"{ROOT}exercises").glob("[!_]*.py"))
+NAMES = [file.stem for file in FILES]
 # Neither a cache on disk, nor the search for forgotten errors, which takes longer than most tests.
 OPTIONS = ["-x", "--tb=short", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
 
@@ -64,9 +63,10 @@ def main():
         verdict = grade(name)
         print(f"{name}: {verdict}")
         sys.exit(not verdict.startswith("right"))
-    for name in NAMES:
-        with open(f"{ROOT}exercises/{name}.py", encoding="utf-8") as f:
-            print(f"{name:16} {f.readline().strip().strip(chr(34))}")
+    for file in FILES:
+        task = file.read_text("utf-8").splitlines()[0].strip('"')
+        print(f"{file.stem:16} {task}")
+    print("python -m exercises NAME: is exercises/NAME.py right or wrong?")
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ PLACE = "minispec.core.verify.rejection"
 TESTS = (
     "test_docs.py::test_the_round_by_hand",
     "test_verify.py::test_identical_distributions_accept_everything",
-    "test_specdiff.py::test_rejection_at_the_edges",
     "test_specdiff.py::test_rules_are_lossless[rejection-2-0.7]",
+    "test_specdiff.py::test_rejection_at_the_edges",
 )
 
 
