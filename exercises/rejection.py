@@ -11,6 +11,8 @@ multi-step speculative sampling, for several. Lesson: docs/00-start.md does one 
    can cause, keep left.
 5. If no chain has an accepted draft at place j, draw(left, coins[-1]) is the token that follows.
 """
+import torch  # noqa: F401
+
 from minispec.core.verify import draw  # noqa: F401
 
 PLACE = "minispec.core.verify.rejection"

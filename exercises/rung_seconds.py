@@ -21,6 +21,8 @@ j = 0 and gains one. The first round is at position 1, because the prefill gives
 A group g is one of `names`, or "all". Every rung has cost.prefill(prompt_len, batch) on top, and is at least
 1e-30, because speed-ups divide by it.
 """
+from itertools import product  # noqa: F401
+
 import numpy as np  # noqa: F401
 
 from minispec.bounds import follow, least  # noqa: F401

@@ -9,8 +9,8 @@ Lesson: docs/prism.md draws the mask under "Training as in decoding".
 3. Logits are scaled by D ** -0.5. H query heads share G key heads: query head h reads key head h // (H / G).
 
 Shapes: B texts, S rows, D dimensions per head. Step 1: q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D).
-Later steps have only the rows that draft: q (N, H, D), k and v (N, G, D) -> (N, H, D). Row s of text b has the
-number b * S + s. Gradients must reach q, k and v.
+Later steps have only the rows that draft: q (N, H, D), k and v (N, G, D) -> (N, H, D). Row s of text b has
+the number b * S + s. Gradients must reach q, k and v.
 """
 import torch  # noqa: F401
 
