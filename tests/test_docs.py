@@ -334,8 +334,8 @@ def test_answers_by_hand():
     assert max(n for n in range(2000) if (n + 1) / 1000 < 1 - 1e-9) == 998 and "998 tokens" in page
 
 
-def test_measured_answers_are_those_of_exercises_py():
-    page, found = read("docs/answers.md"), read_json(os.path.join(ROOT, "results", "exercises.json"))
+def test_measured_answers_are_the_stored_ones():
+    page, found = read("docs/answers.md"), read_json(os.path.join(ROOT, "results", "answers.json"))
     for name, x in found["modules"].items():
         first, second = x["accepted"][:2]
         assert f"    {name} ..    {x['tau']:.2f}             {first:.3f}     {second:.3f}" in page

@@ -1,6 +1,6 @@
-"""The answers to exercises that decode with something changed, for docs/answers.md: python tests/exercises.py
+"""The answers to exercises that decode with something changed, for docs/answers.md: python tests/measured_answers.py
 
-Writes results/exercises.json, in two minutes.
+Writes results/answers.json, in two minutes.
 """
 import os
 import sys
@@ -72,5 +72,5 @@ if __name__ == "__main__":
     os.chdir(ROOT)
     loaded = checkpoints.load("checkpoints/target"), Tokenizer.load("checkpoints/target")
     found = {"modules": modules(*loaded), "decoders": decoders(*loaded)}
-    write_json(path("exercises.json"), found)
+    write_json(path("answers.json"), found)
     print(found)

@@ -1,0 +1,108 @@
+"""The exercises grade right: the empty stub, the project's own function, and one with a small mistake."""
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from pkgutil import resolve_name
+
+import beside
+import pytest
+from conftest import ROOT, outcome
+
+from exercises import __main__ as exercises
+
+MISTAKES = {                     # name: a part of the function, and what a student may write there
+    "best_path": ("score[parent] + reach[-1]", "reach[-1]"),              # the most probable last draft
+    "rejection": ("(left - of_q)", "left"),                               # p, not the residual
+    "rung_seconds": ("trace.n_out - position - 1", "trace.n_out - position"),        # no room for the bonus
+    "selection": ("accepted + 2", "accepted + 1"),                        # without the corrected token
+    "two_copies": ("key < row", "key <= row"),                            # sees the answer it is to predict
+    "unrolled_attend": ("*own = steps[layer]", "*own = steps[layer][:1] + steps[layer][1:][-1:]"),   # the newest own key
+}
+
+
+def ours(name):
+    """The function of the project."""
+    return resolve_name(importlib.import_module(f"exercises.{name}").PLACE)
+
+
+def mistaken(name):
+    source = textwrap.dedent(inspect.getsource(ours(name)))
+    right, wrong = MISTAKES[name]
+    assert right in source
+    scope = dict(vars(sys.modules[ours(name).__module__]))
+    exec(source.replace(right, wrong), scope)
+    return scope[ours(name).__name__]
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """said(name, function): code and text of `python -m exercises NAME` with this function in the stub. It runs in
+    this process, because importing torch takes seconds."""
+    monkeypatch.setattr(beside, "CHILD", None)           # the second process has no part in these tests
+    monkeypatch.setitem(sys.modules, "conftest", sys.modules["conftest"])        # pytest imports it again
+
+    def say(name, function=None):
+        stub = importlib.import_module(f"exercises.{name}")
+        if function:
+            monkeypatch.setattr(stub, function.__name__, function)
+        function = getattr(stub, ours(name).__name__)
+        # Tests that were imported before have the project's function by name.
+        for test in stub.TESTS:
+            module = importlib.import_module(test.partition(".py")[0])
+            for key, value in vars(module).items():
+                if value is ours(name):
+                    monkeypatch.setattr(module, key, function)
+        p = outcome(exercises, name)
+        return p.returncode, p.stdout + p.stderr
+    return say
+
+
+@pytest.mark.parametrize("name", exercises.NAMES)
+def test_an_empty_stub_is_not_filled_in(name, said):
+    assert said(name) == (1, f"{name}: not filled in; write the function in exercises/{name}.py\n")
+
+
+@pytest.mark.parametrize("name", exercises.NAMES)
+def test_the_projects_function_is_right(name, said):
+    assert said(name, ours(name)) == (0, f"{name}: right, its tests pass\n")
+
+
+@pytest.mark.parametrize("name", exercises.NAMES)
+def test_a_small_mistake_is_wrong(name, said):
+    """In the first line, the test; in a few more, its failure."""
+    code, text = said(name, mistaken(name))
+    assert code == 1 and re.match(rf"{name}: wrong, tests/test_\w+\.py::\S+ fails:\n", text)
+    assert "\nE  " in text and text.count("\n") < 15
+
+
+def test_a_stub_has_the_signature_of_the_projects_function():
+    for name in exercises.NAMES:
+        stub = importlib.import_module(f"exercises.{name}")
+        function = getattr(stub, ours(name).__name__)
+        assert inspect.signature(function) == inspect.signature(ours(name))
+        assert function.__doc__ and "Paper: " in stub.__doc__
+
+
+def test_the_lesson_of_a_stub_links_it():
+    for name in exercises.NAMES:
+        with open(f"{ROOT}/exercises/{name}.py", encoding="utf-8") as f:
+            lesson, = re.findall(r"docs/[\w-]+\.md", f.read())
+        with open(f"{ROOT}/{lesson}", encoding="utf-8") as f:
+            page = f.read()
+        assert re.findall(r"\(../exercises/(\w+).py\)", page) == re.findall(r"`python -m exercises (\w+)`", page) == [name]
+
+
+def test_names():
+    p = subprocess.run([sys.executable, "-m", "exercises", "two"], cwd=ROOT, capture_output=True, text=True)
+    assert p.returncode == 2 and p.stderr.count("\n") == 1 and all(name in p.stderr for name in exercises.NAMES)
+    p = outcome(exercises)
+    assert p.returncode == 0 and [line.split()[0] for line in p.stdout.splitlines()[:-1]] == exercises.NAMES
+
+
+def test_a_file_without_the_function_is_wrong(monkeypatch):
+    monkeypatch.delattr("exercises.best_path.best_path")
+    p = outcome(exercises, "best_path")
+    assert p.returncode == 1 and p.stdout.startswith("best_path: wrong, exercises/best_path.py cannot be read: Attr")
