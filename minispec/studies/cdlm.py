@@ -1,7 +1,7 @@
-"""Diffusion models: steps against accuracy. The study `run` times them next to plain decoding.
+"""Diffusion models: accuracy against steps. The study `run` times these models next to plain decoding.
 
-All decoders answer the same held-out problems, which fit the answer slots. A step is a forward in which a
-request took part, whatever the batch; the decoder counts it."""
+All decoders answer the same held-out problems, whose answers fit into the slots. A step of a request is a
+forward in which it took part, at any batch size."""
 import statistics
 
 import torch
@@ -14,8 +14,8 @@ from minispec.tools.answers import requests_of, verdict
 from minispec.tools.markdown import table
 
 FIRST = 3000                    # seed of the first held-out problem used here
-BF16 = torch.bfloat16           # it takes half the time
-STRICT = 0.999                  # at this threshold the shipped student is as good as its teacher
+BF16 = torch.bfloat16           # takes half the time of fp32
+STRICT = 0.999                  # at this threshold the student solves nearly as much as its teacher
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
 DECODERS = {
     "decoder": "{decoder}",
@@ -55,9 +55,9 @@ def cdlm_curves(args, model, tokenizer):
 
 
 def compare(study, args, model, tokenizer, cells, n):
-    """A row for each of `cells` (decoder, settings), on n problems a family. "ar" is the target, "teacher"
-    and "student" are the shipped models, "dual" is the teacher with stale keys. "same": the share of answers
-    that equal the first teacher's."""
+    """A result row for each of `cells` (decoder, settings), on n problems per family. "ar" is the target,
+    "teacher" and "student" are the shipped models, "dual" is the teacher with stale keys. "same" is the share
+    of answers that equal those of the first cell with the teacher."""
     folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
     folders["ar"] = args.model
     models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
@@ -82,14 +82,14 @@ def compare(study, args, model, tokenizer, cells, n):
 
 
 def held_out(tokenizer, n):
-    """n problems a family that fit."""
+    """n problems of each family whose answers fit into the slots."""
     cells = [(family, FIRST + i) for i in range(n) for family in tasks.FAMILIES]
     return [tasks.fitting(tokenizer, *cell, "heldout", cdlm.GEN_LENGTH)[0] for cell in cells]
 
 
 def answer(decoder, problems, tokenizer):
-    """Decode and check the answers: {"problems", "solved", "by_family", "steps", "tokens"}, and the
-    answers."""
+    """Decode and check answers. Returns (result row with "problems", "solved", "by_family", "steps" and
+    "tokens"; the answers' token ids)."""
     generations = decoder.generate(requests_of(problems, tokenizer, decoder.model, cdlm.GEN_LENGTH))
     right = [verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
     answers = [g.token_ids for g in generations]
