@@ -32,9 +32,9 @@ DECODERS = {
 
 
 def cdlm_accuracy(args, model, tokenizer):
-    """Held-out problems solved by the target, the teacher at a token a step, and the student at the default
-    threshold, a stricter one and the paper's: 200 a family. Then as the papers decode, most confident slot
-    first."""
+    """Held-out problems, 200 per family, solved by the target, by the teacher at one token per step, and by
+    the student at three thresholds: the default, a stricter one and the paper's. Then the order of the
+    papers: most confident slot first."""
     cells = [("ar", {}), ("teacher", {})]
     cells += [("student", {"threshold": t}) for t in (cdlm.THRESHOLD, STRICT, 0.9)]
     cells += [("teacher", {"order": "surest"}), ("student", {"threshold": cdlm.THRESHOLD, "order": "surest"})]
@@ -44,8 +44,8 @@ def cdlm_accuracy(args, model, tokenizer):
 
 
 def cdlm_curves(args, model, tokenizer):
-    """Accuracy against steps, 10 problems a family: the teacher cut to fewer steps a block, the teacher, its
-    dual cache and the student with a threshold."""
+    """Accuracy against steps, 10 problems per family: the teacher cut to fewer steps per block, then the
+    teacher, its dual cache and the student with thresholds."""
     cells = [("teacher", {"steps_a_block": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)]
     cells += [(name, {"threshold": t}) for name in ("teacher", "dual", "student") for t in THRESHOLDS]
     cells += [("student", {"threshold": t, "order": "surest"}) for t in THRESHOLDS]
