@@ -1,7 +1,7 @@
-"""Diffusion models: steps against accuracy. The study `run` times them next to plain decoding.
+"""Diffusion models: accuracy against steps. The study `run` times these models next to plain decoding.
 
-All decoders answer the same held-out problems, which fit the answer slots. A step is a forward in which a
-request took part, whatever the batch; the decoder counts it."""
+All decoders answer the same held-out problems, whose answers fit into the slots. A step of a request is a
+forward in which it took part, at any batch size."""
 import statistics
 
 import torch
@@ -14,8 +14,8 @@ from minispec.tools.answers import requests_of, verdict
 from minispec.tools.markdown import table
 
 FIRST = 3000                    # seed of the first held-out problem used here
-BF16 = torch.bfloat16           # it takes half the time
-STRICT = 0.999                  # at this threshold the shipped student is as good as its teacher
+BF16 = torch.bfloat16           # takes half the time of fp32
+STRICT = 0.999                  # at this threshold the student solves nearly as much as its teacher
 THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
 DECODERS = {
     "decoder": "{decoder}",
@@ -32,9 +32,9 @@ DECODERS = {
 
 
 def cdlm_accuracy(args, model, tokenizer):
-    """Held-out problems solved by the target, the teacher at a token a step, and the student at the default
-    threshold, a stricter one and the paper's: 200 a family. Then as the papers decode, most confident slot
-    first."""
+    """Held-out problems, 200 per family, solved by the target, by the teacher at one token per step, and by
+    the student at three thresholds: the default, a stricter one and the paper's. Then the order of the
+    papers: most confident slot first."""
     cells = [("ar", {}), ("teacher", {})]
     cells += [("student", {"threshold": t}) for t in (cdlm.THRESHOLD, STRICT, 0.9)]
     cells += [("teacher", {"order": "surest"}), ("student", {"threshold": cdlm.THRESHOLD, "order": "surest"})]
@@ -44,8 +44,8 @@ def cdlm_accuracy(args, model, tokenizer):
 
 
 def cdlm_curves(args, model, tokenizer):
-    """Accuracy against steps, 10 problems a family: the teacher cut to fewer steps a block, the teacher, its
-    dual cache and the student with a threshold."""
+    """Accuracy against steps, 10 problems per family: the teacher cut to fewer steps per block, then the
+    teacher, its dual cache and the student with thresholds."""
     cells = [("teacher", {"steps_a_block": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)]
     cells += [(name, {"threshold": t}) for name in ("teacher", "dual", "student") for t in THRESHOLDS]
     cells += [("student", {"threshold": t, "order": "surest"}) for t in THRESHOLDS]
@@ -55,9 +55,9 @@ def cdlm_curves(args, model, tokenizer):
 
 
 def compare(study, args, model, tokenizer, cells, n):
-    """A row for each of `cells` (decoder, settings), on n problems a family. "ar" is the target, "teacher"
-    and "student" are the shipped models, "dual" is the teacher with stale keys. "same": the share of answers
-    that equal the first teacher's."""
+    """A result row for each of `cells` (decoder, settings), on n problems per family. "ar" is the target,
+    "teacher" and "student" are the shipped models, "dual" is the teacher with stale keys. "same" is the share
+    of answers that equal those of the first cell with the teacher."""
     folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
     folders["ar"] = args.model
     models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
@@ -82,14 +82,14 @@ def compare(study, args, model, tokenizer, cells, n):
 
 
 def held_out(tokenizer, n):
-    """n problems a family that fit."""
+    """n problems of each family whose answers fit into the slots."""
     cells = [(family, FIRST + i) for i in range(n) for family in tasks.FAMILIES]
     return [tasks.fitting(tokenizer, *cell, "heldout", cdlm.GEN_LENGTH)[0] for cell in cells]
 
 
 def answer(decoder, problems, tokenizer):
-    """Decode and check the answers: {"problems", "solved", "by_family", "steps", "tokens"}, and the
-    answers."""
+    """Decode and check answers. Returns (result row with "problems", "solved", "by_family", "steps" and
+    "tokens"; the answers' token ids)."""
     generations = decoder.generate(requests_of(problems, tokenizer, decoder.model, cdlm.GEN_LENGTH))
     right = [verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
     answers = [g.token_ids for g in generations]

@@ -1,5 +1,4 @@
-"""The lessons' figures, drawn from results/: functions of (axes, result of a study). tools/plots.py draws
-them."""
+"""The lessons' figures: functions of (axes, result of a study), which tools/plots.py draws from results/."""
 from pathlib import Path
 
 from minispec import bounds
@@ -9,7 +8,7 @@ from minispec.traces import read_traces
 
 
 def stored(folder):
-    """{file: what it holds} of the measurements in a folder of results that have figures."""
+    """{file: content} of the measurements in a folder of results that have figures."""
     found = {}
     for file in FIGURES:
         path = Path(folder, file)
@@ -22,7 +21,7 @@ def stored(folder):
 # -- the papers ------------------------------------------------------------------------------------
 
 def by_steps(axes, r):
-    """Solved problems against the steps of an answer."""
+    """Share of solved problems against steps per answer."""
     rows = [("teacher, cut" if x.get("steps_a_block") else x["decoder"], x["steps"], x["solved"])
             for x in r["rows"] if x.get("steps_a_block") or x.get("order") != "surest"]
     lines(axes, rows, "steps", "solved")

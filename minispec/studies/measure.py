@@ -1,22 +1,21 @@
-"""Measure the inputs of bounds.py: the seconds of a round, and the drafts of every drafter that would be
-accepted at every position.
+"""Measure the inputs of bounds.py: the seconds of a round, and the accepted drafts of every drafter at every
+position.
 
-Nothing here is a copy of the decoding loop. Costs are the engine's own clock (`Engine.iterations`) on rounds
-of a chosen shape; accept lengths come from the drafters themselves, which the engine asks at every position
-of an output that is known:
+Both use the decoding loop itself. Costs come from the engine's clock (`Engine.iterations`), on rounds of a
+chosen shape. Accept lengths come from drafters that the engine calls at every position of a known output:
 
     cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for traces.CostTable
     traces_of      {id: (prompt, output)} -> accept[i], offered[i], censored[i] of every drafter (the paper's
-                   section 3.2, "advance one token, whatever was accepted", along one frozen output)
-    acceptance     from traces: the chance that one of a drafter's drafts is accepted, over all positions
+                   section 3.2: advance by one token, however many drafts were accepted)
+    acceptance     from traces: the probability that a draft is accepted, over all positions
 
-What differs from the paper and why: its traces are two runs whose outputs diverge; here all drafters see one
-output, so that they can be compared and combined at every position. It times one drafter at one k and fits
-three constants; here rows, drafts and context vary and the grid itself is the table.
+Differences from the paper, and why: The paper's traces are two runs whose outputs diverge; here all drafters
+see one output, so that they can be compared and combined at every position. The paper times one drafter at
+one k and fits three constants; here batch, drafts and context vary, and the measured grid is the table.
 
-A drafter of this kind must propose the same whatever was drafted before: n-gram, small models and modules
-that read the target's states do (to rounding). SpecGen does not, its selection depends on where the last
-round ended; it has no trace.
+A drafter has a trace if its drafts do not depend on earlier rounds. This holds, up to rounding, for prompt
+lookup, small models, and modules that read the target's hidden states. It does not hold for SpecGen, whose
+selection depends on where the last round ended.
 """
 import statistics
 import time
@@ -40,13 +39,13 @@ BATCHES = {"1 x 100": [100], "8 x 100": [100] * 8, "64 x 20 to 400": [20 + 6 * i
            "1 x 4,600": [4600], "8 x 200 to 4,000": [200 + 543 * i for i in range(8)],
            "8 x 4,000": [4000] * 8}
 PASSES = 3  # over all rounds of a cost table
-REPEATS = 8  # of a round of one request; the more requests, the fewer
+REPEATS = 8  # of a round at batch 1; fewer at larger batch sizes
 
 
 # -- timing ----------------------------------------------------------------------------------------
 
 class Rote(Drafter):
-    """A drafter that costs nothing and knows nothing, to time the rest of a round."""
+    """A drafter that proposes token 0 at no cost, to time the rest of a round."""
     name = "rote"
 
     def propose(self, requests, limits):
@@ -54,8 +53,8 @@ class Rote(Drafter):
 
 
 class Half(Engine):
-    """Accepts the first half of all drafts, right or not: as in decoding, some are rejected, and some the
-    drafter has to read next."""
+    """Accepts the first half of the drafts, whether right or wrong. So, as in decoding, some drafts are
+    rejected, and the drafter has to read the accepted ones in the next round."""
 
     def verify(self, segments, logits):
         halves = [(len(s.drafts) + 1) // 2 for s in segments]
@@ -65,12 +64,12 @@ class Half(Engine):
 
 
 def round_seconds(model, drafter, rows, context, drafts, repeats=1):
-    """Time single rounds of `rows` requests that have `context` cached tokens each on average, with every
-    number of drafts in turn. Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
+    """Time single rounds of `rows` requests with `context` cached tokens each on average, for each number of
+    drafts. Returns {drafts: [{phase: seconds} of each repeat]}, from the engine's clock.
 
-    A drafter begins a round by reading what the last one committed, so a round is only timed if the one
-    before had as many drafts, of which half were accepted. The first round of all, in which a drafter reads
-    the prompt, is a warm-up.
+    A drafter begins a round by reading the tokens committed in the round before. So a round is only timed if
+    the round before had the same number of drafts, half of them accepted. The very first round, in which the
+    drafter reads the prompt, is a warm-up.
     """
     turn = 1 + repeats
     order = [max(drafts)] + [k for k in drafts for _ in range(turn)]
@@ -80,18 +79,18 @@ def round_seconds(model, drafter, rows, context, drafts, repeats=1):
 
 
 def read_seconds(model, drafter, rows, context):
-    """What the first round takes a drafter longer than the second, because it reads `context` tokens of each
-    of `rows` requests. The first time it does so, kernels for this number of rows are compiled, which is no
-    part of the price."""
+    """Extra seconds of a drafter's first round over its second one, for reading `context` tokens of each of
+    `rows` requests. It is measured twice and the second time counts, because the first one may compile
+    kernels for this number of rows."""
     for _ in range(2):
         first, second = _rounds(model, drafter, rows, context, [1, 1])
     return max(first["draft"] - second["draft"], 0.0)
 
 
 def _rounds(model, drafter, rows, context, order):
-    """{phase: seconds} of rounds with `order` drafts, `context` cached tokens in the middle of them. The
-    requests come as if their prompts were read already: what the cache holds makes no difference to the
-    time."""
+    """[{phase: seconds}] of rounds with the numbers of drafts in `order`, with `context` cached tokens
+    halfway through them. The requests start as if their prompts had been read: the values in the cache do not
+    affect the time."""
     most = max(1, *order)
     drafter.min_confidence = 0.0                                   # all drafts are timed
     engine = Half(model, lambda e: SyncScheduler(e, drafter, most), rows)
@@ -101,7 +100,7 @@ def _rounds(model, drafter, rows, context, order):
     c = model.config
     prompts = [[(7 * i + 3 * row) % c.vocab_size for i in range(context + 1)] for row in range(rows)]
     requests = [Request(prompt, longest) for prompt in prompts]
-    # On a GPU this makes the pool of a drafter's graphs, in which its notes of the prompts must lie.
+    # On a GPU this creates the drafter's graph memory, in which the prompts' hidden states must lie.
     engine._prepare(requests)
     engine.waiting.clear()
     for r in requests:
@@ -118,7 +117,7 @@ def _rounds(model, drafter, rows, context, order):
 
 
 def prefill_seconds(model, rows, prompt_len, repeats):
-    """Median time of reading `rows` prompts at once, one warm-up left out."""
+    """Median seconds of reading `rows` prompts of `prompt_len` tokens at once, after one warm-up."""
     out = []
     for _ in range(repeats + 1):
         engine = Engine(model, SyncScheduler, rows, prefill_chunk=prompt_len)
@@ -131,14 +130,15 @@ def prefill_seconds(model, rows, prompt_len, repeats):
 
 def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), drafts=(0, 1, 2, 4, 8, 16),
                prompts=(32, 128, 512), passes=PASSES):
-    """What traces.CostTable takes, for {name: drafter}: measured grids of verify (forward and acceptance), of
-    every drafter, of prompts, and the overhead by rows.
+    """The input of traces.CostTable for {name: drafter}: measured grids in seconds for verification (forward
+    and acceptance), for every drafter and for prompts, and the overhead by batch size. ValueError if no
+    context fits into the model's.
 
-    All rounds are timed in several passes, because a machine's speed drifts: a drafter whose only turn falls
-    into a slow minute would look expensive next to the others. The price of a drafter is what a round with it
-    takes longer than one whose drafts come from nowhere: its own seconds, and what the target's forward loses
-    because the drafter's weights have pushed out some of its own. A drafter of windows is timed up to the
-    whole window (`gamma`), because it has no more drafts to give."""
+    All rounds are timed in several passes, because a machine's speed drifts: a drafter timed only once, in a
+    slow minute, would look expensive next to the others. The price of a drafter is the extra time of a round
+    with it over a round with free drafts. It includes the drafter's own seconds and the slowdown of the
+    target's forward, part of whose weights the drafter's weights have evicted from the cache. A drafter of
+    windows is timed up to its whole window (`gamma`)."""
     longest = (1 + REPEATS) * (sum(drafts) + len(drafts))
     contexts = [c for c in contexts if c + longest <= model.config.block_size]
     if not contexts:
@@ -155,7 +155,7 @@ def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), draft
         return median(times[None, b, c, tokens - 1], "verify", "sample")
 
     def longer(name, b, c, k):
-        """By how much a round with a drafter takes longer."""
+        """Extra seconds of a round with a drafter over a round with free drafts."""
         without = np.interp(k, drafts, [verify(b, c, 1 + j) for j in drafts])
         own = times[name, b, c, k]
         return max(median(own, "draft", "verify", "sample") - float(without), median(own, "draft"))
@@ -183,12 +183,12 @@ def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), draft
 
 
 def time_all(model, drafters, asked, drafts, rows, context):
-    """One pass over the rounds of a shape: yields (drafter, or None where drafts come from nowhere; {drafts:
-    [seconds by phase]}), and of a drafter under "read" what reading the context takes."""
+    """One pass over the rounds of a shape. Yields (name of the drafter, {drafts: [seconds by phase]}). The
+    name is None for free drafts; a drafter's key "read" has the seconds of reading the context."""
     repeats = max(1, REPEATS // rows)
-    # One token is timed in rounds without any drafts, one after the other, because that is what decoding
-    # without a drafter is: weights stay in the caches, and it is faster than between larger rounds. Many of
-    # them, because all speed-ups are relative to this price.
+    # Rounds without drafts are timed in a row, because plain decoding consists of them: weights stay in the
+    # processor's caches, so they are faster than between larger rounds. They are timed more often, because
+    # all speed-ups are relative to their price.
     yield None, round_seconds(model, Rote(), rows, context, [k for k in drafts if k], repeats)
     yield None, round_seconds(model, Rote(), rows, context, (0,), 12)
     for name, drafter in drafters.items():
@@ -197,21 +197,21 @@ def time_all(model, drafters, asked, drafts, rows, context):
 
 
 def median(rounds, *phases):
-    """The median time of these phases together."""
+    """Median over rounds of the seconds of these phases together."""
     return statistics.median(sum(seconds[phase] for phase in phases) for seconds in rounds)
 
 
-# -- how fast keys are read ------------------------------------------------------------------------
+# -- the speed of reading keys ---------------------------------------------------------------------
 
 def memory_speed(device):
-    """Bytes a second at which this machine adds up a large tensor."""
+    """Bytes per second at which this machine sums a large tensor."""
     x = torch.ones(1 << 27, device=device)
     seconds = [clock(x.sum) for _ in range(6)]
     return x.numel() * x.itemsize / min(seconds)
 
 
 def clock(f):
-    """The seconds that f() takes."""
+    """Seconds of f(), including its work on a GPU."""
     started = time.perf_counter()
     f()
     if torch.cuda.is_available():
@@ -221,8 +221,8 @@ def clock(f):
 
 @torch.inference_mode()
 def forward_seconds(model, lengths, rows, repeats=9):
-    """(seconds of a forward, seconds of its attention alone), medians: of requests with `lengths` cached
-    tokens and `rows` new ones each. Attention is what a forward takes longer than one without attention."""
+    """(seconds of a forward, seconds of its attention), medians, for requests with `lengths` cached tokens
+    and `rows` new tokens each. Attention is timed as a forward minus a forward without attention."""
     c, n = model.config, rows * len(lengths)
     slots = sum(whole_blocks(t + rows) + whole_blocks(1) for t in lengths)
     cache = KVCache(c, slots, model.dtype, model.device)
@@ -244,9 +244,9 @@ def forward_seconds(model, lengths, rows, repeats=9):
 
 
 def attention_reads(model):
-    """For BATCHES, with 1 or 9 rows a request: milliseconds of a forward and of its attention alone, the
-    megabytes of keys and values that attention has to read, and how fast it reads them, next to the machine's
-    memory speed of the same minute."""
+    """For each of BATCHES, with 1 or 9 rows per request: milliseconds of a forward and of its attention,
+    megabytes of keys and values that attention reads, its GB/s, and the machine's memory speed in the same
+    minute."""
     c = model.config
     width = 2 * c.n_layer * c.n_kv_head * c.head_dim * model.dtype.itemsize      # bytes of a token
     out = []
@@ -265,7 +265,7 @@ def attention_reads(model):
 # -- dense accept traces ---------------------------------------------------------------------------
 
 class Forced(Engine):
-    """Answers with known texts, whatever the target says. answers: {request: token ids}."""
+    """Commits known texts instead of the target's choices. answers: {request: token ids}."""
     answers = None
 
     def verify(self, segments, logits):
@@ -273,7 +273,7 @@ class Forced(Engine):
 
 
 class Onlooker(SyncScheduler):
-    """Notes the drafts, {request: {output tokens so far: drafts}}, and verifies none of them."""
+    """Records the drafts, noted = {request: {output tokens so far: drafts}}, and verifies none of them."""
     noted = None
 
     def _verify(self, request, drafts, *_):
@@ -282,11 +282,11 @@ class Onlooker(SyncScheduler):
 
 
 def traces_of(drafters, model, texts, k_max):
-    """A Trace for each of {id: (prompt, output)}, of all {name: drafter} on the same outputs: what each would
-    get accepted by greedy verification at every position.
+    """A Trace for each of {id: (prompt, output)}: for each {name: drafter}, the drafts at every position of
+    the output that greedy verification would accept.
 
-    At position i a drafter knows the prompt and i output tokens, and is asked for k_max drafts, or fewer if
-    there is less room; then the text goes on by one token, whatever was proposed.
+    At position i a drafter has the prompt and i output tokens. It is asked for k_max drafts, or fewer near
+    the end of the output. Then the text advances by one token, however many drafts are right.
     """
     out = [Trace(id, len(prompt), len(output), {}) for id, (prompt, output) in texts.items()]
     for name, drafter in tqdm(drafters.items(), desc="traces"):
@@ -300,7 +300,7 @@ def traces_of(drafters, model, texts, k_max):
             trace.accept[name] = accept = np.ones(len(output), int)
             trace.offered[name] = offered = np.zeros(len(output), int)
             for i, drafts in noted[r].items():
-                # By the engine's rule: a chain is a tree.
+                # The engine's rule for greedy verification; a chain is a tree.
                 path, _ = greedy_tree(drafts, range(len(drafts)), output[i:i + len(drafts) + 1])
                 accept[i] = len(path) + 1
                 offered[i] = len(drafts)
@@ -310,11 +310,12 @@ def traces_of(drafters, model, texts, k_max):
 
 
 def acceptance(traces, name, k=4):
-    """The chance that a draft is accepted: accepted over verified drafts, k at every position."""
+    """The probability that a draft is accepted: accepted over verified drafts, in rounds of k drafts from
+    every position."""
     hits = verified = 0
     for t in traces:
         room = np.minimum(k, t.offered[name][1:])
         accepted = t.accept[name][1:] - 1
         hits += np.minimum(accepted, room).sum()
-        verified += np.minimum(accepted + 1, room).sum()   # the first wrong one was verified too
+        verified += np.minimum(accepted + 1, room).sum()   # with the first rejected draft, not the later ones
     return float(hits / max(verified, 1))

@@ -1,9 +1,9 @@
-"""What all studies share: prompts, engines that are timed in turn, intervals, and files in results/.
+"""Shared parts of all studies: prompts, engines that are timed in turn, intervals, and files in results/.
 
-A study is a function (settings, target, tokenizer) -> a dict that JSON can hold: its figures, and under
-"table" the Markdown table made of them (some have a second one, like "short"), which pages show. `--quick` is
-a tenth of the work. NAME.json holds the result of study NAME; NAME.part, the finished cells of a study that
-was interrupted.
+A study is a function (settings, target, tokenizer) -> a dict that JSON can hold. It has the study's figures
+and, under "table", the Markdown table of them for the pages; some studies have a second table, such as
+"short". `--quick` is a tenth of the work. NAME.json holds the result of study NAME, and NAME.part the
+finished cells of an interrupted study.
 """
 import gc
 import os
@@ -31,18 +31,18 @@ FIRST = 800             # seed of the first held-out problem
 PAGE = 1200             # characters of the story in a prompt
 SUMMARISE = "\n\nTell me in three sentences what happens on this page."
 REWRITE = "Rewrite this page in the present tense and change nothing else.\n\n"
-EDITS = ("Rewrite", "Edit", "Correct", "Change", "Convert the", "Improve")       # how such tasks begin
+EDITS = ("Rewrite", "Edit", "Correct", "Change", "Convert the", "Improve")       # first words of such tasks
 SAME = "{identical:d} of {prompts}"
 
 
 # -- prompts ---------------------------------------------------------------------------------------
 
 def problems_of(tokenizer, n, data=None, first=0):
-    """{workload: n problems, from the first-th on, or the last ones if there are fewer}.
+    """{workload: n problems, starting with number `first`, or the last n if there are fewer}.
 
-    The puzzle model gets held-out problems of the families that it was trained on, and GSM8K if a data folder
-    is given. A real model gets Spec-Bench's blocks, GSM8K, HumanEval and rewriting tasks, each in random
-    order; without a data folder questions, and two tasks about pages of a story that ships.
+    The puzzle model gets held-out problems of the families that it was trained on, and GSM8K if there is a
+    data folder. A real model gets Spec-Bench's blocks, GSM8K, HumanEval and rewriting tasks, each in random
+    order; without a data folder it gets questions, and two tasks about pages of the story in minispec/data.
     """
     if tokenizer.is_puzzle_model:
         seeds = range(FIRST, FIRST + first + n)
@@ -63,12 +63,12 @@ def problems_of(tokenizer, n, data=None, first=0):
         out.setdefault(p.family, []).append(p)
     for own in out.values():
         if data and not tokenizer.is_puzzle_model:
-            random.Random(0).shuffle(own)                # a block of Spec-Bench begins with one kind
+            random.Random(0).shuffle(own)                # a block of Spec-Bench is sorted by kind
     return {family: own[first:first + n] or own[-n:] for family, own in out.items()}
 
 
 def edits(file):
-    """The rewriting tasks of an instruction file: an instruction, and the text that it is about."""
+    """The rewriting tasks of an instruction file: those with an instruction and a text to rewrite."""
     out = []
     for where, row in read_rows(file):
         with naming(where):
@@ -77,19 +77,19 @@ def edits(file):
     return out
 
 
-# -- engines that are timed in turn ----------------------------------------------------------------
+# -- engines, timed in turn ------------------------------------------------------------------------
 
 def engine_of(name, model, args, batch, **changes):
-    """The engine of a method with the options behind its name, like "prism --tree 8". args: all other
-    settings, but for `changes`."""
+    """The engine of a method whose name may have options, like "prism --tree 8". args: the other settings,
+    which `changes` override."""
     method, *options = name.split()
     settings = methods.settings(*options, **{**vars(args), **changes})
     return methods.make_engine(method, model, settings, batch)
 
 
 def suitable(args, model, more=()):
-    """The methods that are ready and run with this target and these settings, and those of `more`, methods
-    with options, whose method does; a line for each other one says why not."""
+    """The methods that run with this target and these settings, then those of `more` (methods with options)
+    whose method does. Prints one line for each method left out, with the reason."""
     fitting = []
     for name in methods.ready(args):
         try:
@@ -104,10 +104,10 @@ def suitable(args, model, more=()):
 class Run:
     """One timed run: the results of an engine, without its cache and its graphs."""
     generations: list
-    phases: dict            # seconds, prompts included; capturing a GPU's graphs, once a shape, is not
+    phases: dict            # seconds, with prompts, without capturing a GPU's graphs
     tau: float
     request_rate: float     # mean of the requests' tokens/s
-    seen: object            # what the study keeps of the engine
+    seen: object            # the result of `see`, see time_interleaved
 
     @property
     def tokens(self):
@@ -119,14 +119,14 @@ class Run:
 
     @property
     def decoding_rate(self):
-        """Tokens/s without reading the prompts, which all methods do alike."""
+        """Tokens/s without the time of the prompts, which is the same for all methods."""
         return self.tokens / (self.seconds - self.phases["prefill"])
 
 
 def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
-    """Run cells {name: function that returns (engine, fresh requests)} in turn, `repeats` times after one
-    warm-up: in one process, so that a slow minute of the machine slows all. Returns {name: [Run of every
-    repeat]}; see: function of an engine, whose result is kept."""
+    """Run cells {name: function that returns (engine, new requests)} in turn, `repeats` times after one
+    warm-up. All run in one process, so a slow minute of the machine affects all of them. Returns {name: [Run
+    of every repeat]}. see: a function of the engine whose result is kept in Run.seen."""
     runs = {name: [] for name in cells}
     for repeat in tqdm(range(-warm_up, repeats), desc=desc, leave=False):
         for name, build in cells.items():
@@ -141,8 +141,8 @@ def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
 
 
 def answer(engine, requests):
-    """(generations, mean of the requests' tokens/s) by the engine's clock. A request's time is that from its
-    entry into the batch, which is when another one leaves it, to its end."""
+    """(generations, mean of the requests' tokens/s) by the engine's clock. The time of a request starts when
+    it enters the batch, which is when another request leaves it."""
     def clock():
         return sum(engine.seconds.values())
 
@@ -156,7 +156,7 @@ def answer(engine, requests):
 
 
 def phases(engine):
-    """Seconds by phase of everything that an engine, or a diffusion model's decoder, has answered."""
+    """{phase: seconds} of all requests of an engine, or of a diffusion model's decoder."""
     seconds = dict(engine.seconds)
     sample = sum(i["seconds"]["sample"] for i in getattr(engine, "iterations", ()))
     return {"sample": sample, "overhead": seconds.pop("other") - sample, **seconds}
@@ -165,7 +165,8 @@ def phases(engine):
 # -- figures of runs -------------------------------------------------------------------------------
 
 def ratio(runs, plain):
-    """Median and range of the ratios of decoding rates, repeat by repeat."""
+    """Median tokens/s of decoding, and median and range of the speed-ups, each repeat over the same repeat of
+    the plain loop."""
     rates = [run.decoding_rate for run in runs]
     ratios = [rate / other.decoding_rate for rate, other in zip(rates, plain)]
     return {
@@ -181,9 +182,9 @@ def identical(a, b):
 
 
 def interval(figure, *samples, draws=2000):
-    """(low, high): 95 % bootstrap interval of figure(*samples), over prompts. samples: arrays (n, ..) of the
-    same n prompts, which are drawn together, so that a difference or ratio of two methods is paired. figure
-    takes them with any dimensions in front, (.., n, ..)."""
+    """[low, high]: 95 % bootstrap interval of figure(*samples), over prompts. samples: arrays (n, ..) of the
+    same n prompts, which are resampled together, so that a difference or ratio of two methods is paired.
+    figure must accept arrays with further dimensions in front, (.., n, ..)."""
     n = len(samples[0])
     drawn = np.random.default_rng(0).integers(n, size=(draws, n))
     values = figure(*(np.asarray(x)[drawn] for x in samples))
@@ -206,7 +207,7 @@ def device_name(device="cpu"):
         with open("/proc/cpuinfo") as f:
             if model := re.search(r"model name\s*: (.*)", f.read()):
                 name = model[1]
-    # The price of bf16 depends on this, and the name of a processor does not always tell.
+    # The price of bf16 depends on this, and the processor's name does not always show it.
     products = " with bf16 products" if torch.bfloat16 in PACKED_TYPES else ""
     return f"{name}{products}, {torch.get_num_threads()} threads"
 
@@ -216,7 +217,7 @@ def dtype_name(model):
 
 
 def write(name, result, seconds, device="cpu", dtype=""):
-    """Write NAME.json with what is needed to repeat it, and remove NAME.part."""
+    """Write NAME.json, with the command, machine and date of the measurement, and remove NAME.part."""
     write_json(path(name + ".json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "device": device_name(device),
@@ -231,9 +232,9 @@ def write(name, result, seconds, device="cpu", dtype=""):
 
 
 def each_kept(name, args, model, cells, measure, **more):
-    """[measure(*cell) for every cell] of a long study. Each is kept in NAME.part when it is done, and taken
-    from there if an interrupted run has left it whose settings, target, dtype, machine and `more` are the
-    same. Runs that write no result keep no cells either."""
+    """[measure(*cell) for every cell] of a long study. Each finished cell is written to NAME.part. A later
+    run takes it from there if settings, target, dtype, machine and `more` are the same. With --quick no cells
+    are kept."""
     settings = {k: v for k, v in vars(args).items() if k not in ("studies", "force", "pages")}
     about = {
         **more,

@@ -1,6 +1,6 @@
-"""What acceptance rules give, and whether they keep their promise.
+"""Acceptance rules: are they lossless, and how many drafts do they accept?
 
-    lossless    whether every method writes the very output of plain decoding, in fp32 and in bf16
+    lossless    answers of every method that equal those of plain decoding, in fp32 and in bf16
     rules       accepted drafts and tau of every drafter by rule, chain or tree, and temperature
 """
 from dataclasses import replace
@@ -19,7 +19,7 @@ from minispec.tools.markdown import table, texts
 
 # -- losslessness ----------------------------------------------------------------------------------
 
-# Options that decide which rows are fed together, or what is verified.
+# Options that change which rows share a forward, or which drafts are verified.
 VARIANTS = [
     "specgen --delayed",
     "specgen --schedule lockstep",
@@ -31,17 +31,17 @@ VARIANTS = [
     "eagle --tree 8",
     "prism --tree 8",
     "specdiff --k-drafts 3",
-    # Ten requests at a time share the rows.
+    # Batches of ten requests share the rows.
     *(f"{name} --prompt-lookup 80" for name in methods.TRAINED),
 ]
-# How answers are drawn, and requests at a time.
+# Sampling settings, and the batch size.
 DRAWN = {
     "greedy": (Sampling(), 10),
     "T 0.65": (Sampling(0.65), 17),
     "T 1": (Sampling(1.0), 8),
     "top": (Sampling(1.0, 50, 0.9), 1),
 }
-LONGEST = 400           # tokens of a prompt of a real model, because reading takes longer than answering
+LONGEST = 400           # tokens of a real model's prompts, because prefill takes longer than decoding
 LOSSLESS = {
     "method": "{method}",
     "dtype": "{dtype}",
@@ -54,8 +54,8 @@ LOSSLESS = {
 
 
 def lossless(args, model, tokenizer):
-    """Greedy and sampled output against autoregressive output: identical in fp32; in bf16, where the number
-    of rows changes rounding, a first difference must sit at a near-tie."""
+    """Greedy and sampled answers of every method next to plain decoding's. In fp32 they must be identical. In
+    bf16 the number of rows changes rounding, so a first difference must be at a near-tie."""
     new = 160 if tokenizer.is_puzzle_model else 48
     workload = results.problems_of(tokenizer, 4 if args.quick else 20, args.data)
     problems = [p for p in sum(workload.values(), [])
@@ -88,7 +88,7 @@ def lossless(args, model, tokenizer):
 
 # -- acceptance ------------------------------------------------------------------------------------
 
-FIRST = 30              # of the problems of a workload: those before are used elsewhere
+FIRST = 30              # first problem of a workload; other studies use the earlier ones
 NEW = 96                # tokens of an answer at most
 BATCH = 16
 RULES = ("rejection", "coupled", "point-mass")
@@ -106,9 +106,9 @@ DRAFTS = {
 
 
 def rules(args, model, tokenizer):
-    """Accepted drafts a round and tau, each with a 95 % interval over prompts, of every drafter in chains of
-    5 and trees of 8, by acceptance rule and temperature, on the same prompts. Drafters do not end a chain
-    early. Rejection verifies chains; trees, whose drafts are chosen without chance, it leaves to the walk."""
+    """Accepted drafts per round and tau, each with a 95 % interval over prompts, of every drafter with chains
+    of 5 and trees of 8, by acceptance rule and temperature, on the same prompts. Drafters do not end a chain
+    early. Rejection verifies chains only; the drafts of trees are not sampled, so the walk verifies them."""
     problems = results.problems_of(tokenizer, 1 if args.quick else 8, args.data, FIRST)
     problems = sum(problems.values(), [])
     fitting = suitable(args, model)
@@ -120,7 +120,7 @@ def rules(args, model, tokenizer):
             engine.scheduler.drafter.min_confidence = 0.0
         sampling = Sampling(temperature, rule=rule)
         answers = engine.generate(requests_of(problems, tokenizer, model, NEW, sampling))
-        # By prompt: accepted drafts, committed tokens, rounds. An answer may have ended with its prompt.
+        # By prompt: accepted drafts, committed tokens, rounds. An answer of one token has no round.
         counts = [[sum(s.accepted for s in g.rounds), sum(s.committed for s in g.rounds), len(g.rounds)]
                   for g in answers]
         found = {"method": name, "drafts": DRAFTS[name], "temperature": temperature, "rule": rule,

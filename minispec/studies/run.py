@@ -1,11 +1,11 @@
-"""Every method on every workload: what bench.py measures when it is asked for nothing else.
+"""Every method on every workload: the default studies of bench.py, and `speed`.
 
-    profile     what a round costs on this machine                               -> results/costs.json
-    trace       what every drafter would get accepted at every position          -> results/traces.jsonl
-    run         how fast every method is, next to plain decoding of the same batch
-    bounds      what is possible, from the first two files, next to what `run` observed
-    speed       as run, for longer answers, mostly of one request at a time; also trees and prompt lookup
-                next to a drafter's tokens
+    profile     the cost table of this machine                                   -> results/costs.json
+    trace       the accepted drafts of every drafter at every position           -> results/traces.jsonl
+    run         the speed of every method, next to plain decoding of the same batch
+    bounds      the ladder of bounds from the first two files, next to the speed-ups of `run`
+    speed       like run, with longer answers, mostly at batch 1; also trees, and prompt-lookup tokens next
+                to a drafter's drafts
 """
 import os
 import statistics
@@ -30,14 +30,14 @@ from minispec.tools.markdown import table, texts
 PHASES = ("prefill", "draft", "verify", "sample", "overhead")
 
 
-# -- how much is measured --------------------------------------------------------------------------
+# -- sizes of the studies --------------------------------------------------------------------------
 
 @dataclass
 class Size:
-    """new: most tokens of an answer. traced: problems of each workload. batches, mixed: {requests at once:
-    number of problems} of each workload, and of all together; sampled: the same of all at temperature 1.
-    deepest: drafts in traces. costs: the grid of the cost table. repeats: runs in turn, of which the middle
-    one counts."""
+    """new: tokens of an answer at most. traced: problems of each workload. batches, mixed: {batch size:
+    number of problems}, for each workload and for all workloads together; sampled: like mixed, at
+    temperature 1. deepest: drafts at each position of a trace. costs: the grid of the cost table. repeats:
+    runs of each method, of which the median counts."""
     new: int
     traced: int
     batches: dict
@@ -49,8 +49,8 @@ class Size:
 
 
 SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, repeats=3)
-# For a real model, some ten minutes if two idle cores multiply bf16. No round of the engine has more than 32
-# drafts, so nothing is censored that could be decoded.
+# For a real model: about ten minutes on two idle cores that multiply bf16. No round of the engine has more
+# than 32 drafts, so no round that can be decoded is censored.
 REAL = Size(64, 2, {1: 2}, {1: 9, 4: 8, 16: 16}, {}, 32, {"contexts": (64, 512), "prompts": (32, 256)})
 ANSWERS = Size(256, 4, {1: 4}, {8: 18}, {1: 6}, 32, {})
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
@@ -58,7 +58,7 @@ QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
 
 
 def size(args, tokenizer):
-    """The puzzle model is fast enough for the whole study."""
+    """The Size of the studies for this model: the puzzle model is fast enough for the larger one."""
     if args.quick:
         return QUICK
     return SMALL if tokenizer.is_puzzle_model else REAL
@@ -67,16 +67,16 @@ def size(args, tokenizer):
 # -- profile ---------------------------------------------------------------------------------------
 
 def profile(args, model, tokenizer):
-    """What a round costs on this machine, by rows, drafts and context; and how often drafters are right, on
-    problems that are used nowhere else. Without --quick also costs.json."""
+    """The cost of a round on this machine, by batch, drafts and context; and the acceptance of each drafter,
+    on problems that are used nowhere else. Also writes costs.json, except with --quick."""
     how = size(args, tokenizer)
     drafters = methods.chain_drafters(model, args, how.deepest)
     costs = measure.cost_table(model, drafters, **how.costs)
 
     some = traces_of(drafters, model, args, tokenizer, how, 1, first=how.traced)
-    # Prompt lookup says itself what it expects.
+    # Prompt lookup estimates its own acceptance, by the length of the match.
     costs["accept"] = {name: measure.acceptance(some, name) for name in drafters if name != "ngram"}
-    # By rows, the drafts a round that would have cost least time for these traces.
+    # By batch size, the number of drafts per round with the least time on these traces.
     best_k = {}
     for rows in costs["verify"]["rows"]:
         fixed = ladder_of.ladder(some, traces.CostTable(costs), rows)["total time"]["L2"]
@@ -94,7 +94,7 @@ def profile(args, model, tokenizer):
 
 
 def costs_table(costs):
-    """What rounds cost at the shortest and the longest context of the grid, in ms."""
+    """The Markdown table of round costs in ms, at the shortest and the longest context of the grid."""
     grid = costs["verify"]
     rows = []
     for i, batch in enumerate(grid["rows"]):
@@ -123,8 +123,8 @@ READS = {
 # -- trace -----------------------------------------------------------------------------------------
 
 def trace(args, model, tokenizer):
-    """What every drafter would get accepted at every position of one frozen greedy output. Without --quick
-    also traces.jsonl."""
+    """The accepted drafts of every drafter at every position of the plain loop's greedy answers. Also writes
+    traces.jsonl, except with --quick."""
     how = size(args, tokenizer)
     drafters = methods.chain_drafters(model, args, how.deepest)
     some = traces_of(drafters, model, args, tokenizer, how, how.traced)
@@ -150,7 +150,8 @@ TRACE = {
 
 
 def traces_of(drafters, model, args, tokenizer, how, n, first=0):
-    """The traces of the target's own answers to n problems of each workload, from the first-th on."""
+    """Traces of the target's greedy answers to n problems of each workload, starting with problem number
+    `first`."""
     problems = numbered(tokenizer, n, args.data, first)
     requests = requests_of(problems.values(), tokenizer, model, how.new)
     answers = engine_of("ar", model, args, 16).generate(requests)
@@ -159,8 +160,8 @@ def traces_of(drafters, model, args, tokenizer, how, n, first=0):
 
 
 def numbered(tokenizer, n, data=None, first=0):
-    """{"workload/i": problem} of n problems of each workload: the first of every workload, then the
-    second."""
+    """{"workload/i": problem} of n problems of each workload, in turn: first problem 0 of every workload,
+    then problem 1, and so on."""
     problems = results.problems_of(tokenizer, n, data, first)
     return {f"{w}/{i}": own[i] for i in range(n) for w, own in problems.items() if i < len(own)}
 
@@ -168,20 +169,20 @@ def numbered(tokenizer, n, data=None, first=0):
 # -- run and speed ---------------------------------------------------------------------------------
 
 def run(args, model, tokenizer):
-    """Every method on every workload and on all mixed, by batch, next to the autoregressive loop of the same
-    batch and dtype; for a real model without SpecGen, which `serving` measures on long texts.
+    """Every method on every workload and on their mixture, by batch size, next to the plain loop of the same
+    batch and dtype. For a real model SpecGen is left out; `serving` measures it on long texts.
 
-    In a cell all methods run in turn, the plain loop first: a machine's speed changes from minute to minute,
-    ratios do not. The diffusion models give answers of their own and so are compared by tokens/s; `dlm`, a
-    whole forward a token, gets one request of each workload.
+    In a cell all methods run in turn, the plain loop first, because a machine's speed changes from minute to
+    minute, and ratios do not. The answers of diffusion models differ from the target's, so these models are
+    compared by tokens/s. `dlm` takes a whole forward per token, so it gets one request of each workload.
 
-    A drafter proposes the drafts a round that the prices call best for the batch, unless --k says how many.
-    Trained drafters end a chain by themselves when they are unsure.
+    The number of drafts per round is the best one for the batch by the cost table, unless --k gives it.
+    Trained drafters end a chain when they are unsure.
     """
     how = size(args, tokenizer)
     names = suitable(args, model)
     if how is REAL:
-        names = [name for name in names if name != "specgen"]    # for which these texts are too short
+        names = [name for name in names if name != "specgen"]    # these texts are too short for it
     rows = observe("run", args, model, tokenizer, how, names)
     own_texts = [x for x in rows if x["workload"] == "story" and x["method"] in ("ar", *methods.DIFFUSION)]
     found = {"new_tokens": how.new, "rows": rows, "table": phases_table(rows),
@@ -192,8 +193,8 @@ def run(args, model, tokenizer):
 
 
 def speed(args, model, tokenizer):
-    """Long answers, mostly one request at a time: trained drafters alone, in trees, with prompt-lookup tokens
-    next to their drafts, and the method that chooses among drafters."""
+    """Long answers, mostly at batch 1: trained drafters with chains, with trees, and with prompt-lookup
+    tokens next to their drafts; and `adaptive`, which chooses among drafters."""
     wanted = ("ngram", *methods.TRAINED, *ALONE, COMBINED)
     names = [name for name in suitable(args, model, ALONE) if name in wanted]
     how = QUICK if args.quick else ANSWERS
@@ -202,7 +203,7 @@ def speed(args, model, tokenizer):
     return {"new_tokens": how.new, "rows": rows, "table": texts(lines), "short": texts(lines, SHORT)}
 
 
-# Run with one request at a time: more rows cost time if there are many requests.
+# Run at batch 1 only, because additional rows cost more in a batch.
 ALONE = ["eagle --tree 8", "prism --tree 8", *(f"{name} --prompt-lookup 8" for name in methods.TRAINED)]
 # Columns of the table in README.md.
 SHORT = ("method", "mean", "mt_bench", "translation", "summarization", "math_reasoning", "humaneval",
@@ -210,7 +211,7 @@ SHORT = ("method", "mean", "mt_bench", "translation", "summarization", "math_rea
 
 
 def observe(study, args, model, tokenizer, how, names):
-    """The rows of a study that times methods next to the plain loop; see `run`."""
+    """The result rows of a study that times methods next to the plain loop; see `run`."""
     names = ["ar", *names]
     problems = numbered(tokenizer, how.traced, args.data)
     prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else {}
@@ -228,7 +229,7 @@ def observe(study, args, model, tokenizer, how, names):
             if name == "dlm" and workload.startswith("mixed") or batch > 1 and name in ("dlm", *ALONE):
                 continue
             builders[name] = partial(build, name, batch, ids[:1] if name == "dlm" else ids, temperature)
-        # On a GPU a run before those that count compiles the kernels.
+        # On a GPU a warm-up run compiles the kernels.
         timed = time_interleaved(builders, how.repeats, f"{workload}, batch {batch}", args.device != "cpu")
         about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
         return rows_of(timed, about, prices)
@@ -239,7 +240,8 @@ def observe(study, args, model, tokenizer, how, names):
 
 
 def cells_of(ids, how):
-    """[(workload, batch, ids, temperature)] of ids "workload/i", and of all workloads together."""
+    """[(workload, batch, ids, temperature)] for each workload of the ids "workload/i", and for all workloads
+    together."""
     some = [(w, f"{w}/", how.batches, 0.0) for w in dict.fromkeys(i.split("/")[0] for i in ids)]
     some += [("mixed", "", how.mixed, 0.0), ("mixed, T = 1", "", how.sampled, 1.0)]
     return [(workload, batch, [i for i in ids if i.startswith(prefix)][:n], temperature)
@@ -247,13 +249,13 @@ def cells_of(ids, how):
 
 
 def middle(runs):
-    """The run of the median time; of an even number the faster of the two."""
+    """The run with the median time; of an even number of runs, the faster of the two in the middle."""
     return sorted(runs, key=lambda run: run.seconds)[(len(runs) - 1) // 2]
 
 
 def rows_of(timed, about, prices):
-    """The rows of a cell, one for each method. about: what they have in common. prices: a cost table, or {}
-    if there is none."""
+    """The result rows of a cell, one for each method. about: entries that all rows get. prices: a cost table,
+    or {} if there is none."""
     plain = middle(timed["ar"])
     cost = traces.CostTable(prices) if prices else None
     rows = []
@@ -287,7 +289,7 @@ def rows_of(timed, about, prices):
 # -- their tables ----------------------------------------------------------------------------------
 
 def phases_table(rows):
-    """What was observed, and the share of the time that each phase took."""
+    """The Markdown table of the observed speed-ups, with each phase's share of the time."""
     shares = [{phase: x["phases"][phase] / sum(x["phases"].values()) for phase in PHASES} for x in rows]
     return table([{**x, **own} for x, own in zip(rows, shares)], {
         "workload": "{workload}",
@@ -311,13 +313,13 @@ DIFFUSION = {
 
 
 def methods_table(rows):
-    """A line {head: text} for each method whose answers are the target's: a column for each workload, one
-    request at a time, then the mix, sampled and in batches."""
-    # The mix asks the other workloads' requests once more.
+    """A line {head: text} for each method whose answers are the target's. Columns: each workload at batch 1,
+    then the mixture of all workloads, in batches and sampled."""
+    # The mixture repeats the other workloads' requests, so the mean leaves it out.
     alone = [x for x in rows
              if x["batch"] == 1 and x["identical"] is not None and not x["workload"].startswith("mixed")]
     workloads = dict.fromkeys(x["workload"] for x in alone)
-    # For the puzzle model GSM8K is left out of the mean: it never learned such text.
+    # The puzzle model was not trained on text like GSM8K, so its mean leaves GSM8K out.
     families = [w for w in workloads if w in tasks.FAMILIES] or workloads
     mixed = [x for x in rows
              if x["workload"].startswith("mixed") and (x["batch"] > 1 or x["temperature"])]
@@ -337,8 +339,8 @@ def methods_table(rows):
 # -- bounds ----------------------------------------------------------------------------------------
 
 def bounds(args, model, tokenizer):
-    """The ladder of bounds, from the traces and the cost table that were measured here, with what `run`
-    observed. For other files: python -m minispec.bounds."""
+    """The ladder of bounds, from the traces and the cost table measured here, next to the speed-ups of `run`.
+    For other files: python -m minispec.bounds."""
     some = traces.read_traces(results.path("traces.jsonl"))
     prices, file = traces.read_costs(args.cost), results.path("run.json")
     with naming(file):

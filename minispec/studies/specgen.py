@@ -1,10 +1,10 @@
 """SpecGen on long texts.
 
     serving      tokens/s and accepted drafts of requests with long contexts
-    scheduler    the parts of the system, one after the other
+    scheduler    the parts of the system, added one after the other
 
-The puzzle model continues chains of its family `trace`. A real model continues the story that ships, at
-contexts up to 4,000 tokens; or, with a data folder, chains of thought, which are longer.
+The puzzle model continues chains of its family `trace`. A real model continues the story in minispec/data, at
+contexts up to 4,000 tokens, or, with a data folder, chains of thought, which are longer.
 """
 import os
 import random
@@ -24,13 +24,13 @@ from minispec.tools.files import naming, read_rows
 from minispec.tools.markdown import table
 
 K = 8
-TEMPERATURE = 0.65                      # the paper's; greedy answers of long texts repeat themselves
+TEMPERATURE = 0.65                      # the paper's; greedy long answers repeat themselves
 AHEAD = "specgen --prompt-lookup 0"
 PILLAR = AHEAD + " --select pillar"     # the paper's form
 WINDOW = "specgen --select window"      # with prompt lookup, as in TriForce; without, MagicDec
 NEW = 160                               # tokens of an answer
 THOUGHTS = "reasoning_gym_traces/traces_correct.jsonl"
-SHIFT = 50                              # tokens by which texts of the story are apart
+SHIFT = 50                              # tokens between the starts of two texts of the story
 
 
 # -- texts -----------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def text(number, length, tokenizer, data):
     elif data:
         file = os.path.join(data, THOUGHTS)
         with naming(file):
-            # One answer to each question: several models agree too well.
+            # One answer per question: the answers of several models are too similar.
             solved = list({row["question"]: row["response"] for _, row in read_rows(file)}.items())
         random.Random(number).shuffle(solved)
         written = "\n\n".join(map("\n".join, solved))
@@ -55,10 +55,10 @@ def text(number, length, tokenizer, data):
     return ids[:length]
 
 
-# -- prompts that are read once --------------------------------------------------------------------
+# -- prompts, read once ----------------------------------------------------------------------------
 
 def read(model, prompts):
-    """{prompt: its keys and values (2, L, G, n, D)} of prompts (ids), for `Resumed`."""
+    """{prompt: its keys and values (2, L, G, n, D)} for prompts (lists of ids), for `Resumed`."""
     kept = {}
     for ids in prompts:
         engine, request = Engine(model, SyncScheduler, 1), Request(ids, 1)
@@ -69,8 +69,8 @@ def read(model, prompts):
 
 
 class Resumed(Admission):
-    """Requests enter with what was `kept` of their prompts, so that no run reads them again, but for the last
-    rows, which are recorded."""
+    """Requests enter with the `kept` keys and values of their prompts, so no run reads a prompt again, except
+    for its last k + 1 rows, whose scores are recorded."""
     kept = {}
 
     def _enter(self, r):
@@ -86,7 +86,7 @@ class Resumed(Admission):
 
 
 def resumed(name, model, args, batch, kept, **changes):
-    """An engine whose requests enter with the kept part of their prompts."""
+    """An engine whose requests enter with the kept keys and values of their prompts."""
     engine = engine_of(name, model, args, batch, **changes)
     engine.admission = Resumed(engine, engine.admission.policy)
     engine.admission.kept = kept
@@ -96,7 +96,7 @@ def resumed(name, model, args, batch, kept, **changes):
 # -- serving ---------------------------------------------------------------------------------------
 
 DISTINCT = 4                            # texts of a larger batch
-# Tokens of a context, requests, and the number of the first text.
+# Tokens of the context, number of requests, number of the first text.
 CELLS = ((7000, 8, 0), (4000, 8, 0), (7000, 1, 0), (1000, 8, 0), (4000, 1, 1), (1000, 1, 2), (4000, 16, 0))
 METHODS = ("ar", "ngram", f"{WINDOW} --prompt-lookup 0", WINDOW, PILLAR, AHEAD, "specgen")
 SERVING = {
@@ -114,15 +114,15 @@ SERVING = {
 
 
 def serving(args, model, tokenizer):
-    """Several requests with long contexts, sampled: decoded tokens/s of the plain loop, prompt lookup,
-    window attention and SpecGen. Next to it the speed-up of SpecGen that three timings predict: of a plain
-    step, of its attention and of a verification, all without its schedule. (EAGLE is missing: its drafter
-    would have to read the whole prompt.)"""
+    """Several sampled requests with long contexts: tokens/s of decoding with the plain loop, prompt lookup,
+    window attention and SpecGen. "predicted" is SpecGen's speed-up computed from three timings without its
+    schedule: a plain step, its attention and a verification. EAGLE is left out, because its drafter would
+    have to read the whole prompt."""
     longest = 7000 if tokenizer.is_puzzle_model or args.data else 4000                    # of the texts
     cells = [(1000, 2, 0)] if args.quick else [cell for cell in CELLS if cell[0] <= longest]
     measured = partial(serving_rows, args, model, tokenizer)
     rows = sum(results.each_kept("serving", args, model, cells, measured), [])
-    # All methods at the longest context, and SpecGen in batches at shorter ones.
+    # The short table: all methods at the longest context, and SpecGen in batches at shorter contexts.
     long = [x for x in rows if x["context"] == max(CELLS)[0] and x["method"] in ("ngram", PILLAR, AHEAD)]
     short = long + [x for x in rows if x["method"] == AHEAD and x["requests"] == 8 and x not in long]
     columns = {head: form for head, form in SERVING.items() if head not in ("dtype", "first text")}
@@ -130,19 +130,19 @@ def serving(args, model, tokenizer):
 
 
 def serving_rows(args, model, tokenizer, context, batch, first):
-    """The rows of one context and batch, of texts from number `first` on."""
+    """The result rows of one context and batch size, with texts from number `first` on."""
     some = [text(first + i, context, tokenizer, args.data) for i in range(min(batch, DISTINCT))]
     kept, asked = read(model, some), (some * batch)[:batch]
     step, attention = measure.forward_seconds(model, [context] * batch, 1)
     verification, _ = measure.forward_seconds(model, [context] * batch, K + 1)
-    draft = step - (1 - args.sparsity) * attention       # a step that reads a part of the cache
+    draft = step - (1 - args.sparsity) * attention       # a draft step reads a part of the cache
     about = {"context": context, "requests": batch, "text": first, "dtype": dtype_name(model)}
     def build(name):
         requests = [Request(ids, NEW, Sampling(TEMPERATURE, seed=i)) for i, ids in enumerate(asked)]
         return resumed(name, model, args, batch, kept, lookup=None), requests
 
     cells = {name: partial(build, name) for name in METHODS}
-    # A batch needs no warm-up: reading the texts was one.
+    # A batch needs no warm-up, because reading the texts was one.
     runs = time_interleaved(cells, 2 if batch == 1 else 1, f"{batch} requests at {context}", batch == 1)
     rows = []
     for name, timed in runs.items():
@@ -182,9 +182,9 @@ SCHEDULER = {
 
 
 def scheduler(args, model, tokenizer):
-    """The parts of SpecGen's system, one after the other, for requests that continue texts of different
-    lengths, in a cache of half the slots that they take. The end of an answer is not known beforehand, so
-    each may ask for the room of the longest."""
+    """The parts of SpecGen's system, added one after the other, for requests that continue texts of different
+    lengths, with a cache of half the slots that they need. The length of an answer is not known in advance,
+    so `reserve` keeps room for the longest request for each of them."""
     shortest, longest = (tokens // (10 if args.quick else 1) for tokens in LENGTHS)
     lengths = [shortest + i * (longest - shortest) // (REQUESTS - 1) for i in range(REQUESTS)]
     random.Random(0).shuffle(lengths)

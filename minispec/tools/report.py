@@ -1,4 +1,5 @@
-"""What decode.py says of a finished run: one dict, which --json writes, and the closing lines made of it."""
+"""The report of a finished run of decode.py: one dict, which --json writes, and the closing lines made from
+it."""
 import statistics
 from dataclasses import asdict, replace
 
@@ -6,7 +7,8 @@ from minispec.tools.answers import ratio, schedule_view, summary, tie_gap, verdi
 
 
 def figures(args, tokenizer, engine, problems, generations, first_token):
-    """The figures of a run. first_token: seconds to the first token of every answer."""
+    """The figures of a run, as a dict that JSON can hold. first_token: seconds to the first token, for each
+    answer."""
     result = {
         "method": args.method,
         "model": args.model,
@@ -23,7 +25,7 @@ def figures(args, tokenizer, engine, problems, generations, first_token):
     }
     known = [one["correct"] for one in result["requests"] if one["correct"] is not None]
     result["correct"] = sum(known) if known else None
-    if hasattr(engine, "counts"):                        # of a diffusion model
+    if hasattr(engine, "counts"):                        # a diffusion model's decoder
         result["counts"] = engine.counts
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)
@@ -31,8 +33,9 @@ def figures(args, tokenizer, engine, problems, generations, first_token):
 
 
 def compare(result, plain, model, sampling):
-    """Add to the figures of a run how much faster it was than the plain loop, whose figures are `plain`, and
-    whether answers are identical (under rejection sampling they are not)."""
+    """Add to the figures of a run its speed-ups over the plain loop, whose figures are `plain`, and whether
+    the answers are identical. Rejection sampling above temperature 0 keeps the distribution, not the text, so
+    its answers are not compared."""
     rates = {"speedup": "decode_tokens_per_second", "speedup_end_to_end": "tokens_per_second"}
     for speedup, name in rates.items():
         result["ar_" + name] = plain[name]
@@ -49,7 +52,7 @@ def compare(result, plain, model, sampling):
 def table(r):
     """The closing lines of a run."""
     diffusion = "counts" in r
-    # What it was, and how fast.
+    # Method, device, tokens/s.
     lines = [
         f"{r['method']} on {r['device']}, {r['dtype']}: {r['new_tokens']} tokens in {r['seconds']:.2f} s, "
         f"{known(r['tokens_per_second'])} end to end",
@@ -57,7 +60,7 @@ def table(r):
         f"first token after {r['time_to_first_token']:.3f} s; "
         f"decoding: {known(r['decode_tokens_per_second'])}",
     ]
-    # What a forward gave, and where time went.
+    # Tokens per forward, acceptance, and time by phase.
     if diffusion:
         counts = r["counts"]
         lines.append(f"{r['tau']:.2f} tokens per forward of a request; "
@@ -72,11 +75,11 @@ def table(r):
     shares = [f"{name} {100 * r['phase_seconds'][name] / r['seconds']:.0f} %"
               for name in ("prefill", "draft", "verify", "other")]
     lines.append("time: " + ", ".join(shares))
-    if r.get("warm_up_seconds"):                         # of a GPU
+    if r.get("warm_up_seconds"):                         # on a GPU
         lines.append(f"warm-up, in none of these figures: {r['warm_up_seconds']:.1f} s "
                      "to compile kernels and capture CUDA graphs")
 
-    # What --compare adds.
+    # --compare adds the plain loop.
     if "speedup" in r:
         lines.append(f"autoregressive: {known(r['ar_tokens_per_second'])} end to end, "
                      f"decoding {known(r['ar_decode_tokens_per_second'])}; "
@@ -86,7 +89,7 @@ def table(r):
         differs = f"differs from autoregressive (top-2 gap of logits and noise there: {r['tie_gap']:.2g})"
         lines.append("output: " + ("identical to autoregressive" if r["identical"] else differs))
 
-    # What only some methods and problems have.
+    # Lines that only some methods and problems have.
     if "schedule" in r:
         lines += schedule_lines(r["schedule"])
     if r["correct"] is not None:
@@ -97,7 +100,7 @@ def table(r):
 
 
 def known(x, form="{:.1f} tokens/s"):
-    """A figure as text, if there is one."""
+    """A figure as text, or "-" if it is None."""
     return "-" if x is None else form.format(x)
 
 
