@@ -226,8 +226,8 @@ def test_the_studies_fit_together(measured):
     for r in rows:
         assert r["identical"] == (r["prompts"] if r["method"] in methods.METHODS else None)
         assert sum(r["phases"].values()) == pytest.approx(r["seconds"])
-    sampled = [(r["workload"], r["batch"]) for r in rows if r["temperature"] == 1 and r["method"] == "ngram"]
-    assert sampled == [("mixed, T = 1", 1)] and sum(r["method"] == "cdlm" for r in rows) == 7
+    sampled = [(r["workload"], r["batch"]) for r in rows if r["temperature"] and r["method"] == "ngram"]
+    assert sampled == [("mixed, T = 0.7", 1)] and sum(r["method"] == "cdlm" for r in rows) == 7
     slow = [(r["workload"], r["batch"], r["prompts"]) for r in rows if r["method"] == "dlm"]
     assert slow == [("revise", 1, 1)] and len(traces.read_traces(folder / "traces.jsonl")) == 4
     alone = [(r["method"], r["workload"]) for r in out["speed"]["rows"] if r["batch"] == 1]
@@ -267,23 +267,24 @@ def test_profile_says_how_often_drafters_are_right(measured, monkeypatch):
 
 
 def test_the_middle_run_is_reported():
-    a, b, c = (results.Run([], {"verify": seconds}, 1.0, 1.0, None) for seconds in (1.0, 2.0, 3.0))
+    a, b, c = (results.Run([], {"verify": seconds}, 1.0, [1.0], None) for seconds in (1.0, 2.0, 3.0))
     assert run.middle([c, a, b]) is b and run.middle([b, a]) is a
 
 
 def test_methods_are_compared_in_one_table_of_one_request_at_a_time():
     def row(workload, method, speedup, batch=1, identical=3):
         return {"workload": workload, "batch": batch, "method": method, "tokens_per_second": 100 * speedup,
-                "speedup": speedup, "tau": 2.0, "identical": identical, "prompts": 4, "temperature": 0}
+                "speedup": speedup, "tau": 2.0, "identical": identical, "prompts": 4, "temperature": 0,
+                "rates": [90 * speedup, 110 * speedup], "decoding": speedup}
 
     rows = [row("trace", "ar", 1.0), row("trace", "ngram", 1.2), row("arith", "ar", 1.0),
             row("arith", "ngram", 1.6), row("arith", "ngram", 9.0, 4), row("mixed", "ngram", 5.0, 4),
             row("gsm8k", "ar", 1.0), row("gsm8k", "ngram", 3.0), row("trace", "dlm", 0.2, identical=None)]
     plain, lookup = run.methods_table(rows)
     one = "1, 100 tokens/s"
-    assert plain == {"method": "ar", "mean": "1.00", "trace": one, "arith": one, "gsm8k": one,
+    assert plain == {"method": "ar", "mean (95 %)": "1.00 (1.00-1.00)", "mean, decoding": "1.00", "trace": one, "arith": one, "gsm8k": one,
                      "identical to ar": "9 of 12"}
-    assert lookup == {"method": "ngram", "mean": "1.40", "trace": "1.20, tau 2.0", "arith": "1.60, tau 2.0",
+    assert lookup == {"method": "ngram", "mean (95 %)": "1.40 (1.20-1.60)", "mean, decoding": "1.40", "trace": "1.20, tau 2.0", "arith": "1.60, tau 2.0",
                       "gsm8k": "3.00, tau 2.0", "mixed, batch 4": "5.00", "identical to ar": "9 of 12"}
 
 
@@ -303,8 +304,8 @@ class Slow:
 
 def test_a_requests_rate_counts_from_its_entry():
     """The third one enters when the first one leaves, after one second; it has six tokens in four seconds."""
-    generations, rate = results.answer(Slow(), [Request([1], 6) for _ in range(3)])
-    assert rate == pytest.approx((6 / 2 + 6 / 1 + 6 / 4) / 3) and len(generations) == 3
+    generations, rates = results.answer(Slow(), [Request([1], 6) for _ in range(3)])
+    assert rates == pytest.approx([6 / 2, 6 / 1, 6 / 4]) and len(generations) == 3
 
 
 def test_intervals_hold_the_true_value_as_often_as_they_say():

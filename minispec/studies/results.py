@@ -106,7 +106,7 @@ class Run:
     generations: list
     phases: dict            # seconds, with prompts, without capturing a GPU's graphs
     tau: float
-    request_rate: float     # mean of the requests' tokens/s
+    rates: list             # tokens/s of each request
     seen: object            # the result of `see`, see time_interleaved
 
     @property
@@ -133,15 +133,15 @@ def time_interleaved(cells, repeats, desc, warm_up=True, see=None):
             engine = None
             gc.collect()                                 # an engine and its scheduler hold each other
             engine, requests = build()
-            generations, rate = answer(engine, requests)
+            generations, rates = answer(engine, requests)
             if repeat >= 0:
                 tau = summary(generations, engine)["tau"]
-                runs[name].append(Run(generations, phases(engine), tau, rate, see and see(engine)))
+                runs[name].append(Run(generations, phases(engine), tau, rates, see and see(engine)))
     return runs
 
 
 def answer(engine, requests):
-    """(generations, mean of the requests' tokens/s) by the engine's clock. The time of a request starts when
+    """(generations, tokens/s of each request) by the engine's clock. The time of a request starts when
     it enters the batch, which is when another request leaves it."""
     def clock():
         return sum(engine.seconds.values())
@@ -152,7 +152,7 @@ def answer(engine, requests):
         left[request] = clock()
     entered += sorted(left.values())
     rates = [len(r.generation.token_ids) / (left[r] - t) for r, t in zip(requests, entered)]
-    return [r.generation for r in requests], statistics.mean(rates)
+    return [r.generation for r in requests], rates
 
 
 def phases(engine):

@@ -20,8 +20,9 @@ from minispec import traces
 from minispec.bounds import COMBINED
 from minispec.core.verify import Sampling
 from minispec.data import tasks
+from minispec.data.loops import loops
 from minispec.studies import measure, results
-from minispec.studies.results import SAME, engine_of, identical, time_interleaved, suitable
+from minispec.studies.results import SAME, engine_of, identical, interval, suitable, time_interleaved
 from minispec.tools import methods
 from minispec.tools.answers import requests_of
 from minispec.tools.files import naming, read_json, write_json
@@ -206,7 +207,7 @@ def speed(args, model, tokenizer):
 # Run at batch 1 only, because additional rows cost more in a batch.
 ALONE = ["eagle --tree 8", "prism --tree 8", *(f"{name} --prompt-lookup 8" for name in methods.TRAINED)]
 # Columns of the table in README.md.
-SHORT = ("method", "mean", "mt_bench", "translation", "summarization", "math_reasoning", "humaneval",
+SHORT = ("method", "mean (95 %)", "mean, decoding", "mt_bench", "translation", "summarization", "math_reasoning", "humaneval",
          "identical to ar")
 
 
@@ -214,13 +215,18 @@ def observe(study, args, model, tokenizer, how, names):
     """The result rows of a study that times methods next to the plain loop; see `run`."""
     names = ["ar", *names]
     problems = numbered(tokenizer, how.traced, args.data)
+    longest = dict.fromkeys(problems, how.new)
+    if not tokenizer.is_puzzle_model:
+        longest = before_loops(problems, tokenizer, model, args, how.new)
     prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else {}
     best_k = prices.get("about", {}).get("best_k", {})
 
     def build(name, batch, ids, temperature):
         k = args.k or best_k.get(str(batch), {}).get(name)
-        some = [problems[i] for i in ids]
-        requests = requests_of(some, tokenizer, model, how.new, Sampling(temperature))
+        requests = []
+        for seed, i in enumerate(ids):
+            new = how.new if temperature else longest[i]
+            requests += requests_of([problems[i]], tokenizer, model, new, Sampling(temperature, seed=seed))
         return engine_of(name, model, args, batch, k=k), requests
 
     def measured(workload, batch, ids, temperature):
@@ -239,11 +245,24 @@ def observe(study, args, model, tokenizer, how, names):
     return sum(rows, [])
 
 
+def before_loops(problems, tokenizer, model, args, new):
+    """{id: tokens of the greedy answer to a problem, which ends where it begins to repeat itself}: all
+    drafters guess a loop, so loops flatter every speed-up."""
+    engine = engine_of("ar", model, args, 1)
+    requests = requests_of(problems.values(), tokenizer, model, new)
+    for request, _ in engine.stream(requests):
+        if loops(request.generation.token_ids):
+            request.cancel()
+    cut = sum(r.generation.finish == "cancelled" for r in requests)
+    print(f"{cut} of {len(requests)} greedy answers begin to repeat themselves and are cut there")
+    return {id: len(r.generation.token_ids) for id, r in zip(problems, requests)}
+
+
 def cells_of(ids, how):
     """[(workload, batch, ids, temperature)] for each workload of the ids "workload/i", and for all workloads
     together."""
     some = [(w, f"{w}/", how.batches, 0.0) for w in dict.fromkeys(i.split("/")[0] for i in ids)]
-    some += [("mixed", "", how.mixed, 0.0), ("mixed, T = 1", "", how.sampled, 1.0)]
+    some += [("mixed", "", how.mixed, 0.0), ("mixed, T = 0.7", "", how.sampled, 0.7)]
     return [(workload, batch, [i for i in ids if i.startswith(prefix)][:n], temperature)
             for workload, prefix, batches, temperature in some for batch, n in batches.items()]
 
@@ -275,7 +294,9 @@ def rows_of(timed, about, prices):
             "tokens": run.tokens,
             "tokens_per_second": run.tokens / run.seconds,
             "speedup": run.tokens / run.seconds * plain.seconds / plain.tokens,
-            "rate_speedup": run.request_rate / plain.request_rate,
+            "decoding": run.decoding_rate / plain.decoding_rate,
+            "rates": run.rates,
+            "rate_speedup": statistics.mean(run.rates) / statistics.mean(plain.rates),
             "tau": run.tau,
             "acceptance": sum(s.accepted for s in steps) / proposed if proposed else None,
             "phases": run.phases,
@@ -323,10 +344,12 @@ def methods_table(rows):
     families = [w for w in workloads if w in tasks.FAMILIES] or workloads
     mixed = [x for x in rows
              if x["workload"].startswith("mixed") and (x["batch"] > 1 or x["temperature"])]
+    plain = {x["workload"]: x for x in alone if x["method"] == "ar"}
     lines = []
     for method in dict.fromkeys(x["method"] for x in alone):
         some = {x["workload"]: x for x in alone if x["method"] == method}
-        line = {"method": method, "mean": f"{statistics.mean(some[w]['speedup'] for w in families):.2f}"}
+        line = {"method": method, "mean (95 %)": mean_speedup(some, plain, families)}
+        line["mean, decoding"] = f"{statistics.mean(some[w]['decoding'] for w in families):.2f}"
         template = "1, {tokens_per_second:.0f} tokens/s" if method == "ar" else "{speedup:.2f}, tau {tau:.1f}"
         line |= {w: template.format(**x) for w, x in some.items()}
         line |= {f"{x['workload']}, batch {x['batch']}": f"{x['speedup']:.2f}"
@@ -334,6 +357,14 @@ def methods_table(rows):
         same, asked = (sum(x[key] for x in some.values()) for key in ("identical", "prompts"))
         lines.append({**line, "identical to ar": f"{same} of {asked}"})
     return lines
+
+
+def mean_speedup(some, plain, workloads):
+    """The mean speed-up over prompts, with its interval; the same prompt's tokens/s are compared."""
+    own, others = (np.concatenate([rows[w]["rates"] for w in workloads]) for rows in (some, plain))
+    ratios = own / others
+    low, high = interval(lambda x: x.mean(-1), ratios)
+    return f"{ratios.mean():.2f} ({low:.2f}-{high:.2f})"
 
 
 # -- bounds ----------------------------------------------------------------------------------------
