@@ -211,7 +211,7 @@ def folder(tmp_path_factory):
 def shipped():
     """(target, tokenizer) of the checkpoints that come with the repository."""
     from minispec.data.tokenizer import Tokenizer
-    return checkpoints.load(TARGET), Tokenizer.load(TARGET)
+    return checkpoints.load(TARGET, dtype=torch.float32), Tokenizer.load(TARGET)
 
 
 class Arbitrary(SpecGen):

@@ -70,7 +70,7 @@ def decoders(model, tokenizer):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    loaded = checkpoints.load("checkpoints/target"), Tokenizer.load("checkpoints/target")
+    loaded = checkpoints.load("checkpoints/target", dtype=torch.float32), Tokenizer.load("checkpoints/target")
     found = {"modules": modules(*loaded), "decoders": decoders(*loaded)}
     write_json(path("answers.json"), found)
     print(found)
