@@ -19,7 +19,6 @@ MODEL = toy_model()
 SCHEDULERS = {
     "ar": SyncScheduler,
     "specgen": lambda e: SpecGen(e, 4, 0.1, 4),
-    "lookup": lambda e: SpecGen(e, 6, 0.1, 4, lookup=99),
     "delayed": lambda e: SpecGen(e, 4, 0.1, 4, delayed=True),
 }
 
