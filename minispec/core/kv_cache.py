@@ -10,9 +10,10 @@ tree together.
 Texts that begin alike share the blocks of their common beginning (prefix caching, as in vLLM). A full block
 is found by its tokens and the block before it, and counts its users. A block without users keeps its content
 until the room is needed; the block that lost its last user first is reused first. Shared blocks are never
-written.
+written. The block in which two texts part, or one ends, is copied.
 """
 import itertools
+import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -68,6 +69,7 @@ class KVCache:
         self.users = [0] * self.n_blocks                 # how many requests have each block
         self.names = {}                                  # (name of the block before, tokens) -> (name, block)
         self.named = {}                                  # block -> its key in `names`
+        self.begun = {}                                  # block -> the same of its first tokens
         self.idle = OrderedDict()                        # named blocks without users, the oldest first
         self.new_name = itertools.count(1)
         self.charged = 0
@@ -134,6 +136,7 @@ class KVCache:
             taken.append(block)
         for block in taken:
             self.users[block] = 1
+            self.begun.pop(block, None)
         return sorted(taken)
 
     def _leave(self, block):
@@ -166,8 +169,8 @@ class KVCache:
         return [tuple(tokens[end - self.block:end]) for end in ends]
 
     def share(self, blocks, tokens):
-        """Give a new Allocation the blocks that hold the beginning of `tokens`. Returns the number of tokens
-        in them."""
+        """Give a new Allocation the blocks that hold the beginning of `tokens`, and a block of its own with
+        a copy of the tokens that follow. Returns the number of tokens in them."""
         name = 0
         for part in self._full_blocks(tokens):
             if (name, part) not in self.names:
@@ -176,12 +179,25 @@ class KVCache:
             self.users[block] += 1
             self.idle.pop(block, None)
             blocks.table.append(block)
-        return self.size(blocks)
+        # The block whose first tokens are the most of those that follow.
+        size = self.size(blocks)
+        rest = tuple(tokens[size:])
+        known = source = 0
+        for block, (before, part) in [*self.named.items(), *self.begun.items()]:
+            n = len(os.path.commonprefix([part, rest])) if before == name else 0
+            if n > known:
+                known, source = n, block
+        if known:
+            blocks.table += self._take(1)                # it may be the source
+            new, old = (block * self.block for block in (blocks.table[-1], source))
+            self.kv[:, :, :, new:new + known] = self.kv[:, :, :, old:old + known]
+        return size + known
 
     def remember(self, blocks, tokens):
-        """These blocks hold `tokens` and are not written any more: let other requests share them."""
+        """These blocks hold `tokens`, which are not written any more: let other requests share them."""
         name = 0
-        for block, part in zip(blocks.table, self._full_blocks(tokens)):
+        full = self._full_blocks(tokens)
+        for block, part in zip(blocks.table, full):
             key = name, part
             if key not in self.names:
                 if block in self.named:                  # under a beginning that has left the pool since
@@ -189,6 +205,9 @@ class KVCache:
                 self.names[key] = next(self.new_name), block
                 self.named[block] = key
             name, _ = self.names[key]
+        else:
+            if rest := tuple(tokens[len(full) * self.block:]):
+                self.begun[blocks.table[len(full)]] = name, rest
 
     # -- where tokens lie ------------------------------------------------------------------------------------
 
