@@ -69,7 +69,7 @@ class KVCache:
         self.users = [0] * self.n_blocks                 # how many requests have each block
         self.names = {}                                  # (name of the block before, tokens) -> (name, block)
         self.named = {}                                  # block -> its key in `names`
-        self.begun = {}                                  # block -> the same of its first tokens
+        self.begun = {}                                  # block that is not full -> the same
         self.idle = OrderedDict()                        # named blocks without users, the oldest first
         self.new_name = itertools.count(1)
         self.charged = 0
@@ -163,30 +163,27 @@ class KVCache:
 
     # -- texts that begin alike ------------------------------------------------------------------------------
 
-    def _full_blocks(self, tokens):
-        """The tokens of each full block."""
-        ends = range(self.block, len(tokens) + 1, self.block)
-        return [tuple(tokens[end - self.block:end]) for end in ends]
+    def _parts(self, tokens):
+        """The tokens of each block; the last one may be short."""
+        return [tuple(tokens[i:i + self.block]) for i in range(0, len(tokens), self.block)]
 
     def share(self, blocks, tokens):
         """Give a new Allocation the blocks that hold the beginning of `tokens`, and a block of its own with
         a copy of the tokens that follow. Returns the number of tokens in them."""
         name = 0
-        for part in self._full_blocks(tokens):
+        for part in self._parts(tokens):
             if (name, part) not in self.names:
                 break
             name, block = self.names[name, part]
             self.users[block] += 1
             self.idle.pop(block, None)
             blocks.table.append(block)
-        # The block whose first tokens are the most of those that follow.
+        # Of the blocks that follow, the one that begins with most of the other tokens.
         size = self.size(blocks)
         rest = tuple(tokens[size:])
-        known = source = 0
-        for block, (before, part) in [*self.named.items(), *self.begun.items()]:
-            n = len(os.path.commonprefix([part, rest])) if before == name else 0
-            if n > known:
-                known, source = n, block
+        known, source = max(((len(os.path.commonprefix([part, rest])), block)
+                             for block, (before, part) in (self.begun | self.named).items()
+                             if before == name), default=(0, None))
         if known:
             blocks.table += self._take(1)                # it may be the source
             new, old = (block * self.block for block in (blocks.table[-1], source))
@@ -196,18 +193,17 @@ class KVCache:
     def remember(self, blocks, tokens):
         """These blocks hold `tokens`, which are not written any more: let other requests share them."""
         name = 0
-        full = self._full_blocks(tokens)
-        for block, part in zip(blocks.table, full):
+        for block, part in zip(blocks.table, self._parts(tokens)):
             key = name, part
+            if len(part) < self.block:
+                self.begun[block] = key
+                break
             if key not in self.names:
                 if block in self.named:                  # under a beginning that has left the pool since
                     break
                 self.names[key] = next(self.new_name), block
                 self.named[block] = key
             name, _ = self.names[key]
-        else:
-            if rest := tuple(tokens[len(full) * self.block:]):
-                self.begun[blocks.table[len(full)]] = name, rest
 
     # -- where tokens lie ------------------------------------------------------------------------------------
 
