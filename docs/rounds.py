@@ -20,8 +20,7 @@ from minispec.tools.recorder import write_page  # noqa: E402
 RUNS = {
     "PRISM": "--method prism --task story --size 6 --tree 10",
     "SpecDiff-2": "--method specdiff --task story --size 6 --k-drafts 3 --temperature 1",
-    "SpecGen": "--method specgen --model smollm2 --prompts chapters.jsonl --batch 3 --prompt-lookup 0 "
-               "--max-new-tokens 64",
+    "SpecGen": "--method specgen --model smollm2 --prompts chapters.jsonl --batch 3 --max-new-tokens 64",
     "CDLM": "--method cdlm --task trace --threshold 0.9",
     "Performance or Illusion?": "--method adaptive --task revise --size 8",
 }

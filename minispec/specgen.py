@@ -8,7 +8,7 @@ the next round (PillarAttn): no second model, no training.
 
 One round of a request that has N tokens in the cache and N + 1 committed:
     DRAFT    k times one row: t0, d1, .. at positions N, N + 1, ..; it sees the selected positions and the
-             round's own rows (with `lookup`, fewer times, several rows)
+             round's own rows
     VERIFY   k + 1 rows t0, d1 .. dk at positions N .. N + k with full causal attention, recording scores
     (verdict)  verify.py accepts a of the k drafts and adds one token
     SELECT   for every layer and KV head, the positions that the next round drafts with
@@ -34,8 +34,6 @@ Differences from the paper, and why:
     By default scores are passed on to the following positions and remembered (`look_ahead`); select="pillar"
     is the paper's rule.
     Selections are positions, not slots, so a request may be offloaded and restored to other slots.
-    With `lookup` a draft step also feeds prompt-lookup tokens. Sparse attention filters them, and full
-    attention verifies the rest: three levels, as in TriForce (2404.11912).
 On a GPU draft rows are written to the cache as in the paper (kernels/fused.py), in CUDA graphs
 (kernels/graphs.py).
 """
@@ -45,10 +43,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from minispec.core.attention import FullKeys, group_rows, ungroup_rows
-from minispec.core.drafters import NGram
+from minispec.core.attention import FullKeys
 from minispec.core.engine import Scheduler
-from minispec.core.requests import Segment, check_k, check_lookup
+from minispec.core.requests import Segment, check_k
 from minispec.core.verify import walk, warp
 
 SELECTIONS = ("ahead", "pillar", "window")
@@ -91,15 +88,13 @@ class SpecGen(Scheduler):
     paper's; "ahead", the same with `look_ahead`; "window", the first and the newest positions. schedule:
     "unified" or "lockstep" (join the fullest phase). delayed: compute verdicts beside the next forward; a
     round then takes one more iteration, which pays only where the host takes more than 1 / (k + 2) of an
-    iteration: on a GPU. lookup: prompt-lookup tokens per draft forward, shared by the batch (0: none, as in
-    the paper). ValueError for settings out of range.
+    iteration: on a GPU. ValueError for settings out of range.
     """
     name = "specgen"
 
     def __init__(self, engine, k=8, sparsity=0.05, min_budget=64, select="ahead", schedule="unified",
-                 delayed=False, lookup=0):
+                 delayed=False):
         check_k(k)
-        check_lookup(lookup)
         if not 0 < sparsity <= 1:
             raise ValueError(f"sparsity {sparsity} is out of range; allowed is above 0 up to 1 (everything)")
         self.engine = engine
@@ -113,8 +108,6 @@ class SpecGen(Scheduler):
         self.record_prompt = k + 1                         # the prompt's last rows select for the first round
         self.record = None if select == "window" else pillar_scores
         self.pool = None
-        self.lookup = lookup
-        self.ngram = NGram()
 
     def widest(self, length):
         return budget(length, self.sparsity, self.min_budget)
@@ -165,8 +158,7 @@ class SpecGen(Scheduler):
         for r in ready:
             if r.state.k is None:
                 self._start(r, ready)
-        drafting = [r for r in ready if not r.state.is_drafted]
-        drafting = [self._draft(r, r.state, self.lookup // len(drafting)) for r in drafting]
+        drafting = [self._draft(r, r.state) for r in ready if not r.state.is_drafted]
         return drafting + [self._verify(r, r.state) for r in ready if r.state.is_drafted]
 
     def _start(self, r, ready):
@@ -186,15 +178,11 @@ class SpecGen(Scheduler):
                 loads[self.k if state.is_drafted else state.phase + len(state.drafts)] += 1
         return loads.index(max(loads) if self.in_phase else min(loads))
 
-    def _draft(self, r, state, spare):
+    def _draft(self, r, state):
         if state.keys is None:
             state.keys = PillarKeys(self.pool, r.blocks, r.n_cached, state.selected, state.recent)
         token = state.drafts[-1] if state.drafts else r.tokens[-1]
-        lookup_tokens = self.ngram.lookup(r, min(spare, state.k - len(state.drafts) - 1), state.drafts)
-        rows = [token, *lookup_tokens]
-        state.keys.rows = len(rows)
-        start = r.n_cached + len(state.drafts)
-        return Segment(r, rows, start, state.keys, "draft", len(rows), lookup_tokens)
+        return Segment(r, [token], r.n_cached + len(state.drafts), state.keys, "draft", 1)
 
     def _verify(self, r, state):
         self.pool.give_back(state.keys)                    # the drafts' list is not needed any more
@@ -206,23 +194,17 @@ class SpecGen(Scheduler):
     # -- after the forward of a draft step -------------------------------------------------------------------
 
     def take_drafts(self, segments, logits):
-        """Draw the next drafts of each request from the logits (n, V) of its rows. Prompt-lookup tokens
-        become drafts only as far as sparse attention draws them itself, so every draft has its distribution
-        q."""
-        each = logits.split([len(s.tokens) for s in segments])
-        for s, own, (path, token) in zip(segments, each, walk(segments, logits, drafting=True)):
+        """Draw the next draft of each request from its row of the logits (n, V)."""
+        for s, own, (_, token) in zip(segments, logits, walk(segments, logits, drafting=True)):
             state, sampling = s.request.state, s.request.sampling
-            confirmed = len(path)
-            state.drafts += [*s.drafts[:confirmed], token]
+            state.drafts.append(token)
             if sampling.temperature > 0 and sampling.rule == "rejection":
-                state.q += warp(own[:confirmed + 1], sampling).unbind()
-            s.keys.n -= len(s.drafts) - confirmed          # the next step overwrites the others
+                state.q.append(warp(own, sampling))
 
     def release(self, r):
         if r.state:
             self.pool.give_back(r.state.keys)
         r.state = None
-        self.ngram.release(r)
 
 
 # -- which positions: the scores of a verification -----------------------------------------------------------
@@ -259,13 +241,12 @@ def look_ahead(scores, memory):
 class PillarKeys:
     """The positions that a request's draft rows read in one round: selected (L, G, c), chosen per layer and
     KV head, and the `recent` newest of `length` cached ones (selected None: all of them); then the rows of
-    the round itself, of which a forward feeds `rows`. `blocks` are the request's; `server` is a DraftPool."""
+    the round itself. `blocks` are the request's; `server` is a DraftPool."""
     server: object
     blocks: object
     length: int
     selected: torch.Tensor
     recent: int
-    rows: int = 1
     row: int = None                          # in the pool, once it is gathered
     scores = None
 
@@ -322,29 +303,24 @@ class DraftPool:
             self.k, self.v = (F.pad(x, padding) for x in (self.k, self.v))
 
     def serve(self, members):
-        """store and read of the draft rows of some keys, see packed_attend."""
+        """store and read of the draft rows of some keys, one each, see packed_attend."""
         for keys in members:
             if keys.row is None:
                 self.gather(keys)
-        n_lists = max(keys.row for keys in members) + 1    # lists between them are computed, too, for nothing
-        most = max(keys.rows for keys in members)          # queries of every list
+        place = [keys.row for keys in members]             # the list of each row of the forward
+        n_lists = max(place) + 1                           # lists between them are computed, too, for nothing
         _, _, groups, width, d = self.k.shape              # whole lists, because torch would copy a part
-        # For each query of a list its row of the forward (some have none), and the other way round.
-        query, place, new = [0] * (n_lists * most), [], []
+        query, new = [0] * n_lists, []                     # the row of each list (some have none)
         # Lists differ in length: the entries behind the end of each are hidden.
-        mask = torch.full((n_lists, groups, width, most), float("-inf"), dtype=self.k.dtype)
-        for keys in members:
-            for i in range(keys.rows):
-                place.append(keys.row * most + i)
-                query[place[-1]] = len(place) - 1
-                # The new key goes to the end of the list, of a layer seen as one table of rows (D,).
-                new += [(keys.row * groups + head) * width + keys.n for head in range(groups)]
-                keys.n += 1
-                mask[keys.row, :, :keys.n, i] = 0.0
+        mask = torch.full((n_lists, groups, width, 1), float("-inf"), dtype=self.k.dtype)
+        for i, keys in enumerate(members):
+            query[keys.row] = i
+            # The new key goes to the end of the list, of a layer seen as one table of rows (D,).
+            new += [(keys.row * groups + head) * width + keys.n for head in range(groups)]
+            keys.n += 1
+            mask[keys.row, :, :keys.n] = 0.0
         query, place, new = (torch.tensor(x, device=self.k.device) for x in (query, place, new))
-        mask = mask.flatten(0, 1).to(self.k.device)                            # (lists * G, width, most)
-        if most > 1:                                       # a single row's fits all heads of a group as it is
-            mask = mask.repeat(1, 1, self.cache.group)
+        mask = mask.flatten(0, 1).to(self.k.device)                            # (lists * G, width, 1)
 
         def store(layer, k, v):
             for pool, x in ((self.k[layer], k), (self.v[layer], v)):
@@ -352,10 +328,9 @@ class DraftPool:
 
         def read(layer, q):
             keys, values = (pool[layer, :n_lists].flatten(0, 1) for pool in (self.k, self.v))
-            q = q.index_select(0, query).view(n_lists, most, -1, d)
-            q = group_rows(q, groups).flatten(0, 1)                            # (lists * G, g * most, D)
+            q = q.index_select(0, query).view(n_lists * groups, -1, d)         # (lists * G, g, D)
             # Keys come first in the product: torch would copy their transpose.
-            logits = torch.baddbmm(mask, keys, q.mT, alpha=d ** -0.5)          # (lists * G, width, g * most)
-            out = (logits.mT.softmax(-1) @ values).unflatten(0, (n_lists, groups))
-            return ungroup_rows(out, most).flatten(0, 1).index_select(0, place)          # (n, H, D)
+            logits = torch.baddbmm(mask, keys, q.mT, alpha=d ** -0.5)          # (lists * G, width, g)
+            out = logits.mT.softmax(-1) @ values                               # (lists * G, g, D)
+            return out.view(n_lists, -1, d).index_select(0, place)             # (n, H, D)
         return store, read

@@ -62,13 +62,12 @@ def check_engine():
     """The whole engine on the kernels and their graphs: every method's greedy output is the one it has on
     torch operators. SpecGen's scores and selections are the same, too, so it accepts as many drafts."""
     prompts = [[(7 * i + n) % 61 for i in range(n)] for n in (9, 3)]
-    few, other = small_model(3), small_model(3, seed=1)  # a vocabulary so small that draft steps copy
+    few, other = small_model(3), small_model(3, seed=1)  # a vocabulary so small that copies are found
     repeated = [[0, 1] * 5, [1, 0, 0]]
     for scheduler, model, some in (
             (lambda e: SyncScheduler(e, NGram(3, 1), 3), small_model(), prompts),
             (lambda e: SpecGen(e, 2, 0.1, 2), small_model(), prompts),
             (lambda e: SpecGen(e, 2, 0.1, 2, delayed=True), small_model(), prompts),
-            (lambda e: SpecGen(e, 6, 0.1, 2, lookup=99), few, repeated),
             (lambda e: SyncScheduler(e, SmallLM(other, few), 2, lookup=99), few, repeated)):
         runs = []
         for fused in (False, True):
@@ -78,8 +77,7 @@ def check_engine():
                 answers = engine.generate([Request(p, 8) for p in some])
             runs.append([(g.token_ids, [s.accepted for s in g.rounds]) for g in answers])
             assert engine.graphs is None or len(engine.graphs.graphs) > 2
-            rows = max(i["draft"] for i in engine.iterations)
-            assert model is not few or rows > 2 or any(s.lookup for g in answers for s in g.rounds)
+            assert model is not few or any(s.lookup for g in answers for s in g.rounds)
         assert runs[0] == runs[1], runs
 
 

@@ -95,6 +95,29 @@ def test_blocks_that_are_used_again_lie_in_order():
     assert cache.share(again, list(range(40))) == 20 and again.table == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_block_in_which_texts_part_is_copied(in_use):
+    """Of a text that goes on, or one that has left; and what its owner, or the other text, writes behind the
+    common tokens does not change them."""
+    cache = KVCache(toy_model().config, 40)
+    old = cache.open(12)
+    content = write(cache, old)
+    cache.remember(old, list(range(10)))
+    if not in_use:
+        cache.close(old)
+    for tokens, known in ((list(range(20)), 10), ([*range(9), 0, 0], 9), ([0, 1, 2, 0], 3), ([1, 2], 0)):
+        new = cache.open(0)
+        assert cache.share(new, tokens) == known
+        assert torch.equal(cached_kv(cache, new, known), content[:, :, :, :known])
+        assert not in_use or not set(new.table[known // 4:]) & set(old.table)
+        cache.resize(new, len(tokens))
+        write(cache, new, known)
+        assert torch.equal(cached_kv(cache, new, known), content[:, :, :, :known])
+        cache.remember(new, tokens)
+        cache.close(new)
+        assert not in_use or torch.equal(cached_kv(cache, old, 12), content)
+
+
 def test_the_path_of_a_tree_moves_together():
     cache = KVCache(toy_model().config, 40)
     cache.open(6)

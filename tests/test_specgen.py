@@ -215,35 +215,6 @@ def test_a_prompt_reports_how_far_it_is_read():
     assert seen == [32, 32, 26]
 
 
-# -- prompt lookup -------------------------------------------------------------------------------------------
-
-REPEATED = (PROMPT[:12] * 20)[:200]
-
-
-def repeated(n, lookup=None):
-    """(generations, engine) of n requests about a text that repeats itself; lookup None: plain decoding."""
-    def scheduler(engine):
-        return SyncScheduler(engine) if lookup is None else SpecGen(engine, 6, 0.2, 8, lookup=lookup)
-
-    engine = Engine(MODEL, scheduler, n)
-    return engine.generate([Request(REPEATED[3 * i:], 60) for i in range(n)]), engine
-
-
-def test_copied_tokens_make_fewer_draft_steps_and_the_same_drafts():
-    without, copied = repeated(1, 0), repeated(1, 5)
-    steps = [sum(i["draft"] > 0 for i in engine.iterations) for _, engine in (without, copied)]
-    assert steps[1] < 0.8 * steps[0] and max(i["draft"] for i in copied[1].iterations) == 6
-    rounds = [[(s.proposed, s.accepted) for s in g.rounds] for (g,), _ in (without, copied)]
-    assert rounds[0] == rounds[1]
-    assert copied[0][0].token_ids == repeated(1)[0][0].token_ids
-
-
-def test_two_requests_share_the_rows_for_copies():
-    got, engine = repeated(2, 5)
-    assert [g.token_ids for g in got] == [g.token_ids for g in repeated(2)[0]]
-    assert max(i["draft"] for i in engine.iterations if i["active"] == 2) == 6
-
-
 # -- schedule ------------------------------------------------------------------------------------------------
 
 def serve(n, batch, k=4, new=50, **settings):
@@ -307,7 +278,7 @@ def test_a_delayed_verification_stalls_its_request_once():
 # -- cost model ----------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("bad", [
-    dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5), dict(lookup=-1)])
+    dict(k=0), dict(k=99), dict(sparsity=0.0), dict(sparsity=1.5)])
 def test_settings_out_of_range(bad):
     with pytest.raises(ValueError, match="allowed is"):
         SpecGen(None, **bad)

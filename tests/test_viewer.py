@@ -25,7 +25,7 @@ RUNS = {
     "draft, copies": [*SAMPLED, "--prompt-lookup", "4"],
     "prism": [*SAMPLED, "--tree", "8"],
     "specdiff": [*SAMPLED, "--k-drafts", "3", "--rule", "rejection"],
-    "specgen": ["--batch", "3", "--n", "3", "--delayed", "--prompt-lookup", "0", "--min-budget", "20"],
+    "specgen": ["--batch", "3", "--n", "3", "--delayed", "--min-budget", "20"],
     "specgen, copies": ["--min-budget", "20"],
     "adaptive": [],
     "cdlm": [],

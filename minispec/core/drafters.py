@@ -262,29 +262,21 @@ class NGram(Drafter):
     def propose(self, requests, limits):
         return [(self.lookup(r, limit), None) for r, limit in zip(requests, limits)]
 
-    def lookup(self, request, n, more=()):
-        """Up to n tokens that followed the most recent earlier occurrence of the text's end."""
-        at = self.find(request, more) if n > 0 else None
-        return [] if at is None else request.tokens[at:at + n]
-
-    def find(self, request, more=()):
-        """The position of the first token that prompt lookup proposes after the committed tokens and then
-        `more`; None if nothing matches."""
+    def lookup(self, request, n):
+        """Up to n tokens that followed the most recent earlier occurrence of the text's end; none if n < 1."""
         tokens = request.tokens
         # 1. Index what was committed since the last call. The n-grams that end at the very last token must
         #    wait, because they would find themselves.
         done, seen = self.index.get(request, (0, {}))
         for end in range(done, len(tokens)):
-            for n in range(self.min_n, min(self.max_n, end) + 1):
-                seen[tuple(tokens[end - n:end])] = end
+            for size in range(self.min_n, min(self.max_n, end) + 1):
+                seen[tuple(tokens[end - size:end])] = end
         self.index[request] = len(tokens), seen
         # 2. Look up how the text ends, the longest n-gram first.
-        last = [*tokens[-self.max_n:], *more]
-        for n in range(min(self.max_n, len(last)), self.min_n - 1, -1):
-            at = seen.get(tuple(last[-n:]))
-            if at is not None:
-                return at
-        return None
+        for size in range(min(self.max_n, len(tokens)), self.min_n - 1, -1):
+            if at := seen.get(tuple(tokens[-size:])):
+                return tokens[at:at + max(n, 0)]
+        return []
 
     def release(self, request):
         self.index.pop(request, None)

@@ -203,7 +203,7 @@ class Engine:
                     self.on_read(len(s.tokens))
         # Drafting segments come first.
         drafting = [s for s in segments if s.kind == "draft"]
-        n = sum(s.n_logits for s in drafting)
+        n = len(drafting)                                # a row each
         if drafting:
             self.scheduler.take_drafts(drafting, logits[:n])
         self.pending = [s for s in segments if s.n_logits and s.kind != "draft"]

@@ -10,9 +10,10 @@ tree together.
 Texts that begin alike share the blocks of their common beginning (prefix caching, as in vLLM). A full block
 is found by its tokens and the block before it, and counts its users. A block without users keeps its content
 until the room is needed; the block that lost its last user first is reused first. Shared blocks are never
-written.
+written. The block in which two texts part, or one ends, is copied.
 """
 import itertools
+import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
@@ -68,6 +69,7 @@ class KVCache:
         self.users = [0] * self.n_blocks                 # how many requests have each block
         self.names = {}                                  # (name of the block before, tokens) -> (name, block)
         self.named = {}                                  # block -> its key in `names`
+        self.begun = {}                                  # block that is not full -> the same
         self.idle = OrderedDict()                        # named blocks without users, the oldest first
         self.new_name = itertools.count(1)
         self.charged = 0
@@ -134,6 +136,7 @@ class KVCache:
             taken.append(block)
         for block in taken:
             self.users[block] = 1
+            self.begun.pop(block, None)
         return sorted(taken)
 
     def _leave(self, block):
@@ -160,29 +163,41 @@ class KVCache:
 
     # -- texts that begin alike ------------------------------------------------------------------------------
 
-    def _full_blocks(self, tokens):
-        """The tokens of each full block."""
-        ends = range(self.block, len(tokens) + 1, self.block)
-        return [tuple(tokens[end - self.block:end]) for end in ends]
+    def _parts(self, tokens):
+        """The tokens of each block; the last one may be short."""
+        return [tuple(tokens[i:i + self.block]) for i in range(0, len(tokens), self.block)]
 
     def share(self, blocks, tokens):
-        """Give a new Allocation the blocks that hold the beginning of `tokens`. Returns the number of tokens
-        in them."""
+        """Give a new Allocation the blocks that hold the beginning of `tokens`, and a block of its own with
+        a copy of the tokens that follow. Returns the number of tokens in them."""
         name = 0
-        for part in self._full_blocks(tokens):
+        for part in self._parts(tokens):
             if (name, part) not in self.names:
                 break
             name, block = self.names[name, part]
             self.users[block] += 1
             self.idle.pop(block, None)
             blocks.table.append(block)
-        return self.size(blocks)
+        # Of the blocks that follow, the one that begins with most of the other tokens.
+        size = self.size(blocks)
+        rest = tuple(tokens[size:])
+        known, source = max(((len(os.path.commonprefix([part, rest])), block)
+                             for block, (before, part) in (self.begun | self.named).items()
+                             if before == name), default=(0, None))
+        if known:
+            blocks.table += self._take(1)                # it may be the source
+            new, old = (block * self.block for block in (blocks.table[-1], source))
+            self.kv[:, :, :, new:new + known] = self.kv[:, :, :, old:old + known]
+        return size + known
 
     def remember(self, blocks, tokens):
-        """These blocks hold `tokens` and are not written any more: let other requests share them."""
+        """These blocks hold `tokens`, which are not written any more: let other requests share them."""
         name = 0
-        for block, part in zip(blocks.table, self._full_blocks(tokens)):
+        for block, part in zip(blocks.table, self._parts(tokens)):
             key = name, part
+            if len(part) < self.block:
+                self.begun[block] = key
+                break
             if key not in self.names:
                 if block in self.named:                  # under a beginning that has left the pool since
                     break

@@ -23,7 +23,6 @@ from minispec.tools.markdown import table, texts
 VARIANTS = [
     "specgen --delayed",
     "specgen --schedule lockstep",
-    "specgen --prompt-lookup 40",
     "specgen --select pillar",
     "specgen --select window",
     "specgen --admission preempt --cache-tokens 2000",
@@ -101,7 +100,7 @@ DRAFTS = {
     "eagle --tree 8": "tree of 8",
     "specdiff --gamma 5": "chain of 5",
     "specdiff --gamma 4 --k-drafts 2": "tree of 8",
-    "specgen --k 5 --prompt-lookup 0": "chain of 5",
+    "specgen --k 5": "chain of 5",
 }
 
 

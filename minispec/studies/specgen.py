@@ -25,9 +25,8 @@ from minispec.tools.markdown import table
 
 K = 8
 TEMPERATURE = 0.65                      # the paper's; greedy long answers repeat themselves
-AHEAD = "specgen --prompt-lookup 0"
-PILLAR = AHEAD + " --select pillar"     # the paper's form
-WINDOW = "specgen --select window"      # with prompt lookup, as in TriForce; without, MagicDec
+PILLAR = "specgen --select pillar"      # the paper's form
+WINDOW = "specgen --select window"      # as in MagicDec
 NEW = 160                               # tokens of an answer
 THOUGHTS = "reasoning_gym_traces/traces_correct.jsonl"
 SHIFT = 50                              # tokens between the starts of two texts of the story
@@ -98,7 +97,7 @@ def resumed(name, model, args, batch, kept, **changes):
 DISTINCT = 4                            # texts of a larger batch
 # Tokens of the context, number of requests, number of the first text.
 CELLS = ((7000, 8, 0), (4000, 8, 0), (7000, 1, 0), (1000, 8, 0), (4000, 1, 1), (1000, 1, 2), (4000, 16, 0))
-METHODS = ("ar", "ngram", f"{WINDOW} --prompt-lookup 0", WINDOW, PILLAR, AHEAD, "specgen")
+METHODS = ("ar", "ngram", WINDOW, PILLAR, "specgen")
 SERVING = {
     "requests x context": "{requests} x {context}",
     "first text": "{text}",
@@ -123,8 +122,8 @@ def serving(args, model, tokenizer):
     measured = partial(serving_rows, args, model, tokenizer)
     rows = sum(results.each_kept("serving", args, model, cells, measured), [])
     # The short table: all methods at the longest context, and SpecGen in batches at shorter contexts.
-    long = [x for x in rows if x["context"] == max(CELLS)[0] and x["method"] in ("ngram", PILLAR, AHEAD)]
-    short = long + [x for x in rows if x["method"] == AHEAD and x["requests"] == 8 and x not in long]
+    long = [x for x in rows if x["context"] == max(CELLS)[0] and x["method"] in ("ngram", PILLAR, "specgen")]
+    short = long + [x for x in rows if x["method"] == "specgen" and x["requests"] == 8 and x not in long]
     columns = {head: form for head, form in SERVING.items() if head not in ("dtype", "first text")}
     return {"rows": rows, "table": table(rows, SERVING), "short": table(short, columns)}
 
@@ -139,7 +138,7 @@ def serving_rows(args, model, tokenizer, context, batch, first):
     about = {"context": context, "requests": batch, "text": first, "dtype": dtype_name(model)}
     def build(name):
         requests = [Request(ids, NEW, Sampling(TEMPERATURE, seed=i)) for i, ids in enumerate(asked)]
-        return resumed(name, model, args, batch, kept, lookup=None), requests
+        return resumed(name, model, args, batch, kept), requests
 
     cells = {name: partial(build, name) for name in METHODS}
     # A batch needs no warm-up, because reading the texts was one.
@@ -149,7 +148,7 @@ def serving_rows(args, model, tokenizer, context, batch, first):
         row = {**about, "method": name, "temperature": TEMPERATURE, **ratio(timed, runs["ar"])}
         if name != "ar":
             row["identical"] = identical(runs["ar"][-1], timed[-1])
-        if name in (PILLAR, AHEAD):
+        if name in (PILLAR, "specgen"):
             rounds = [s for g in timed[-1].generations for s in g.rounds if s.proposed == K]
             accepted = statistics.mean(s.accepted for s in rounds)
             row |= {"accepted": accepted, "attention_share": attention / step,
@@ -165,10 +164,10 @@ LENGTHS = (1500, 4000)                  # tokens of the shortest and the longest
 MORE = 128                              # tokens of each answer
 STAGES = {
     "autoregressive, reserve": "ar",
-    "naive self-speculation": AHEAD + " --schedule lockstep",
-    "+ unified schedule": AHEAD,
-    "+ cache manager (offload)": AHEAD + " --admission offload",
-    "+ delayed verification": AHEAD + " --admission offload --delayed",
+    "naive self-speculation": "specgen --schedule lockstep",
+    "+ unified schedule": "specgen",
+    "+ cache manager (offload)": "specgen --admission offload",
+    "+ delayed verification": "specgen --admission offload --delayed",
 }
 SCHEDULER = {
     "stage": "{stage}",

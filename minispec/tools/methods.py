@@ -20,7 +20,6 @@ from minispec.tools import checkpoints
 from minispec.tools.script import add_device, positive
 from minispec.traces import CostTable, read_costs
 
-LOOKUP = 4                                       # of specgen
 TRAINED = {                                      # methods with a trained drafter: the command that trains it
     "prism": "train_prism.py",
     "eagle": "train_prism.py --arm ttt1",
@@ -48,7 +47,7 @@ def draft(model, settings):
     """a small model drafts, rejection sampling"""
     small = loaded(folder_of("draft", settings), model, settings)
     return partial(SyncScheduler, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
-                   lookup=settings.lookup or 0)
+                   lookup=settings.lookup)
 
 
 def prism_chain_or_tree(model, settings, name="prism"):
@@ -57,7 +56,7 @@ def prism_chain_or_tree(model, settings, name="prism"):
     depth = settings.depth or trained.config.depth
     width = max(round(settings.tree ** 0.5), 2) if settings.tree else 1
     drafter = prism.PrismDrafter(trained, model, depth, width, name)
-    return partial(SyncScheduler, drafter=drafter, k=settings.tree or depth, lookup=settings.lookup or 0)
+    return partial(SyncScheduler, drafter=drafter, k=settings.tree or depth, lookup=settings.lookup)
 
 
 def eagle(model, settings):
@@ -71,15 +70,14 @@ def specdiff_windows(model, settings):
     drafter = specdiff.SpecDiffDrafter(trained, model, settings.gamma, settings.k_drafts,
                                        settings.draft_temperature)
     k = drafter.gamma * drafter.width
-    return partial(SyncScheduler, drafter=drafter, k=k, lookup=settings.lookup or 0)
+    return partial(SyncScheduler, drafter=drafter, k=k, lookup=settings.lookup)
 
 
 def self_speculation(model, settings):
     """the model drafts for itself with sparse attention (PillarAttn)"""
-    lookup = LOOKUP if settings.lookup is None else settings.lookup
     return partial(specgen.SpecGen, k=settings.k or 8, sparsity=settings.sparsity,
                    min_budget=settings.min_budget, select=settings.select, schedule=settings.schedule,
-                   delayed=settings.delayed, lookup=lookup)
+                   delayed=settings.delayed)
 
 
 def adaptive(model, settings):
@@ -231,9 +229,9 @@ def add_arguments(parser):
     add = parser.add_argument_group("drafting").add_argument
     add("--k", type=positive,
         help="draft tokens per round (default: specgen 8, ngram 8, draft 4; adaptive at most 16)")
-    add("--prompt-lookup", type=int, dest="lookup",
-        help="tokens per forward copied from the text, shared by the batch: verified next to the drafts of a "
-             f"drafter, or fed with the draft steps of specgen (default: specgen {LOOKUP}, others 0)")
+    add("--prompt-lookup", type=int, dest="lookup", default=0,
+        help="draft, prism, eagle, specdiff: tokens per forward copied from the text, shared by the batch, "
+             "that are verified next to the drafts (default %(default)s)")
     add("--cost", metavar="FILE",
         help="cost table of adaptive, made by bench.py profile (default results/costs.json, for another "
              "model results/MODEL/costs.json, on a GPU in its folder gpu)")

@@ -106,9 +106,8 @@ class Recorder:
 
     def drafted_sparsely(self, _, segments, logits):
         """A draft step of SpecGen."""
-        for s, rows in zip(segments, logits.split([len(s.tokens) for s in segments])):
-            q = self.q[s.request]
-            q += probabilities(rows, s.request)[:len(s.request.state.drafts) - len(q)]
+        for s, row in zip(segments, logits):
+            self.q[s.request].append(probabilities(row, s.request))
 
     # -- rounds --------------------------------------------------------------------------------------------
 
