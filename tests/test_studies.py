@@ -87,8 +87,8 @@ def texts(monkeypatch):
 def test_serving_continues_prompts_that_were_read_once(texts):
     rows = specgen.serving_rows(texts, MODEL, None, 60, 3, 0)
     assert [r["method"] for r in rows] == list(specgen.METHODS)
-    assert [r.get("identical") for r in rows] == [None, *[3] * 6]
-    assert [bool(r.get("predicted")) for r in rows] == [m in (specgen.PILLAR, specgen.AHEAD) for m in specgen.METHODS]
+    assert [r.get("identical") for r in rows] == [None, *[3] * 4]
+    assert [bool(r.get("predicted")) for r in rows] == [m in (specgen.PILLAR, "specgen") for m in specgen.METHODS]
     want = Engine(MODEL, SyncScheduler, 1).generate([Request(TEXT[:60], 30)])[0].token_ids
     engine = specgen.resumed("ar", MODEL, texts, 1, specgen.read(MODEL, [TEXT[:60]]))
     assert engine.generate([Request(TEXT[:60], 30)])[0].token_ids == want
