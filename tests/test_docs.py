@@ -79,7 +79,7 @@ def test_numbers_in_tables_are_rendered(page):
     for where, name, key in re.findall(bench.MARKS, text, re.S):
         stored = read_json(os.path.join(ROOT, "results", where, name + ".json"))["result"][key or "table"]
         assert stored in text and stored.count("\n") > 1
-        assert "appendix" in page or name in (*bench.STUDIES, "knocks", "checkpoints"), f"{name} is gone"
+        assert "appendix" in page or name in (*bench.STUDIES, "knocks", "checkpoints", "gpu"), f"{name} is gone"
     for test in re.findall(r"<!-- computed by (\S+) -->", text):
         assert os.path.basename(page) in read(test)
 
