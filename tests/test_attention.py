@@ -124,9 +124,10 @@ def test_several_requests_are_read_block_by_block(monkeypatch):
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_prompts_and_long_contexts_in_bf16_are_read_by_products(rows, monkeypatch):
+    if torch.bfloat16 not in cpu.PACKED_TYPES:
+        pytest.skip("this processor has no bf16 products")
     monkeypatch.setattr(attention, "FEW", 16)
     monkeypatch.setattr(cpu, "MANY_KEYS", 24)
-    monkeypatch.setattr(cpu, "PACKED_TYPES", {torch.float32, torch.bfloat16})
     model = toy_model().bfloat16()
     ids = random_ids(40)
     want = dense_logits(model.float(), ids)
