@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 import threading
@@ -123,19 +124,37 @@ def tell(checks):
     print(json.dumps(verdicts))
 
 
+def table(text):
+    """Rows of a table of text: cells [str, ..] that are separated by " | "."""
+    return [[cell.strip() for cell in line.split(" | ")] for line in text.strip().splitlines()]
+
+
+def words(line="", *more):
+    """Arguments of a script: those of a command line, then others as they are."""
+    return [*shlex.split(str(line)), *map(str, more)]
+
+
 def run_script(script, *args):
-    """main() of an imported script with these arguments."""
-    with mock.patch.object(sys, "argv", [script.__name__ + ".py", *map(str, args)]):
+    """main() of an imported script with these words."""
+    with mock.patch.object(sys, "argv", [script.__name__ + ".py", *words(*args)]):
         script.main()
 
 
+def refusal(script, *args):
+    """The error of main() of a script with these words, which must be one line."""
+    with pytest.raises(ValueError) as e:
+        run_script(script, *args)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
 def outcome(script, *args, cwd=ROOT, out=None, **env):
-    """What subprocess.run says of an imported script, but in this process, because importing torch takes seconds.
-    out: its stdout, if not kept."""
+    """What subprocess.run says of an imported script with these words, but in this process, because importing
+    torch takes seconds. out: its stdout, if not kept."""
     out, err, code = out or io.StringIO(), io.StringIO(), 0
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.chdir(cwd)
-        patch.setattr(sys, "argv", [script.__name__ + ".py", *map(str, args)])
+        patch.setattr(sys, "argv", [script.__name__ + ".py", *words(*args)])
         for name, value in env.items():
             patch.setenv(name, value)
         try:
@@ -167,9 +186,9 @@ def train_toy(script, folder, out, *args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
         patch.setattr("minispec.data.recorded.subprocess.run", record_here)
-        run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses",
-                   "--heldout", 4, "--max-new-tokens", 24, "--tokens", "20e3", "--batch-tokens", 1200,
-                   "--save-every", 6, "--device", "cpu", "--lr", "4e-3", *args)
+        usual = (f"--target {folder}/target --out {folder}/{out} --responses {folder}/responses --heldout 4 "
+                 "--max-new-tokens 24 --tokens 20e3 --batch-tokens 1200 --save-every 6 --device cpu --lr 4e-3")
+        run_script(script, usual, *words(*args))
     with open(folder / out / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 
