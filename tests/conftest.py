@@ -125,8 +125,8 @@ def tell(checks):
 
 
 def table(text):
-    """Rows of a table of text: cells [str, ..] that are separated by " | "."""
-    return [[cell.strip() for cell in line.split(" | ")] for line in text.strip().splitlines()]
+    """Rows of a table of text: cells [str, ..] that are separated by bars."""
+    return [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]
 
 
 def words(line="", *more):
@@ -187,7 +187,7 @@ def train_toy(script, folder, out, *args):
         patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
         patch.setattr("minispec.data.recorded.subprocess.run", record_here)
         usual = (f"--target {folder}/target --out {folder}/{out} --responses {folder}/responses --heldout 4 "
-                 "--max-new-tokens 24 --tokens 20e3 --batch-tokens 1200 --save-every 6 --device cpu --lr 4e-3")
+                 "--max-new-tokens 24 --tokens 20e3 --batch-tokens 1200 --save-every 6 --lr 4e-3 --device cpu")
         run_script(script, usual, *words(*args))
     with open(folder / out / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]

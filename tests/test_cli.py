@@ -108,8 +108,8 @@ def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, t
     weights = load_file(file)
     weights["model.layers.1.mlp.down_proj.weight"].fill_(3e38)
     save_file(weights, file)
-    p = decode(f"--model {folder} --drafter {folder} --method {method} --temperature {temperature} --task arith "
-               "--max-new-tokens 20")
+    p = decode(f"--model {folder} --drafter {folder} --method {method} --temperature {temperature} "
+               "--task arith --max-new-tokens 20")
     assert p.returncode == 2 and p.stderr.count("\n") == 1
     assert "the logits of the model must be numbers, got NaN: its weights are" in p.stderr
 
@@ -152,8 +152,8 @@ def test_json_of_one_prompt(method, toy, tmp_path):
 
 @pytest.mark.parametrize("temperature", [0, 0.65, 1])
 def test_json_of_several_prompts_has_totals_and_each(temperature, toy, tmp_path):
-    d, shown = decoded(tmp_path, f"--model {toy} --method ngram --task arith --n 3 --batch 2 --max-new-tokens 30 "
-                       f"--compare --temperature {temperature} --top-p 0.9")
+    d, shown = decoded(tmp_path, f"--model {toy} --method ngram --task arith --n 3 --batch 2 "
+                       f"--max-new-tokens 30 --compare --temperature {temperature} --top-p 0.9")
     assert FIELDS <= set(d) and len(d["requests"]) == 3
     assert d["new_tokens"] == sum(len(x["token_ids"]) for x in d["requests"])
     assert d["correct"] == sum(x["correct"] for x in d["requests"])
@@ -197,8 +197,8 @@ def test_compared_loops_are_warmed_up(method, toy, tmp_path, monkeypatch):
 
     monkeypatch.setattr(methods, "make_engine", counted)
     drafter = f"--drafter {ROOT}/checkpoints/cdlm/student" if method == "cdlm" else ""
-    d, _ = decoded(tmp_path, f"--model {toy} --method {method} {drafter} --prompt 'one two' --max-new-tokens 32 "
-                   "--compare")
+    d, _ = decoded(tmp_path, f"--model {toy} --method {method} {drafter} --prompt 'one two' "
+                   "--max-new-tokens 32 --compare")
     assert runs == ["ar", method, method, "ar"]
     assert d["seconds"] == 1.5 and d["ar_tokens_per_second"] == 32 / 1.5
     if method == "ar":
@@ -232,7 +232,8 @@ def test_results_are_kept_if_their_lines_cannot_be_printed(toy, tmp_path, monkey
     r = decode(f"--model {toy} --prompt x --max-new-tokens 5 --json {tmp_path}/o.json", out=Full())
     assert r.returncode == 2 and json.loads((tmp_path / "o.json").read_text())["new_tokens"] == 5
     monkeypatch.setattr(bounds, "draw", lambda *_: None)
-    r = outcome(bounds, f"--traces {ROOT}/results/traces.jsonl --batches 1 --json {tmp_path}/b.json", out=Full())
+    own = f"--traces {ROOT}/results/traces.jsonl --batches 1 --json {tmp_path}/b.json"
+    r = outcome(bounds, own, out=Full())
     assert r.returncode == 2 and json.loads((tmp_path / "b.json").read_text())["cells"]
     # The studies of bench.py.
     monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: {"about": {}, "table": ""}})
@@ -291,7 +292,8 @@ def test_problems_of_a_batch_are_shown_with_their_answers(toy, tmp_path):
     """Their common beginning once, and each answer below its question."""
     file, asked = tmp_path / "p.jsonl", ["one", "two", "three"]
     file.write_text("".join(json.dumps({"prompt": f"A common text.\n{q}?"}) + "\n" for q in asked))
-    d, shown = decoded(tmp_path, f"--model {toy} --method specgen --prompts {file} --batch 3 --max-new-tokens 9")
+    d, shown = decoded(tmp_path, f"--model {toy} --method specgen --prompts {file} --batch 3 "
+                       "--max-new-tokens 9")
     assert shown.count("A common text.") == 1
     for i, (question, r) in enumerate(zip(asked, d["requests"]), 1):
         assert f"--- {i} of 3\n{question}?\n\n{decode_script.visible(r['text'])}\n" in shown
@@ -518,8 +520,9 @@ def test_a_conversation_that_is_too_long_begins_again(talk, monkeypatch):
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_a_bad_byte_costs_a_line_and_no_conversation(encoding, toy):
     """Between good lines of a pipe, and with an encoding that lacks half of the output."""
-    line, env = command(f"--model {toy} --chat --max-new-tokens 40"), {**os.environ, "PYTHONIOENCODING": encoding}
-    p = subprocess.run(line, cwd=ROOT, input=b"one\nbad \xff\xe2\ntwo\n", capture_output=True, env=env)
+    line = command(f"--model {toy} --chat --max-new-tokens 40")
+    p = subprocess.run(line, cwd=ROOT, input=b"one\nbad \xff\xe2\ntwo\n", capture_output=True,
+                       env={**os.environ, "PYTHONIOENCODING": encoding})
     assert p.returncode == 0 and p.stderr == b"", p.stderr
     assert p.stdout.count(b" tokens, tau ") == 2
     assert p.stdout.count(f"(this line was dropped: it is no text in {encoding})".encode()) == 1
