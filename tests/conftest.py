@@ -47,6 +47,10 @@ def toy_model(vocab=64, seed=0, gain=4.0, **changes):
     return model
 
 
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 def dense_logits(model, ids):
     """Logits (T, V) of one sequence without any cache: the slow, obvious reference."""
     from minispec.core.gpt import dense_attend

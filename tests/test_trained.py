@@ -16,6 +16,7 @@ from conftest import chi_square, dense_logits, toy_model
 from minispec import prism, specdiff
 from minispec.core import verify
 from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
 from minispec.core.verify import RULES, Sampling, warp
 from minispec.core.draft_head import DraftHead, most_frequent
@@ -90,6 +91,12 @@ def run(plan, some, batch=4, max_new=30, sampling=Sampling(), stop=(), target=TA
 
 def ids_of(generations):
     return [g.token_ids for g in generations]
+
+
+def features_of(ids, layers=()):
+    """The target's states (B, T, F), from these layers, too, of texts (B, T), or of one."""
+    x = torch.as_tensor(ids)
+    return TARGET(x.view(-1, x.shape[-1]), torch.arange(x.shape[-1])[None], dense_attend(), layers)
 
 
 def steps_of(generations):
