@@ -142,15 +142,26 @@ def test_names_from_files_are_shown_not_obeyed(files, monkeypatch):
 
 
 def test_bounds_of_own_files_need_no_torch(files):
-    """The command where importing torch fails; an error is one line there, too."""
-    code = ("import runpy, sys; sys.modules['torch'] = None; "
-            "runpy.run_module('minispec.bounds', run_name='__main__', alter_sys=True)")
+    """The command where importing torch fails loads nothing but numpy and tqdm; an error is one line there,
+    too."""
+    code = """if True:
+        import runpy, sys
+        sys.modules["torch"] = None
+        before = set(sys.modules)
+        try:
+            runpy.run_module("minispec.bounds", run_name="__main__", alter_sys=True)
+        finally:
+            print({m.split(".")[0] for m in set(sys.modules) - before} - sys.stdlib_module_names)"""
     for name, rc in (("t.jsonl", 0), ("missing", 2)):
         argv = [sys.executable, "-c", code, "--traces", files / name, "--cost", files / "c.json"]
         r = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert r.returncode == rc, r.stderr
-        said = r.stderr.startswith("bounds.py: cannot read") and r.stderr.count("\n") == 1
-        assert said if rc else "optimum of all" in r.stdout
+        if rc:
+            assert r.stderr.startswith("bounds.py: cannot read")
+            assert r.stderr.count("\n") == 1
+        else:
+            assert "optimum of all" in r.stdout
+            assert eval(r.stdout.splitlines()[-1]) == {"minispec", "numpy", "tqdm"}
 
 
 def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):

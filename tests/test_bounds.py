@@ -3,8 +3,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -132,11 +130,12 @@ def perfect(n, k):
 
 def random_table(rng, names="ab"):
     """Linear costs in which neither the target, the drafters, the cache nor the overhead is negligible."""
-    u = lambda scale: scale * rng.random()
-    draft = {m: linear(base=u(0.5), step=u(0.2), row=u(0.02), token=u(0.02), kv=u(1e-3), kv_step=u(1e-4))
-             for m in names}
-    verify, overhead = linear(base=1.0, token=u(0.2), kv=u(2e-3)), linear(base=u(0.4), row=u(0.02))
-    return {"verify": verify, "draft": draft, "overhead": overhead}
+    def drawn(**scales):
+        return linear(**{name: scale * rng.random() for name, scale in scales.items()})
+
+    draft = {m: drawn(base=0.5, step=0.2, row=0.02, token=0.02, kv=1e-3, kv_step=1e-4) for m in names}
+    verify = {**drawn(token=0.2, kv=2e-3), "base": 1.0}
+    return {"verify": verify, "draft": draft, "overhead": drawn(base=0.4, row=0.02)}
 
 
 def noisy_table(rng, names="ab"):
@@ -182,12 +181,13 @@ def test_the_optimum_equals_enumeration():
     """Of all plans there are, none is faster."""
     rng = random.Random(14)
     for table in [random_table] * 8 + [noisy_table] * 4:
-        t, some, batch = random_trace(rng, 6, high=4), table(rng), rng.choice([1, 6])
-        free = {**some, "draft": FREE}
+        t = random_trace(rng, 6, high=4)
+        some = table(rng)
+        batch = rng.choice([1, 6])
         got = seconds_of(t, CostTable(some), "ab", batch, 2)
-        for rung, names, prices in ((("optimum", "a"), "a", some), (("optimum", "all"), "ab", some),
-                                    ("free drafters", "ab", free)):
-            cost = CostTable(prices)
+        for rung, names, draft in ((("optimum", "a"), "a", {}), (("optimum", "all"), "ab", {}),
+                                   ("free drafters", "ab", {"draft": FREE})):
+            cost = CostTable({**some, **draft})
             want = min(time_of(plan, t, cost, batch) for plan in all_plans(t, names, 2))
             assert got[rung] == pytest.approx(want, rel=1e-12)
 
@@ -321,9 +321,8 @@ def test_figures_of_an_h100():
         assert ratio(10**9, batch) == pytest.approx(1, abs=1e-5)
     for context in (100, 5000):
         assert ratio(context, 10**9) == pytest.approx(1 + 3 / (1 + context / s0), rel=1e-6)
-    for batch, want in {128: (1.73, 1.28, 1.05), 512: (2.21, 1.33, 1.05)}.items():
-        assert [ratio(c, batch) for c in (500, 4000, 32000)] == pytest.approx(want, abs=0.006)
-    for batch, want in {1: (7.14, 3.06), 32: (8.52, 2.68), 128: (12.80, 2.21), 512: (29.91, 1.84)}.items():
+    assert [ratio(c, 128) for c in (500, 4000, 32000)] == pytest.approx([1.73, 1.28, 1.05], abs=0.006)
+    for batch, want in {1: (7.14, 3.06), 512: (29.91, 1.84)}.items():
         plain, three = H100.round("eagle3", 600 * batch, np.array([0, 3]), batch)
         assert (1e3 * plain, 4 * plain / three) == pytest.approx(want, abs=0.006)
 
@@ -532,46 +531,32 @@ def test_censored_positions_are_counted():
     assert bounds.censored_share([t], ["a", "b"]) == 3 / 6
 
 
-@pytest.mark.parametrize("share, mark, percent", [(0.06, "*", "6 %"), (0.05, "", "5 %")])
-def test_a_bound_of_censored_traces_is_marked(share, mark, percent):
+@pytest.mark.parametrize("share, mark", [(0.06, "*"), (0.05, "")])
+def test_a_bound_of_censored_traces_is_marked(share, mark):
     def average(x, k):
         return {"L2": {"a": {"k": k, "speedup": x + 0.25}}, "L4": {"a": 1.0, "all": 1.0},
                 "L5": {"a": x + 0.5}, "L6": x + 0.75, "L7": x + 1, "L9": x + 2}
+
     cell = {"workload": "w", "batch": 1, "censored": {"a": share, "all": share},
             "total time": average(1, 2), "mean rate": average(3, 4)}
     text = bounds.table({"model_error": None, "speedup_error": None, "left_out": [], "cells": [cell]})
-    both = lambda x, y: f"{x}{mark} / {y}{mark}"
-    cells = ["w", "1", "all", "1.25 / 3.25, k 2 / 4 a", "1.00 / 1.00", both("1.50", "3.50") + " a",
-             both("1.75", "3.75"), both("2.00", "4.00"), "3.00 / 5.00", percent]
-    assert f"| {' | '.join(cells)} |" in text and ("only bounds rounds" in text) == bool(mark)
-    heads = ["best fixed k", "greedy (not a bound)", "optimum of one", "optimum of all", "free drafters",
-             "one pass"]
-    assert f"| {' | '.join(heads)} |" in text and "All speed-ups are total time / mean rate." in text
+    row = (f"| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50{mark} / 3.50{mark} a | "
+           f"1.75{mark} / 3.75{mark} | 2.00{mark} / 4.00{mark} | 3.00 / 5.00 | {share:.0%} |")
+    assert row.replace("%", " %") in text
+    assert ("only bounds rounds" in text) == bool(mark)
 
 
 def test_drafters_without_a_price_and_ids_without_a_workload():
     some = [trace_of(a=[2, 1], b=[1, 1]), trace_of(a=[1, 1], b=[2, 1])]
     some[0].id, some[1].id = "one", "two"
-    result = bounds.analyse(some, UNIT | {"draft": {"a": linear()}})
-    assert result["left_out"] == ["b"] and {c["workload"] for c in result["cells"]} == {"requests"}
-    assert "no price for it: b." in bounds.table(result)
-    both = bounds.analyse(some, UNIT | {"draft": FREE})
-    assert both["left_out"] == [] and "Left out" not in bounds.table(both)
+    for priced, missing in (({"a": linear()}, ["b"]), (FREE, [])):
+        result = bounds.analyse(some, UNIT | {"draft": priced})
+        assert result["left_out"] == missing
+        assert {c["workload"] for c in result["cells"]} == {"requests"}
+        assert ("no price for it: b." in bounds.table(result)) == bool(missing)
     some[0].id, some[1].id = "x/one", "y/two"
     assert list(bounds.by_workload(some)) == ["x", "y"]
     with pytest.raises(ValueError, match="drafters x are not in the cost table: ngram, eagle3"):
         bounds.ladder([trace_of(x=[1, 1])], H100)
     assert rungs([Trace("t", 5, 1, {"ngram": np.ones(1, int)})], PUBLISHED)["L9"] == 1
 
-
-
-
-def test_no_torch():
-    """It imports where there is no torch, and loads nothing but numpy and tqdm."""
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); sys.modules['torch'] = None\n"
-            "before = set(sys.modules); import minispec.bounds\n"
-            "print({m.split('.')[0] for m in set(sys.modules) - before} - sys.stdlib_module_names)")
-    r = subprocess.run([sys.executable, "-I", "-c", code, ROOT], capture_output=True, text=True,
-                       env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert r.returncode == 0, r.stderr
-    assert eval(r.stdout) == {"minispec", "numpy", "tqdm"}

@@ -467,7 +467,7 @@ def test_gradients_and_numerics_of_the_streak():
     labels, valid = torch.tensor([[0, 1, 0, 1]]), torch.tensor([[True, True, True, False]])
     # Logits of two tokens: q of 1e-12 and less.
     rows = torch.tensor([[[-27.6, 0.0], [0.0, -27.6], [-200.0, 0.0], [0.0, 0.0]]])
-    for name, want, off in (("streak", -1e-12, 1e-13), ("streak-rs", -1e-12, 1e-13), ("log-streak", 27.6, 0.1)):
+    for name, want, off in ("streak", -1e-12, 1e-13), ("streak-rs", -1e-12, 1e-13), ("log-streak", 27.6, 0.1):
         logits = rows.clone().requires_grad_()
         loss = specdiff.objective(name, logits, labels, valid, torch.zeros(1, 4))
         loss.backward()
