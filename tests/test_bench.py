@@ -161,7 +161,7 @@ def test_bounds_of_own_files_need_no_torch(files):
             assert r.stderr.count("\n") == 1
         else:
             assert "optimum of all" in r.stdout
-            assert eval(r.stdout.splitlines()[-1]) == {"minispec", "numpy", "tqdm"}
+            assert eval(r.stdout.splitlines()[-1]) == {"__mp_main__", "minispec", "numpy", "tqdm"}
 
 
 def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
