@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import random
 import shlex
 import subprocess
 import sys
@@ -57,6 +58,13 @@ def dense_logits(model, ids):
     x = torch.tensor([ids])
     with torch.inference_mode():
         return model.logits(model(x, torch.arange(len(ids))[None], dense_attend()))[0]
+
+
+def prompts(n=8, vocab=64, seed=0):
+    """Random prompts of several lengths."""
+    rng = random.Random(seed)
+    lengths = [1, 2, 9, 16, 17, 40, 100]
+    return [[rng.randrange(vocab) for _ in range(rng.choice(lengths))] for _ in range(n)]
 
 
 @pytest.fixture(autouse=True)
