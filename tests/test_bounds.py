@@ -140,7 +140,9 @@ def random_table(rng, names="ab"):
 
 def noisy_table(rng, names="ab"):
     """Measured grids that rise on the whole, but not at every point."""
-    rows, tokens, kv = [1, 4, 64], [1, 2, 3, 5, 9], [0, 40, 100]
+    rows = [1, 4, 64]
+    tokens = [1, 2, 3, 5, 9]
+    kv = [0, 40, 100]
     value = lambda b, n, c: (1 + 0.05 * b * n + 0.001 * b * c) * rng.uniform(0.7, 1.3)
     grid = lambda: {"kind": "grid", "rows": rows, "tokens": tokens, "kv": kv,
                     "seconds": [[[value(b, n, c) for c in kv] for n in tokens] for b in rows]}
@@ -196,13 +198,16 @@ def test_plain_decoding_has_a_closed_form(tmp_path):
     """From files: an arithmetic series over the context."""
     rng = random.Random(11)
     for batch, n in itertools.product((1, 5, 32), (1, 2, 90)):
-        t, table = random_trace(rng, n, high=9), random_table(rng)
+        t = random_trace(rng, n, high=9)
+        table = random_table(rng)
         write_traces(tmp_path / "t.jsonl", [t])
         (tmp_path / "c.json").write_text(json.dumps(table))
-        t, cost = read_traces(tmp_path / "t.jsonl")[0], CostTable(read_costs(tmp_path / "c.json"))
+        t = read_traces(tmp_path / "t.jsonl")[0]
+        cost = CostTable(read_costs(tmp_path / "c.json"))
         base, token, kv = (table["verify"][name] for name in ("base", "token", "kv"))
         base += table["overhead"]["base"] + table["overhead"]["row"] * batch
-        steps, p = n - 1, t.prompt_len
+        steps = n - 1
+        p = t.prompt_len
         want = n * base + token * batch * (p + steps)
         want += kv * batch * (steps * (p + 1) + steps * (steps - 1) / 2)
         got = seconds_of(t, cost, "ab", batch, 1)["plain"]
@@ -219,15 +224,18 @@ def test_nothing_accepted_means_no_speedup():
         assert [*out["L4"].values(), *out["L5"].values(), out["L6"], out["L7"]] == [even] * 7
         # Control: greedy pays for drafts that it does not make.
         paid = rungs([t], PUBLISHED | {"draft": FREE | {"a": linear(base=1e-3)}}, batch)
-        assert paid["L4"]["a"] < 0.999 and paid["L5"]["a"] == even
+        assert paid["L4"]["a"] < 0.999
+        assert paid["L5"]["a"] == even
 
 
 @pytest.mark.parametrize("table", [random_table, noisy_table])
 def test_rungs_are_ordered(table):
     """On random traces, batches and prices. Greedy is no bound: some fixed k beats it somewhere."""
-    rng, beaten = random.Random(0), 0
+    rng = random.Random(0)
+    beaten = 0
     for _ in range(24):
-        some, prices = [random_trace(rng, rng.randint(2, 25)) for _ in range(3)], table(rng)
+        some = [random_trace(rng, rng.randint(2, 25)) for _ in range(3)]
+        prices = table(rng)
         out = rungs(some, prices, rng.choice([1, 2, 16]), rng.choice([None, 2]))
         alone = rungs(some[:1], prices)
         for m in "ab":
@@ -244,7 +252,8 @@ def test_rungs_are_ordered(table):
 def test_greedy_is_not_a_bound():
     """The smallest counter-example, at one unit a step: greedy jumps 1 -> 5 -> 6 -> 7, fixed k = 2 goes
     1 -> 4 -> 7, and so does the optimum."""
-    t, cost = trace_of(a=[4, 1, 1, 3, 1, 1]), CostTable(UNIT | {"draft": FREE})
+    t = trace_of(a=[4, 1, 1, 3, 1, 1])
+    cost = CostTable(UNIT | {"draft": FREE})
     assert [r.position for r in greedy(t, "a")] == [1, 5, 6]
     assert [r.position for r in fixed(t, "a", 2)] == [1, 4]
     got = seconds_of(t, cost, "a")
@@ -254,13 +263,15 @@ def test_greedy_is_not_a_bound():
 def test_greedy_is_optimal_when_reach_never_shrinks():
     """If i + accept[i] never decreases and every step costs the same, the longest jump is the best one;
     without the first condition it is not (control)."""
-    rng, worse = random.Random(2), 0
+    rng = random.Random(2)
+    worse = 0
     cost = CostTable(UNIT | {"overhead": linear(base=0.3), "draft": FREE})
     for _ in range(60):
         t = random_trace(rng, rng.randint(2, 40), "a", high=9)
         reach = np.maximum.accumulate(np.arange(t.n_out) + t.accept["a"])
         ordered = trace_of(a=(reach - np.arange(t.n_out))[1:].tolist())
-        best, any_ = seconds_of(ordered, cost, "a"), seconds_of(t, cost, "a")
+        best = seconds_of(ordered, cost, "a")
+        any_ = seconds_of(t, cost, "a")
         assert best["optimum", "a"] == pytest.approx(best["greedy", "a"])
         worse += any_["optimum", "a"] < any_["greedy", "a"] - 0.5
     assert worse > 0
@@ -283,7 +294,8 @@ def test_more_drafters_never_hurt():
     helps (control)."""
     rng = random.Random(12)
     for _ in range(20):
-        t, table = random_trace(rng, 25), random_table(rng, "a")
+        t = random_trace(rng, 25)
+        table = random_table(rng, "a")
         own = table["draft"]["a"]
         slow = {name: value + 0.01 for name, value in own.items() if name != "kind"}
         best = lambda b: seconds_of(t, CostTable(table | {"draft": {"a": own, "b": b}}))["optimum", "all"]
@@ -291,13 +303,17 @@ def test_more_drafters_never_hurt():
         t.accept["b"] = np.minimum(t.accept["a"], t.accept["b"])
         assert best(linear(**slow)) == alone
         t.accept["b"] = t.accept["a"]
-        assert best(own) == alone and best(linear()) < alone
+        assert best(own) == alone
+        assert best(linear()) < alone
 
 
 def test_a_large_batch_has_a_limit():
     """The gain of fixed k tends to tau (c_q + c_kv c) / (c_q (k + 1) + c_kv c + draft per row), which may be
     a loss; the optimum need not draft and never loses."""
-    verify, context, k, batch = {"base": 5e-3, "token": 2e-5, "kv": 4e-8}, 600, 3, 10**9
+    verify = {"base": 5e-3, "token": 2e-5, "kv": 4e-8}
+    context = 600
+    k = 3
+    batch = 10**9
     draft = {"a": linear(base=2e-3, token=1e-6, row=3e-6)}
     cost = CostTable({"verify": linear(**verify), "draft": draft, "overhead": linear(base=1e-3)})
     limit = (2e-5 + 4e-8 * context) / (2e-5 * (k + 1) + 4e-8 * context + k * 1e-6 + 3e-6)
@@ -345,9 +361,11 @@ def test_a_price_of_one_point_is_paid_every_round():
 def simulator(accept, prompt_len, names, batch):
     """The paper's simulator, written out: it reads accept[cur - 1], charges every round of a neural drafter,
     and prices the winner of several drafters as a lookup."""
-    verify, overhead = PUBLISHED["verify"], PUBLISHED["overhead"]["base"]
+    verify = PUBLISHED["verify"]
+    overhead = PUBLISHED["overhead"]["base"]
     price = lambda kv, queries: kv * verify["kv"] + queries * verify["token"] + verify["base"]
-    total, cur = price(0, batch * prompt_len) + overhead, 1
+    total = price(0, batch * prompt_len) + overhead
+    cur = 1
     while cur < len(accept[names[0]]):
         length = max(accept[m][cur - 1] for m in names)
         kv = batch * (prompt_len + cur)
@@ -364,20 +382,26 @@ def test_the_papers_figures_come_out_of_the_greedy_rung(names, batch):
     """Their traces, read one position early and priced as theirs: greedy, by mean rate. At the right position
     the optimum is above greedy and above their figure."""
     rng = random.Random(23)
-    early, right, theirs = [], [], []
+    early = []
+    right = []
+    theirs = []
     for _ in range(12):
-        p, n = rng.randint(50, 900), rng.randint(20, 120)
+        p = rng.randint(50, 900)
+        n = rng.randint(20, 120)
         lengths = lambda high: [rng.randint(1, high) if rng.random() < 0.7 else 1 for _ in range(n - 1)]
         accept = {"eagle3": lengths(6), "ngram": lengths(21)}
         early.append(trace_of(p, **{m: [1, *accept[m][:-1]] for m in names}))
         right.append(trace_of(p, **{m: accept[m] for m in names}))
         shifted = {m: [*early[-1].accept[m][1:].tolist(), 1] for m in names}     # clipped, as they stop
         theirs.append(simulator(shifted, p, names, batch))
-    cost, group = H100, names[0]
+    cost = H100
+    group = names[0]
     if len(names) > 1:
         lookup = PUBLISHED["draft"]["ngram"]
-        cost, group = CostTable({**PUBLISHED, "draft": dict.fromkeys(names, lookup)}), "all"
-    out, corrected = bounds.ladder(early, cost, batch), bounds.ladder(right, cost, batch)
+        cost = CostTable({**PUBLISHED, "draft": dict.fromkeys(names, lookup)})
+        group = "all"
+    out = bounds.ladder(early, cost, batch)
+    corrected = bounds.ladder(right, cost, batch)
     plain = np.array([time_of(autoregressive(t), t, cost, batch) for t in early])
     tokens = np.array([t.n_out for t in early])
     want = {"total time": plain.sum() / sum(theirs),
@@ -385,7 +409,8 @@ def test_the_papers_figures_come_out_of_the_greedy_rung(names, batch):
     best = lambda average: average["L6"] if group == "all" else average["L5"][group]
     for by in AVERAGES:
         assert out[by]["L4"][group] == pytest.approx(want[by], rel=1e-9)
-        assert best(corrected[by]) >= corrected[by]["L4"][group] and best(corrected[by]) > want[by]
+        assert best(corrected[by]) >= corrected[by]["L4"][group]
+        assert best(corrected[by]) > want[by]
     assert want["total time"] != pytest.approx(want["mean rate"], rel=1e-4)
 
 
@@ -397,7 +422,8 @@ with torch.no_grad():
     for p, noise in zip(DRAFT.parameters(), toy_model(seed=9).parameters()):
         p.add_(0.4 * noise)
 PROMPT = random.Random(6).choices(range(64), k=24)          # its output wanders, then repeats itself, twice
-K, N = 5, 60
+K = 5
+N = 60
 DRAFTERS = {"ngram": lambda: NGram(3, 1), "draft": lambda: whole(SmallLM(DRAFT, TARGET))}
 
 
@@ -431,7 +457,8 @@ def test_a_trace_says_what_the_engine_accepts(live):
     assert len(set(live.output)) > 10
     for name, run in live.runs.items():
         accept = live.trace.accept[name]
-        assert run.token_ids == live.output and len(run.rounds) > 10
+        assert run.token_ids == live.output
+        assert len(run.rounds) > 10
         assert sum(s.committed for s in run.rounds) == N - 1
         fits = {shift: all(s.committed == min(accept[s.position - shift], s.proposed + 1, N - s.position)
                            for s in run.rounds) for shift in (0, 1)}
@@ -445,7 +472,8 @@ def test_a_trace_says_what_the_engine_accepts(live):
 
 def test_a_live_run_stays_below_the_optimum(live):
     """Priced by the model, its rounds never beat the optimum of the same output; a luckier run would."""
-    rng, t = random.Random(10), live.trace
+    rng = random.Random(10)
+    t = live.trace
     for batch, (name, run) in itertools.product((1, 8), live.runs.items()):
         cost = CostTable(random_table(rng, DRAFTERS))
         bound = seconds_of(t, cost, [name], batch)["optimum", name]
@@ -464,7 +492,8 @@ def random_plan(rng, t, names):
 def test_a_batch_of_different_requests_stays_above_the_bound():
     """With linear costs, 1/B of the lock-step optimum, summed over requests, bounds the time of any batch of
     at most B requests: here continuous batching of greedy, fixed and random plans."""
-    rng, size = random.Random(16), 4
+    rng = random.Random(16)
+    size = 4
     for _ in range(10):
         some = [random_trace(rng, rng.randint(2, 30), "a") for _ in range(9)]
         cost = CostTable(random_table(rng, "a") | NO_PREFILL)
@@ -478,8 +507,10 @@ def test_two_drafters_verified_in_one_round_are_no_faster_than_the_optimum_of_al
     """With perfect foresight one proposal is enough, the longer one."""
     rng = random.Random(3)
     for _ in range(20):
-        t, cost = random_trace(rng, rng.randint(2, 30)), CostTable(random_table(rng) | NO_PREFILL)
-        plan, i = [], 1
+        t = random_trace(rng, rng.randint(2, 30))
+        cost = CostTable(random_table(rng) | NO_PREFILL)
+        plan = []
+        i = 1
         while i < t.n_out:
             room = t.n_out - i - 1
             j = rng.randint(0, min(room, 4))
@@ -498,11 +529,13 @@ def test_two_drafters_verified_in_one_round_are_no_faster_than_the_optimum_of_al
 def test_the_ladder_is_made_of_the_rungs():
     """By both averages, in full precision, also after JSON."""
     rng = random.Random(13)
-    some, cost = [random_trace(rng, n) for n in (17, 40)], CostTable(random_table(rng))
+    some = [random_trace(rng, n) for n in (17, 40)]
+    cost = CostTable(random_table(rng))
     out = bounds.ladder(some, cost, 4, 3)
     assert json.loads(json.dumps(out)) == out
     times = [seconds_of(t, cost, "ab", 4, 3) for t in some]
-    plain, tokens = np.array([t["plain"] for t in times]), np.array([t.n_out for t in some])
+    plain = np.array([t["plain"] for t in times])
+    tokens = np.array([t.n_out for t in some])
     assert out["seconds"] == pytest.approx(plain.sum() / 4)
     for by in AVERAGES:
         of = lambda rung: bounds.speedup(by, tokens, plain, np.array([t[rung] for t in times]))
@@ -516,14 +549,17 @@ def test_the_ladder_is_made_of_the_rungs():
 
 def test_the_two_averages_differ_where_requests_do():
     """One request is never sped up, one is twice as fast."""
-    n, plain, seconds = np.array([100, 10]), np.array([100.0, 10.0]), np.array([100.0, 5.0])
+    n = np.array([100, 10])
+    plain = np.array([100.0, 10.0])
+    seconds = np.array([100.0, 5.0])
     assert bounds.speedup("total time", n, plain, seconds) == pytest.approx(110 / 105)
     assert bounds.speedup("mean rate", n, plain, seconds) == pytest.approx(1.5)
 
 
 def test_censored_positions_are_counted():
     flags = lambda *where: np.isin(np.arange(7), where)
-    t, other = trace_of(a=[3, 2, 1, 3, 2, 1], b=[1] * 6), trace_of(a=[1, 1], b=[2, 1])
+    t = trace_of(a=[3, 2, 1, 3, 2, 1], b=[1] * 6)
+    other = trace_of(a=[1, 1], b=[2, 1])
     t.censored, other.censored = {"a": flags(0, 1, 4)}, {"b": flags(1)[:3]}
     share = bounds.ladder([t, other], CostTable(UNIT | {"draft": FREE}))["censored"]
     assert share == {"a": 2 / 8, "b": 1 / 8, "all": 3 / 8}
