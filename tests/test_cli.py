@@ -94,8 +94,10 @@ def test_bad_input_gets_one_line_and_leaves_nothing(args, message, toy, tmp_path
     model = "" if "--model" in args else f"--model {toy}"
     output = "" if "--chat" in args else f"--json {tmp_path}/out.json"
     r = decode(f"{model} {args} {output}", cwd=tmp_path, MINISPEC_DATA="")
-    assert r.returncode == 2 and message in r.stderr
-    assert r.stderr.startswith("decode.py: ") and r.stderr.count("\n") == 1
+    assert r.returncode == 2
+    assert message in r.stderr
+    assert r.stderr.startswith("decode.py: ")
+    assert r.stderr.count("\n") == 1
     assert os.listdir(tmp_path) == []
 
 
@@ -110,7 +112,8 @@ def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, t
     save_file(weights, file)
     p = decode(f"--model {folder} --drafter {folder} --method {method} --temperature {temperature} "
                "--task arith --max-new-tokens 20")
-    assert p.returncode == 2 and p.stderr.count("\n") == 1
+    assert p.returncode == 2
+    assert p.stderr.count("\n") == 1
     assert "the logits of the model must be numbers, got NaN: its weights are" in p.stderr
 
 
@@ -120,15 +123,19 @@ def test_outputs_are_checked_before_the_work(toy, tmp_path):
     weights = os.path.join(toy, "model.safetensors")
     for path in (tmp_path / "no" / "folder.json", tmp_path, "/proc/version", weights, questions):
         r = decode(f"--model {toy} --prompts {questions} --json {path}")
-        assert r.returncode == 2 and f"cannot write {path}" in r.stderr
-        assert r.stderr.count("\n") == 1 and not r.stdout
-    assert os.listdir(tmp_path) == ["q.jsonl"] and questions.read_text() == '{"prompt": "a"}\n'
+        assert r.returncode == 2
+        assert f"cannot write {path}" in r.stderr
+        assert r.stderr.count("\n") == 1
+        assert not r.stdout
+    assert os.listdir(tmp_path) == ["q.jsonl"]
+    assert questions.read_text() == '{"prompt": "a"}\n'
 
 
 def test_without_torch_a_line_says_what_to_install():
     """-S: without the installed packages."""
     p = python("-S", "decode.py", "--help")
-    assert p.returncode == 2 and p.stderr.count("\n") == 1
+    assert p.returncode == 2
+    assert p.stderr.count("\n") == 1
     assert "minispec needs torch: pip install" in p.stderr
 
 
@@ -144,20 +151,26 @@ def test_json_of_one_prompt(method, toy, tmp_path):
     d, shown = decoded(tmp_path, f"--model {toy} --drafter {toy} --method {method} --prompt 'one two' "
                        "--max-new-tokens 40 --compare")
     assert FIELDS | {"prompt_ids", "token_ids", "text"} <= set(d)
-    assert d["identical"] is True and d["tie_gap"] == 0 and d["correct"] is None
+    assert d["identical"] is True
+    assert d["tie_gap"] == 0
+    assert d["correct"] is None
     assert d["new_tokens"] == len(d["token_ids"]) <= 40
     assert sum(d["phase_seconds"].values()) == pytest.approx(d["seconds"])
-    assert "\033" not in shown and "tau" in shown
+    assert "\033" not in shown
+    assert "tau" in shown
 
 
 @pytest.mark.parametrize("temperature", [0, 0.65, 1])
 def test_json_of_several_prompts_has_totals_and_each(temperature, toy, tmp_path):
     d, shown = decoded(tmp_path, f"--model {toy} --method ngram --task arith --n 3 --batch 2 "
                        f"--max-new-tokens 30 --compare --temperature {temperature} --top-p 0.9")
-    assert FIELDS <= set(d) and len(d["requests"]) == 3
+    assert FIELDS <= set(d)
+    assert len(d["requests"]) == 3
     assert d["new_tokens"] == sum(len(x["token_ids"]) for x in d["requests"])
     assert d["correct"] == sum(x["correct"] for x in d["requests"])
-    assert d["identical"] and d["tie_gap"] == 0 and "output: identical to autoregressive" in shown
+    assert d["identical"]
+    assert d["tie_gap"] == 0
+    assert "output: identical to autoregressive" in shown
 
 
 def test_prefill_and_decoding_are_reported_apart(toy, tmp_path):
@@ -180,7 +193,8 @@ def test_prefill_and_decoding_are_reported_apart(toy, tmp_path):
 @pytest.mark.parametrize("method", ["ar", "ngram", "cdlm"])
 def test_compared_loops_are_warmed_up(method, toy, tmp_path, monkeypatch):
     """The clock charges the first run of each loop ten times as much: it does not count."""
-    runs, make = [], methods.make_engine
+    runs = []
+    make = methods.make_engine
 
     def counted(name, *rest):
         engine = make(name, *rest)
@@ -200,7 +214,8 @@ def test_compared_loops_are_warmed_up(method, toy, tmp_path, monkeypatch):
     d, _ = decoded(tmp_path, f"--model {toy} --method {method} {drafter} --prompt 'one two' "
                    "--max-new-tokens 32 --compare")
     assert runs == ["ar", method, method, "ar"]
-    assert d["seconds"] == 1.5 and d["ar_tokens_per_second"] == 32 / 1.5
+    assert d["seconds"] == 1.5
+    assert d["ar_tokens_per_second"] == 32 / 1.5
     if method == "ar":
         assert d["speedup"] == d["speedup_end_to_end"] == 1
 
@@ -230,11 +245,13 @@ class Full(io.StringIO):
 
 def test_results_are_kept_if_their_lines_cannot_be_printed(toy, tmp_path, monkeypatch):
     r = decode(f"--model {toy} --prompt x --max-new-tokens 5 --json {tmp_path}/o.json", out=Full())
-    assert r.returncode == 2 and json.loads((tmp_path / "o.json").read_text())["new_tokens"] == 5
+    assert r.returncode == 2
+    assert json.loads((tmp_path / "o.json").read_text())["new_tokens"] == 5
     monkeypatch.setattr(bounds, "draw", lambda *_: None)
     own = f"--traces {ROOT}/results/traces.jsonl --batches 1 --json {tmp_path}/b.json"
     r = outcome(bounds, own, out=Full())
-    assert r.returncode == 2 and json.loads((tmp_path / "b.json").read_text())["cells"]
+    assert r.returncode == 2
+    assert json.loads((tmp_path / "b.json").read_text())["cells"]
     # The studies of bench.py.
     monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: {"about": {}, "table": ""}})
     monkeypatch.setattr(bench.results, "FOLDER", str(tmp_path))
@@ -251,14 +268,16 @@ def test_text_is_seeded(toy):
         r = decode(f"--model {toy} --prompt x --max-new-tokens 30 --temperature 1 --seed {seed}")
         return r.stdout.split("tokens/s")[0].rsplit("\n", 1)[0]
 
-    assert text(3) == text(3) != text(4) and len(text(3)) > 20
+    assert text(3) == text(3) != text(4)
+    assert len(text(3)) > 20
 
 
 @pytest.mark.parametrize("env", [{}, {"NO_COLOR": "1"}])
 def test_colours_on_a_terminal(env, toy):
     command = f"--model {toy} --method specgen --prompt hi --max-new-tokens 30"
     shown = on_a_terminal(decode_script, command, **env)
-    assert (b"\033[32m" in shown) == (not env) and b"tokens/s" in shown
+    assert (b"\033[32m" in shown) == (not env)
+    assert b"tokens/s" in shown
     assert not env or b"\033" not in shown
 
 
@@ -276,7 +295,8 @@ def test_control_characters_reach_no_terminal(toy, capsys):
 def test_text_that_an_encoding_lacks_is_replaced(toy):
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
     r = decode(f"--model {toy} --max-new-tokens 5 --prompt", "caf\u00e9 \U0001f642", out=out)
-    assert r.returncode == 0 and b"\ncaf? ?\n" in out.buffer.getvalue()
+    assert r.returncode == 0
+    assert b"\ncaf? ?\n" in out.buffer.getvalue()
 
 
 def test_several_problems_one_after_the_other(toy):
@@ -285,12 +305,14 @@ def test_several_problems_one_after_the_other(toy):
     lines = shown.split("\n")
     assert [line for line in lines if "---" in line] == [f"--- {i} of 3" for i in (1, 2, 3)]
     places = [shown.index(tasks.make("arith", i, "heldout").prompt) for i in range(3)]
-    assert places == sorted(places) and "answer: 0 of 3 correct" in lines
+    assert places == sorted(places)
+    assert "answer: 0 of 3 correct" in lines
 
 
 def test_problems_of_a_batch_are_shown_with_their_answers(toy, tmp_path):
     """Their common beginning once, and each answer below its question."""
-    file, asked = tmp_path / "p.jsonl", ["one", "two", "three"]
+    file = tmp_path / "p.jsonl"
+    asked = ["one", "two", "three"]
     file.write_text("".join(json.dumps({"prompt": f"A common text.\n{q}?"}) + "\n" for q in asked))
     d, shown = decoded(tmp_path, f"--model {toy} --method specgen --prompts {file} --batch 3 "
                        "--max-new-tokens 9")
@@ -310,7 +332,9 @@ def test_the_ends_of_a_very_long_prompt_are_shown(toy, monkeypatch):
     monkeypatch.setattr(decode_script, "LONG", 750)
     prompt = "first " + "word " * 150 + "last"
     shown = decode(f"--model {toy} --max-new-tokens 1 --prompt", prompt).stdout
-    assert "first word" in shown and "\n[.. 60 characters ..]\n" in shown and "word last" in shown
+    assert "first word" in shown
+    assert "\n[.. 60 characters ..]\n" in shown
+    assert "word last" in shown
     assert shown.count("word") < 150
 
 
@@ -322,7 +346,8 @@ def test_a_closed_pipe_ends_silently(toy):
     p = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert p.stdout.readline().startswith(f"{toy}: 0.".encode())           # the first line names the model
     p.stdout.close()
-    assert p.stderr.read() == b"" and p.wait(60) == 128 + signal.SIGPIPE
+    assert p.stderr.read() == b""
+    assert p.wait(60) == 128 + signal.SIGPIPE
 
 
 def test_interrupt_keeps_the_text_and_exits_130(tmp_path):
@@ -334,8 +359,11 @@ def test_interrupt_keeps_the_text_and_exits_130(tmp_path):
         seen += os.read(p.stdout.fileno(), 4096)
     p.send_signal(signal.SIGINT)
     _, err = p.communicate(timeout=30)
-    assert p.returncode == 130 and b"interrupted" in err and b"Traceback" not in err
-    assert seen.split(b"\n\n", 1)[1].startswith(prompt) and os.listdir(tmp_path) == []
+    assert p.returncode == 130
+    assert b"interrupted" in err
+    assert b"Traceback" not in err
+    assert seen.split(b"\n\n", 1)[1].startswith(prompt)
+    assert os.listdir(tmp_path) == []
 
 
 # -- help and explanations -------------------------------------------------------------------------------
@@ -372,7 +400,8 @@ def test_the_default_model_is_smollm2_if_it_is_installed(monkeypatch, capsys):
     puzzles += ["--task trace", "--method prism --task arith", "--method prism --drafter x",
                 "--method adaptive --cost x"]
     assert {model_of(args) for args in puzzles} == {methods.SHIPPED}
-    assert model_of("--model mine") == "mine" and capsys.readouterr().err == ""
+    assert model_of("--model mine") == "mine"
+    assert capsys.readouterr().err == ""
     monkeypatch.setattr(gguf_file, "packaged", lambda: None)
     for method in ("ar", "eagle"):
         assert model_of(f"--method {method}") == methods.SHIPPED
@@ -397,9 +426,11 @@ def test_built_in_problems_suit_the_model_and_the_method(shipped):
     some, settings = ask(english, "--method specgen")
     asked = [p.prompt.removeprefix(prompts.story()).strip() for p in some]
     assert asked == list(prompts.STORY_QUESTIONS)
-    assert settings.batch == len(some) == 8 and settings.sampling.temperature == 0.65
+    assert settings.batch == len(some) == 8
+    assert settings.sampling.temperature == 0.65
     _, settings = ask(english, "--method specgen --temperature 0 --batch 2")
-    assert settings.batch == 2 and settings.sampling.temperature == 0
+    assert settings.batch == 2
+    assert settings.sampling.temperature == 0
 
 
 @pytest.mark.parametrize("there, device, costs", [(False, "cpu", "results/costs.json"),
@@ -439,9 +470,12 @@ def test_defaults_are_found_from_any_working_directory(tmp_path):
         assert p.returncode == 0, p.stderr
         return p.stdout.split()
 
-    near, far = shown(ROOT), shown(tmp_path)
-    assert len(far) == 12 and all(os.path.exists(path) and os.path.isabs(path) for path in far)
-    assert [os.path.join(ROOT, path) for path in near] == far and near[0] == "checkpoints/target"
+    near = shown(ROOT)
+    far = shown(tmp_path)
+    assert len(far) == 12
+    assert all(os.path.exists(path) and os.path.isabs(path) for path in far)
+    assert [os.path.join(ROOT, path) for path in near] == far
+    assert near[0] == "checkpoints/target"
 
 
 @pytest.mark.parametrize("given, kept", [(None, "4096"), ("5", "5")])
@@ -490,7 +524,8 @@ def test_chat_keeps_the_conversation(method, talk, toy, monkeypatch):
     assert first == t.prompt_ids("one\n")
     said = {"role": "assistant", "content": answer}
     assert second == t.chat_ids([t.asked("one\n"), said, t.asked("two\n")])
-    assert shown.count("[12 tokens, tau ") == 2 and shown.startswith(f"{toy}: 0.")
+    assert shown.count("[12 tokens, tau ") == 2
+    assert shown.startswith(f"{toy}: 0.")
 
 
 @pytest.mark.parametrize("after", [6, 0])
@@ -514,15 +549,20 @@ def test_a_conversation_that_is_too_long_begins_again(talk, monkeypatch):
     dropped = shown[shown.index("\n('") + 1:].split("\n")[0]
     assert re.fullmatch(r"\('\\x1b\[2Jword .{40,90}' was dropped: with it the conversation has \d{4,} "
                         r"tokens, the limit is 448. A new one begins\)", dropped)
-    assert shown.count("[9 tokens, ") == 2 and [m["content"] for m in asked[-1]] == ["two\n"]
+    assert shown.count("[9 tokens, ") == 2
+    assert [m["content"] for m in asked[-1]] == ["two\n"]
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
-def test_a_bad_byte_costs_a_line_and_no_conversation(encoding, toy):
+def test_a_bad_byte_costs_a_line_and_no_conversation(encoding, toy, monkeypatch):
     """Between good lines of a pipe, and with an encoding that lacks half of the output."""
-    line = command(f"--model {toy} --chat --max-new-tokens 40")
-    p = subprocess.run(line, cwd=ROOT, input=b"one\nbad \xff\xe2\ntwo\n", capture_output=True,
-                       env={**os.environ, "PYTHONIOENCODING": encoding})
-    assert p.returncode == 0 and p.stderr == b"", p.stderr
-    assert p.stdout.count(b" tokens, tau ") == 2
-    assert p.stdout.count(f"(this line was dropped: it is no text in {encoding})".encode()) == 1
+    typed = io.TextIOWrapper(io.BytesIO(b"one\nbad \xff\xe2\ntwo\n"), encoding)
+    out = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdin", typed)
+    p = decode(f"--model {toy} --chat --max-new-tokens 40", out=out)
+    assert p.returncode == 0
+    assert p.stderr == ""
+    out.flush()
+    shown = out.buffer.getvalue().decode(encoding)
+    assert shown.count(" tokens, tau ") == 2
+    assert shown.count(f"(this line was dropped: it is no text in {encoding})") == 1
