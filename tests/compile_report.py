@@ -39,7 +39,9 @@ KERNELS = (*GROUPED, "add_rms_norm", "rope_and_store", "silu_mul")
 # multiprocessor. Each block takes 1 KB more for the system.
 ARCHS = {80: (163, 164, 2048, 32), 86: (99, 100, 1536, 16), 89: (99, 100, 1536, 24), 90: (227, 228, 2048, 32),
          100: (227, 228, 2048, 32), 120: (99, 100, 1536, 24)}
-REGISTERS, TENSOR_COLUMNS = 65536, 512            # of a multiprocessor (tensor memory: sm_100)
+# of a multiprocessor (tensor memory: sm_100)
+REGISTERS = 65536
+TENSOR_COLUMNS = 512
 
 
 def variants(dtype, group, d):
@@ -56,7 +58,8 @@ def variants(dtype, group, d):
 
 def signature(kernel, dtype, constants):
     """The types of a kernel's arguments, told by their names, and which are known to be multiples of 16."""
-    types, aligned = {}, {}
+    types = {}
+    aligned = {}
     for p in kernel.params:
         if p.name in constants:
             types[p.name] = "constexpr"

@@ -133,11 +133,15 @@ def clean(folder, name):
 def torture(folder, name, kills, rng):
     """Kill, check and resume; at the end of a run compare and begin anew, until `kills` kills are done."""
     clean(folder, name)
-    whole, reference = finished(folder, name), essence(folder, name)
+    whole = finished(folder, name)
+    reference = essence(folder, name)
     clean(folder, name)
-    dead, ends, killed = 0, 0, False
+    dead = 0
+    ends = 0
+    killed = False
     while dead < kills or killed:
-        before, pid = written(folder, name), start(folder, name)
+        before = written(folder, name)
+        pid = start(folder, name)
         if dead < kills:
             time.sleep(rng.uniform(0, whole / 3))
             os.kill(pid, signal.SIGKILL)
@@ -169,7 +173,8 @@ def main():
     p.add_argument("--no-results", action="store_true", help="write no results/knocks.json")
     args = p.parse_args()
     torch.set_num_threads(1)                                     # a fork has no threads but its own
-    out, began = {}, time.monotonic()
+    out = {}
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
         os.makedirs(os.path.join(folder, "checkpoints"))
         fuzz.template(folder, runs=False)

@@ -22,20 +22,24 @@ def grid(rows, tokens, kv, seconds):
 # -- prices ----------------------------------------------------------------------------------------
 
 def test_a_grid_is_linear_between_and_beyond_its_points():
-    rows, tokens, kv = [1, 4, 16], [1, 2, 9], [0, 100, 1000]
+    rows = [1, 4, 16]
+    tokens = [1, 2, 9]
+    kv = [0, 100, 1000]
     exact = lambda b, n, c: 1 + 0.2 * b + 0.1 * n + 0.01 * c + 0.003 * b * n + 1e-4 * b * c
     values = [[[exact(b, n, c) for c in kv] for n in tokens] for b in rows]
     cost = CostTable({"verify": grid(rows, tokens, kv, values)})
     for b, n, c in itertools.product((1, 2, 4, 30), (1, 1.5, 9, 50), (0, 37, 1000, 3000)):
         assert cost.verify(b * c, b * n, b) == pytest.approx(exact(b, n, c), rel=1e-12)
     many = cost.verify(4 * np.array([[50], [700]]), 4 * np.array([1, 2, 3]), 4)
-    assert many.shape == (2, 3) and many[1, 2] == pytest.approx(exact(4, 3, 700))
+    assert many.shape == (2, 3)
+    assert many[1, 2] == pytest.approx(exact(4, 3, 700))
     kinked = CostTable({"verify": grid([1], [1, 2, 4, 8], [0], [[[1], [3], [4], [9]]])})
     asked = np.array([1, 1.5, 2, 3, 4, 5, 8, 16])
     assert kinked.verify(0, asked).tolist() == [1, 2, 3, 3.5, 4, 5.25, 9, 19]
     # One point is constant, and nothing is extrapolated below the least one.
     flat = CostTable({"verify": grid([1], [1, 2], [5], [[[2.0], [1.0]]])})
-    assert flat.verify(500, 1) == 2 and flat.verify(0, 9) == 1
+    assert flat.verify(500, 1) == 2
+    assert flat.verify(0, 9) == 1
 
 
 @pytest.mark.parametrize("rows", [[1], [1, 4]])
@@ -43,10 +47,12 @@ def test_a_grid_is_linear_between_and_beyond_its_points():
 @pytest.mark.parametrize("kv", [[512], [0, 100]])
 def test_a_price_has_the_shape_of_the_question(rows, tokens, kv):
     half = grid(rows, tokens, kv, np.full((len(rows), len(tokens), len(kv)), 0.5).tolist())
-    cost, many = CostTable({"verify": half, "draft": {"a": half}}), np.arange(5.0)
+    cost = CostTable({"verify": half, "draft": {"a": half}})
+    many = np.arange(5.0)
     for price in (cost.verify(100 * many, 1), cost.verify(7, many + 1), cost.draft("a", 100 * many, 3)):
         assert price.tolist() == [0.5] * 5
-    assert cost.draft("a", many[:, None], many[:3]).shape == (5, 3) and cost.verify(7, 1).shape == ()
+    assert cost.draft("a", many[:, None], many[:3]).shape == (5, 3)
+    assert cost.verify(7, 1).shape == ()
 
 
 def test_a_round_without_drafts_asks_nobody():
@@ -58,7 +64,8 @@ def test_a_round_without_drafts_asks_nobody():
 
 def test_expected_tokens_of_a_round():
     assert expected_tokens(0.5, 3).tolist() == [1, 1.5, 1.75, 1.875]
-    assert expected_tokens(1, 2).tolist() == [1, 2, 3] and expected_tokens(0, 2).tolist() == [1, 1, 1]
+    assert expected_tokens(1, 2).tolist() == [1, 2, 3]
+    assert expected_tokens(0, 2).tolist() == [1, 1, 1]
 
 
 # -- files -----------------------------------------------------------------------------------------
@@ -68,7 +75,8 @@ GOOD = {"id": "x", "prompt_len": 9, "n_out": 4, "accept": {"a": [0, 2, 1, 1]},
 
 
 def test_files_are_read_as_they_were_written(tmp_path):
-    rng, path = random.Random(19), tmp_path / "t.jsonl"
+    rng = random.Random(19)
+    path = tmp_path / "t.jsonl"
     some = [random_trace(rng, n) for n in (2, 6, 30)]
     for i, t in enumerate(some):
         t.id = f"\u2028{i}"                  # a line separator of Unicode, not of JSON lines
@@ -98,7 +106,9 @@ def refused(read, path, text):
     with pytest.raises(ValueError) as e:
         read(path)
     message = str(e.value)
-    assert message.startswith(str(path)) and "\n" not in message and len(message) < 500
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    assert len(message) < 500
     return message
 
 
@@ -126,7 +136,8 @@ def test_a_bad_trace_is_refused_with_file_line_and_field(changed, message, tmp_p
         line = json.dumps({name: x for name, x in (GOOD | changed).items() if x is not ...})
     good = json.dumps(GOOD | {"id": "first"})
     found = refused(read_traces, tmp_path / "t.jsonl", f"{good}\n\n{line}\n")
-    assert f"t.jsonl:3" in found and message in found
+    assert f"t.jsonl:3" in found
+    assert message in found
 
 
 def test_unreadable_files_are_named(tmp_path):

@@ -45,7 +45,8 @@ def train(folder, out, *args, kind="prism"):
 
 def killed(folder, out, *args, kind="prism", steps=3):
     """A training that dies some steps behind its first checkpoint."""
-    k, left = KINDS[kind], [steps]
+    k = KINDS[kind]
+    left = [steps]
     loss = getattr(k.paper, k.loss)
 
     def dies(*some):
@@ -87,8 +88,10 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(kind, fold
     log = train(folder, f"{kind}-whole", command, kind=kind)
     first, last = (row["heldout_tau"] for row in (log[0], log[-1]))
     if kind == "specdiff":
-        first, last = first["greedy"], last["greedy"]
-    assert log[-1]["loss"] < 0.9 * log[0]["loss"] and 1 <= first < last <= 6
+        first = first["greedy"]
+        last = last["greedy"]
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"]
+    assert 1 <= first < last <= 6
     made = {f: os.path.getmtime(folder / "greedy" / f) for f in os.listdir(folder / "greedy")}
     assert set(made) == {"settings.json", "train-0-24.safetensors", "heldout-0-4.safetensors"}
 
@@ -144,7 +147,8 @@ def test_a_training_is_not_resumed_with_other_settings(folder):
         assert f"the folder was begun with {message}; " in str(e.value)
     assert (folder / "other" / "resume.pt").read_bytes() == before
     log = train(folder, "other", f"{command} --save-every 2")
-    assert log[0]["step"] == 1 and len(log) > 2
+    assert log[0]["step"] == 1
+    assert len(log) > 2
     assert train(folder, "other", f"{command} --lr 1e-3") == log
 
 
@@ -162,7 +166,8 @@ def test_a_resumed_training_keeps_its_draft_vocabulary(folder, monkeypatch):
 
     monkeypatch.setattr(prism, "unrolled_loss", noted)
     train(folder, "first", command)
-    own, head = seen[-1], checkpoints.load(folder / "target").head.weight[:40]
+    own = seen[-1]
+    head = checkpoints.load(folder / "target").head.weight[:40]
     assert torch.equal(own.tokens(torch.arange(40)), torch.arange(40))
     assert torch.equal(own.head.weight, head.to(own.head.weight.dtype))
 
@@ -195,7 +200,8 @@ def test_every_variant_trains_and_decodes(kind, name, options, method, shape, fo
     models = f"--model {folder}/target --method {method} --drafter {folder}/{name}"
     run_script(decode, f"{models} {shape} --prompt x --max-new-tokens 16 --compare --json {tmp_path}/o.json")
     d = json.loads((tmp_path / "o.json").read_text())
-    assert d["identical"] and d["new_tokens"] == 16
+    assert d["identical"]
+    assert d["new_tokens"] == 16
     assert "output: identical to autoregressive" in capsys.readouterr().out
 
 
@@ -203,7 +209,8 @@ def test_a_drafter_starts_from_another(folder):
     still = "--lr 0 --tokens 1"
     train(folder, "one", "--arm ttt1 --tokens 2000")
     train(folder, "two", f"--init {folder}/one {still}")
-    one, two = weights(folder, "one"), weights(folder, "two")
+    one = weights(folder, "one")
+    two = weights(folder, "two")
     assert all(torch.equal(x, one[name.replace("bank.1.", "bank.0.")]) for name, x in two.items())
     train(folder, "short", "--objective ce --tokens 2000", kind="specdiff")
     train(folder, "longer", f"--init {folder}/short --gamma 6 {still}", kind="specdiff")
@@ -211,11 +218,14 @@ def test_a_drafter_starts_from_another(folder):
     assert [loaded(folder, out, "specdiff").config.gamma for out in ("short", "longer")] == [4, 6]
     # A window drafter from an EAGLE head.
     train(folder, "from-head", f"--init {folder}/one {still}", kind="specdiff")
-    made, head = loaded(folder, "from-head", "specdiff"), loaded(folder, "one").bank[0]
-    assert made.config.n_layer == 2 and made.config.reads
+    made = loaded(folder, "from-head", "specdiff")
+    head = loaded(folder, "one").bank[0]
+    assert made.config.n_layer == 2
+    assert made.config.reads
     assert torch.equal(made.join.weight, head.join.weight)
     assert torch.equal(made.blocks[0].qkv.weight, head.blocks[0].qkv.weight)
-    assert not made.blocks[1].out.weight.any() and not made.blocks[1].down.weight.any()
+    assert not made.blocks[1].out.weight.any()
+    assert not made.blocks[1].down.weight.any()
     for kind, init, message in table("""
         prism | one --arm stack2 | has n_layer 1; this training needs 2
         prism | one --last-layer | has feature_layers \\(0, 1\\); this training needs \\(\\)
@@ -230,7 +240,9 @@ def test_a_drafter_starts_from_another(folder):
 def test_a_training_by_the_clock_ends_with_a_checkpoint(folder):
     """Half of the minutes for answers, of which one shard is always made, half for steps."""
     log = train(folder, "clock", f"--minutes 0.0001 --responses {folder}/clocked")
-    assert len(log) == 1 and log[0]["step"] == 1 and (folder / "clock" / "command.txt").exists()
+    assert len(log) == 1
+    assert log[0]["step"] == 1
+    assert (folder / "clock" / "command.txt").exists()
     assert [f for f in os.listdir(folder / "clocked") if f.startswith("train")] != []
 
 
@@ -241,10 +253,12 @@ def test_answers_are_recorded_by_a_process_of_their_own(folder, capfd):
     command = (f"--target {folder}/target --responses {folder}/apart --prompt-file {file} --prompts 6 "
                f"--heldout 2 --max-new-tokens 8 --tokens 300 --device cpu --out {folder}/apart")
     done = outcome(train_prism, f"{command}-1")
-    assert done.returncode == 2 and "rollouts.py: " in capfd.readouterr().err
+    assert done.returncode == 2
+    assert "rollouts.py: " in capfd.readouterr().err
     write_rows(file, rows[:-1])
     done = outcome(train_prism, f"{command}-2")
-    assert done.returncode == 0 and (folder / "apart" / "train-0-6.safetensors").exists()
+    assert done.returncode == 0
+    assert (folder / "apart" / "train-0-6.safetensors").exists()
 
 
 # -- answers -------------------------------------------------------------------------------------------------
@@ -305,11 +319,14 @@ def test_files_of_prompts_come_in_turn_instead_of_own_ones(tmp_path):
     def prompts(split):
         return [x.strip() for x in rollouts.prompts_of(files, split, iter(own))]
 
-    train, heldout = prompts("train"), prompts("heldout")
+    train = prompts("train")
+    heldout = prompts("heldout")
     turns = [x for some in itertools.zip_longest(*texts.values()) for x in some if x]
     assert turns[:4] == ["a 0", "b 0", "a 1", "b 1"]
     assert train == [x for x in turns if x in train]
-    assert sorted(train + heldout) == sorted(turns) and len(heldout) > 5          # each once
+    # each once
+    assert sorted(train + heldout) == sorted(turns)
+    assert len(heldout) > 5
     assert [*rollouts.prompts_of([], "train", iter(own))] == [x for x in own if not tasks.is_heldout(x)]
 
 
@@ -322,7 +339,8 @@ def test_a_prompt_longer_than_the_context_is_left_out(folder, tmp_path, capfd):
     said = capfd.readouterr().err
     assert "train prompts are longer than the context of 512 tokens and left out" in said
     texts = recorded.texts_of(tmp_path / "r" / "train-0-12.safetensors")
-    assert len(texts) == 12 and max(len(text["ids"]) for text in texts) < 100
+    assert len(texts) == 12
+    assert max(len(text["ids"]) for text in texts) < 100
 
 
 def test_recorded_texts_are_those_of_reading(folder):
@@ -333,9 +351,12 @@ def test_recorded_texts_are_those_of_reading(folder):
     tokenizer = Tokenizer.load(folder / "target")
     asked = [tokenizer.prompt_ids("word " * n) for n in (1, 3, 40, 7)]
     for i, text in enumerate(rollouts.answers(args, target, tokenizer, asked, 0)):
-        ids, n, temperature = text["ids"].tolist(), len(asked[i]), rollouts.TEMPERATURES[i]
+        ids = text["ids"].tolist()
+        n = len(asked[i])
+        temperature = rollouts.TEMPERATURES[i]
         want = rollouts.read(target, asked[i], ids[n:], temperature)
-        assert ids[:n] == asked[i] and len(ids) > n
+        assert ids[:n] == asked[i]
+        assert len(ids) > n
         assert all(torch.equal(text[name], want[name]) for name in ("ids", "learn", "best"))
         for name in ("lower", "hidden"):
             assert (text[name][:-1].float() - want[name][:-1].float()).abs().max() < 0.05
@@ -352,16 +373,21 @@ def test_texts_are_padded_on_the_right():
     target = toy_model()
     rows = [([5, 6], [7, 8], 1), ([5], [7, 8, 9], 1)]
     batch = recorded.padded([rollouts.read(target, *row) for row in rows])
-    assert batch.ids[:, :4].tolist() == [[5, 6, 7, 8], [5, 7, 8, 9]] and not batch.ids[:, 4:].any()
-    assert batch.learn.int().argmax(1).tolist() == [2, 1] and batch.learn.sum(1).tolist() == [2, 3]
-    assert not batch.log_p[0, :2].any() and (batch.log_p[0, 2:4] < 0).all()
+    assert batch.ids[:, :4].tolist() == [[5, 6, 7, 8], [5, 7, 8, 9]]
+    assert not batch.ids[:, 4:].any()
+    assert batch.learn.int().argmax(1).tolist() == [2, 1]
+    assert batch.learn.sum(1).tolist() == [2, 3]
+    assert not batch.log_p[0, :2].any()
+    assert (batch.log_p[0, 2:4] < 0).all()
     assert batch.hidden.shape == (2, 16, 32)
 
 
 def test_a_greedy_answer_ends_where_it_loops(folder):
     """Three times the same eight tokens, not twice."""
     piece = list(range(8))
-    assert loops(piece * 3) and not loops(piece * 2) and not loops(piece * 3 + [9])
+    assert loops(piece * 3)
+    assert not loops(piece * 2)
+    assert not loops(piece * 3 + [9])
     target = checkpoints.load(folder / "target", "cpu", torch.float32)
     with torch.no_grad():
         for block in target.blocks:  # the next token depends on the last one alone
@@ -371,7 +397,9 @@ def test_a_greedy_answer_ends_where_it_loops(folder):
     args = argparse.Namespace(max_new_tokens=200, temperature=0)
     [greedy] = rollouts.answers(args, target, tokenizer, [prompt], 0)
     ids = greedy["ids"][len(prompt) :].tolist()
-    assert len(ids) < 200 and loops(ids) and not loops(ids[:-1])
+    assert len(ids) < 200
+    assert loops(ids)
+    assert not loops(ids[:-1])
 
 
 # -- a target of one's own -----------------------------------------------------------------------------------
@@ -433,7 +461,8 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, short_turns, mo
 
     # Stopped at a second write of every kind, then continued.
     for module, name in [(magpie, "write_json"), (rollouts, "save_file"), (checkpoints, "save_drafter")]:
-        write, calls = getattr(module, name), []
+        write = getattr(module, name)
+        calls = []
 
         def dies(*args, **kw):
             calls.append(1)
@@ -445,17 +474,21 @@ def test_one_command_for_an_own_target_and_what_it_writes(qwen3, short_turns, mo
         with contextlib.suppress(KeyboardInterrupt):
             command("parts")
         monkeypatch.setattr(module, name, write)
-    assert command("parts") == made and same(weights(tmp_path, "whole"), weights(tmp_path, "parts"))
+    assert command("parts") == made
+    assert same(weights(tmp_path, "whole"), weights(tmp_path, "parts"))
 
 
 def test_prompts_that_the_target_writes(qwen3, short_turns, monkeypatch, tmp_path):
     """They follow the template's opening, end by themselves, do not repeat, and are written once."""
-    target, tokenizer = checkpoints.load(qwen3), Tokenizer.load(qwen3)
+    target = checkpoints.load(qwen3)
+    tokenizer = Tokenizer.load(qwen3)
     before, end = magpie.opening(tokenizer)
-    assert tokenizer.decode(before) == "<|im_start|>user\n" and end == 257
+    assert tokenizer.decode(before) == "<|im_start|>user\n"
+    assert end == 257
     first = lambda folder, n: [*itertools.islice(magpie.written(target, tokenizer, folder), n)]
     some = first(tmp_path, 8)
-    assert len(set(some)) == 8 and all(x.strip() == x and x for x in some)
+    assert len(set(some)) == 8
+    assert all(x.strip() == x and x for x in some)
     monkeypatch.setattr(magpie, "_write", lambda *args: ["Hi, you!", "Hi, you!", ""])
     assert first(tmp_path, 8) == some
     (tmp_path / "more").mkdir()
@@ -488,7 +521,9 @@ specdiff | --temperature -1 | temperature -1 is out of range
 @pytest.mark.parametrize("kind, args, message", table(BAD))
 def test_bad_input_of_training_is_named_before_anything_is_written(kind, args, message, folder, tmp_path):
     done = outcome(KINDS[kind].script, f"--target {folder}/target --out {tmp_path}/x {args}")
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "x").exists()
 
 
@@ -521,7 +556,8 @@ def test_bad_input_of_decoding_is_one_line(kind, args, message, folder):
 """))
 def test_a_model_without_a_drafter_says_how_to_train_one(method, command, folder):
     """Drafters of a model are kept in checkpoints/MODEL; those of the shipped one in checkpoints itself."""
-    kept, target = os.path.join("checkpoints", "target", method), folder / "target"
+    kept = os.path.join("checkpoints", "target", method)
+    target = folder / "target"
     assert refusal(decode, f"--model {target} --method {method} --prompt x") == (
         f"there is no drafter for {target} in {kept}; this trains one: python {command} --target {target} "
         f"--out {kept} --minutes 60")
