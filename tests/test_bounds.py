@@ -1,7 +1,7 @@
 """The analyser: its rungs against enumeration and plans, and the statements that must hold of them."""
+
 import itertools
 import json
-import os
 import random
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, toy_model, whole
+from conftest import ROOT, near_toy, toy_model, whole
 
 from minispec import bounds
 from minispec.bounds import AVERAGES, replay, rung_seconds
@@ -25,18 +25,21 @@ def linear(**coefficients):
 
 
 NO_PREFILL = {"prefill": linear()}
-UNIT = {"verify": linear(base=1.0), **NO_PREFILL}        # a step takes 1
+UNIT = {"verify": linear(base=1.0), **NO_PREFILL}  # a step takes 1
 FREE = {"a": linear(), "b": linear()}
 # Llama-3.1-8B on one H100, the constants of the paper's simulator.
-PUBLISHED = read_costs(os.path.join(ROOT, "results", "costs_h100.json"))
+PUBLISHED = read_costs(f"{ROOT}/results/costs_h100.json")
 H100 = CostTable(PUBLISHED)
 
 
 # -- the reference: one request by plans, which are lists of rounds ---------------------------------
 
+
 class Round(NamedTuple):
     """At `position` drafter `name` (None: no drafter) proposes `proposed`, and `emitted` tokens are gained;
-    `lookup` tokens are verified next to the drafts. `bounds.replay` reads it like a step of the engine."""
+    `lookup` tokens are verified next to the drafts. `bounds.replay` reads it like a step of the engine.
+    """
+
     position: int
     name: str | None
     proposed: int
@@ -66,6 +69,7 @@ def fixed(trace, name, k):
     def choose(i, room):
         offered = trace.offered[name][i] if name in trace.offered else k
         return (name, int(min(k, room, offered))) if room else (None, 0)
+
     return plan_of(trace, choose)
 
 
@@ -73,6 +77,7 @@ def greedy(trace, names, k_max=99):
     def choose(i, room):
         name = max(names, key=lambda m: trace.accept[m][i])
         return name, min(int(trace.accept[name][i]) - 1, k_max)
+
     return plan_of(trace, choose)
 
 
@@ -106,10 +111,13 @@ def time_of(plan, trace, cost, batch=1):
 
 def recorded(steps):
     """The plan that an engine followed, from its step records."""
-    return [Round(s.position, s.proposer if s.proposed else None, s.proposed, s.committed) for s in steps]
+    return [
+        Round(s.position, s.proposer if s.proposed else None, s.proposed, s.committed) for s in steps
+    ]
 
 
 # -- traces and prices -----------------------------------------------------------------------------
+
 
 def trace_of(prompt_len=10, **accept):
     """A trace from accept[1:], clipped to the end of the output."""
@@ -130,6 +138,7 @@ def perfect(n, k):
 
 def random_table(rng, names="ab"):
     """Linear costs in which neither the target, the drafters, the cache nor the overhead is negligible."""
+
     def drawn(**scales):
         return linear(**{name: scale * rng.random() for name, scale in scales.items()})
 
@@ -144,8 +153,13 @@ def noisy_table(rng, names="ab"):
     tokens = [1, 2, 3, 5, 9]
     kv = [0, 40, 100]
     value = lambda b, n, c: (1 + 0.05 * b * n + 0.001 * b * c) * rng.uniform(0.7, 1.3)
-    grid = lambda: {"kind": "grid", "rows": rows, "tokens": tokens, "kv": kv,
-                    "seconds": [[[value(b, n, c) for c in kv] for n in tokens] for b in rows]}
+    grid = lambda: {
+        "kind": "grid",
+        "rows": rows,
+        "tokens": tokens,
+        "kv": kv,
+        "seconds": [[[value(b, n, c) for c in kv] for n in tokens] for b in rows],
+    }
     return {"verify": grid(), "draft": {m: grid() for m in names}}
 
 
@@ -159,6 +173,7 @@ def seconds_of(trace, cost, names="ab", batch=1, k_max=20):
 
 
 # -- against loops and enumeration -----------------------------------------------------------------
+
 
 @pytest.mark.parametrize("table", [random_table, noisy_table])
 def test_every_rung_takes_as_long_as_its_rounds(table):
@@ -187,8 +202,11 @@ def test_the_optimum_equals_enumeration():
         some = table(rng)
         batch = rng.choice([1, 6])
         got = seconds_of(t, CostTable(some), "ab", batch, 2)
-        for rung, names, draft in ((("optimum", "a"), "a", {}), (("optimum", "all"), "ab", {}),
-                                   ("free drafters", "ab", {"draft": FREE})):
+        for rung, names, draft in (
+            (("optimum", "a"), "a", {}),
+            (("optimum", "all"), "ab", {}),
+            ("free drafters", "ab", {"draft": FREE}),
+        ):
             cost = CostTable({**some, **draft})
             want = min(time_of(plan, t, cost, batch) for plan in all_plans(t, names, 2))
             assert got[rung] == pytest.approx(want, rel=1e-12)
@@ -215,6 +233,7 @@ def test_plain_decoding_has_a_closed_form(tmp_path):
 
 
 # -- statements that must hold ---------------------------------------------------------------------
+
 
 def test_nothing_accepted_means_no_speedup():
     even = pytest.approx(1, rel=1e-12)
@@ -244,7 +263,7 @@ def test_rungs_are_ordered(table):
             assert max(1, out["L4"][m]) <= out["L5"][m] * (1 + 1e-12)
             beaten += alone["L4"][m] < alone["L2"][m]["speedup"] * (1 - 1e-9)
         assert out["L4"]["all"] <= out["L6"] * (1 + 1e-12)
-        if table is random_table:                        # a step costs no more than its parts
+        if table is random_table:  # a step costs no more than its parts
             assert out["L7"] <= out["L9"] * (1 + 1e-12)
     assert beaten > 0
 
@@ -280,8 +299,14 @@ def test_greedy_is_optimal_when_reach_never_shrinks():
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_a_perfect_drafter_has_a_closed_form(k):
     """Where k + 1 divides N - 1: S = (k + 1) (t_1 + o) / (t_(k+1) + d_k + o)."""
-    cost = CostTable({"verify": linear(base=1.0, token=0.07), "draft": {"a": linear(base=0.2, step=0.05)},
-                      "overhead": linear(base=0.3), **NO_PREFILL})
+    cost = CostTable(
+        {
+            "verify": linear(base=1.0, token=0.07),
+            "draft": {"a": linear(base=0.2, step=0.05)},
+            "overhead": linear(base=0.3),
+            **NO_PREFILL,
+        }
+    )
     want = (k + 1) * (1.07 + 0.3) / (1 + 0.07 * (k + 1) + 0.2 + 0.05 * k + 0.3)
     for n in range(2, 4 * (k + 1) + 2):
         got = seconds_of(perfect(n, k), cost, "a", 1, k)
@@ -298,7 +323,9 @@ def test_more_drafters_never_hurt():
         table = random_table(rng, "a")
         own = table["draft"]["a"]
         slow = {name: value + 0.01 for name, value in own.items() if name != "kind"}
-        best = lambda b: seconds_of(t, CostTable(table | {"draft": {"a": own, "b": b}}))["optimum", "all"]
+        best = lambda b: seconds_of(t, CostTable(table | {"draft": {"a": own, "b": b}}))[
+            "optimum", "all"
+        ]
         alone = seconds_of(t, CostTable(table), "a")["optimum", "a"]
         t.accept["b"] = np.minimum(t.accept["a"], t.accept["b"])
         assert best(linear(**slow)) == alone
@@ -329,8 +356,9 @@ def test_a_large_batch_has_a_limit():
 def test_figures_of_an_h100():
     """As the paper's constants give them: long contexts make verification free, large batches do not; step
     time and the ceiling of k = 3 by batch, at context 600."""
-    ratio = lambda context, batch: (H100.verify(batch * context, batch * 4, batch)
-                                    / H100.verify(batch * context, batch, batch))
+    ratio = lambda context, batch: (
+        H100.verify(batch * context, batch * 4, batch) / H100.verify(batch * context, batch, batch)
+    )
     s0 = PUBLISHED["verify"]["token"] / PUBLISHED["verify"]["kv"]
     assert round(s0) == 535
     for batch in (1, 64, 4096):
@@ -346,17 +374,30 @@ def test_figures_of_an_h100():
 def test_a_price_of_one_point_is_paid_every_round():
     """A table measured at one k and one context is a natural one; 3 ms a round are 3 ms a round."""
     t = trace_of(100, mtp=[3] * 100)
-    point = {"kind": "grid", "rows": [1, 16], "tokens": [3], "kv": [512], "seconds": [[[3e-3]], [[3e-3]]]}
+    point = {
+        "kind": "grid",
+        "rows": [1, 16],
+        "tokens": [3],
+        "kv": [512],
+        "seconds": [[[3e-3]], [[3e-3]]],
+    }
     for draft in (point, linear(base=3e-3)):
-        cost = CostTable({"verify": linear(base=6e-3, token=2e-5), "draft": {"mtp": draft}, **NO_PREFILL})
-        want = 33 * 9.06e-3 + 6.02e-3                    # the last token needs no drafts
+        cost = CostTable(
+            {"verify": linear(base=6e-3, token=2e-5), "draft": {"mtp": draft}, **NO_PREFILL}
+        )
+        want = 33 * 9.06e-3 + 6.02e-3  # the last token needs no drafts
         got = seconds_of(t, cost, ["mtp"], 1, 2)
-        found = [got["fixed", "mtp", 2], got["optimum", "mtp"], got["optimum", "all"],
-                 replay([fixed(t, "mtp", 2)], [t.prompt_len], cost, 1)]
+        found = [
+            got["fixed", "mtp", 2],
+            got["optimum", "mtp"],
+            got["optimum", "all"],
+            replay([fixed(t, "mtp", 2)], [t.prompt_len], cost, 1),
+        ]
         assert found == pytest.approx([want] * 4, rel=1e-9)
 
 
 # -- the paper's simulator -------------------------------------------------------------------------
+
 
 def simulator(accept, prompt_len, names, batch):
     """The paper's simulator, written out: it reads accept[cur - 1], charges every round of a neural drafter,
@@ -392,7 +433,7 @@ def test_the_papers_figures_come_out_of_the_greedy_rung(names, batch):
         accept = {"eagle3": lengths(6), "ngram": lengths(21)}
         early.append(trace_of(p, **{m: [1, *accept[m][:-1]] for m in names}))
         right.append(trace_of(p, **{m: accept[m] for m in names}))
-        shifted = {m: [*early[-1].accept[m][1:].tolist(), 1] for m in names}     # clipped, as they stop
+        shifted = {m: [*early[-1].accept[m][1:].tolist(), 1] for m in names}  # clipped, as they stop
         theirs.append(simulator(shifted, p, names, batch))
     cost = H100
     group = names[0]
@@ -404,8 +445,10 @@ def test_the_papers_figures_come_out_of_the_greedy_rung(names, batch):
     corrected = bounds.ladder(right, cost, batch)
     plain = np.array([time_of(autoregressive(t), t, cost, batch) for t in early])
     tokens = np.array([t.n_out for t in early])
-    want = {"total time": plain.sum() / sum(theirs),
-            "mean rate": np.mean(tokens / theirs) / np.mean(tokens / plain)}
+    want = {
+        "total time": plain.sum() / sum(theirs),
+        "mean rate": np.mean(tokens / theirs) / np.mean(tokens / plain),
+    }
     best = lambda average: average["L6"] if group == "all" else average["L5"][group]
     for by in AVERAGES:
         assert out[by]["L4"][group] == pytest.approx(want[by], rel=1e-9)
@@ -416,12 +459,9 @@ def test_the_papers_figures_come_out_of_the_greedy_rung(names, batch):
 
 # -- a live engine, and batches of different requests ----------------------------------------------
 
-TARGET = toy_model(seed=0)
-DRAFT = toy_model(seed=0)
-with torch.no_grad():
-    for p, noise in zip(DRAFT.parameters(), toy_model(seed=9).parameters()):
-        p.add_(0.4 * noise)
-PROMPT = random.Random(6).choices(range(64), k=24)          # its output wanders, then repeats itself, twice
+TARGET = toy_model()
+DRAFT = near_toy(0.4)
+PROMPT = random.Random(6).choices(range(64), k=24)  # its output wanders, then repeats itself, twice
 K = 5
 N = 60
 DRAFTERS = {"ngram": lambda: NGram(3, 1), "draft": lambda: whole(SmallLM(DRAFT, TARGET))}
@@ -433,7 +473,7 @@ def dense_accept(name, output):
     for i in range(1, N):
         request = Request(PROMPT, N)
         request.tokens += output[:i]
-        draft = DRAFTERS[name]().propose([request], [K])[0][0][:N - i]
+        draft = DRAFTERS[name]().propose([request], [K])[0][0][: N - i]
         path, _ = greedy_tree(draft, range(len(draft)), output[i:] + [-1])
         accept.append(min(len(path) + 1, N - i))
     return np.array(accept)
@@ -444,7 +484,9 @@ def live():
     run = lambda scheduler: Engine(TARGET, scheduler, 1).generate([Request(PROMPT, N)])[0]
     with torch.inference_mode():
         output = run(SyncScheduler).token_ids
-        runs = {name: run(lambda e: SyncScheduler(e, drafter(), K)) for name, drafter in DRAFTERS.items()}
+        runs = {
+            name: run(lambda e: SyncScheduler(e, drafter(), K)) for name, drafter in DRAFTERS.items()
+        }
         accept = {name: dense_accept(name, output) for name in DRAFTERS}
     # Neither perfect nor hopeless.
     assert all(a.max() > 2 and (a[1:-K] == 1).any() for a in accept.values())
@@ -460,14 +502,20 @@ def test_a_trace_says_what_the_engine_accepts(live):
         assert run.token_ids == live.output
         assert len(run.rounds) > 10
         assert sum(s.committed for s in run.rounds) == N - 1
-        fits = {shift: all(s.committed == min(accept[s.position - shift], s.proposed + 1, N - s.position)
-                           for s in run.rounds) for shift in (0, 1)}
+        fits = {
+            shift: all(
+                s.committed == min(accept[s.position - shift], s.proposed + 1, N - s.position)
+                for s in run.rounds
+            )
+            for shift in (0, 1)
+        }
         assert fits == {0: True, 1: False}
     # Entry 0 is never used.
     ruined = Trace("t", 10, N, {m: np.array([99, *a[1:]]) for m, a in live.trace.accept.items()})
     cost = CostTable(random_table(random.Random(7), DRAFTERS))
-    assert (seconds_of(ruined, cost, DRAFTERS)
-            == seconds_of(Trace("t", 10, N, live.trace.accept), cost, DRAFTERS))
+    assert seconds_of(ruined, cost, DRAFTERS) == seconds_of(
+        Trace("t", 10, N, live.trace.accept), cost, DRAFTERS
+    )
 
 
 def test_a_live_run_stays_below_the_optimum(live):
@@ -479,13 +527,17 @@ def test_a_live_run_stays_below_the_optimum(live):
         bound = seconds_of(t, cost, [name], batch)["optimum", name]
         assert bound <= time_of(recorded(run.rounds), t, cost, batch) * (1 + 1e-12)
     cost = CostTable(UNIT | {"draft": {"a": linear(), "draft": linear()}})
-    assert time_of(fixed(perfect(N, K), "a", K), t, cost) < seconds_of(t, cost, ["draft"])["optimum", "draft"]
+    assert (
+        time_of(fixed(perfect(N, K), "a", K), t, cost)
+        < seconds_of(t, cost, ["draft"])["optimum", "draft"]
+    )
 
 
 def random_plan(rng, t, names):
     def choose(i, room):
         j = rng.randint(0, min(room, 4))
         return (rng.choice(names), j) if j else (None, 0)
+
     return plan_of(t, choose)
 
 
@@ -498,8 +550,12 @@ def test_a_batch_of_different_requests_stays_above_the_bound():
         some = [random_trace(rng, rng.randint(2, 30), "a") for _ in range(9)]
         cost = CostTable(random_table(rng, "a") | NO_PREFILL)
         bound = sum(seconds_of(t, cost, "a", size)["optimum", "a"] for t in some) / size
-        for plan in (lambda t: greedy(t, "a"), lambda t: fixed(t, "a", 2), lambda t: random_plan(rng, t, "a"),
-                     autoregressive):
+        for plan in (
+            lambda t: greedy(t, "a"),
+            lambda t: fixed(t, "a", 2),
+            lambda t: random_plan(rng, t, "a"),
+            autoregressive,
+        ):
             assert bound <= replay(list(map(plan, some)), [t.prompt_len for t in some], cost, size)
 
 
@@ -526,6 +582,7 @@ def test_two_drafters_verified_in_one_round_are_no_faster_than_the_optimum_of_al
 
 # -- the ladder and its table ----------------------------------------------------------------------
 
+
 def test_the_ladder_is_made_of_the_rungs():
     """By both averages, in full precision, also after JSON."""
     rng = random.Random(13)
@@ -544,7 +601,10 @@ def test_the_ladder_is_made_of_the_rungs():
             "L2": {m: {"k": best(m)[1], "speedup": best(m)[0]} for m in "ab"},
             "L4": {group: of(("greedy", group)) for group in ("a", "b", "all")},
             "L5": {m: of(("optimum", m)) for m in "ab"},
-            "L6": of(("optimum", "all")), "L7": of("free drafters"), "L9": of("one pass")}
+            "L6": of(("optimum", "all")),
+            "L7": of("free drafters"),
+            "L9": of("one pass"),
+        }
 
 
 def test_the_two_averages_differ_where_requests_do():
@@ -563,21 +623,34 @@ def test_censored_positions_are_counted():
     t.censored, other.censored = {"a": flags(0, 1, 4)}, {"b": flags(1)[:3]}
     share = bounds.ladder([t, other], CostTable(UNIT | {"draft": FREE}))["censored"]
     assert share == {"a": 2 / 8, "b": 1 / 8, "all": 3 / 8}
-    t.censored["b"] = flags(1, 2)                # where one of the two is censored, the best of all is
+    t.censored["b"] = flags(1, 2)  # where one of the two is censored, the best of all is
     assert bounds.censored_share([t], ["a", "b"]) == 3 / 6
 
 
 @pytest.mark.parametrize("share, mark", [(0.06, "*"), (0.05, "")])
 def test_a_bound_of_censored_traces_is_marked(share, mark):
     def average(x, k):
-        return {"L2": {"a": {"k": k, "speedup": x + 0.25}}, "L4": {"a": 1.0, "all": 1.0},
-                "L5": {"a": x + 0.5}, "L6": x + 0.75, "L7": x + 1, "L9": x + 2}
+        return {
+            "L2": {"a": {"k": k, "speedup": x + 0.25}},
+            "L4": {"a": 1.0, "all": 1.0},
+            "L5": {"a": x + 0.5},
+            "L6": x + 0.75,
+            "L7": x + 1,
+            "L9": x + 2,
+        }
 
-    cell = {"workload": "w", "batch": 1, "censored": {"a": share, "all": share},
-            "total time": average(1, 2), "mean rate": average(3, 4)}
+    cell = {
+        "workload": "w",
+        "batch": 1,
+        "censored": {"a": share, "all": share},
+        "total time": average(1, 2),
+        "mean rate": average(3, 4),
+    }
     text = bounds.table({"model_error": None, "speedup_error": None, "left_out": [], "cells": [cell]})
-    row = (f"| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50{mark} / 3.50{mark} a | "
-           f"1.75{mark} / 3.75{mark} | 2.00{mark} / 4.00{mark} | 3.00 / 5.00 | {share:.0%} |")
+    row = (
+        f"| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50{mark} / 3.50{mark} a | "
+        f"1.75{mark} / 3.75{mark} | 2.00{mark} / 4.00{mark} | 3.00 / 5.00 | {share:.0%} |"
+    )
     assert row.replace("%", " %") in text
     assert ("only bounds rounds" in text) == bool(mark)
 
@@ -595,4 +668,3 @@ def test_drafters_without_a_price_and_ids_without_a_workload():
     with pytest.raises(ValueError, match="drafters x are not in the cost table: ngram, eagle3"):
         bounds.ladder([trace_of(x=[1, 1])], H100)
     assert rungs([Trace("t", 5, 1, {"ngram": np.ones(1, int)})], PUBLISHED)["L9"] == 1
-

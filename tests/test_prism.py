@@ -9,7 +9,18 @@ import pytest
 import torch
 from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_keys, seeded
 from test_trained import (
-    CASES, MAPS, TARGET, case, features_of, ids_of, scheduler, prompts, run, texts, toy_prism, trained,
+    CASES,
+    MAPS,
+    TARGET,
+    case,
+    features_of,
+    ids_of,
+    scheduler,
+    prompts,
+    run,
+    texts,
+    toy_prism,
+    trained,
 )
 
 from minispec import prism
@@ -34,7 +45,9 @@ def sequential_states(drafter, ids, row, steps):
     features = features_of(x)
     cache = KVCache(drafter.config, row + steps + 1)
     first = attend_alone(only_keys(cache, 0, row + 1))
-    a = drafter(1, TARGET.embed(x[1 : row + 2]), features[0, : row + 1], positions[: row + 1], first)[-1:]
+    a = drafter(
+        1, TARGET.embed(x[1 : row + 2]), features[0, : row + 1], positions[: row + 1], first
+    )[-1:]
     states = [a]
     for step in range(2, steps + 1):
         at = row + step - 1
@@ -63,8 +76,9 @@ def recomputed_states(drafter, ids, features, steps):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("step_map, layers", [
-    ((0,), 1), ((0, 1), 1), ((0, 1, 2), 1), ((0,), 2), ((0, 0, 1), 1)])
+@pytest.mark.parametrize(
+    "step_map, layers", [((0,), 1), ((0, 1), 1), ((0, 1, 2), 1), ((0,), 2), ((0, 0, 1), 1)]
+)
 def test_states_in_training_equal_states_in_drafting(step_map, layers):
     """On texts whose rows all draft, and where every third does."""
     drafter = toy_prism(step_map=step_map, n_layer=layers, gain=4.0)
@@ -88,13 +102,15 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
     assert wrong > 0.05 if max(step_map) else wrong < 1e-4
 
 
-@pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 2, 3, 5, 7, 8])], ids=["all tokens", "some"])
+@pytest.mark.parametrize(
+    "vocabulary", [None, torch.tensor([1, 2, 3, 5, 7, 8])], ids=["all tokens", "some"]
+)
 def test_the_loss_is_a_divergence(vocabulary):
     """Against the plain formula, row by row; and what is accepted. The target's first rows judge nobody."""
     drafter = toy_prism(gain=4.0).restrict(vocabulary)
     batch = texts(prompts(3))
     steps = 3
-    best = torch.randint(0, 12, batch.ids.shape, generator=seeded())       # or no draft would be right
+    best = torch.randint(0, 12, batch.ids.shape, generator=seeded())  # or no draft would be right
     batch = batch._replace(best=best)
     loss, accepted = prism.unrolled_loss(drafter, batch, steps)
     loss.backward()
@@ -147,9 +163,15 @@ def one_coin_for_all(draft, parents, p, coins):
     return the_walk(draft, parents, p, coins[:1].expand(len(coins)))
 
 
-@pytest.mark.parametrize("rule, sampling, lossless", [
-    (the_walk, Sampling(0.7), True), (the_walk, Sampling(1.0, 0, 0.8), True),
-    (forgets_what_was_rejected, Sampling(1.0), False), (one_coin_for_all, Sampling(1.0), False)])
+@pytest.mark.parametrize(
+    "rule, sampling, lossless",
+    [
+        (the_walk, Sampling(0.7), True),
+        (the_walk, Sampling(1.0, 0, 0.8), True),
+        (forgets_what_was_rejected, Sampling(1.0), False),
+        (one_coin_for_all, Sampling(1.0), False),
+    ],
+)
 def test_the_walk_is_lossless_and_the_controls_are_not(rule, sampling, lossless):
     """A fixed tree of two levels on a Markov chain."""
     g = seeded()
@@ -171,8 +193,14 @@ def test_the_walk_is_lossless_and_the_controls_are_not(rule, sampling, lossless)
     assert depths == {0, 1, 2}
 
 
-@pytest.mark.parametrize("best, want", [
-    ([8, 0, 1, 0, 0, 9], ([2, 5], 9)), ([7, 2, 1, 0, 0, 9], ([1], 2)), ([3, 2, 1, 0, 0, 9], ([], 3))])
+@pytest.mark.parametrize(
+    "best, want",
+    [
+        ([8, 0, 1, 0, 0, 9], ([2, 5], 9)),
+        ([7, 2, 1, 0, 0, 9], ([1], 2)),
+        ([3, 2, 1, 0, 0, 9], ([], 3)),
+    ],
+)
 def test_greedy_tree_by_hand(best, want):
     assert greedy_tree([7, 8, 1, 2, 1], [0, 0, 1, 2, 2], best) == want
     assert greedy_tree([], [], [3]) == ([], 3)
@@ -261,7 +289,9 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
         tokens, q, parents = prism.prune(*zip(*nodes), n)
         assert q is None
         assert len(tokens) == len(parents) == min(n, len(nodes))
-        assert all(0 <= parent <= i for i, parent in enumerate(parents))  # parents are kept, and come first
+        assert all(
+            0 <= parent <= i for i, parent in enumerate(parents)
+        )  # parents are kept, and come first
         assert len({*zip(parents, tokens)}) == len(tokens)  # siblings differ
         _, before, scores = zip(*nodes)
         kept, *_ = prism.prune(range(len(nodes)), before, scores, n)
@@ -300,7 +330,8 @@ def observed(drafter, prompt):
 @pytest.mark.parametrize("stop", [0.05, 0.1, 0.2])
 def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
     """Behind the first level in which no path is as probable as `stop` there are no steps; of the levels
-    before, the nodes that are at least a quarter as probable go to the target, and one in any case."""
+    before, the nodes that are at least a quarter as probable go to the target, and one in any case.
+    """
     depths = set()
     left_out = 0
     levels = [range(2), range(2, 6), range(6, 10), range(10, 14)]
@@ -346,7 +377,7 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
         # The features are of what the target cached, and of nothing else.
         own = torch.cat(note.features)
         assert len(own) == n - note.cached
-        assert (own - features[note.cached:]).abs().max() < 1e-4
+        assert (own - features[note.cached :]).abs().max() < 1e-4
         if not note.cached:
             continue
         m = note.cached
@@ -365,7 +396,7 @@ def test_a_draft_step_reads_one_module(modules):
     drafter = DRAFTERS[modules]
     read = []
     one = sum(p.numel() for p in drafter.bank[0].parameters())
-    assert KVCache(drafter.config, 10).k.shape[0] == 1                      # whatever M is
+    assert KVCache(drafter.config, 10).k.shape[0] == 1  # whatever M is
     assert drafter.n_params() == modules * one
     leaves = [m for m in drafter.modules() if not list(m.children())]
     hooks = [m.register_forward_hook(lambda m, *_: read.append(m)) for m in leaves]
@@ -391,7 +422,11 @@ def test_step_map():
     c = PrismConfig(step_map=(0, 1, 1, 2))
     assert [c.module_of(k) for k in range(1, 7)] == [0, 1, 1, 2, 2, 2]
     assert c.n_modules == 3
-    for bad, message in ((), "use every"), ((0, 2), "use every module"), ((1, 0), "begin with module 0"):
+    for bad, message in (
+        ((), "use every"),
+        ((0, 2), "use every module"),
+        ((1, 0), "begin with module 0"),
+    ):
         with pytest.raises(ValueError, match=message):
             PrismConfig(step_map=bad)
 

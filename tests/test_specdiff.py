@@ -6,7 +6,6 @@ at a time. What SpecDiff shares with other trained drafters is in test_trained.p
 import functools
 import itertools
 import math
-import os
 import random
 from dataclasses import replace
 
@@ -14,7 +13,18 @@ import pytest
 import torch
 from conftest import ROOT, attend_alone, cached_kv, chi_square, dense_logits, only_keys, seeded
 from test_trained import (
-    FORMS, FULL, TARGET, features_of, fit, prompts, run, scheduler, steps_of, texts, toy_specdiff, trained,
+    FORMS,
+    FULL,
+    TARGET,
+    features_of,
+    fit,
+    prompts,
+    run,
+    scheduler,
+    steps_of,
+    texts,
+    toy_specdiff,
+    trained,
 )
 
 from minispec import prism, specdiff
@@ -45,12 +55,18 @@ def obvious_logits(drafter, ids, start, shown=None, drafts=()):
     mask = torch.ones(len(rows), len(rows)).tril().bool()
     mask[start:] = True
     features = None
-    if c.reads:                     # the target has not seen the last token
+    if c.reads:  # the target has not seen the last token
         unseen = torch.zeros(1, 1, (len(c.feature_layers) + 1) * c.d_model)
-        seen = torch.cat([unseen, features_of(ids[:start - 1], c.feature_layers)], 1) if start > 1 else unseen
+        seen = (
+            torch.cat([unseen, features_of(ids[: start - 1], c.feature_layers)], 1)
+            if start > 1
+            else unseen
+        )
         features = torch.cat([seen, seen[:, -1:].expand(-1, len(rows) - start, -1)], 1)
-    hidden = drafter(torch.tensor([rows]), torch.arange(len(rows))[None], dense_attend(mask), features)
-    hidden = hidden[0, -len(slots):]
+    hidden = drafter(
+        torch.tensor([rows]), torch.arange(len(rows))[None], dense_attend(mask), features
+    )
+    hidden = hidden[0, -len(slots) :]
     if drafts and drafter.markov is not None:
         down, up = (linear.weight.mT for linear in drafter.markov)
         hidden[1:] += TARGET.embed(torch.tensor(drafts[:-1])) @ down @ up
@@ -66,7 +82,7 @@ def test_packed_windows_equal_one_window_at_a_time(form):
     some = [[rng.randrange(12) for _ in range(n)] for n in (60, 300)]
     ids = torch.zeros(2, 300, dtype=torch.long)
     for row, text in zip(ids, some):
-        row[:len(text)] = torch.tensor(text)
+        row[: len(text)] = torch.tensor(text)
     starts = torch.tensor([[1, 2, 17, 56, 56], [290, 1, 256, 30, 296]])
     shown = torch.tensor([MASK, 3, MASK, 1])
     features = features_of(ids, drafter.config.feature_layers) if drafter.config.reads else None
@@ -94,7 +110,9 @@ def test_cached_drafting_equals_a_forward_without_cache(form):
         propose = drafts.propose
 
         def record(requests, limits):
-            before = {r: (drafts.state_of(r).cached, list(drafts.state_of(r).features)) for r in requests}
+            before = {
+                r: (drafts.state_of(r).cached, list(drafts.state_of(r).features)) for r in requests
+            }
             out = propose(requests, limits)
             for r, (tokens, q) in zip(requests, out):
                 if len(tokens) == 4:
@@ -146,12 +164,16 @@ def test_the_drafters_cache_holds_what_a_new_prefill_gives(form):
             features = features_of(x, drafter.config.feature_layers)[0].roll(1, 0)
             features[0] = 0
         drafter(x, positions, attend_alone(only_keys(own, 0, n)), features)
-        assert (cached_kv(note.cache, note.blocks, n) - cached_kv(own, own.only, n)).abs().max() < 1e-4
+        assert (
+            cached_kv(note.cache, note.blocks, n) - cached_kv(own, own.only, n)
+        ).abs().max() < 1e-4
         # And the target's cache, after keeping a path of the trie (B6).
         m = r.n_cached
         own = KVCache(TARGET.config, r.n_cached)
         TARGET(torch.tensor(r.tokens[:m]), torch.arange(m), attend_alone(only_keys(own, 0, m)))
-        assert (cached_kv(engine.cache, r.blocks, m) - cached_kv(own, own.only, m)).abs().max() < 1e-4
+        assert (
+            cached_kv(engine.cache, r.blocks, m) - cached_kv(own, own.only, m)
+        ).abs().max() < 1e-4
         rounds += 1
     assert rounds > 15
 
@@ -161,12 +183,14 @@ def test_one_forward_of_drafter_and_target_a_round(reads):
     """A1, F3, G1: whatever gamma and K are."""
     drafter = toy_specdiff(reads=reads)
     calls = []
-    hooks = [model.norm.register_forward_hook(lambda *_, model=model: calls.append(model))
-             for model in (drafter, TARGET)]
+    hooks = [
+        model.norm.register_forward_hook(lambda *_, model=model: calls.append(model))
+        for model in (drafter, TARGET)
+    ]
     for settings in (dict(gamma=4), dict(gamma=16), dict(gamma=4, k_drafts=8)):
         calls.clear()
         (g,), engine = run(scheduler(drafter, **settings), [[1, 2, 3]], 1, 60)
-        assert calls.count(TARGET) == len(engine.iterations) == len(g.rounds) + 1        # one prefill
+        assert calls.count(TARGET) == len(engine.iterations) == len(g.rounds) + 1  # one prefill
         drafted = sum(s.proposed > 0 for s in g.rounds)
         assert calls.count(drafter) == drafted >= len(g.rounds) - 1
         assert max(s.proposed for s in g.rounds) == settings["gamma"]
@@ -181,7 +205,7 @@ def test_windows_are_where_they_should_be(form):
     drafter = toy_specdiff(n_layer=2, **FORMS[form])
     ids = torch.randint(0, 12, (20,), generator=seeded(1)).tolist()
     with torch.no_grad():
-        drafter.norm.weight.mul_(3)         # the toy head's small weights could not be sure of anything
+        drafter.norm.weight.mul_(3)  # the toy head's small weights could not be sure of anything
     batch = recorded.padded([rollouts.read(TARGET, ids[:8], ids[8:], 0)])
 
     def loss(name):
@@ -192,9 +216,11 @@ def test_windows_are_where_they_should_be(form):
     assert fit(drafter, loss("streak"), 30, 0.003) < -3.3
     right = {shift: 0 for shift in (-1, 0, 1)}
     for start in range(9, 16):
-        best = obvious_logits(drafter, ids, start, drafts=ids[start:start + 4]).argmax(-1).tolist()
+        best = (
+            obvious_logits(drafter, ids, start, drafts=ids[start : start + 4]).argmax(-1).tolist()
+        )
         for shift in right:
-            right[shift] += best == ids[start + shift:start + shift + 4]
+            right[shift] += best == ids[start + shift : start + shift + 4]
     assert right == {-1: 0, 0: 7, 1: 0}
 
 
@@ -203,8 +229,10 @@ def test_a_drafter_starts_as_the_target():
     ids = prompts(6)[-1]
     windows, _ = specdiff.window_states(drafter, torch.tensor([ids]), torch.tensor([[len(ids)]]))
     got = drafter.draft_head.logits(windows[0, 0, 0])
-    assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4          # q_1 = p_1
-    own = [p.numel() for n, p in TARGET.named_parameters() if n not in ("embed.weight", "head.weight")]
+    assert (got - dense_logits(TARGET, ids)[-1]).abs().max() < 1e-4  # q_1 = p_1
+    own = [
+        p.numel() for n, p in TARGET.named_parameters() if n not in ("embed.weight", "head.weight")
+    ]
     assert drafter.n_params() == sum(own) + 32
 
 
@@ -257,7 +285,9 @@ def judge_by(rule, chains, q, p, coins):
 
 def of_one(chain, q, p, coins):
     """Rejection of one chain."""
-    path, token = rejection([(list(range(1, GAMMA + 1)), q)], chain, p[[V, *chain]], coins[: GAMMA + 1])
+    path, token = rejection(
+        [(list(range(1, GAMMA + 1)), q)], chain, p[[V, *chain]], coins[: GAMMA + 1]
+    )
     return chain[: len(path)], token
 
 
@@ -292,7 +322,7 @@ def chi_square_of(verify, k, sampling, rounds=ROUNDS):
     counts = torch.zeros(V * V, dtype=torch.long)
     accepted = 0
     for i in range(rounds):
-        path, token = verify(chains[i * k:(i + 1) * k], q, p, coins[i])
+        path, token = verify(chains[i * k : (i + 1) * k], q, p, coins[i])
         out = path + [token]
         if len(out) < 2:  # the next round would draw it
             out.append(draw(p[out[0]], more[i]).item())
@@ -318,7 +348,11 @@ def sorted_chains(chains, q, p, coins):
 @pytest.mark.parametrize("control", [select_then_divide, best_of_independent, sorted_chains])
 def test_controls_are_rejected(control):
     """B2. Of a single chain all are plain rejection sampling."""
-    assert chi_square_of(control, 4, Sampling(1.0))[0] < 1e-6 < chi_square_of(control, 1, Sampling(1.0))[0]
+    assert (
+        chi_square_of(control, 4, Sampling(1.0))[0]
+        < 1e-6
+        < chi_square_of(control, 1, Sampling(1.0))[0]
+    )
 
 
 def random_round(g, k=3):
@@ -341,7 +375,7 @@ def test_rejection_at_the_edges():
     """B3."""
     g = seeded(0)
     p, *_ = random_round(g)
-    for _ in range(100):        # a drafter that knows the target: the first chain is accepted
+    for _ in range(100):  # a drafter that knows the target: the first chain is accepted
         same = p[[V] * GAMMA]
         tokens, _, rows = merge(drawn(same, 3, g))
         own = same[:1].expand(len(tokens) + 1, -1)
@@ -352,13 +386,16 @@ def test_rejection_at_the_edges():
     p = half.expand(V + 1, V)
     q = half.flip(0).expand(GAMMA, V)
     counts = torch.zeros(V, dtype=torch.long)
-    for _ in range(400):        # one that knows nothing: none is, and the token is the target's
+    for _ in range(400):  # one that knows nothing: none is, and the token is the target's
         path, token = judge_by("rejection", drawn(q, 3, g), q, p, torch.rand(20, generator=g))
         assert path == []
         counts[token] += 1
     assert chi_square(counts, half) > 1e-6
     # No residual is left: the target's own row is the right draw.
-    assert rejection([([1], half[None])], [0], half.expand(2, -1), torch.tensor([1.0, 0.7])) == ([], 1)
+    assert rejection([([1], half[None])], [0], half.expand(2, -1), torch.tensor([1.0, 0.7])) == (
+        [],
+        1,
+    )
 
 
 def test_merged_chains_by_hand():
@@ -376,7 +413,9 @@ def test_coupled_chains_begin_with_the_best_tokens():
     """Of the target's own noise: so several chains are more often right than one, and never less."""
     taus = []
     for settings in (dict(), dict(k_drafts=4)):
-        got, _ = run(scheduler(trained("specdiff"), **settings), prompts(17), sampling=Sampling(1.0))
+        got, _ = run(
+            scheduler(trained("specdiff"), **settings), prompts(17), sampling=Sampling(1.0)
+        )
         taus.append(sum(s.accepted for s in steps_of(got)) / len(steps_of(got)))
     assert taus[1] > 1.05 * taus[0]
 
@@ -384,7 +423,10 @@ def test_coupled_chains_begin_with_the_best_tokens():
 def test_one_chain_ends_early_and_several_do_not():
     """The default, and what it cuts: the first draft stays, however improbable."""
     drafter = toy_specdiff(reads=True)
-    assert [SpecDiffDrafter(drafter, TARGET, k_drafts=k).min_confidence for k in (1, 3)] == [STOP_AT, 0.0]
+    assert [SpecDiffDrafter(drafter, TARGET, k_drafts=k).min_confidence for k in (1, 3)] == [
+        STOP_AT,
+        0.0,
+    ]
     drafts = SpecDiffDrafter(drafter, TARGET)
     q = torch.tensor([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [1.0, 0.0]])
     for stop, n in ((0.0, 4), (0.26, 4), (0.3, 3), (0.46, 2), (0.95, 1)):
@@ -430,9 +472,15 @@ def test_streak_losses_are_the_expected_accepted_lengths():
         by_point_mass, by_rejection = accepted_of(p, q)
         assert by_point_mass < by_rejection
         drafts = drawn(q, 3000, g)
-        for loss, rule, want in (("streak", "walk", by_point_mass), ("streak-rs", "rejection", by_rejection)):
+        for loss, rule, want in (
+            ("streak", "walk", by_point_mass),
+            ("streak-rs", "rejection", by_rejection),
+        ):
             assert abs(loss_of(loss, p, q) + want) < 1e-5
-            n = [len(judge_by(rule, [draft], q, p, torch.rand(9, generator=g))[0]) for draft in drafts]
+            n = [
+                len(judge_by(rule, [draft], q, p, torch.rand(9, generator=g))[0])
+                for draft in drafts
+            ]
             n = torch.tensor(n).double()
             assert abs(n.mean() - want) < 4 * n.std() / 3000**0.5
     # A point mass on one side: the rules agree.
@@ -456,8 +504,10 @@ def test_accepted_drafts_of_k_chains_at_temperature_zero():
         lengths = []
         chains = drawn(q, 1500 * k, g)
         for i in range(0, len(chains), k):
-            tokens, parents, _ = merge(chains[i:i + k])
-            lengths.append(len(greedy_tree(tokens, parents, p[[V, *tokens]].argmax(-1).tolist())[0]))
+            tokens, parents, _ = merge(chains[i : i + k])
+            lengths.append(
+                len(greedy_tree(tokens, parents, p[[V, *tokens]].argmax(-1).tolist())[0])
+            )
         lengths = torch.tensor(lengths).double()
         assert abs(lengths.mean() - (1 - (1 - c) ** k).sum()) < 4 * lengths.std() / 1500**0.5
 
@@ -494,15 +544,19 @@ def test_gradients_and_numerics_of_the_streak():
     behind = q.cumprod(-1).flip(-1).cumsum(-1).flip(-1)
     j = specdiff.log_streak(log_q, all_valid).exp().sum(-1)
     assert torch.allclose(j, c.sum(-1), atol=1e-12)
-    own, = torch.autograd.grad(j.sum(), log_q)
+    (own,) = torch.autograd.grad(j.sum(), log_q)
     assert torch.allclose(own, behind, atol=1e-12)
-    own, = torch.autograd.grad(specdiff.log_streak(log_q, all_valid).logsumexp(-1).sum(), log_q)
+    (own,) = torch.autograd.grad(specdiff.log_streak(log_q, all_valid).logsumexp(-1).sum(), log_q)
     assert torch.allclose(own, behind / c.sum(-1, keepdim=True), atol=1e-12)
     labels = torch.tensor([[0, 1, 0, 1]])
     valid = torch.tensor([[True, True, True, False]])
     # Logits of two tokens: q of 1e-12 and less.
     rows = torch.tensor([[[-27.6, 0.0], [0.0, -27.6], [-200.0, 0.0], [0.0, 0.0]]])
-    for name, want, off in ("streak", -1e-12, 1e-13), ("streak-rs", -1e-12, 1e-13), ("log-streak", 27.6, 0.1):
+    for name, want, off in (
+        ("streak", -1e-12, 1e-13),
+        ("streak-rs", -1e-12, 1e-13),
+        ("log-streak", 27.6, 0.1),
+    ):
         logits = rows.clone().requires_grad_()
         loss = specdiff.objective(name, logits, labels, valid, torch.zeros(1, 4))
         loss.backward()
@@ -530,7 +584,10 @@ def test_objectives_by_hand():
     # A token that cannot be drafted ends a streak; a window that begins with one teaches nothing.
     logits.requires_grad_()
     for valid, want in (([True, False, True], -0.5), ([False, True, True], 0.0)):
-        assert abs(specdiff.objective("streak", logits, labels, torch.tensor([valid])).item() - want) < 1e-6
+        assert (
+            abs(specdiff.objective("streak", logits, labels, torch.tensor([valid])).item() - want)
+            < 1e-6
+        )
     loss = specdiff.objective("log-streak", logits, labels, torch.tensor([[False, True, True]]))
     loss.backward()
     assert loss == 0
@@ -548,9 +605,9 @@ def test_distillation_is_a_kl_divergence_slot_by_slot(form):
 
     def kl(b, start, slot):
         ids = batch.ids[b].tolist()
-        drafts = [*ids, 0, 0, 0][start:start + 4]
+        drafts = [*ids, 0, 0, 0][start : start + 4]
         log_q = obvious_logits(drafter, ids, start, drafts=drafts)[slot].log_softmax(-1)
-        log_p = dense_logits(TARGET, ids[:start + slot])[-1].log_softmax(-1)
+        log_p = dense_logits(TARGET, ids[: start + slot])[-1].log_softmax(-1)
         return (log_p.exp() * (log_p - log_q)).sum().item()
 
     want = 0.0
@@ -561,7 +618,7 @@ def test_distillation_is_a_kl_divergence_slot_by_slot(form):
             at = [(b, i) for b, i in batch.learn.nonzero().tolist() if i > 0]
         want += specdiff.DECAY**slot * sum(kl(b, i, slot) for b, i in at) / len(at)
     got = specdiff.training_loss(drafter, "kl", batch, 5, seeded())
-    assert abs(got.item() - want) < 0.02 * want             # stored states are rounded to bf16
+    assert abs(got.item() - want) < 0.02 * want  # stored states are rounded to bf16
 
 
 def test_the_state_that_a_drafter_reads_is_as_large_as_a_token():
@@ -632,7 +689,7 @@ def test_loss_and_rule_must_match_and_the_lesson_says_by_how_much():
     assert got["streak"][2] < 0.05
     assert got["streak-rs"][1] > got["ce"][1] > 1.05 * got["streak"][1]
     assert got["streak-rs"][2] > 0.3
-    with open(os.path.join(ROOT, "docs", "specdiff.md"), encoding="utf-8") as f:
+    with open(f"{ROOT}/docs/specdiff.md", encoding="utf-8") as f:
         page = f.read()
     for name, row in got.items():
         assert f"| `{name}` | {' | '.join(f'{x:.2f}' for x in row)} |" in page

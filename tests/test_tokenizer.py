@@ -1,6 +1,5 @@
 import importlib.util
 import json
-import os
 import random
 
 import pytest
@@ -25,7 +24,7 @@ def library(name):
 def hugging_face(folder):
     """A folder's tokenizer in the library that made the format, or None."""
     tokenizers = library("tokenizers")
-    return tokenizers and tokenizers.Tokenizer.from_file(os.path.join(folder, "tokenizer.json"))
+    return tokenizers and tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
 
 
 def automatic(folder):
@@ -111,7 +110,7 @@ BOS = {"type": "Sequence", "processors": [BYTES, {
 
 def written(folder, change=lambda data: None, **config):
     """A folder with the shipped vocabulary after a change. config: entries of its tokenizer_config."""
-    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+    with open(f"{TARGET}/tokenizer.json", encoding="utf-8") as f:
         data = json.load(f)
     change(data)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>",

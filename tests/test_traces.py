@@ -1,5 +1,6 @@
 """The two file formats of traces.py: prices between and beyond measured points; bad files are named with
 file, line and field."""
+
 import itertools
 import json
 import random
@@ -20,6 +21,7 @@ def grid(rows, tokens, kv, seconds):
 
 
 # -- prices ----------------------------------------------------------------------------------------
+
 
 def test_a_grid_is_linear_between_and_beyond_its_points():
     rows = [1, 4, 16]
@@ -70,8 +72,13 @@ def test_expected_tokens_of_a_round():
 
 # -- files -----------------------------------------------------------------------------------------
 
-GOOD = {"id": "x", "prompt_len": 9, "n_out": 4, "accept": {"a": [0, 2, 1, 1]},
-        "censored": {"a": [None, False, False, True]}}
+GOOD = {
+    "id": "x",
+    "prompt_len": 9,
+    "n_out": 4,
+    "accept": {"a": [0, 2, 1, 1]},
+    "censored": {"a": [None, False, False, True]},
+}
 
 
 def test_files_are_read_as_they_were_written(tmp_path):
@@ -79,7 +86,7 @@ def test_files_are_read_as_they_were_written(tmp_path):
     path = tmp_path / "t.jsonl"
     some = [random_trace(rng, n) for n in (2, 6, 30)]
     for i, t in enumerate(some):
-        t.id = f"\u2028{i}"                  # a line separator of Unicode, not of JSON lines
+        t.id = f"\u2028{i}"  # a line separator of Unicode, not of JSON lines
         t.censored["a"] = t.accept["a"] > 4
         t.offered["b"] = t.accept["b"] + 2
     write_traces(path, some)
@@ -95,7 +102,7 @@ def test_files_are_read_as_they_were_written(tmp_path):
 
 def test_the_documented_example_is_valid(tmp_path):
     text = traces.__doc__
-    example = text[text.index('    {"id"'):text.index("\n\nid: the part")]
+    example = text[text.index('    {"id"') : text.index("\n\nid: the part")]
     (tmp_path / "t.jsonl").write_text(" ".join(example.split()) + "\n\n")
     assert read_traces(tmp_path / "t.jsonl")[0].accept["ngram"].tolist() == [0, 3, 1, 1]
 
@@ -112,24 +119,36 @@ def refused(read, path, text):
     return message
 
 
-@pytest.mark.parametrize("changed, message", [
-    ('{"id": ', "not JSON"),
-    ("[1]", "a row must be a JSON object, got list"),
-    ('{"id": ' + "1" * 5000 + "}", "not JSON"),
-    ({"n_out": ...}, "'n_out'"),                         # missing
-    ({"acept": {}}, "'acept'"),                          # unknown
-    ({"id": "first"}, "id 'first' is in the file already"),
-    ({"prompt_len": -1}, 'prompt_len an integer from 0, n_out an integer from 1, got ["x", -1, 4]'),
-    ({"prompt_len": 10**30}, "prompt_len an integer from 0"),
-    ({"accept": {"b": [1, 1, 1, 1]}, "censored": {}}, "the drafters of the first line, a, got b"),
-    ({"accept": {"a": [1, 1, 1]}}, "accept.a must be a list of n_out = 4 values of type int, got [1, 1, 1]"),
-    ({"accept": {"a": [1, 0, 1, 1]}}, "accept.a[1] must be from 1 to 3"),
-    ({"accept": {"a": [1, float("nan"), 1, 1]}}, "accept.a must be a list of n_out = 4 values of type int"),
-    ({"accept": {"a": None}}, "damaged: TypeError"),
-    ({"censored": {"a": [0, 0, 0, 0]}}, "censored.a must be a list of n_out = 4 values of type bool"),
-    ({"censored": {"b": []}}, "censored.b: accept has no such drafter"),
-    ({"offered": {"a": [0, 0, 0, 0]}}, "accept.a[1] must be from 1 to 1"),
-])
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ('{"id": ', "not JSON"),
+        ("[1]", "a row must be a JSON object, got list"),
+        ('{"id": ' + "1" * 5000 + "}", "not JSON"),
+        ({"n_out": ...}, "'n_out'"),  # missing
+        ({"acept": {}}, "'acept'"),  # unknown
+        ({"id": "first"}, "id 'first' is in the file already"),
+        ({"prompt_len": -1}, 'prompt_len an integer from 0, n_out an integer from 1, got ["x", -1, 4]'),
+        ({"prompt_len": 10**30}, "prompt_len an integer from 0"),
+        ({"accept": {"b": [1, 1, 1, 1]}, "censored": {}}, "the drafters of the first line, a, got b"),
+        (
+            {"accept": {"a": [1, 1, 1]}},
+            "accept.a must be a list of n_out = 4 values of type int, got [1, 1, 1]",
+        ),
+        ({"accept": {"a": [1, 0, 1, 1]}}, "accept.a[1] must be from 1 to 3"),
+        (
+            {"accept": {"a": [1, float("nan"), 1, 1]}},
+            "accept.a must be a list of n_out = 4 values of type int",
+        ),
+        ({"accept": {"a": None}}, "damaged: TypeError"),
+        (
+            {"censored": {"a": [0, 0, 0, 0]}},
+            "censored.a must be a list of n_out = 4 values of type bool",
+        ),
+        ({"censored": {"b": []}}, "censored.b: accept has no such drafter"),
+        ({"offered": {"a": [0, 0, 0, 0]}}, "accept.a[1] must be from 1 to 1"),
+    ],
+)
 def test_a_bad_trace_is_refused_with_file_line_and_field(changed, message, tmp_path):
     line = changed
     if isinstance(changed, dict):
@@ -154,25 +173,34 @@ def test_unreadable_files_are_named(tmp_path):
 SQUARE = grid([1, 2], [1], [0], [[[1.0]], [[2.0]]])
 
 
-@pytest.mark.parametrize("table, message", [
-    ('{\n "verify": {\n', "not JSON (Expecting property name enclosed in double quotes: line 3"),
-    ([], "damaged"),
-    ({}, "'verify'"),
-    (UNIT | {"verfy": 1}, "verfy: unknown field; known are about, verify"),
-    ({"verify": linear()}, "verify: a forward that takes no time"),
-    (UNIT | {"read": {"a": {"kind": "share", "of_verify": 1}}}, "read.a: only a drafter"),
-    (UNIT | {"accept": {"a": 1.5}}, "accept.a must be from 0 to 1, got 1.5"),
-    *((UNIT | {"draft": {"b": bad}}, message) for bad, message in [
-        ({"kind": "cubic"}, "'cubic'"),
-        (3, "draft.b is damaged"),
-        (linear(kv=-1), "draft.b.kv must be numbers from 0 to 1e+09 in lists 0 deep, got -1"),
-        (linear(kv="1"), 'draft.b.kv must be numbers from 0 to 1e+09 in lists 0 deep, got "1"'),
-        (linear(steps=1), "draft.b.steps: unknown field; known are base, row, token"),
-        ({"kind": "share"}, "'of_verify'"),
-        (SQUARE | {"rows": [2, 1]}, "draft.b: rows, tokens, kv must increase"),
-        (SQUARE | {"kv": []}, "draft.b.kv must be numbers from 0 to 1e+09 in lists 1 deep, got []"),
-        (SQUARE | {"seconds": [[[1.0]]]}, "draft.b.seconds must have the shape (2, 1, 1)"),
-    ]),
-])
+@pytest.mark.parametrize(
+    "table, message",
+    [
+        ('{\n "verify": {\n', "not JSON (Expecting property name enclosed in double quotes: line 3"),
+        ([], "damaged"),
+        ({}, "'verify'"),
+        (UNIT | {"verfy": 1}, "verfy: unknown field; known are about, verify"),
+        ({"verify": linear()}, "verify: a forward that takes no time"),
+        (UNIT | {"read": {"a": {"kind": "share", "of_verify": 1}}}, "read.a: only a drafter"),
+        (UNIT | {"accept": {"a": 1.5}}, "accept.a must be from 0 to 1, got 1.5"),
+        *(
+            (UNIT | {"draft": {"b": bad}}, message)
+            for bad, message in [
+                ({"kind": "cubic"}, "'cubic'"),
+                (3, "draft.b is damaged"),
+                (linear(kv=-1), "draft.b.kv must be numbers from 0 to 1e+09 in lists 0 deep, got -1"),
+                (linear(kv="1"), 'draft.b.kv must be numbers from 0 to 1e+09 in lists 0 deep, got "1"'),
+                (linear(steps=1), "draft.b.steps: unknown field; known are base, row, token"),
+                ({"kind": "share"}, "'of_verify'"),
+                (SQUARE | {"rows": [2, 1]}, "draft.b: rows, tokens, kv must increase"),
+                (
+                    SQUARE | {"kv": []},
+                    "draft.b.kv must be numbers from 0 to 1e+09 in lists 1 deep, got []",
+                ),
+                (SQUARE | {"seconds": [[[1.0]]]}, "draft.b.seconds must have the shape (2, 1, 1)"),
+            ]
+        ),
+    ],
+)
 def test_a_bad_cost_table_is_refused_with_file_and_field(table, message, tmp_path):
     assert message in refused(read_costs, tmp_path / "c.json", table)

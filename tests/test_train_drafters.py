@@ -14,7 +14,15 @@ import pytest
 import torch
 from conftest import TARGET as SHIPPED
 from conftest import (
-    dense_logits, outcome, record_here, refusal, run_script, table, toy_model, train_toy, words,
+    dense_logits,
+    outcome,
+    record_here,
+    refusal,
+    run_script,
+    table,
+    toy_model,
+    train_toy,
+    words,
 )
 from safetensors.torch import load_file
 from test_trained import toy_prism, toy_specdiff
@@ -31,16 +39,30 @@ from minispec.tools import checkpoints, methods, training
 from minispec.tools.checkpoints import load_drafter, save_drafter
 
 KINDS = {
-    "prism": SimpleNamespace(script=train_prism, paper=prism, loss="unrolled_loss", config=prism.PrismConfig,
-                             args="--unroll 3", lr="2e-2"),
-    "specdiff": SimpleNamespace(script=train_specdiff, paper=specdiff, loss="training_loss",
-                                config=specdiff.SpecDiffConfig, args="--windows 8 --gamma 4", lr="1e-2"),
+    "prism": SimpleNamespace(
+        script=train_prism,
+        paper=prism,
+        loss="unrolled_loss",
+        config=prism.PrismConfig,
+        args="--unroll 3",
+        lr="2e-2",
+    ),
+    "specdiff": SimpleNamespace(
+        script=train_specdiff,
+        paper=specdiff,
+        loss="training_loss",
+        config=specdiff.SpecDiffConfig,
+        args="--windows 8 --gamma 4",
+        lr="1e-2",
+    ),
 }
 both = pytest.mark.parametrize("kind", KINDS)
 
 
 def train(folder, out, *args, kind="prism"):
-    return train_toy(KINDS[kind].script, folder, out, f"--prompts 24 {KINDS[kind].args}", *words(*args))
+    return train_toy(
+        KINDS[kind].script, folder, out, f"--prompts 24 {KINDS[kind].args}", *words(*args)
+    )
 
 
 def killed(folder, out, *args, kind="prism", steps=3):
@@ -104,7 +126,9 @@ def test_training_learns_and_a_killed_run_resumes_to_the_same_weights(kind, fold
         row.pop("seconds")
     assert log == again
     del made["settings.json"]
-    assert all(time == os.path.getmtime(folder / "greedy" / f) for f, time in made.items())  # made once
+    assert all(
+        time == os.path.getmtime(folder / "greedy" / f) for f, time in made.items()
+    )  # made once
     assert f"train_{kind}.py --target" in (folder / f"{kind}-whole" / "command.txt").read_text()
     assert before == (folder / "target" / "model.safetensors").read_bytes()
 
@@ -188,7 +212,9 @@ specdiff | streak-rs | --objective streak-rs | specdiff | --k-drafts 3 --draft-t
 
 
 @pytest.mark.parametrize("kind, name, options, method, shape", table(VARIANTS))
-def test_every_variant_trains_and_decodes(kind, name, options, method, shape, folder, capsys, tmp_path):
+def test_every_variant_trains_and_decodes(
+    kind, name, options, method, shape, folder, capsys, tmp_path
+):
     log = train(folder, name, f"{options} --tokens 2000", kind=kind)
     assert math.isfinite(log[-1]["loss"])
     c = loaded(folder, name, kind).config
@@ -198,7 +224,10 @@ def test_every_variant_trains_and_decodes(kind, name, options, method, shape, fo
     else:
         assert (c.reads, c.draft_vocab) == (name != "mdlm", 500 if name == "ce" else 0)
     models = f"--model {folder}/target --method {method} --drafter {folder}/{name}"
-    run_script(decode, f"{models} {shape} --prompt x --max-new-tokens 16 --compare --json {tmp_path}/o.json")
+    run_script(
+        decode,
+        f"{models} {shape} --prompt x --max-new-tokens 16 --compare --json {tmp_path}/o.json",
+    )
     d = json.loads((tmp_path / "o.json").read_text())
     assert d["identical"]
     assert d["new_tokens"] == 16
@@ -250,8 +279,10 @@ def test_answers_are_recorded_by_a_process_of_their_own(folder, capfd):
     """Whose failure is the training's."""
     rows = [{"prompt": f"one {i}"} for i in range(30)] + [{"answer": "no prompt"}]
     file = write_rows(folder / "p.jsonl", rows)
-    command = (f"--target {folder}/target --responses {folder}/apart --prompt-file {file} --prompts 6 "
-               f"--heldout 2 --max-new-tokens 8 --tokens 300 --device cpu --out {folder}/apart")
+    command = (
+        f"--target {folder}/target --responses {folder}/apart --prompt-file {file} --prompts 6 "
+        f"--heldout 2 --max-new-tokens 8 --tokens 300 --device cpu --out {folder}/apart"
+    )
     done = outcome(train_prism, f"{command}-1")
     assert done.returncode == 2
     assert "rollouts.py: " in capfd.readouterr().err
@@ -278,7 +309,10 @@ def test_data_prefixes_are_nested_and_answers_belong_to_their_target(folder, tmp
     assert ids[14][:10] == ids[10]
     other = write_rows(tmp_path / "p.jsonl", [{"prompt": f"Say {i}."} for i in range(20)])
     for options, message in (
-        ("--max-new-tokens 9", "with max_new_tokens 24, not 9; use another folder or the same settings"),
+        (
+            "--max-new-tokens 9",
+            "with max_new_tokens 24, not 9; use another folder or the same settings",
+        ),
         (f"--prompt-file {other}", "is of other texts; use another --responses folder"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -313,7 +347,10 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys):
 
 def test_files_of_prompts_come_in_turn_instead_of_own_ones(tmp_path):
     texts = {name: [f"{name} {i}" for i in range(n)] for name, n in (("a", 40), ("b", 10))}
-    files = [str(write_rows(tmp_path / name, [{"prompt": x} for x in some])) for name, some in texts.items()]
+    files = [
+        str(write_rows(tmp_path / name, [{"prompt": x} for x in some]))
+        for name, some in texts.items()
+    ]
     own = [f"own {i}" for i in range(100)]
 
     def prompts(split):
@@ -327,15 +364,20 @@ def test_files_of_prompts_come_in_turn_instead_of_own_ones(tmp_path):
     # each once
     assert sorted(train + heldout) == sorted(turns)
     assert len(heldout) > 5
-    assert [*rollouts.prompts_of([], "train", iter(own))] == [x for x in own if not tasks.is_heldout(x)]
+    assert [*rollouts.prompts_of([], "train", iter(own))] == [
+        x for x in own if not tasks.is_heldout(x)
+    ]
 
 
 def test_a_prompt_longer_than_the_context_is_left_out(folder, tmp_path, capfd):
     """And a line says how many."""
     rows = [{"prompt": f"{i} " + "word " * (900 if i % 3 == 0 else 3)} for i in range(60)]
     file = write_rows(tmp_path / "p.jsonl", rows)
-    run_script(rollouts, f"--target {folder}/target --out {tmp_path}/r --prompt-file {file} --prompts 12 "
-               "--heldout 2 --max-new-tokens 8 --device cpu")
+    run_script(
+        rollouts,
+        f"--target {folder}/target --out {tmp_path}/r --prompt-file {file} --prompts 12 "
+        "--heldout 2 --max-new-tokens 8 --device cpu",
+    )
     said = capfd.readouterr().err
     assert "train prompts are longer than the context of 512 tokens and left out" in said
     texts = recorded.texts_of(tmp_path / "r" / "train-0-12.safetensors")
@@ -415,7 +457,9 @@ def qwen3(tmp_path_factory):
     """A folder of a random Qwen3 of 300 tokens with a chat template."""
     folder = tmp_path_factory.mktemp("own") / "qwen3"
     vocab = {letter: i for i, letter in enumerate(byte_letters())}
-    special = [{"id": 256 + i, "content": name} for i, name in enumerate(("<|im_start|>", "<|im_end|>"))]
+    special = [
+        {"id": 256 + i, "content": name} for i, name in enumerate(("<|im_start|>", "<|im_end|>"))
+    ]
     split = {"type": "Split", "behavior": "Isolated", "pattern": {"Regex": GPT2}}
     byte = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
     tokenizer = {
@@ -432,35 +476,55 @@ def qwen3(tmp_path_factory):
 
 @pytest.fixture
 def short_turns(monkeypatch):
-    for module, name, value in ((magpie, "TURNS", 48), (magpie, "LONGEST", 80), (rollouts, "SHARD", 4)):
+    for module, name, value in (
+        (magpie, "TURNS", 48),
+        (magpie, "LONGEST", 80),
+        (rollouts, "SHARD", 4),
+    ):
         monkeypatch.setattr(module, name, value)
 
 
-def test_one_command_for_an_own_target_and_what_it_writes(qwen3, short_turns, monkeypatch, tmp_path, capsys):
+def test_one_command_for_an_own_target_and_what_it_writes(
+    qwen3, short_turns, monkeypatch, tmp_path, capsys
+):
     """Prompts, answers, states and a drafter, which decodes; killed on the way, the same command goes on
     and ends with the same."""
     monkeypatch.setattr("minispec.data.recorded.subprocess.run", record_here)
 
     def command(out):
-        run_script(train_prism, f"--target {qwen3} --out {tmp_path}/{out} --draft-vocab 100 --prompts 12 "
-                   "--heldout 2 --max-new-tokens 20 --tokens 2000 --batch-tokens 300")
+        run_script(
+            train_prism,
+            f"--target {qwen3} --out {tmp_path}/{out} --draft-vocab 100 --prompts 12 "
+            "--heldout 2 --max-new-tokens 20 --tokens 2000 --batch-tokens 300",
+        )
         return sorted(os.listdir(tmp_path / out / "responses"))
 
     made = command("whole")
     answers = [f for f in made if f[:5] == "train"]
     assert answers == [f"train-{i}-{i + 4}.safetensors" for i in (0, 4, 8)]
-    assert [f for f in made if f[:3] != "own"] == ["heldout-0-2.safetensors", "settings.json", *answers]
+    assert [f for f in made if f[:3] != "own"] == [
+        "heldout-0-2.safetensors",
+        "settings.json",
+        *answers,
+    ]
     texts = sum((recorded.texts_of(tmp_path / "whole" / "responses" / f) for f in answers), [])
     assert [bool(text["log_p"].any()) for text in texts] == [False, True] * 6  # greedy, drawn, ..
     drafter = load_drafter(tmp_path / "whole", checkpoints.load(qwen3), prism.PrismConfig)
     answers = [text["ids"][text["learn"]].tolist() for text in texts]
     assert torch.equal(drafter.vocabulary, most_frequent(answers, 100, 300))
-    run_script(decode, f"--model {qwen3} --method prism --drafter {tmp_path}/whole --prompt hello "
-               "--max-new-tokens 30 --compare")
+    run_script(
+        decode,
+        f"--model {qwen3} --method prism --drafter {tmp_path}/whole --prompt hello "
+        "--max-new-tokens 30 --compare",
+    )
     assert "output: identical to autoregressive" in capsys.readouterr().out
 
     # Stopped at a second write of every kind, then continued.
-    for module, name in [(magpie, "write_json"), (rollouts, "save_file"), (checkpoints, "save_drafter")]:
+    for module, name in [
+        (magpie, "write_json"),
+        (rollouts, "save_file"),
+        (checkpoints, "save_drafter"),
+    ]:
         write = getattr(module, name)
         calls = []
 
@@ -493,10 +557,14 @@ def test_prompts_that_the_target_writes(qwen3, short_turns, monkeypatch, tmp_pat
     assert first(tmp_path, 8) == some
     (tmp_path / "more").mkdir()
     assert first(tmp_path / "more", 1) == ["Hi, you!"]
-    with pytest.raises(ValueError, match="of 48 turns that the target wrote for a user none is a new prompt"):
+    with pytest.raises(
+        ValueError, match="of 48 turns that the target wrote for a user none is a new prompt"
+    ):
         first(tmp_path / "more", 2)
     tokenizer.chat_template = TEXT_ALONE
-    with pytest.raises(ValueError, match="no chat template, so the model cannot write prompts; give some"):
+    with pytest.raises(
+        ValueError, match="no chat template, so the model cannot write prompts; give some"
+    ):
         magpie.opening(tokenizer)
 
 
@@ -519,7 +587,9 @@ specdiff | --temperature -1 | temperature -1 is out of range
 
 
 @pytest.mark.parametrize("kind, args, message", table(BAD))
-def test_bad_input_of_training_is_named_before_anything_is_written(kind, args, message, folder, tmp_path):
+def test_bad_input_of_training_is_named_before_anything_is_written(
+    kind, args, message, folder, tmp_path
+):
     done = outcome(KINDS[kind].script, f"--target {folder}/target --out {tmp_path}/x {args}")
     assert done.returncode == 2
     assert message in done.stderr
@@ -549,17 +619,21 @@ def test_bad_input_of_decoding_is_one_line(kind, args, message, folder):
     assert message in refusal(decode, f"{usual} {args}")
 
 
-@pytest.mark.parametrize("method, command", table("""
+@pytest.mark.parametrize(
+    "method, command",
+    table("""
     prism | train_prism.py
     eagle | train_prism.py --arm ttt1
     specdiff | train_specdiff.py
-"""))
+"""),
+)
 def test_a_model_without_a_drafter_says_how_to_train_one(method, command, folder):
     """Drafters of a model are kept in checkpoints/MODEL; those of the shipped one in checkpoints itself."""
     kept = os.path.join("checkpoints", "target", method)
     target = folder / "target"
     assert refusal(decode, f"--model {target} --method {method} --prompt x") == (
         f"there is no drafter for {target} in {kept}; this trains one: python {command} --target {target} "
-        f"--out {kept} --minutes 60")
+        f"--out {kept} --minutes 60"
+    )
     assert method in methods.ready(methods.settings(model=SHIPPED))
     assert method not in methods.ready(methods.settings(model=str(target)))

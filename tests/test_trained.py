@@ -135,7 +135,9 @@ def trained(kind):
         assert prism.unrolled_loss(drafter, batch, 3)[1][0] > 0.6
     else:
         drafter = toy_specdiff(reads=True, n_layer=2)
-        fit(drafter, lambda step: specdiff.training_loss(drafter, "ce", batch, 32, seeded(step)), 80)
+        fit(
+            drafter, lambda step: specdiff.training_loss(drafter, "ce", batch, 32, seeded(step)), 80
+        )
         assert specdiff.estimate(drafter, batch, 32)["greedy"] > 2
     return drafter.eval()
 
@@ -221,17 +223,22 @@ def test_end_of_text_and_length_limit_inside_an_accepted_run(name):
 
 
 @pytest.mark.parametrize("policy", ["preempt", "offload"])
-@pytest.mark.parametrize("name, temperature", [
-    ("prism tree", 0.0), ("prism tree", 1.0), ("three chains", 0.0)])
+@pytest.mark.parametrize(
+    "name, temperature", [("prism tree", 0.0), ("prism tree", 1.0), ("three chains", 0.0)]
+)
 def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, name, temperature):
     sampling = Sampling(temperature)
-    got, engine = run(case(name), prompts(8), 8, sampling=sampling, cache_tokens=220, admission=policy)
+    got, engine = run(
+        case(name), prompts(8), 8, sampling=sampling, cache_tokens=220, admission=policy
+    )
     assert ids_of(got) == plain(8, sampling)
     assert engine.admission.recomputed or engine.cache.offloaded
 
 
 @every_case
-@pytest.mark.parametrize("sampling", [Sampling(0.65), Sampling(1.0, 0, 0.9), Sampling(0.65, 5)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.65), Sampling(1.0, 0, 0.9), Sampling(0.65, 5)], ids=str
+)
 def test_a_seed_is_a_text(name, sampling):
     for batch, n in ((1, 4), (17, 17)):
         got, _ = run(case(name), prompts(n), batch, sampling=sampling)
@@ -244,7 +251,9 @@ def test_a_seed_is_a_text(name, sampling):
 def test_a_seed_is_a_text_under_every_rule_that_walks(rule):
     """Rejection alone has other texts; the walk judges trees that were drafted without chance."""
     sampling = Sampling(1.0, rule=rule)
-    plans = {name: case(name) for name in ("prism chain", "prism tree", "one chain", "three chains")}
+    plans = {
+        name: case(name) for name in ("prism chain", "prism tree", "one chain", "three chains")
+    }
     plans["markov"] = scheduler(toy_specdiff(**FORMS["markov"]))
     for name, plan in plans.items():
         same = ids_of(run(plan, prompts(6), sampling=sampling)[0]) == plain(6, Sampling(1.0))
@@ -324,9 +333,15 @@ def report_another_q(result):
     return q.argmax(-1).tolist(), q
 
 
-@pytest.mark.parametrize("name, wrong", [
-    ("prism chain", leave_out_the_improbable), ("early stop", leave_out_the_improbable),
-    ("prism chain", report_another_q), ("one chain", report_another_q)])
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("prism chain", leave_out_the_improbable),
+        ("early stop", leave_out_the_improbable),
+        ("prism chain", report_another_q),
+        ("one chain", report_another_q),
+    ],
+)
 def test_controls_are_rejected(name, wrong, monkeypatch):
     kind, method = (PrismDrafter, "result") if "prism" in name else (SpecDiffDrafter, "_chains")
     honest = getattr(kind, method)
@@ -344,7 +359,9 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
         real = verify.scores
         inside = torch.zeros(6).index_fill(0, some, 1.0)
         monkeypatch.setattr(verify, "scores", lambda *args: real(*args) * inside)
-    monkeypatch.setattr(DraftHead, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(some))))
+    monkeypatch.setattr(
+        DraftHead, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(some)))
+    )
     assert sampled(name, vocabulary=some)[0] < 1e-6
 
 
@@ -378,7 +395,9 @@ def test_save_and_load(name, tmp_path):
 NARROW = toy_model(vocab=12, n_layer=1, d_model=16, n_head=2, n_kv_head=1)
 OTHERS = {
     "vocab_size of the drafter must be 6 as in the target, got 12": TINY,
-    "block_size of the drafter must be 1024 as in the target, got 512": toy_model(vocab=12, block_size=1024),
+    "block_size of the drafter must be 1024 as in the target, got 512": toy_model(
+        vocab=12, block_size=1024
+    ),
     "d_model of the drafter must be 16 as in the target, got 32": NARROW,
 }
 
@@ -434,6 +453,11 @@ def test_drafts_are_of_the_draft_vocabulary():
 
 def test_the_most_frequent_tokens_of_answers():
     assert most_frequent([[3, 3, 5], [5, 3, 7]], 2, 8).tolist() == [3, 5]
-    assert most_frequent([[3, 3, 5]], 4, 8).tolist() == [3, 5, 0, 1]  # of those never seen, the first
+    assert most_frequent([[3, 3, 5]], 4, 8).tolist() == [
+        3,
+        5,
+        0,
+        1,
+    ]  # of those never seen, the first
     assert most_frequent([[3]], 0, 8) is None
     assert most_frequent([[3]], 8, 8) is None
