@@ -84,8 +84,8 @@ def write_tokenizer(folder, family, size=700):
     t = Tokenizer.from_str(json.dumps(data))
     t.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in special])
     t.add_tokens([AddedToken(s, normalized=False, special=False) for s in added])
-    t.save(os.path.join(folder, "tokenizer.json"))
-    with open(os.path.join(folder, "tokenizer_config.json"), "w") as f:
+    t.save(f"{folder}/tokenizer.json")
+    with open(f"{folder}/tokenizer_config.json", "w") as f:
         json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "chat_template": CHATS[family]}, f)
     return t
 
@@ -182,14 +182,14 @@ def write_large(folder):
     c = gpt.GPTConfig(vocab_size=128256, n_layer=16, n_head=32, n_kv_head=8, d_model=2048, head_dim=64, d_ff=8192, block_size=131072)
     with torch.device("meta"):
         model = gpt.GPT(c)
-    checkpoints.write_json(os.path.join(folder, "config.json"), checkpoints.to_hf_config(c, "bfloat16"))
+    checkpoints.write_json(f"{folder}/config.json", checkpoints.to_hf_config(c, "bfloat16"))
     noise = torch.randn(1 << 20).bfloat16() * 0.02
     shards = {}
     for ours, theirs, sizes in checkpoints.weight_names(c):
         for name, rows in zip(theirs, sizes):
             shards.setdefault(name.split(".")[2], []).append((name, (rows, *model.get_parameter(ours).shape[1:])))
     index = {name: f"model-{shard}.safetensors" for shard, names in shards.items() for name, _ in names}
-    checkpoints.write_json(os.path.join(folder, "model.safetensors.index.json"), {"weight_map": index})
+    checkpoints.write_json(f"{folder}/model.safetensors.index.json", {"weight_map": index})
     for shard, names in shards.items():
         save_file({name: noise.repeat(-(-shape.numel() // len(noise)))[:shape.numel()].view(shape).clone() for name, shape in ((n, torch.Size(s)) for n, s in names)},
                   os.path.join(folder, f"model-{shard}.safetensors"))
@@ -227,7 +227,7 @@ def main():
     result["table"] = shown.checkpoints(result)
     print(result["table"])
     results.write("checkpoints", result, time.perf_counter() - begun)
-    bench.report(os.path.join(ROOT, "docs", "own-models.md"))
+    bench.report(f"{ROOT}/docs/own-models.md")
 
 
 if __name__ == "__main__":

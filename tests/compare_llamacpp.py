@@ -26,7 +26,7 @@ import time
 from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+sys.path[:0] = [ROOT, f"{ROOT}/tests"]
 
 import minispec  # noqa: E402, F401  before torch: it tunes the allocator
 
@@ -123,7 +123,7 @@ def speed(args):
         with tempfile.TemporaryDirectory() as folder:
             model = checkpoints.load("smollm2", dtype=getattr(torch, dtype))
             checkpoints.save(model, folder)
-            path = write_gguf(os.path.join(folder, "x.gguf"), model, *vocabulary, kind=kind)
+            path = write_gguf(f"{folder}/x.gguf", model, *vocabulary, kind=kind)
             loops = {"minispec ar": ours(model), "llama.cpp": llama_cpp(path, threads),
                      "transformers generate": transformers_generate(folder, model.dtype)}
             if kind == "BF16":

@@ -88,11 +88,11 @@ def compile_one(name, dtype, group, d, arch):
     source = triton.compiler.ASTSource(kernel, types, constants, aligned)
     compiled = triton.compile(source, GPUTarget("cuda", arch, 32), options)
     with tempfile.TemporaryDirectory() as folder:
-        with open(os.path.join(folder, "kernel.ptx"), "w") as f:
+        with open(f"{folder}/kernel.ptx", "w") as f:
             f.write(compiled.asm["ptx"])
         # Triton's own options, and -v.
         command = [get_ptxas(arch).path, "-v", "-lineinfo", "--regAllocOptLevel=2",
-                   f"--gpu-name={sm_arch_from_capability(arch)}", f.name, "-o", os.path.join(folder, "kernel.cubin")]
+                   f"--gpu-name={sm_arch_from_capability(arch)}", f.name, "-o", f"{folder}/kernel.cubin"]
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     registers = int(re.search(r"Used (\d+) registers", log)[1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
@@ -133,7 +133,7 @@ def write(path, report):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", default=os.path.join(ROOT, "results", "kernels.json"), help="where the report goes")
+    parser.add_argument("--out", default=f"{ROOT}/results/kernels.json", help="where the report goes")
     args = parser.parse_args()
     if triton is None or INTERPRETED:
         sys.exit("compile_report.py needs triton installed and TRITON_INTERPRET unset")

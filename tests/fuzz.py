@@ -182,7 +182,7 @@ def run(folder, name, argv, show=False, drawing=False):
         file = os.path.relpath(SCRIPTS[name].__file__, ROOT)
         runpy.run_path(os.path.join(folder, file), run_name="__main__")
 
-    output = None if show else os.path.join(folder, ".output")
+    output = None if show else f"{folder}/.output"
     pid = forked(folder, name, argv, main, output)
     _, status, used = os.wait4(pid, 0)
     with contextlib.suppress(ProcessLookupError):
@@ -363,7 +363,7 @@ def damage_pt(file, rng):
 
 def damaged_file(rng, folder):
     """Damages one file; (script, arguments that read it, file)."""
-    some = [f for f in FILES if os.path.exists(os.path.join(folder, "runs")) or not f[1].startswith("runs")]
+    some = [f for f in FILES if os.path.exists(f"{folder}/runs") or not f[1].startswith("runs")]
     _, file, name, argv = rng.choices(some, [f[0] for f in some])[0]
     path = os.path.join(folder, file)
     if not os.path.exists(path):                                # toys have no log
@@ -479,7 +479,7 @@ def main():
 
 def note(part, result, seconds):
     """Put one part of results/knocks.json there, beside the others: "lines", "files", "kill"."""
-    file = os.path.join(ROOT, "results", "knocks.json")
+    file = f"{ROOT}/results/knocks.json"
     parts = files.read_json(file)["result"] if os.path.exists(file) else {}
     parts[part] = {**result, "seconds": round(seconds, 1)}
     parts.pop("table", None)

@@ -46,14 +46,14 @@ def start(folder, name):
     def main():
         sys.modules["matplotlib"] = None
         if name == "bench":                              # its studies with few prompts, methods and tokens
-            bench.ROOT, results.FOLDER = folder + "/", os.path.join(folder, "results")
+            bench.ROOT, results.FOLDER = folder + "/", f"{folder}/results"
             run.SMALL, tasks.FAMILIES = dataclasses.replace(run.SMALL, new=8), ("revise", "arith")
             measure.cost_table = functools.partial(
                 measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
             methods.ready = lambda settings: ["ngram", "specgen"]
         script.run_main(fuzz.SCRIPTS[name].main)
 
-    return fuzz.forked(folder, name, CASES[name], main, os.path.join(folder, ".output"))
+    return fuzz.forked(folder, name, CASES[name], main, f"{folder}/.output")
 
 
 def finished(folder, name):
@@ -61,7 +61,7 @@ def finished(folder, name):
     began = time.monotonic()
     code = os.waitstatus_to_exitcode(os.waitpid(start(folder, name), 0)[1])
     if code != 0:
-        with open(os.path.join(folder, ".output"), errors="replace") as f:
+        with open(f"{folder}/.output", errors="replace") as f:
             raise AssertionError(f"{name} ended with {code}: {f.read()[-2000:]}")
     return time.monotonic() - began
 
@@ -124,7 +124,7 @@ def same(a, b):
 
 
 def clean(folder, name):
-    shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
+    shutil.rmtree(f"{folder}/out", ignore_errors=True)
     for study in CASES["bench"]:
         for f in glob.glob(os.path.join(folder, "results", study + ".*")):
             os.remove(f)
@@ -148,7 +148,7 @@ def torture(folder, name, kills, rng):
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         killed = code == -signal.SIGKILL
         after = written(folder, name)
-        replaced = os.path.join(folder, "results", "run.part")         # by run.json
+        replaced = f"{folder}/results/run.part"         # by run.json
         lost = set(before) - set(after) - {replaced}
         assert not lost, f"{name} lost {lost}"
         check_whole(after)
@@ -176,7 +176,7 @@ def main():
     out = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        os.makedirs(os.path.join(folder, "checkpoints"))
+        os.makedirs(f"{folder}/checkpoints")
         fuzz.template(folder, runs=False)
         for name in [args.only] if args.only else CASES:
             out[name] = torture(folder, name, args.kills, random.Random(f"{args.seed}/{name}"))

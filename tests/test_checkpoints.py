@@ -330,7 +330,7 @@ def test_tokenizers_that_tiktoken_cannot_be_are_refused(path, value, message, tm
         place[last] = json.loads(value)
         return data
 
-    shutil.copy(os.path.join(TARGET, "tokenizer.json"), tmp_path)
+    shutil.copy(f"{TARGET}/tokenizer.json", tmp_path)
     change_json(tmp_path / "tokenizer.json", change)
     with pytest.raises(ValueError) as e:
         Tokenizer.load(tmp_path)
@@ -361,7 +361,7 @@ def test_other_models_are_decoded(family, made, tmp_path):
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     checkpoints.save(toy_model(), tmp_path)
-    shutil.copy(os.path.join(TARGET, "tokenizer.json"), tmp_path)
+    shutil.copy(f"{TARGET}/tokenizer.json", tmp_path)
     with pytest.raises(ValueError, match="the vocabulary of this model is 0 to 63"):
         run_script(decode, f"--model {tmp_path} --prompt x")
 

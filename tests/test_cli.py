@@ -28,7 +28,7 @@ from minispec.tools import answers, gguf_file, methods, terminal, training
 
 def command(line, *more):
     """decode.py as a process of its own."""
-    return [sys.executable, os.path.join(ROOT, "decode.py"), *words(line, *more)]
+    return [sys.executable, f"{ROOT}/decode.py", *words(line, *more)]
 
 
 def python(*args, cwd=ROOT, env=None):
@@ -106,7 +106,7 @@ def test_bad_input_gets_one_line_and_leaves_nothing(args, message, toy, tmp_path
 def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, tmp_path):
     """The weights are finite, the activations are not."""
     folder = save_toy_target(tmp_path)
-    file = os.path.join(folder, "model.safetensors")
+    file = f"{folder}/model.safetensors"
     weights = load_file(file)
     weights["model.layers.1.mlp.down_proj.weight"].fill_(3e38)
     save_file(weights, file)
@@ -120,7 +120,7 @@ def test_logits_that_are_no_numbers_end_a_run_in_one_line(method, temperature, t
 def test_outputs_are_checked_before_the_work(toy, tmp_path):
     questions = tmp_path / "q.jsonl"
     questions.write_text('{"prompt": "a"}\n')
-    weights = os.path.join(toy, "model.safetensors")
+    weights = f"{toy}/model.safetensors"
     for path in (tmp_path / "no" / "folder.json", tmp_path, "/proc/version", weights, questions):
         r = decode(f"--model {toy} --prompts {questions} --json {path}")
         assert r.returncode == 2

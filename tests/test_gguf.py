@@ -1,6 +1,5 @@
 """GGUF files: the model and vocabulary of a Hugging Face folder, and a clear line for every damaged file."""
 import json
-import os
 import random
 import resource
 import signal
@@ -28,7 +27,7 @@ SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, d_model=64, head_dim=32, d_ff=96,
 
 def vocabulary():
     """(tokens by id, ids of special ones, merges) of the shipped vocabulary."""
-    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+    with open(f"{TARGET}/tokenizer.json", encoding="utf-8") as f:
         data = json.load(f)
     spelled = {i: t for t, i in data["model"]["vocab"].items()}
     special = {t["id"]: t["content"] for t in data["added_tokens"]}

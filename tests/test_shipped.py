@@ -109,6 +109,6 @@ def test_tables_are_rendered_from_results(page, tmp_path):
 
 
 def test_checkpoints_stay_small():
-    files = glob.glob(os.path.join(ROOT, "checkpoints", "**", "*.*"), recursive=True)
+    files = glob.glob(f"{ROOT}/checkpoints/**/*.*", recursive=True)
     sizes = [os.path.getsize(file) for file in files if not file.endswith("resume.pt")]
     assert 20e6 < sum(sizes) < 130e6                     # 40 MB are SmolLM2's drafters
