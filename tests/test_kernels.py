@@ -4,6 +4,7 @@ of `CHECKS` run in one child process, this file as a script, and the tests below
 interpreter of triton 3.7 cannot multiply bf16; fp16 takes the same path through the kernels, and bf16 is
 compiled.)"""
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -17,7 +18,7 @@ sys.path.insert(0, ROOT)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from conftest import interpreted, tell, toy_model  # noqa: E402
+from conftest import interpreted, seeded, tell, toy_model  # noqa: E402
 
 import kernels  # noqa: E402
 from kernels import attention as att  # noqa: E402
@@ -69,6 +70,14 @@ class Batch:
         return torch.full((len(MIXED), KV_HEADS, ROOM), -1.0)
 
 
+@functools.cache
+def attended(g, d, chunk=None, dtype=torch.float32):
+    """(batch, plan, rows, lse) of the kernel on MIXED, whole or split."""
+    batch = Batch(g, d, dtype)
+    plan = att.make_plan(MIXED, g, **({"chunk": chunk} if chunk else {}))
+    return batch, plan, *att.attention(*batch.args(), plan)
+
+
 def close(a, b, tolerance):
     error = (a.float() - b.float()).abs().max().item()
     assert error <= tolerance, f"largest error {error:.2e}, allowed {tolerance:.0e}"
@@ -76,16 +85,14 @@ def close(a, b, tolerance):
 
 def check_mixed(g, d, dtype=torch.float32, tolerance=1e-5):
     """One launch for the whole mixture, unsplit and split, and the scores of the verifying requests."""
-    batch = Batch(g, d, dtype)
-    whole = att.make_plan(MIXED, g)
-    split = att.make_plan(MIXED, g, chunk=48)
+    batch, whole, out, lse = attended(g, d, None, dtype)
+    _, split, parted, parted_lse = attended(g, d, 48, dtype)
     assert len(whole.merges) == 0
     assert len(split.merges) > 0
     want, want_lse = references.attention(*batch.args(), whole)
-    for plan in (whole, split):
-        out, lse = att.attention(*batch.args(), plan)
-        close(out, want, tolerance)
-        close(lse, want_lse, 1e-5)
+    for got, got_lse in ((out, lse), (parted, parted_lse)):
+        close(got, want, tolerance)
+        close(got_lse, want_lse, 1e-5)
     which = torch.tensor([2, -1, 1], dtype=torch.int32)
     args = (batch.q, batch.k, lse, batch.slots, whole)
     got = scores.scores(*args, which, batch.score_buffer())
@@ -95,8 +102,7 @@ def check_mixed(g, d, dtype=torch.float32, tolerance=1e-5):
 
 def check_batch_of_one(g=2, d=64):
     """The result of a request is the same, bit for bit, alone and in the mixture. Two of three are split."""
-    batch = Batch(g, d)
-    out, _ = att.attention(*batch.args(), att.make_plan(MIXED, g, chunk=48))
+    batch, _, out, _ = attended(g, d, 48)
     for i in (0, 1, 7):
         first = sum(r[0] for r in MIXED[:i])
         rows = slice(first, first + MIXED[i][0])
@@ -107,14 +113,13 @@ def check_batch_of_one(g=2, d=64):
 
 def check_moved(g=1, d=64):
     """Selections are positions: moving every request to other slots changes nothing."""
-    batch = Batch(g, d)
-    plan = att.make_plan(MIXED, g)
+    batch, plan, want, _ = attended(g, d)
     place = torch.randperm(batch.k.shape[1])                               # old slot -> new slot
     k = torch.empty_like(batch.k)
     v = torch.empty_like(batch.v)
     k[:, place], v[:, place] = batch.k, batch.v
     moved = batch.args(k=k, v=v, slots=place[batch.slots.long()].int())
-    assert torch.equal(att.attention(*moved, plan)[0], att.attention(*batch.args(), plan)[0])
+    assert torch.equal(att.attention(*moved, plan)[0], want)
 
 
 def check_full_list(g=4, d=64):
@@ -130,12 +135,11 @@ def check_full_list(g=4, d=64):
 
 def check_padded(g=1, d=64):
     """A plan with room for more, as a captured graph has, gives the same; a plan of nothing gives nothing."""
-    batch = Batch(g, d)
-    plan = att.make_plan(MIXED, g, chunk=48)
+    batch, plan, want, _ = attended(g, d, 48)
     longer = {name: torch.nn.functional.pad(getattr(plan, name), (0, 0, 0, 3), value=-1)
               for name in ("items", "merges")}
     padded = dataclasses.replace(plan, **longer, n_part_rows=plan.n_part_rows + 50)
-    assert torch.equal(att.attention(*batch.args(), padded)[0], att.attention(*batch.args(), plan)[0])
+    assert torch.equal(att.attention(*batch.args(), padded)[0], want)
     empty = att.make_plan([(0, 10, 0, 0)] * len(MIXED), g)
     assert att.attention(*batch.args(q=batch.q[:0]), empty)[0].shape == (0, KV_HEADS * g, d)
 
@@ -145,7 +149,7 @@ def check_trees(g=2, d=64):
     batch = Batch(g, d)
     n = MIXED[1][0]
     width = 20
-    path = torch.rand(n, width, generator=torch.Generator().manual_seed(1)) < 0.5
+    path = torch.rand(n, width, generator=seeded(1)) < 0.5
     path[:, -n:] |= torch.eye(n, dtype=torch.bool)
     deep = torch.eye(17, 64).bool() | (torch.arange(64) < 40)
     trees = {1: path, 2: deep, 6: torch.ones(21, 21, dtype=torch.bool)}
@@ -183,9 +187,7 @@ def check_large_offsets(g=1, d=64):
     """Results of parts that begin 2^31 numbers into their buffer are written and read there. (72 requests
     that each read 512 tokens of a prompt of 8,192 need that many.) The buffer is address space, of which a
     few pages are touched; half of it is before its first number, where an offset of 32 bits would lead."""
-    batch = Batch(g, d)
-    plan = att.make_plan(MIXED, g, chunk=48)
-    want, _ = att.attention(*batch.args(), plan)
+    batch, plan, want, _ = attended(g, d, 48)
     skipped = (1 << 31) // (KV_HEADS * d)
     far = dataclasses.replace(plan, items=plan.items.clone(), merges=plan.merges.clone(),
                               n_part_rows=plan.n_part_rows + skipped)
@@ -257,7 +259,7 @@ def test_compile_report_notices_faults():
 
 
 def test_shipped_report_covers_every_configuration():
-    with open(os.path.join(ROOT, "results", "kernels.json"), encoding="utf-8") as f:
+    with open(f"{ROOT}/results/kernels.json", encoding="utf-8") as f:
         report = json.load(f)
     rows = {(r["kernel"], r["dtype"], r["group"], r["head_dim"], r["arch"]) for r in report["rows"]}
     c = compile_report
@@ -324,8 +326,8 @@ def test_without_triton_everything_imports_and_nothing_is_available(monkeypatch)
     for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
-    folder = os.path.join(ROOT, "kernels")
-    spec = importlib.util.spec_from_file_location("bare", os.path.join(folder, "__init__.py"),
+    folder = f"{ROOT}/kernels"
+    spec = importlib.util.spec_from_file_location("bare", f"{folder}/__init__.py",
                                                   submodule_search_locations=[folder])
     bare = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "bare", bare)
