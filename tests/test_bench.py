@@ -186,7 +186,7 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
 
     log("n.jsonl", [[1, 21, 3, 9], [1, 1], [1, 2]], [[5, 6, 7, 8], [5, 6], [5, 6]])
     log("e.jsonl", [[1, 2, 1, 1], [1, 2], [1, 1]], [[5, 6, 7, 8], [5, 9], [5, 6]])
-    with open(os.path.join(ROOT, "docs", "own-traces.md"), encoding="utf-8") as f:
+    with open(f"{ROOT}/docs/own-traces.md", encoding="utf-8") as f:
         recipe = re.search(r"```python\n(import json.*?)```", f.read(), re.S)[1]
     assert recipe.count("\n") <= 20
     argv = [sys.executable, "-c", recipe, "ngram=n.jsonl", "eagle3=e.jsonl"]
@@ -307,8 +307,8 @@ def test_the_middle_run_is_reported():
 def test_methods_are_compared_in_one_table_of_one_request_at_a_time():
     rows = [
         {"workload": workload, "batch": int(batch), "method": method, "speedup": float(speedup),
-         "tokens_per_second": 100 * float(speedup), "tau": 2.0, "identical": int(same) if same else None, "prompts": 4,
-         "temperature": 0}
+         "tokens_per_second": 100 * float(speedup), "tau": 2.0, "prompts": 4, "temperature": 0,
+         "identical": int(same) if same else None}
         for workload, batch, method, speedup, same in table("""
             trace | 1 | ar | 1.0 | 3
             trace | 1 | ngram | 1.2 | 3
