@@ -84,8 +84,8 @@ def write_tokenizer(folder, family, size=700):
     t = Tokenizer.from_str(json.dumps(data))
     t.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in special])
     t.add_tokens([AddedToken(s, normalized=False, special=False) for s in added])
-    t.save(os.path.join(folder, "tokenizer.json"))
-    with open(os.path.join(folder, "tokenizer_config.json"), "w") as f:
+    t.save(f"{folder}/tokenizer.json")
+    with open(f"{folder}/tokenizer_config.json", "w") as f:
         json.dump({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": special[0], "chat_template": CHATS[family]}, f)
     return t
 
@@ -125,7 +125,8 @@ LONG = ["a" * 100_000, " " * 100_000 + "x", " \n" * 50_000, "\n" * 50_000, "7" *
 def compare_logits(folder, n=100):
     """Largest difference of the logits of n random tokens, in fp32."""
     import transformers
-    ours, theirs = checkpoints.load(folder, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = checkpoints.load(folder, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     x = torch.randint(0, SHAPE["vocab_size"], (1, n), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         return (theirs(x).logits - ours.logits(ours(x, torch.arange(n)[None], dense_attend()))).abs().max().item()
@@ -135,20 +136,23 @@ def compare_ids(family, n, long=False):
     """{"strings", "same", "tokens"}: texts as plain characters, special tokens' names among them, and the same texts with special
     tokens read as such."""
     with tempfile.TemporaryDirectory() as folder:
-        theirs, ours = write_tokenizer(folder, family), Tokenizer.load(folder)
+        theirs = write_tokenizer(folder, family)
+        ours = Tokenizer.load(folder)
     same = tokens = 0
     some = strings(n, FAMILIES[family][3] + FAMILIES[family][4]) + (LONG if long else [])
     for as_special, encode in ((True, ours.special_ids), (False, ours.encode)):
         theirs.encode_special_tokens = not as_special
         for text, want in zip(some, theirs.encode_batch(some, add_special_tokens=False)):
-            same, tokens = same + (encode(text) == want.ids), tokens + len(want.ids)
+            same = same + (encode(text) == want.ids)
+            tokens = tokens + len(want.ids)
     return {"strings": 2 * len(some), "same": same, "tokens": tokens}
 
 
 def compare_greedy(folder, draft_folder, new_tokens=200, n=1):
     """{"transformers" or a method: of how many prompts its greedy tokens are those of our autoregressive loop}, in fp32."""
     import transformers
-    ours, theirs = checkpoints.load(folder, dtype=torch.float32), transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = checkpoints.load(folder, dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     known = ours.config.vocab_size                        # the tokens that the tokenizer has; transformers would draw the padding too, and skips id 0
     prompts = torch.randint(1, known, (n, 20), generator=torch.Generator().manual_seed(2)).tolist()
     settings = methods.settings(model=str(folder), drafter=str(draft_folder), min_budget=16)
@@ -178,13 +182,14 @@ def write_large(folder):
     c = gpt.GPTConfig(vocab_size=128256, n_layer=16, n_head=32, n_kv_head=8, d_model=2048, head_dim=64, d_ff=8192, block_size=131072)
     with torch.device("meta"):
         model = gpt.GPT(c)
-    checkpoints.write_json(os.path.join(folder, "config.json"), checkpoints.to_hf_config(c, "bfloat16"))
-    noise, shards = torch.randn(1 << 20).bfloat16() * 0.02, {}
+    checkpoints.write_json(f"{folder}/config.json", checkpoints.to_hf_config(c, "bfloat16"))
+    noise = torch.randn(1 << 20).bfloat16() * 0.02
+    shards = {}
     for ours, theirs, sizes in checkpoints.weight_names(c):
         for name, rows in zip(theirs, sizes):
             shards.setdefault(name.split(".")[2], []).append((name, (rows, *model.get_parameter(ours).shape[1:])))
     index = {name: f"model-{shard}.safetensors" for shard, names in shards.items() for name, _ in names}
-    checkpoints.write_json(os.path.join(folder, "model.safetensors.index.json"), {"weight_map": index})
+    checkpoints.write_json(f"{folder}/model.safetensors.index.json", {"weight_map": index})
     for shard, names in shards.items():
         save_file({name: noise.repeat(-(-shape.numel() // len(noise)))[:shape.numel()].view(shape).clone() for name, shape in ((n, torch.Size(s)) for n, s in names)},
                   os.path.join(folder, f"model-{shard}.safetensors"))
@@ -208,7 +213,8 @@ def peak_memory(folder, dtype):
 
 
 def main():
-    begun, result = time.perf_counter(), {"families": {}}
+    begun = time.perf_counter()
+    result = {"families": {}}
     with tempfile.TemporaryDirectory() as folder:
         for family in FAMILIES:
             result["families"][family] = compare_family(family, os.path.join(folder, family), 10_000)
@@ -221,7 +227,7 @@ def main():
     result["table"] = shown.checkpoints(result)
     print(result["table"])
     results.write("checkpoints", result, time.perf_counter() - begun)
-    bench.report(os.path.join(ROOT, "docs", "own-models.md"))
+    bench.report(f"{ROOT}/docs/own-models.md")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import time
 from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "tests")]
+sys.path[:0] = [ROOT, f"{ROOT}/tests"]
 
 import minispec  # noqa: E402, F401  before torch: it tunes the allocator
 
@@ -113,21 +113,24 @@ def in_turn(loops, prompts, args):
 
 
 def speed(args):
-    source, tokenizer = gguf_file.open_gguf("smollm2"), Tokenizer.load("smollm2")
+    source = gguf_file.open_gguf("smollm2")
+    tokenizer = Tokenizer.load("smollm2")
     asked = [tokenizer.prompt_ids(q) for q in QUESTIONS]
     vocabulary = source.field("tokenizer.ggml.tokens"), set(tokenizer.special.values()), source.field("tokenizer.ggml.merges")
-    threads, rows = torch.get_num_threads(), []
+    threads = torch.get_num_threads()
+    rows = []
     for dtype, kind in DTYPES.items():
         with tempfile.TemporaryDirectory() as folder:
             model = checkpoints.load("smollm2", dtype=getattr(torch, dtype))
             checkpoints.save(model, folder)
-            path = write_gguf(os.path.join(folder, "x.gguf"), model, *vocabulary, kind=kind)
+            path = write_gguf(f"{folder}/x.gguf", model, *vocabulary, kind=kind)
             loops = {"minispec ar": ours(model), "llama.cpp": llama_cpp(path, threads),
                      "transformers generate": transformers_generate(folder, model.dtype)}
             if kind == "BF16":
                 loops["llama.cpp, 4 bits"] = llama_cpp(source.file, threads)
             found = in_turn(loops, asked, args)
-        texts, special = {}, set(tokenizer.special.values())
+        texts = {}
+        special = set(tokenizer.special.values())
         for name, (_, outputs) in found.items():         # llama.cpp gives text, without special tokens
             texts[name] = [out if isinstance(out, str) else tokenizer.decode([t for t in out if t not in special]) for out in outputs]
         for name, (rates, _) in found.items():
@@ -153,7 +156,8 @@ def plain_norm(self, x):
 
 def steps(args):
     """The loop without any of the steps, and with one after the other; the last row has them all."""
-    tokenizer, rows = Tokenizer.load("smollm2"), []
+    tokenizer = Tokenizer.load("smollm2")
+    rows = []
     asked = [tokenizer.prompt_ids(q) for q in QUESTIONS]
     without = {                                          # a step: what undoes it
         "weights are packed": lambda: mock.patch.object(cpu, "PACKED_TYPES", set()),
@@ -162,7 +166,8 @@ def steps(args):
     }
     for dtype in DTYPES:
         model = checkpoints.load("smollm2", dtype=getattr(torch, dtype))
-        names, loops = list(without), {}
+        names = list(without)
+        loops = {}
         for done in range(len(names) + 1):
             loops["with: " + names[done - 1] if done else "before"] = undone([without[n] for n in names[done:]], ours(model))
         found = in_turn(loops, asked, args)
@@ -173,7 +178,8 @@ def steps(args):
 @torch.no_grad()
 def rows(args, cached=200, repeats=25):
     """Median seconds of a forward of n rows behind `cached` tokens, and of its products one after the other, all ways in turn."""
-    counts, found = (1, 2, 4, 9), []
+    counts = (1, 2, 4, 9)
+    found = []
     ways = [("packed", 1, packed_product), *(("", n, cpu.row_product) for n in counts)]
     for dtype in DTYPES:
         model = checkpoints.load("smollm2", dtype=getattr(torch, dtype))
@@ -222,7 +228,8 @@ def ids(args):
     """How many of 10,000 texts get the ids that `tokenizers` gives them."""
     from tokenizers import Tokenizer as Theirs
     from tokenizers import models, pre_tokenizers
-    source, tokenizer = gguf_file.open_gguf("smollm2"), Tokenizer.load("smollm2")
+    source = gguf_file.open_gguf("smollm2")
+    tokenizer = Tokenizer.load("smollm2")
     vocab = {t: i for i, t in enumerate(source.field("tokenizer.ggml.tokens"))}
     theirs = Theirs(models.BPE(vocab, [tuple(m.split(" ")) for m in source.field("tokenizer.ggml.merges")]))
     theirs.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
@@ -250,11 +257,14 @@ def spec_bench(args, n, longest=400):
 
 def greedy(args, n=50, n_new=100):
     import transformers
-    model, asked = checkpoints.load("smollm2"), spec_bench(args, 50)
+    model = checkpoints.load("smollm2")
+    asked = spec_bench(args, 50)
     with tempfile.TemporaryDirectory() as folder:
         checkpoints.save(model, folder)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    same, gaps, difference = 0, [], 0.0
+    same = 0
+    gaps = []
+    difference = 0.0
     answers = methods.make_engine("ar", model, methods.settings(), 10).generate([Request(ids, n_new) for ids in asked])
     for prompt, answer in zip(tqdm(asked), [g.token_ids for g in answers]):
         x = torch.tensor([prompt + answer[:-1]])

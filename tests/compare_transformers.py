@@ -63,7 +63,7 @@ def compare(folder, new_tokens=128, repeats=5, n=5):
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default=os.path.join(ROOT, "checkpoints", "target"))
+    p.add_argument("--model", default=f"{ROOT}/checkpoints/target")
     p.add_argument("--repeats", type=int, default=5)
     args = p.parse_args()
     begun = time.perf_counter()
@@ -72,4 +72,4 @@ if __name__ == "__main__":
     print(result["table"])
     print(f"largest logit difference {result['logit_difference']:.2g}, same tokens: {result['same_tokens']}")
     results.write("transformers", result, time.perf_counter() - begun)
-    bench.report(os.path.join(ROOT, "docs", "appendix", "speed.md"))
+    bench.report(f"{ROOT}/docs/appendix/speed.md")

@@ -39,7 +39,9 @@ KERNELS = (*GROUPED, "add_rms_norm", "rope_and_store", "silu_mul")
 # multiprocessor. Each block takes 1 KB more for the system.
 ARCHS = {80: (163, 164, 2048, 32), 86: (99, 100, 1536, 16), 89: (99, 100, 1536, 24), 90: (227, 228, 2048, 32),
          100: (227, 228, 2048, 32), 120: (99, 100, 1536, 24)}
-REGISTERS, TENSOR_COLUMNS = 65536, 512            # of a multiprocessor (tensor memory: sm_100)
+# of a multiprocessor (tensor memory: sm_100)
+REGISTERS = 65536
+TENSOR_COLUMNS = 512
 
 
 def variants(dtype, group, d):
@@ -56,7 +58,8 @@ def variants(dtype, group, d):
 
 def signature(kernel, dtype, constants):
     """The types of a kernel's arguments, told by their names, and which are known to be multiples of 16."""
-    types, aligned = {}, {}
+    types = {}
+    aligned = {}
     for p in kernel.params:
         if p.name in constants:
             types[p.name] = "constexpr"
@@ -85,11 +88,11 @@ def compile_one(name, dtype, group, d, arch):
     source = triton.compiler.ASTSource(kernel, types, constants, aligned)
     compiled = triton.compile(source, GPUTarget("cuda", arch, 32), options)
     with tempfile.TemporaryDirectory() as folder:
-        with open(os.path.join(folder, "kernel.ptx"), "w") as f:
+        with open(f"{folder}/kernel.ptx", "w") as f:
             f.write(compiled.asm["ptx"])
         # Triton's own options, and -v.
         command = [get_ptxas(arch).path, "-v", "-lineinfo", "--regAllocOptLevel=2",
-                   f"--gpu-name={sm_arch_from_capability(arch)}", f.name, "-o", os.path.join(folder, "kernel.cubin")]
+                   f"--gpu-name={sm_arch_from_capability(arch)}", f.name, "-o", f"{folder}/kernel.cubin"]
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     registers = int(re.search(r"Used (\d+) registers", log)[1])
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", log))
@@ -130,7 +133,7 @@ def write(path, report):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", default=os.path.join(ROOT, "results", "kernels.json"), help="where the report goes")
+    parser.add_argument("--out", default=f"{ROOT}/results/kernels.json", help="where the report goes")
     args = parser.parse_args()
     if triton is None or INTERPRETED:
         sys.exit("compile_report.py needs triton installed and TRITON_INTERPRET unset")

@@ -1,10 +1,12 @@
-"""Toy models for tests: tiny, untied and drawn with large weights, so that their greedy output wanders instead of
-repeating a token, and sampled distributions are neither flat nor peaked."""
+"""Toy models for tests: tiny, untied and drawn with large weights, so that their greedy output wanders
+instead of repeating a token, and sampled distributions are neither flat nor peaked."""
 import contextlib
 import io
 import json
 import os
 import pty
+import random
+import shlex
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ from unittest import mock
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")          # two processes share the cores
-os.environ["CUDA_VISIBLE_DEVICES"] = ""                              # scripts would take a GPU, and answer in bf16
+os.environ["CUDA_VISIBLE_DEVICES"] = ""                         # scripts would take a GPU, and answer in bf16
 
 import minispec  # noqa: E402  before torch: it tunes the allocator
 import pytest  # noqa: E402
@@ -26,12 +28,13 @@ from minispec.specgen import SELECTIONS, SpecGen  # noqa: E402
 from minispec.tools import checkpoints  # noqa: E402
 from minispec.tools.script import run_main  # noqa: E402
 
-TARGET = os.path.join(ROOT, "checkpoints", "target")
-DRAFT = os.path.join(ROOT, "checkpoints", "draft")
+TARGET = f"{ROOT}/checkpoints/target"
+DRAFT = f"{ROOT}/checkpoints/draft"
 
 
 def pytest_collection_modifyitems(items):
-    """The long setups come first, where the two processes (beside.py) do not meet: else both might make them."""
+    """The long setups come first, where the two processes (beside.py) do not meet: else both might make
+    them."""
     items.sort(key=lambda item: item.path.name not in ("test_graphs.py", "test_kernels.py"))
 
 
@@ -46,12 +49,32 @@ def toy_model(vocab=64, seed=0, gain=4.0, **changes):
     return model
 
 
+def near_toy(scale):
+    """toy_model() with other weights, to `scale`, added: a drafter that is often right."""
+    model = toy_model()
+    with torch.no_grad():
+        for p, other in zip(model.parameters(), toy_model(seed=9).parameters()):
+            p.add_(scale * other)
+    return model
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 def dense_logits(model, ids):
     """Logits (T, V) of one sequence without any cache: the slow, obvious reference."""
     from minispec.core.gpt import dense_attend
     x = torch.tensor([ids])
     with torch.inference_mode():
         return model.logits(model(x, torch.arange(len(ids))[None], dense_attend()))[0]
+
+
+def prompts(n=8, vocab=64, seed=0):
+    """Random prompts of several lengths."""
+    rng = random.Random(seed)
+    lengths = [1, 2, 9, 16, 17, 40, 100]
+    return [[rng.randrange(vocab) for _ in range(rng.choice(lengths))] for _ in range(n)]
 
 
 @pytest.fixture(autouse=True)
@@ -80,13 +103,14 @@ def cached_kv(cache, blocks, n):
 
 
 def chi_square(counts, probs):
-    """p-value of the observed counts (n,) under probabilities (n,). Cells that expect fewer than 5 are pooled."""
+    """p-value of the observed counts (n,) under probabilities (n,). Cells that expect fewer than 5 are
+    pooled."""
     counts, expected = counts.double(), probs.double() * counts.sum()
     rare = expected < 5
     if rare.any():
         counts = torch.cat([counts[~rare], counts[rare].sum()[None]])
         expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
-        if expected[-1] < 5:                        # too little even together: nothing may be there but a handful
+        if expected[-1] < 5:                # too little even together: nothing may be there but a handful
             if counts[-1] > 20:
                 return 0.0
             counts, expected = counts[:-1], expected[:-1]
@@ -98,15 +122,17 @@ def save_toy_target(folder, **changes):
     """A random target with the shipped tokenizer, in folder/target, which is returned."""
     from minispec.data.tokenizer import Tokenizer
     tokenizer = Tokenizer.load(TARGET)
-    model = toy_model(vocab=tokenizer.vocab_size, bos_id=tokenizer.special["<|bos|>"], eos_id=tokenizer.special["<|eos|>"], **changes)
-    checkpoints.save(model, os.path.join(folder, "target"), TARGET)
-    return os.path.join(folder, "target")
+    ends = {f"{name}_id": tokenizer.special[f"<|{name}|>"] for name in ("bos", "eos")}
+    model = toy_model(vocab=tokenizer.vocab_size, **ends, **changes)
+    checkpoints.save(model, f"{folder}/target", TARGET)
+    return f"{folder}/target"
 
 
 def interpreted(file):
-    """{name: "" or what was wrong} of the checks of a test file, run as a script in Triton's interpreter: that must be chosen before
-    triton is imported, and cannot compile."""
-    p = subprocess.run([sys.executable, file], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=1800)
+    """{name: "" or what was wrong} of the checks of a test file, run as a script in Triton's interpreter:
+    that must be chosen before triton is imported, and cannot compile."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    p = subprocess.run([sys.executable, file], env=env, capture_output=True, text=True, timeout=1800)
     assert p.returncode == 0, p.stderr[-2000:]
     return json.loads(p.stdout.splitlines()[-1])
 
@@ -123,19 +149,40 @@ def tell(checks):
     print(json.dumps(verdicts))
 
 
+def table(text):
+    """Rows of a table of text: cells [str, ..] that are separated by bars."""
+    return [[cell.strip() for cell in line.split("|")] for line in text.strip().splitlines()]
+
+
+def words(line="", *more):
+    """Arguments of a script: those of a command line, then others as they are."""
+    return [*shlex.split(str(line)), *map(str, more)]
+
+
 def run_script(script, *args):
-    """main() of an imported script with these arguments."""
-    with mock.patch.object(sys, "argv", [script.__name__ + ".py", *map(str, args)]):
+    """main() of an imported script with these words."""
+    with mock.patch.object(sys, "argv", [script.__name__ + ".py", *words(*args)]):
         script.main()
 
 
+def refusal(script, *args):
+    """The error of main() of a script with these words, which must be one line."""
+    with pytest.raises(ValueError) as e:
+        run_script(script, *args)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
 def outcome(script, *args, cwd=ROOT, out=None, **env):
-    """What subprocess.run says of an imported script, but in this process, because importing torch takes seconds.
-    out: its stdout, if not kept."""
-    out, err, code = out or io.StringIO(), io.StringIO(), 0
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    """What subprocess.run says of an imported script with these words, but in this process, because importing
+    torch takes seconds. out: its stdout, if not kept."""
+    out = out or io.StringIO()
+    err = io.StringIO()
+    code = 0
+    redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+    with pytest.MonkeyPatch.context() as patch, redirected[0], redirected[1]:
         patch.chdir(cwd)
-        patch.setattr(sys, "argv", [script.__name__ + ".py", *map(str, args)])
+        patch.setattr(sys, "argv", [script.__name__ + ".py", *words(*args)])
         for name, value in env.items():
             patch.setenv(name, value)
         try:
@@ -153,7 +200,8 @@ def whole(drafter):
 
 
 def record_here(command, **kw):
-    """In the place of subprocess.run: the answers of a training are made in this process, because importing torch takes seconds."""
+    """In the place of subprocess.run: the answers of a training are made in this process, because importing
+    torch takes seconds."""
     from minispec.data import rollouts
     assert command[1:3] == ["-m", "minispec.data.rollouts"]
     shown = io.StringIO()
@@ -163,13 +211,15 @@ def record_here(command, **kw):
 
 
 def train_toy(script, folder, out, *args):
-    """A short training with an imported script, for the target in `folder`; returns its log. `args` have the last word."""
+    """A short training with an imported script, for the target in `folder`; returns its log. `args` have the
+    last word."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "FAMILIES", ("revise", "arith"))
         patch.setattr("minispec.data.recorded.subprocess.run", record_here)
-        run_script(script, "--target", folder / "target", "--out", folder / out, "--responses", folder / "responses",
-                   "--heldout", 4, "--max-new-tokens", 24, "--tokens", "20e3", "--batch-tokens", 1200,
-                   "--save-every", 6, "--device", "cpu", "--lr", "4e-3", *args)
+        usual = (f"--target {folder}/target --out {folder}/{out} --responses {folder}/responses --heldout 4 "
+                 "--max-new-tokens 24 --tokens 20e3 --batch-tokens 1200 --save-every 6 --lr 4e-3 "
+                 "--device cpu")
+        run_script(script, usual, *words(*args))
     with open(folder / out / "log.jsonl", encoding="utf-8") as f:
         return [json.loads(line) for line in f]
 
@@ -221,6 +271,7 @@ class Arbitrary(SpecGen):
     def _select(self, r, keys, accepted):
         state = super()._select(r, keys, accepted)
         if self.select == "random" and state.selected is not None:
-            scores = torch.rand(*keys.scores.shape[:2], r.n_cached - state.recent, generator=torch.Generator().manual_seed(r.n_cached + r.sampling.seed))
+            shape = (*keys.scores.shape[:2], r.n_cached - state.recent)
+            scores = torch.rand(shape, generator=seeded(r.n_cached + r.sampling.seed))
             state.selected = scores.topk(state.selected.shape[-1], dim=-1).indices
         return state

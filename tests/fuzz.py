@@ -47,7 +47,10 @@ from minispec.tools import files, script
 
 MODULES = (decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm, bounds)
 SCRIPTS = {module.__name__.split(".")[-1]: module for module in MODULES}
-SECONDS, WAIT, MEMORY = 60, 600, 6 << 30        # limits of a case: processor seconds, waiting, bytes
+# limits of a case: processor seconds, waiting, bytes
+SECONDS = 60
+WAIT = 600
+MEMORY = 6 << 30
 GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"It is <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"}
          for i in range(30)]
 PROMPTS = [
@@ -179,7 +182,7 @@ def run(folder, name, argv, show=False, drawing=False):
         file = os.path.relpath(SCRIPTS[name].__file__, ROOT)
         runpy.run_path(os.path.join(folder, file), run_name="__main__")
 
-    output = None if show else os.path.join(folder, ".output")
+    output = None if show else f"{folder}/.output"
     pid = forked(folder, name, argv, main, output)
     _, status, used = os.wait4(pid, 0)
     with contextlib.suppress(ProcessLookupError):
@@ -281,7 +284,8 @@ WRONG = [None, True, -1, 0, 1, 2, 3, 1e308, -1e-9, float("nan"), float("inf"), 1
 
 def damage_json(data, rng):
     """One node of a JSON value made wrong, moved or left out."""
-    path, node = [], data
+    path = []
+    node = data
     while isinstance(node, (dict, list)) and node and (not path or rng.random() < 0.85):
         key = rng.choice(list(node)) if isinstance(node, dict) else rng.randrange(len(node))
         path.append((node, key))
@@ -305,7 +309,8 @@ def damage_json(data, rng):
 
 
 def damage_bytes(data, rng):
-    at, kind = rng.randrange(max(len(data), 1)), rng.randrange(7)
+    at = rng.randrange(max(len(data), 1))
+    kind = rng.randrange(7)
     some = rng.randbytes(rng.choice((1, 2, 8)))
     other = [b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"null", b"\n", rng.randbytes(100),
              b"\x80\x04\x95c" + data]
@@ -317,7 +322,8 @@ def damage_bytes(data, rng):
 def damage_safetensors(data, rng):
     """A header that says other things, or numbers that are none."""
     n = struct.unpack("<Q", data[:8])[0]
-    header, body = json.loads(data[8:8 + n]), bytearray(data[8 + n:])
+    header = json.loads(data[8:8 + n])
+    body = bytearray(data[8 + n:])
     if rng.random() < 0.3:
         at = rng.randrange(len(body) // 4) * 4
         body[at:at + 4] = struct.pack("<f", rng.choice([float("nan"), float("inf")]))
@@ -357,7 +363,7 @@ def damage_pt(file, rng):
 
 def damaged_file(rng, folder):
     """Damages one file; (script, arguments that read it, file)."""
-    some = [f for f in FILES if os.path.exists(os.path.join(folder, "runs")) or not f[1].startswith("runs")]
+    some = [f for f in FILES if os.path.exists(f"{folder}/runs") or not f[1].startswith("runs")]
     _, file, name, argv = rng.choices(some, [f[0] for f in some])[0]
     path = os.path.join(folder, file)
     if not os.path.exists(path):                                # toys have no log
@@ -365,7 +371,8 @@ def damaged_file(rng, folder):
         shutil.copy(os.path.join(ROOT, os.path.dirname(file), "command.txt"), os.path.dirname(path))
     with open(path, "rb") as f:
         data = f.read()
-    kind, ending = rng.random(), path.rsplit(".", 1)[1]
+    kind = rng.random()
+    ending = path.rsplit(".", 1)[1]
     if kind < 0.03:
         os.remove(path)
         if rng.random() < 0.5:
@@ -447,7 +454,10 @@ def main():
             wrong, code, seconds, what, _ = one(kind, args.seed, int(i), source, known, show=True)
             return print(f"{what}\nexit {code} after {seconds:.1f} s: {wrong or 'fine'}")
         for kind, n in (("files", args.files), ("lines", args.lines)):
-            codes, slowest, failures, started = collections.Counter(), (0.0, ""), [], time.monotonic()
+            codes = collections.Counter()
+            slowest = (0.0, "")
+            failures = []
+            started = time.monotonic()
             for i in range(n):
                 wrong, code, seconds, what, text = one(kind, args.seed, i, source, known)
                 codes[str(code)] += 1
@@ -469,7 +479,7 @@ def main():
 
 def note(part, result, seconds):
     """Put one part of results/knocks.json there, beside the others: "lines", "files", "kill"."""
-    file = os.path.join(ROOT, "results", "knocks.json")
+    file = f"{ROOT}/results/knocks.json"
     parts = files.read_json(file)["result"] if os.path.exists(file) else {}
     parts[part] = {**result, "seconds": round(seconds, 1)}
     parts.pop("table", None)

@@ -46,14 +46,14 @@ def start(folder, name):
     def main():
         sys.modules["matplotlib"] = None
         if name == "bench":                              # its studies with few prompts, methods and tokens
-            bench.ROOT, results.FOLDER = folder + "/", os.path.join(folder, "results")
+            bench.ROOT, results.FOLDER = folder + "/", f"{folder}/results"
             run.SMALL, tasks.FAMILIES = dataclasses.replace(run.SMALL, new=8), ("revise", "arith")
             measure.cost_table = functools.partial(
                 measure.cost_table, rows=(1, 4), contexts=(64,), drafts=(0, 1, 4))
             methods.ready = lambda settings: ["ngram", "specgen"]
         script.run_main(fuzz.SCRIPTS[name].main)
 
-    return fuzz.forked(folder, name, CASES[name], main, os.path.join(folder, ".output"))
+    return fuzz.forked(folder, name, CASES[name], main, f"{folder}/.output")
 
 
 def finished(folder, name):
@@ -61,7 +61,7 @@ def finished(folder, name):
     began = time.monotonic()
     code = os.waitstatus_to_exitcode(os.waitpid(start(folder, name), 0)[1])
     if code != 0:
-        with open(os.path.join(folder, ".output"), errors="replace") as f:
+        with open(f"{folder}/.output", errors="replace") as f:
             raise AssertionError(f"{name} ended with {code}: {f.read()[-2000:]}")
     return time.monotonic() - began
 
@@ -124,7 +124,7 @@ def same(a, b):
 
 
 def clean(folder, name):
-    shutil.rmtree(os.path.join(folder, "out"), ignore_errors=True)
+    shutil.rmtree(f"{folder}/out", ignore_errors=True)
     for study in CASES["bench"]:
         for f in glob.glob(os.path.join(folder, "results", study + ".*")):
             os.remove(f)
@@ -133,18 +133,22 @@ def clean(folder, name):
 def torture(folder, name, kills, rng):
     """Kill, check and resume; at the end of a run compare and begin anew, until `kills` kills are done."""
     clean(folder, name)
-    whole, reference = finished(folder, name), essence(folder, name)
+    whole = finished(folder, name)
+    reference = essence(folder, name)
     clean(folder, name)
-    dead, ends, killed = 0, 0, False
+    dead = 0
+    ends = 0
+    killed = False
     while dead < kills or killed:
-        before, pid = written(folder, name), start(folder, name)
+        before = written(folder, name)
+        pid = start(folder, name)
         if dead < kills:
             time.sleep(rng.uniform(0, whole / 3))
             os.kill(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         killed = code == -signal.SIGKILL
         after = written(folder, name)
-        replaced = os.path.join(folder, "results", "run.part")         # by run.json
+        replaced = f"{folder}/results/run.part"         # by run.json
         lost = set(before) - set(after) - {replaced}
         assert not lost, f"{name} lost {lost}"
         check_whole(after)
@@ -169,9 +173,10 @@ def main():
     p.add_argument("--no-results", action="store_true", help="write no results/knocks.json")
     args = p.parse_args()
     torch.set_num_threads(1)                                     # a fork has no threads but its own
-    out, began = {}, time.monotonic()
+    out = {}
+    began = time.monotonic()
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        os.makedirs(os.path.join(folder, "checkpoints"))
+        os.makedirs(f"{folder}/checkpoints")
         fuzz.template(folder, runs=False)
         for name in [args.only] if args.only else CASES:
             out[name] = torture(folder, name, args.kills, random.Random(f"{args.seed}/{name}"))

@@ -67,7 +67,8 @@ def rope_and_store(qkv, block, rope, positions, new, keys, values):
     c = block.config
     q, k, v = qkv.unflatten(-1, (-1, c.head_dim)).split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)
     if c.qk_norm:
-        q, k = block.q_norm(q), block.k_norm(k)
+        q = block.q_norm(q)
+        k = block.k_norm(k)
     cos, sin = rope(positions, qkv.dtype)
     q, k = (x * cos + x.roll(c.head_dim // 2, -1) * sin for x in (q, k))
     keys[:, new] = k.transpose(0, 1)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from conftest import attend_alone, dense_logits, only_keys, toy_model
+from conftest import attend_alone, dense_logits, only_keys, seeded, toy_model
 
 from minispec.core import attention, cpu
 from minispec.core.attention import (FewRows, FullKeys, OneRequest, group_rows, packed_attend,
@@ -19,7 +19,9 @@ def random_ids(n):
 @torch.inference_mode()
 def feed(model, parts):
     """Logits (N, V) of one forward; parts: [(ids, keys)], ids at positions keys.start.. of their requests."""
-    tokens, positions, segments = [], [], []
+    tokens = []
+    positions = []
+    segments = []
     for ids, keys in parts:
         segments.append((len(tokens), len(tokens) + keys.n, keys))
         tokens += ids
@@ -30,7 +32,8 @@ def feed(model, parts):
 
 def cached_logits(model, cache, blocks, ids, chunks, record=None):
     """Feed ids in chunks through the cache; logits (T, V), and the keys objects."""
-    out, used = [], []
+    out = []
+    used = []
     start = 0
     for n in chunks:
         used.append(FullKeys(cache, blocks, start, n, record))
@@ -97,7 +100,8 @@ def test_requests_are_served_together_wherever_their_blocks_lie(rows, heads, ord
     for (blocks, ids), start in zip(requests, starts):
         cached_logits(model, cache, blocks, ids, [start])
     for step in range(3):
-        parts, ends = [], []
+        parts = []
+        ends = []
         for (blocks, ids), start, n in zip(requests, starts, rows):
             ends.append(start + (step + 1) * n)
             keys = FullKeys(cache, blocks, ends[-1] - n, n, pillar_scores)
@@ -157,7 +161,8 @@ def test_segments_of_one_request_read_the_same_blocks(sizes):
     """Each request feeds its newest tokens in two segments."""
     model = toy_model()
     cache = KVCache(model.config, 120)
-    parts, want = [], []
+    parts = []
+    want = []
     for blocks, size in zip(scattered(cache, sizes, "together"), sizes):
         ids = random_ids(size)
         cached_logits(model, cache, blocks, ids[:-4], [size - 4])
@@ -231,7 +236,8 @@ def test_recorded_attention_in_bf16_is_nearly_as_exact_as_unrecorded(n):
 def test_kernels_are_used_only_for_the_head_sizes_they_support(head_dim, fp32, bf16, monkeypatch):
     monkeypatch.setattr("kernels.available", lambda x: True)     # as on a GPU with triton
     model = toy_model(head_dim=head_dim)
-    assert attention.can_fuse(model) == fp32 and attention.can_fuse(model.bfloat16()) == bf16
+    assert attention.can_fuse(model) == fp32
+    assert attention.can_fuse(model.bfloat16()) == bf16
 
 
 def test_cudnn_never_plans_attention():
@@ -241,7 +247,7 @@ def test_cudnn_never_plans_attention():
 @pytest.mark.parametrize("start", [5, 1100])
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_rows_of_a_tree_see_their_paths_behind_few_and_many_keys(start, dtype, tolerance):
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     c = GPTConfig(n_layer=1, n_head=4, n_kv_head=2, head_dim=16)
     sees = tree_mask([0, 1, 0, 3])
     q, k, v = (torch.randn(5, heads, 16, generator=g) for heads in (4, 2, 2))

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TARGET, outcome, toy_model
+from conftest import ROOT, TARGET, outcome, table, toy_model, words
 
 import bench
 import gpu_suite as gpu
@@ -57,37 +57,43 @@ def files(tmp_path):
 
 
 def command(files, *more):
-    return outcome(bounds, "--traces", files / "t.jsonl", "--cost", files / "c.json", *more)
+    return outcome(bounds, f"--traces {files}/t.jsonl --cost {files}/c.json", *words(*more))
 
 
 def test_bounds_from_two_files_print_the_ladder_and_write_nothing(files):
     r = command(files)
     assert r.returncode == 0, r.stderr
-    for said in ("4 requests, 24 positions", "c.json", "rounds  of at most 3 drafts", "best fixed k",
-                 "greedy (not a bound)", "optimum of one", "optimum of all", "free drafters",
-                 "one pass", "| censored |", "| arith | 16 | all |", "| story | 1 | ngram |",
-                 "All speed-ups are total time / mean rate."):
+    for said in ("4 requests, 24 positions", "c.json", "rounds  of at most 3 drafts", "| arith | 16 | all |",
+                 "best fixed k | greedy (not a bound) | optimum of one | optimum of all | free drafters",
+                 "| story | 1 | ngram |", "All speed-ups are total time / mean rate."):
         assert said in r.stdout
-    assert "observed" not in r.stdout and sorted(os.listdir(files)) == ["c.json", "t.jsonl"]
+    assert "observed" not in r.stdout
+    assert sorted(os.listdir(files)) == ["c.json", "t.jsonl"]
 
 
 def test_batches_and_k_max_are_those_asked_for_and_figures_are_drawn(files):
-    r = command(files, "--batches", "2,9", "--k-max", "2", "--json", files / "o.json")
+    r = command(files, f"--batches 2,9 --k-max 2 --json {files}/o.json")
     assert r.returncode == 0, r.stderr
     cells = json.loads((files / "o.json").read_text())["cells"]
-    assert {(c["batch"], c["k_max"]) for c in cells} == {(2, 2), (9, 2)} and set(AVERAGES) <= set(cells[0])
+    assert {(c["batch"], c["k_max"]) for c in cells} == {(2, 2), (9, 2)}
+    assert set(AVERAGES) <= set(cells[0])
     drawn = sorted(f for f in os.listdir(files) if f.endswith(".svg"))
     assert drawn == ["o_bounds_batch.svg", "o_bounds_winners.svg"] or "pip install matplotlib" in r.stdout
 
 
-@pytest.mark.parametrize("flag, value", [
-    ("batches", "1,0"), ("batches", "two"), ("batches", "1" + "0" * 30), ("k-max", "1001"), ("k-max", "0"),
-    ("json", "t.jsonl"),
-])
-def test_settings_out_of_range_are_one_line(files, flag, value):
-    r = command(files, f"--{flag}", files / value if flag == "json" else value)
-    assert r.returncode == 2 and r.stderr.count("\n") == 1
-    assert flag in r.stderr.replace("cannot write", "json")
+@pytest.mark.parametrize("args, named", table(f"""
+    --batches 1,0 | batches
+    --batches two | batches
+    --batches 1{"0" * 30} | batches
+    --k-max 1001 | k-max
+    --k-max 0 | k-max
+    --json FOLDER/t.jsonl | cannot write
+"""))
+def test_settings_out_of_range_are_one_line(files, args, named):
+    r = command(files, args.replace("FOLDER", str(files)))
+    assert r.returncode == 2
+    assert r.stderr.count("\n") == 1
+    assert named in r.stderr
 
 
 NO_DRAFTER = {"verify": {"kind": "linear", "base": 1}}
@@ -105,7 +111,10 @@ TOO_LONG = {**TRACES[0], "n_out": 2, "accept": {"ngram": [0, 9], "draft": [0, 1]
 def test_a_bad_file_is_named_in_one_line(files, file, content, message):
     os.remove(files / file) if content is None else (files / file).write_text(content)
     r = command(files)
-    assert r.returncode == 2 and r.stdout == "" and r.stderr.count("\n") == 1 and re.search(message, r.stderr)
+    assert r.returncode == 2
+    assert r.stdout == ""
+    assert r.stderr.count("\n") == 1
+    assert re.search(message, r.stderr)
 
 
 EVIL = "a|b\x1b[2J\r$\n{x_$} | c"
@@ -120,37 +129,51 @@ def test_names_from_files_are_shown_not_obeyed(files, monkeypatch):
     put("t.jsonl", (files / "t.jsonl").read_text().replace('"arith/', json.dumps(EVIL)[:-1] + "/"), "ngram")
     for drafters in (COSTS["draft"], {"draft": COSTS["draft"]["draft"]}):
         put("c.json", json.dumps({**COSTS, "draft": drafters, "about": {EVIL: EVIL}}), "ngram")
-        r = command(files, "--json", files / "o.json")
+        r = command(files, f"--json {files}/o.json")
         assert r.returncode == 0, r.stderr
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", r.stdout)
         assert "a\\|b\\x1b[2J\\x0d$ {x_$} \\| c" in r.stdout
         rows = [line for line in r.stdout.splitlines() if line.startswith("|")]
-        assert len(rows) > 5 and len({len(re.findall(r"(?<!\\)\|", line)) for line in rows}) == 1
+        assert len(rows) > 5
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in rows}) == 1
     for drawing in files.glob("*.svg"):
         xml.dom.minidom.parse(str(drawing))
     labels = []
     axes = SimpleNamespace(plot=lambda *_, label: labels.append(label), fill_between=lambda *_, **__: None,
                            set=lambda **_: None)
     bounds.winners(axes, [SimpleNamespace(accept={"$x_{$": np.ones(30), "b\x1b": np.zeros(30)}, n_out=30)])
-    assert labels == [r"\$x_{\$", r"b\x1b"] and "text.parse_math" not in plots.STYLE
+    assert labels == [r"\$x_{\$", r"b\x1b"]
+    assert "text.parse_math" not in plots.STYLE
     # bench.py prints its tables the same way.
     table = bounds.table(json.loads((files / "o.json").read_text()))
     monkeypatch.setattr(bench, "STUDIES", {"bounds": lambda *_: {"table": table}})
     with contextlib.redirect_stdout(io.StringIO()) as out:
         bench.measure(["bounds"], methods.settings(quick=True, force=True))
-    assert "\x1b" not in out.getvalue() and "a\\|b" in out.getvalue()
+    assert "\x1b" not in out.getvalue()
+    assert "a\\|b" in out.getvalue()
 
 
 def test_bounds_of_own_files_need_no_torch(files):
-    """The command where importing torch fails; an error is one line there, too."""
-    code = ("import runpy, sys; sys.modules['torch'] = None; "
-            "runpy.run_module('minispec.bounds', run_name='__main__', alter_sys=True)")
+    """The command where importing torch fails loads nothing but numpy and tqdm; an error is one line there,
+    too."""
+    code = """if True:
+        import runpy, sys
+        sys.modules["torch"] = None
+        before = set(sys.modules)
+        try:
+            runpy.run_module("minispec.bounds", run_name="__main__", alter_sys=True)
+        finally:
+            print({m.split(".")[0] for m in set(sys.modules) - before} - sys.stdlib_module_names)"""
     for name, rc in (("t.jsonl", 0), ("missing", 2)):
         argv = [sys.executable, "-c", code, "--traces", files / name, "--cost", files / "c.json"]
         r = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert r.returncode == rc, r.stderr
-        said = r.stderr.startswith("bounds.py: cannot read") and r.stderr.count("\n") == 1
-        assert said if rc else "optimum of all" in r.stdout
+        if rc:
+            assert r.stderr.startswith("bounds.py: cannot read")
+            assert r.stderr.count("\n") == 1
+        else:
+            assert "optimum of all" in r.stdout
+            assert eval(r.stdout.splitlines()[-1]) == {"__mp_main__", "minispec", "numpy", "tqdm"}
 
 
 def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
@@ -163,7 +186,7 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
 
     log("n.jsonl", [[1, 21, 3, 9], [1, 1], [1, 2]], [[5, 6, 7, 8], [5, 6], [5, 6]])
     log("e.jsonl", [[1, 2, 1, 1], [1, 2], [1, 1]], [[5, 6, 7, 8], [5, 9], [5, 6]])
-    with open(os.path.join(ROOT, "docs", "own-traces.md"), encoding="utf-8") as f:
+    with open(f"{ROOT}/docs/own-traces.md", encoding="utf-8") as f:
         recipe = re.search(r"```python\n(import json.*?)```", f.read(), re.S)[1]
     assert recipe.count("\n") <= 20
     argv = [sys.executable, "-c", recipe, "ngram=n.jsonl", "eagle3=e.jsonl"]
@@ -171,8 +194,11 @@ def test_the_recipe_makes_traces_of_an_engines_logs(tmp_path):
     assert r.returncode == 0, r.stderr
     (tmp_path / "t.jsonl").write_text(r.stdout)
     some = traces.read_traces(tmp_path / "t.jsonl")
-    assert [t.id for t in some] == ["cmpl-0", "cmpl-2"] and "cmpl-1" in r.stderr          # its outputs differ
-    assert some[0].prompt_len == 30 and some[0].accept["ngram"].tolist() == [0, 3, 2, 1]
+    # its outputs differ
+    assert [t.id for t in some] == ["cmpl-0", "cmpl-2"]
+    assert "cmpl-1" in r.stderr
+    assert some[0].prompt_len == 30
+    assert some[0].accept["ngram"].tolist() == [0, 3, 2, 1]
     assert some[0].censored["ngram"].tolist() == [False, True, False, False]
     h100 = results.path("costs_h100.json")
     assert bounds.main(["--traces", str(tmp_path / "t.jsonl"), "--cost", h100]) is None
@@ -191,7 +217,8 @@ def small_target(**changes):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """The studies of run.py on a toy target with one family of problems and short answers."""
-    folder, patch = tmp_path_factory.mktemp("results"), pytest.MonkeyPatch()
+    folder = tmp_path_factory.mktemp("results")
+    patch = pytest.MonkeyPatch()
     model, tokenizer = small_target(n_layer=1)
     args = methods.settings(quick=True, cost=str(folder / "costs.json"), data=None)
     patch.setattr(results, "FOLDER", str(folder))
@@ -216,7 +243,8 @@ def measured(tmp_path_factory):
 
 def test_the_studies_fit_together(measured):
     folder, out = measured
-    cells, rows = out["bounds"]["cells"], out["run"]["rows"]
+    cells = out["bounds"]["cells"]
+    rows = out["run"]["rows"]
     assert [(c["workload"], c["batch"]) for c in cells] == [
         (w, b) for w in ("revise", "mixed") for b in (1, 4, 16)]
     names = {"ar", "ngram", "adaptive"}
@@ -229,7 +257,8 @@ def test_the_studies_fit_together(measured):
     sampled = [(r["workload"], r["batch"]) for r in rows if r["temperature"] and r["method"] == "ngram"]
     assert sampled == [("mixed, T = 0.7", 1)] and sum(r["method"] == "cdlm" for r in rows) == 7
     slow = [(r["workload"], r["batch"], r["prompts"]) for r in rows if r["method"] == "dlm"]
-    assert slow == [("revise", 1, 1)] and len(traces.read_traces(folder / "traces.jsonl")) == 4
+    assert slow == [("revise", 1, 1)]
+    assert len(traces.read_traces(folder / "traces.jsonl")) == 4
     alone = [(r["method"], r["workload"]) for r in out["speed"]["rows"] if r["batch"] == 1]
     assert alone == [(m, "revise") for m in ("ar", "ngram", "adaptive")]
 
@@ -240,7 +269,8 @@ def test_every_study_leaves_its_tables_and_figures(measured, tmp_path):
         stored = json.loads(json.dumps(result))
         tables = [stored[key] for key in ("table", "short", "methods", "diffusion") if key in stored]
         assert all(t.startswith("| ") and t.count("\n") > 1 and "nan" not in t for t in tables)
-    assert "time over the bound's" in out["bounds"]["table"] and "GB/s" in out["profile"]["table"]
+    assert "time over the bound's" in out["bounds"]["table"]
+    assert "GB/s" in out["profile"]["table"]
     pytest.importorskip("matplotlib")
     plots.draw(figures.FIGURES, figures.stored(str(folder)), f"{tmp_path}/")
     drawn = {f.stem for f in tmp_path.glob("*.svg")}
@@ -263,7 +293,8 @@ def test_profile_says_how_often_drafters_are_right(measured, monkeypatch):
     monkeypatch.setattr(methods, "chain_drafters", lambda *_: drafters)
     monkeypatch.setattr(measure, "cost_table", lambda *_, **__: dict(measured[1]["profile"]["costs"]))
     costs = run.profile(methods.settings(quick=True, data=None), model, tokenizer)["costs"]
-    assert costs["accept"] == {"draft": 1.0} and CostTable(costs).accept == {"draft": 1.0}
+    assert costs["accept"] == {"draft": 1.0}
+    assert CostTable(costs).accept == {"draft": 1.0}
 
 
 def test_the_middle_run_is_reported():
@@ -313,14 +344,16 @@ def test_intervals_hold_the_true_value_as_often_as_they_say():
         total = prompts.sum(-2)
         return total[..., 0] / total[..., 1]
 
-    rng, hits = np.random.default_rng(1), 0
+    rng = np.random.default_rng(1)
+    hits = 0
     for _ in range(300):
         rounds = rng.integers(20, 40, 60).astype(float)
         committed = rng.binomial(5, 0.5, 60) / 5 * rounds + rounds             # a true tau of 1.5
         low, high = results.interval(tau, np.stack([committed, rounds], 1), draws=300)
         hits += low <= 1.5 <= high
     assert 270 <= hits <= 297                                                  # 95 % of 300, and not all
-    prompts, more = np.stack([committed, rounds], 1), np.stack([1.02 * committed, rounds], 1)
+    prompts = np.stack([committed, rounds], 1)
+    more = np.stack([1.02 * committed, rounds], 1)
     low, high = results.interval(lambda a, b: tau(a) / tau(b), more, prompts)
     assert low == pytest.approx(1.02) == high                                  # paired: no noise is left
 
@@ -328,7 +361,8 @@ def test_intervals_hold_the_true_value_as_often_as_they_say():
 def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FOLDER", str(tmp_path))
     monkeypatch.setattr(sys, "argv", ["bench.py"])
-    calls, model = [], toy_model()
+    calls = []
+    model = toy_model()
 
     def measure(name, n):
         calls.append(name)
@@ -342,7 +376,8 @@ def test_an_interrupted_study_goes_on_cell_by_cell(tmp_path, monkeypatch):
 
     with pytest.raises(KeyboardInterrupt):
         study(k=1)
-    assert study(k=1) == [[1], [2], [3]] and calls == ["a", "b", "c", "c"]
+    assert study(k=1) == [[1], [2], [3]]
+    assert calls == ["a", "b", "c", "c"]
     assert os.listdir(tmp_path) == ["run.part"]
     calls.clear()
     with pytest.raises(KeyboardInterrupt):
@@ -378,16 +413,17 @@ def test_a_real_model_gets_real_prompts(tmp_path):
     assert some["edit"][0].prompt == "Rewrite it in the passive.\n\nHe ate.\n"
     in_turn = run.numbered(real, 2, str(tmp_path))
     assert list(in_turn) == [f"{w}/{i}" for i in range(2) for w in some if i < len(some[w])]
-    shipped, later = results.problems_of(real, 2), results.problems_of(real, 2, first=2)
+    shipped = results.problems_of(real, 2)
+    later = results.problems_of(real, 2, first=2)
     assert list(shipped) == ["questions", "story", "edit"]
     assert len({p.prompt for own in (*shipped.values(), *later.values()) for p in own}) == 12
 
 
 def test_results_of_another_target_have_their_own_folder():
     """If no study is named, a real model that is installed is the target."""
-    def chosen(*argv, packaged=True):
+    def chosen(line="", packaged=True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["bench.py", *argv])
+            patch.setattr(sys, "argv", ["bench.py", *words(line)])
             patch.setattr(results, "FOLDER", "results")
             patch.setattr(bench.gguf_file, "packaged", lambda: packaged)
             args = bench.parse_args()
@@ -395,12 +431,12 @@ def test_results_of_another_target_have_their_own_folder():
             return args.model, results.FOLDER, args.cost
 
     assert chosen() == ("smollm2", "results/smollm2", "results/smollm2/costs.json")
-    assert chosen("--cost", "c.json") == ("smollm2", "results/smollm2", "c.json")
+    assert chosen("--cost c.json") == ("smollm2", "results/smollm2", "c.json")
     small = (methods.SHIPPED, "results", "results/costs.json")
     assert chosen("run") == chosen(packaged=False) == small
-    assert chosen("run", "--model", "models/mine.gguf")[:2] == ("models/mine.gguf", "results/mine.gguf")
-    assert chosen("run", "--model", "models/Llama-3.2-1B/")[1] == "results/Llama-3.2-1B"
-    assert chosen("run", "--model", ".")[1] == f"results/{os.path.basename(os.getcwd())}"
+    assert chosen("run --model models/mine.gguf")[:2] == ("models/mine.gguf", "results/mine.gguf")
+    assert chosen("run --model models/Llama-3.2-1B/")[1] == "results/Llama-3.2-1B"
+    assert chosen("run --model .")[1] == f"results/{os.path.basename(os.getcwd())}"
 
 
 # -- pages -------------------------------------------------------------------------------------------
@@ -436,8 +472,10 @@ def test_lists_of_the_gpu_suite_are_what_they_are_called():
         assert gpu.list_bytes(requests, 8, 128, 2) == 8 * entries * (2 * 128 * 2 + 4)
         small = gpu.batch_of(kind, 64, 2)
         q, k, v, slots, selected, plan = gpu.inputs(gpu.TINY, small, 2, "cpu", torch.float32)
-        assert len(q) == plan.requests[:, 1].sum() and sorted(slots.flatten().tolist()) == list(range(128))
-        assert (selected < 48).all() and (selected.diff() > 0).all()
+        assert len(q) == plan.requests[:, 1].sum()
+        assert sorted(slots.flatten().tolist()) == list(range(128))
+        assert (selected < 48).all()
+        assert (selected.diff() > 0).all()
 
 
 def test_the_study_of_a_gpu_runs_anywhere(monkeypatch):
@@ -479,7 +517,9 @@ def test_a_cell_that_does_not_fit_is_noted_and_the_next_one_begins(monkeypatch):
     finally:
         gc.enable()
     missing = out["out_of_memory"]
-    assert out["decode"] == [{"gone": True}] and missing[:2] == ["floors", "kernels full 64 2 2"]
+    assert out["decode"] == [{"gone": True}]
+    assert missing[:2] == ["floors", "kernels full 64 2 2"]
     assert len(missing) == 11
     text = gpu.tables({"floors": [{"what": "bytes copied", "rate": 1e12}], "out_of_memory": missing[:1]})
-    assert text.endswith("Out of memory: floors.") and "| bytes copied | 1e+12 |" in text
+    assert text.endswith("Out of memory: floors.")
+    assert "| bytes copied | 1e+12 |" in text

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core runs
 
 
 def run(folder, files):
-    shutil.copy(os.path.join(ROOT, "tests", "beside.py"), folder)
+    shutil.copy(f"{ROOT}/tests/beside.py", folder)
     (folder / "conftest.py").write_text("from beside import pytest_sessionstart\n")
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, save_toy_target, toy_model
+from conftest import ROOT, TARGET, refusal, run_script, save_toy_target, seeded, table, toy_model
 
 import decode
 import train_cdlm
@@ -19,7 +19,10 @@ from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, methods
 
-MASK, L, B = 63, 28, 8           # the last block of 28 slots is short
+# the last block of 28 slots is short
+MASK = 63
+L = 28
+B = 8
 WHOLE = 32                       # slots in training, where all blocks are whole
 PROMPTS = [list(range(1, 10)), list(range(5, 19)), [7], list(range(30, 52))]
 KINDS = ("student", "teacher", "dual")
@@ -54,10 +57,6 @@ def tokens_of(*args, **settings):
     return [g.token_ids for g in decoded(*args, **settings)]
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def at(trajectories, k):
     """State k (n,) of trajectories (n, L): the slots of rank < k hold their tokens."""
     return trajectories["tokens"].masked_fill(trajectories["rank"] >= k[:, None], MASK)
@@ -78,7 +77,8 @@ def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
 # -- masks (1, 2, 6, 8) --------------------------------------------------------------------------------------
 
 def test_masks_are_their_definitions():                                            # 1, 6
-    width, length = 13, 20
+    width = 13
+    length = 20
     positions, blocks = cdlm.layout(train_cdlm.padded([[3] * n for n in (1, 5, width)]), length, B)
     for row, p in enumerate((1, 5, width)):
         first = width - p
@@ -88,7 +88,8 @@ def test_masks_are_their_definitions():                                         
                            (cdlm.bidirectional, torch.ones(p + length, p + length) > 0)):
             seen = mask(blocks)[row, 0]
             assert torch.equal(seen[first:, first:], sees)
-            assert not seen[first:, :first].any() and seen.any(-1).all()
+            assert not seen[first:, :first].any()
+            assert seen.any(-1).all()
 
 
 def test_later_blocks_do_not_reach_back(model):                                    # 2, 6
@@ -96,7 +97,8 @@ def test_later_blocks_do_not_reach_back(model):                                 
     for end in range(B, L, B):
         other = slots[:end] + [(t + 1) % 60 for t in slots[end:]]
         changed = (dense(model, PROMPTS[0], slots) != dense(model, PROMPTS[0], other)).any(-1)
-        assert not changed[:end].any() and changed[end + 1:].all()
+        assert not changed[:end].any()
+        assert changed[end + 1:].all()
 
 
 @pytest.mark.parametrize("size", [0, 4])
@@ -257,11 +259,13 @@ def test_sampling_is_seeded_and_independent_of_the_batch(model):
 
 @pytest.mark.parametrize("kind", ["student", "teacher"])
 def test_threshold_sets_the_steps(model, kind):                                    # 18
-    fewest, most = math.ceil(L / B), L
-    steps = lambda t: [len(g.rounds) for g in decoded(model, kind, threshold=t, batch_size=4)]
-    assert steps(1.0) == [most] * 4 and steps(0.0) == [fewest] * 4
-    assert all(fewest <= n <= most for n in steps(0.1)) and min(steps(0.1)) < most
-    assert tokens_of(model, kind, threshold=1.0) == tokens_of(model, kind)
+    fewest = math.ceil(L / B)
+    runs = {t: decoded(model, kind, threshold=t, batch_size=4) for t in (0.0, 0.1, 1.0)}
+    steps = {t: [len(g.rounds) for g in some] for t, some in runs.items()}
+    assert steps[0.0] == [fewest] * 4
+    assert steps[1.0] == [L] * 4
+    assert fewest <= min(steps[0.1]) < L
+    assert [g.token_ids for g in runs[1.0]] == tokens_of(model, kind)
 
 
 @pytest.mark.parametrize("confidence, settings, surest, first", [
@@ -283,17 +287,20 @@ def test_no_mask_is_left_before_the_end_of_text_and_no_block_opened_behind(model
     out_of_order = 0
     for prompt, slots in zip(PROMPTS, filled(free)):
         for eos in sorted(set(slots))[::3]:
-            [r], [block] = requests([prompt], stop=[eos]), requests([prompt], stop=[eos])
-            decoded(model, kind, [r], threshold=threshold)
-            decoded(model, kind, [block], threshold=threshold, record=True)    # completes its last block
             want = slots[:slots.index(eos) + 1]
-            assert r.generation.token_ids == block.generation.token_ids == want
-            assert r.generation.finish == "stop"
             end = math.ceil(len(want) / B) * B
-            assert filled([block])[0] == slots[:end] + [MASK] * (L - end)
-            assert set(filled([r])[0][end:]) <= {MASK}
-            assert len(r.generation.rounds) <= len(block.generation.rounds)
-            out_of_order += MASK in filled([r])[0][:end]
+            rounds = []
+            states = []
+            for record in (True, False):                 # a recorded one completes its last block
+                [r] = requests([prompt], stop=[eos])
+                [g] = decoded(model, kind, [r], threshold=threshold, record=record)
+                assert (g.token_ids, g.finish) == (want, "stop")
+                rounds.append(len(g.rounds))
+                states.append(filled([r])[0])
+            assert states[0] == slots[:end] + [MASK] * (L - end)
+            assert set(states[1][end:]) <= {MASK}
+            assert rounds[1] <= rounds[0]
+            out_of_order += MASK in states[1][:end]
     assert out_of_order or threshold is not None
 
 
@@ -301,7 +308,8 @@ def test_stream_hands_on_final_tokens(model):                                   
     [r] = requests(PROMPTS[:1])
     parts = [tokens for _, tokens in cdlm.Decoder(model, MASK).stream([r])]
     assert sum(parts, []) == r.generation.token_ids == filled([r])[0]
-    assert r.generation.finish == "length" and len(r.generation.who) == L
+    assert r.generation.finish == "length"
+    assert len(r.generation.who) == L
     [other] = requests(PROMPTS[:1])
     for n, _ in enumerate(cdlm.Decoder(model, MASK).stream([other])):
         if n == 9:
@@ -321,7 +329,8 @@ def test_a_stream_left_in_the_middle_is_not_in_the_way_of_the_next(model):
 
 
 def test_counters_are_measured(model, monkeypatch):                                # 20
-    fed, forward = [], gpt.GPT.forward
+    fed = []
+    forward = gpt.GPT.forward
 
     def counted(self, tokens, *rest):
         fed.append(tokens.numel())
@@ -365,14 +374,17 @@ def trajectories(model):
 
 
 def test_a_trajectory_reveals_a_token_a_step_block_by_block(model, trajectories):  # 10
-    rank, slots = trajectories["rank"], torch.arange(WHOLE)
+    rank = trajectories["rank"]
+    slots = torch.arange(WHOLE)
     assert (trajectories["live"] == WHOLE).all()
     assert (rank.sort(-1).values == slots).all()
-    assert (rank // B == slots // B).all() and (rank != slots).any()
+    assert (rank // B == slots // B).all()
+    assert (rank != slots).any()
     for k in range(WHOLE + 1):
         assert torch.equal(at(trajectories, torch.full((4,), k)) == MASK, rank >= k)
     in_order = collected(model, requests(length=WHOLE), "first")
-    assert (in_order["rank"] == slots).all() and in_order["hidden"].any(-1).all()
+    assert (in_order["rank"] == slots).all()
+    assert in_order["hidden"].any(-1).all()
 
 
 @pytest.mark.parametrize("rank, live, want", [
@@ -434,7 +446,8 @@ def test_the_lessons_example_of_y_and_y_star(monkeypatch):
     """docs/cdlm.md: the states that the consistency loss makes of that trajectory at step 1."""
     lines = [line.split() for line in Path(ROOT, "docs", "cdlm.md").read_text().splitlines()]
     page = {line[0]: line[1:] for line in lines if line}
-    tokens, rank = torch.arange(8)[None], torch.tensor([list(map(int, page["rank"]))])
+    tokens = torch.arange(8)[None]
+    rank = torch.tensor([list(map(int, page["rank"]))])
     seen = []
 
     def noted(model, prompt, answer):
@@ -446,20 +459,19 @@ def test_the_lessons_example_of_y_and_y_star(monkeypatch):
     cdlm.consistency_loss(toy_model(diffusion_block_size=4), batch, MASK, seeded(11))
     assert seen == [page["y*"], page["y"]]
     y, y_star = ({slot for slot, x in zip(page["slot"], page[name]) if x == "_"} for name in ("y", "y*"))
-    assert set(page["U_y"][1:4]) == y - y_star and set(page["S_y"][1:5]) == y_star
+    assert set(page["U_y"][1:4]) == y - y_star
+    assert set(page["S_y"][1:5]) == y_star
 
 
 # -- decode.py -----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("args, message", [
-    (["--method", "cdlm", "--drafter", "nowhere"], "cannot read nowhere/config.json"),
-    (["--method", "cdlm", "--drafter", TARGET, "--threshold", "7"],
-     "threshold 7.0 is out of range; allowed is 0"),
-    (["--method", "cdlm", "--explain", "2"], "--explain is for methods that verify drafts")])
+@pytest.mark.parametrize("args, message", table(f"""
+    --drafter nowhere | cannot read nowhere/config.json
+    --drafter {TARGET} --threshold 7 | threshold 7.0 is out of range; allowed is 0
+    --explain 2 | --explain is for methods that verify drafts
+"""))
 def test_bad_input_is_one_line(args, message):
-    with pytest.raises(ValueError) as e:
-        decode.main(args)
-    assert message in str(e.value) and "\n" not in str(e.value)
+    assert message in refusal(decode, f"--method cdlm {args}")
 
 
 @pytest.mark.parametrize("method, threshold", [("cdlm", cdlm.THRESHOLD), ("dlm", None)])
@@ -484,38 +496,44 @@ def test_another_model_has_other_diffusion_models(model, folder):
 @pytest.fixture
 def answer(toy, tmp_path, capsys):
     """answer(*args): decode.py's JSON and its output with the toy as diffusion model."""
-    def run(*args):
-        file = tmp_path / "o.json"
-        decode.main(["--method", "cdlm", "--drafter", toy, "--json", str(file), *args])
-        return json.loads(file.read_text()), capsys.readouterr().out
+    def run(line):
+        run_script(decode, f"--method cdlm --drafter {toy} --json {tmp_path}/o.json {line}")
+        return json.loads((tmp_path / "o.json").read_text()), capsys.readouterr().out
     return run
 
 
 def test_the_target_is_loaded_to_compare_alone(toy, tmp_path, answer, monkeypatch):
-    target, loaded, load = save_toy_target(tmp_path, seed=1), [], checkpoints.load
+    target = save_toy_target(tmp_path, seed=1)
+    loaded = []
+    load = checkpoints.load
 
     def noted(path, *how):
         loaded.append(path)
         return load(path, *how)
 
     monkeypatch.setattr(checkpoints, "load", noted)
-    for model, more, want in (("nowhere", [], [toy]), (target, ["--compare"], [toy, target])):
+    for model, want in (("nowhere", [toy]), (f"{target} --compare", [toy, target])):
         loaded.clear()
-        said, out = answer("--prompt", "hi", "--max-new-tokens", "32", "--model", model, *more)
-        assert loaded == want and said["model"] == toy and out.startswith(f"{toy}: ")
+        said, out = answer(f"--prompt hi --max-new-tokens 32 --model {model}")
+        assert loaded == want
+        assert said["model"] == toy
+        assert out.startswith(f"{toy}: ")
 
 
 @pytest.mark.parametrize("method", cdlm.METHODS)
 def test_decode_json(toy, answer, method):
-    said, out = answer("--model", toy, "--method", method, "--task", "revise", "--size", "3", "--n", "2",
-                       "--batch", "2", "--max-new-tokens", "64", "--threshold", "0.0", "--compare")
-    assert said["counts"]["forwards"] >= 2 and len(said["requests"]) == 2
+    said, out = answer(f"--model {toy} --method {method} --task revise --size 3 --n 2 --batch 2 "
+                       "--max-new-tokens 64 --threshold 0.0 --compare")
+    assert said["counts"]["forwards"] >= 2
+    assert len(said["requests"]) == 2
     assert said["counts"]["tokens_kept"] == said["new_tokens"]
-    assert "tokens per forward" in out and "speed-up" in out and "identical" not in out
+    assert "tokens per forward" in out
+    assert "speed-up" in out
+    assert "identical" not in out
 
 
 @pytest.mark.parametrize("size, steps", [(None, 48 / B), (4, 12), (100, 1)])
 def test_decode_with_another_block_size(toy, answer, size, steps):
-    more = ["--block-size", str(size)] if size else []
-    said, _ = answer("--model", toy, "--prompt", "hi", "--max-new-tokens", "48", "--threshold", "0", *more)
+    more = f"--block-size {size}" if size else ""
+    said, _ = answer(f"--model {toy} --prompt hi --max-new-tokens 48 --threshold 0 {more}")
     assert said["counts"]["forwards"] == steps

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, dense_logits, run_script, save_toy_target, toy_model
+from conftest import ROOT, TARGET, dense_logits, refusal, run_script, save_toy_target, table, toy_model, words
 from safetensors.torch import load_file, save_file
 
 import compare_checkpoints as compare
@@ -21,8 +21,8 @@ from minispec.core.verify import Sampling
 from minispec.data.tokenizer import TEXT_ALONE, Tokenizer
 
 FAMILIES = list(compare.FAMILIES)
-SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-           "original_max_position_embeddings": 32}
+SCALES = '"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32'
+SCALING = json.loads('{"factor": 8.0, %s}' % SCALES)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,8 @@ def test_transformers_computes_the_same_logits_for_every_shape_we_write(tmp_path
     transformers = pytest.importorskip("transformers")
     ids = torch.randint(0, 64, (120,)).tolist()
     for i, shape in enumerate(WRITTEN):
-        model, folder = toy_model(gain=2.0, eos_id=None, **shape), tmp_path / str(i)
+        model = toy_model(gain=2.0, eos_id=None, **shape)
+        folder = tmp_path / str(i)
         if model.config.qkv_bias:
             for block in model.blocks:
                 torch.nn.init.normal_(block.qkv.bias)
@@ -77,7 +78,8 @@ def test_transformers_computes_the_same_logits_for_every_shape_we_write(tmp_path
 def test_positions_are_stretched_at_low_frequencies():
     turn = torch.tensor([1.0, 0.5, 0.1, 1e-3])           # 5.1, 2.5, 0.5 and 0.005 turns in 32 positions
     middle = 0.125 + 0.875 * (16 / 6.2831853 - 1) / 3
-    assert torch.allclose(gpt.llama3_scaling(turn, **SCALING) / turn, torch.tensor([1.0, middle, 0.125, 0.125]))
+    want = torch.tensor([1.0, middle, 0.125, 0.125])
+    assert torch.allclose(gpt.llama3_scaling(turn, **SCALING) / turn, want)
 
 
 # -- folders ---------------------------------------------------------------------------------------------
@@ -107,32 +109,33 @@ WEIGHTS = [     # name, change, part of the line
     ("layers.0.mlp.up_proj.bias", lambda _: torch.ones(64),
      "holds model.layers.0.mlp.up_proj.bias, which this model does not use"),
 ]
-CONFIGS = [     # changes of config.json, part of the line
-    ({"num_attention_heads": 0, "head_dim": None}, "config.json"),
-    ({"vocab_size": "many"}, "vocab_size must be a number above 0 and at most 1048576, got 'many'"),
-    ({"rope_theta": "wide"}, "got 'wide'"),
-    ({"rope_theta": 0}, "rope_theta must be a number above 0 and at most 1e+12, got 0"),
-    ({"rope_parameters": {"rope_theta": -5.0}}, "at most 1e+12, got -5.0"),
-    ({"rms_norm_eps": 1e12}, "norm_eps must be a number above 0 and at most 0.01, got 1000000000000.0"),
-    ({"rms_norm_eps": float("nan")}, "at most 0.01, got nan"),
-    ({"eos_token_id": -1}, "eos_id must be a number from 0 and at most 1048576, got -1"),
-    ({"bos_token_id": True}, "got True"),
-    ({"max_position_embeddings": 10 ** 12}, "block_size must be a number above 0 and at most 1048576, got"),
-    ({"num_key_value_heads": 3}, "n_kv_head must divide n_head 4, got 3"),
-    ({"head_dim": 7}, "head_dim must be even, got 7"),
-    ({"model_type": "gpt2"}, "architecture must be one of llama, qwen2, qwen3, got 'gpt2'"),
-    ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
-    ({"attention_bias": True}, "attention_bias must be absent, got True"),
-    ({"quantization_config": {"bits": 4}}, "quantization_config must be absent, got {'bits': 4}"),
-    ({"tie_word_embeddings": "false"}, "tied must be true or false, got 'false'"),
-    ({"rope_ratio": 2}, "rope_ratio must be absent, got 2"),
-    ({"rope_scaling": {"rope_type": "llama3", **SCALING, "factor": 0}}, "factor must be a number above 0"),
-    ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope scaling must be default or llama3, got 'yarn'"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "is damaged: KeyError: 'low_freq_factor'"),
-    ({"rope_scaling": {"factor": 4.0}}, "factor must be absent, got 4.0"),
-    ({"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}}, "factor must be absent, got 4.0"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1.0, got 0.5"),
-]
+# Changes of config.json, part of the line.
+CONFIGS = """
+{"num_attention_heads": 0, "head_dim": null} | config.json
+{"vocab_size": "many"} | vocab_size must be a number above 0 and at most 1048576, got 'many'
+{"rope_theta": "wide"} | got 'wide'
+{"rope_theta": 0} | rope_theta must be a number above 0 and at most 1e+12, got 0
+{"rope_parameters": {"rope_theta": -5.0}} | at most 1e+12, got -5.0
+{"rms_norm_eps": 1e12} | norm_eps must be a number above 0 and at most 0.01, got 1000000000000.0
+{"rms_norm_eps": NaN} | at most 0.01, got nan
+{"eos_token_id": -1} | eos_id must be a number from 0 and at most 1048576, got -1
+{"bos_token_id": true} | got True
+{"max_position_embeddings": 1000000000000} | block_size must be a number above 0 and at most 1048576, got
+{"num_key_value_heads": 3} | n_kv_head must divide n_head 4, got 3
+{"head_dim": 7} | head_dim must be even, got 7
+{"model_type": "gpt2"} | architecture must be one of llama, qwen2, qwen3, got 'gpt2'
+{"hidden_act": "gelu"} | hidden_act must be silu, got 'gelu'
+{"attention_bias": true} | attention_bias must be absent, got True
+{"quantization_config": {"bits": 4}} | quantization_config must be absent, got {'bits': 4}
+{"tie_word_embeddings": "false"} | tied must be true or false, got 'false'
+{"rope_ratio": 2} | rope_ratio must be absent, got 2
+{"rope_scaling": {"rope_type": "llama3", "factor": 0, ..}} | factor must be a number above 0
+{"rope_scaling": {"type": "yarn", "factor": 4.0}} | rope scaling must be default or llama3, got 'yarn'
+{"rope_scaling": {"rope_type": "llama3", "factor": 4.0}} | is damaged: KeyError: 'low_freq_factor'
+{"rope_scaling": {"factor": 4.0}} | factor must be absent, got 4.0
+{"rope_parameters": {"rope_theta": 1e4, "factor": 4.0}} | factor must be absent, got 4.0
+{"rope_parameters": {"partial_rotary_factor": 0.5}} | partial_rotary_factor must be 1.0, got 0.5
+"""
 INDEX = "model.safetensors.index.json"
 FILES = [       # file, its new bytes, part of the line
     ("model.safetensors", b"", "model.safetensors is damaged"),
@@ -148,7 +151,10 @@ FILES = [       # file, its new bytes, part of the line
 ]
 
 
-@pytest.mark.parametrize("what, change, message", [*WEIGHTS, *((None, *case) for case in CONFIGS), *FILES])
+CHANGED = [(None, json.loads(x.replace("..", SCALES)), message) for x, message in table(CONFIGS)]
+
+
+@pytest.mark.parametrize("what, change, message", [*WEIGHTS, *CHANGED, *FILES])
 def test_damaged_folders_get_one_line(what, change, message, tmp_path):
     checkpoints.save(toy_model(), tmp_path)
     if what and "-1" in what:
@@ -164,7 +170,9 @@ def test_damaged_folders_get_one_line(what, change, message, tmp_path):
         (tmp_path / what).write_bytes(change)
     with pytest.raises(ValueError) as e:
         checkpoints.load(str(tmp_path))
-    assert message in str(e.value) and "\n" not in str(e.value) and str(tmp_path) in str(e.value)
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
+    assert str(tmp_path) in str(e.value)
 
 
 def same(a, b):
@@ -174,7 +182,8 @@ def same(a, b):
 
 def test_shards_are_read_and_files_beside_the_weights_are_not(tmp_path):
     """A backup next to model.safetensors, and shards of an older split next to those of the index."""
-    model, other = toy_model(), toy_model(seed=1)
+    model = toy_model()
+    other = toy_model(seed=1)
     checkpoints.save(other, tmp_path)
     os.rename(tmp_path / "model.safetensors", tmp_path / "model_old.safetensors")
     checkpoints.save(model, tmp_path)
@@ -213,13 +222,16 @@ def save_padded(folder, vocab, **changes):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["ar", "draft", "specgen"])
 def test_ids_without_a_token_are_never_drawn(method, temperature, tmp_path):
-    folder, draft = save_padded(tmp_path / "target", 2176), save_padded(tmp_path / "draft", 2112, seed=1)
+    folder = save_padded(tmp_path / "target", 2176)
+    draft = save_padded(tmp_path / "draft", 2112, seed=1)
     model = checkpoints.load(folder)
-    assert model.config.vocab_size == 2048 and dense_logits(model, [1, 2]).shape == (2, 2048)
+    assert model.config.vocab_size == 2048
+    assert dense_logits(model, [1, 2]).shape == (2, 2048)
     engine = methods.make_engine(method, model, methods.settings(model=folder, drafter=draft), 1)
     request = Request([1, 2, 3], 60, Sampling(temperature))
     got, = engine.generate([request])
-    assert max(got.token_ids) < 2048 and len(got.token_ids) == 60
+    assert max(got.token_ids) < 2048
+    assert len(got.token_ids) == 60
 
 
 def change_json(file, change):
@@ -231,7 +243,8 @@ def change_json(file, change):
 def test_a_drafter_of_another_vocabulary_is_refused(tmp_path, toy):
     """By the tokens that both tokenizers have. One may have more."""
     save_toy_target(tmp_path)
-    draft, model = tmp_path / "target", checkpoints.load(str(toy))
+    draft = tmp_path / "target"
+    model = checkpoints.load(str(toy))
     settings = methods.settings(model=str(toy), drafter=str(draft))
     more = {"content": "<|more|>", "id": 2048, "special": True}
     change_json(draft / "tokenizer.json", lambda d: {**d, "added_tokens": [*d["added_tokens"], more]})
@@ -244,22 +257,22 @@ def test_a_drafter_of_another_vocabulary_is_refused(tmp_path, toy):
 
 # -- ends ------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("file, said, ends", [
-    ("config.json", {"eos_token_id": [2042, 2045]}, {2045}),
-    ("generation_config.json", {"eos_token_id": 2046}, {2046}),
-    ("generation_config.json", {"eos_token_id": [2045, 2046]}, {2045, 2046}),
-    ("generation_config.json", {"eos_token_id": None}, set()),
-    ("tokenizer_config.json", {"eos_token": "<|prompt|>"}, {2045}),
-    ("tokenizer_config.json", {"eos_token": {"content": "<|prompt|>"}}, {2045}),
-])
+@pytest.mark.parametrize("file, said, ends", table("""
+    config.json | {"eos_token_id": [2042, 2045]} | 2045
+    generation_config.json | {"eos_token_id": 2046} | 2046
+    generation_config.json | {"eos_token_id": [2045, 2046]} | 2045 2046
+    generation_config.json | {"eos_token_id": null} |
+    tokenizer_config.json | {"eos_token": "<\\u007cprompt\\u007c>"} | 2045
+    tokenizer_config.json | {"eos_token": {"content": "<\\u007cprompt\\u007c>"}} | 2045
+"""))
 def test_every_end_that_a_file_declares_ends_an_answer(file, said, ends, tmp_path):
     folder = save_toy_target(tmp_path)
-    change_json(tmp_path / "target" / file, lambda data: {**data, **said})
+    change_json(tmp_path / "target" / file, lambda data: {**data, **json.loads(said)})
     tokenizer = Tokenizer.load(folder)
     assert tokenizer.special["<|prompt|>"] == 2045
     asked = [tasks.Problem("prompt", "hi")]
     request, = answers.requests_of(asked, tokenizer, checkpoints.load(folder))
-    assert request.stop_ids == {tokenizer.special["<|eos|>"]} | ends == set(tokenizer.ends)
+    assert request.stop_ids == {tokenizer.special["<|eos|>"], *map(int, ends.split())} == set(tokenizer.ends)
 
 
 # -- text ------------------------------------------------------------------------------------------------
@@ -281,7 +294,8 @@ CHATS = {"Qwen2.5": f"<|im_start|>system\n{SYSTEM}<|im_end|>\n{CHATML}", "Qwen3"
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chats_are_asked_in_the_format_of_the_family(family, tmp_path):
     pytest.importorskip("tokenizers")
-    theirs, ours = compare.write_tokenizer(tmp_path, family), Tokenizer.load(tmp_path)
+    theirs = compare.write_tokenizer(tmp_path, family)
+    ours = Tokenizer.load(tmp_path)
     for text in ("Hi", "1 + 1 = ?\r\nand 23", "e\u0301 🙂 don't", ""):
         want = theirs.encode(CHATS[family].format(text), add_special_tokens=False).ids
         assert ours.prompt_ids(text) == ours.prompt_ids(f" {text}\n") == want
@@ -290,18 +304,19 @@ def test_chats_are_asked_in_the_format_of_the_family(family, tmp_path):
     assert ours.special["<|eot_id|>" if family == "Llama-3" else "<|im_end|>"] in ours.ends
 
 
-SPOILED = [     # path in the shipped tokenizer.json, new value, part of the line
-    (("normalizer",), {"type": "NFKC"}, "normalizer must be none or NFC, got NFKC"),
-    (("pre_tokenizer", "pretokenizers", 0, "individual_digits"), False, "got Digits + ByteLevel with other"),
-    (("pre_tokenizer", "pretokenizers", 1, "add_prefix_space"), True, "must end in ByteLevel without"),
-    (("pre_tokenizer", "pretokenizers", 0, "pattern"), {"Regex": "("}, "tokenizer.json"),
-    (("model", "end_of_word_suffix"), "</w>", "end_of_word_suffix must be absent, got </w>"),
-    (("model", "merges"), [["t", "h"], ["a", "n"]], "not in the order of their ids"),
-    (("added_tokens", 0, "id"), 7, "two tokens of the vocabulary have the same id"),
-]
+# Path in the shipped tokenizer.json, new value, part of the line.
+SPOILED = """
+normalizer | {"type": "NFKC"} | normalizer must be none or NFC, got NFKC
+pre_tokenizer pretokenizers 0 individual_digits | false | got Digits + ByteLevel with other
+pre_tokenizer pretokenizers 1 add_prefix_space | true | must end in ByteLevel without
+pre_tokenizer pretokenizers 0 pattern | {"Regex": "("} | tokenizer.json
+model end_of_word_suffix | "</w>" | end_of_word_suffix must be absent, got </w>
+model merges | [["t", "h"], ["a", "n"]] | not in the order of their ids
+added_tokens 0 id | 7 | two tokens of the vocabulary have the same id
+"""
 
 
-@pytest.mark.parametrize("path, value, message", SPOILED)
+@pytest.mark.parametrize("path, value, message", table(SPOILED))
 def test_tokenizers_that_tiktoken_cannot_be_are_refused(path, value, message, tmp_path):
     def change(data):
         if "individual_digits" in path:
@@ -309,42 +324,46 @@ def test_tokenizers_that_tiktoken_cannot_be_are_refused(path, value, message, tm
         if "merges" in path:
             data["model"]["vocab"] |= {"th": 400, "an": 300}
         place = data
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value
+        *way, last = path.split()
+        for key in way:
+            place = place[int(key) if key.isdigit() else key]
+        place[last] = json.loads(value)
         return data
 
-    shutil.copy(os.path.join(TARGET, "tokenizer.json"), tmp_path)
+    shutil.copy(f"{TARGET}/tokenizer.json", tmp_path)
     change_json(tmp_path / "tokenizer.json", change)
     with pytest.raises(ValueError) as e:
         Tokenizer.load(tmp_path)
-    assert message in str(e.value) and "\n" not in str(e.value) and "tokenizer.json" in str(e.value)
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
+    assert "tokenizer.json" in str(e.value)
 
 
 # -- decode.py -------------------------------------------------------------------------------------------
 
 def run(folder, tmp_path, *args):
     """The result that decode.py writes."""
-    run_script(decode, "--model", folder, "--json", tmp_path / "o.json", *args)
+    run_script(decode, f"--model {folder} --json {tmp_path}/o.json", *words(*args))
     return json.loads((tmp_path / "o.json").read_text())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_models_are_decoded(family, made, tmp_path):
     prompt = "🙂 <|im_end|>"
-    got = run(made[family], tmp_path, "--method", "specgen", "--prompt", prompt, "--max-new-tokens", 30,
-              "--compare")
+    got = run(made[family], tmp_path, "--method specgen --max-new-tokens 30 --compare --prompt", prompt)
     assert got["prompt_ids"] == Tokenizer.load(made[family]).prompt_ids(prompt)
-    assert got["identical"] and got["correct"] is None
-    got = run(made[family], tmp_path, "--task", "story", "--n", 2, "--batch", 2, "--max-new-tokens", 5)
-    assert got["correct"] is None and len(got["requests"]) == 2
+    assert got["identical"]
+    assert got["correct"] is None
+    got = run(made[family], tmp_path, "--task story --n 2 --batch 2 --max-new-tokens 5")
+    assert got["correct"] is None
+    assert len(got["requests"]) == 2
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     checkpoints.save(toy_model(), tmp_path)
-    shutil.copy(os.path.join(TARGET, "tokenizer.json"), tmp_path)
+    shutil.copy(f"{TARGET}/tokenizer.json", tmp_path)
     with pytest.raises(ValueError, match="the vocabulary of this model is 0 to 63"):
-        run_script(decode, "--model", tmp_path, "--prompt", "x")
+        run_script(decode, f"--model {tmp_path} --prompt x")
 
 
 LONG = ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)
@@ -354,9 +373,7 @@ UNANSWERED = [*((text, "exceed the context of 512") for text in LONG),
 
 @pytest.mark.parametrize("prompt, message", UNANSWERED, ids=range(len(UNANSWERED)))
 def test_prompts_that_cannot_be_answered_get_one_line(prompt, message, toy):
-    with pytest.raises(ValueError) as e:
-        run_script(decode, "--model", toy, "--prompt", prompt)
-    assert message in str(e.value) and "\n" not in str(e.value)
+    assert message in refusal(decode, f"--model {toy} --prompt", prompt)
 
 
 def test_an_empty_prompt_without_a_template_is_refused():
@@ -375,7 +392,8 @@ def test_an_empty_prompt_without_a_template_is_refused():
 
 @pytest.mark.parametrize("method", ["prism", "specdiff"])
 def test_a_drafter_of_another_target_is_refused_by_name(method, tmp_path):
-    target, other = toy_model(seed=1), toy_model(seed=2)
+    target = toy_model(seed=1)
+    other = toy_model(seed=2)
     made = {"prism": prism.for_target(target), "specdiff": specdiff.for_target(target, n_layer=1, gamma=3)}
     checkpoints.save_drafter(made[method], tmp_path, target)
     settings = methods.settings(drafter=str(tmp_path))

@@ -15,12 +15,14 @@ def test_ngram_proposes_what_followed_last_time():
     propose = lambda r, limit=4: drafter.propose([r], [limit])[0][0]
     r = Request([1, 2, 3, 4, 5, 9, 2, 3])
     assert propose(r) == [4, 5, 9, 2]  # the only earlier 2, 3
-    assert propose(r, 2) == [4, 5] and propose(r, 0) == []
+    assert propose(r, 2) == [4, 5]
+    assert propose(r, 0) == []
     r.tokens += [7, 8, 2, 3]
     assert propose(r) == [7, 8, 2, 3]  # now the most recent one
     r.tokens += [4]
     assert propose(r) == [5, 9, 2, 3]  # the longest match, 2 3 4, before the most recent one
-    assert propose(Request([1, 2, 3])) == [] and propose(Request([1])) == []
+    assert propose(Request([1, 2, 3])) == []
+    assert propose(Request([1])) == []
     drafter.release(r)
     assert r not in drafter.index
 
@@ -34,7 +36,8 @@ def test_small_model_keeps_its_cache_in_step():
     """Whatever was accepted, the drafts equal those of a drafter that starts afresh from the committed
     tokens."""
     model = toy_model(seed=2)
-    drafter, request = SmallLM(model, model), Request(list(range(20)), 100)
+    drafter = SmallLM(model, model)
+    request = Request(list(range(20)), 100)
     for committed in ([], [1], [5, 9], [7, 7, 7, 7]):
         request.tokens += committed
         drafts, _ = drafter.propose([request], [4])[0]
@@ -45,13 +48,17 @@ def test_small_model_keeps_its_cache_in_step():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("ours, theirs", [(40, 64), (64, 40)])
 def test_only_tokens_of_both_models_are_drafted(ours, theirs, temperature):
-    target, small = toy_model(vocab=theirs), toy_model(vocab=ours, seed=1)
+    target = toy_model(vocab=theirs)
+    small = toy_model(vocab=ours, seed=1)
     drafter = whole(SmallLM(small, target))
-    drafted, propose = [], drafter.propose
+    drafted = []
+    propose = drafter.propose
     drafter.propose = lambda *args: [drafted.extend(d[0]) or d for d in propose(*args)]
     ask = lambda: Request([theirs - 1, 2, 3], 100, Sampling(temperature))
     (got,) = Engine(target, lambda e: SyncScheduler(e, drafter, 4), 1).generate([ask()])
-    assert len(got.token_ids) == 100 and len(drafted) > 100 and max(drafted) < 40
+    assert len(got.token_ids) == 100
+    assert len(drafted) > 100
+    assert max(drafted) < 40
     if temperature == 0:
         assert got.token_ids == Engine(target, SyncScheduler, 1).generate([ask()])[0].token_ids
     elif theirs > 40:
@@ -61,13 +68,20 @@ def test_only_tokens_of_both_models_are_drafted(ours, theirs, temperature):
 @torch.no_grad()
 def test_the_second_segment_of_a_request_reads_what_the_first_one_stores():
     """As SpecDiff's windows do; whoever is served together."""
-    model, cache = toy_model(), KVCache(toy_model().config, 2048)
+    model = toy_model()
+    cache = KVCache(toy_model().config, 2048)
     for sizes in (((6, 3), (3, 6)), ((3, 3), (4, 4))):
-        segments, ids, positions, alone = [], [], [], []
+        segments = []
+        ids = []
+        positions = []
+        alone = []
         for i, some in enumerate(sizes):
-            blocks, apart, start = cache.open(20), cache.open(20), 0
+            blocks = cache.open(20)
+            apart = cache.open(20)
+            start = 0
             for n in some:
-                rows, at = torch.arange(n) + 9 * i + start, torch.arange(start, start + n)
+                rows = torch.arange(n) + 9 * i + start
+                at = torch.arange(start, start + n)
                 sees = torch.ones(n, n, dtype=torch.bool) if start else None
                 alone.append(
                     model(rows, at, packed_attend([(0, n, FullKeys(cache, apart, start, n, tail=sees))]))

@@ -2,13 +2,13 @@
 by token, whatever else is in the batch; rejection sampling has the target's distribution."""
 import contextlib
 import functools
+import itertools
 import os
-import random
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import Arbitrary, chi_square, dense_logits, toy_model
+from conftest import Arbitrary, chi_square, dense_logits, prompts, toy_model
 
 from minispec import specgen
 from minispec.core import verify
@@ -20,7 +20,8 @@ from minispec.core.verify import RULES, Sampling, warp
 from minispec.core.draft_head import DraftHead
 from minispec.tools.answers import summary
 
-TARGET, OTHER = toy_model(seed=0), toy_model(seed=1, n_layer=1)
+TARGET = toy_model(seed=0)
+OTHER = toy_model(seed=1, n_layer=1)
 
 
 def copying(engine, drafter, k, max_n=3):
@@ -48,12 +49,6 @@ SCHEDULERS["delayed"] = lambda e, model, other: sparse(e, k=4, delayed=True)
 
 def make(name, batch=4, model=TARGET, other=OTHER, **kw):
     return Engine(model, lambda e: SCHEDULERS[name](e, model, other), batch, prefill_chunk=16, **kw)
-
-
-def prompts(n=8, vocab=64, seed=0):
-    rng = random.Random(seed)
-    lengths = 1, 2, 9, 16, 17, 40, 100
-    return [[rng.randrange(vocab) for _ in range(rng.choice(lengths))] for _ in range(n)]
 
 
 def ask(prompt_list, max_new=30, sampling=Sampling(), stop=()):
@@ -90,7 +85,8 @@ def test_autoregressive_equals_dense_forwards():
 def test_greedy_is_identical_to_autoregressive(name):
     got, engine = run(name, prompts(8), batch=3)
     assert [g.token_ids for g in got] == plain(8)
-    assert engine.cache.used == 0 and not engine.active
+    assert engine.cache.used == 0
+    assert not engine.active
     assert (name == "draft, copies") == any(s.lookup and s.drafted for g in got for s in g.rounds)
 
 
@@ -113,7 +109,8 @@ def test_a_seed_is_a_text(name, sampling):
     for batch in (1, 8, 17):
         n = 4 if batch == 1 else 17
         got, engine = run(name, prompts(n), batch, sampling=sampling)
-        assert [g.token_ids for g in got] == plain(17, 30, sampling)[:n] and engine.cache.used == 0
+        assert [g.token_ids for g in got] == plain(17, 30, sampling)[:n]
+        assert engine.cache.used == 0
     assert plain(17, 30, sampling) != plain(17, 30, replace(sampling, temperature=1.5))
     steps = [s for g in got for s in g.rounds]
     assert name in ("ar", "ngram") or sum(s.accepted for s in steps) > 0.2 * len(steps)
@@ -165,7 +162,8 @@ def test_end_of_text_inside_accepted_drafts(name):
     for stop in {full[0][0], full[1][7], full[2][7], full[3][23]}:
         for g, ids in zip(run(name, prompts(4), stop=[stop])[0], full):
             cut = ids[:ids.index(stop) + 1] if stop in ids else ids
-            assert g.token_ids == cut and g.finish == ("stop" if stop in ids else "length")
+            assert g.token_ids == cut
+            assert g.finish == ("stop" if stop in ids else "length")
             assert len(g.who) == len(g.token_ids)
 
 
@@ -186,13 +184,15 @@ def test_record_adds_up(name):
         assert sum(s.committed for s in g.rounds) in (len(g.token_ids), len(g.token_ids) - 1)
         assert sum(s.accepted for s in g.rounds) == g.who.count("draft")
         for s in g.rounds:
-            assert 0 <= s.accepted <= s.proposed and s.committed in (s.accepted, s.accepted + 1)
+            assert 0 <= s.accepted <= s.proposed
+            assert s.committed in (s.accepted, s.accepted + 1)
             assert name != "ar" or s.proposed == 0
 
 
 def test_small_pool_serves_all_requests_in_turn():
     got, engine = run("specgen", prompts(10), batch=8, cache_tokens=240)
-    assert engine.cache.n_slots == 240 and [g.token_ids for g in got] == plain(10)
+    assert engine.cache.n_slots == 240
+    assert [g.token_ids for g in got] == plain(10)
     with pytest.raises(ValueError, match="cannot hold a request"):
         run("ar", [[1] * 140], cache_tokens=160)
 
@@ -218,7 +218,8 @@ def test_a_cancelled_request_stops_at_once_and_the_others_go_on(name, sampling):
         if cut is None and len(got.token_ids) > 5:
             requests[1].cancel()
             cut = len(got.token_ids)
-    assert got.finish == "cancelled" and got.token_ids == want[1][:cut]
+    assert got.finish == "cancelled"
+    assert got.token_ids == want[1][:cut]
     assert all(requests[i].generation.token_ids == want[i] for i in (0, 2, 3))
     assert engine.cache.used == 0
 
@@ -237,7 +238,9 @@ def test_leaving_a_stream_in_the_middle_leaves_a_clean_engine(name, way):
                     raise KeyError
                 break
     stream.close()
-    assert engine.cache.used == engine.cache.charged == 0 and not engine.active and not engine.waiting
+    assert engine.cache.used == engine.cache.charged == 0
+    assert not engine.active
+    assert not engine.waiting
     assert engine.generate([second])[0].token_ids == plain(4, 60)[3]
     again = [g.token_ids for g in engine.generate(first)]
     assert again == [*plain(1, 20, AT_1), *plain(3, 20)[1:]]
@@ -287,7 +290,8 @@ class Planted(Drafter):
         done = len(requests[0].generation.token_ids)
         if done > 1:
             return super().propose(requests, limits)
-        own, wrong = text[done:done + self.right], [(text[done] + 1) % 64, 0, 0]
+        own = text[done:done + self.right]
+        wrong = [(text[done] + 1) % 64, 0, 0]
         parents = [*range(self.right), 0, self.right + 1, self.right + 2]
         return [(own + wrong, None, parents)]
 
@@ -297,21 +301,25 @@ def test_a_bonus_follows_an_accepted_draft_without_a_child(right, who, proposed)
     """Also where another chain of the tree is deeper: no draft after the accepted one was rejected."""
     engine = Engine(TARGET, lambda e: SyncScheduler(e, Planted(right), 8), 1)
     g, = engine.generate(ask(prompts(1)))
-    assert g.token_ids == plain(1)[0] and g.who[:2 + right] == ["plain", *["draft"] * right, who]
+    assert g.token_ids == plain(1)[0]
+    assert g.who[:2 + right] == ["plain", *["draft"] * right, who]
     assert (g.rounds[0].proposed, g.rounds[0].accepted) == (proposed, right)
     assert summary([g], engine)["acceptance_by_position"] == [float(right > 0)] * proposed
 
 
+TWO = [0, 1, 0, 3, 4]            # chains 1 2 and 3 4 5
+
+
 @pytest.mark.parametrize("parents, path, proposed, who", [
-    ([0, 1, 0, 3, 4], [1, 2], 2, "bonus"), ([0, 1, 0, 3, 4], [1], 2, "correction"),
-    ([0, 1, 0, 3, 4], [3], 3, "correction"),
+    (TWO, [1, 2], 2, "bonus"), (TWO, [1], 2, "correction"), (TWO, [3], 3, "correction"),
     (None, [1, 2, 3, 4, 5], 5, "bonus"), (None, [1], 5, "correction")])
 def test_of_several_chains_a_shorter_one_may_be_accepted_whole(parents, path, proposed, who):
     """A rejected longer chain before the accepted rows does not count after them."""
     r = Request([1], 30)
     segment = Segment(r, [1] * 6, 0, None, "verify", 6, [7, 8, 9, 10, 11], parents=parents)
     r.commit(segment, path, 5, "specdiff")
-    assert r.generation.who[-1] == who and r.generation.rounds[0].proposed == proposed
+    assert r.generation.who[-1] == who
+    assert r.generation.rounds[0].proposed == proposed
 
 
 # -- chi-square over all outputs of three tokens, vocabulary 8: plain decoding and rejection -----------------
@@ -328,7 +336,8 @@ def small(seed):
     return model
 
 
-SMALL, SMALL_OTHER = small(3), small(4)
+SMALL = small(3)
+SMALL_OTHER = small(4)
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 ROUNDS = 100_000 if FULL else 4_000
 PROMPT = [1, 5, 2, 7, 3, 3, 6, 1]
@@ -340,9 +349,8 @@ def exact(sampling):
         return warp(dense_logits(SMALL, [*PROMPT, *more])[-1], sampling)
 
     out = torch.zeros(8, 8, 8)
-    for a in range(8):
-        for b in range(8):
-            out[a, b] = after()[a] * after(a)[b] * after(a, b)
+    for a, b in itertools.product(range(8), repeat=2):
+        out[a, b] = after()[a] * after(a)[b] * after(a, b)
     return out.flatten()
 
 
@@ -350,7 +358,9 @@ def sampled(name, sampling, rounds=ROUNDS):
     """Counts (512,) of the first three tokens of answers, until `rounds` rounds were played; and the share of
     drafts accepted."""
     counts = torch.zeros(512, dtype=torch.long)
-    steps, seed, played = [], 0, 0
+    steps = []
+    seed = 0
+    played = 0
     while played < rounds:
         requests = [Request(PROMPT, 4, replace(sampling, seed=seed + i)) for i in range(250)]
         for g in make(name, 250, SMALL, SMALL_OTHER).generate(requests):

@@ -13,7 +13,8 @@ def test_two_writers_of_one_path_do_not_mix(tmp_path):
     path = tmp_path / "race.json"
     first = files.replaced(path)
     second = files.replaced(path)
-    first_name, second_name = first.__enter__(), second.__enter__()
+    first_name = first.__enter__()
+    second_name = second.__enter__()
     assert first_name != second_name
     with open(first_name, "w") as a, open(second_name, "w") as b:
         a.write('{"a":')
@@ -29,13 +30,15 @@ def test_two_writers_of_one_path_do_not_mix(tmp_path):
 
 def test_a_check_leaves_other_files_alone(tmp_path):
     """Not the temporary file of a writer at work, nor the user's own file of such a name."""
-    path, own = tmp_path / "my.json", tmp_path / "my.json.tmp"
+    path = tmp_path / "my.json"
+    own = tmp_path / "my.json.tmp"
     own.write_text("precious")
     with files.replaced(path) as temporary:
         with open(temporary, "w") as f:
             f.write("1")
         script.check_writable(path)
-    assert own.read_text() == "precious" and path.read_text() == "1"
+    assert own.read_text() == "precious"
+    assert path.read_text() == "1"
     assert sorted(os.listdir(tmp_path)) == ["my.json", "my.json.tmp"]
 
 
@@ -90,7 +93,8 @@ def test_error_lines_are_shown_not_obeyed(monkeypatch, capsys):
         raise ValueError("no folder \x1b[2Jx")
     with pytest.raises(SystemExit) as e:
         script.run_main(main)
-    assert e.value.code == 2 and capsys.readouterr().err.endswith(": no folder \\x1b[2Jx\n")
+    assert e.value.code == 2
+    assert capsys.readouterr().err.endswith(": no folder \\x1b[2Jx\n")
     with pytest.raises(SystemExit):
         script.Parser("").parse_args(["\x1b[2Jx"])
     assert capsys.readouterr().err.endswith(": unrecognized arguments: \\x1b[2Jx\n")

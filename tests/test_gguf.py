@@ -1,6 +1,5 @@
 """GGUF files: the model and vocabulary of a Hugging Face folder, and a clear line for every damaged file."""
 import json
-import os
 import random
 import resource
 import signal
@@ -28,7 +27,7 @@ SHAPE = dict(n_layer=2, n_head=4, n_kv_head=2, d_model=64, head_dim=32, d_ff=96,
 
 def vocabulary():
     """(tokens by id, ids of special ones, merges) of the shipped vocabulary."""
-    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+    with open(f"{TARGET}/tokenizer.json", encoding="utf-8") as f:
         data = json.load(f)
     spelled = {i: t for t, i in data["model"]["vocab"].items()}
     special = {t["id"]: t["content"] for t in data["added_tokens"]}
@@ -62,14 +61,16 @@ def test_a_file_decodes_to_the_tokens_of_the_folder(family, tied, tmp_path):
     for source in (path, str(tmp_path / "folder")):
         loaded = checkpoints.load(source)
         runs.append(Engine(loaded, SyncScheduler, 1).generate([Request([1, 2, 3], 60)])[0].token_ids)
-    assert runs[0] == runs[1] and len(runs[0]) == 60
+    assert runs[0] == runs[1]
+    assert len(runs[0]) == 60
 
 
 @pytest.mark.parametrize("kind, most", [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 2e-2), ("Q4_1", 2e-1)])
 def test_quantised_weights_are_near_the_original(kind, most, tmp_path):
     model, path = written(tmp_path / "x.gguf", kind)
     loaded = checkpoints.load(path)
-    a, b = model.blocks[1].qkv.weight, loaded.blocks[1].qkv.weight
+    a = model.blocks[1].qkv.weight
+    b = loaded.blocks[1].qkv.weight
     assert 0 < (a - b).abs().max() <= most * a.abs().max()
     assert checkpoints.load(path, dtype=torch.bfloat16).embed.weight.dtype == torch.bfloat16
 
@@ -77,7 +78,8 @@ def test_quantised_weights_are_near_the_original(kind, most, tmp_path):
 def test_rotary_divisors_are_llama_3s_scaling(tmp_path):
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32}
-    plain, scaled = toy_model(**SHAPE), toy_model(**SHAPE, rope_scaling=scaling)
+    plain = toy_model(**SHAPE)
+    scaled = toy_model(**SHAPE, rope_scaling=scaling)
     ids = list(range(100))
     # The tensor of llama.cpp's converter: divisors of the rotary frequencies.
     from minispec.core.gpt import llama3_scaling
@@ -100,20 +102,24 @@ def test_padding_of_the_vocabulary_is_cut_off(tmp_path):
 # -- vocabularies ----------------------------------------------------------------------------------------
 
 def test_vocabulary_and_template_come_from_the_file(tokenizer_of):
-    ours, shipped = tokenizer_of(template=TEMPLATE), Tokenizer.load(TARGET)
+    ours = tokenizer_of(template=TEMPLATE)
+    shipped = Tokenizer.load(TARGET)
     for text in ("the cat sat on 1234 mats", "naïve 東京 👍🏽\n\n", "a <|eos|> in the text"):
         assert ours.decode(ours.encode(text)) == text
         assert ours.encode(text) == shipped.encode(text)
     want = "<|bos|>[user] say <|eos|> now<|eos|>[assistant]"
     ids = ours.chat_ids([{"role": "user", "content": "say <|eos|> now"}])
-    assert ours.decode(ids) == want and ids[0] == 2041 and ids.count(2042) == 1
+    assert ours.decode(ids) == want
+    assert ids[0] == 2041
+    assert ids.count(2042) == 1
 
 
 def test_a_vocabulary_that_lacks_bytes_drops_them(tokenizer_of):
     tokens, _, _ = vocabulary()                          # ids 0 to 255 are the bytes
     letter = tokens[ord("\x06")]
     ours = tokenizer_of([t if t != letter else "unused-word" for t in tokens])
-    assert ours.encode("a\x06b") == ours.encode("a") + ours.encode("b") and ours.vocab_size == 2048
+    assert ours.encode("a\x06b") == ours.encode("a") + ours.encode("b")
+    assert ours.vocab_size == 2048
 
 
 def test_tokens_of_other_characters_than_byte_letters_are_never_used(tokenizer_of):
@@ -123,27 +129,31 @@ def test_tokens_of_other_characters_than_byte_letters_are_never_used(tokenizer_o
         tokens[i] = name
     ours = tokenizer_of(tokens, special, merges[:-3])
     text = "unused 5 東京 ÿ and  a text\n"
-    assert ours.decode(ours.encode(text)) == text and not set(spare) & set(ours.encode(text))
+    assert ours.decode(ours.encode(text)) == text
+    assert not set(spare) & set(ours.encode(text))
     assert ours.vocab_size == 2048
 
 
 def test_a_file_without_token_types_still_has_its_begin_and_end(tokenizer_of):
     ours = tokenizer_of(template=TEMPLATE, types=False)
     ids = ours.prompt_ids("say <|eos|>")
-    assert ids[0] == 2041 and ids.count(2042) == 1
+    assert ids[0] == 2041
+    assert ids.count(2042) == 1
     assert ours.decode(ids) == "<|bos|>[user] say <|eos|><|eos|>[assistant]"
 
 
 def test_user_defined_tokens_are_found_in_prompts(tokenizer_of):
     ours = tokenizer_of(template=TEMPLATE, user_defined=[2046])
     assert ours.encode("a<|think|>b<|eos|>") == ours.encode("a") + [2046] + ours.encode("b<|eos|>")
-    assert ours.prompt_ids("<|think|>").count(2046) == 1 and 2042 not in ours.encode("<|eos|>")
+    assert ours.prompt_ids("<|think|>").count(2046) == 1
+    assert 2042 not in ours.encode("<|eos|>")
 
 
 @pytest.mark.parametrize("name, other", [("llama3", "llama-bpe"), ("llama-v3", "llama-bpe"),
                                          ("deepseek-r1-qwen", "qwen2")])
 def test_other_names_of_a_pre_tokenizer(name, other, tokenizer_of):
-    ours, theirs = tokenizer_of(pre=name), tokenizer_of(pre=other)
+    ours = tokenizer_of(pre=name)
+    theirs = tokenizer_of(pre=other)
     for text in ("It's 1234 o'clock,\r\n\n  he SAID'LL", "x2y3z", "\t!!\n"):
         assert ours.encode(text) == theirs.encode(text)
 
@@ -205,7 +215,9 @@ def test_unsupported_entries_of_a_file_are_errors(change, message, tmp_path, mon
     _, path = changed(monkeypatch, tmp_path / "x.gguf", change)
     with pytest.raises(ValueError) as e:
         checkpoints.load(path)
-    assert message in str(e.value) and "\n" not in str(e.value) and path in str(e.value)
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
+    assert path in str(e.value)
 
 
 def test_all_ends_of_a_file_end_an_answer(tmp_path, monkeypatch):
@@ -239,7 +251,8 @@ def test_100_damaged_files_end_in_one_line(tmp_path):
     tokens = [*tokens[:298], "<|bos|>", "<|eos|>"]
     path = write_gguf(tmp_path / "whole.gguf", toy_model(**shape), tokens, {298, 299}, merges[:42],
                       template=TEMPLATE, kind="Q8_0")
-    whole, rng = open(path, "rb").read(), random.Random(0)
+    whole = open(path, "rb").read()
+    rng = random.Random(0)
     header = whole.index(b"blk.0.attn_norm")             # most damage goes to the part before the weights
     limit = resource.getrlimit(resource.RLIMIT_AS)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -262,7 +275,8 @@ def test_100_damaged_files_end_in_one_line(tmp_path):
                 Tokenizer.load(str(file)).prompt_ids("hi")
             except ValueError as e:
                 failed += 1
-                assert "\n" not in str(e) and str(file) in str(e)
+                assert "\n" not in str(e)
+                assert str(file) in str(e)
             finally:
                 signal.alarm(0)
                 file.unlink()

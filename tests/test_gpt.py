@@ -77,14 +77,16 @@ def test_damaged_folders_are_named(tmp_path, damage, message):
     damage(tmp_path)
     with pytest.raises(ValueError) as e:
         checkpoints.load(str(tmp_path))
-    assert message in str(e.value) and "\n" not in str(e.value)
+    assert message in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 def test_shipped_target_loads(shipped):
     model, tokenizer = shipped
     assert model.config.vocab_size == tokenizer.vocab_size
     assert model.config.eos_id == tokenizer.special["<|eos|>"]
-    assert not model.config.qk_norm and model.config.block_size >= 8192
+    assert not model.config.qk_norm
+    assert model.config.block_size >= 8192
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(TARGET))
 
 
@@ -125,7 +127,8 @@ def test_a_single_row_of_any_shape_is_multiplied(n_out, bias, dtype, tolerance):
     want = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
     for row in (x, x[0], x[None]):
         out = linear(row)
-        assert out.dtype == dtype and out.shape == (*row.shape[:-1], n_out)
+        assert out.dtype == dtype
+        assert out.shape == (*row.shape[:-1], n_out)
         assert torch.allclose(out.flatten().double(), want[0], atol=tolerance)
     assert linear._packed[1] is None                     # the matrix as it is, no copy of it
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
@@ -159,13 +162,15 @@ def test_the_norm_of_few_rows_is_torchs(dtype, tolerance):
     want = F.rms_norm(rows.double(), (48,), norm.weight.double(), 1e-5)
     for x in (rows, rows[:, None]):
         out = norm(x)
-        assert out.dtype == dtype and out.shape == x.shape
+        assert out.dtype == dtype
+        assert out.shape == x.shape
         assert ((out.view(5, 48) - want).abs() <= tolerance * want.abs().clamp(min=1e-3) * 2).all()
 
 
 def test_a_model_that_has_decoded_can_be_copied_and_pickled():
     """The packed weights of Linear are neither copied nor pickled: each model packs its own weights."""
-    model, ids = toy_model(), list(range(12))
+    model = toy_model()
+    ids = list(range(12))
     before = dense_logits(model, ids)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(dense_logits(again, ids), before)

@@ -5,7 +5,7 @@ import os
 import random
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from functools import partial
 from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -18,7 +18,7 @@ from conftest import interpreted, tell, toy_model  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
 from kernels import attention as att  # noqa: E402
-from kernels import fused, graphs, scores, triton  # noqa: E402
+from kernels import fused, graphs, triton  # noqa: E402
 from kernels.fused import decode  # noqa: E402
 from minispec import prism, specdiff  # noqa: E402
 from minispec.core import kv_cache  # noqa: E402
@@ -54,6 +54,13 @@ def scattered(block=8):
         yield
 
 
+def on_kernels(model, scheduler, batch, fused=True, **kw):
+    """An engine that takes the path of a GPU, or not."""
+    engine = Engine(model, scheduler, batch, **kw)
+    engine.fused = fused
+    return engine
+
+
 def small_model(vocab=64, seed=0):
     return toy_model(vocab=vocab, seed=seed, n_head=2, n_kv_head=1, head_dim=16, n_layer=1)
 
@@ -71,8 +78,7 @@ def check_engine():
             (lambda e: SyncScheduler(e, SmallLM(other, few), 2, lookup=99), few, repeated)):
         runs = []
         for fused in (False, True):
-            engine = Engine(model, scheduler, 2, prefill_chunk=4)
-            engine.fused = fused
+            engine = on_kernels(model, scheduler, 2, fused, prefill_chunk=4)
             with scattered():
                 answers = engine.generate([Request(p, 8) for p in some])
             runs.append([(g.token_ids, [s.accepted for s in g.rounds]) for g in answers])
@@ -97,11 +103,14 @@ def plan_of(cache, tables, shapes):
     return plan
 
 
-VERIFY, DRAFT = (3, 33, None, 0, True), (1, 30, 5, 4, False)
-PROMPT, FIRST = (3, 0, None, 0, False), (1, 50, None, 0, False)
+VERIFY = (3, 33, None, 0, True)
+DRAFT = (1, 30, 5, 4, False)
+PROMPT = (3, 0, None, 0, False)
+FIRST = (1, 50, None, 0, False)
 STEPS = [(PROMPT, VERIFY, DRAFT, FIRST), (DRAFT, VERIFY, DRAFT), (DRAFT,),
          ((1, 7, 2, 1, False), VERIFY, (1, 40, 12, 8, False)), ((2, 50, None, 0, True), DRAFT)]
-FEW, MANY = ((2, 5, None, 0, False), (1, 3, None, 0, False)), (DRAFT, FIRST, FIRST, DRAFT)
+FEW = ((2, 5, None, 0, False), (1, 3, None, 0, False))
+MANY = (DRAFT, FIRST, FIRST, DRAFT)
 
 
 def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
@@ -110,7 +119,9 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
     partial results to merge."""
     torch.manual_seed(0)
     model = toy_model(head_dim=16, n_layer=1)
-    captures, sizes, wrong = [], set(), set()
+    captures = []
+    sizes = set()
+    wrong = set()
     with scattered():
         cache = KVCache(model.config, 320, spare=1)
         held = [cache.open(80) for _ in range(4)]
@@ -134,8 +145,11 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
             # 1. Without graphs, and with slots that are looked up one by one.
             places = eager.places(plan)
             x = eager.fill(sum(len(s.tokens) for s in plan), plan, places)
-            assert 0 <= x.table.min() and x.table.max() <= cache.n_blocks      # also of absent requests
-            at, new = torch.zeros(4, 64, dtype=torch.int32), []
+            # also of absent requests
+            assert 0 <= x.table.min()
+            assert x.table.max() <= cache.n_blocks
+            at = torch.zeros(4, 64, dtype=torch.int32)
+            new = []
             for place, s in zip(places, plan):
                 end = s.start + len(s.tokens)
                 at[place, :end] = cache.slots_of(s.keys.blocks, range(end))
@@ -160,8 +174,8 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
 
 class Forbidding(TorchDispatchMode):
     """Inside, reading a number from the device and copying a tensor from the host raise, as in a capture."""
-    NAMES = ("item", "is_nonzero", "nonzero", "lift_fresh", "to.device", "to.dtype_layout",
-             "repeat_interleave", "masked_select")
+    NAMES = tuple("""item is_nonzero nonzero lift_fresh to.device to.dtype_layout repeat_interleave
+                     masked_select""".split())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         by_mask = str(func).startswith("aten.index")
@@ -180,9 +194,13 @@ def check_graphs():
 
     x = torch.rand(5)
     forbidden = [
-        lambda: x * x.max().item(), lambda: x[x > 0], lambda: x[[0, 1, 2, 3, 4]],
+        lambda: x * x.max().item(),
+        lambda: x[x > 0],
+        lambda: x[[0, 1, 2, 3, 4]],
         lambda: x + torch.ones(5).cpu(),
-        lambda: x if x.sum() > 0 else -x, lambda: x.repeat_interleave(torch.ones(5).long())]
+        lambda: x if x.sum() > 0 else -x,
+        lambda: x.repeat_interleave(torch.ones(5).long()),
+    ]
     with torch.inference_mode(), mock.patch.object(references.Recorded, "replay", replay):
         for function in forbidden:
             graph = references.Recorded(lambda: [function()])
@@ -226,12 +244,15 @@ def graphs_of(n_slots, batch, longest, group, function=None):
 
 def test_graphs_have_room_for_every_mix_of_requests():
     """The plans of random batches fit into the room of their padded rows, which one request can fill."""
-    n_slots, batch, longest = 6000, 6, 3100
+    n_slots = 6000
+    batch = 6
+    longest = 3100
     rng = random.Random(0)
     for group in (1, 4):
         run = graphs_of(n_slots, batch, longest, group)
         for _ in range(150):
-            shapes, left = [], n_slots
+            shapes = []
+            left = n_slots
             for _ in range(rng.randint(1, batch)):
                 length = rng.randint(1, min(longest, left))
                 n = min(length, rng.choice([1, 1, 9, 100]), graphs.SIZES[-1] - sum(s[0] for s in shapes))
@@ -264,12 +285,15 @@ def test_a_forward_larger_than_the_largest_graph_is_eager_and_others_share_their
     largest = graphs.SIZES[-1]
     for warm in (False, True):                           # the first one compiles, which is told apart
         (out,), seconds = run(segment(largest + 1))
-        assert set(called) == {largest + 1} and run.graphs == {}
-        assert (seconds > 0) != warm and len(out) == largest + 1
+        assert set(called) == {largest + 1}
+        assert run.graphs == {}
+        assert (seconds > 0) != warm
+        assert len(out) == largest + 1
     for n in (3, 1, 4, 3, largest, 2, 513):
         captures = len(run.graphs)
         (out,), seconds = run(segment(n))
-        assert out.tolist() == list(range(1, n + 1)) and (seconds > 0) == (len(run.graphs) > captures)
+        assert out.tolist() == list(range(1, n + 1))
+        assert (seconds > 0) == (len(run.graphs) > captures)
         held = out
     assert [rows for rows, _ in run.graphs] == [4, 1, largest, 2, 576]
     run(segment(514, 7))
@@ -279,30 +303,34 @@ def test_a_forward_larger_than_the_largest_graph_is_eager_and_others_share_their
 def test_graphs_last_as_long_as_their_cache_and_their_longest_request():
     made = []
     for scheduler in (SyncScheduler, lambda e: SpecGen(e, 3, 0.1, 4)):
-        engine = Engine(toy_model(), scheduler, 2)
-        engine.fused = True
+        engine = on_kernels(toy_model(), scheduler, 2)
         for n in (20, 10, 15, 140):
             engine._prepare([Request([1] * n, 20)] * (2 if n == 20 else 1))
             made.append(engine.graphs)
-        assert made[-4] is made[-3] is made[-2] is not made[-1] and made[-1].longest == 160    # a longer one
+        # a longer one
+        assert made[-4] is made[-3] is made[-2] is not made[-1]
+        assert made[-1].longest == 160
         engine._prepare([Request([1] * 140, 20)] * 2)
         assert engine.graphs is not made[-1]             # a larger cache
         assert engine.cache.n_slots == engine.cache.k.shape[2] - engine.cache.block
     assert made[0].scores.numel() == 0
-    assert made[-1].selected.shape == (2, 2, 2, 16) and made[-1].scores.shape == (2, 2, 2, 160)
+    assert made[-1].selected.shape == (2, 2, 2, 16)
+    assert made[-1].scores.shape == (2, 2, 2, 160)
 
 
 class Counting(TorchDispatchMode):
     """Counts operators that a GPU would launch: all but views and allocations. A reference is one."""
-    FREE = ("view", "_unsafe_view", "_reshape_alias", "slice", "select", "expand", "unsqueeze", "squeeze",
-            "transpose", "t.", "permute", "split", "unbind", "detach", "alias", "as_strided", "empty",
-            "new_empty", "resolve_", "lift_fresh", "numpy_T")
-    launches, muted = 0, False
+    FREE = tuple("""
+        view _unsafe_view _reshape_alias slice select expand unsqueeze squeeze transpose t. permute split
+        unbind detach alias as_strided empty new_empty resolve_ lift_fresh numpy_T""".split())
+    launches = 0
+    muted = False
 
     def counted(self, function, launches=1):
         """The function as so many launches, whatever it does."""
         def call(*args, **kw):
-            muted, self.muted = self.muted, True
+            muted = self.muted
+            self.muted = True
             self.launches += 0 if muted else launches
             with _disable_current_modes():
                 out = function(*args, **kw)
@@ -333,8 +361,7 @@ def counting(monkeypatch):
 def test_a_layer_is_few_kernels(counting):
     """On a GPU a launch takes the host several microseconds, as long as a small model's whole product."""
     def launches(n_layer):
-        engine = Engine(toy_model(head_dim=16, n_layer=n_layer), SyncScheduler, 1)
-        engine.fused = True
+        engine = on_kernels(toy_model(head_dim=16, n_layer=n_layer), SyncScheduler, 1)
         engine.generate([Request([3, 1, 4], 4)])
         graph, _ = engine.graphs.graphs[1, ()]
         counting.launches = 0
@@ -343,17 +370,19 @@ def test_a_layer_is_few_kernels(counting):
         return counting.launches
 
     # The parts of a long list are merged by one more.
-    assert launches(1) > 5 and (launches(3) - launches(1)) / 2 <= 11
+    assert launches(1) > 5
+    assert (launches(3) - launches(1)) / 2 <= 11
 
 
 TARGET, SMALL = (toy_model(vocab=32, head_dim=16, seed=seed) for seed in (0, 1))
-PRISM, SPECDIFF = prism.for_target(TARGET, (0, 1)).eval(), specdiff.for_target(TARGET, gamma=3).eval()
+PRISM = prism.for_target(TARGET, (0, 1)).eval()
+SPECDIFF = specdiff.for_target(TARGET, gamma=3).eval()
 DRAFTERS = {
-    "draft": (lambda: SmallLM(SMALL, TARGET), 3),
-    "prism": (lambda: prism.PrismDrafter(PRISM, TARGET, 4), 4),
-    "prism tree": (lambda: prism.PrismDrafter(PRISM, TARGET, 3, 3), 7),
-    "specdiff": (lambda: specdiff.SpecDiffDrafter(SPECDIFF, TARGET), 3),
-    "specdiff K=3": (lambda: specdiff.SpecDiffDrafter(SPECDIFF, TARGET, k_drafts=3), 9),
+    "draft": (partial(SmallLM, SMALL, TARGET), 3),
+    "prism": (partial(prism.PrismDrafter, PRISM, TARGET, 4), 4),
+    "prism tree": (partial(prism.PrismDrafter, PRISM, TARGET, 3, 3), 7),
+    "specdiff": (partial(specdiff.SpecDiffDrafter, SPECDIFF, TARGET), 3),
+    "specdiff K=3": (partial(specdiff.SpecDiffDrafter, SPECDIFF, TARGET, k_drafts=3), 9),
 }
 
 
@@ -377,7 +406,8 @@ def without_attention(monkeypatch):
 def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monkeypatch):
     """At batch 1. Tables of the host that do not go in one copy count, too. (A GPU also waits for the
     forward: three waits in all.)"""
-    waits, mode = [], counting
+    waits = []
+    mode = counting
     without_attention(monkeypatch)
     monkeypatch.setattr(graphs, "capture", mode.counted(graphs.capture, 0))
     monkeypatch.setattr(references.Recorded, "replay", mode.counted(references.Recorded.replay))
@@ -391,8 +421,7 @@ def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monk
             return real(x)
 
         monkeypatch.setattr(torch.Tensor, wait, waiting)
-    engine = Engine(TARGET, METHODS[name], 1)
-    engine.fused = True
+    engine = on_kernels(TARGET, METHODS[name], 1)
     ask = [Request([3, 1, 4, 1, 5, 3, 1], 16, Sampling(temperature, seed=1))]
     engine.generate([Request(ask[0].tokens, 16, ask[0].sampling)])         # captures
     engine.iterations.clear(), waits.clear()
@@ -420,20 +449,22 @@ def test_a_forwards_tables_go_in_one_copy(monkeypatch):
 
 
 def test_a_list_of_selected_positions_is_copied_once_a_round(counting):
-    engine, copied = Engine(TARGET, lambda e: SpecGen(e, 4, 0.1, 4), 2), []
+    engine = on_kernels(TARGET, lambda e: SpecGen(e, 4, 0.1, 4), 2)
+    copied = []
 
     class Places(list):
         def __setitem__(self, place, keys):
             copied.append(keys)
             super().__setitem__(place, keys)
 
-    engine.fused = True
-    engine._prepare([Request([3, 1, 4, 1, 5, 9, 2, 6], 20), Request([2, 7, 1, 8], 20)])
+    asked = [Request([3, 1, 4, 1, 5, 9, 2, 6], 20), Request([2, 7, 1, 8], 20)]
+    engine._prepare(asked)
     engine.waiting.clear()
     engine.graphs.lists = Places(engine.graphs.lists)
-    answers = engine.generate([Request([3, 1, 4, 1, 5, 9, 2, 6], 20), Request([2, 7, 1, 8], 20)])
+    answers = engine.generate(asked)
     rounds = sum(s.proposed > 0 for g in answers for s in g.rounds)
-    assert 2 < len(copied) <= rounds and len(set(copied)) == len(copied)
+    assert 2 < len(copied) <= rounds
+    assert len(set(copied)) == len(copied)
     assert sum(i["draft"] for i in engine.iterations) > 2 * rounds
 
 
@@ -447,17 +478,18 @@ def test_compiling_and_capturing_is_in_no_price(counting, monkeypatch):
 
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr("time.perf_counter", lambda: clock.__setitem__(0, clock[0] + 1) or clock[0])
-    engine = Engine(TARGET, lambda e: SyncScheduler(e, SmallLM(SMALL, TARGET), 3), 2)
-    engine.fused = True
+    engine = on_kernels(TARGET, lambda e: SyncScheduler(e, SmallLM(SMALL, TARGET), 3), 2)
     answers = engine.generate([Request([3, 1, 4, 1, 5], 6), Request([9, 2], 9)])
     captures = len(engine.graphs.graphs) + len(engine.scheduler.drafter.graphs.graphs)
-    assert captures > 3 and engine.warm_up >= 1000 * captures
+    assert captures > 3
+    assert engine.warm_up >= 1000 * captures
     # No account has any of it, not even a half that another one was given back.
     spent = [x for g in answers for s in g.rounds for x in (s.draft_seconds, s.verify_seconds)]
     spent += engine.seconds.values()
     for i in engine.iterations:
         spent += i["seconds"].values()
-    assert min(spent) >= 0 and max(spent) < 400
+    assert min(spent) >= 0
+    assert max(spent) < 400
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -481,7 +513,9 @@ def test_prices_are_those_of_graphs(name, counting, monkeypatch):
     for _ in range(2):
         seconds = measure.round_seconds(TARGET, drafter, 2, 20, [1, 3])
         assert [len(some) for some in seconds.values()] == [1, 1]
-    assert len(rounds) > 8 and all(rounds) and not drafter.draft_states
+    assert len(rounds) > 8
+    assert all(rounds)
+    assert not drafter.draft_states
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -490,8 +524,9 @@ def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, count
     """For requests that end at different times, and an early stop that changes from round to round."""
     make, k = DRAFTERS[name]
     runs = []
-    for on_kernels in (False, True):
-        drafter, proposed = make(), []
+    for in_graph in (False, True):
+        drafter = make()
+        proposed = []
 
         def propose(requests, limits, real=drafter.propose, proposed=proposed):
             drafter.min_confidence = 0.9 * (len(proposed) % 2)
@@ -500,13 +535,12 @@ def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, count
             return out
 
         drafter.propose = propose
-        engine = Engine(TARGET, lambda e, drafter=drafter: SyncScheduler(e, drafter, k), 2)
-        engine.fused = on_kernels
+        engine = on_kernels(TARGET, lambda e, drafter=drafter: SyncScheduler(e, drafter, k), 2, in_graph)
         with scattered(4):
             answers = engine.generate([Request([3, 1, 4, 1, 5], 6, Sampling(temperature, seed=1)),
                                        Request([9, 2], 19, Sampling(temperature, seed=2))])
         runs.append((proposed, [g.token_ids for g in answers]))
-        assert (drafter.graphs is not None and len(drafter.graphs.graphs) > 0) == on_kernels
+        assert (drafter.graphs is not None and len(drafter.graphs.graphs) > 0) == in_graph
     assert runs[0] == runs[1]
 
 
@@ -522,8 +556,7 @@ def test_the_early_stop_is_a_table_of_the_graph(counting):
         return out
 
     drafter.round = round
-    engine = Engine(TARGET, lambda e: SyncScheduler(e, drafter, k), 2)
-    engine.fused = True
+    engine = on_kernels(TARGET, lambda e: SyncScheduler(e, drafter, k), 2)
     engine.generate([Request([3, 1, 4, 1, 5], 6)])
     assert drafter.graphs.graphs
 

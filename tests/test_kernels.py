@@ -4,6 +4,7 @@ of `CHECKS` run in one child process, this file as a script, and the tests below
 interpreter of triton 3.7 cannot multiply bf16; fp16 takes the same path through the kernels, and bf16 is
 compiled.)"""
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -17,7 +18,7 @@ sys.path.insert(0, ROOT)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from conftest import interpreted, tell, toy_model  # noqa: E402
+from conftest import interpreted, seeded, tell, toy_model  # noqa: E402
 
 import kernels  # noqa: E402
 from kernels import attention as att  # noqa: E402
@@ -26,7 +27,10 @@ import compile_report  # noqa: E402
 import references  # noqa: E402
 
 NO_RESERVE = 0x4000         # Linux's MAP_NORESERVE, which Python names from 3.13 on
-GROUPS, HEADS, KV_HEADS, ROOM = (1, 2, 4, 5, 8), (64, 128), 2, 128
+GROUPS = (1, 2, 4, 5, 8)
+HEADS = (64, 128)
+KV_HEADS = 2
+ROOM = 128
 
 # (rows, length, selected, tail)
 MIXED = [
@@ -46,7 +50,8 @@ class Batch:
 
     def __init__(self, g, d, dtype=torch.float32, seed=0):
         torch.manual_seed(seed)
-        b, n = len(MIXED), sum(r[0] for r in MIXED)
+        b = len(MIXED)
+        n = sum(r[0] for r in MIXED)
         # Queries arrive as part of a fused projection: their rows are not contiguous, their heads are.
         self.q = (3 * torch.randn(n, KV_HEADS * (g + 2), d)).to(dtype)[:, :KV_HEADS * g]
         self.k, self.v = torch.randn(2, KV_HEADS, b * ROOM, d).to(dtype)
@@ -65,6 +70,14 @@ class Batch:
         return torch.full((len(MIXED), KV_HEADS, ROOM), -1.0)
 
 
+@functools.cache
+def attended(g, d, chunk=None, dtype=torch.float32):
+    """(batch, plan, rows, lse) of the kernel on MIXED, whole or split."""
+    batch = Batch(g, d, dtype)
+    plan = att.make_plan(MIXED, g, **({"chunk": chunk} if chunk else {}))
+    return batch, plan, *att.attention(*batch.args(), plan)
+
+
 def close(a, b, tolerance):
     error = (a.float() - b.float()).abs().max().item()
     assert error <= tolerance, f"largest error {error:.2e}, allowed {tolerance:.0e}"
@@ -72,15 +85,16 @@ def close(a, b, tolerance):
 
 def check_mixed(g, d, dtype=torch.float32, tolerance=1e-5):
     """One launch for the whole mixture, unsplit and split, and the scores of the verifying requests."""
-    batch = Batch(g, d, dtype)
-    whole, split = att.make_plan(MIXED, g), att.make_plan(MIXED, g, chunk=48)
-    assert len(whole.merges) == 0 and len(split.merges) > 0
+    batch, whole, out, lse = attended(g, d, None, dtype)
+    _, split, parted, parted_lse = attended(g, d, 48, dtype)
+    assert len(whole.merges) == 0
+    assert len(split.merges) > 0
     want, want_lse = references.attention(*batch.args(), whole)
-    for plan in (whole, split):
-        out, lse = att.attention(*batch.args(), plan)
-        close(out, want, tolerance)
-        close(lse, want_lse, 1e-5)
-    which, args = torch.tensor([2, -1, 1], dtype=torch.int32), (batch.q, batch.k, lse, batch.slots, whole)
+    for got, got_lse in ((out, lse), (parted, parted_lse)):
+        close(got, want, tolerance)
+        close(got_lse, want_lse, 1e-5)
+    which = torch.tensor([2, -1, 1], dtype=torch.int32)
+    args = (batch.q, batch.k, lse, batch.slots, whole)
     got = scores.scores(*args, which, batch.score_buffer())
     close(got, references.scores(*args, which, batch.score_buffer()), 1e-6)    # -1 for other requests
     close(got[1, :, :128].sum(-1), torch.ones(KV_HEADS), 1e-5)
@@ -88,8 +102,7 @@ def check_mixed(g, d, dtype=torch.float32, tolerance=1e-5):
 
 def check_batch_of_one(g=2, d=64):
     """The result of a request is the same, bit for bit, alone and in the mixture. Two of three are split."""
-    batch = Batch(g, d)
-    out, _ = att.attention(*batch.args(), att.make_plan(MIXED, g, chunk=48))
+    batch, _, out, _ = attended(g, d, 48)
     for i in (0, 1, 7):
         first = sum(r[0] for r in MIXED[:i])
         rows = slice(first, first + MIXED[i][0])
@@ -100,18 +113,20 @@ def check_batch_of_one(g=2, d=64):
 
 def check_moved(g=1, d=64):
     """Selections are positions: moving every request to other slots changes nothing."""
-    batch, plan = Batch(g, d), att.make_plan(MIXED, g)
+    batch, plan, want, _ = attended(g, d)
     place = torch.randperm(batch.k.shape[1])                               # old slot -> new slot
-    k, v = torch.empty_like(batch.k), torch.empty_like(batch.v)
+    k = torch.empty_like(batch.k)
+    v = torch.empty_like(batch.v)
     k[:, place], v[:, place] = batch.k, batch.v
     moved = batch.args(k=k, v=v, slots=place[batch.slots.long()].int())
-    assert torch.equal(att.attention(*moved, plan)[0], att.attention(*batch.args(), plan)[0])
+    assert torch.equal(att.attention(*moved, plan)[0], want)
 
 
 def check_full_list(g=4, d=64):
     """A draft row that selects everything equals a row that sees everything."""
     batch = Batch(g, d)
-    q, slots = batch.q[:1], batch.slots[:1]
+    q = batch.q[:1]
+    slots = batch.slots[:1]
     every = torch.stack([torch.randperm(99) for _ in range(KV_HEADS)])[None].int()
     full, _ = att.attention(q, batch.k, batch.v, slots, every[:, :, :0], att.make_plan([(1, 100, 0, 0)], g))
     plan = att.make_plan([(1, 100, 99, 99)], g)
@@ -120,11 +135,11 @@ def check_full_list(g=4, d=64):
 
 def check_padded(g=1, d=64):
     """A plan with room for more, as a captured graph has, gives the same; a plan of nothing gives nothing."""
-    batch, plan = Batch(g, d), att.make_plan(MIXED, g, chunk=48)
+    batch, plan, want, _ = attended(g, d, 48)
     longer = {name: torch.nn.functional.pad(getattr(plan, name), (0, 0, 0, 3), value=-1)
               for name in ("items", "merges")}
     padded = dataclasses.replace(plan, **longer, n_part_rows=plan.n_part_rows + 50)
-    assert torch.equal(att.attention(*batch.args(), padded)[0], att.attention(*batch.args(), plan)[0])
+    assert torch.equal(att.attention(*batch.args(), padded)[0], want)
     empty = att.make_plan([(0, 10, 0, 0)] * len(MIXED), g)
     assert att.attention(*batch.args(q=batch.q[:0]), empty)[0].shape == (0, KV_HEADS * g, d)
 
@@ -132,8 +147,9 @@ def check_padded(g=1, d=64):
 def check_trees(g=2, d=64):
     """Rows of trees see their paths and all before the last 64 positions; windows of masks see themselves."""
     batch = Batch(g, d)
-    n, width = MIXED[1][0], 20
-    path = torch.rand(n, width, generator=torch.Generator().manual_seed(1)) < 0.5
+    n = MIXED[1][0]
+    width = 20
+    path = torch.rand(n, width, generator=seeded(1)) < 0.5
     path[:, -n:] |= torch.eye(n, dtype=torch.bool)
     deep = torch.eye(17, 64).bool() | (torch.arange(64) < 40)
     trees = {1: path, 2: deep, 6: torch.ones(21, 21, dtype=torch.bool)}
@@ -148,7 +164,8 @@ def check_trees(g=2, d=64):
 def check_fused(qk_norm, n, width, d_ff, d):
     """The small kernels of a layer against torch's operators, on sizes that fill no block."""
     model = toy_model(head_dim=d, d_model=width, d_ff=d_ff, qk_norm=qk_norm)
-    block, c = model.blocks[0], model.config
+    block = model.blocks[0]
+    c = model.config
     for p in model.parameters():
         p.data += 0.1 * torch.rand_like(p)
     x, delta = torch.randn(2, n, width)
@@ -157,7 +174,8 @@ def check_fused(qk_norm, n, width, d_ff, d):
         close(got, want, 1e-5)
     gate_up = 3 * torch.randn(n, 2 * d_ff)
     close(fused.silu_mul(gate_up), references.silu_mul(gate_up), 1e-5)
-    qkv, new = torch.randn(n, (c.n_head + 2 * c.n_kv_head) * d), torch.randperm(60)[:n]
+    qkv = torch.randn(n, (c.n_head + 2 * c.n_kv_head) * d)
+    new = torch.randperm(60)[:n]
     args = qkv, block, model.rope, torch.randint(0, 500, (n,)), new
     pools = torch.zeros(4, c.n_kv_head, 60, d)
     close(fused.rope_and_store(*args, *pools[:2]), references.rope_and_store(*args, *pools[2:]), 1e-5)
@@ -169,14 +187,15 @@ def check_large_offsets(g=1, d=64):
     """Results of parts that begin 2^31 numbers into their buffer are written and read there. (72 requests
     that each read 512 tokens of a prompt of 8,192 need that many.) The buffer is address space, of which a
     few pages are touched; half of it is before its first number, where an offset of 32 bits would lead."""
-    batch, plan = Batch(g, d), att.make_plan(MIXED, g, chunk=48)
-    want, _ = att.attention(*batch.args(), plan)
+    batch, plan, want, _ = attended(g, d, 48)
     skipped = (1 << 31) // (KV_HEADS * d)
     far = dataclasses.replace(plan, items=plan.items.clone(), merges=plan.merges.clone(),
                               n_part_rows=plan.n_part_rows + skipped)
     far.items[far.items[:, 3] >= 0, 3] += skipped
     far.merges[:, 3] += skipped
-    parts, empty, half = [], torch.empty, (far.n_part_rows + 1) * KV_HEADS * d
+    parts = []
+    empty = torch.empty
+    half = (far.n_part_rows + 1) * KV_HEADS * d
 
     def spacious(*shape, **kwargs):
         if shape != (far.n_part_rows, KV_HEADS, d):
@@ -227,7 +246,8 @@ def test_in_the_interpreter(name, verdicts):
     ("pillar_scores", "bf16", 5, 64, 90), ("packed_attention", "bf16", 4, 256, 120)])
 def test_compiles_without_spills(kernel, dtype, group, d, arch):
     row = compile_report.compile_one(kernel, dtype, group, d, arch)
-    assert compile_report.faults(row) == "" and 16 < row["registers"] <= 255
+    assert compile_report.faults(row) == ""
+    assert 16 < row["registers"] <= 255
     assert row["blocks_per_sm"] >= (2 if arch == 90 else 1)
 
 
@@ -239,15 +259,17 @@ def test_compile_report_notices_faults():
 
 
 def test_shipped_report_covers_every_configuration():
-    with open(os.path.join(ROOT, "results", "kernels.json"), encoding="utf-8") as f:
+    with open(f"{ROOT}/results/kernels.json", encoding="utf-8") as f:
         report = json.load(f)
     rows = {(r["kernel"], r["dtype"], r["group"], r["head_dim"], r["arch"]) for r in report["rows"]}
     c = compile_report
     want = {(name, dtype, group, d, f"sm_{arch}")
             for name in c.KERNELS for group in (c.GROUPS if name in c.GROUPED else c.GROUPS[:1])
             for d in c.HEADS for dtype in c.DTYPES if c.supported(d, c.DTYPES[dtype]) for arch in c.ARCHS}
-    assert rows == want and len(rows) == len(report["rows"]) == report["compiled"]
-    assert report["faults"] == [] and not any(r["spill_bytes"] for r in report["rows"])
+    assert rows == want
+    assert len(rows) == len(report["rows"]) == report["compiled"]
+    assert report["faults"] == []
+    assert not any(r["spill_bytes"] for r in report["rows"])
 
 
 def test_scores_equal_what_the_cpu_path_records():
@@ -256,15 +278,21 @@ def test_scores_equal_what_the_cpu_path_records():
     from minispec.core.gpt import GPTConfig
     from minispec.core.kv_cache import KVCache
     torch.manual_seed(0)
-    g, d, n, length = 4, 16, 9, 40
+    g = 4
+    d = 16
+    n = 9
+    length = 40
     cache = KVCache(GPTConfig(n_layer=1, n_head=2 * g, n_kv_head=2, head_dim=d), 512)
     cache.k.normal_(), cache.v.normal_()
-    q, k, v = torch.randn(n, 2 * g, d), torch.randn(n, 2, d), torch.randn(n, 2, d)
+    q = torch.randn(n, 2 * g, d)
+    k = torch.randn(n, 2, d)
+    v = torch.randn(n, 2, d)
     cache.open(10)
     blocks = cache.open(length)
     keys = FullKeys(cache, blocks, length - n, n, record=pillar_scores)
     out = packed_attend([(0, n, keys)])(0, q, k, v)
-    slots, plan = cache.slots_of(blocks, range(length)).int()[None], att.make_plan([(n, length, 0, 0)], g)
+    slots = cache.slots_of(blocks, range(length)).int()[None]
+    plan = att.make_plan([(n, length, 0, 0)], g)
     nothing = torch.zeros(1, 2, 0, dtype=torch.int32)
     want, lse = references.attention(q, cache.k[0], cache.v[0], slots, nothing, plan)
     got = references.scores(q, cache.k[0], lse, slots, plan, torch.tensor([0]), torch.zeros(1, 2, length))
@@ -273,7 +301,8 @@ def test_scores_equal_what_the_cpu_path_records():
 
 
 def test_plans_read_every_entry_once_and_no_more_than_a_tile_sees():
-    group, chunk = 4, 32
+    group = 4
+    chunk = 32
     plan = att.make_plan(MIXED, group, chunk)
     seen = {}
     for request, first, entry, part in plan.items.tolist():
@@ -289,15 +318,16 @@ def test_plans_read_every_entry_once_and_no_more_than_a_tile_sees():
             if len(items) == 1:
                 assert items[0][1] == -1
             parts += [range(part, part + n) for _, part in items if len(items) > 1]
-    assert not seen and sorted(row for part in parts for row in part) == list(range(plan.n_part_rows))
+    assert not seen
+    assert sorted(row for part in parts for row in part) == list(range(plan.n_part_rows))
 
 
 def test_without_triton_everything_imports_and_nothing_is_available(monkeypatch):
     for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "triton", None)
-    folder = os.path.join(ROOT, "kernels")
-    spec = importlib.util.spec_from_file_location("bare", os.path.join(folder, "__init__.py"),
+    folder = f"{ROOT}/kernels"
+    spec = importlib.util.spec_from_file_location("bare", f"{folder}/__init__.py",
                                                   submodule_search_locations=[folder])
     bare = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "bare", bare)
@@ -306,12 +336,14 @@ def test_without_triton_everything_imports_and_nothing_is_available(monkeypatch)
     kernel = {name: importlib.import_module(f"bare.{name}") for name in names}
     for name in kernel:
         monkeypatch.delitem(sys.modules, f"bare.{name}")
-    assert len(kernel["attention"].make_plan(MIXED, 2).items) and not bare.available(torch.zeros(1))
+    assert len(kernel["attention"].make_plan(MIXED, 2).items)
+    assert not bare.available(torch.zeros(1))
 
 
 @needs_triton
 def test_cpu_tensors_are_for_the_interpreter():
-    assert not kernels.available(torch.zeros(1)) and kernels.available(torch.zeros(1, device="meta"))
+    assert not kernels.available(torch.zeros(1))
+    assert kernels.available(torch.zeros(1, device="meta"))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, outcome, run_script, toy_model
+from conftest import ROOT, outcome, run_script, toy_model, words
 from safetensors.torch import load_file, save_file
 
 import decode
@@ -52,7 +52,8 @@ def test_a_full_disk_keeps_the_old_file(file, tmp_path, full_disk):
     full_disk(20_000)
     with pytest.raises(ValueError, match=f"cannot write .*{file[-17:]}: .*[Ff]ile too large"):
         WRITERS[file](str(tmp_path), 20_000)
-    assert (tmp_path / file).read_text() == "the old one" and not list(tmp_path.glob("*.tmp"))
+    assert (tmp_path / file).read_text() == "the old one"
+    assert not list(tmp_path.glob("*.tmp"))
     if file == "a.json":
         WRITERS[file](str(tmp_path), 10)
         assert files.read_json(tmp_path / file) == [1] * 10
@@ -62,14 +63,14 @@ def test_devices_pipes_and_links_are_not_replaced(tmp_path):
     """A file renamed over /dev/null would replace it; a link stays, and the file behind it is written."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(ValueError, match=f"cannot write {path}: it is not a regular file"):
-            files.write_json(path, 1)
-        with pytest.raises(ValueError, match=f"cannot write {path}: it is not a regular file"):
-            script.check_writable(str(path))
+        for write in (lambda: files.write_json(path, 1), lambda: script.check_writable(str(path))):
+            with pytest.raises(ValueError, match=f"cannot write {path}: it is not a regular file"):
+                write()
     (tmp_path / "real").write_text("old")
     os.symlink("real", tmp_path / "link")
     files.write_json(tmp_path / "link", 1)
-    assert (tmp_path / "link").is_symlink() and files.read_json(tmp_path / "real") == 1
+    assert (tmp_path / "link").is_symlink()
+    assert files.read_json(tmp_path / "real") == 1
 
 
 def test_interrupted_writing_keeps_the_old_file(tmp_path):
@@ -78,30 +79,31 @@ def test_interrupted_writing_keeps_the_old_file(tmp_path):
         with open(temporary, "w") as f:
             f.write("half")
             raise KeyboardInterrupt
-    assert files.read_json(tmp_path / "a.json") == "old" and os.listdir(tmp_path) == ["a.json"]
+    assert files.read_json(tmp_path / "a.json") == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
 
 
 def test_training_on_a_full_disk_stops_in_a_line_and_goes_on(tmp_path, full_disk, monkeypatch):
     """The disk has no room for the optimiser's state; later it has."""
-    args = ["--out", tmp_path / "out", "--size", "tiny", "--tokens", "8e3", "--max-length", "256",
-            "--save-every", "2"]
+    args = f"--out {tmp_path}/out --size tiny --tokens 8e3 --max-length 256 --save-every 2"
     monkeypatch.setattr(train_gpt, "evaluate", lambda *_: {})
     full_disk(400_000)
     with pytest.raises(ValueError, match="cannot write .*resume.pt: File too large"):
-        run_script(train_gpt, *args)
-    assert (tmp_path / "out" / "model.safetensors").exists() and not list((tmp_path / "out").glob("*.tmp"))
+        run_script(train_gpt, args)
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not list((tmp_path / "out").glob("*.tmp"))
     full_disk(-1)
-    run_script(train_gpt, *args)
+    run_script(train_gpt, args)
     log = (tmp_path / "out" / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in log] == [2, 4]
 
 
 def test_a_full_disk_behind_stdout(toy):
     with open("/dev/full", "w") as full:
-        command = [sys.executable, os.path.join(ROOT, "decode.py"), "--model", toy, "--prompt", "x"]
-        r = subprocess.run([*command, "--max-new-tokens", "4"], stdout=full, stderr=subprocess.PIPE,
-                           text=True)
-    assert r.returncode == 2 and r.stderr == "decode.py: No space left on device: the output\n"
+        command = words(f"{sys.executable} {ROOT}/decode.py --model {toy} --prompt x --max-new-tokens 4")
+        r = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert r.returncode == 2
+    assert r.stderr == "decode.py: No space left on device: the output\n"
 
 
 # -- memory ----------------------------------------------------------------------------------------------
@@ -119,7 +121,8 @@ def test_out_of_memory_says_what_to_make_smaller(error, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["decode.py"])
     with pytest.raises(SystemExit) as e:
         script.run_main(main)
-    assert e.value.code == 2 and capsys.readouterr().err == f"decode.py: {TOO_LARGE}\n"
+    assert e.value.code == 2
+    assert capsys.readouterr().err == f"decode.py: {TOO_LARGE}\n"
 
 
 def test_bugs_are_still_shown():
@@ -136,8 +139,9 @@ def test_bugs_are_still_shown():
 @pytest.mark.parametrize("n, message", [
     (10 ** 12, TOO_LARGE), (10 ** 25, "a cache of 10000000000000000000000000 tokens is out of range")])
 def test_a_cache_larger_than_all_memory(n, message, toy):
-    r = outcome(decode, "--model", toy, "--prompt", "x", "--max-new-tokens", 4, "--cache-tokens", n)
-    assert r.returncode == 2 and message in r.stderr
+    r = outcome(decode, f"--model {toy} --prompt x --max-new-tokens 4 --cache-tokens {n}")
+    assert r.returncode == 2
+    assert message in r.stderr
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -198,7 +202,9 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(how, trained, tmp_path):
     before = file.read_bytes()
     with pytest.raises(ValueError, match="resume.pt is damaged or of another run; remove it to start") as e:
         again(tmp_path / "run")
-    assert not (tmp_path / "pwned").exists() and file.read_bytes() == before and len(str(e.value)) < 1000
+    assert not (tmp_path / "pwned").exists()
+    assert file.read_bytes() == before
+    assert len(str(e.value)) < 1000
 
 
 def test_weights_that_are_no_numbers_are_not_kept(trained, tmp_path):
@@ -224,7 +230,8 @@ KINDS = [(prism, prism.PrismConfig), (specdiff, specdiff.SpecDiffConfig)]
 def test_a_damaged_drafter_is_named(module, config_class, how, tmp_path):
     target = toy_model()
     checkpoints.save_drafter(module.for_target(target), str(tmp_path), target)
-    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    file = tmp_path / "model.safetensors"
+    config = tmp_path / "config.json"
     if how == "nan":
         tensors = load_file(file)
         next(iter(tensors.values())).view(-1)[0] = float("nan")
@@ -239,7 +246,9 @@ def test_a_damaged_drafter_is_named(module, config_class, how, tmp_path):
         config.write_text(json.dumps(json.loads(config.read_text()) | CONFIGS[how]))
     with pytest.raises(ValueError) as e:
         checkpoints.load_drafter(str(tmp_path), target, config_class)
-    assert str(tmp_path) in str(e.value) and "\n" not in str(e.value) and not (tmp_path / "pwned").exists()
+    assert str(tmp_path) in str(e.value)
+    assert "\n" not in str(e.value)
+    assert not (tmp_path / "pwned").exists()
 
 
 @pytest.mark.parametrize("content, message", [
@@ -260,9 +269,12 @@ def engine_of(name, model, batch=1, **changes):
 
 @pytest.mark.parametrize("name", ["ar", "ngram", "specgen"])
 def test_prompts_of_one_token_and_a_context_exactly_full(name):
-    model, whole = toy_model(block_size=64), list(range(40))
+    model = toy_model(block_size=64)
+    whole = list(range(40))
     a, b = engine_of(name, model, 2).generate([Request([5], 20), Request(whole, 24)])
-    assert len(a.token_ids) == 20 and len(b.token_ids) == 24 and b.finish == "length"
+    assert len(a.token_ids) == 20
+    assert len(b.token_ids) == 24
+    assert b.finish == "length"
     plain = engine_of("ar", model, 2).generate([Request([5], 20), Request(whole, 24)])
     assert [g.token_ids for g in plain] == [a.token_ids, b.token_ids]
     with pytest.raises(ValueError, match="exceed the context of 64"):
@@ -281,8 +293,8 @@ def test_no_tokens_and_ids_out_of_range():
                                   "é" * 50, "e\u0301\u200b\ufeff"])
 def test_prompts_of_any_text(text, toy, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": text or " \n.", "answer": text}))
-    for source in (["--prompt", text], ["--prompts", str(tmp_path / "p.jsonl")]):
-        decode.main(["--model", toy, "--max-new-tokens", "5", "--json", str(tmp_path / "o.json"), *source])
+    for source in (["--prompt", text], ["--prompts", tmp_path / "p.jsonl"]):
+        run_script(decode, f"--model {toy} --max-new-tokens 5 --json {tmp_path}/o.json", *source)
         assert len(files.read_json(tmp_path / "o.json")["token_ids"]) <= 5
 
 
@@ -299,7 +311,8 @@ def test_500_requests_through_a_pool_for_8():
     engine = engine_of("ngram", model, 8, cache_tokens=8 * 16)
     got = engine.generate([Request(ids, n) for ids, n in asked])
     assert [len(g.token_ids) for g in got] == [n for _, n in asked]
-    assert engine.cache.used == 0 and max(i["active"] for i in engine.iterations) <= 8
+    assert engine.cache.used == 0
+    assert max(i["active"] for i in engine.iterations) <= 8
     alone = engine_of("ar", model)
     for i in range(0, 500, 50):
         assert alone.generate([Request(*asked[i])])[0].token_ids == got[i].token_ids
@@ -308,9 +321,8 @@ def test_500_requests_through_a_pool_for_8():
 # -- thousands, a few of them ----------------------------------------------------------------------------
 
 def test_some_fuzzing():
-    command = [sys.executable, os.path.join(ROOT, "tests", "fuzz.py"), "--no-results"]
-    r = subprocess.run([*command, "--lines", "3", "--files", "4", "--seed", "3"], cwd=ROOT, text=True,
-                       capture_output=True, timeout=200)
+    command = words(f"{sys.executable} {ROOT}/tests/fuzz.py --no-results --lines 3 --files 4 --seed 3")
+    r = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=200)
     assert r.returncode == 0, r.stdout[-3000:] + r.stderr[-1000:]
     out = json.loads(r.stdout.splitlines()[-1])
     assert [out[part]["cases"] for part in ("lines", "files")] == [3, 4]
@@ -318,7 +330,7 @@ def test_some_fuzzing():
 
 
 def test_shown_results_are_complete():
-    result = files.read_json(os.path.join(ROOT, "results", "knocks.json"))["result"]
+    result = files.read_json(f"{ROOT}/results/knocks.json")["result"]
     assert shown.knocks(result).count("\n|") == 5 + len(result["kill"]["scripts"])
     for part in ("lines", "files"):
         assert sum(result[part]["exits"].values()) == result[part]["cases"]

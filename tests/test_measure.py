@@ -1,5 +1,6 @@
 """Measurements for the analyzer, on toy models: dense traces agree with what engines accept, prices with the
 rounds that were timed. Nothing here asserts a time; a clock that matters is a counter."""
+
 import functools
 import itertools
 import random
@@ -7,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import toy_model, whole
+from conftest import whole
 
 from minispec import bounds, prism, traces
 from minispec.core.drafters import NGram, SmallLM
@@ -17,13 +18,11 @@ from minispec.data import recorded, rollouts
 from minispec.specgen import SpecGen
 from minispec.studies import measure
 from minispec.traces import CostTable
-from test_bounds import autoregressive, fixed, time_of
+from test_bounds import DRAFT, TARGET, autoregressive, fixed, linear, time_of
+from test_trained import fit
 
-TARGET, DRAFT = toy_model(seed=0), toy_model(seed=0)
-with torch.no_grad():
-    for p, noise in zip(DRAFT.parameters(), toy_model(seed=9).parameters()):
-        p.add_(0.4 * noise)
-K, NEW = 5, 50
+K = 5
+NEW = 50
 PROMPTS = [random.Random(s).choices(range(64), k=n) for s, n in ((6, 24), (1, 2), (2, 7), (3, 40))]
 
 
@@ -34,17 +33,15 @@ def heads():
     drafter = prism.for_target(TARGET, (0, 1))
     [answer] = Engine(TARGET, SyncScheduler, 1).generate([Request(PROMPTS[0], 60)])
     batch = recorded.padded([rollouts.read(TARGET, [], answer.prompt_ids + answer.token_ids, 0)])
-    opt = torch.optim.Adam(drafter.parameters(), lr=0.01)
-    for _ in range(30):
-        loss, _ = prism.unrolled_loss(drafter, batch, 3)
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+    fit(drafter, lambda step: prism.unrolled_loss(drafter, batch, 3)[0], 30)
     return drafter.eval()
 
 
-DRAFTERS = {"ngram": lambda: NGram(3, 1), "draft": lambda: whole(SmallLM(DRAFT, TARGET)),
-            "prism": lambda: whole(prism.PrismDrafter(heads(), TARGET, K))}
+DRAFTERS = {
+    "ngram": lambda: NGram(3, 1),
+    "draft": lambda: whole(SmallLM(DRAFT, TARGET)),
+    "prism": lambda: whole(prism.PrismDrafter(heads(), TARGET, K)),
+}
 
 
 @functools.cache
@@ -63,17 +60,20 @@ def dense():
 
 # -- traces ------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_dense_trace_is_what_the_engine_accepts(name, dense):
     """At every round of a live run: gained = accept there, cut by what was proposed. The control reads one
-    entry earlier, as the paper's simulator does. And the rounds of a fixed k follow from a trace alone."""
+    entry earlier, as the paper's simulator does. And the rounds of a fixed k follow from a trace alone.
+    """
     wrong = 0
     for g, t in zip(run(name)[0], dense):
         accept = t.accept[name]
         for s in g.rounds:
             assert s.committed == min(accept[s.position], s.proposed + 1)
             wrong += s.committed != min(max(1, accept[s.position - 1]), s.proposed + 1)
-    assert wrong > 3 and max(max(t.accept[name][1:]) for t in dense) > 1
+    assert wrong > 3
+    assert max(max(t.accept[name][1:]) for t in dense) > 1
     for k in (1, 4):
         for g, t in zip(run(name, k=k)[0], dense):
             live = [(s.position, s.proposed, s.committed) for s in g.rounds]
@@ -81,15 +81,18 @@ def test_dense_trace_is_what_the_engine_accepts(name, dense):
 
 
 def test_acceptance_is_accepted_over_judged_drafts(dense):
-    itself = measure.traces_of({"itself": SmallLM(TARGET, TARGET)}, TARGET,
-                               {"a": (PROMPTS[0], run()[0][0].token_ids)}, K)
-    assert measure.acceptance(itself, "itself") == 1 and 0 < measure.acceptance(dense, "draft") < 1
+    itself = measure.traces_of(
+        {"itself": SmallLM(TARGET, TARGET)}, TARGET, {"a": (PROMPTS[0], run()[0][0].token_ids)}, K
+    )
+    assert measure.acceptance(itself, "itself") == 1
+    assert 0 < measure.acceptance(dense, "draft") < 1
     t = traces.Trace("a", 5, 6, {"d": [0, 1, 4, 2, 2, 1]}, offered={"d": [0, 0, 3, 1, 4, 0]})
     # Cut at 2 drafts; nothing offered, nothing judged.
     assert measure.acceptance([t], "d", 2) == pytest.approx((0 + 2 + 1 + 1) / (0 + 2 + 1 + 2))
 
 
 # -- clocks ------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("name", [None, *DRAFTERS, "specgen"])
 def test_phases_sum_to_the_step(name, monkeypatch):
@@ -98,7 +101,8 @@ def test_phases_sum_to_the_step(name, monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr("minispec.core.engine.time.perf_counter", lambda: float(next(ticks)))
     scheduler = {None: SyncScheduler, "specgen": lambda e: SpecGen(e, 4, 0.2, 4)}.get(
-        name, lambda e: SyncScheduler(e, DRAFTERS[name](), K))
+        name, lambda e: SyncScheduler(e, DRAFTERS[name](), K)
+    )
     engine = Engine(TARGET, scheduler, 2, prefill_chunk=16)
     engine.generate([Request(p, 20) for p in PROMPTS])
     spent = [i["seconds"] for i in engine.iterations]
@@ -107,7 +111,8 @@ def test_phases_sum_to_the_step(name, monkeypatch):
     for phase in ("draft", "verify", "prefill"):
         assert engine.seconds[phase] == pytest.approx(sum(s[phase] for s in spent))
     assert engine.seconds["other"] == pytest.approx(sum(s["sample"] + s["overhead"] for s in spent))
-    assert min(x for s in spent for x in s.values()) >= 0 and sum(s["sample"] for s in spent) > 0
+    assert min(x for s in spent for x in s.values()) >= 0
+    assert sum(s["sample"] for s in spent) > 0
     assert (engine.seconds["draft"] > 0) == (name is not None)
 
 
@@ -125,12 +130,14 @@ def test_rounds_of_every_shape_are_timed(name, monkeypatch):
     drafter = DRAFTERS[name]() if name else measure.Rote()
     timed = measure.round_seconds(TARGET, drafter, 3, 64, (0, 2, 4), 2)
     assert {k: len(some) for k, some in timed.items()} == {0: 2, 2: 2, 4: 2}
-    assert all({"draft", "verify", "sample", "overhead"} <= set(s) for some in timed.values() for s in some)
+    assert all(
+        {"draft", "verify", "sample", "overhead"} <= set(s) for some in timed.values() for s in some
+    )
     starts = [plan[0][2] for plan in fed]
     near = pytest.approx(64, abs=6 if name == "ngram" else 2)
     assert np.mean([s for plan in fed for _, _, s in plan]) == near
     assert all(kind == "verify" for plan in fed for kind, _, _ in plan)
-    if name != "ngram":                                  # a lookup may find nothing
+    if name != "ngram":  # a lookup may find nothing
         drafts = (4, 0, 0, 0, 2, 2, 2, 4, 4, 4)
         assert [[n for _, n, _ in plan] for plan in fed] == [[k + 1] * 3 for k in drafts]
         # Half of the drafts, and one token more.
@@ -148,20 +155,24 @@ def test_attention_is_timed_by_what_a_forward_takes_longer(monkeypatch):
     c = TARGET.config
     read = 70 * 2 * c.n_layer * c.n_kv_head * c.head_dim * 4
     assert [(r["batch"], r["rows"]) for r in rows] == [("small", 1), ("small", 9)]
-    assert rows[0]["mb"] == read / 1e6 and rows[0]["share"] == pytest.approx(read / 1.5 / 1e6)
+    assert rows[0]["mb"] == read / 1e6
+    assert rows[0]["share"] == pytest.approx(read / 1.5 / 1e6)
 
 
 # -- the cost table ----------------------------------------------------------------------------------
+
 
 def test_cost_table_is_one_that_the_analyzer_takes():
     drafters = {name: make() for name, make in DRAFTERS.items()}
     table = measure.cost_table(TARGET, drafters, (1, 2), (16,), (0, 1, 4))
     cost = CostTable(table)
     assert set(cost.drafters) == set(table["read"]) == set(DRAFTERS)
-    assert np.shape(table["verify"]["seconds"]) == (2, 3, 1) and table["verify"]["tokens"] == [1, 2, 5]
+    assert np.shape(table["verify"]["seconds"]) == (2, 3, 1)
+    assert table["verify"]["tokens"] == [1, 2, 5]
     assert table["draft"]["draft"]["tokens"] == [1, 4]
     assert np.shape(table["prefill"]["seconds"]) == (2, len(table["prefill"]["tokens"]), 1)
-    assert cost.step(16, 1) > 0 and cost.draft("prism", 32, 4, 2) > 0
+    assert cost.step(16, 1) > 0
+    assert cost.draft("prism", 32, 4, 2) > 0
     with pytest.raises(ValueError, match="too small to time"):
         measure.cost_table(TARGET, drafters, (1,), (4096,), (0, 1, 4))
 
@@ -169,15 +180,25 @@ def test_cost_table_is_one_that_the_analyzer_takes():
 def priced(monkeypatch, seconds, drafters, drafts):
     """The cost table when a round takes seconds(drafter's class, drafts, whether other rounds are timed in
     turn) = (verify, draft); the first `slow` passes over the rounds take ten times as long."""
+
     def rounds(model, drafter, rows, context, drafts, repeats=1):
         factor = 10 if next(visits) <= len(drafters) + 1 else 1
         spent = {k: seconds(type(drafter).__name__, k, len(drafts) > 1) for k in drafts}
-        return {k: [{"verify": factor * verify, "sample": factor * 0.5, "draft": factor * draft,
-                     "overhead": 0.1}] for k, (verify, draft) in spent.items()}
+        return {
+            k: [
+                {
+                    "verify": factor * verify,
+                    "sample": factor * 0.5,
+                    "draft": factor * draft,
+                    "overhead": 0.1,
+                }
+            ]
+            for k, (verify, draft) in spent.items()
+        }
 
     monkeypatch.setattr(measure, "round_seconds", rounds)
     tables = []
-    for first in (1000, 0):                              # the second time the first pass is in a slow minute
+    for first in (1000, 0):  # the second time the first pass is in a slow minute
         visits = itertools.count(first)
         table = measure.cost_table(TARGET, drafters, (1,), (16,), drafts)
         tables.append({key: table[key] for key in ("verify", "draft")})
@@ -188,6 +209,7 @@ def priced(monkeypatch, seconds, drafters, drafts):
 
 def test_price_of_a_drafter_is_what_its_rounds_take_longer(monkeypatch):
     """One token is priced by rounds without drafts, one after the other."""
+
     def seconds(name, k, in_turn):
         verify = {"Rote": 3.0 if in_turn else 2.0, "SmallLM": 3.5, "NGram": 2.5}
         return verify[name], float(k * (name != "Rote"))
@@ -201,13 +223,15 @@ def test_price_of_a_drafter_is_what_its_rounds_take_longer(monkeypatch):
 def test_a_window_is_priced_by_the_drafts_that_it_has(monkeypatch):
     """Asked for 8 it drafts 4, so 8 is no point of its grid, and the price of verifying 4 is between the
     points of the target's: 5.75 s less 3, and less 5, a third of the way from 3 to 9."""
+
     def seconds(name, k, in_turn):
         return ({0: 1.0, 2: 3.0, 8: 9.0}[k], 0.0) if name == "Rote" else (5.5, 0.25)
 
     drafter = DRAFTERS["draft"]()
     drafter.gamma = 4
     table = priced(monkeypatch, seconds, {"draft": drafter}, (0, 2, 8))
-    assert table["verify"]["tokens"] == [1, 3, 9] and table["draft"]["draft"]["tokens"] == [2, 4]
+    assert table["verify"]["tokens"] == [1, 3, 9]
+    assert table["draft"]["draft"]["tokens"] == [2, 4]
     assert table["draft"]["draft"]["seconds"] == [[[2.75], [0.75]]]
 
 
@@ -220,15 +244,17 @@ def test_price_of_reading_is_the_first_round_next_to_the_second(monkeypatch):
 
 # -- replay and the ladder of a run ------------------------------------------------------------------
 
+NOTHING = linear()
 TABLE = {
-    "verify": {"kind": "linear", "base": 1.0, "row": 0.1, "token": 0.2, "kv": 1e-3},
-    "overhead": {"kind": "linear", "base": 0.3, "row": 0.05},
-    "draft": {"ngram": {"kind": "linear", "row": 0.01},
-              "draft": {"kind": "linear", "base": 0.1, "step": 0.1, "kv": 1e-4},
-              "prism": {"kind": "linear", "base": 0.2, "step": 0.05}},
-    "prefill": {"kind": "linear", "base": 0.5, "token": 0.1},
+    "verify": linear(base=1.0, row=0.1, token=0.2, kv=1e-3),
+    "overhead": linear(base=0.3, row=0.05),
+    "draft": {
+        "ngram": linear(row=0.01),
+        "draft": linear(base=0.1, step=0.1, kv=1e-4),
+        "prism": linear(base=0.2, step=0.05),
+    },
+    "prefill": linear(base=0.5, token=0.1),
 }
-NOTHING = {"kind": "linear"}
 
 
 def replayed(plans, prompts, batch, **changes):
@@ -241,9 +267,12 @@ def test_replay_is_price_for_copies_and_counts_the_engines_iterations(dense):
         plan = fixed(t, "draft", 3)
         got = bounds.replay([plan] * rows, [t.prompt_len] * rows, cost, rows)
         assert got == pytest.approx(time_of(plan, t, cost, rows))
-    unit = {**dict.fromkeys(("prefill", "overhead"), NOTHING), "draft": {"draft": NOTHING},
-            "verify": {"kind": "linear", "base": 1.0}}
-    for batch, slack in ((1, 0), (4, 3)):                # prompts end at different iterations
+    unit = {
+        **dict.fromkeys(("prefill", "overhead"), NOTHING),
+        "draft": {"draft": NOTHING},
+        "verify": linear(base=1.0),
+    }
+    for batch, slack in ((1, 0), (4, 3)):  # prompts end at different iterations
         plans = [fixed(t, "draft", K) for t in dense]
         iterations = sum(i["verify"] > 0 for i in run("draft", batch)[1].iterations)
         got = replayed(plans, [t.prompt_len for t in dense], batch, **unit)
@@ -253,9 +282,10 @@ def test_replay_is_price_for_copies_and_counts_the_engines_iterations(dense):
 def test_reading_is_charged_once_for_each_drafter_that_a_request_asked():
     t = traces.Trace("a", 10, 9, {"draft": [0] + [1] * 8})
     plan = autoregressive(t)[:2] + fixed(t, "draft", 2)[2:]
-    plans, prompts = [plan, autoregressive(t)], [10, 10]
-    for read, seconds in (({"base": 2.0}, 2.0), ({"token": 1.0}, 10 + plan[2].position)):
-        with_price = replayed(plans, prompts, 2, read={"draft": {"kind": "linear", **read}})
+    plans = [plan, autoregressive(t)]
+    prompts = [10, 10]
+    for read, seconds in ((linear(base=2.0), 2.0), (linear(token=1.0), 10 + plan[2].position)):
+        with_price = replayed(plans, prompts, 2, read={"draft": read})
         assert with_price - replayed(plans, prompts, 2) == pytest.approx(seconds)
 
 
@@ -272,18 +302,31 @@ def test_ladder_of_a_run(dense):
 
     def analysed(seconds, **changes):
         """The result and its only cell."""
-        rows = [{**about, "method": m, "seconds": s, "tokens": tokens, "modelled": model[m],
-                 "speedup": seconds["ar"] / s, **changes} for m, s in seconds.items()]
+        rows = [
+            {
+                **about,
+                "method": m,
+                "seconds": s,
+                "tokens": tokens,
+                "modelled": model[m],
+                "speedup": seconds["ar"] / s,
+                **changes,
+            }
+            for m, s in seconds.items()
+        ]
         found = bounds.analyse(dense, TABLE, rows)
         return found, found["cells"][0]
 
     result, one = analysed(model)
     rungs = one["total time"]
-    assert all(abs(e) < 1e-9 for e in one["error"].values()) and result["model_error"]["max"] < 1e-9
-    assert rungs["L0"] == pytest.approx(one["L1"]) and min(one["above"].values()) >= 1 - 1e-9
+    assert all(abs(e) < 1e-9 for e in one["error"].values())
+    assert result["model_error"]["max"] < 1e-9
+    assert rungs["L0"] == pytest.approx(one["L1"])
+    assert min(one["above"].values()) >= 1 - 1e-9
 
     slower, _ = analysed({m: 2 * s for m, s in model.items()})
-    assert slower["model_error"]["median"] == pytest.approx(0.5) and slower["speedup_error"]["max"] < 1e-9
+    assert slower["model_error"]["median"] == pytest.approx(0.5)
+    assert slower["speedup_error"]["max"] < 1e-9
     off, cell = analysed({**model, "draft": model["draft"] / 1.25})
     assert cell["speedup_error"]["draft"] == pytest.approx(-0.2)
     assert "modelled over observed speed-ups: median 0 %, at most 20 %" in bounds.table(off)

@@ -7,13 +7,25 @@ import random
 
 import pytest
 import torch
-from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_keys
-from test_trained import CASES, MAPS, TARGET, case, ids_of, scheduler, prompts, run, texts, toy_prism, trained
+from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_keys, seeded
+from test_trained import (
+    CASES,
+    MAPS,
+    TARGET,
+    case,
+    features_of,
+    ids_of,
+    scheduler,
+    prompts,
+    run,
+    texts,
+    toy_prism,
+    trained,
+)
 
 from minispec import prism
 from minispec.core.attention import tree_mask
 from minispec.core.engine import Engine
-from minispec.core.gpt import dense_attend
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling, draw, greedy_tree, rejection, warp
@@ -28,15 +40,19 @@ DRAFTERS = {m: toy_prism(step_map=MAPS[m]) for m in MAPS}
 def sequential_states(drafter, ids, row, steps):
     """States of drafting from one row as decoding does it: rows 0 .. row enter a cache with module 0,
     then one row a step, tokens as they stand in ids."""
-    x, positions = torch.tensor(ids), torch.arange(len(ids))
-    features = TARGET(x[None], positions[None], dense_attend())
+    x = torch.tensor(ids)
+    positions = torch.arange(len(ids))
+    features = features_of(x)
     cache = KVCache(drafter.config, row + steps + 1)
     first = attend_alone(only_keys(cache, 0, row + 1))
-    a = drafter(1, TARGET.embed(x[1 : row + 2]), features[0, : row + 1], positions[: row + 1], first)[-1:]
+    a = drafter(
+        1, TARGET.embed(x[1 : row + 2]), features[0, : row + 1], positions[: row + 1], first
+    )[-1:]
     states = [a]
     for step in range(2, steps + 1):
         at = row + step - 1
-        e, attend = TARGET.embed(x[at + 1 : at + 2]), attend_alone(only_keys(cache, at, 1))
+        e = TARGET.embed(x[at + 1 : at + 2])
+        attend = attend_alone(only_keys(cache, at, 1))
         a = drafter(step, e, a, torch.tensor([at]), attend)
         states.append(a)
     return torch.cat(states)
@@ -45,7 +61,9 @@ def sequential_states(drafter, ids, row, steps):
 def recomputed_states(drafter, ids, features, steps):
     """States as the released trainer computes them: at every step its module encodes all earlier inputs
     again."""
-    inputs, states, a = [], [], features
+    inputs = []
+    states = []
+    a = features
     rows = torch.arange(ids.shape[1])
     for step in range(1, steps + 1):
         inputs.append((TARGET.embed(ids.roll(-step, 1)), a, rows[None] + step - 1))
@@ -63,10 +81,12 @@ def recomputed_states(drafter, ids, features, steps):
 )
 def test_states_in_training_equal_states_in_drafting(step_map, layers):
     """On texts whose rows all draft, and where every third does."""
-    drafter, steps = toy_prism(step_map=step_map, n_layer=layers, gain=4.0), 5
-    ids = torch.randint(0, 12, (331,), generator=torch.Generator().manual_seed(1)).tolist()
-    x, everyone = torch.tensor([ids]), torch.arange(len(ids))
-    features = TARGET(x, everyone[None], dense_attend())
+    drafter = toy_prism(step_map=step_map, n_layer=layers, gain=4.0)
+    steps = 5
+    ids = torch.randint(0, 12, (331,), generator=seeded(1)).tolist()
+    x = torch.tensor([ids])
+    everyone = torch.arange(len(ids))
+    features = features_of(x)
     states = prism.unroll(drafter, x, features, steps, everyone)
     third = prism.unroll(drafter, x, features, steps, everyone[::3])
     assert all(torch.allclose(few, all_[::3], atol=1e-5) for few, all_ in zip(third, states))
@@ -82,14 +102,16 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
     assert wrong > 0.05 if max(step_map) else wrong < 1e-4
 
 
-@pytest.mark.parametrize("vocabulary", [None, torch.tensor([1, 2, 3, 5, 7, 8])], ids=["all tokens", "some"])
+@pytest.mark.parametrize(
+    "vocabulary", [None, torch.tensor([1, 2, 3, 5, 7, 8])], ids=["all tokens", "some"]
+)
 def test_the_loss_is_a_divergence(vocabulary):
     """Against the plain formula, row by row; and what is accepted. The target's first rows judge nobody."""
-    drafter, batch, steps = toy_prism(gain=4.0).restrict(vocabulary), texts(prompts(3)), 3
-    chance = torch.Generator().manual_seed(0)
-    batch = batch._replace(
-        best=torch.randint(0, 12, batch.ids.shape, generator=chance)
-    )  # or no draft would be right
+    drafter = toy_prism(gain=4.0).restrict(vocabulary)
+    batch = texts(prompts(3))
+    steps = 3
+    best = torch.randint(0, 12, batch.ids.shape, generator=seeded())  # or no draft would be right
+    batch = batch._replace(best=best)
     loss, accepted = prism.unrolled_loss(drafter, batch, steps)
     loss.backward()
     got = [p.grad.clone() for p in drafter.parameters()]
@@ -101,7 +123,8 @@ def test_the_loss_is_a_divergence(vocabulary):
     def judged(b, r, k):
         return steps <= r + k < batch.ids.shape[1] - 1 and batch.learn[b, r + k + 1]
 
-    want, hits = 0, torch.zeros(steps, *batch.ids.shape)
+    want = 0
+    hits = torch.zeros(steps, *batch.ids.shape)
     states = prism.unroll(drafter, batch.ids, batch.hidden, steps, torch.arange(batch.ids.numel()))
     for k, a in enumerate(states, 1):
         log_q = TARGET.logits(a.unflatten(0, batch.ids.shape))[..., ids].log_softmax(-1)
@@ -117,7 +140,8 @@ def test_the_loss_is_a_divergence(vocabulary):
     assert all(torch.allclose(a, p.grad, atol=1e-5) for a, p in zip(got, drafter.parameters()))
     drafting = [(b, r) for b, r in cells if all(judged(b, r, k) for k in (1, 2, 3))]
     reached = sum(hits[:, b, r].cumprod(0) for b, r in drafting) / len(drafting)
-    assert torch.allclose(accepted, reached, atol=1e-5) and 0 < accepted[0] < 1
+    assert torch.allclose(accepted, reached, atol=1e-5)
+    assert 0 < accepted[0] < 1
 
 
 # -- the walk of a tree: chi-square over all outputs of two tokens -------------------------------------------
@@ -150,12 +174,13 @@ def one_coin_for_all(draft, parents, p, coins):
 )
 def test_the_walk_is_lossless_and_the_controls_are_not(rule, sampling, lossless):
     """A fixed tree of two levels on a Markov chain."""
-    g = torch.Generator().manual_seed(0)
-    p = warp(
-        torch.randn(V + 1, V, generator=g) * 1.2, sampling
-    )  # rows: after each token; the last: the first token
-    draft, parents = [5, 2, 0, 0, 3, 4, 1], [0, 0, 0, 1, 1, 2, 2]
-    counts, depths = torch.zeros(V * V, dtype=torch.long), set()
+    g = seeded()
+    # Rows: after each token; the last: the first token.
+    p = warp(torch.randn(V + 1, V, generator=g) * 1.2, sampling)
+    draft = [5, 2, 0, 0, 3, 4, 1]
+    parents = [0, 0, 0, 1, 1, 2, 2]
+    counts = torch.zeros(V * V, dtype=torch.long)
+    depths = set()
     for _ in range(2000):
         path, token = rule(draft, parents, p[[V, *draft]], torch.rand(len(draft) + 1, generator=g))
         out = [draft[i - 1] for i in path] + [token]
@@ -164,12 +189,17 @@ def test_the_walk_is_lossless_and_the_controls_are_not(rule, sampling, lossless)
         counts[out[0] * V + out[1]] += 1
         depths.add(len(path))
     value = chi_square(counts, (p[V][:, None] * p[:V]).flatten())
-    assert (value > 1e-6) == lossless and depths == {0, 1, 2}
+    assert (value > 1e-6) == lossless
+    assert depths == {0, 1, 2}
 
 
 @pytest.mark.parametrize(
     "best, want",
-    [([8, 0, 1, 0, 0, 9], ([2, 5], 9)), ([7, 2, 1, 0, 0, 9], ([1], 2)), ([3, 2, 1, 0, 0, 9], ([], 3))],
+    [
+        ([8, 0, 1, 0, 0, 9], ([2, 5], 9)),
+        ([7, 2, 1, 0, 0, 9], ([1], 2)),
+        ([3, 2, 1, 0, 0, 9], ([], 3)),
+    ],
 )
 def test_greedy_tree_by_hand(best, want):
     assert greedy_tree([7, 8, 1, 2, 1], [0, 0, 1, 2, 2], best) == want
@@ -178,15 +208,19 @@ def test_greedy_tree_by_hand(best, want):
 
 def test_the_walk_accepts_as_often_as_rejection_of_point_masses():
     """SpecInfer's rule for a tree of one-token distributions: its children in turn."""
-    g, lengths = torch.Generator().manual_seed(3), []
+    g = seeded(3)
+    lengths = []
     p = warp(torch.randn(4, V, generator=g) * 2, Sampling(1.0, 0, 0.9))
-    draft, parents, chains = [0, 1, 2], [0, 0, 2], [([1], None), ([2, 3], None)]
+    draft = [0, 1, 2]
+    parents = [0, 0, 2]
+    chains = [([1], None), ([2, 3], None)]
     for _ in range(4000):
         coins = torch.rand(8, generator=g)
         paths = the_walk(draft, parents, p, coins[:4])[0], rejection(chains, draft, p, coins[4:])[0]
         lengths.append([len(path) for path in paths])
     a, b = torch.tensor(lengths).double().mean(0)
-    assert abs(a - b) < 0.06 and 0.3 < a < 1.7
+    assert abs(a - b) < 0.06
+    assert 0.3 < a < 1.7
 
 
 # -- trees ---------------------------------------------------------------------------------------------------
@@ -194,7 +228,8 @@ def test_the_walk_accepts_as_often_as_rejection_of_point_masses():
 
 def random_tree(rng, n):
     """(parents, the path to each row)."""
-    parents, paths = [rng.randrange(i + 1) for i in range(n)], [[0]]
+    parents = [rng.randrange(i + 1) for i in range(n)]
+    paths = [[0]]
     for row, parent in enumerate(parents, 1):
         paths.append([*paths[parent], row])
     return parents, paths
@@ -215,7 +250,8 @@ def test_logits_of_every_path_equal_those_of_the_path_alone(cached):
     rng = random.Random(1)
     ids = [rng.randrange(12) for _ in range(cached + 1)]
     parents, paths = random_tree(rng, 12)
-    draft, cache = [rng.randrange(12) for _ in parents], KVCache(TARGET.config, 60)
+    draft = [rng.randrange(12) for _ in parents]
+    cache = KVCache(TARGET.config, 60)
     if cached:
         prefix = attend_alone(only_keys(cache, 0, cached))
         TARGET(torch.tensor(ids[:-1]), torch.arange(cached), prefix)
@@ -236,8 +272,12 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
         return rng.choice([0.0, 0.0, -1.0]) if ties else -rng.expovariate(1)
 
     for _ in range(200):
-        width, depth, n = rng.randint(2, 5), rng.randint(1, 5), rng.randint(1, 30)
-        nodes, opened = [], [(-1, 0.0)]  # (token, parent, score) of a node
+        width = rng.randint(2, 5)
+        depth = rng.randint(1, 5)
+        n = rng.randint(1, 30)
+        # (token, parent, score) of a node
+        nodes = []
+        opened = [(-1, 0.0)]
         for _ in range(depth):
             first = len(nodes)
             for node, score in opened:
@@ -247,8 +287,11 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
             best = sorted(new, key=lambda i: (-nodes[i][2], i))[:width]
             opened = [(i, nodes[i][2]) for i in sorted(best)]
         tokens, q, parents = prism.prune(*zip(*nodes), n)
-        assert q is None and len(tokens) == len(parents) == min(n, len(nodes))
-        assert all(0 <= parent <= i for i, parent in enumerate(parents))  # parents are kept, and come first
+        assert q is None
+        assert len(tokens) == len(parents) == min(n, len(nodes))
+        assert all(
+            0 <= parent <= i for i, parent in enumerate(parents)
+        )  # parents are kept, and come first
         assert len({*zip(parents, tokens)}) == len(tokens)  # siblings differ
         _, before, scores = zip(*nodes)
         kept, *_ = prism.prune(range(len(nodes)), before, scores, n)
@@ -257,7 +300,8 @@ def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
 
 def first_tree(prompt, stop):
     """The first tree of a request: all nodes, what the engine gets, and how many steps were taken."""
-    seen, steps = [], []
+    seen = []
+    steps = []
 
     class Watched(PrismDrafter):
         def step(self, number, *args):
@@ -277,10 +321,8 @@ def first_tree(prompt, stop):
 def observed(drafter, prompt):
     """A request whose prompt the target has read."""
     request = Request(prompt, 40)
-    x = torch.tensor(prompt)
-    features = TARGET(x[None], torch.arange(len(x))[None], dense_attend())[0]
     request.n_cached = len(prompt) - 1
-    drafter.observe(request, features[:-1])
+    drafter.observe(request, features_of(prompt)[0, :-1])
     return request
 
 
@@ -288,12 +330,15 @@ def observed(drafter, prompt):
 @pytest.mark.parametrize("stop", [0.05, 0.1, 0.2])
 def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
     """Behind the first level in which no path is as probable as `stop` there are no steps; of the levels
-    before, the nodes that are at least a quarter as probable go to the target, and one in any case."""
-    depths, left_out = set(), 0
+    before, the nodes that are at least a quarter as probable go to the target, and one in any case.
+    """
+    depths = set()
+    left_out = 0
     levels = [range(2), range(2, 6), range(6, 10), range(10, 14)]
     for prompt in [p for p in prompts(20) if len(p) > 1]:
         (tokens, parents, scores), _, steps = first_tree(prompt, 0.0)
-        assert steps == 4 and len(scores) == 14
+        assert steps == 4
+        assert len(scores) == 14
         likely = [max(scores[i] for i in level) >= math.log(stop) for level in levels]
         depth = min([*likely, False].index(False) + 1, 4)
         nodes = levels[depth - 1].stop
@@ -302,7 +347,8 @@ def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
         assert first_tree(prompt, stop)[1:] == (want, depth)
         depths.add(depth)
         left_out += nodes - n
-    assert min(depths) < 4 and left_out
+    assert min(depths) < 4
+    assert left_out
 
 
 # -- caches, and what a step reads ---------------------------------------------------------------------------
@@ -315,22 +361,27 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
     a fresh encoding by module 0 from the target's features, which are those of training."""
     drafter = trained("prism")
     engine = Engine(TARGET, case(name), 3, prefill_chunk=16)
-    notes, rounds = engine.scheduler.drafter.draft_states, 0
+    notes = engine.scheduler.drafter.draft_states
+    rounds = 0
     for r, _ in engine.stream([Request(p, 25) for p in prompts(6)]):
         if r not in notes or not r.blocks:
             continue
-        n, note = r.n_cached, notes[r]
-        fresh, positions, x = KVCache(TARGET.config, n), torch.arange(n), torch.tensor(r.tokens[: n + 1])
+        n = r.n_cached
+        note = notes[r]
+        fresh = KVCache(TARGET.config, n)
+        positions = torch.arange(n)
+        x = torch.tensor(r.tokens[: n + 1])
         features = TARGET(x[:n], positions, attend_alone(only_keys(fresh, 0, n)))
         difference = cached_kv(engine.cache, r.blocks, n) - cached_kv(fresh, fresh.only, n)
         assert difference.abs().max() < 1e-4
-        assert (
-            sum(len(f) for f in note.features) == n - note.cached
-        )  # what the target cached, and nothing else
-        assert (torch.cat(note.features) - features[note.cached :]).abs().max() < 1e-4
+        # The features are of what the target cached, and of nothing else.
+        own = torch.cat(note.features)
+        assert len(own) == n - note.cached
+        assert (own - features[note.cached :]).abs().max() < 1e-4
         if not note.cached:
             continue
-        m, own = note.cached, KVCache(drafter.config, note.cached)
+        m = note.cached
+        own = KVCache(drafter.config, note.cached)
         attend = attend_alone(only_keys(own, 0, m))
         drafter(1, TARGET.embed(x[1 : m + 1]), features[:m], positions[:m], attend)
         difference = cached_kv(note.cache, note.blocks, m) - cached_kv(own, own.only, m)
@@ -342,11 +393,11 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
 @torch.no_grad()
 @pytest.mark.parametrize("modules", MAPS)
 def test_a_draft_step_reads_one_module(modules):
-    drafter, read = DRAFTERS[modules], []
+    drafter = DRAFTERS[modules]
+    read = []
     one = sum(p.numel() for p in drafter.bank[0].parameters())
-    assert (
-        KVCache(drafter.config, 10).k.shape[0] == 1 and drafter.n_params() == modules * one
-    )  # whatever M is
+    assert KVCache(drafter.config, 10).k.shape[0] == 1  # whatever M is
+    assert drafter.n_params() == modules * one
     leaves = [m for m in drafter.modules() if not list(m.children())]
     hooks = [m.register_forward_hook(lambda m, *_: read.append(m)) for m in leaves]
     for step in range(1, 7):
@@ -363,14 +414,16 @@ def test_a_draft_step_reads_one_module(modules):
 def test_the_stacked_arm_shares_no_cache_layer():
     stack = toy_prism(step_map=(0,), n_layer=2)
     one = DRAFTERS[1].n_params()
-    assert one < stack.n_params() < 2 * one and KVCache(stack.config, 4).k.shape[0] == 2
+    assert one < stack.n_params() < 2 * one
+    assert KVCache(stack.config, 4).k.shape[0] == 2
 
 
 def test_step_map():
     c = PrismConfig(step_map=(0, 1, 1, 2))
-    assert [c.module_of(k) for k in range(1, 7)] == [0, 1, 1, 2, 2, 2] and c.n_modules == 3
+    assert [c.module_of(k) for k in range(1, 7)] == [0, 1, 1, 2, 2, 2]
+    assert c.n_modules == 3
     for bad, message in (
-        ((), "use every module"),
+        ((), "use every"),
         ((0, 2), "use every module"),
         ((1, 0), "begin with module 0"),
     ):
@@ -385,4 +438,5 @@ def test_equal_modules_are_one_module(width):
     prism.copy_modules(two, DRAFTERS[1])
     plans = [scheduler(drafter, depth=4, width=width) for drafter in (two, DRAFTERS[1])]
     a, b = (run(plan, prompts(3), sampling=Sampling(1.0))[0] for plan in plans)
-    assert ids_of(a) == ids_of(b) and [g.who for g in a] == [g.who for g in b]
+    assert ids_of(a) == ids_of(b)
+    assert [g.who for g in a] == [g.who for g in b]

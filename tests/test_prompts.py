@@ -6,7 +6,7 @@ import os
 import types
 
 import pytest
-from conftest import ROOT, TARGET, outcome
+from conftest import ROOT, TARGET, outcome, table
 
 import decode
 from minispec.tools import checkpoints
@@ -64,8 +64,10 @@ def load(tmp_path, *rows):
 @pytest.mark.parametrize("row, family, begins, answer, right, wrong", ROWS)
 def test_formats(row, family, begins, answer, right, wrong, tmp_path):
     p, = load(tmp_path, row)
-    assert (p.family, p.answer) == (family, answer) and "<<" not in p.think
-    assert p.prompt.startswith(begins) and p.prompt.endswith("\n")
+    assert (p.family, p.answer) == (family, answer)
+    assert "<<" not in p.think
+    assert p.prompt.startswith(begins)
+    assert p.prompt.endswith("\n")
     for text in right:
         assert prompts.check(p, text) is True, text
     for text in wrong:
@@ -81,7 +83,7 @@ def test_code_is_never_run(toy, tmp_path):
     for problem in load(tmp_path, EVAL, MBPP):
         assert prompts.check(problem, code) is None
     out = tmp_path / "o.json"
-    outcome(decode, "--model", toy, "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 5, "--json", out)
+    outcome(decode, f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 5 --json {out}")
     assert [x["correct"] for x in json.loads(out.read_text())["requests"]] == [None, None]
     assert not left.exists()
 
@@ -110,20 +112,31 @@ def test_the_last_box_counts_with_the_braces_in_it(text, content):
     assert prompts.boxed(text) == content
 
 
+# What a file holds, part of the line.
+MALFORMED = """
+5 | :1: a row must be a JSON object
+[1] | , object 1: a row must be a JSON object
+{"prompt": 5} | :1: no text under
+{"x": 1} | :1: no text under
+ | holds no prompts
+[] | holds no prompts
+{"turns": [3, "a"]} | :1: no text under
+{"turns": []} | :1: no text
+{"prompt": "a", "answer": [1]} | :1: 'answer' must be a text or a number
+{"prompt": "a", "answer": true} | :1: 'answer' must be a text or a number
+[{"prompt": "a"}, {"prompt": "b" | a.jsonl: not JSON (Expecting ',' delimiter
+{"text": "a", "test_list": [1]} | :1 is damaged: TypeError: sequence item 1: expected str
+{"text": "a", "test_list": "b"} | :1: 'test_list' must be a list of tests
+{"turns": ["a"], "category": 1} | :1 is damaged: AttributeError
+[{"text": "a"}, {"text": 3}] | , object 2: no text under
+"""
+
+
 @pytest.mark.parametrize("text, message", [
-    (b'{"prompt": "a"}\n{"prompt": ', ":2: not JSON"), (b"5", ":1: a row must be a JSON object"),
-    (b"[1]", ", object 1: a row must be a JSON object"), (b'{"prompt": 5}', ":1: no text under"),
-    (b'{"x": 1}', ":1: no text under"), (b"", "holds no prompts"), (b"[]", "holds no prompts"),
-    (b'{"turns": [3, "a"]}', ":1: no text under"), (b'{"turns": []}', ":1: no text"),
-    (b'{"prompt": "a", "answer": [1]}', ":1: 'answer' must be a text or a number"),
-    (b'{"prompt": "a", "answer": true}', ":1: 'answer' must be a text or a number"),
+    *((text.encode(), message) for text, message in table(MALFORMED)),
+    (b'{"prompt": "a"}\n{"prompt": ', ":2: not JSON"),
     (b"[" * 100000, "a.jsonl: not JSON"), (b'{"a": ' * 100000, ":1: not JSON"),
-    (b'[{"prompt": "a"}, {"prompt": "b"', "a.jsonl: not JSON (Expecting ',' delimiter"),
     (b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", ":1: not JSON"),
-    (b'{"text": "a", "test_list": [1]}', ":1 is damaged: TypeError: sequence item 1: expected str"),
-    (b'{"text": "a", "test_list": "b"}', ":1: 'test_list' must be a list of tests"),
-    (b'{"turns": ["a"], "category": 1}', ":1 is damaged: AttributeError"),
-    (b'[{"text": "a"}, {"text": 3}]', ", object 2: no text under"),
     (b'{"prompt": "\xff\xfe"}', "byte 0xff in position 12"), (None, "No such file"),
     ("folder", "Is a directory"),
 ], ids=range(22))
@@ -135,7 +148,9 @@ def test_malformed_files_are_named(text, message, tmp_path):
         file.write_bytes(text)
     with pytest.raises(ValueError) as e:
         prompts.load_prompts(str(file))
-    assert message in str(e.value) and str(file) in str(e.value) and "\n" not in str(e.value)
+    assert message in str(e.value)
+    assert str(file) in str(e.value)
+    assert "\n" not in str(e.value)
 
 
 def test_arrays_byte_order_marks_and_gzip_are_read(tmp_path):
@@ -154,8 +169,8 @@ def test_arrays_byte_order_marks_and_gzip_are_read(tmp_path):
             prompts.load_prompts(str(tmp_path / "c.gz"))
 
 
-OPTIONAL = {"answer", "solution", "reference", "category", "entry_point", "test_list", "input", "context",
-            "turns", "id", "task_id"}
+OPTIONAL = set("""answer solution reference category entry_point test_list input context turns id
+                  task_id""".split())
 
 
 @pytest.mark.parametrize("row", [case[0] for case in ROWS])
@@ -173,8 +188,9 @@ def test_null_in_an_optional_field_is_absent(row, tmp_path):
     ("other", 1, "")])
 def test_a_prompt_that_does_not_fit_is_named_by_its_number_and_id(key, id, shown, toy, tmp_path):
     load(tmp_path, {"prompt": "short"}, {"prompt": "word " * 600, key: id}, {"prompt": "word " * 700, key: 9})
-    r = outcome(decode, "--model", toy, "--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 2)
-    assert r.returncode == 2 and r.stderr.startswith(f"decode.py: prompt 2{shown}: prompt of 6")
+    r = outcome(decode, f"--model {toy} --prompts {tmp_path}/p.jsonl --max-new-tokens 2")
+    assert r.returncode == 2
+    assert r.stderr.startswith(f"decode.py: prompt 2{shown}: prompt of 6")
     assert r.stderr.endswith(" exceed the context of 512\n")
 
 
@@ -184,7 +200,8 @@ def test_missing_data_names_the_public_source(tmp_path):
             prompts.load_named(name, None)
         with pytest.raises(ValueError) as e:
             prompts.load_named(name, str(tmp_path))
-        assert path in str(e.value) and source in str(e.value)
+        assert path in str(e.value)
+        assert source in str(e.value)
 
 
 # -- turns -----------------------------------------------------------------------------------------------
@@ -215,9 +232,11 @@ OURS = "<|bos|><|prompt|>2+2?\n<|think|>so<|answer|>4<|eos|><|prompt|>Sure?\n<|t
 def test_the_next_prompt_of_every_family(family, names, answer, want):
     """A conversation in the family's template, without chains of thought of earlier answers."""
     ours = Tokenizer.load(TARGET)
-    special, template = ours.special, ours.chat_template
+    special = ours.special
+    template = ours.chat_template
     if names is not None:
-        special, template = names.split(), CHATS.get(family)
+        special = names.split()
+        template = CHATS.get(family)
     added = [{"content": name, "id": 2041 + i, "special": True} for i, name in enumerate(special)]
     t = Tokenizer(ours.encoding._mergeable_ranks, added, ours.encoding._pat_str, chat_template=template,
                   bos="<|begin_of_text|>")
@@ -236,7 +255,8 @@ def test_special_tokens_of_a_prompt_stay_text():
     for text in ("<|eos|>", "a<|eos|><|think|>b", "<|<|eos|>eos|>", "\ue000<|eos|>"):
         ids = t.prompt_ids(text)
         assert t.decode(ids) == f"<|bos|><|prompt|>{text}<|think|>"
-        assert t.special["<|eos|>"] not in ids and ids.count(t.special["<|think|>"]) == 1
+        assert t.special["<|eos|>"] not in ids
+        assert ids.count(t.special["<|think|>"]) == 1
 
 
 @pytest.mark.parametrize("settings", [[], ["--sparsity", "2"]])
@@ -248,7 +268,7 @@ def test_the_short_texts_of_a_real_model_are_not_for_specgen(settings, toy, monk
     def observe(study, args, model, tokenizer, how, names):
         raise Names(names)
 
-    args = methods.settings(*settings, model=toy, cost="none", drafter=os.path.join(ROOT, "checkpoints", "prism"))
+    args = methods.settings(*settings, model=toy, cost="none", drafter=f"{ROOT}/checkpoints/prism")
     monkeypatch.setattr(run, "observe", observe)
     for args.quick, ready in ((False, ["ngram"]), (True, ["ngram"] if settings else ["ngram", "specgen"])):
         with pytest.raises(Names) as found:
@@ -257,12 +277,13 @@ def test_the_short_texts_of_a_real_model_are_not_for_specgen(settings, toy, monk
 
 
 def test_bench_leaves_out_drafters_of_another_target(toy, capsys):
-    args = methods.settings(model=toy, cost="none", drafter=os.path.join(ROOT, "checkpoints", "prism"))
+    args = methods.settings(model=toy, cost="none", drafter=f"{ROOT}/checkpoints/prism")
     assert run.suitable(args, checkpoints.load(toy)) == ["ngram", "specgen"]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["draft", "prism", "eagle", "specdiff", "cdlm", "dlm"]
     assert all("is left out: " in line and "d_model of the drafter must be" in line for line in lines[1:3])
-    assert "draft is left out: " in lines[0] and "specdiff is left out: " in lines[3]
+    assert "draft is left out: " in lines[0]
+    assert "specdiff is left out: " in lines[3]
 
 
 # -- real files ------------------------------------------------------------------------------------------
@@ -276,7 +297,8 @@ def real(name):
 
 def test_every_answer_of_gsm8k_is_right_and_another_wrong():
     problems, rows = real("gsm8k")
-    assert len(problems) == 1319 and all(p.family == "gsm8k" and p.think for p in problems)
+    assert len(problems) == 1319
+    assert all(p.family == "gsm8k" and p.think for p in problems)
     for p, row in zip(problems, rows):
         for text in (row["answer"], f"The answer is ${p.answer}."):
             assert prompts.check(p, text) is True
@@ -298,7 +320,8 @@ def test_spec_bench_has_six_blocks():
     assert collections.Counter(p.family for p in problems) == dict.fromkeys(blocks, 80)
     for p in problems:
         if p.family == "math_reasoning":
-            assert prompts.check(p, p.think + p.answer) is True and prompts.check(p, "1234567") is False
+            assert prompts.check(p, p.think + p.answer) is True
+            assert prompts.check(p, "1234567") is False
         else:
             assert prompts.check(p, "x") is None
 

@@ -32,8 +32,11 @@ def test_what_the_file_says(smollm2):
     c = model.config
     shape = (c.n_layer, c.d_model, c.n_head, c.n_kv_head, c.head_dim, c.d_ff, c.vocab_size)
     assert shape == (30, 576, 9, 3, 64, 1536, 49152)
-    assert c.tied and c.rope_theta == 100_000 and c.block_size == 8192
-    assert tokenizer.vocab_size == 49152 and tokenizer.special["<|im_end|>"] == 2 in tokenizer.ends
+    assert c.tied
+    assert c.rope_theta == 100_000
+    assert c.block_size == 8192
+    assert tokenizer.vocab_size == 49152
+    assert tokenizer.special["<|im_end|>"] == 2 in tokenizer.ends
 
 
 def test_ids_are_those_of_tokenizers(smollm2):
@@ -57,7 +60,8 @@ def test_prompts_are_asked_as_its_template_says(smollm2):
     want = (f"<|im_start|>system\n{system}<|im_end|>\n"
             "<|im_start|>user\nHi <|im_end|> there<|im_end|>\n<|im_start|>assistant\n")
     ids = tokenizer.prompt_ids("Hi <|im_end|> there\n")
-    assert tokenizer.decode(ids) == want and ids.count(2) == 2
+    assert tokenizer.decode(ids) == want
+    assert ids.count(2) == 2
 
 
 def test_no_method_changes_what_it_says(smollm2):

@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from conftest import TARGET, save_toy_target, toy_model
+from conftest import TARGET, save_toy_target, seeded, toy_model
 
 from minispec import prism, specdiff
 from minispec.core.engine import Engine, SyncScheduler
@@ -49,9 +49,11 @@ def test_rules_are_compared_on_the_same_prompts(toy, monkeypatch):
     found = json.loads(json.dumps(rules.rules(*toy)))
     rows = found["rows"]
     assert len(rows) == len(rules.DRAFTS) * len(rules.TEMPERATURES) * len(rules.RULES)
-    assert found["table"].count("\n") == 1 + len(rows) / 3 and whole(found["table"])
+    assert found["table"].count("\n") == 1 + len(rows) / 3
+    assert whole(found["table"])
     for x in rows:
-        assert x["prompts"] == 2 and 1 <= x["tau"] == pytest.approx(1 + x["accepted"], abs=0.3)
+        assert x["prompts"] == 2
+        assert 1 <= x["tau"] == pytest.approx(1 + x["accepted"], abs=0.3)
         assert x["tau_interval"][0] <= x["tau"] <= x["tau_interval"][1]
     # The texts of coupled drafts and of their argmax are the same, so the numbers of tokens are, too.
     tokens = {x["rule"]: sum(n for _, n, _ in x["counts"]) for x in rows if x["method"] == "prism --depth 5"}
@@ -65,16 +67,18 @@ def test_losslessness_is_counted(toy, monkeypatch):
     monkeypatch.setattr(rules, "requests_of", lambda *args: real(*args[:3], 8, args[4]))
     found = rules.lossless(*toy)
     exact = [x for x in found["rows"] if x["dtype"] == "float32"]
-    assert [x["method"] for x in exact] == ["ngram", "prism", "prism --tree 8"] and whole(found["table"])
+    assert [x["method"] for x in exact] == ["ngram", "prism", "prism --tree 8"]
+    assert whole(found["table"])
     for x in exact:
-        assert x["identical"] == x["prompts"] == 8 and x["largest_tie_gap"] == 0
+        assert x["identical"] == x["prompts"] == 8
+        assert x["largest_tie_gap"] == 0
         assert x["T 0.65"] == x["T 1"] == x["top"] == x["sampled"] == 4
 
 
 # -- SpecGen -----------------------------------------------------------------------------------------
 
 MODEL = toy_model()
-TEXT = torch.randint(0, 64, (700,), generator=torch.Generator().manual_seed(5)).tolist()
+TEXT = torch.randint(0, 64, (700,), generator=seeded(5)).tolist()
 
 
 @pytest.fixture
@@ -99,7 +103,8 @@ def test_stages_of_the_system_continue_texts_of_different_lengths(texts, monkeyp
     for name, value in dict(LENGTHS=(300, 600), MORE=20).items():           # a tenth of it is asked for
         monkeypatch.setattr(specgen, name, value)
     found = specgen.scheduler(texts, MODEL, None)
-    assert [r["stage"] for r in found["rows"]] == list(specgen.STAGES) and whole(found["table"])
+    assert [r["stage"] for r in found["rows"]] == list(specgen.STAGES)
+    assert whole(found["table"])
     assert found["cache_tokens"] == (sum(30 + i * 30 // 7 for i in range(8)) + 8 * 20) // 2
     assert all(r["identical"] == 8 and r["prefill_rows"] == 8 * (specgen.K + 1) for r in found["rows"])
 
@@ -107,14 +112,16 @@ def test_stages_of_the_system_continue_texts_of_different_lengths(texts, monkeyp
 def test_texts_are_long_enough(tmp_path):
     tokenizer = Tokenizer.load(TARGET)
     first, second = (specgen.text(i, 300, tokenizer, None) for i in (0, 1))
-    assert len(first) == len(second) == 300 and first != second
+    assert len(first) == len(second) == 300
+    assert first != second
     other = types.SimpleNamespace(is_puzzle_model=False, encode=lambda text: list(text.encode()))
     assert specgen.text(1, 100, other, None) == specgen.text(0, 200, other, None)[specgen.SHIFT:][:100]
     file = tmp_path / specgen.THOUGHTS
     file.parent.mkdir()
     file.write_text("\n".join(json.dumps({"question": f"q{i}", "response": "r" * 20}) for i in range(9)))
     first, second = (bytes(specgen.text(i, 50, other, str(tmp_path))) for i in (0, 1))
-    assert first[:1] == second[:1] == b"q" and first != second
+    assert first[:1] == second[:1] == b"q"
+    assert first != second
     with pytest.raises(ValueError, match="text 0 has 223 tokens; 9000 are needed"):
         specgen.text(0, 9000, other, str(tmp_path))
 
@@ -131,7 +138,10 @@ def test_diffusion_models_are_compared(toy, monkeypatch):
     assert [r.get("order") for r in rows] == 5 * [None] + 2 * ["surest"]
     assert all(r["problems"] == 8 and set(r["by_family"]) == {"revise", "arith"} for r in rows)
     assert all(r["steps"] >= r["tokens"] for r in (rows[1], rows[5]))
-    assert ["same" in r for r in rows] == [False, False, *5 * [True]] and 0 <= rows[2]["same"] <= 1
-    assert whole(found["table"]) and whole(found["short"])
+    assert ["same" in r for r in rows] == [False, False, *5 * [True]]
+    assert 0 <= rows[2]["same"] <= 1
+    assert whole(found["table"])
+    assert whole(found["short"])
     curves = diffusion.cdlm_curves(*toy)
-    assert {r["decoder"] for r in curves["rows"]} == {"teacher", "dual", "student"} and whole(curves["table"])
+    assert {r["decoder"] for r in curves["rows"]} == {"teacher", "dual", "student"}
+    assert whole(curves["table"])

@@ -9,9 +9,11 @@ from minispec.data import tasks
 def test_reference_solutions_pass_and_others_fail(family):
     for seed in range(100):
         p = tasks.make(family, seed, "heldout")
-        assert tasks.check(p, p.answer) and tasks.check(p, p.answer + "\n")
+        assert tasks.check(p, p.answer)
+        assert tasks.check(p, p.answer + "\n")
         other = tasks.make(family, seed + 1, "heldout")
-        assert not tasks.check(p, "") and (other.answer == p.answer or not tasks.check(p, other.answer))
+        assert not tasks.check(p, "")
+        assert other.answer == p.answer or not tasks.check(p, other.answer)
         assert not tasks.check(p, p.answer + " 0")
 
 
@@ -19,9 +21,11 @@ def test_reference_solutions_pass_and_others_fail(family):
 def test_seeded_and_splits_are_disjoint(family):
     a = [tasks.make(family, i, "train").prompt for i in range(300)]
     b = [tasks.make(family, i, "heldout").prompt for i in range(300)]
-    assert a == [tasks.make(family, i, "train").prompt for i in range(300)] and len(set(a)) > 280
+    assert a == [tasks.make(family, i, "train").prompt for i in range(300)]
+    assert len(set(a)) > 280
     assert not set(a) & set(b)
-    assert all(tasks.is_heldout(p) for p in b) and not any(tasks.is_heldout(p) for p in a)
+    assert all(tasks.is_heldout(p) for p in b)
+    assert not any(tasks.is_heldout(p) for p in a)
 
 
 @pytest.mark.parametrize("family", tasks.FAMILIES)
@@ -36,7 +40,8 @@ def test_trace_is_the_program_run():
         p = tasks.make("trace", seed, "heldout", 30)
         values = {n: int(v) for n, v in re.findall(r"([a-z]+)(\d)", p.prompt.split("Given")[1])}
         for name, a, op, b in re.findall(r"^ (\w+) = (\w+) ([+-]) (\w+)$", p.prompt, re.M):
-            x, y = values[a], values[b] if b in values else int(b)
+            x = values[a]
+            y = values[b] if b in values else int(b)
             values[name] = (x + y if op == "+" else x - y) % 10
         assert p.answer == str(values[name])
         for n, v in re.findall(r"so ([a-z]+)(\d)", p.think):
@@ -58,7 +63,8 @@ def test_story_counts():
         thing = re.search(r"follow the (\w+) of", p.think).group(1)
         count = int(re.search(rf"{hero} has (\d+) {thing}", p.prompt).group(1))
         events = [line[3:] for line in p.prompt.split("\n") if line.startswith(" ")]
-        assert len(events) == size and len(set(events)) == size
+        assert len(events) == size
+        assert len(set(events)) == size
         for s in events:
             n = re.search(rf"(\d+) (?:more )?(?:of the )?{thing}", s)
             if n and s.startswith(f"{hero} ") and not s.startswith(f"{hero} has"):
@@ -69,7 +75,8 @@ def test_story_counts():
 def test_search_checker_wants_a_real_way():
     p = tasks.make("search", 3, "heldout", 10)
     path = p.answer.split()
-    assert not tasks.check(p, " ".join(path[1:])) and not tasks.check(p, " ".join(path[:-1]))
+    assert not tasks.check(p, " ".join(path[1:]))
+    assert not tasks.check(p, " ".join(path[:-1]))
     assert not tasks.check(p, " ".join([path[0], path[-1]])) or len(path) == 2
     assert not tasks.check(p, "nowhere")
 
@@ -79,7 +86,8 @@ def test_revise_edits_are_applied():
     for seed in range(60):
         p = tasks.make("revise", seed, "heldout")
         order, text = p.prompt.split("\n", 1)
-        lines, answer = text.rstrip("\n").split("\n"), p.answer.split("\n")
+        lines = text.rstrip("\n").split("\n")
+        answer = p.answer.split("\n")
         if order.startswith("Write"):
             new = re.match(r"Write (\w+) wherever it says name", order).group(1)
             assert answer == [re.sub(r"\bname\b", new, line) for line in lines] != lines
@@ -87,7 +95,8 @@ def test_revise_edits_are_applied():
             assert answer == lines + [re.match(r"Add this line at the end:( .*) Print the whole", order).group(1)]
         else:
             dropped = re.match(r"Leave out line (\w)", order).group(1)
-            assert answer == [line for line in lines if line[1] != dropped] and len(answer) == len(lines) - 1
+            assert answer == [line for line in lines if line[1] != dropped]
+            assert len(answer) == len(lines) - 1
         assert p.think.split("lines ")[1].rstrip(".\n").split() == [line[1] for line in answer]
         kinds.add(order[0])
     assert kinds == {"W", "A", "L"}

@@ -1,5 +1,5 @@
+import importlib.util
 import json
-import os
 import random
 
 import pytest
@@ -9,9 +9,28 @@ from minispec.data.tokenizer import Tokenizer
 
 SPECIALS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|mask|>", "<|prompt|>", "<|think|>", "<|answer|>")
 TEXTS = ["the cat sat on the mat, the cat sat", "12 + 34 = 46, and 46 is 46", "naïve café 東京 👍🏽",
-         "don't we'll", "\tif x:\n\t\treturn  y  \n\n", "", " ", "\n\n \n", "a\x00b", "\ufffd", "<|eos|><|think|>",
-         "  leading", "trailing  ", "ＡＢＣ１２３", "٣٤٥ ²³", "e\u0301", "_snake_case__", "\u200b\u2028x", "'s 'S 'll", "🏳️‍🌈",
+         "don't we'll", "\tif x:\n\t\treturn  y  \n\n",
+         "", " ", "\n\n \n", "a\x00b", "\ufffd", "<|eos|><|think|>",
+         "  leading", "trailing  ", "ＡＢＣ１２３", "٣٤٥ ²³", "e\u0301",
+         "_snake_case__", "\u200b\u2028x", "'s 'S 'll", "🏳️‍🌈",
          "1234567890", "Hello, world! 1 + 1 = 2", "hello\n\n12 all 3456"]
+
+
+def library(name):
+    """A library that not everyone has, or None."""
+    return importlib.import_module(name) if importlib.util.find_spec(name) else None
+
+
+def hugging_face(folder):
+    """A folder's tokenizer in the library that made the format, or None."""
+    tokenizers = library("tokenizers")
+    return tokenizers and tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+
+
+def automatic(folder):
+    """A folder's tokenizer in transformers, or None."""
+    transformers = library("transformers")
+    return transformers and transformers.AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +53,8 @@ def test_any_text_and_any_bytes_round_trip(tokenizer):
 
 
 def test_special_tokens_never_come_from_text(tokenizer):
-    assert list(tokenizer.special) == list(SPECIALS) and tokenizer.vocab_size == 2048
+    assert list(tokenizer.special) == list(SPECIALS)
+    assert tokenizer.vocab_size == 2048
     for s in SPECIALS:
         assert tokenizer.special[s] not in tokenizer.encode(f"x{s}y")
 
@@ -51,17 +71,16 @@ def test_templates(tokenizer):
 
 
 def test_hugging_face_reads_the_same_file(tokenizer, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    theirs = tokenizers.Tokenizer.from_file(os.path.join(TARGET, "tokenizer.json"))
+    theirs = hugging_face(TARGET) or pytest.skip("needs tokenizers")
     for s in strings():
         assert theirs.encode(s, add_special_tokens=False).ids == tokenizer.encode(s) or "<|" in s
         assert theirs.decode(tokenizer.encode(s), skip_special_tokens=False) == s
 
 
 def test_transformers_finds_the_tokenizer_and_the_template(tokenizer):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(TARGET)
-    assert theirs.eos_token == "<|eos|>" and theirs("so 12").input_ids == tokenizer.encode("so 12")
+    theirs = automatic(TARGET) or pytest.skip("needs transformers")
+    assert theirs.eos_token == "<|eos|>"
+    assert theirs("so 12").input_ids == tokenizer.encode("so 12")
     asked = [{"role": "user", "content": "2 + 2?\n"}]
     got = theirs.apply_chat_template(asked, tokenize=True, return_dict=True)["input_ids"]
     assert got == tokenizer.prompt_ids("2 + 2?\n")
@@ -91,7 +110,7 @@ BOS = {"type": "Sequence", "processors": [BYTES, {
 
 def written(folder, change=lambda data: None, **config):
     """A folder with the shipped vocabulary after a change. config: entries of its tokenizer_config."""
-    with open(os.path.join(TARGET, "tokenizer.json"), encoding="utf-8") as f:
+    with open(f"{TARGET}/tokenizer.json", encoding="utf-8") as f:
         data = json.load(f)
     change(data)
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": "<|eos|>",
@@ -114,9 +133,14 @@ def split_at(regex):
 
 @pytest.mark.parametrize("regex", SPLITS)
 def test_text_between_the_matches_of_a_split_is_kept(regex, tmp_path):
-    ours = Tokenizer.load(written(tmp_path, split_at(regex)))
+    """And split as tokenizers does."""
+    folder = written(tmp_path, split_at(regex))
+    ours = Tokenizer.load(folder)
+    theirs = hugging_face(folder)
     for s in strings():
-        assert ours.decode(ours.encode(s)) == s
+        ids = ours.encode(s)
+        assert ours.decode(ids) == s
+        assert not theirs or "<|" in s or ids == theirs.encode(s).ids
 
 
 def test_a_long_text_without_a_match_is_kept(tmp_path):
@@ -124,25 +148,19 @@ def test_a_long_text_without_a_match_is_kept(tmp_path):
     assert ours.decode(ours.encode("!" * 1_000_000)) == "!" * 1_000_000
 
 
-@pytest.mark.parametrize("regex", SPLITS)
-def test_text_between_the_matches_of_a_split_is_split_as_tokenizers_does(regex, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    ours = Tokenizer.load(written(tmp_path, split_at(regex)))
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    for s in strings():
-        assert ours.encode(s) == theirs.encode(s).ids or "<|" in s
-
-
 def test_an_unused_token_of_other_characters_does_not_refuse_a_file(tmp_path):
     def change(data):
-        merges, vocab = data["model"]["merges"], data["model"]["vocab"]
+        merges = data["model"]["merges"]
+        vocab = data["model"]["vocab"]
         for name in ("unused 5", "東京"):
             vocab[name] = vocab.pop("".join(merges.pop()))
 
-    ours, shipped = Tokenizer.load(written(tmp_path, change)), Tokenizer.load(TARGET)
+    ours = Tokenizer.load(written(tmp_path, change))
+    shipped = Tokenizer.load(TARGET)
     assert ours.vocab_size == shipped.vocab_size
     for s in ("unused 5 東京 ÿ", "the cat"):
-        assert ours.decode(ours.encode(s)) == s and not {2039, 2040} & set(ours.encode(s))
+        assert ours.decode(ours.encode(s)) == s
+        assert not {2039, 2040} & set(ours.encode(s))
 
 
 ADDED = ["a <|think|>  b", "<|think|><|think|>", "  <|think|>\n\t<|answer|>  x", "<|answer|> <|think|> ",
@@ -161,16 +179,16 @@ def test_added_tokens_in_texts(special, changes, tmp_path):
     want = [*ours.encode("a" + left), 2046, *ours.encode(right + "b")]
     assert ours.special_ids("a <|think|> b") == want
     assert ours.encode("a <|think|> b") == ours.prompt_ids("a <|think|> b")
-    assert (ours.encode("a <|think|> b") == want) != special and 2046 not in ours.encode("<|think")
+    assert (ours.encode("a <|think|> b") == want) != special
+    assert 2046 not in ours.encode("<|think")
     assert ours.decode(ours.encode("a" + " " * 50_000 + "b")) == "a" + " " * 50_000 + "b"
 
 
 @pytest.mark.parametrize("changes", STRIPS, ids=str)
 @pytest.mark.parametrize("special", [False, True])
 def test_added_tokens_in_texts_as_tokenizers_has_them(special, changes, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
     ours = Tokenizer.load(written(tmp_path, flags("<|think|>", special=special, **changes)))
-    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs = hugging_face(tmp_path) or pytest.skip("needs tokenizers")
     for as_special, encode in ((True, ours.special_ids), (False, ours.encode)):
         theirs.encode_special_tokens = not as_special
         assert [encode(s) for s in ADDED] == [theirs.encode(s).ids for s in ADDED]
@@ -180,13 +198,16 @@ STARTS = [(None, None, False), (None, True, True), (None, False, False), (BOS, N
           (BOS, False, True), (BOS, True, True)]
 
 
-def starting(folder, post_processor, **config):
-    return written(folder, lambda data: data.update(post_processor=post_processor), **config)
-
-
 @pytest.mark.parametrize("post_processor, add_bos_token, want", STARTS)
 def test_text_without_a_template_begins_as_the_folder_says(post_processor, add_bos_token, want, tmp_path):
-    ours = Tokenizer.load(starting(tmp_path, post_processor, add_bos_token=add_bos_token))
+    """As in transformers, whose version 5 ignores add_bos_token where version 4 does not."""
+    def change(data):
+        data["post_processor"] = post_processor
+
+    folder = written(tmp_path, change, add_bos_token=add_bos_token)
+    ours = Tokenizer.load(folder)
+    if (post_processor or not add_bos_token) and (theirs := automatic(folder)):
+        assert theirs(" hi").input_ids == ours.prompt_ids(" hi")
     ours.is_puzzle_model = False
     assert ours.prompt_ids(" hi") == [2041] * want + ours.encode(" hi")
     said = {"role": "assistant", "content": ours.encode("b")}
@@ -194,15 +215,6 @@ def test_text_without_a_template_begins_as_the_folder_says(post_processor, add_b
     template = "{{ bos_token }}{{ messages[0].content }}"
     with_template = Tokenizer.load(written(tmp_path, add_bos_token=add_bos_token, chat_template=template))
     assert with_template.prompt_ids("hi").count(2041) == 1
-
-
-@pytest.mark.parametrize("post_processor, add_bos_token, want", [s for s in STARTS if s[0] or not s[1]])
-def test_text_begins_as_in_transformers(post_processor, add_bos_token, want, tmp_path):
-    """Version 5 of transformers ignores add_bos_token, version 4 does not."""
-    transformers = pytest.importorskip("transformers")
-    folder = starting(tmp_path, post_processor, add_bos_token=add_bos_token)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    assert theirs(" hi").input_ids == Tokenizer.load(folder).prompt_ids(" hi")
 
 
 FIRST = "{{ messages[0].content }}"
@@ -223,27 +235,27 @@ RENDERED = [    # message, template, text
 
 @pytest.mark.parametrize("text, template, want", RENDERED)
 def test_templates_are_rendered(text, template, want, tmp_path):
-    ours = Tokenizer.load(written(tmp_path, chat_template=template))
+    """As in transformers."""
+    folder = written(tmp_path, chat_template=template)
+    ours = Tokenizer.load(folder)
     ids = ours.prompt_ids(text)
-    assert ours.decode(ids) == want and 2042 not in ids
-
-
-@pytest.mark.parametrize("text, template, want", RENDERED)
-def test_templates_are_rendered_as_transformers_does(text, template, want, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    theirs = transformers.AutoTokenizer.from_pretrained(written(tmp_path, chat_template=template))
-    asked = [{"role": "user", "content": text}]
-    assert theirs.apply_chat_template(asked, tokenize=False) == want
+    assert ours.decode(ids) == want
+    assert 2042 not in ids
+    if theirs := automatic(folder):
+        assert theirs.apply_chat_template([{"role": "user", "content": text}], tokenize=False) == want
 
 
 def test_the_file_of_a_bad_template_is_named(tmp_path):
-    config, own = tmp_path / "tokenizer_config.json", tmp_path / "chat_template.jinja"
+    config = tmp_path / "tokenizer_config.json"
+    own = tmp_path / "chat_template.jinja"
     for template in ("{% if %}", "{{ 1 / 0 }}", "{{ raise_exception(messages[0].content) }}", 7, {}, [{}],
                      NAMED[:1], {"default": 7}):
         with pytest.raises(ValueError) as e:
             Tokenizer.load(written(tmp_path, chat_template=template)).prompt_ids("<|eos|>")
         line = str(e.value)
-        assert line.startswith(str(config)) and "tokenizer.json" not in line and line.encode()
+        assert line.startswith(str(config))
+        assert "tokenizer.json" not in line
+        assert line.encode()
     own.write_text("{% if %}")
     with pytest.raises(ValueError, match="chat_template.jinja: the chat template does not render"):
         Tokenizer.load(tmp_path).prompt_ids("hi")
@@ -251,5 +263,6 @@ def test_the_file_of_a_bad_template_is_named(tmp_path):
     for file in (own, config):
         with pytest.raises(ValueError) as e:
             Tokenizer.load(tmp_path)
-        assert str(file) in str(e.value) and "tokenizer.json" not in str(e.value)
+        assert str(file) in str(e.value)
+        assert "tokenizer.json" not in str(e.value)
         config.write_text("{")

@@ -1,5 +1,6 @@
 """The two file formats of traces.py: prices between and beyond measured points; bad files are named with
 file, line and field."""
+
 import itertools
 import json
 import random
@@ -21,21 +22,26 @@ def grid(rows, tokens, kv, seconds):
 
 # -- prices ----------------------------------------------------------------------------------------
 
+
 def test_a_grid_is_linear_between_and_beyond_its_points():
-    rows, tokens, kv = [1, 4, 16], [1, 2, 9], [0, 100, 1000]
+    rows = [1, 4, 16]
+    tokens = [1, 2, 9]
+    kv = [0, 100, 1000]
     exact = lambda b, n, c: 1 + 0.2 * b + 0.1 * n + 0.01 * c + 0.003 * b * n + 1e-4 * b * c
     values = [[[exact(b, n, c) for c in kv] for n in tokens] for b in rows]
     cost = CostTable({"verify": grid(rows, tokens, kv, values)})
     for b, n, c in itertools.product((1, 2, 4, 30), (1, 1.5, 9, 50), (0, 37, 1000, 3000)):
         assert cost.verify(b * c, b * n, b) == pytest.approx(exact(b, n, c), rel=1e-12)
     many = cost.verify(4 * np.array([[50], [700]]), 4 * np.array([1, 2, 3]), 4)
-    assert many.shape == (2, 3) and many[1, 2] == pytest.approx(exact(4, 3, 700))
+    assert many.shape == (2, 3)
+    assert many[1, 2] == pytest.approx(exact(4, 3, 700))
     kinked = CostTable({"verify": grid([1], [1, 2, 4, 8], [0], [[[1], [3], [4], [9]]])})
     asked = np.array([1, 1.5, 2, 3, 4, 5, 8, 16])
     assert kinked.verify(0, asked).tolist() == [1, 2, 3, 3.5, 4, 5.25, 9, 19]
     # One point is constant, and nothing is extrapolated below the least one.
     flat = CostTable({"verify": grid([1], [1, 2], [5], [[[2.0], [1.0]]])})
-    assert flat.verify(500, 1) == 2 and flat.verify(0, 9) == 1
+    assert flat.verify(500, 1) == 2
+    assert flat.verify(0, 9) == 1
 
 
 @pytest.mark.parametrize("rows", [[1], [1, 4]])
@@ -43,10 +49,12 @@ def test_a_grid_is_linear_between_and_beyond_its_points():
 @pytest.mark.parametrize("kv", [[512], [0, 100]])
 def test_a_price_has_the_shape_of_the_question(rows, tokens, kv):
     half = grid(rows, tokens, kv, np.full((len(rows), len(tokens), len(kv)), 0.5).tolist())
-    cost, many = CostTable({"verify": half, "draft": {"a": half}}), np.arange(5.0)
+    cost = CostTable({"verify": half, "draft": {"a": half}})
+    many = np.arange(5.0)
     for price in (cost.verify(100 * many, 1), cost.verify(7, many + 1), cost.draft("a", 100 * many, 3)):
         assert price.tolist() == [0.5] * 5
-    assert cost.draft("a", many[:, None], many[:3]).shape == (5, 3) and cost.verify(7, 1).shape == ()
+    assert cost.draft("a", many[:, None], many[:3]).shape == (5, 3)
+    assert cost.verify(7, 1).shape == ()
 
 
 def test_a_round_without_drafts_asks_nobody():
@@ -58,20 +66,27 @@ def test_a_round_without_drafts_asks_nobody():
 
 def test_expected_tokens_of_a_round():
     assert expected_tokens(0.5, 3).tolist() == [1, 1.5, 1.75, 1.875]
-    assert expected_tokens(1, 2).tolist() == [1, 2, 3] and expected_tokens(0, 2).tolist() == [1, 1, 1]
+    assert expected_tokens(1, 2).tolist() == [1, 2, 3]
+    assert expected_tokens(0, 2).tolist() == [1, 1, 1]
 
 
 # -- files -----------------------------------------------------------------------------------------
 
-GOOD = {"id": "x", "prompt_len": 9, "n_out": 4, "accept": {"a": [0, 2, 1, 1]},
-        "censored": {"a": [None, False, False, True]}}
+GOOD = {
+    "id": "x",
+    "prompt_len": 9,
+    "n_out": 4,
+    "accept": {"a": [0, 2, 1, 1]},
+    "censored": {"a": [None, False, False, True]},
+}
 
 
 def test_files_are_read_as_they_were_written(tmp_path):
-    rng, path = random.Random(19), tmp_path / "t.jsonl"
+    rng = random.Random(19)
+    path = tmp_path / "t.jsonl"
     some = [random_trace(rng, n) for n in (2, 6, 30)]
     for i, t in enumerate(some):
-        t.id = f"\u2028{i}"                  # a line separator of Unicode, not of JSON lines
+        t.id = f"\u2028{i}"  # a line separator of Unicode, not of JSON lines
         t.censored["a"] = t.accept["a"] > 4
         t.offered["b"] = t.accept["b"] + 2
     write_traces(path, some)
@@ -87,7 +102,7 @@ def test_files_are_read_as_they_were_written(tmp_path):
 
 def test_the_documented_example_is_valid(tmp_path):
     text = traces.__doc__
-    example = text[text.index('    {"id"'):text.index("\n\nid: the part")]
+    example = text[text.index('    {"id"') : text.index("\n\nid: the part")]
     (tmp_path / "t.jsonl").write_text(" ".join(example.split()) + "\n\n")
     assert read_traces(tmp_path / "t.jsonl")[0].accept["ngram"].tolist() == [0, 3, 1, 1]
 
@@ -98,35 +113,50 @@ def refused(read, path, text):
     with pytest.raises(ValueError) as e:
         read(path)
     message = str(e.value)
-    assert message.startswith(str(path)) and "\n" not in message and len(message) < 500
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    assert len(message) < 500
     return message
 
 
-@pytest.mark.parametrize("changed, message", [
-    ('{"id": ', "not JSON"),
-    ("[1]", "a row must be a JSON object, got list"),
-    ('{"id": ' + "1" * 5000 + "}", "not JSON"),
-    ({"n_out": ...}, "'n_out'"),                         # missing
-    ({"acept": {}}, "'acept'"),                          # unknown
-    ({"id": "first"}, "id 'first' is in the file already"),
-    ({"prompt_len": -1}, 'prompt_len an integer from 0, n_out an integer from 1, got ["x", -1, 4]'),
-    ({"prompt_len": 10**30}, "prompt_len an integer from 0"),
-    ({"accept": {"b": [1, 1, 1, 1]}, "censored": {}}, "the drafters of the first line, a, got b"),
-    ({"accept": {"a": [1, 1, 1]}}, "accept.a must be a list of n_out = 4 values of type int, got [1, 1, 1]"),
-    ({"accept": {"a": [1, 0, 1, 1]}}, "accept.a[1] must be from 1 to 3"),
-    ({"accept": {"a": [1, float("nan"), 1, 1]}}, "accept.a must be a list of n_out = 4 values of type int"),
-    ({"accept": {"a": None}}, "damaged: TypeError"),
-    ({"censored": {"a": [0, 0, 0, 0]}}, "censored.a must be a list of n_out = 4 values of type bool"),
-    ({"censored": {"b": []}}, "censored.b: accept has no such drafter"),
-    ({"offered": {"a": [0, 0, 0, 0]}}, "accept.a[1] must be from 1 to 1"),
-])
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ('{"id": ', "not JSON"),
+        ("[1]", "a row must be a JSON object, got list"),
+        ('{"id": ' + "1" * 5000 + "}", "not JSON"),
+        ({"n_out": ...}, "'n_out'"),  # missing
+        ({"acept": {}}, "'acept'"),  # unknown
+        ({"id": "first"}, "id 'first' is in the file already"),
+        ({"prompt_len": -1}, 'prompt_len an integer from 0, n_out an integer from 1, got ["x", -1, 4]'),
+        ({"prompt_len": 10**30}, "prompt_len an integer from 0"),
+        ({"accept": {"b": [1, 1, 1, 1]}, "censored": {}}, "the drafters of the first line, a, got b"),
+        (
+            {"accept": {"a": [1, 1, 1]}},
+            "accept.a must be a list of n_out = 4 values of type int, got [1, 1, 1]",
+        ),
+        ({"accept": {"a": [1, 0, 1, 1]}}, "accept.a[1] must be from 1 to 3"),
+        (
+            {"accept": {"a": [1, float("nan"), 1, 1]}},
+            "accept.a must be a list of n_out = 4 values of type int",
+        ),
+        ({"accept": {"a": None}}, "damaged: TypeError"),
+        (
+            {"censored": {"a": [0, 0, 0, 0]}},
+            "censored.a must be a list of n_out = 4 values of type bool",
+        ),
+        ({"censored": {"b": []}}, "censored.b: accept has no such drafter"),
+        ({"offered": {"a": [0, 0, 0, 0]}}, "accept.a[1] must be from 1 to 1"),
+    ],
+)
 def test_a_bad_trace_is_refused_with_file_line_and_field(changed, message, tmp_path):
     line = changed
     if isinstance(changed, dict):
         line = json.dumps({name: x for name, x in (GOOD | changed).items() if x is not ...})
     good = json.dumps(GOOD | {"id": "first"})
     found = refused(read_traces, tmp_path / "t.jsonl", f"{good}\n\n{line}\n")
-    assert f"t.jsonl:3" in found and message in found
+    assert f"t.jsonl:3" in found
+    assert message in found
 
 
 def test_unreadable_files_are_named(tmp_path):
@@ -143,25 +173,34 @@ def test_unreadable_files_are_named(tmp_path):
 SQUARE = grid([1, 2], [1], [0], [[[1.0]], [[2.0]]])
 
 
-@pytest.mark.parametrize("table, message", [
-    ('{\n "verify": {\n', "not JSON (Expecting property name enclosed in double quotes: line 3"),
-    ([], "damaged"),
-    ({}, "'verify'"),
-    (UNIT | {"verfy": 1}, "verfy: unknown field; known are about, verify"),
-    ({"verify": linear()}, "verify: a forward that takes no time"),
-    (UNIT | {"read": {"a": {"kind": "share", "of_verify": 1}}}, "read.a: only a drafter"),
-    (UNIT | {"accept": {"a": 1.5}}, "accept.a must be from 0 to 1, got 1.5"),
-    *((UNIT | {"draft": {"b": bad}}, message) for bad, message in [
-        ({"kind": "cubic"}, "'cubic'"),
-        (3, "draft.b is damaged"),
-        (linear(kv=-1), "draft.b.kv must be numbers from 0 to 1e+09 in lists 0 deep, got -1"),
-        (linear(kv="1"), 'draft.b.kv must be numbers from 0 to 1e+09 in lists 0 deep, got "1"'),
-        (linear(steps=1), "draft.b.steps: unknown field; known are base, row, token"),
-        ({"kind": "share"}, "'of_verify'"),
-        (SQUARE | {"rows": [2, 1]}, "draft.b: rows, tokens, kv must increase"),
-        (SQUARE | {"kv": []}, "draft.b.kv must be numbers from 0 to 1e+09 in lists 1 deep, got []"),
-        (SQUARE | {"seconds": [[[1.0]]]}, "draft.b.seconds must have the shape (2, 1, 1)"),
-    ]),
-])
+@pytest.mark.parametrize(
+    "table, message",
+    [
+        ('{\n "verify": {\n', "not JSON (Expecting property name enclosed in double quotes: line 3"),
+        ([], "damaged"),
+        ({}, "'verify'"),
+        (UNIT | {"verfy": 1}, "verfy: unknown field; known are about, verify"),
+        ({"verify": linear()}, "verify: a forward that takes no time"),
+        (UNIT | {"read": {"a": {"kind": "share", "of_verify": 1}}}, "read.a: only a drafter"),
+        (UNIT | {"accept": {"a": 1.5}}, "accept.a must be from 0 to 1, got 1.5"),
+        *(
+            (UNIT | {"draft": {"b": bad}}, message)
+            for bad, message in [
+                ({"kind": "cubic"}, "'cubic'"),
+                (3, "draft.b is damaged"),
+                (linear(kv=-1), "draft.b.kv must be numbers from 0 to 1e+09 in lists 0 deep, got -1"),
+                (linear(kv="1"), 'draft.b.kv must be numbers from 0 to 1e+09 in lists 0 deep, got "1"'),
+                (linear(steps=1), "draft.b.steps: unknown field; known are base, row, token"),
+                ({"kind": "share"}, "'of_verify'"),
+                (SQUARE | {"rows": [2, 1]}, "draft.b: rows, tokens, kv must increase"),
+                (
+                    SQUARE | {"kv": []},
+                    "draft.b.kv must be numbers from 0 to 1e+09 in lists 1 deep, got []",
+                ),
+                (SQUARE | {"seconds": [[[1.0]]]}, "draft.b.seconds must have the shape (2, 1, 1)"),
+            ]
+        ),
+    ],
+)
 def test_a_bad_cost_table_is_refused_with_file_and_field(table, message, tmp_path):
     assert message in refused(read_costs, tmp_path / "c.json", table)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, outcome, toy_model
+from conftest import ROOT, TARGET, outcome, seeded, toy_model, words
 from safetensors.torch import load_file
 
 import train_gpt
@@ -20,26 +20,28 @@ from minispec.data import corpus, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import training
 
-ARGS = ["--size", "tiny", "--tokens", "16e3", "--max-length", "256", "--seed", "7", "--device", "cpu"]
+ARGS = "--size tiny --tokens 16e3 --max-length 256 --seed 7 --device cpu"
 
 
 def train(out, *args):
     """A training in this process, and how it ended."""
-    return outcome(train_gpt, "--out", out, *ARGS, *args)
+    return outcome(train_gpt, f"--out {out} {ARGS}", *words(*args))
 
 
 def test_sequences_are_seeded_and_begin_with_the_one_bos():
     tokenizer = Tokenizer.load(TARGET)
     bos = tokenizer.special["<|bos|>"]
+    texts = set()
     for n in range(8):
         tokens, learn = corpus.sequence(tokenizer, 1, n, 1024)
-        assert len(tokens) == len(learn) == 1025 and tokens[0] == bos and (tokens == bos).sum() == 1
-        assert all(
-            torch.equal(a, b) for a, b in zip((tokens, learn), corpus.sequence(tokenizer, 1, n, 1024))
-        )
-    assert not torch.equal(
-        corpus.sequence(tokenizer, 1, 0, 1024)[0], corpus.sequence(tokenizer, 1, 1, 1024)[0]
-    )
+        assert len(tokens) == len(learn) == 1025
+        assert tokens[0] == bos
+        assert (tokens == bos).sum() == 1
+        again, learn_again = corpus.sequence(tokenizer, 1, n, 1024)
+        assert torch.equal(again, tokens)
+        assert torch.equal(learn_again, learn)
+        texts.add(tuple(tokens.tolist()))
+    assert len(texts) == 8
 
 
 def test_loss_is_taken_on_responses():
@@ -47,8 +49,10 @@ def test_loss_is_taken_on_responses():
     p = tasks.make("arith", 0)
     ids, learn = corpus.encode(tokenizer, p)
     think = ids.index(tokenizer.special["<|think|>"])
-    assert not any(learn[: think + 1]) and all(learn[think + 1 :])
-    assert tokenizer.answer_text(ids) == p.answer and ids[-1] == tokenizer.special["<|eos|>"]
+    assert not any(learn[: think + 1])
+    assert all(learn[think + 1 :])
+    assert tokenizer.answer_text(ids) == p.answer
+    assert ids[-1] == tokenizer.special["<|eos|>"]
 
 
 def test_long_sequences_hold_long_programs():
@@ -62,11 +66,9 @@ def test_long_sequences_hold_long_programs():
 
 def test_curriculum_keeps_its_shares():
     plan = train_gpt.schedule(0, 20e6, 10240)
-    assert (
-        plan[-1][1] >= 20e6
-        and plan[0][0] == 256
-        and all(length <= 1024 for length, used in plan if used < 0.5 * 20e6)
-    )
+    assert plan[-1][1] >= 20e6
+    assert plan[0][0] == 256
+    assert all(length <= 1024 for length, used in plan if used < 0.5 * 20e6)
     late = [length for length, used in plan if used > train_gpt.CURRICULUM[-2][0] * 20e6]
     tokens = [train_gpt.rows_of(length) * length for length in late]
     share = sum(n for n in tokens if n == 10240) / sum(tokens)
@@ -95,7 +97,8 @@ def test_attention_logits_are_clipped_head_by_head():
         return max(logits)
 
     train_gpt.clip_attention(model, x, 1e9)
-    assert largest() > 3 and torch.equal(before, model.blocks[0].qkv.weight)
+    assert largest() > 3
+    assert torch.equal(before, model.blocks[0].qkv.weight)
     train_gpt.clip_attention(model, x, 2.0)
     train_gpt.clip_attention(model, x, 2.0)  # what later layers see has changed
     assert largest() < 2.2
@@ -109,12 +112,11 @@ def log(folder):
 
 
 def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_no_other(tmp_path):
-    whole, parts, settings = tmp_path / "whole", tmp_path / "parts", ("--save-every", "3")
-    p = subprocess.Popen(
-        [sys.executable, os.path.join(ROOT, "train_gpt.py"), "--out", parts, *ARGS, *settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    settings = "--save-every 3"
+    command = words(f"{sys.executable} {ROOT}/train_gpt.py --out {parts} {ARGS} {settings}")
+    p = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def hold():
         while not (parts / "resume.pt").exists() and p.poll() is None:
@@ -123,35 +125,34 @@ def test_killed_training_resumes_to_the_same_weights_and_shares_its_folder_with_
 
     holding = threading.Thread(target=hold)
     holding.start()
-    done = train(whole, *settings)
+    done = train(whole, settings)
     assert done.returncode == 0, done.stderr
     holding.join()
-    second = train(parts, *settings)  # it asks for a folder whose owner holds still
+    second = train(parts, settings)  # it asks for a folder whose owner holds still
     assert second.returncode == 2
-    assert second.stderr == (
-        f"train_gpt.py: {parts} is in use by another training; " "wait until it ends or use another --out\n"
-    )
+    said = f"{parts} is in use by another training; wait until it ends or use another --out"
+    assert second.stderr == f"train_gpt.py: {said}\n"
     p.send_signal(signal.SIGKILL)  # the lock file stays, and stops nobody
     p.communicate()
-    assert (parts / "lock").exists() and len(log(parts)) < len(log(whole))
-    done = train(parts, *settings)
+    assert (parts / "lock").exists()
+    assert len(log(parts)) < len(log(whole))
+    done = train(parts, settings)
     assert done.returncode == 0 and "resuming at step" in done.stdout, done.stderr
-    a, b = load_file(whole / "model.safetensors"), load_file(parts / "model.safetensors")
+    a = load_file(whole / "model.safetensors")
+    b = load_file(parts / "model.safetensors")
     assert all(torch.allclose(a[n], b[n], atol=1e-5) for n in a)
-    assert [(r["step"], r["heldout"]) for r in log(whole)] == [
-        (r["step"], r["heldout"]) for r in log(parts)
-    ]
+    one, two = ([(r["step"], r["heldout"]) for r in log(folder)] for folder in (whole, parts))
+    assert one == two
     first, last = (log(whole)[i]["heldout"]["trace"] for i in (0, -1))
-    assert last < first and "train_gpt.py --out" in (parts / "command.txt").read_text()
+    assert last < first
+    assert "train_gpt.py --out" in (parts / "command.txt").read_text()
 
 
 def test_distillation_needs_its_teacher(tmp_path):
-    p = train(tmp_path / "x", "--teacher", "nowhere")
-    assert (
-        p.returncode == 2
-        and p.stderr == "train_gpt.py: cannot read nowhere/config.json: No such file or directory\n"
-        and not (tmp_path / "x").exists()
-    )
+    p = train(tmp_path / "x", "--teacher nowhere")
+    assert p.returncode == 2
+    assert p.stderr == "train_gpt.py: cannot read nowhere/config.json: No such file or directory\n"
+    assert not (tmp_path / "x").exists()
 
 
 def test_without_file_locks_of_the_system_an_exclusive_file_is_the_lock(tmp_path, monkeypatch):
@@ -163,13 +164,15 @@ def test_without_file_locks_of_the_system_an_exclusive_file_is_the_lock(tmp_path
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with training.locked(tmp_path):
-        with pytest.raises(
-            ValueError,
-            match=f"{tmp_path} is in use by another training; if there is none, remove {tmp_path}/running",
-        ):
-            with training.locked(tmp_path):
-                pass
-        assert sorted(os.listdir(tmp_path)) == ["lock", "running"]  # the refused one leaves the owner's
+        message = (
+            f"{tmp_path} is in use by another training; if there is none, remove {tmp_path}/running"
+        )
+        with pytest.raises(ValueError, match=message), training.locked(tmp_path):
+            pass
+        assert sorted(os.listdir(tmp_path)) == [
+            "lock",
+            "running",
+        ]  # the refused one leaves the owner's
     assert os.listdir(tmp_path) == ["lock"]
     with pytest.raises(KeyboardInterrupt), training.locked(tmp_path):
         raise KeyboardInterrupt
@@ -179,13 +182,15 @@ def test_without_file_locks_of_the_system_an_exclusive_file_is_the_lock(tmp_path
 
 def test_divergence_is_in_fp32_also_where_products_are_not():
     """Under autocast, of a model that is nearly the target: small, and never below 0."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     target = torch.randn(64, 500, generator=generator) * 3
     logits = (target + 0.1 * torch.randn(64, 500, generator=generator)).requires_grad_()
-    p, q = target.double().softmax(-1), logits.double().softmax(-1)
+    p = target.double().softmax(-1)
+    q = logits.double().softmax(-1)
     want = (p * (p / q).log()).sum(-1)
     with torch.autocast("cpu", torch.bfloat16):
         got = losses.Divergence(target)(logits)
-    assert torch.allclose(got.double(), want, atol=1e-5) and (got > 0).all()
+    assert torch.allclose(got.double(), want, atol=1e-5)
+    assert (got > 0).all()
     got.sum().backward()
     assert torch.allclose(logits.grad.double(), q - p, atol=1e-5)

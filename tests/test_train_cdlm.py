@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TARGET, run_script, save_toy_target, toy_model
+from conftest import TARGET, run_script, save_toy_target, seeded, table, toy_model, words
 from safetensors.torch import load_file, save_file
-from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, decoded, dense, requests, seeded
+from test_cdlm import MASK, PROMPTS, WHOLE as L, B, at, collected, decoded, dense, requests
 from test_cdlm import model, small_blocks, trajectories  # noqa: F401  fixtures
 
 import decode
@@ -62,11 +62,13 @@ def test_consistency_loss_by_hand(model, trajectories, reverse):                
                    for step in (end, k))
         if end < L:
             want += cdlm.kl(goal, q, reverse).mean().item() / 4
-    assert want > 0 and consistency(model, trajectories, reverse).item() == pytest.approx(want, rel=1e-3)
+    assert want > 0
+    assert consistency(model, trajectories, reverse).item() == pytest.approx(want, rel=1e-3)
 
 
 def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeypatch):                 # 14
-    grads, real = [], cdlm.answer_hidden
+    grads = []
+    real = cdlm.answer_hidden
 
     def noted(*args):
         hidden = real(*args)
@@ -81,15 +83,18 @@ def test_consistency_gradient_reaches_one_side_only(model, trajectories, monkeyp
 @pytest.mark.parametrize("rounded", [False, True])       # training multiplies in bf16: KL must stay in fp32
 def test_kl_is_its_definition(rounded):                                            # 14, 17
     a, b = torch.randn(2, 5, 20, generator=seeded(), requires_grad=True)
-    p, q = a.softmax(-1), b.softmax(-1)
+    p = a.softmax(-1)
+    q = b.softmax(-1)
     with torch.autocast("cpu", torch.bfloat16, rounded):
         for reverse, want in ((False, p * (p / q).log()), (True, q * (q / p).log())):
             loss = cdlm.kl(a, b, reverse)
             assert torch.allclose(loss, want.sum(-1), atol=1e-5)
             goal, student = torch.autograd.grad(loss.sum(), (a, b), allow_unused=True)
-            assert goal is None and student.any()
+            assert goal is None
+            assert student.any()
             masked = cdlm.kl(cdlm.mask_free(a, 3), cdlm.mask_free(b, 3), reverse)
-            assert masked.isfinite().all() and torch.autograd.grad(masked.sum(), b)[0].isfinite().all()
+            assert masked.isfinite().all()
+            assert torch.autograd.grad(masked.sum(), b)[0].isfinite().all()
         assert (cdlm.kl(a, a).abs() < 1e-6).all()
 
 
@@ -103,7 +108,8 @@ def test_a_model_has_nothing_to_learn_from_its_own_last_step(model, reverse):   
     own = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     own["prompt"] = train_cdlm.padded(PROMPTS)
     last, middle, first = (distillation(model, own, k, reverse) for k in (7, 4, 0))
-    assert abs(last) < 1e-4 and first > middle > 10 * abs(last)
+    assert abs(last) < 1e-4
+    assert first > middle > 10 * abs(last)
 
 
 def dlm_loss(model, batch, rate, counted, g, block_causal):
@@ -114,7 +120,8 @@ def dlm_loss(model, batch, rate, counted, g, block_causal):
 
 @pytest.mark.parametrize("block_causal", [False, True])
 def test_dlm_loss_by_hand(model, trajectories, block_causal):                      # 15
-    answer, rate = trajectories["answer"], torch.tensor([0.25, 0.5, 0.75, 1.0])[:, None].expand(-1, L)
+    answer = trajectories["answer"]
+    rate = torch.tensor([0.25, 0.5, 0.75, 1.0])[:, None].expand(-1, L)
     masked = torch.rand(answer.shape, generator=seeded(3)) < rate
     mask = cdlm.block_causal if block_causal else cdlm.bidirectional
     want = 0.0
@@ -133,7 +140,8 @@ def test_dlm_loss_by_hand(model, trajectories, block_causal):                   
 
 @pytest.mark.parametrize("states, block_causal", [(cdlm.student_states, True), (cdlm.teacher_states, False)])
 def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories, states, block_causal):                     # 15
-    flat, g = toy_model(gain=0.0), seeded()
+    flat = toy_model(gain=0.0)
+    g = seeded()
     big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
     losses = [dlm_loss(flat, big, *states(big["answer"], EOS, B, g), g, block_causal) for _ in range(30)]
     assert sum(losses) / 30 == pytest.approx(math.log(63), rel=0.04)     # the mask is never predicted
@@ -158,35 +166,44 @@ def test_student_states(answers):
     assert cdlm.text_blocks(torch.full((1, L), 7), EOS, B).tolist() == [4]
     rate, counted = cdlm.student_states(answers, EOS, B, seeded())
     assert counted.sum(-1).tolist() == [B * n for n in OPENED]
-    assert (rate.unflatten(1, (4, B)).diff() == 0).all() and len(rate.unique()) == 16
+    assert (rate.unflatten(1, (4, B)).diff() == 0).all()
+    assert len(rate.unique()) == 16
 
 
 def test_teacher_states(answers):
     seen = [set() for _ in OPENED]
-    slots, g = torch.arange(L), seeded()
+    slots = torch.arange(L)
+    g = seeded()
     for _ in range(60):
         rate, counted = cdlm.teacher_states(answers.repeat_interleave(2, 0), EOS, B, g)
-        assert counted[1::2].all() and (rate[1::2] == rate[1::2, :1]).all()
+        assert counted[1::2].all()
+        assert (rate[1::2] == rate[1::2, :1]).all()
         for row, (rates, block) in enumerate(zip(rate[::2], counted[::2])):
             first = block.nonzero()[0].item()
             seen[row].add(first // B)
             assert torch.equal(block, slots // B == first // B)
-            assert (rates[block] == rates[first]).all() and 1 / B <= rates[first] <= 1
-            assert (rates[:first] == 0).all() and (rates[first + B:] == 1).all()
+            assert (rates[block] == rates[first]).all()
+            assert 1 / B <= rates[first] <= 1
+            assert (rates[:first] == 0).all()
+            assert (rates[first + B:] == 1).all()
     assert seen == [set(range(n)) for n in OPENED]
 
 
 def test_turns_follow_the_text_in_a_share_of_the_blocks():
-    length, block, g = 64, 32, seeded()
+    length = 64
+    block = 32
+    g = seeded()
     plain, some, ordered = (cdlm.turns((2000, length), block, g, share) for share in (0.0, 0.5, 1.0))
     for turn in (plain, ordered):                        # the rates are kept, more or less
         for rate in (0.1, 0.5, 0.9):
             assert abs((turn < rate).float().mean() - rate) < 0.07
     first = lambda turn: (turn < 0.5)[:, [0, block]].float().mean()
-    assert abs(first(plain) - 0.5) < 0.06 and first(ordered) < 0.05
+    assert abs(first(plain) - 0.5) < 0.06
+    assert first(ordered) < 0.05
     assert abs(first(some) - (first(plain) + first(ordered)) / 2) < 0.04
     in_line = lambda turn: (turn[:, :block].diff() < 0).all(1).float().mean()
-    assert in_line(plain) == 0 and 0.05 < in_line(ordered) < 0.3
+    assert in_line(plain) == 0
+    assert 0.05 < in_line(ordered) < 0.3
 
 
 def test_mask_rates_cover_the_interval_evenly():
@@ -199,12 +216,15 @@ def test_mask_rates_cover_the_interval_evenly():
 
 def test_student_learns_the_trajectories_in_a_third_of_the_steps():                # 16
     torch.manual_seed(0)
-    prompts, length, steps = [torch.randint(0, 60, (6,)).tolist() for _ in range(8)], 16, 120
+    prompts = [torch.randint(0, 60, (6,)).tolist() for _ in range(8)]
+    length = 16
+    steps = 120
     teacher = toy_model(n_layer=3)
     with torch.no_grad():
         teacher.embed.weight[MASK] *= 0.01
         teacher.head.weight *= 60                        # sure of its tokens: the student can pass 0.9
-    batch, g = collected(teacher, requests(prompts, length)), seeded()
+    batch = collected(teacher, requests(prompts, length))
+    g = seeded()
     student = toy_model(d_model=64, head_dim=16, d_ff=128, gain=1.0)
     optimizer = Optimizer(student, muon=True)            # as the script
     for step in range(steps):
@@ -217,8 +237,7 @@ def test_student_learns_the_trajectories_in_a_third_of_the_steps():             
     assert sum(len(g.rounds) for g in got) / 8 <= length / 3
 
 
-SMALL = ["--steps", "12", "--batch", "4", "--save-every", "4", "--prompts", "3", "--lr", "5e-3",
-         "--device", "cpu", "--seed", "7"]
+SMALL = "--steps 12 --batch 4 --save-every 4 --prompts 3 --lr 5e-3 --device cpu --seed 7"
 
 
 def train(monkeypatch, target, out, *args, gen_length=160):
@@ -226,7 +245,7 @@ def train(monkeypatch, target, out, *args, gen_length=160):
     monkeypatch.setattr(tasks, "FAMILIES", ("trace", "arith"))
     monkeypatch.setattr(train_cdlm, "SHARD", 2)
     monkeypatch.setattr(train_cdlm, "HELDOUT", 4)
-    run_script(train_cdlm, "--target", target, "--out", out, *SMALL, *args)
+    run_script(train_cdlm, f"--out {out} {SMALL} --target {target}", *words(*args))
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +253,7 @@ def trained(toy, tmp_path_factory):
     """The folder of an uninterrupted run of all three stages."""
     out = tmp_path_factory.mktemp("cdlm") / "whole"
     with pytest.MonkeyPatch.context() as patch:
-        train(patch, toy, out, "--weights", "1", "0.5", "1")
+        train(patch, toy, out, "--weights 1 0.5 1")
     return out
 
 
@@ -251,46 +270,49 @@ def recorded(folder):
 def test_all_stages_lower_their_losses(trained):
     teacher, student = (log(trained / stage) for stage in ("teacher", "student"))
     for stage, records in (("teacher", teacher), ("student", student)):
-        assert [r["step"] for r in records] == [4, 8, 12] and records[-1]["loss"] < records[0]["loss"]
+        assert [r["step"] for r in records] == [4, 8, 12]
+        assert records[-1]["loss"] < records[0]["loss"]
         assert "train_cdlm.py --target" in (trained / stage / "command.txt").read_text()
         assert not list((trained / stage).glob("*.tmp"))
     assert student[-1]["heldout"] < student[0]["heldout"] < teacher[0]["heldout"]
 
 
-ARMS = {                         # an ablation's options, and the losses in its log
-    "distill": (["--weights", "1", "0", "0.01"], ["distill", "dlm"]),
-    "cons": (["--weights", "0", "1", "0"], ["cons"]),
-    "reverse": (["--reverse-kl"], ["distill", "cons", "dlm"]),
-    "seed": (["--seed", "8"], ["distill", "cons", "dlm"])}
+# An ablation, its options, and the losses in its log.
+ARMS = """
+distill | --weights 1 0 0.01 | distill dlm
+cons | --weights 0 1 0 | cons
+reverse | --reverse-kl | distill cons dlm
+seed | --seed 8 | distill cons dlm
+"""
 
 
-@pytest.mark.parametrize("name", ARMS)
-def test_ablations_share_teacher_and_trajectories(trained, toy, name, monkeypatch):                    # 17
+@pytest.mark.parametrize("name, options, losses", table(ARMS))
+def test_ablations_share_teacher_and_trajectories(trained, toy, name, options, losses, monkeypatch):   # 17
     """A loss without weight is not computed."""
     monkeypatch.setattr(train_cdlm, "collect", None)
-    options, losses = ARMS[name]
-    train(monkeypatch, toy, trained, "--steps", "2", "--name", name, *options)
-    assert list(log(trained / name)[0]) == ["step", *losses, "loss", "heldout", "seconds"]
+    train(monkeypatch, toy, trained, f"--steps 2 --name {name} {options}")
+    assert list(log(trained / name)[0]) == ["step", *losses.split(), "loss", "heldout", "seconds"]
 
 
 def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train_cdlm, "SHARD", 2)
-    train(monkeypatch, toy, tmp_path, "--teacher", trained / "teacher", "--steps", "2", "--order", "first",
-          "--temperatures", "0")
+    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0")
     rank = recorded(tmp_path)["rank"]
-    assert torch.equal(rank, torch.arange(160).expand(3, -1)) and not (tmp_path / "teacher").exists()
+    assert torch.equal(rank, torch.arange(160).expand(3, -1))
+    assert not (tmp_path / "teacher").exists()
     assert "3 trajectories; 0% of the reveals" in capsys.readouterr().out
 
 
 def test_masks_follow_the_text_in_training_alone(trained, toy, tmp_path, monkeypatch):
-    shares, turns = [], cdlm.turns
+    shares = []
+    turns = cdlm.turns
 
     def noted(shape, block_size, generator, in_order):
         shares.append(in_order)
         return turns(shape, block_size, generator, in_order)
 
     monkeypatch.setattr(cdlm, "turns", noted)
-    train(monkeypatch, toy, tmp_path, "--steps", "2", "--prompts", "1")
+    train(monkeypatch, toy, tmp_path, "--steps 2 --prompts 1")
     assert sorted(shares) == [0.0] * 2 + [train_cdlm.IN_ORDER] * 4       # a held-out loss of each stage
 
 
@@ -300,7 +322,8 @@ class Killed(Exception):
 
 def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, monkeypatch):
     def kill_after(n, owner, name):
-        real, calls = getattr(owner, name), []
+        real = getattr(owner, name)
+        calls = []
 
         def counted(*args, **kw):
             calls.append(1)
@@ -310,7 +333,7 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
 
         with monkeypatch.context() as patch, pytest.raises(Killed):
             patch.setattr(owner, name, counted)
-            train(patch, toy, tmp_path, "--weights", "1", "0.5", "1")
+            train(patch, toy, tmp_path, "--weights 1 0.5 1")
 
     kill_after(2 * (4 + 1) + 1, cdlm, "dlm_loss")        # in the teacher's step 10
     kill_after(2, train_cdlm, "collect")                 # before the third shard
@@ -319,7 +342,7 @@ def test_interrupted_stages_resume_to_the_same_result(trained, toy, tmp_path, mo
     (shards / "00002.safetensors.tmp").write_bytes(b"half")
     kill_after(6, cdlm, "distillation_loss")
     assert len(log(tmp_path / "student")) == 1
-    train(monkeypatch, toy, tmp_path, "--weights", "1", "0.5", "1")
+    train(monkeypatch, toy, tmp_path, "--weights 1 0.5 1")
     for name in ("teacher/model", "student/model", *(f"trajectories/0000{i}" for i in range(3))):
         a, b = (load_file(folder / f"{name}.safetensors") for folder in (trained, tmp_path))
         assert all(torch.equal(a[n], b[n]) for n in a), name
@@ -337,10 +360,11 @@ def test_the_script_reveals_the_most_confident_slot_first(toy, tmp_path, trained
         return picked
 
     monkeypatch.setattr(cdlm, "pick", watched)
-    train(monkeypatch, toy, tmp_path, "--teacher", trained / "teacher", "--steps", "1", "--prompts", "1")
+    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 1 --prompts 1")
     data = recorded(tmp_path)
     slots = torch.arange(B)
-    assert (data["rank"][:, :B].sort().values == slots).all() and (data["rank"][:, :B] != slots).any()
+    assert (data["rank"][:, :B].sort().values == slots).all()
+    assert (data["rank"][:, :B] != slots).any()
     share = train_cdlm.passed_over(data["rank"], data["live"])
     assert f"2 trajectories; {share:.0%} of the reveals left a masked slot" in capsys.readouterr().out
 
@@ -355,17 +379,19 @@ def test_trajectory_files(trained):                                             
     assert torch.equal(data["prompt"][0], data["prompt"][1])             # two temperatures of one problem
     batch = train_cdlm.ready(data, "cpu")["prompt"]
     first = [prompt[prompt != cdlm.PADDING][0].item() for prompt in batch]
-    assert set(first) == {Tokenizer.load(TARGET).special["<|bos|>"]} and (batch[:, 0] != cdlm.PADDING).any()
+    assert set(first) == {Tokenizer.load(TARGET).special["<|bos|>"]}
+    assert (batch[:, 0] != cdlm.PADDING).any()
 
 
-@pytest.mark.parametrize("more, message", [
-    (["--prompts", "4"], "begun with prompts 3, not 4; use another folder or the same settings"),
-    (["--order", "first"], "begun with order surest, not first"),
-    (["--temperatures", "0"], r"begun with temperatures \[0.0, 0.5\], not \[0.0\]"),
-    (["--teacher", "{toy}"], "trajectories.* was begun with teacher .*, not ")])
+@pytest.mark.parametrize("more, message", table(r"""
+    --prompts 4 | begun with prompts 3, not 4; use another folder or the same settings
+    --order first | begun with order surest, not first
+    --temperatures 0 | begun with temperatures \[0.0, 0.5\], not \[0.0\]
+    --teacher {toy} | trajectories.* was begun with teacher .*, not
+"""))
 def test_trajectories_of_other_settings_are_refused(trained, toy, more, message, monkeypatch):
     with pytest.raises(ValueError, match=message):
-        train(monkeypatch, toy, trained, *(x.format(toy=toy) for x in more), "--name", "other")
+        train(monkeypatch, toy, trained, f"--name other {more.format(toy=toy)}")
 
 
 # -- another target ------------------------------------------------------------------------------------------
@@ -382,17 +408,18 @@ def other(tmp_path_factory):
     (target / "chat_template.jinja").write_text("{{ messages[0].content }}!")
     rows = [json.dumps({"prompt": f"Is {i} more than {i * i}?"}) + "\n" for i in range(60)]
     (folder / "prompts.jsonl").write_text("".join(rows))
-    run_script(rollouts, "--target", target, "--out", folder / "answers", "--prompts", 12, "--heldout", 3,
-               "--prompt-file", folder / "prompts.jsonl", "--max-new-tokens", 40, "--device", "cpu")
+    run_script(rollouts, f"--target {target} --out {folder}/answers --prompts 12 --heldout 3 --prompt-file "
+               f"{folder}/prompts.jsonl --max-new-tokens 40 --device cpu")
     return str(target), str(folder / "answers")
 
 
 def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, monkeypatch, capsys):
     target, answers = other
-    options = ["--answers", answers, "--block-size", "4", "--prompts", "100"]
-    train(monkeypatch, target, tmp_path, *options, gen_length=32)
+    options = f"--answers {answers} --block-size 4 --prompts 100"
+    train(monkeypatch, target, tmp_path, options, gen_length=32)
     # OUT/target: one token more, with the mean of the others as its embedding.
-    old, new = checkpoints.load(target), checkpoints.load(tmp_path / "target")
+    old = checkpoints.load(target)
+    new = checkpoints.load(tmp_path / "target")
     assert new.config.eos_id == Tokenizer.load(target).ends[0]           # it fills up the answers
     for (name, was), now in zip(old.named_parameters(), new.parameters()):
         assert torch.equal(was, now[:len(was)])
@@ -404,42 +431,48 @@ def test_a_target_that_knows_no_masks_is_trained_end_to_end(other, tmp_path, mon
     assert f"{len(data['live'])} trajectories; " in capsys.readouterr().out
     for stage in ("target", "teacher", "student"):
         tokenizer = Tokenizer.load(tmp_path / stage)
-        assert tokenizer.mask_id == 2048 and tokenizer.chat_template == "{{ messages[0].content }}!"
+        assert tokenizer.mask_id == 2048
+        assert tokenizer.chat_template == "{{ messages[0].content }}!"
     for stage in ("teacher", "student"):
         assert len(log(tmp_path / stage)) == 3
         assert all(math.isfinite(r["loss"] + r["heldout"]) for r in log(tmp_path / stage))
         assert checkpoints.load(tmp_path / stage).config.diffusion_block_size == 4
     first, *_, last = log(tmp_path / "student")
     assert last["distill"] < first["distill"]
-    decode.main(["--model", target, "--method", "cdlm", "--drafter", str(tmp_path / "student"), "--prompt",
-                 "Is 2 more?", "--max-new-tokens", "32", "--threshold", "0", "--json", str(tmp_path / "o")])
+    run_script(decode, f"--model {target} --method cdlm --drafter {tmp_path}/student --prompt 'Is 2 more?' "
+               f"--max-new-tokens 32 --threshold 0 --json {tmp_path}/o")
     assert 1 <= json.loads((tmp_path / "o").read_text())["counts"]["forwards"] <= 8
-    train(monkeypatch, target, tmp_path, *options, gen_length=32)
+    train(monkeypatch, target, tmp_path, options, gen_length=32)
     assert capsys.readouterr().out.count("is complete") == 2
 
 
-@pytest.mark.parametrize("model, more, message", [
-    ("{other}", ["--answers", "{tmp}"], "settings.json is damaged"),
-    ("{other}", [], "needs --answers DIR; this makes some: python -m minispec.data.rollouts"),
-    ("{toy}", ["--answers", "{answers}"], "was begun with target .*, not "),
-    ("{toy}", ["--prompt-length", "159"], "prompt-length must be 160 or more without --answers, got 159"),
-    ("{other}", ["--answers", "nowhere"], "cannot read nowhere/settings.json"),
-    ("{other}", ["--answers", "{answers}", "--prompt-length", "2"], "lacks answers to prompts of at most 2"),
-    ("{toy}", ["--batch", "0"], "batch 0 is out of range"),
-    ("{toy}", ["--weights", "0", "0", "0"], "weights 0 0 0 leave nothing to train for"),
-    ("nowhere", [], "cannot read nowhere: No such file"),
-    ("{toy}", ["--prompt-length", "400"], "exceed the context of 512")])
-def test_bad_input_is_one_line(model, more, message, other, toy, tmp_path, monkeypatch):
+# Arguments behind --target, part of the line.
+BAD = """
+{other} --answers {tmp} | settings.json is damaged
+{other} | needs --answers DIR; this makes some: python -m minispec.data.rollouts
+{toy} --answers {answers} | was begun with target .*, not
+{toy} --prompt-length 159 | prompt-length must be 160 or more without --answers, got 159
+{other} --answers nowhere | cannot read nowhere/settings.json
+{other} --answers {answers} --prompt-length 2 | lacks answers to prompts of at most 2
+{toy} --batch 0 | batch 0 is out of range
+{toy} --weights 0 0 0 | weights 0 0 0 leave nothing to train for
+nowhere | cannot read nowhere: No such file
+{toy} --prompt-length 400 | exceed the context of 512
+"""
+
+
+@pytest.mark.parametrize("args, message", table(BAD))
+def test_bad_input_is_one_line(args, message, other, toy, tmp_path, monkeypatch):
     (tmp_path / "settings.json").write_text("[]")
-    names = {"other": other[0], "answers": other[1], "toy": toy, "tmp": tmp_path}
-    model, *more = (x.format(**names) for x in (model, *more))
+    target, answers = other
+    args = args.format(other=target, answers=answers, toy=toy, tmp=tmp_path)
     with pytest.raises(ValueError, match=message):
-        train(monkeypatch, model, tmp_path, *more)
+        train(monkeypatch, args, tmp_path)
 
 
 def test_a_block_size_that_does_not_divide_the_answer_is_refused(toy, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
-        train(monkeypatch, toy, tmp_path, "--block-size", "5")
+        train(monkeypatch, toy, tmp_path, "--block-size 5")
 
 
 def test_answers_become_examples(tmp_path, monkeypatch):
@@ -452,9 +485,11 @@ def test_answers_become_examples(tmp_path, monkeypatch):
         tensors[f"{i}.ids"] = torch.tensor(prompt + answer)
         tensors[f"{i}.learn"] = torch.arange(len(prompt + answer)) >= len(prompt)
     save_file(tensors, tmp_path / "given-0-4.safetensors")
-    args, tokenizer = SimpleNamespace(answers=tmp_path, prompt_length=2), SimpleNamespace(ends=[9, 8])
+    args = SimpleNamespace(answers=tmp_path, prompt_length=2)
+    tokenizer = SimpleNamespace(ends=[9, 8])
     given, train = (train_cdlm.read_answers(args, tokenizer, kind) for kind in ("given", "train"))
-    assert given == [([1, 2], [3, 4, 8, 9]), ([1], [3, 4, 5, 6])] and train == []
+    assert given == [([1, 2], [3, 4, 8, 9]), ([1], [3, 4, 5, 6])]
+    assert train == []
 
 
 def test_a_gguf_file_without_a_mask_token_is_refused(tmp_path, monkeypatch):

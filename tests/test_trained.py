@@ -6,16 +6,17 @@ import copy
 import functools
 import itertools
 import os
-import random
 from dataclasses import replace
 
+import conftest
 import pytest
 import torch
-from conftest import chi_square, dense_logits, toy_model
+from conftest import chi_square, dense_logits, seeded, table, toy_model
 
 from minispec import prism, specdiff
 from minispec.core import verify
 from minispec.core.engine import Engine, SyncScheduler
+from minispec.core.gpt import dense_attend
 from minispec.core.requests import Request
 from minispec.core.verify import RULES, Sampling, warp
 from minispec.core.draft_head import DraftHead, most_frequent
@@ -64,10 +65,7 @@ def toy_specdiff(target=TARGET, seed=5, gamma=4, n_layer=1, **changes):
     return drafter
 
 
-def prompts(n=8, seed=0, vocab=12):
-    rng = random.Random(seed)
-    lengths = [1, 2, 9, 16, 17, 40, 100]
-    return [[rng.randrange(vocab) for _ in range(rng.choice(lengths))] for _ in range(n)]
+prompts = functools.partial(conftest.prompts, vocab=12)
 
 
 def scheduler(drafter, target=TARGET, stop=0.0, k=None, **settings):
@@ -90,6 +88,12 @@ def run(plan, some, batch=4, max_new=30, sampling=Sampling(), stop=(), target=TA
 
 def ids_of(generations):
     return [g.token_ids for g in generations]
+
+
+def features_of(ids, layers=()):
+    """The target's states (B, T, F), from these layers, too, of texts (B, T), or of one."""
+    x = torch.as_tensor(ids)
+    return TARGET(x.view(-1, x.shape[-1]), torch.arange(x.shape[-1])[None], dense_attend(), layers)
 
 
 def steps_of(generations):
@@ -131,8 +135,9 @@ def trained(kind):
         assert prism.unrolled_loss(drafter, batch, 3)[1][0] > 0.6
     else:
         drafter = toy_specdiff(reads=True, n_layer=2)
-        seeded = lambda step: torch.Generator().manual_seed(step)
-        fit(drafter, lambda step: specdiff.training_loss(drafter, "ce", batch, 32, seeded(step)), 80)
+        fit(
+            drafter, lambda step: specdiff.training_loss(drafter, "ce", batch, 32, seeded(step)), 80
+        )
         assert specdiff.estimate(drafter, batch, 32)["greedy"] > 2
     return drafter.eval()
 
@@ -168,7 +173,8 @@ def test_greedy_is_identical_to_autoregressive(name):
     for batch, n in ((1, 2), (8, many)):  # one by one takes longest
         got, engine = run(case(name), prompts(n), batch)
         assert ids_of(got) == plain(n)
-        assert engine.cache.used == 0 and engine.scheduler.drafter.draft_states == {}
+        assert engine.cache.used == 0
+        assert engine.scheduler.drafter.draft_states == {}
     steps = steps_of(got)
     assert all(0 <= s.accepted <= s.proposed for s in steps)
     assert all(s.committed in (s.accepted, s.accepted + 1) for s in steps)
@@ -178,16 +184,16 @@ def test_greedy_is_identical_to_autoregressive(name):
         assert len({s.proposed for s in steps if 0 < s.position < 25}) > 1
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [toy_prism(step_map=MAPS[1]), toy_prism(step_map=MAPS[3]), toy_specdiff()],
-    ids=["prism 1", "prism 3", "specdiff"],
-)
-def test_greedy_is_identical_with_random_drafters(drafter):
-    got, _ = run(scheduler(drafter), prompts(6), 3)
+RANDOM = {f"prism {m}": toy_prism(step_map=MAPS[m]) for m in (1, 3)} | {"specdiff": toy_specdiff()}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_greedy_is_identical_with_random_drafters(name):
+    got, _ = run(scheduler(RANDOM[name]), prompts(6), 3)
     assert ids_of(got) == plain(6)
     steps = steps_of(got)
-    assert any(s.accepted for s in steps) and any(s.accepted < s.proposed for s in steps)
+    assert any(s.accepted for s in steps)
+    assert any(s.accepted < s.proposed for s in steps)
 
 
 def test_control_a_tree_walked_without_looking_at_the_tokens_is_caught(monkeypatch):
@@ -200,32 +206,39 @@ def test_control_a_tree_walked_without_looking_at_the_tokens_is_caught(monkeypat
 
 @every_case
 def test_end_of_text_and_length_limit_inside_an_accepted_run(name):
-    some, full = prompts(8), plain(8)
+    some = prompts(8)
+    full = plain(8)
     for stop in {ids[i] for ids in full for i in (7, 23)}:
         got, _ = run(case(name), some, stop=[stop])
         for g, ids in zip(got, full):
             end = ids.index(stop) + 1 if stop in ids else len(ids)
-            assert g.token_ids == ids[:end] and len(g.who) == end
+            assert g.token_ids == ids[:end]
+            assert len(g.who) == end
             assert sum(s.accepted for s in g.rounds) == g.who.count("draft")
     for limit in (1, 2, 3, 6):  # down to fewer drafts than asked for
         almost_full = [1] * (512 - limit)  # the context
         got, _ = run(case(name), [*some, almost_full], max_new=limit)
-        assert ids_of(got[:8]) == [ids[:limit] for ids in full] and len(got[8].token_ids) == limit
+        assert ids_of(got[:8]) == [ids[:limit] for ids in full]
+        assert len(got[8].token_ids) == limit
 
 
 @pytest.mark.parametrize("policy", ["preempt", "offload"])
 @pytest.mark.parametrize(
-    "name, sampling",
-    [("prism tree", Sampling()), ("prism tree", Sampling(1.0)), ("three chains", Sampling())],
+    "name, temperature", [("prism tree", 0.0), ("prism tree", 1.0), ("three chains", 0.0)]
 )
-def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, name, sampling):
-    got, engine = run(case(name), prompts(8), 8, sampling=sampling, cache_tokens=220, admission=policy)
+def test_requests_that_leave_the_cache_and_return_lose_nothing(policy, name, temperature):
+    sampling = Sampling(temperature)
+    got, engine = run(
+        case(name), prompts(8), 8, sampling=sampling, cache_tokens=220, admission=policy
+    )
     assert ids_of(got) == plain(8, sampling)
     assert engine.admission.recomputed or engine.cache.offloaded
 
 
 @every_case
-@pytest.mark.parametrize("sampling", [Sampling(0.65), Sampling(1.0, 0, 0.9), Sampling(0.65, 5)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(0.65), Sampling(1.0, 0, 0.9), Sampling(0.65, 5)], ids=str
+)
 def test_a_seed_is_a_text(name, sampling):
     for batch, n in ((1, 4), (17, 17)):
         got, _ = run(case(name), prompts(n), batch, sampling=sampling)
@@ -238,7 +251,9 @@ def test_a_seed_is_a_text(name, sampling):
 def test_a_seed_is_a_text_under_every_rule_that_walks(rule):
     """Rejection alone has other texts; the walk judges trees that were drafted without chance."""
     sampling = Sampling(1.0, rule=rule)
-    plans = {name: case(name) for name in ("prism chain", "prism tree", "one chain", "three chains")}
+    plans = {
+        name: case(name) for name in ("prism chain", "prism tree", "one chain", "three chains")
+    }
     plans["markov"] = scheduler(toy_specdiff(**FORMS["markov"]))
     for name, plan in plans.items():
         same = ids_of(run(plan, prompts(6), sampling=sampling)[0]) == plain(6, Sampling(1.0))
@@ -248,7 +263,8 @@ def test_a_seed_is_a_text_under_every_rule_that_walks(rule):
 # -- sampling: chi-square over all answers of up to three tokens; a correct rule fails with probability 1e-6 -
 
 TINY = toy_model(vocab=6, seed=3, gain=3.0, n_layer=1, n_head=2, n_kv_head=1)
-PROMPT, END = [1, 5, 2, 4, 3, 3], 2
+PROMPT = [1, 5, 2, 4, 3, 3]
+END = 2
 AT = Sampling(0.9, 0, 0.95, rule="rejection")
 REJECTED = {
     "prism chain": (toy_prism(TINY), dict(depth=2, k=2)),
@@ -283,7 +299,8 @@ def sampled(name, rounds=1000, vocabulary=None):
         drafter = copy.deepcopy(drafter).restrict(vocabulary)
     rounds *= 40 if FULL else 1
     cells = {answer: i for i, answer in enumerate(answers())}
-    counts, accepted = torch.zeros(len(cells), dtype=torch.long), 0
+    counts = torch.zeros(len(cells), dtype=torch.long)
+    accepted = 0
     for first in range(0, rounds, 250):
         # Room for all drafts of a round; only the first three tokens are of interest.
         requests = [Request(PROMPT, 20, replace(AT, seed=first + i), [END]) for i in range(250)]
@@ -299,7 +316,8 @@ def sampled(name, rounds=1000, vocabulary=None):
 @pytest.mark.parametrize("name", REJECTED)
 def test_rejection_has_the_targets_distribution(name):
     value, accepted = sampled(name)
-    assert value > 1e-6 and accepted > 0.05
+    assert value > 1e-6
+    assert accepted > 0.05
 
 
 def leave_out_the_improbable(result):
@@ -338,9 +356,12 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
     some = likely.argsort()[:4].sort().values
     assert sampled(name, vocabulary=some)[0] > 1e-6
     if name == "prism tree":
-        real, inside = verify.scores, torch.zeros(6).index_fill(0, some, 1.0)
+        real = verify.scores
+        inside = torch.zeros(6).index_fill(0, some, 1.0)
         monkeypatch.setattr(verify, "scores", lambda *args: real(*args) * inside)
-    monkeypatch.setattr(DraftHead, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(some))))
+    monkeypatch.setattr(
+        DraftHead, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(some)))
+    )
     assert sampled(name, vocabulary=some)[0] < 1e-6
 
 
@@ -363,17 +384,21 @@ def test_save_and_load(name, tmp_path):
     save_drafter(drafter, tmp_path, TARGET)
     again = load_drafter(tmp_path, TARGET, config)
     assert again.config == replace(drafter.config, target=fingerprint(TARGET))
-    want, got = drafter.state_dict(), again.state_dict()
+    want = drafter.state_dict()
+    got = again.state_dict()
     assert want.keys() == got.keys()
     for key, x in want.items():
         stored = x.bfloat16().to(x.dtype) if x.is_floating_point() else x
         assert torch.equal(stored, got[key])
 
 
+NARROW = toy_model(vocab=12, n_layer=1, d_model=16, n_head=2, n_kv_head=1)
 OTHERS = {
     "vocab_size of the drafter must be 6 as in the target, got 12": TINY,
-    "block_size of the drafter must be 1024 as in the target, got 512": toy_model(vocab=12, block_size=1024),
-    "d_model of the drafter must be 16 as in the target, got 32": toy_model(vocab=12, n_layer=1, d_model=16, n_head=2, n_kv_head=1),
+    "block_size of the drafter must be 1024 as in the target, got 512": toy_model(
+        vocab=12, block_size=1024
+    ),
+    "d_model of the drafter must be 16 as in the target, got 32": NARROW,
 }
 
 
@@ -384,30 +409,32 @@ def test_a_drafter_of_another_target_is_refused(message, tmp_path):
         load_drafter(tmp_path, OTHERS[message], SpecDiffConfig)
 
 
-DAMAGED = {  # what is replaced in config.json: what is said
-    ('"d_ff": 64', '"d_ff": 48'): "does not fit config.json",
-    ('"prism"', '"llama"'): "not a drafter made by train_prism.py",
-    ('"draft_vocab": 3', '"draft_vocab": 12'): "draft_vocab 12 is out of range",
-    ('"draft_vocab": 3', '"draft_vocab": -1'): "draft_vocab must be a number from 0 and at most 1048576, got -1",
-    ('"qk_norm": false', '"qk_norm": "no"'): "qk_norm must be true or false, got 'no'",
-    "shorter": "damaged",
-    "no weights": "there is no ",
-    "no config": "cannot read ",
-}
+# A text in config.json, its replacement, part of the line; or what else is done to the folder.
+DAMAGED = """
+"d_ff": 64 | "d_ff": 48 | does not fit config.json
+"prism" | "llama" | not a drafter made by train_prism.py
+"draft_vocab": 3 | "draft_vocab": 12 | draft_vocab 12 is out of range
+"draft_vocab": 3 | "draft_vocab": -1 | draft_vocab must be a number from 0 and at most 1048576, got -1
+"qk_norm": false | "qk_norm": "no" | qk_norm must be true or false, got 'no'
+shorter weights | | damaged
+no weights | | there is no
+no config | | cannot read
+"""
 
 
-@pytest.mark.parametrize("damage", DAMAGED, ids=str)
-def test_damaged_folders_are_named(damage, tmp_path):
+@pytest.mark.parametrize("damage, instead, message", table(DAMAGED))
+def test_damaged_folders_are_named(damage, instead, message, tmp_path):
     save_drafter(DRAFTERS["some tokens"][0](), tmp_path, TARGET)
-    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
-    if damage == "shorter":
+    config = tmp_path / "config.json"
+    weights = tmp_path / "model.safetensors"
+    if instead:
+        assert damage in config.read_text()
+        config.write_text(config.read_text().replace(damage, instead))
+    elif damage == "shorter weights":
         weights.write_bytes(weights.read_bytes()[:3000])
-    elif isinstance(damage, str):
-        os.remove(weights if damage == "no weights" else config)
     else:
-        assert damage[0] in config.read_text()
-        config.write_text(config.read_text().replace(*damage))
-    with pytest.raises(ValueError, match=DAMAGED[damage]) as e:
+        os.remove(weights if damage == "no weights" else config)
+    with pytest.raises(ValueError, match=message) as e:
         load_drafter(tmp_path, TARGET, PrismConfig)
     assert "\n" not in str(e.value)
 
@@ -426,5 +453,11 @@ def test_drafts_are_of_the_draft_vocabulary():
 
 def test_the_most_frequent_tokens_of_answers():
     assert most_frequent([[3, 3, 5], [5, 3, 7]], 2, 8).tolist() == [3, 5]
-    assert most_frequent([[3, 3, 5]], 4, 8).tolist() == [3, 5, 0, 1]  # of those never seen, the first
-    assert most_frequent([[3]], 0, 8) is None and most_frequent([[3]], 8, 8) is None
+    assert most_frequent([[3, 3, 5]], 4, 8).tolist() == [
+        3,
+        5,
+        0,
+        1,
+    ]  # of those never seen, the first
+    assert most_frequent([[3]], 0, 8) is None
+    assert most_frequent([[3]], 8, 8) is None

@@ -5,13 +5,14 @@ by chance.
 """
 import pytest
 import torch
-from conftest import chi_square
+from conftest import chi_square, seeded
 
 from minispec.core.noise import stream
 from minispec.core.verify import (LEAST_TEMPERATURE, Sampling, draw, greedy_tree, rejection,
                                   scores, warp)
 
-V, ROUNDS = 6, 6_000
+V = 6
+ROUNDS = 6_000
 
 
 @pytest.mark.parametrize("sampling, weights", [
@@ -45,7 +46,8 @@ def test_rules_are_named():
 def test_the_least_temperature_is_a_distribution():
     """Logits as large as any model's, divided by it, are still numbers."""
     probs = warp(torch.tensor([1e4, 1e4 - 1e-2, -1e4]), Sampling(LEAST_TEMPERATURE))
-    assert probs.isfinite().all() and probs.argmax() == 0
+    assert probs.isfinite().all()
+    assert probs.argmax() == 0
     assert probs.sum().item() == pytest.approx(1)
 
 
@@ -71,10 +73,11 @@ def test_greedy_on_a_chain():
 
 def tables(sampling):
     """Target and drafter as Markov chains: (p0 (V,), p1 (V, V)) and the same for q, warped alike."""
-    g = torch.Generator().manual_seed(0)
+    g = seeded()
     p = torch.randn(V + 1, V, generator=g) * 1.2
     q = p + torch.randn(V + 1, V, generator=g)                   # a drafter that has learned something
-    p, q = warp(p, sampling), warp(q, sampling)
+    p = warp(p, sampling)
+    q = warp(q, sampling)
     return (p[V], p[:V]), (q[V], q[:V])
 
 
@@ -83,10 +86,12 @@ def simulate(sampling, drafter, share_coin=False, k=2):
     and the numbers of accepted drafts. A round that commits one token gets its second one from the target, as
     in the next round."""
     (p0, p1), (q0, q1) = tables(sampling)
-    g = torch.Generator().manual_seed(1)
-    counts, lengths = torch.zeros(V * V, dtype=torch.long), []
+    g = seeded(1)
+    counts = torch.zeros(V * V, dtype=torch.long)
+    lengths = []
     for _ in range(ROUNDS):
-        rows, draft = [q0], []
+        rows = [q0]
+        draft = []
         for coin in torch.rand(k, generator=g):
             token = draw(rows[-1], coin) if drafter == "sampled" else rows[-1].argmax()
             draft.append(token.item())

@@ -2,7 +2,6 @@
 import base64
 import copy
 import json
-import os
 import re
 import runpy
 import shutil
@@ -10,25 +9,24 @@ import subprocess
 from collections import Counter
 
 import pytest
-from conftest import ROOT, TARGET
+from conftest import ROOT, TARGET, refusal, run_script, words
 
 import decode
 from minispec.tools.recorder import TEMPLATE, write_page
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PAGE = os.path.join(ROOT, "docs", "rounds.html")
-SAMPLED = ["--temperature", "1"]
+PAGE = f"{ROOT}/docs/rounds.html"
 RUNS = {
-    "ar": [],
-    "ngram": ["--batch", "3", "--n", "3"],
-    "draft": [*SAMPLED, "--rule", "rejection"],
-    "draft, copies": [*SAMPLED, "--prompt-lookup", "4"],
-    "prism": [*SAMPLED, "--tree", "8"],
-    "specdiff": [*SAMPLED, "--k-drafts", "3", "--rule", "rejection"],
-    "specgen": ["--batch", "3", "--n", "3", "--delayed", "--min-budget", "20"],
-    "specgen, copies": ["--min-budget", "20"],
-    "adaptive": [],
-    "cdlm": [],
+    "ar": "",
+    "ngram": "--batch 3 --n 3",
+    "draft": "--temperature 1 --rule rejection",
+    "draft, copies": "--temperature 1 --prompt-lookup 4",
+    "prism": "--temperature 1 --tree 8",
+    "specdiff": "--temperature 1 --k-drafts 3 --rule rejection",
+    "specgen": "--batch 3 --n 3 --delayed --min-budget 20",
+    "specgen, copies": "--min-budget 20",
+    "adaptive": "",
+    "cdlm": "",
 }
 
 
@@ -37,21 +35,24 @@ def runs_of(page):
         return json.loads(f.read().split('id="data">')[1].split("</script>")[0])
 
 
-def decoded(*args):
-    decode.main(["--model", TARGET, *args])
+def decoded(line):
+    run_script(decode, f"--model {TARGET} --task revise {line}")
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
     """{name of a run: (its recording, its JSON, the JSON of the same run without a recorder)}."""
-    folder, out = tmp_path_factory.mktemp("viewer"), {}
-    page, files = str(folder / "run.html"), [str(folder / "with.json"), str(folder / "without.json")]
+    folder = tmp_path_factory.mktemp("viewer")
+    out = {}
     for name, more in RUNS.items():
-        args = ["--method", name.split(",")[0], "--task", "revise", "--max-new-tokens", "40", *more]
-        decoded(*args, "--json", files[0], "--html", page)
-        decoded(*args, "--json", files[1])
-        results = [json.loads(open(file).read()) for file in files]
-        out[name] = *runs_of(page), *(r.get("requests", [r]) for r in results)
+        method = name.split(",")[0]
+        line = f"--method {method} --max-new-tokens 40 {more} --json {folder}/run.json"
+        results = []
+        for how in (f"--html {folder}/run.html", ""):
+            decoded(f"{line} {how}")
+            result = json.loads((folder / "run.json").read_text())
+            results.append(result.get("requests", [result]))
+        out[name] = *runs_of(folder / "run.html"), *results
     return out
 
 
@@ -69,7 +70,8 @@ def test_a_recorded_run_is_the_run(name, recorded):
         assert all(request[key] == r[key] for key in ("prompt_ids", "token_ids", "who"))
         assert set(map(str, [*r["prompt_ids"], *r["token_ids"]])) <= set(run["words"])
         steps = [{key: a[key] for key in step} for a, step in zip(request["rounds"], r["rounds"])]
-        assert steps == r["rounds"] and len(request["rounds"]) == len(steps)
+        assert steps == r["rounds"]
+        assert len(request["rounds"]) == len(steps)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "cdlm"])
@@ -82,11 +84,14 @@ def test_verdicts_follow_from_what_is_recorded(name, recorded):
             assert len(a["rows"]) == 1 + len(a["drafts"]) == 1 + len(a["parents"])
             if not a["coins"]:
                 # The walk: from row 0 to the draft that is the target's choice.
-                at, path = 0, []
+                at = 0
+                path = []
                 for row, (draft, parent) in enumerate(zip(a["drafts"], a["parents"]), 1):
                     if parent == at and draft == chosen(a["rows"][parent]):
-                        at, path = row, [*path, row]
-                assert path == a["path"] and a["token"] == chosen(a["rows"][at])
+                        at = row
+                        path = [*path, row]
+                assert path == a["path"]
+                assert a["token"] == chosen(a["rows"][at])
             elif a["parents"] == list(range(len(a["drafts"]))):
                 for row, draft in enumerate(a["drafts"][:len(a["path"]) + 1]):
                     p, q, _ = a["rows"][row][str(draft)]
@@ -112,7 +117,8 @@ def test_q_is_what_the_draft_was_drawn_from(name, known, recorded):
     drafts = [(a, i) for a in steps for i in range(len(a["drafts"]))]
     q = [a["rows"][a["parents"][i]][str(a["drafts"][i])][1] for a, i in drafts]
     assert all(x == -1 or 0 <= x <= 1 for x in q)
-    assert sum(x >= 0 for x in q) >= known * len(q) and (known or max(q) < 0)
+    assert sum(x >= 0 for x in q) >= known * len(q)
+    assert known or max(q) < 0
     for a, i in drafts if "specgen" in name else []:     # greedy: the draft is the argmax of q
         row = a["rows"][a["parents"][i]]
         assert row[str(a["drafts"][i])][1] == max(q for _, q, _ in row.values())
@@ -125,7 +131,8 @@ def test_specgen_records_its_selection_and_its_schedule(recorded):
         assert kinds.count("verify") == len(request["rounds"])
         assert kinds.count("draft") == sum(len(a["drafts"]) for a in request["rounds"])
         chosen = [a for a in request["rounds"] if "selected" in a]
-        assert chosen and all(len(a["selected"]) == 240 for a in chosen)
+        assert chosen
+        assert all(len(a["selected"]) == 240 for a in chosen)
         assert all(sum(a["selected"]) == a["heads"] * (20 - a["recent"]) for a in chosen)
 
 
@@ -139,26 +146,26 @@ def test_adaptive_records_what_each_drafter_promised(recorded):
 def test_steps_of_a_diffusion_model_fill_its_answer(recorded):
     run, result, _ = recorded["cdlm"]
     request, = run["requests"]
-    first, slots = len(request["prompt_ids"]), {}
+    first = len(request["prompt_ids"])
+    slots = {}
     for a in request["rounds"]:
         revealed = [a["slots"][i] for i in a["picked"]]
-        assert revealed and not any(position in slots for position, _, _ in a["slots"])
+        assert revealed
+        assert not any(position in slots for position, _, _ in a["slots"])
         assert all(c > run["threshold"] for _, _, c in revealed) or len(revealed) == 1
         slots |= {position: token for position, token, _ in revealed}
     assert [slots[first + i] for i in range(len(request["token_ids"]))] == request["token_ids"]
 
 
-@pytest.mark.parametrize("more", (["--method", "cdlm"], ["--batch", "2"], ["--chat"], ["--method", "ar"]))
+@pytest.mark.parametrize("more", ["--method cdlm", "--batch 2", "--chat", "--method ar"])
 def test_explain_is_for_one_request_of_a_method_that_verifies(more):
-    with pytest.raises(ValueError, match="--explain is for"):
-        decode.parse_args(["--model", TARGET, "--method", "ngram", "--explain", "3", *more])
+    assert "--explain is for" in refusal(decode, f"--model {TARGET} --method ngram --explain 3 {more}")
 
 
 @pytest.mark.parametrize("method", ("ngram", "draft", "prism"))
 def test_explain_is_the_recording_as_text(method, tmp_path, capsys):
-    page = str(tmp_path / "run.html")
-    args = ["--method", method, *RUNS[method], "--task", "revise", "--max-new-tokens", "24"]
-    decoded(*args, "--batch", "1", "--n", "1", "--explain", "2", "--html", page)
+    page = tmp_path / "run.html"
+    decoded(f"--method {method} {RUNS[method]} --max-new-tokens 24 --batch 1 --n 1 --explain 2 --html {page}")
     rounds = capsys.readouterr().out.split("\nat ")[1:]
     steps = [a for a in runs_of(page)[0]["requests"][0]["rounds"] if a["drafts"]]
     assert len(rounds) == 2
@@ -178,19 +185,22 @@ def test_explain_is_the_recording_as_text(method, tmp_path, capsys):
 def test_the_template_is_small_and_needs_no_network():
     with open(TEMPLATE, encoding="utf-8") as f:
         text = f.read()
-    assert text.count("\n") <= 400 and text.count("{{runs}}") == 1
+    assert text.count("\n") <= 400
+    assert text.count("{{runs}}") == 1
     addresses = set(re.findall(r"https?://[^\"' ]+", text))
-    assert addresses == {"http://www.w3.org/2000/svg"} and "src=" not in text
+    assert addresses == {"http://www.w3.org/2000/svg"}
+    assert "src=" not in text
 
 
 def test_the_shipped_page_is_what_its_script_makes(tmp_path):
     """The template and the commands are today's."""
     shipped = runs_of(PAGE)
-    own = runpy.run_path(os.path.join(ROOT, "docs", "rounds.py"))["RUNS"]
+    own = runpy.run_path(f"{ROOT}/docs/rounds.py")["RUNS"]
     write_page(tmp_path / "again.html", shipped)
     with open(PAGE, "rb") as f, open(tmp_path / "again.html", "rb") as again:
         page = f.read()
-        assert page == again.read() and len(page) < 1_500_000
+        assert page == again.read()
+        assert len(page) < 1_500_000
     assert [run["title"] for run in shipped] == list(own)
     for run in shipped:
         args = decode.parse_args(run["command"].split()[2:])
@@ -234,11 +244,10 @@ def opened(page, folder, width=360):
     """What CHECK reports of a page, which must load without a line in the console."""
     with open(page, encoding="utf-8") as f, open(folder / "checked.html", "w", encoding="utf-8") as out:
         out.write(f.read().replace("</html>", CHECK.replace("WIDTH", str(width)) + "</html>"))
-    command = [
-        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-        f"--user-data-dir={folder}/browser", f"--window-size={width},900", "--virtual-time-budget=5000",
-        "--dump-dom", f"file://{folder}/checked.html",
-    ]
+    command = words(
+        f"{BROWSER} --headless --no-sandbox --disable-gpu --enable-logging=stderr --dump-dom "
+        f"--user-data-dir={folder}/browser --window-size={width},900 --virtual-time-budget=5000 "
+        f"file://{folder}/checked.html")
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert not [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     report, = re.findall(r'<pre id="report">(.*?)</pre>', done.stdout)
@@ -255,7 +264,8 @@ def check(runs, report):
             assert r["key"] == f"{'step' if diffusion else 'round'} {min(2, len(steps))} of {len(steps)}"
             assert diffusion or r["who"] == Counter(request["who"])
             for i, (a, (where, now, nodes, kept, beyond)) in enumerate(zip(steps, r["now"], strict=True), 1):
-                assert where.endswith(f" {i} of {len(steps)}") and beyond <= 0
+                assert where.endswith(f" {i} of {len(steps)}")
+                assert beyond <= 0
                 assert now == (len(a["picked"]) if diffusion else a["committed"])
                 assert diffusion or (nodes, kept) == (len(a["drafts"]) + 2, len(a["path"]) + 1)
 
