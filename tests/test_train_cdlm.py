@@ -272,7 +272,7 @@ def test_all_stages_lower_their_losses(trained):
     for stage, records in (("teacher", teacher), ("student", student)):
         assert [r["step"] for r in records] == [4, 8, 12]
         assert records[-1]["loss"] < records[0]["loss"]
-        assert "train_cdlm.py --target" in (trained / stage / "command.txt").read_text()
+        assert "train_cdlm.py --out" in (trained / stage / "command.txt").read_text()
         assert not list((trained / stage).glob("*.tmp"))
     assert student[-1]["heldout"] < student[0]["heldout"] < teacher[0]["heldout"]
 
