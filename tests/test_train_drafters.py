@@ -450,6 +450,9 @@ def test_processes_share_the_shards(folder, tmp_path, monkeypatch):
                    "--prompts", 14, "--heldout", 2, "--max-new-tokens", 8, "--device", "cpu", "--part", part)
         files[part] = {file.name: file.read_bytes() for file in out.glob("*.safetensors")}
     assert set(files["0/2"]) < set(files["1/2"]) and files["1/2"] == files["0/1"]
+    for wrong in ("2/2", "x", "1", "-1/2", "0/0"):
+        with pytest.raises(ValueError, match="part must be I/N, with I from 0 to N - 1, got"):
+            rollouts.part_of(wrong)
 
 
 def test_a_greedy_answer_ends_where_it_loops(folder):

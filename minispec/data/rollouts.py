@@ -51,7 +51,17 @@ def parse_args():
     p.add_argument("--part", default="0/1", metavar="I/N",
                    help="write every N-th shard alone, from number I on: N processes share the work")
     add_device(p)
-    return parsed(p)
+    args = parsed(p)
+    args.part = part_of(args.part)
+    return args
+
+
+def part_of(text):
+    """(I, N) of "I/N"."""
+    i, _, n = text.partition("/")
+    if not (i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+        raise ValueError(f"part must be I/N, with I from 0 to N - 1, got {text}")
+    return int(i), int(n)
 
 
 # -- prompts -------------------------------------------------------------------------------------------------
@@ -128,7 +138,7 @@ def answer(args, engine, tokenizer, split, n):
     context, left_out = min(target.config.block_size, LONGEST), []
     asked = fitting(prompts_of(args.prompt_file, split, own), tokenizer, context, left_out)
     size = SHARD if target.device.type == "cpu" else 8 * SHARD
-    part, parts = map(int, args.part.split("/"))
+    part, parts = args.part
     for number, start in enumerate(tqdm(range(0, n, size), desc=f"{split} answers", unit="shard")):
         end = min(start + size, n)
         file = f"{args.out}/{split}-{start}-{end}.safetensors"
@@ -181,7 +191,8 @@ def given(args, target, tokenizer):
             ids = tokenizer.encode(said) + tokenizer.ends[:1]
             rows.append((tokenizer.prompt_ids(p.prompt), ids[:args.max_new_tokens], 1))
     rows = rows[:args.given_answers]
-    for start in tqdm(range(0, len(rows), SHARD), desc="given answers", unit="shard"):
+    part, parts = args.part
+    for start in tqdm(range(part * SHARD, len(rows), parts * SHARD), desc="given answers", unit="shard"):
         some = rows[start:start + SHARD]
         file = f"{args.out}/given-{start}-{start + len(some)}.safetensors"
         yield shard(file, [prompt + ids for prompt, ids, _ in some], (read(target, *row) for row in some))
