@@ -4,7 +4,7 @@
     python tests/compare_devices.py --model smollm2
 
 A line for each method, batch and temperature; exit code 1 if an answer differs. Two devices round
-differently, so a near-tie of two logits may part two answers late; none did on an H100.
+differently, so a near-tie of two logits may part two answers late.
 """
 import os
 import sys

@@ -423,7 +423,6 @@ def test_few_launches_and_waits_outside_graphs(name, temperature, counting, monk
         monkeypatch.setattr(torch.Tensor, wait, waiting)
     engine = on_kernels(TARGET, METHODS[name], 1)
     ask = [Request([3, 1, 4, 1, 5, 3, 1], 16, Sampling(temperature, seed=1))]
-    engine.scheduler.shares = False                                        # the prompt is read twice
     engine.generate([Request(ask[0].tokens, 16, ask[0].sampling)])         # captures
     engine.iterations.clear(), waits.clear()
     mode.launches = 0

@@ -13,7 +13,7 @@ from minispec.core.requests import Request
 from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import cdlm as diffusion
-from minispec.studies import rules, specgen
+from minispec.studies import drafters, rules, run, specgen
 from minispec.tools import checkpoints, methods
 
 
@@ -145,3 +145,37 @@ def test_diffusion_models_are_compared(toy, monkeypatch):
     curves = diffusion.cdlm_curves(*toy)
     assert {r["decoder"] for r in curves["rows"]} == {"teacher", "dual", "student"}
     assert whole(curves["table"])
+
+
+# -- drafters --------------------------------------------------------------------------------------
+
+def test_tau_is_tokens_per_round_next_to_eagles(monkeypatch, shipped):
+    """Five drafts in every round; the ratio compares the same prompts."""
+    monkeypatch.setattr(drafters, "NEW", 12)
+    rows = drafters.tau(methods.settings(quick=True, data=None), *shipped)["rows"]
+    assert {r["method"] for r in rows} == set(methods.TRAINED)
+    for r in rows:
+        assert 1 <= r["tau_range"][0] <= r["tau"] <= r["tau_range"][1] <= drafters.DRAFTS + 1
+        assert r["method"] != "eagle" or r["ratio"] == 1
+    counts = {"eagle": [[10, 10], [30, 10]], "prism": [[20, 10], [60, 10]]}
+    row = drafters.row_of("all", 0, "prism", counts)
+    assert (row["tau"], row["ratio"], row["ratio_range"]) == (4, 2, [2, 2])
+
+
+def test_curves_are_the_logs_of_the_shipped_drafters():
+    rows = drafters.curves(methods.settings(model="smollm2"), None, None)["rows"]
+    last = {(r["drafter"], r["run"]): r["greedy"] for r in rows}
+    assert last["prism", "two modules, from base"] > last["eagle", "base"]
+    assert all(r["point_mass"] < r["greedy"] for r in rows if r["drafter"] == "specdiff")
+
+
+def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped):
+    """The same token for ever is a loop as soon as eight of them occur for the third time."""
+    model, tokenizer = shipped
+    asked = lambda *_: [Request([1, 2], 30), Request([3], 6)]
+    monkeypatch.setattr(run, "requests_of", asked)
+    constant = toy_model(vocab=tokenizer.vocab_size)
+    with torch.no_grad():
+        constant.head.weight.zero_()
+    args = methods.settings(quick=True)
+    assert run.before_loops({"a": 0, "b": 1}, tokenizer, constant, args, 30) == {"a": 10, "b": 6}

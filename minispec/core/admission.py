@@ -111,7 +111,8 @@ class Admission:
         r.blocks = Allocation()
         if self.engine.scheduler.shares and not r.n_cached:
             # The last rows are read in any case: they give the first token, and the scores that they record.
-            known = len(r.tokens) - max(self.engine.scheduler.record_prompt, 1)
+            # Without two of them the request would draft at once, and not as if it had read its prompt alone.
+            known = len(r.tokens) - max(self.engine.scheduler.record_prompt, 2)
             r.n_cached = cache.share(r.blocks, r.tokens[:max(known, 0)])
             self.shared += r.n_cached
         cache.resize(r.blocks, self.reach(r))

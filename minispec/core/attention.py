@@ -195,6 +195,7 @@ class FewRows:
                 own = (owner == i).nonzero()[:, 0]
                 recorded[i] = own[number[own].argsort()]
         owner, masked = owner.to(cache.k.device), masked.to(cache.k.device)
+        one_each, place = len(blocks) == len(members) and not recorded, owner.argsort()
 
         def products(rows, layer, values):
             """rows (G, m, r, ..) times the keys, or the values, of their blocks -> (G, m, r, ..)."""
@@ -211,9 +212,9 @@ class FewRows:
             groups, b, rows, _ = q.shape
             x = products(q.index_select(1, owner), layer, 0)                   # (G, m, g * n, BLOCK)
             x.index_add_(1, masked, mask.expand(groups, -1, -1, -1))
-            if len(blocks) == b and not recorded:
-                # Short texts of a block each need no sums over blocks.
-                out = products(x.softmax(-1), layer, 1)[:, owner.argsort()].transpose(0, 1)
+            if one_each:
+                # Short texts need no sums over blocks.
+                out = products(x.softmax(-1), layer, 1).index_select(1, place).transpose(0, 1)
                 return ungroup_rows(out, self.n).flatten(0, 1)
             of_row = owner[None, :, None].expand(groups, -1, rows)
             top = x.new_full((groups, b, rows), float("-inf")).scatter_reduce_(1, of_row, x.amax(-1), "amax")

@@ -12,3 +12,11 @@ def loops(tokens):
     """Whether the last N tokens of an answer occur there for at least the third time."""
     last = tokens[-N:]
     return len(last) == N and sum(tokens[i:i + N] == last for i in range(len(tokens) - N + 1)) >= TIMES
+
+
+def generate(engine, requests):
+    """Answer the requests and return their generations. A greedy answer ends where it loops."""
+    for request, _ in engine.stream(requests):
+        if request.sampling.temperature == 0 and loops(request.generation.token_ids):
+            request.cancel()
+    return [r.generation for r in requests]

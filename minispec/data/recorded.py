@@ -1,6 +1,6 @@
 """Recorded answers, the training data of drafters: for every token of a text the target's hidden states, and
-for every token of an answer also the target's argmax and the token's log-probability. A GPU computes all of
-these again faster than a disk reads them (3.5 KB a token of SmolLM2), so its shards hold the tokens alone.
+for every token of an answer also the target's argmax and the token's log-probability. On a GPU each
+training step computes them again, and the shards hold the tokens alone: 3.5 KB less a token of SmolLM2.
 
 minispec/data/rollouts.py makes them, in a separate process, which a training starts first. They lie in a
 folder of shards, DIR/train-0-128.safetensors and so on, which every variant, seed and number of prompts

@@ -30,8 +30,7 @@ from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.core.draft_head import feature_layers_of
-from minispec.data import magpie, prompts, tasks
-from minispec.data.loops import loops
+from minispec.data import loops, magpie, prompts, tasks
 from minispec.data.recorded import LONGEST, OWN, add_answers, known, parsed, states
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, training
@@ -169,11 +168,7 @@ def answers(args, engine, tokenizer, asked, first):
         room = min(args.max_new_tokens, target.config.block_size - len(ids))
         temperature = TEMPERATURES[i % len(TEMPERATURES)] if args.temperature is None else args.temperature
         requests.append(Request(ids, room, Sampling(temperature, seed=i), tokenizer.ends))
-    for request, _ in engine.stream(requests):
-        if request.sampling.temperature == 0 and loops(request.generation.token_ids):
-            request.cancel()
-    for request in requests:
-        g = request.generation
+    for request, g in zip(requests, loops.generate(engine, requests)):
         features = recorder.features(request) if recorder.uses_hidden_states else None
         yield read(target, g.prompt_ids, g.token_ids, request.sampling.temperature, features)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.verify import Sampling
-from minispec.data.loops import loops
+from minispec.data import loops
 from minispec.studies.results import each_kept, interval, problems_of
 from minispec.tools import methods
 from minispec.tools.answers import requests_of
@@ -52,10 +52,7 @@ def rounds_of(name, problems, temperature, args, model, tokenizer):
     drafter.min_confidence = 0.0
     engine = Engine(model, partial(SyncScheduler, drafter=drafter, k=DRAFTS), 8)
     requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature))
-    for request, _ in engine.stream(requests):
-        if not temperature and loops(request.generation.token_ids):
-            request.cancel()
-    return [[len(r.generation.token_ids) - 1, len(r.generation.rounds)] for r in requests]
+    return [[len(g.token_ids) - 1, len(g.rounds)] for g in loops.generate(engine, requests)]
 
 
 def row_of(workload, temperature, name, counts):

@@ -19,8 +19,7 @@ from minispec import bounds as ladder_of
 from minispec import traces
 from minispec.bounds import COMBINED
 from minispec.core.verify import Sampling
-from minispec.data import tasks
-from minispec.data.loops import loops
+from minispec.data import loops, tasks
 from minispec.studies import measure, results
 from minispec.studies.results import SAME, engine_of, identical, interval, suitable, time_interleaved
 from minispec.tools import methods
@@ -248,14 +247,11 @@ def observe(study, args, model, tokenizer, how, names):
 def before_loops(problems, tokenizer, model, args, new):
     """{id: tokens of the greedy answer to a problem, which ends where it begins to repeat itself}: all
     drafters guess a loop, so loops flatter every speed-up."""
-    engine = engine_of("ar", model, args, 1)
     requests = requests_of(problems.values(), tokenizer, model, new)
-    for request, _ in engine.stream(requests):
-        if loops(request.generation.token_ids):
-            request.cancel()
-    cut = sum(r.generation.finish == "cancelled" for r in requests)
-    print(f"{cut} of {len(requests)} greedy answers begin to repeat themselves and are cut there")
-    return {id: len(r.generation.token_ids) for id, r in zip(problems, requests)}
+    answers = loops.generate(engine_of("ar", model, args, 1), requests)
+    cut = sum(g.finish == "cancelled" for g in answers)
+    print(f"{cut} of {len(answers)} greedy answers begin to repeat themselves and are cut there")
+    return {id: len(g.token_ids) for id, g in zip(problems, answers)}
 
 
 def cells_of(ids, how):
