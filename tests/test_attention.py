@@ -264,3 +264,17 @@ def test_rows_of_a_tree_see_their_paths_behind_few_and_many_keys(start, dtype, t
     assert torch.allclose(out.float(), want, atol=tolerance)
     blind = (logits.softmax(-1) @ values).transpose(0, 1)
     assert start > 5 or not torch.allclose(out.float(), blind, atol=0.05)
+
+
+def test_texts_of_one_block_each_lie_in_any_order():
+    """Every request's rows are its own, wherever its block lies."""
+    cache = KVCache(toy_model().config, 16)
+    cache.kv.normal_()
+    keys = [FullKeys(cache, cache.open(3), 2, 1) for _ in range(3)]
+    for one, block in zip(keys, (2, 0, 1)):
+        one.blocks.table[:] = [block]
+    c = toy_model().config
+    q = torch.randn(3, c.n_head, c.head_dim)
+    _, read = FewRows(cache, 1).serve(keys)
+    alone = [FewRows(cache, 1).serve([one])[1](0, row[None]) for one, row in zip(keys, q)]
+    assert (read(0, q) - torch.cat(alone)).abs().max() < 1e-5
