@@ -4,11 +4,11 @@
     rules       accepted drafts and tau of every drafter by rule, chain or tree, and temperature
 """
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from minispec.core.verify import Sampling
 from minispec.studies import results
@@ -45,9 +45,9 @@ LOSSLESS = {
     "method": "{method}",
     "dtype": "{dtype}",
     "identical to autoregressive": SAME,
-    "T = 0.65": "{T 0.65:d} of {sampled}",
-    "T = 1": "{T 1:d} of {sampled}",
-    "top-p 0.9, top-k 50": "{top:d} of {sampled}",
+    "T = 0.65": "{T 0.65:d} of {prompts}",
+    "T = 1": "{T 1:d} of {prompts}",
+    "top-p 0.9, top-k 50": "{top:d} of {prompts}",
     "largest top-2 gap at a difference": "{largest_tie_gap:.3g}",
 }
 
@@ -55,33 +55,35 @@ LOSSLESS = {
 def lossless(args, model, tokenizer):
     """Greedy and sampled answers of every method next to plain decoding's. In fp32 they must be identical. In
     bf16 the number of rows changes rounding, so a first difference must be at a near-tie."""
-    new = 160 if tokenizer.is_puzzle_model else 48
-    workload = results.problems_of(tokenizer, 4 if args.quick else 20, args.data)
+    new, some = (160, 10) if tokenizer.is_puzzle_model else (48, 4)
+    workload = results.problems_of(tokenizer, 2 if args.quick else some, args.data)
     problems = [p for p in sum(workload.values(), [])
                 if tokenizer.is_puzzle_model or len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
     names = [name for name in suitable(args, model, VARIANTS) if name.split()[0] in methods.METHODS]
 
-    rows = []
-    for dtype, some in (("float32", problems), ("bfloat16", problems[::5])):
-        target = checkpoints.load(args.model, args.device, getattr(torch, dtype))
+    @cache
+    def target(dtype):
+        return checkpoints.load(args.model, args.device, getattr(torch, dtype))
 
-        def answers(name, drawn):
-            sampling, batch = DRAWN[drawn]
-            fewer = 2 if tokenizer.is_puzzle_model else 5
-            asked = some if drawn == "greedy" or dtype == "bfloat16" else some[::fewer]
-            requests = requests_of(asked, tokenizer, target, new, sampling)
-            return engine_of(name, target, args, batch).generate(requests)
+    @cache
+    def answers(name, dtype, drawn):
+        sampling, batch = DRAWN[drawn]
+        some = problems if dtype == "float32" else problems[::2]
+        requests = requests_of(some, tokenizer, target(dtype), new, sampling)
+        return engine_of(name, target(dtype), args, batch).generate(requests)
 
-        plain = {drawn: answers("ar", drawn) for drawn in DRAWN}
-        for name in tqdm(names, desc=dtype):
-            row = {"method": name, "dtype": dtype, "prompts": len(some), "sampled": len(plain["T 1"])}
-            gaps = []
-            for drawn, (sampling, _) in DRAWN.items():
-                pairs = list(zip(plain[drawn], answers(name, drawn)))
-                row[drawn] = sum(a.token_ids == b.token_ids for a, b in pairs)
-                gaps += [tie_gap(target, a.prompt_ids, a.token_ids, b.token_ids, replace(sampling, seed=i))
-                         for i, (a, b) in enumerate(pairs)]
-            rows.append({**row, "identical": row["greedy"], "largest_tie_gap": max(gaps)})
+    def measured(dtype, name):
+        row, gaps = {"method": name, "dtype": dtype}, []
+        for drawn, (sampling, _) in DRAWN.items():
+            pairs = list(zip(answers("ar", dtype, drawn), answers(name, dtype, drawn)))
+            row[drawn] = sum(a.token_ids == b.token_ids for a, b in pairs)
+            row["prompts"] = len(pairs)
+            gaps += [tie_gap(target(dtype), a.prompt_ids, a.token_ids, b.token_ids, replace(sampling, seed=i))
+                     for i, (a, b) in enumerate(pairs)]
+        return {**row, "identical": row["greedy"], "largest_tie_gap": max(gaps)}
+
+    cells = list(product(("float32", "bfloat16"), names))
+    rows = results.each_kept("lossless", args, model, cells, measured)
     return {"new_tokens": new, "rows": rows, "table": table(rows, LOSSLESS)}
 
 
