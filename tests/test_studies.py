@@ -70,9 +70,8 @@ def test_losslessness_is_counted(toy, monkeypatch):
     assert [x["method"] for x in exact] == ["ngram", "prism", "prism --tree 8"]
     assert whole(found["table"])
     for x in exact:
-        assert x["identical"] == x["prompts"] == 8
+        assert x["identical"] == x["T 0.65"] == x["T 1"] == x["top"] == x["prompts"] == 4
         assert x["largest_tie_gap"] == 0
-        assert x["T 0.65"] == x["T 1"] == x["top"] == x["sampled"] == 4
 
 
 # -- SpecGen -----------------------------------------------------------------------------------------
@@ -88,15 +87,33 @@ def texts(monkeypatch):
     return methods.settings(quick=True, data=None)
 
 
-def test_serving_continues_prompts_that_were_read_once(texts):
-    rows = specgen.serving_rows(texts, MODEL, None, 60, 3, 0)
-    assert [r["method"] for r in rows] == list(specgen.METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 0.65])
+def test_serving_continues_prompts_that_were_read_once(texts, temperature):
+    names = ["ar", "ngram", specgen.WINDOW, specgen.PILLAR, "specgen"]
+    rows = specgen.serving_rows(texts, MODEL, None, names, 60, 3, 0, temperature)
+    assert [r["method"] for r in rows] == names
     assert [r.get("identical") for r in rows] == [None, *[3] * 4]
-    assert [bool(r.get("predicted")) for r in rows] == [m in (specgen.PILLAR, "specgen") for m in specgen.METHODS]
+    assert [bool(r.get("predicted")) for r in rows] == [m in (specgen.PILLAR, "specgen") for m in names]
     want = Engine(MODEL, SyncScheduler, 1).generate([Request(TEXT[:60], 30)])[0].token_ids
     engine = specgen.resumed("ar", MODEL, texts, 1, specgen.read(MODEL, [TEXT[:60]]))
     assert engine.generate([Request(TEXT[:60], 30)])[0].token_ids == want
     assert engine.iterations[0]["prefill"] == specgen.K + 1
+
+
+def test_eagle_reads_the_texts_before_it_is_timed(monkeypatch):
+    monkeypatch.setattr(specgen, "NEW", 20)
+    model, tokenizer = checkpoints.load(TARGET, "cpu"), Tokenizer.load(TARGET)
+    settings = methods.settings(quick=True, data=None)
+    _, eagle = specgen.serving_rows(settings, model, tokenizer, ["ar", "eagle"], 300, 2, 0, 0.65)
+    assert eagle["identical"] == 2
+    seen = []
+    monkeypatch.setattr(specgen, "time_interleaved", lambda cells, *_: seen.append(cells["eagle"]()) or {})
+    specgen.serving_rows(settings, model, tokenizer, ["ar", "eagle"], 700, 2, 0, 0.65)
+    engine, requests = seen[0]
+    engine.generate(requests)
+    reading = [bool(i["prefill"]) for i in engine.iterations]
+    assert reading.count(True) > 1 and sorted(reading, reverse=True) == reading
+    assert not any(i["prefill"] and i["verify"] for i in engine.iterations)
 
 
 def test_stages_of_the_system_continue_texts_of_different_lengths(texts, monkeypatch):

@@ -16,9 +16,9 @@ from minispec.core.admission import Admission
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
-from minispec.data import prompts, tasks
+from minispec.data import loops, prompts, tasks
 from minispec.studies import measure, results
-from minispec.studies.results import SAME, dtype_name, engine_of, identical, time_interleaved, ratio
+from minispec.studies.results import SAME, dtype_name, engine_of, identical, ratio, suitable, time_interleaved
 from minispec.tools.answers import schedule_view
 from minispec.tools.files import naming, read_rows
 from minispec.tools.markdown import table
@@ -95,11 +95,22 @@ def resumed(name, model, args, batch, kept, **changes):
 # -- serving ---------------------------------------------------------------------------------------
 
 DISTINCT = 4                            # texts of a larger batch
-# Tokens of the context, number of requests, number of the first text.
-CELLS = ((7000, 8, 0), (4000, 8, 0), (7000, 1, 0), (1000, 8, 0), (4000, 1, 1), (1000, 1, 2), (4000, 16, 0))
-METHODS = ("ar", "ngram", WINDOW, PILLAR, "specgen")
+# Tokens of the context, number of requests, number of the first text, temperature.
+CELLS = (
+    (7000, 8, 0, TEMPERATURE),
+    (4000, 8, 0, TEMPERATURE),
+    (7000, 1, 0, TEMPERATURE),
+    (1000, 8, 0, TEMPERATURE),
+    (4000, 1, 1, TEMPERATURE),
+    (1000, 1, 2, TEMPERATURE),
+    (4000, 16, 0, TEMPERATURE),
+    (7000, 8, 0, 0.0),
+    (7000, 1, 0, 0.0),
+    (4000, 8, 0, 0.0),
+)
 SERVING = {
     "requests x context": "{requests} x {context}",
+    "T": "{temperature:g}",
     "first text": "{text}",
     "method": "{method}",
     "dtype": "{dtype}",
@@ -113,39 +124,57 @@ SERVING = {
 
 
 def serving(args, model, tokenizer):
-    """Several sampled requests with long contexts: tokens/s of decoding with the plain loop, prompt lookup,
-    window attention and SpecGen. "predicted" is SpecGen's speed-up computed from three timings without its
-    schedule: a plain step, its attention and a verification. EAGLE is left out, because its drafter would
-    have to read the whole prompt."""
+    """Several requests with long contexts: tokens/s of decoding with the plain loop, prompt lookup, EAGLE,
+    window attention and SpecGen. Greedy answers end where they begin to repeat themselves. "predicted" is
+    SpecGen's speed-up computed from three timings without its schedule: a plain step, its attention and a
+    verification."""
     longest = 7000 if tokenizer.is_puzzle_model or args.data else 4000                    # of the texts
-    cells = [(1000, 2, 0)] if args.quick else [cell for cell in CELLS if cell[0] <= longest]
-    measured = partial(serving_rows, args, model, tokenizer)
+    cells = [(1000, 2, 0, TEMPERATURE)] if args.quick else [cell for cell in CELLS if cell[0] <= longest]
+    fitting = suitable(args, model, (WINDOW, PILLAR))
+    names = ["ar", *(name for name in ("ngram", "eagle", WINDOW, PILLAR, "specgen") if name in fitting)]
+    measured = partial(serving_rows, args, model, tokenizer, names)
     rows = sum(results.each_kept("serving", args, model, cells, measured), [])
-    # The short table: all methods at the longest context, and SpecGen in batches at shorter contexts.
-    long = [x for x in rows if x["context"] == max(CELLS)[0] and x["method"] in ("ngram", PILLAR, "specgen")]
-    short = long + [x for x in rows if x["method"] == "specgen" and x["requests"] == 8 and x not in long]
-    columns = {head: form for head, form in SERVING.items() if head not in ("dtype", "first text")}
+    # The short table: sampled answers at the longest context, and of SpecGen in batches at shorter contexts.
+    sampled = [x for x in rows if x["temperature"] and x["method"] not in ("ar", WINDOW)]
+    long = [x for x in sampled if x["context"] == max(CELLS)[0]]
+    short = long + [x for x in sampled if x["method"] == "specgen" and x["requests"] == 8 and x not in long]
+    columns = {head: form for head, form in SERVING.items() if head not in ("T", "dtype", "first text")}
     return {"rows": rows, "table": table(rows, SERVING), "short": table(short, columns)}
 
 
-def serving_rows(args, model, tokenizer, context, batch, first):
-    """The result rows of one context and batch size, with texts from number `first` on."""
+def serving_rows(args, model, tokenizer, names, context, batch, first, temperature):
+    """The result rows of one cell, for the methods `names`, on texts from number `first` on."""
     some = [text(first + i, context, tokenizer, args.data) for i in range(min(batch, DISTINCT))]
     kept, asked = read(model, some), (some * batch)[:batch]
     step, attention = measure.forward_seconds(model, [context] * batch, 1)
     verification, _ = measure.forward_seconds(model, [context] * batch, K + 1)
     draft = step - (1 - args.sparsity) * attention       # a draft step reads a part of the cache
-    about = {"context": context, "requests": batch, "text": first, "dtype": dtype_name(model)}
-    def build(name):
-        requests = [Request(ids, NEW, Sampling(TEMPERATURE, seed=i)) for i, ids in enumerate(asked)]
-        return resumed(name, model, args, batch, kept), requests
+    about = {"context": context, "requests": batch, "text": first, "temperature": temperature,
+             "dtype": dtype_name(model)}
 
-    cells = {name: partial(build, name) for name in METHODS}
+    def requests(longest):
+        return [Request(ids, new, Sampling(temperature, seed=i))
+                for i, (ids, new) in enumerate(zip(asked, longest))]
+
+    plain = loops.generate(resumed("ar", model, args, batch, kept), requests([NEW] * batch))
+    longest = [len(g.token_ids) for g in plain]
+
+    def build(name):
+        if name != "eagle":
+            return resumed(name, model, args, batch, kept), requests(longest)
+        # EAGLE's drafter needs the hidden states of the whole prompt. All prompts are read before any request
+        # decodes, so that no decoded row hides in a forward that reads.
+        engine = engine_of(name, model, args, batch)
+        schedule = engine.scheduler.schedule
+        engine.scheduler.schedule = lambda read: schedule(read) if len(read) == len(engine.active) else []
+        return engine, requests(longest)
+
+    cells = {name: partial(build, name) for name in names}
     # A batch needs no warm-up, because reading the texts was one.
     runs = time_interleaved(cells, 2 if batch == 1 else 1, f"{batch} requests at {context}", batch == 1)
     rows = []
     for name, timed in runs.items():
-        row = {**about, "method": name, "temperature": TEMPERATURE, **ratio(timed, runs["ar"])}
+        row = {**about, "method": name, "tokens": timed[-1].tokens, **ratio(timed, runs["ar"])}
         if name != "ar":
             row["identical"] = identical(runs["ar"][-1], timed[-1])
         if name in (PILLAR, "specgen"):
