@@ -57,9 +57,7 @@ def lossless(args, model, tokenizer):
     bf16, without the methods' options, the number of rows changes rounding, so a first difference must be at
     a near-tie."""
     new, some = (160, 10) if tokenizer.is_puzzle_model else (48, 4)
-    workload = results.problems_of(tokenizer, 2 if args.quick else some, args.data)
-    problems = [p for p in sum(workload.values(), [])
-                if tokenizer.is_puzzle_model or len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
+    problems = short_prompts(tokenizer, 2 if args.quick else some, args.data)
     names = [name for name in suitable(args, model, VARIANTS) if name.split()[0] in methods.METHODS]
 
     @cache
@@ -89,6 +87,14 @@ def lossless(args, model, tokenizer):
     return {"new_tokens": new, "rows": rows, "table": table(rows, LOSSLESS)}
 
 
+def short_prompts(tokenizer, n, data, first=0):
+    """n problems of each workload from number `first` on; of a real model's, those with at most LONGEST
+    tokens."""
+    workloads = results.problems_of(tokenizer, n, data, first)
+    return [p for p in sum(workloads.values(), [])
+            if tokenizer.is_puzzle_model or len(tokenizer.prompt_ids(p.prompt)) <= LONGEST]
+
+
 # -- acceptance ------------------------------------------------------------------------------------
 
 FIRST = 30              # first problem of a workload; other studies use the earlier ones
@@ -112,8 +118,8 @@ def rules(args, model, tokenizer):
     """Accepted drafts per round and tau, each with a 95 % interval over prompts, of every drafter with chains
     of 5 and trees of 8, by acceptance rule and temperature, on the same prompts. Drafters do not end a chain
     early. Rejection verifies chains only; the drafts of trees are not sampled, so the walk verifies them."""
-    problems = results.problems_of(tokenizer, 1 if args.quick else 8, args.data, FIRST)
-    problems = sum(problems.values(), [])
+    some = 8 if tokenizer.is_puzzle_model else 5
+    problems = short_prompts(tokenizer, 1 if args.quick else some, args.data, FIRST)
     fitting = suitable(args, model)
     cells = [cell for cell in product(DRAFTS, TEMPERATURES, RULES) if cell[0].split()[0] in fitting]
 
