@@ -11,6 +11,7 @@ a study:
     ladder           the rungs of a set of requests
     replay           seconds of known rounds of different requests that share forwards
     analyse          the ladder of every workload and batch size, next to the observed speed-ups
+    best_drafts      the best number of drafts by batch and context, or that none pays
 
 A rung is a speed-up: plain decoding's time divided by the time of the rung's rounds. RUNGS gives the names
 and their keys in the JSON file:
@@ -72,6 +73,7 @@ RUNGS = {
 AVERAGES = ("total time", "mean rate")
 BOTH = " / ".join(AVERAGES)
 BATCHES = (1, 4, 16)
+CONTEXTS = (64, 512, 2048)       # tokens before a round
 COMBINED = "adaptive"            # the method that may use all drafters
 FEW = 0.05                       # the censored share of positions above which a bound is marked
 WINDOW = 10                      # positions of an output that are averaged in a figure
@@ -269,6 +271,7 @@ def analyse(traces, prices, runs=None, batches=BATCHES, k_max=None):
         "about": prices.get("about", {}),
         "left_out": [m for m in traces[0].accept if m not in names],
         "cells": cells,
+        "best_drafts": best_drafts(traces, cost, {c["batch"]: c for c in cells}, k_max),
         "model_error": summary(cells, "error"),
         "speedup_error": summary(cells, "speedup_error"),
     }
@@ -325,6 +328,62 @@ def observed(runs, cell, traced):
         "above": {m: r["seconds"] / r["tokens"] * optimum[m] / plain
                   for m, r in runs.items() if m in optimum},
     }
+
+
+# -- when to draft at all ----------------------------------------------------------------------------------
+
+def best_drafts(traces, cost, cells, k_max=None):
+    """For each batch size and context, the number of drafts k of every drafter with the least seconds, and
+    its speed-up over plain decoding; k is 0 where drafting never pays. The rounds are those in which the
+    drafter writes the traces' outputs with k drafts, or fewer if it finds fewer; they are priced as if the
+    context were always the same. cells: {batch: a cell}, whose fastest drafter by the clock is shown at the
+    context next to its requests'."""
+    names = compared(traces, cost)
+    drafts = np.arange((k_max or deepest(traces, names)) + 1)
+    rounds = {name: rounds_by_drafts(traces, name, drafts[-1]) for name in names}
+    outputs = sum(t.n_out - 1 for t in traces)
+    usual = float(np.mean([t.prompt_len + t.n_out / 2 for t in traces]))
+    rows = []
+    for batch, context in product(cells, CONTEXTS):
+        kv = batch * context
+        row = {"batch": batch, "context": context, "drafters": {}}
+        for name in names:
+            price = cost.round(name, kv, drafts, batch)
+            gain = outputs * float(cost.step(kv, batch, batch)) / (rounds[name] @ price)
+            k = int(gain.argmax())
+            row["drafters"][name] = {"k": k, "speedup": float(gain[k])}
+        clock = {m: x for m, x in cells[batch]["total time"].get("L0", {}).items() if m in names}
+        if clock and context == min(CONTEXTS, key=lambda c: abs(c - usual)):
+            row["clock"] = max(clock.items(), key=lambda one: one[1])
+        rows.append(row)
+    return rows
+
+
+def rounds_by_drafts(traces, name, k_max):
+    """How many rounds have how many drafts (k_max + 1, k_max + 1), if k drafts (first axis) are asked for."""
+    counts = np.zeros((k_max + 1, k_max + 1))
+    for t, k in product(traces, range(k_max + 1)):
+        position = 1
+        while position < t.n_out:
+            room = t.n_out - 1 - position
+            proposed = min(k, room, t.offered[name][position] if name in t.offered else k)
+            counts[k, proposed] += 1
+            position += min(t.accept[name][position], proposed + 1)
+    return counts
+
+
+def drafts_table(rows):
+    """The Markdown table of `best_drafts`."""
+    lines = []
+    for row in rows:
+        found = row["drafters"]
+        best = max(found, key=lambda name: found[name]["speedup"])
+        line = {"batch": row["batch"], "context": row["context"], "best": best if found[best]["k"] else "none"}
+        line |= {name: f"{x['speedup']:.2f}, k {x['k']}" if x["k"] else "none" for name, x in found.items()}
+        if "clock" in row:
+            line["fastest by the clock"] = "{}, {:.2f}".format(*row["clock"])
+        lines.append(line)
+    return texts(lines)
 
 
 # -- the table -------------------------------------------------------------------------------------
@@ -467,7 +526,8 @@ def main(argv=None):
         draw(FIGURES, {"bounds.json": result, "traces.jsonl": traces}, os.path.splitext(args.json)[0] + "_")
     print(visible(f"traces  {args.traces}: {len(traces):,} requests, {positions:,} positions\n"
                   f"prices  {args.cost} {about}\n"
-                  f"rounds  of at most {longest} drafts\n\n{table(result)}"))
+                  f"rounds  of at most {longest} drafts\n\n{table(result)}\n\n"
+                  f"Speed-up of the best number of drafts k:\n\n{drafts_table(result['best_drafts'])}"))
 
 
 if __name__ == "__main__":

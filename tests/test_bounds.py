@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, near_toy, toy_model, whole
 
 from minispec import bounds
-from minispec.bounds import AVERAGES, replay, rung_seconds
+from minispec.bounds import AVERAGES, COMBINED, replay, rung_seconds
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
@@ -579,6 +579,37 @@ def test_two_drafters_verified_in_one_round_are_no_faster_than_the_optimum_of_al
         assert merged >= seconds_of(t, cost)["optimum", "all"] - 1e-9
         bare = replay([[r._replace(lookup=0) for r in plan]], [t.prompt_len], cost, 1)
         assert (merged > bare) == any(r.lookup for r in plan)
+
+
+# -- when to draft at all --------------------------------------------------------------------------
+
+
+def test_the_best_number_of_drafts_is_the_ladders_where_context_is_free():
+    rng = random.Random(3)
+    some = [random_trace(rng, n) for n in (17, 40)]
+    draft = {"a": linear(base=0.1, step=0.1), "b": linear(base=30.0)}
+    table = {"verify": linear(base=1.0, token=0.05), "draft": draft, **NO_PREFILL}
+    best = rungs(some, table, 4, 5)["L2"]
+    for row in bounds.best_drafts(some, CostTable(table), {4: {"total time": {}}}, 5):
+        assert row["drafters"]["a"] == {"k": best["a"]["k"], "speedup": pytest.approx(best["a"]["speedup"])}
+        assert row["drafters"]["b"] == {"k": 0, "speedup": 1.0}
+
+
+def test_a_drafter_pays_for_its_context_and_for_what_it_finds():
+    """Verifying reads nothing here, drafting reads the context. Half of the positions offer no draft."""
+    n = 40
+    t = trace_of(5, a=[2, 1] * ((n - 1) // 2))
+    t.offered = {"a": np.arange(t.n_out) % 2}
+    cost = CostTable({"verify": linear(base=1.0), "draft": {"a": linear(kv=1e-3)}, **NO_PREFILL})
+    cells = {1: {"total time": {"L0": {"ar": 1.0, "a": 1.2, COMBINED: 9.0}}}}
+    rows = bounds.best_drafts([t], cost, cells)
+    for row in rows:
+        seconds = 1 + row["context"] * 1e-3              # of a round, which gains two tokens
+        assert row["drafters"]["a"]["speedup"] == pytest.approx(max(1, 2 / seconds), rel=0.06)
+        assert (row["drafters"]["a"]["k"] == 0) == (seconds > 2)
+    assert [row.get("clock") for row in rows] == [("a", 1.2), None, None]
+    lines = bounds.drafts_table(rows).splitlines()
+    assert "| a, 1.20 |" in lines[2] and lines[4].startswith("| 1 | 2048 | none | none |")
 
 
 # -- the ladder and its table ----------------------------------------------------------------------

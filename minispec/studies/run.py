@@ -51,7 +51,7 @@ class Size:
 SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, repeats=3)
 # For a real model: about ten minutes on two idle cores that multiply bf16. No round of the engine has more
 # than 32 drafts, so no round that can be decoded is censored.
-REAL = Size(64, 2, {1: 2}, {1: 9, 4: 8, 16: 16}, {}, 32, {"contexts": (64, 512), "prompts": (32, 256)})
+REAL = Size(64, 2, {1: 2}, {1: 9, 4: 8, 16: 16}, {}, 32, {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
 ANSWERS = Size(256, 2, {1: 2}, {}, {}, 32, {})
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
@@ -375,7 +375,8 @@ def bounds(args, model, tokenizer):
     whole = ladder_of.table(found)
     rows = [ladder_of.row_of(c, "all") for c in found["cells"] if c["workload"] in LADDERS]
     notes = whole.partition("\n\n")[2]
-    return {**found, "table": whole, "short": f"{texts(rows, RUNGS)}\n\n{notes}"}
+    drafts = ladder_of.drafts_table(found["best_drafts"])
+    return {**found, "table": f"{whole}\n\n{drafts}", "short": f"{texts(rows, RUNGS)}\n\n{notes}", "drafts": drafts}
 
 
 # Rows and columns of the table in docs/bounds.md.
