@@ -195,4 +195,18 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     with torch.no_grad():
         constant.head.weight.zero_()
     args = methods.settings(quick=True)
-    assert run.before_loops({"a": 0, "b": 1}, tokenizer, constant, args, 30) == {"a": 10, "b": 6}
+    lengths, note = run.before_loops({"a": 0, "b": 1}, tokenizer, constant, args, 30)
+    assert lengths == {"a": 10, "b": 6}
+    assert "1 of 2 greedy answers" in note and "after 10 tokens" in note
+
+
+def test_loops_are_compared_on_the_same_prompts():
+    def row(workload, method, ids, rates):
+        return {"workload": workload, "method": method, "ids": ids, "rates": rates, "tau": 3.0}
+
+    rows = [row("a", "ar", ["a/0", "a/1"], [10, 10]), row("a", "ngram", ["a/0", "a/1"], [12, 99]),
+            row("b", "ar", ["b/0"], [20]), row("b", "ngram", ["b/0"], [32]),
+            row(run.WHOLE, "ar", ["a/0", "b/0"], [10, 20]), row(run.WHOLE, "ngram", ["a/0", "b/0"], [30, 40])]
+    _, line = run.loops_table(rows)
+    assert line == {"method": "ngram", "prompts": 2, "answers that end at the loop": "1.40",
+                    "whole answers": "2.50", "tau of whole answers": "3.0"}

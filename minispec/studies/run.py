@@ -36,7 +36,7 @@ PHASES = ("prefill", "draft", "verify", "sample", "overhead")
 class Size:
     """new: tokens of an answer at most. traced: problems of each workload. batches, mixed: {batch size:
     number of problems}, for each workload and for all workloads together; sampled: like mixed, at
-    temperature 1. deepest: drafts at each position of a trace. costs: the grid of the cost table. repeats:
+    temperature 0.7. deepest: drafts at each position of a trace. costs: the grid of the cost table. repeats:
     runs of each method, of which the median counts."""
     new: int
     traced: int
@@ -52,7 +52,8 @@ SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16,
 # For a real model: about ten minutes on two idle cores that multiply bf16. No round of the engine has more
 # than 32 drafts, so no round that can be decoded is censored.
 REAL = Size(64, 2, {1: 2}, {1: 9, 4: 8, 16: 16}, {}, 32, {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
-ANSWERS = Size(256, 2, {1: 2}, {}, {}, 32, {})
+ANSWERS = Size(256, 5, {1: 5}, {8: 18}, {1: 9}, 32, {})
+WHOLE = "mixed, whole answers"   # a workload: greedy answers are not cut where they repeat themselves
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
              {"rows": (1, 4), "contexts": (64,), "drafts": (0, 1, 4), "prompts": (32, 64), "passes": 1})
 
@@ -183,10 +184,10 @@ def run(args, model, tokenizer):
     names = suitable(args, model)
     if how is REAL:
         names = [name for name in names if name != "specgen"]    # these texts are too short for it
-    rows = observe("run", args, model, tokenizer, how, names)
+    rows, cut = observe("run", args, model, tokenizer, how, names)
     own_texts = [x for x in rows if x["workload"] == "story" and x["method"] in ("ar", *methods.DIFFUSION)]
     found = {"new_tokens": how.new, "rows": rows, "table": phases_table(rows),
-             "methods": texts(methods_table(rows))}
+             "methods": texts(methods_table(rows)) + cut}
     if tokenizer.is_puzzle_model:
         found["diffusion"] = table(own_texts or rows, DIFFUSION)
     return found
@@ -198,9 +199,14 @@ def speed(args, model, tokenizer):
     wanted = ("ngram", *methods.TRAINED, *ALONE, COMBINED)
     names = [name for name in suitable(args, model, ALONE) if name in wanted]
     how = QUICK if args.quick else ANSWERS
-    rows = observe("speed", args, model, tokenizer, how, names)
+    # The puzzle model's answers do not repeat themselves.
+    whole = {} if tokenizer.is_puzzle_model else {1: 9}
+    rows, cut = observe("speed", args, model, tokenizer, how, names, whole)
     lines = methods_table(rows)
-    return {"new_tokens": how.new, "rows": rows, "table": texts(lines), "short": texts(lines, SHORT)}
+    found = {"new_tokens": how.new, "rows": rows, "table": texts(lines) + cut, "short": texts(lines, SHORT) + cut}
+    if whole:
+        found["loops"] = texts(loops_table(rows))
+    return found
 
 
 # Run at batch 1 only, because additional rows cost more in a batch.
@@ -210,21 +216,22 @@ SHORT = ("method", "mean (95 %)", "mean, decoding", "mt_bench", "translation", "
          "identical to ar")
 
 
-def observe(study, args, model, tokenizer, how, names):
-    """The result rows of a study that times methods next to the plain loop; see `run`."""
+def observe(study, args, model, tokenizer, how, names, whole={}):
+    """(result rows of a study that times methods next to the plain loop, a note on the answers that are cut);
+    see `run`. whole: like how.mixed, for answers that are not cut."""
     names = ["ar", *names]
     problems = numbered(tokenizer, how.traced, args.data)
-    longest = dict.fromkeys(problems, how.new)
+    longest, cut = dict.fromkeys(problems, how.new), ""
     if not tokenizer.is_puzzle_model:
-        longest = before_loops(problems, tokenizer, model, args, how.new)
+        longest, cut = before_loops(problems, tokenizer, model, args, how.new)
     prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else {}
     best_k = prices.get("about", {}).get("best_k", {})
 
-    def build(name, batch, ids, temperature):
+    def build(name, workload, batch, ids, temperature):
         k = args.k or best_k.get(str(batch), {}).get(name)
         requests = []
         for seed, i in enumerate(ids):
-            new = how.new if temperature else longest[i]
+            new = how.new if temperature or workload == WHOLE else longest[i]
             requests += requests_of([problems[i]], tokenizer, model, new, Sampling(temperature, seed=seed))
         return engine_of(name, model, args, batch, k=k), requests
 
@@ -233,32 +240,33 @@ def observe(study, args, model, tokenizer, how, names):
         for name in names:
             if name == "dlm" and workload.startswith("mixed") or batch > 1 and name in ("dlm", *ALONE):
                 continue
-            builders[name] = partial(build, name, batch, ids[:1] if name == "dlm" else ids, temperature)
+            builders[name] = partial(build, name, workload, batch, ids[:1] if name == "dlm" else ids, temperature)
         # On a GPU a warm-up run compiles the kernels.
         timed = time_interleaved(builders, how.repeats, f"{workload}, batch {batch}", args.device != "cpu")
         about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
         return rows_of(timed, about, prices)
 
-    rows = results.each_kept(study, args, model, cells_of(list(problems), how), measured, new_tokens=how.new,
-                             methods=names, prices=prices)
-    return sum(rows, [])
+    rows = results.each_kept(study, args, model, cells_of(list(problems), how, whole), measured,
+                             new_tokens=how.new, methods=names, prices=prices)
+    return sum(rows, []), cut
 
 
 def before_loops(problems, tokenizer, model, args, new):
-    """{id: tokens of the greedy answer to a problem, which ends where it begins to repeat itself}: all
-    drafters guess a loop, so loops flatter every speed-up."""
+    """({id: tokens of the greedy answer to a problem, which ends where it begins to repeat itself}, a note on
+    these ends). All drafters guess a loop, so loops flatter every speed-up."""
     requests = requests_of(problems.values(), tokenizer, model, new)
     answers = loops.generate(engine_of("ar", model, args, 1), requests)
-    cut = sum(g.finish == "cancelled" for g in answers)
-    print(f"{cut} of {len(answers)} greedy answers begin to repeat themselves and are cut there")
-    return {id: len(g.token_ids) for id, g in zip(problems, answers)}
+    lengths = {id: len(g.token_ids) for id, g in zip(problems, answers)}
+    cut = [len(g.token_ids) for g in answers if g.finish == "cancelled"]
+    note = f"\n\n{len(cut)} of {len(answers)} greedy answers begin to repeat themselves and end there"
+    return lengths, note + (f", after {statistics.mean(cut):.0f} tokens on average." if cut else ".")
 
 
-def cells_of(ids, how):
+def cells_of(ids, how, whole):
     """[(workload, batch, ids, temperature)] for each workload of the ids "workload/i", and for all workloads
     together."""
     some = [(w, f"{w}/", how.batches, 0.0) for w in dict.fromkeys(i.split("/")[0] for i in ids)]
-    some += [("mixed", "", how.mixed, 0.0), ("mixed, T = 0.7", "", how.sampled, 0.7)]
+    some += [("mixed", "", how.mixed, 0.0), ("mixed, T = 0.7", "", how.sampled, 0.7), (WHOLE, "", whole, 0.0)]
     return [(workload, batch, [i for i in ids if i.startswith(prefix)][:n], temperature)
             for workload, prefix, batches, temperature in some for batch, n in batches.items()]
 
@@ -339,7 +347,8 @@ def methods_table(rows):
     # The puzzle model was not trained on text like GSM8K, so its mean leaves GSM8K out.
     families = [w for w in workloads if w in tasks.FAMILIES] or workloads
     mixed = [x for x in rows
-             if x["workload"].startswith("mixed") and (x["batch"] > 1 or x["temperature"])]
+             if x["workload"].startswith("mixed") and x["workload"] != WHOLE
+             and (x["batch"] > 1 or x["temperature"])]
     plain = {x["workload"]: x for x in alone if x["method"] == "ar"}
     lines = []
     for method in dict.fromkeys(x["method"] for x in alone):
@@ -361,6 +370,21 @@ def mean_speedup(some, plain, workloads):
     ratios = own / others
     low, high = interval(lambda x: x.mean(-1), ratios)
     return f"{ratios.mean():.2f} ({low:.2f}-{high:.2f})"
+
+
+def loops_table(rows):
+    """A line {head: text} for each method: its mean speed-up on the same prompts, with answers cut where they
+    begin to repeat themselves, and whole."""
+    rate = {(x["method"], i): r for x in rows if not x["workload"].startswith("mixed")
+            for i, r in zip(x["ids"], x["rates"])}
+    whole = {x["method"]: x for x in rows if x["workload"] == WHOLE}
+    lines = []
+    for method, x in whole.items():
+        cut = statistics.mean(rate[method, i] / rate["ar", i] for i in x["ids"])
+        uncut = statistics.mean(r / plain for r, plain in zip(x["rates"], whole["ar"]["rates"]))
+        lines.append({"method": method, "prompts": len(x["ids"]), "answers that end at the loop": f"{cut:.2f}",
+                      "whole answers": f"{uncut:.2f}", "tau of whole answers": f"{x['tau']:.1f}"})
+    return lines
 
 
 # -- bounds ----------------------------------------------------------------------------------------
