@@ -199,8 +199,8 @@ def speed(args, model, tokenizer):
     wanted = ("ngram", *methods.TRAINED, *ALONE, COMBINED)
     names = [name for name in suitable(args, model, ALONE) if name in wanted]
     how = QUICK if args.quick else ANSWERS
-    # The puzzle model's answers do not repeat themselves.
-    whole = {} if tokenizer.is_puzzle_model else {1: 9}
+    # One prompt of each workload; the puzzle model's answers do not repeat themselves.
+    whole = {} if tokenizer.is_puzzle_model else {1: len(results.problems_of(tokenizer, 1, args.data))}
     rows, cut = observe("speed", args, model, tokenizer, how, names, whole)
     lines = methods_table(rows)
     found = {"new_tokens": how.new, "rows": rows, "table": texts(lines) + cut, "short": texts(lines, SHORT) + cut}
