@@ -70,8 +70,9 @@ def test_losslessness_is_counted(toy, monkeypatch):
     assert [x["method"] for x in exact] == ["ngram", "prism", "prism --tree 8"]
     assert whole(found["table"])
     for x in exact:
-        assert x["identical"] == x["T 0.65"] == x["T 1"] == x["top"] == x["prompts"] == 4
+        assert x["identical"] == x["t065"] == x["t1"] == x["top"] == x["prompts"] == 4
         assert x["largest_tie_gap"] == 0
+    assert found["table"].count("| 4 of 4 | 4 of 4 | 4 of 4 | 4 of 4 | 0 |") == 3
 
 
 # -- SpecGen -----------------------------------------------------------------------------------------

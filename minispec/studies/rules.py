@@ -36,8 +36,8 @@ VARIANTS = [
 # Sampling settings, and the batch size.
 DRAWN = {
     "greedy": (Sampling(), 10),
-    "T 0.65": (Sampling(0.65), 17),
-    "T 1": (Sampling(1.0), 8),
+    "t065": (Sampling(0.65), 17),
+    "t1": (Sampling(1.0), 8),
     "top": (Sampling(1.0, 50, 0.9), 1),
 }
 LONGEST = 400           # tokens of a real model's prompts, because prefill takes longer than decoding
@@ -45,8 +45,8 @@ LOSSLESS = {
     "method": "{method}",
     "dtype": "{dtype}",
     "identical to autoregressive": SAME,
-    "T = 0.65": "{T 0.65:d} of {prompts}",
-    "T = 1": "{T 1:d} of {prompts}",
+    "T = 0.65": "{t065:d} of {prompts}",
+    "T = 1": "{t1:d} of {prompts}",
     "top-p 0.9, top-k 50": "{top:d} of {prompts}",
     "largest top-2 gap at a difference": "{largest_tie_gap:.3g}",
 }
