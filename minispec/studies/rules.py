@@ -118,7 +118,7 @@ def rules(args, model, tokenizer):
     """Accepted drafts per round and tau, each with a 95 % interval over prompts, of every drafter with chains
     of 5 and trees of 8, by acceptance rule and temperature, on the same prompts. Drafters do not end a chain
     early. Rejection verifies chains only; the drafts of trees are not sampled, so the walk verifies them."""
-    some = 8 if tokenizer.is_puzzle_model else 5
+    some = 8 if tokenizer.is_puzzle_model else 3
     problems = short_prompts(tokenizer, 1 if args.quick else some, args.data, FIRST)
     fitting = suitable(args, model)
     cells = [cell for cell in product(DRAFTS, TEMPERATURES, RULES) if cell[0].split()[0] in fitting]
