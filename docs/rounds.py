@@ -95,7 +95,7 @@ def positions(run, request):
 def draw_pillars(run, request, path):
     """The picture of docs/specgen.md: the whole context, and below it the end that has the marked passages."""
     from matplotlib import colors, pyplot
-    share = read_share(request)
+    share = read_share(request).numpy()
     marked = positions(run, request) | {"answer": len(request["prompt_ids"])}
     longest, n = request["longest"], len(share)
     canvas, (whole, end) = pyplot.subplots(2, figsize=(9, 5), layout="constrained", height_ratios=(1, 2))
