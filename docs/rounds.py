@@ -1,7 +1,7 @@
 """Records one run for each paper, and writes docs/rounds.html and its pictures:
 
     python docs/rounds.py
-    python docs/rounds.py --pictures        # only draw the pictures of the stored runs
+    python docs/rounds.py --stored          # record nothing; write page and pictures of the stored runs
 
 Times on the page are of this machine; everything else is the same each time. The pictures of the page need
 Chromium, the one of SpecGen's pillars needs matplotlib."""
@@ -129,9 +129,9 @@ def draw_page(chromium):
 
 
 def main():
-    if sys.argv[1:] != ["--pictures"]:
-        write_page(PAGE, record())
-    run = runs_of(PAGE)[PILLARS[0]]
+    runs = runs_of(PAGE) if "--stored" in sys.argv else record()
+    write_page(PAGE, runs)
+    run = runs[PILLARS[0]]
     draw_pillars(run, run["requests"][PILLARS[1]], f"{DOCS}/figures/pillars.png")
     if chromium := shutil.which("chromium"):
         draw_page(chromium)
