@@ -255,11 +255,12 @@ def main(argv=None):
         plain = answer(make("ar"), problems, tokenizer, args, quiet=True)
         compare(result, plain, target, args.sampling)
 
-    # Report. The file first, because standard output may be closed or full.
+    # Report. The files first, because standard output may be closed or full.
     lines = ["", *(recorder.lines(args.explain) if args.explain else []), table(result)]
     if args.html:
         about = {"command": shlex.join(["python", "decode.py", *argv]), "rule": args.rule}
         write_page(args.html, [recorder.run(result | about)])
+        lines.append(f"{args.html}: open it in a browser")
     if args.json:
         if len(problems) == 1:
             result |= result.pop("requests")[0]

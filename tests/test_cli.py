@@ -1,4 +1,5 @@
 """decode.py for a user: its output, its files, and one clear line for every bad input."""
+import argparse
 import errno
 import io
 import json
@@ -22,7 +23,7 @@ import train_prism
 import train_specdiff
 from minispec import bounds
 from minispec.core.requests import Generation
-from minispec.data import prompts, tasks
+from minispec.data import mixture, prompts, tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import answers, gguf_file, methods, terminal, training
 
@@ -375,6 +376,21 @@ def test_help_groups_options_and_shows_examples():
         assert text in shown
 
 
+@pytest.mark.parametrize("script", [
+    bench, bounds, decode_script, mixture, train_cdlm, train_gpt, train_prism, train_specdiff,
+])
+def test_help_explains_every_option(script, monkeypatch):
+    parsers = []
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", lambda self, file=None: parsers.append(self))
+    assert outcome(script, "--help").returncode == 0
+    parser, = parsers
+    assert parser.description
+    assert [action.dest for action in parser._actions if not action.help] == []
+    shown = parser.format_help()
+    assert "None" not in shown
+    assert shown.startswith("usage: ")
+
+
 def test_without_arguments_methods_and_first_commands_are_shown(capsys):
     decode_script.main([])
     shown = capsys.readouterr().out
@@ -557,7 +573,10 @@ def test_a_conversation_that_is_too_long_begins_again(talk, monkeypatch):
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_a_bad_byte_costs_a_line_and_no_conversation(encoding, toy, monkeypatch):
     """Between good lines of a pipe, and with an encoding that lacks half of the output."""
-    typed = io.TextIOWrapper(io.BytesIO(b"one\nbad \xff\xe2\ntwo\n"), encoding)
+    read, write = os.pipe()
+    os.write(write, b"one\nbad \xff\xe2\ntwo\n")
+    os.close(write)
+    typed = open(read, encoding=encoding)
     out = io.TextIOWrapper(io.BytesIO(), encoding)
     monkeypatch.setattr(sys, "stdin", typed)
     p = decode(f"--model {toy} --chat --max-new-tokens 40", out=out)

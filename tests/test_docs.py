@@ -1,9 +1,11 @@
 """The pages are true: links, commands, files, line counts, figures that are computed by hand, and where their numbers come from."""
 import argparse
+import functools
 import glob
 import importlib
 import os
 import re
+import runpy
 import shlex
 from unittest import mock
 
@@ -35,10 +37,24 @@ def lines_of(file):
     return read(file).count("\n")
 
 
+@functools.cache
+def recorded():
+    """docs/rounds.py, and the runs in docs/rounds.html."""
+    script = runpy.run_path(f"{ROOT}/docs/rounds.py")
+    return script, script["runs_of"](f"{ROOT}/docs/rounds.html")
+
+
+def round_of(address):
+    """The recorded round of an address #run/request/round; all count from 1."""
+    run, request, number = map(int, address.split("/"))
+    assert min(run, request, number) > 0
+    return recorded()[1][run - 1]["requests"][request - 1]["rounds"][number - 1]
+
+
 # -- form ------------------------------------------------------------------------------------------------
 
 def test_readme_fits_two_screens():
-    assert lines_of("README.md") <= 120
+    assert lines_of("README.md") <= 110
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "appendix" not in p])
@@ -56,14 +72,17 @@ def test_lessons_have_few_tables_and_figures(lesson):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_resolve(page):
-    """To a file, and to the heading in it that is named behind a #, spelled as GitHub does."""
+    """To a file, and to what is named behind a #: a heading, spelled as GitHub does, or a recorded round."""
     for target in re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", read(page)):
         target, _, heading = "".join(target).partition("#")
         if target.startswith("http"):
             continue
         file = os.path.join(os.path.dirname(page), target) if target else page
         assert os.path.exists(os.path.join(ROOT, file)), target
-        if heading:
+        if file.endswith(".html"):
+            if heading:
+                round_of(heading)
+        elif heading:
             headings = re.findall(r"^#+ (.*)", read(file), re.M)
             assert heading in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings], heading
 
@@ -147,6 +166,72 @@ def test_line_counts():
 def test_output_in_the_readme_is_real():
     for name, shown in re.findall(r"<!-- output of (\S+) -->\n```text\n(.*?)```\n<!-- end -->", read("README.md"), re.S):
         assert shown == report.table(read_json(os.path.join(ROOT, name))) + "\n"
+
+
+def test_minutes_in_the_readme_are_the_lessons():
+    table = re.findall(r"`(minispec/\w+\.py)` \| \[(\d+ minutes)\]\((docs/\w+\.md)\)", read("README.md"))
+    assert len(table) == 5
+    for file, minutes, lesson in table:
+        assert f"> {minutes}." in read(lesson) and f"`{file}`" in read(lesson)
+
+
+@pytest.mark.parametrize("lesson", LESSONS)
+def test_every_lesson_links_to_a_recorded_round(lesson):
+    assert re.search(r"\(rounds\.html#\d+/\d+/\d+\)", read(f"docs/{lesson}.md"))
+
+
+def test_linked_rounds_show_what_the_lessons_say():
+    word = lambda run, token: recorded()[1][run - 1]["words"][str(token)]
+    # 00-start: like the round by hand, then a bonus.
+    a = round_of("3/2/11")
+    assert len(a["path"]) == 2 and len(a["rows"]) == 9 and not a["coins"]
+    a = round_of("3/2/10")
+    assert len(a["path"]) == len(a["drafts"])
+    # 00-start and SpecDiff-2: three chains with other first tokens.
+    a = round_of("2/1/15")
+    first = [token for token, parent in zip(a["drafts"], a["parents"]) if parent == 0]
+    assert len(set(first)) == 3 and len(a["path"]) == 4
+    assert word(2, a["drafts"][4]) == "8" and word(2, a["token"]) == "7"
+    # PRISM: two children, both wrong.
+    a = round_of("1/1/17")
+    last = a["path"][-1]
+    children = [word(1, token) for token, parent in zip(a["drafts"], a["parents"]) if parent == last]
+    assert len(a["path"]) == 3 and children == ["9", "8"] and word(1, a["token"]) == "7"
+    rounds = recorded()[1][0]["requests"][0]["rounds"]
+    assert sum(b["parents"] == list(range(len(b["drafts"]))) for b in rounds) > 0.8 * len(rounds)
+    # README: every draft is accepted once the text repeats itself.
+    looping = recorded()[1][2]["requests"][2]["rounds"][6:]
+    assert len(looping) == 5 and all(len(b["path"]) == len(b["drafts"]) for b in looping)
+    assert looping[0] == round_of("3/3/7")
+    # CDLM: no slot above the threshold, so the first one is revealed.
+    a = round_of("4/1/1")
+    assert a["picked"] == [0] and max(sure for *_, sure in a["slots"]) < recorded()[1][3]["threshold"]
+    # Adaptive.
+    before, after = round_of("5/1/4"), round_of("5/1/5")
+    for b in (before, after):
+        assert b["proposer"] == "ngram" == max(b["promises"], key=lambda name: b["promises"][name][2])
+    assert (before["committed"], after["committed"]) == (2, 14)
+    assert after["promises"]["ngram"][1] < before["promises"]["ngram"][1]
+
+
+def test_pillars_last():
+    script, runs = recorded()
+    run, request = script["PILLARS"]
+    request = runs[run]["requests"][request]
+    share = script["read_share"](request)
+    prompt = share[:, :share.shape[1] * len(request["prompt_ids"]) // request["longest"]]
+    top = [set(row) for row in prompt.topk(24).indices.tolist()]
+    same = [len(a & b) / 24 for a, b in zip(top, top[1:])]
+    assert f"{100 * sum(same) / len(same):.0f} % of the 24 parts" in read("docs/specgen.md")
+    assert share[:, 0].min() > 0.7
+
+
+def test_the_picture_of_pillars_can_be_drawn(tmp_path):
+    pytest.importorskip("matplotlib").use("agg")
+    script, runs = recorded()
+    run, request = script["PILLARS"]
+    script["draw_pillars"](runs[run], runs[run]["requests"][request], tmp_path / "pillars.png")
+    assert (tmp_path / "pillars.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- docs/00-start.md ------------------------------------------------------------------------------------

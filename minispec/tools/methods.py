@@ -211,7 +211,8 @@ def add_arguments(parser):
     add("--method", default="ar", metavar="NAME", choices=(*METHODS, *DIFFUSION),
         help="; ".join(f"{name}: {text}" for name, text in about.items()))
     add("--model", default=SHIPPED,
-        help="target: a Hugging Face folder, a GGUF file, or smollm2 (default %(default)s)")
+        help="target: a Hugging Face folder, a GGUF file, or smollm2 (default: smollm2 where it is installed "
+             f"and suits, else {SHIPPED})")
     add_device(parser)
     add("--dtype", choices=("float32", "bfloat16"),
         help="dtype of the weights (default: float32 on the CPU, bfloat16 on a GPU; for bench.py also "

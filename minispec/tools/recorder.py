@@ -88,21 +88,22 @@ class Recorder:
         """Listen to a drafter with a cache; others have no q."""
         asked, guesses = [], []
 
-        def take(requests, q):
-            self.q.update(zip(requests, drafter.draft_head.whole(q)))
-
         def drafted(*args):
             # Draft step i has row i of a chain; a tree has many rows, so keep its first step.
             if guesses:
-                take(asked, torch.cat(guesses[:1] if drafter.width > 1 else guesses, 1))
+                q = torch.cat(guesses[:1] if drafter.width > 1 else guesses, 1)
+                self.q.update(zip(asked, drafter.draft_head.whole(q)))
             asked.clear()
             guesses.clear()
+
+        def drawn(chains, request, *args):
+            # SpecDiff: the first of K chains.
+            self.q[request] = drafter.draft_head.whole(chains[1][:, 0])
 
         listen(drafter, "first_rows", lambda rows, request: asked.append(request) if rows else None)
         listen(drafter, "guess", lambda guess, *args: guesses.append(guess[0]))
         listen(drafter, "run_round", drafted)
-        # SpecDiff: the first of K chains.
-        listen(drafter, "_draw", lambda drawn, request, *args: take([request], drawn[1][None, :, 0]))
+        listen(drafter, "_draw", drawn)
 
     def drafted_sparsely(self, _, segments, logits):
         """A draft step of SpecGen."""
@@ -129,15 +130,13 @@ class Recorder:
             row.copy_(known)
         positions = [position + 1 for position in s.positions]
         score = scores(logits, r.sampling, [stream(r.sampling.seed)] * len(p), positions)
+        numbers = torch.stack((p, q, score), -1).double().round(decimals=4)        # (n, V, 3)
         # The likeliest tokens of each row, and those that hang from it.
-        likely = torch.cat([x.topk(LIKELIEST).indices for x in (p, q, score)], 1).tolist()
+        likely = numbers.topk(LIKELIEST, 1).indices.flatten(1).tolist()
         for draft, parent in zip([*s.drafts, token], [*s.above, [0, *path][-1]]):
             likely[parent].append(draft)
         self.ids.update(*likely)
-        rows = []
-        for ids, *columns in zip(likely, p, q, score):
-            numbers = torch.stack(columns, 1)[ids].double().round(decimals=4)
-            rows.append(dict(zip(ids, numbers.tolist())))
+        rows = [dict(zip(ids, row[ids].tolist())) for ids, row in zip(likely, numbers)]
         by_coins = r.sampling.temperature > 0 and (s.q is not None or s.chains)
         out = {
             "drafts": s.drafts, "parents": list(s.above), "path": path, "token": token, "rows": rows,
@@ -176,18 +175,20 @@ class Recorder:
     def lines(self, n):
         """The first n rounds that have drafts, as text."""
         lines, word = [], lambda token: visible(repr(self.tokenizer.decode([token])))
-        for a in [a for rounds in self.rounds.values() for a in rounds if a.get("drafts")][:n]:
+        rounds = itertools.chain.from_iterable(self.rounds.values())
+        for a in [a for a in rounds if a["drafts"]][:n]:
             lines.append(f"at {a['cached'] + 1} tokens: {len(a['drafts'])} drafts")
             for i, (draft, parent) in enumerate(zip(a["drafts"], a["parents"]), 1):
                 row = a["rows"][parent]
                 choice = word(max(row, key=lambda token: row[token][2]))
                 rule = f"coin {a['coins'][i - 1]:.3f}" if a["coins"] else f"target's choice {choice}"
                 p, q, _ = row[draft]
-                lines.append(f"{i:4} after {parent:<3} {word(draft):16} p {p:5.3f}  q {q:6.3f}  {rule:32} "
+                known = "    ?" if q < 0 else f"{q:5.3f}"
+                lines.append(f"{i:4} after {parent:<3} {word(draft):16} p {p:5.3f}  q {known}  {rule:32} "
                              + "accepted" * (i in a["path"]))
             end = "correction" if [0, *a["path"]][-1] in a["parents"] else "bonus"
-            kept = len(a["path"]) + 1
-            lines.append(f"     {end} {word(a['token'])}; the cache keeps {kept} of {i + 1} rows\n")
+            kept = f"{len(a['path']) + 1} of {len(a['rows'])} rows"
+            lines.append(f"     {end} {word(a['token'])}; the cache keeps {kept}\n")
         return lines
 
 
