@@ -95,14 +95,14 @@ class Prism(TrainedDrafter):
         self.apply(self._init)
         self.fuse = fusion(config)
 
-    def forward(self, step, e, a, positions, attend, body=gpt.body):
+    def forward(self, step, e, a, positions, attend):
         """Draft step 1, 2, ..: embeddings e and states a (..., C) at positions (...) -> states (..., C). In
-        step 1 the states are the target's features (..., (F + 1) * C). body: see Rows in core/drafters.py."""
+        step 1 the states are the target's features (..., (F + 1) * C)."""
         if step == 1 and self.fuse is not None:
             a = self.fuse(a)
         module = self.bank[self.config.module_of(step)]
         h = module.join(torch.cat([e, a], dim=-1))                             # (..., 2C) -> (..., C)
-        return body(module, self.rope, h, positions, attend)
+        return gpt.body(module, self.rope, h, positions, attend)
 
 
 def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
@@ -296,7 +296,7 @@ class PrismDrafter(Chained):
     def step(self, number, x, states):
         """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
         e = self.draft_head.embed(x.tokens)
-        return self.prism(number, e, states, x.positions, x.attend, x.body)
+        return self.prism(number, e, states, x.positions, x.attend)
 
     # -- trees -----------------------------------------------------------------------------------------------
 

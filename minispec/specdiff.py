@@ -100,11 +100,11 @@ class Drafter(TrainedDrafter):
         self.fuse = fusion(c)
         self.markov = markov_head(c)
 
-    def forward(self, tokens, positions, attend, features=None, body=gpt.body):
+    def forward(self, tokens, positions, attend, features=None):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
         (F + 1) * C): for a drafter that reads them, the target's states of the token before, or of the last
-        one that the target has seen. body: see Rows in core/drafters.py."""
-        return body(self, self.rope, self.embed(tokens, features), positions, attend)
+        one that the target has seen."""
+        return gpt.body(self, self.rope, self.embed(tokens, features), positions, attend)
 
     def embed(self, tokens, features):
         # An open slot has no token, but its own vector.
@@ -414,7 +414,7 @@ class SpecDiffDrafter(Cached):
 
     def round(self, x):
         """One forward of all windows: hidden states (N, C)."""
-        return [self.drafter(x.tokens, x.positions, x.attend, x.features, x.body)]
+        return [self.drafter(x.tokens, x.positions, x.attend, x.features)]
 
     def propose(self, requests, limits):
         """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""

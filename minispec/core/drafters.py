@@ -66,7 +66,6 @@ class Rows(Batch):
     """The rows of one draft step of all requests, on torch's operators. kernels/rounds.py has the same on a
     GPU, where a whole round is one CUDA graph. `more`: tables of the requests, and `how`: a round's other
     settings, see Chained.propose."""
-    body = staticmethod(gpt.body)
     ends_early = True                                    # whether a round may stop before its last step
 
     def next_rows(self, number, tokens, positions, sees=None):
@@ -319,7 +318,7 @@ class SmallLM(Chained):
     def step(self, number, x, states):
         """One step; see Chained. A token of the target alone is read as the last one of the small model."""
         tokens = x.tokens.clamp(max=self.config.vocab_size - 1)
-        return x.body(self.target, self.target.rope, self.draft_head.embed(tokens), x.positions, x.attend)
+        return gpt.body(self.target, self.target.rope, self.draft_head.embed(tokens), x.positions, x.attend)
 
     def first_rows(self, request):
         """The tokens committed since the last round, at least the last one: its logits are needed. Accepted
