@@ -2,7 +2,7 @@
 device the token that the step before it drew (core/drafters.py, Cached and Chained).
 
 `accelerate` gives an engine and its drafters their graphs. From then on a drafter's keys and values lie in one
-pool, and `Rows` are what core/drafters.Rows are for torch's operators.
+pool, and `Rows` are what requests.Batch is for torch's operators.
 """
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from .graphs import Graphs, Inputs, target_graphs
 
 @dataclass
 class Rows(Inputs):
-    """The rows of one draft step of all requests, on the kernels; see core/drafters.Rows."""
+    """The rows of one draft step of all requests, on the kernels; see requests.Batch."""
     later: Plan = None          # the plan of every step after the first
     ends_early = False          # a graph takes all steps
 

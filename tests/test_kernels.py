@@ -18,7 +18,7 @@ sys.path.insert(0, ROOT)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from conftest import interpreted, seeded, tell, toy_model  # noqa: E402
+from conftest import interpreted, seeded, tell  # noqa: E402
 
 import kernels  # noqa: E402
 from kernels import attention as att  # noqa: E402

@@ -14,7 +14,7 @@ from minispec.data import tasks
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import cdlm as diffusion
 from minispec.studies import drafters, rules, run, specgen
-from minispec.tools import checkpoints, methods
+from minispec.tools import checkpoints, drafter_files, methods
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def toy(tmp_path, monkeypatch):
         "specdiff": specdiff.for_target(target, n_layer=1, gamma=3, reads=True),
     }
     for name, drafter in drafters.items():
-        checkpoints.save_drafter(drafter, tmp_path / name, target)
+        drafter_files.save_drafter(drafter, tmp_path / name, target)
 
     def folder_of(name, settings):
         return str(tmp_path / (name if name in drafters else "target"))

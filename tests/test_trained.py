@@ -23,7 +23,8 @@ from minispec.core.draft_head import DraftHead, most_frequent
 from minispec.data import recorded, rollouts
 from minispec.prism import PrismConfig, PrismDrafter
 from minispec.specdiff import SpecDiffConfig, SpecDiffDrafter
-from minispec.tools.checkpoints import fingerprint, load_drafter, save_drafter
+from minispec.tools.checkpoints import fingerprint
+from minispec.tools.drafter_files import load_drafter, save_drafter
 
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 # A small vocabulary, so that even random drafts are often right.
@@ -109,7 +110,7 @@ def plain(n, sampling=Sampling()):
 def texts(some):
     """Answers of TARGET as a batch."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(SyncScheduler, some, 10)[0]]
-    return recorded.padded([rollouts.read(TARGET, *row, 0) for row in rows])
+    return recorded.padded([rollouts.text_of(*row, 0) for row in rows], TARGET)
 
 
 def fit(drafter, loss, steps, lr=0.01):

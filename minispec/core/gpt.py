@@ -161,7 +161,6 @@ SIZES = {
     "tiny": dict(n_layer=2, n_head=4, n_kv_head=2, d_model=32, head_dim=8, d_ff=64),
     "micro": dict(n_layer=2, n_head=2, n_kv_head=1, d_model=96, head_dim=48, d_ff=256),
     "nano": dict(n_layer=6, n_head=4, n_kv_head=2, d_model=256, head_dim=64, d_ff=768),
-    "small": dict(n_layer=10, n_head=7, n_kv_head=7, d_model=448, head_dim=64, d_ff=1344),
 }
 
 

@@ -1,4 +1,4 @@
-"""Let a target answer prompts, and record its hidden states, argmax and log-probabilities on the way.
+"""Let a target answer prompts.
 
     python -m minispec.data.rollouts --target FOLDER --out DIR
 
@@ -6,9 +6,8 @@ It prints the files of all shards. Each shard is there as a whole or not at all,
 goes on where it was:
 
     own-00000.json             prompts that the target wrote itself (magpie.py)
-    train-0-128.safetensors    answers to 128 prompts: the ids of each text, and for every token the target's
-                               final hidden state and those of two lower layers; for the answer's tokens its
-                               argmax, and the token's log-probability. On a GPU the ids alone, of 1024
+    train-0-128.safetensors    answers to 128 prompts (on a GPU 1024): the ids of each text, which of them are
+                               the answer's, and the temperature of the answer
     heldout-0-40.safetensors   the same of held-out prompts, which no training reads
     given-0-128.safetensors    the same of answers that others wrote (--given)
 
@@ -19,19 +18,17 @@ import itertools
 import os
 import sys
 import time
-from functools import partial
 
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
-from minispec.core.draft_head import feature_layers_of
 from minispec.data import loops, magpie, prompts, tasks
-from minispec.data.recorded import LONGEST, OWN, add_answers, known, parsed, states
+from minispec.data.magpie import TOGETHER
+from minispec.data.recorded import LONGEST, OWN, add_answers, parsed
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, training
 from minispec.tools.files import opened, replaced
@@ -92,41 +89,14 @@ def fitting(texts, tokenizer, context, left_out):
             left_out.append(text)
 
 
-# -- a text and the target's states -------------------------------------------------------------------------
-
-def read(target, prompt, answer, temperature, features=None):
-    """A text, cut to LONGEST tokens, as the fields of a Batch. features (n, (F + 1) * C) of its tokens:
-    without them the target reads the text, but on a GPU each training step reads its texts again."""
-    ids = torch.tensor((prompt + answer)[:LONGEST], device=target.device)
-    learn = torch.arange(len(ids), device=ids.device) >= len(prompt)
-    temperature = torch.tensor(float(temperature), device=ids.device)
-    text = {"ids": ids, "learn": learn, "temperature": temperature}
-    if features is not None:
-        text |= known(target, ids, learn, features, temperature)
-    elif not ids.is_cuda:
-        text |= {name: x[0] for name, x in states(target, ids[None], learn[None], temperature[None]).items()}
-    return {name: (x.bfloat16() if name in ("lower", "hidden") else x).cpu().contiguous()
-            for name, x in text.items()}
-
-
-class Recorder(Drafter):
-    """Keeps the target's states of every request that is decoded with it, and never drafts."""
-    uses_hidden_states = True
-
-    def __init__(self, target):
-        self.feature_layers = feature_layers_of(target.config)
-        self.rows = {}                                   # request -> [features]
-
-    def observe(self, request, features):
-        self.rows.setdefault(request, []).append(features.clone())
-
-    def features(self, request):
-        """Of all tokens (n, (F + 1) * C). No forward has read the last one, and nobody needs its states."""
-        features = torch.cat(self.rows.pop(request))
-        return torch.cat([features, features.new_zeros(1, features.shape[1])])[:LONGEST]
-
-
 # -- shards --------------------------------------------------------------------------------------------------
+
+def text_of(prompt, answer, temperature):
+    """A text, cut to LONGEST tokens, and the temperature of its answer, as a shard holds them."""
+    ids = torch.tensor((prompt + answer)[:LONGEST])
+    learn = torch.arange(len(ids)) >= len(prompt)
+    return {"ids": ids, "learn": learn, "temperature": torch.tensor(float(temperature))}
+
 
 def answer(args, engine, tokenizer, split, n):
     """Yields the files of the target's answers to n prompts, or to fewer, where the minutes are over. Of
@@ -151,29 +121,19 @@ def answer(args, engine, tokenizer, split, n):
               file=sys.stderr)
 
 
-def recording(target):
-    """An engine that decodes for `answers`. Its forwards also yield the states; on a GPU these are not kept.
-    """
-    if target.device.type == "cuda":
-        return Engine(target, SyncScheduler, 2 * magpie.TOGETHER)
-    return Engine(target, partial(SyncScheduler, drafter=Recorder(target), k=1), magpie.TOGETHER)
-
-
 def answers(args, engine, tokenizer, asked, first):
     """The texts of the target's answers to prompts number `first` and following. A prompt's number is the
     seed of its answer."""
-    target, recorder = engine.model, engine.scheduler.drafter
-    requests = []
+    target, requests = engine.model, []
     for i, ids in enumerate(asked, first):
         room = min(args.max_new_tokens, target.config.block_size - len(ids))
         temperature = TEMPERATURES[i % len(TEMPERATURES)] if args.temperature is None else args.temperature
         requests.append(Request(ids, room, Sampling(temperature, seed=i), tokenizer.ends))
     for request, g in zip(requests, loops.generate(engine, requests)):
-        features = recorder.features(request) if recorder.uses_hidden_states else None
-        yield read(target, g.prompt_ids, g.token_ids, request.sampling.temperature, features)
+        yield text_of(g.prompt_ids, g.token_ids, request.sampling.temperature)
 
 
-def given(args, target, tokenizer):
+def given(args, tokenizer):
     """Yields the files of --given: prompts with answers that somebody else wrote. The target's distributions
     at every token are as good to learn from, though it would seldom come there by itself. ValueError where an
     answer is missing."""
@@ -185,12 +145,11 @@ def given(args, target, tokenizer):
         if not tasks.is_heldout(p.prompt):
             ids = tokenizer.encode(said) + tokenizer.ends[:1]
             rows.append((tokenizer.prompt_ids(p.prompt), ids[:args.max_new_tokens], 1))
-    rows = rows[:args.given_answers]
     part, parts = args.part
     for start in tqdm(range(part * SHARD, len(rows), parts * SHARD), desc="given answers", unit="shard"):
         some = rows[start:start + SHARD]
         file = f"{args.out}/given-{start}-{start + len(some)}.safetensors"
-        yield shard(file, [prompt + ids for prompt, ids, _ in some], (read(target, *row) for row in some))
+        yield shard(file, [prompt + ids for prompt, ids, _ in some], (text_of(*row) for row in some))
 
 
 def shard(file, begin, made):
@@ -214,11 +173,11 @@ def main():
     # Answers in the folder must be the same target's.
     training.same_settings(args.out, target=checkpoints.fingerprint(target), temperature=args.temperature,
                            max_new_tokens=args.max_new_tokens)
-    engine = recording(target)
+    engine = Engine(target, SyncScheduler, TOGETHER if args.device == "cpu" else 2 * TOGETHER)
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout),
              *answer(args, engine, tokenizer, "train", args.prompts)]
     if args.given:
-        files += given(args, target, tokenizer)
+        files += given(args, tokenizer)
     print(*files, sep="\n")
 
 
