@@ -1,6 +1,8 @@
-"""Draws the lessons' figures, docs/figures/*.svg, from results/: python docs/plots.py
-Of your own traces: python docs/plots.py OUT.json T.jsonl, where OUT.json is what minispec.bounds --json wrote; the
-drawings are written next to it.
+"""Draws the lessons' figures, docs/figures/*.svg, from results/.
+
+    python docs/plots.py
+    python docs/plots.py OUT.json T.jsonl       # your traces; OUT.json: of minispec.bounds --json
+                                                # drawings are written next to it
 
 A figure is a function of (axes, result of a study). Every figure has its numbers in a file. Needs matplotlib."""
 import os

@@ -1,8 +1,8 @@
 """CUDA graphs of a forward on the kernels: captured once, then replayed for every mix of phases.
 
-SpecGen / SparseSpec (arXiv 2512.01278). A forward is some twenty launches per layer, each a few microseconds of
-host work, and the kernels of a small model, or of a draft row's 5 % of attention, finish sooner than that. A
-graph replays all launches at once, but it fixes addresses, shapes, grids and every number that the host
+SpecGen / SparseSpec (arXiv 2512.01278). A forward is some twenty launches per layer, each a few microseconds
+of host work, and the kernels of a small model, or of a draft row's 5 % of attention, finish sooner than that.
+A graph replays all launches at once, but it fixes addresses, shapes, grids and every number that the host
 passed. Requests change phase from forward to forward, so everything that changes must be in memory at fixed
 addresses. The kernels read a request's rows, length and list from device tables, in which draft rows,
 verifications and prompts differ only in numbers, and return at once where a table contains -1. So a forward
@@ -25,8 +25,8 @@ All steps of a drafter's round are one graph: each step draws its token on the d
 reads it (core/drafters.py, Chained).
 
 The tests replace `capture` by a stand-in and run all the rest in Triton's interpreter. On an H100 the
-methods wrote the CPU's tokens (docs/gpu.md). The cost of padded grids and copies, against the saved launches, has not
-been measured.
+methods wrote the CPU's tokens (docs/gpu.md). The cost of padded grids and copies, against the saved launches,
+has not been measured.
 """
 import gc
 import time

@@ -1,8 +1,8 @@
 """A drafter's round as one CUDA graph: all its draft steps are launched at once, and each step reads on the
 device the token that the step before it drew (core/drafters.py, Cached and Chained).
 
-`accelerate` gives an engine and its drafters their graphs. From then on a drafter's keys and values lie in one
-pool, and `Rows` are what requests.Batch is for torch's operators.
+`accelerate` gives an engine and its drafters their graphs. From then on a drafter's keys and values lie in
+one pool, and `Rows` are what requests.Batch is for torch's operators.
 """
 from dataclasses import dataclass, replace
 

@@ -152,10 +152,10 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
 
 @torch.no_grad()
 def from_prism(config, tensors, target, gamma, rank=0):
-    """A drafter that starts as module 0 of a trained drafter of prism.py, whose files hold config and tensors:
-    its first slot is drafted as an EAGLE head drafts it, but for one more row at the beginning of the text, and
-    only the others are to be learned. A layer comes behind the module's, which adds nothing yet: there, open
-    slots can read what the row of t_n guesses."""
+    """A drafter that starts as module 0 of a trained drafter of prism.py, whose files hold config and
+    tensors: its first slot is drafted as an EAGLE head drafts it, but for one more row at the beginning of
+    the text, and only the others are to be learned. A layer comes behind the module's, which adds nothing
+    yet: there, open slots can read what the row of t_n guesses."""
     n_layer = config["n_layer"]
     drafter = for_target(target, n_layer + 1, gamma, True, config.get("feature_layers", ()), rank)
     # Further modules, and the new layer, are on one side alone.

@@ -86,8 +86,8 @@ class DraftState:
 
 
 class Cached(Drafter):
-    """A drafter with its own keys and values: a DraftState for every request, and one function round(Batch) ->
-    [tensors], a forward or several of them, which depends on nothing but its rows.
+    """A drafter with its own keys and values: a DraftState for every request, and one function round(Batch)
+    -> [tensors], a forward or several of them, which depends on nothing but its rows.
 
     config: of the cache; room: slots that a request may need more than its tokens."""
     graphs = None               # on a GPU: kernels.rounds.Rounds, which replays `round`
@@ -244,7 +244,7 @@ class NGram(Drafter):
         return [(self.lookup(r, limit), None) for r, limit in zip(requests, limits)]
 
     def lookup(self, request, n):
-        """Up to n tokens that followed the most recent earlier occurrence of the text's end; none if n < 1."""
+        """Up to n tokens that followed the last earlier occurrence of the text's end; none if n < 1."""
         tokens = request.tokens
         # 1. Index what was committed since the last call. The n-grams that end at the very last token must
         #    wait, because they would find themselves.

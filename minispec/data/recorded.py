@@ -1,6 +1,6 @@
-"""Recorded answers, the training data of drafters. minispec/data/rollouts.py makes them, in a separate process,
-which a training starts first. They lie in a folder of shards, DIR/train-0-128.safetensors and so on, which every
-variant, seed and number of prompts shares.
+"""Recorded answers, the training data of drafters. minispec/data/rollouts.py makes them, in a separate
+process, which a training starts first. They lie in a folder of shards, DIR/train-0-128.safetensors and so on,
+which every variant, seed and number of prompts shares.
 
 Here they are read: the settings, a batch, and a run through all of them (`DrafterRun`). A shard holds tokens
 alone. In each step the target reads its batch, for its hidden states at every token, its argmax and the

@@ -206,8 +206,8 @@ def speed(args, model, tokenizer):
 # Run at batch 1 only, because additional rows cost more in a batch.
 ALONE = ["eagle --tree 8", "prism --tree 8", *(f"{name} --prompt-lookup 8" for name in methods.TRAINED)]
 # Columns of the table in README.md.
-SHORT = ("method", "mean (95 %)", "mean, decoding", "mt_bench", "translation", "summarization", "math_reasoning", "humaneval",
-         "identical to ar")
+SHORT = ("method", "mean (95 %)", "mean, decoding", "mt_bench", "translation", "summarization",
+         "math_reasoning", "humaneval", "identical to ar")
 
 
 def observe(study, args, model, tokenizer, how, names):

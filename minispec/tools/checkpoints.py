@@ -1,5 +1,5 @@
-"""Models on disk: a Hugging Face folder (`load`, `save`, hf_config.py) or a GGUF file (`load`, gguf_file.py) of
-the Llama-3, Qwen2 or Qwen3 family. (Trained drafters: drafter_files.py.)
+"""Models on disk: a Hugging Face folder (`load`, `save`, hf_config.py) or a GGUF file (`load`, gguf_file.py)
+of the Llama-3, Qwen2 or Qwen3 family. (Trained drafters: drafter_files.py.)
 """
 import hashlib
 import math
