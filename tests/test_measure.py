@@ -32,7 +32,7 @@ def heads():
     torch.manual_seed(5)
     drafter = prism.for_target(TARGET, (0, 1))
     [answer] = Engine(TARGET, SyncScheduler, 1).generate([Request(PROMPTS[0], 60)])
-    batch = recorded.padded([rollouts.text_of([], answer.prompt_ids + answer.token_ids, 0)], TARGET)
+    batch = recorded.padded([rollouts.read(TARGET, [], answer.prompt_ids + answer.token_ids, 0)])
     fit(drafter, lambda step: prism.unrolled_loss(drafter, batch, 3)[0], 30)
     return drafter.eval()
 

@@ -206,7 +206,7 @@ def test_windows_are_where_they_should_be(form):
     ids = torch.randint(0, 12, (20,), generator=seeded(1)).tolist()
     with torch.no_grad():
         drafter.norm.weight.mul_(3)  # the toy head's small weights could not be sure of anything
-    batch = recorded.padded([rollouts.text_of(ids[:8], ids[8:], 0)], TARGET)
+    batch = recorded.padded([rollouts.read(TARGET, ids[:8], ids[8:], 0)])
 
     def loss(name):
         return lambda step: specdiff.training_loss(drafter, name, batch, 12, seeded(step))

@@ -36,7 +36,7 @@ from minispec.core.engine import Engine, SyncScheduler
 from minispec.data import magpie, recorded, rollouts, tasks
 from minispec.data.loops import loops
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
-from minispec.tools import checkpoints, drafter_files, methods
+from minispec.tools import checkpoints, drafter_files, methods, training
 from minispec.tools.drafter_files import load_drafter, save_drafter
 
 KINDS = {
@@ -326,12 +326,14 @@ def test_given_answers_are_read_and_trained_on(folder, tmp_path, capsys):
     train(folder, "given", where, write_rows(tmp_path / "g.jsonl", rows))
     read = [row for row in rows if not tasks.is_heldout(row["prompt"] + "\n")]
     assert f"{24 + len(read)} texts" in capsys.readouterr().out
-    shard = load_file(folder / "r3" / f"given-0-{len(read)}.safetensors")
+    states = load_file(folder / "r3" / f"given-0-{len(read)}.safetensors")
+    target = checkpoints.load(folder / "target", "cpu", training.fast_dtype("cpu"))
     tokenizer = Tokenizer.load(folder / "target")
     prompt = tokenizer.prompt_ids(read[0]["prompt"] + "\n")
-    answer = tokenizer.encode(read[0]["answer"]) + [tokenizer.special["<|eos|>"]]
-    want = rollouts.text_of(prompt, answer, 1)
-    assert all(torch.equal(shard[f"0.{name}"], x) for name, x in want.items())
+    answer = tokenizer.encode(read[0]["answer"]) + [target.config.eos_id]
+    want = rollouts.read(target, prompt, answer, 1)
+    assert all(torch.equal(states[f"0.{name}"], want[name]) for name in recorded.Batch._fields)
+    assert (want["log_p"][len(prompt) :] < 0).all()
     # Other texts, as many: the states in the folder are not theirs.
     others = write_rows(tmp_path / "h.jsonl", [{**row, "answer": "four"} for row in rows])
     empty = write_rows(tmp_path / "i.jsonl", [{"prompt": "one"}])
@@ -384,31 +386,55 @@ def test_a_prompt_longer_than_the_context_is_left_out(folder, tmp_path, capfd):
     assert max(len(text["ids"]) for text in texts) < 100
 
 
-def test_texts_are_read_for_the_states_of_the_target(folder):
+def test_recorded_texts_have_the_states_of_the_target(folder):
     """Prompts of several lengths, greedy and sampled: log_p is the log-probability at the temperature of the
     answer."""
     target = checkpoints.load(folder / "target", "cpu", torch.float32)
     args = argparse.Namespace(max_new_tokens=12, temperature=None)
     tokenizer = Tokenizer.load(folder / "target")
     asked = [tokenizer.prompt_ids("word " * n) for n in (1, 3, 40, 7)]
-    texts = [*rollouts.answers(args, Engine(target, SyncScheduler), tokenizer, asked, 0)]
-    batch = recorded.padded(texts, target)
-    for i, text in enumerate(texts):
+    for i, text in enumerate(rollouts.answers(args, Engine(target, SyncScheduler), tokenizer, asked, 0)):
         ids, n, temperature = text["ids"].tolist(), len(asked[i]), rollouts.TEMPERATURES[i]
         assert ids[:n] == asked[i]
         assert len(ids) > n
-        assert batch.ids[i, : len(ids)].tolist() == ids and not batch.ids[i, len(ids) :].any()
-        assert batch.learn[i].nonzero()[:, 0].tolist() == [*range(n, len(ids))]
-        logits = dense_logits(target, ids)
-        assert torch.allclose(target.logits(batch.hidden[i, : len(ids)]), logits, atol=1e-4)
-        logits = logits[n - 1 : -1]
-        assert torch.equal(batch.best[i, n - 1 : len(ids) - 1], logits.argmax(-1))
-        log_p = torch.zeros(batch.ids.shape[1])
+        assert text["lower"].shape[1] == 2 * text["hidden"].shape[1]
+        assert (target.logits(text["hidden"].float()) - dense_logits(target, ids)).abs().max() < 0.2
+        logits = dense_logits(target, ids)[n - 1 : -1]
+        assert torch.equal(text["best"][n - 1 : -1], logits.argmax(-1))
+        log_p = torch.zeros(len(ids))
         if temperature:
-            own = torch.arange(len(ids) - n), ids[n:]
-            log_p[n : len(ids)] = (logits / temperature).log_softmax(-1)[own]
-        assert (batch.log_p[i] - log_p).abs().max() < 1e-4
-    assert batch.lower.shape[2] == 2 * batch.hidden.shape[2]
+            log_p[n:] = (logits / temperature).log_softmax(-1)[torch.arange(len(ids) - n), ids[n:]]
+        assert (text["log_p"] - log_p).abs().max() < 1e-4
+
+
+def test_texts_are_padded_on_the_right():
+    target = toy_model()
+    rows = [([5, 6], [7, 8], 1), ([5], [7, 8, 9], 1)]
+    batch = recorded.padded([rollouts.read(target, *row) for row in rows])
+    assert batch.ids[:, :4].tolist() == [[5, 6, 7, 8], [5, 7, 8, 9]]
+    assert not batch.ids[:, 4:].any()
+    assert batch.learn.int().argmax(1).tolist() == [2, 1]
+    assert batch.learn.sum(1).tolist() == [2, 3]
+    assert not batch.log_p[0, :2].any()
+    assert (batch.log_p[0, 2:4] < 0).all()
+    assert batch.hidden.shape == (2, 16, 32)
+
+
+def test_texts_without_states_are_read_when_they_are_needed():
+    """As a GPU records them: the same batch, up to the rounding of the recorded states to bf16."""
+    target = toy_model()
+    rows = [([5, 6], [7, 8], 0.7), ([5], [7, 8, 9], 0)]
+    texts = [rollouts.read(target, *row) for row in rows]
+    want = recorded.padded(texts)
+    bare = [{name: text[name] for name in ("ids", "learn", "temperature")} for text in texts]
+    for some in (bare, [bare[0], texts[1]]):
+        got = recorded.padded(some, "cpu", target)
+        assert all(torch.equal(getattr(got, name), getattr(want, name)) for name in ("ids", "learn", "best"))
+        assert (got.log_p - want.log_p).abs().max() < 1e-5
+        shown = torch.arange(got.ids.shape[1]) < torch.tensor([[len(x["ids"])] for x in texts])
+        for name in ("lower", "hidden"):
+            assert (getattr(got, name) - getattr(want, name))[shown].abs().max() < 0.02
+    assert not got.log_p[1].any() and got.log_p[0, 2:4].lt(0).all()
 
 
 def test_processes_share_the_shards(folder, tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ def plain(n, sampling=Sampling()):
 def texts(some):
     """Answers of TARGET as a batch."""
     rows = [(g.prompt_ids, g.token_ids) for g in run(SyncScheduler, some, 10)[0]]
-    return recorded.padded([rollouts.text_of(*row, 0) for row in rows], TARGET)
+    return recorded.padded([rollouts.read(TARGET, *row, 0) for row in rows])
 
 
 def fit(drafter, loss, steps, lr=0.01):

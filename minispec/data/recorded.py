@@ -1,10 +1,10 @@
-"""Recorded answers, the training data of drafters. minispec/data/rollouts.py makes them, in a separate
-process, which a training starts first. They lie in a folder of shards, DIR/train-0-128.safetensors and so on,
-which every variant, seed and number of prompts shares.
+"""Recorded answers, the training data of drafters: for every token of a text the target's hidden states, and
+for every token of an answer also the target's argmax and the token's log-probability. On a GPU each
+training step computes them again, and the shards hold the tokens alone: 3.5 KB less a token of SmolLM2.
 
-Here they are read: the settings, a batch, and a run through all of them (`DrafterRun`). A shard holds tokens
-alone. In each step the target reads its batch, for its hidden states at every token, its argmax and the
-log-probability of every token of an answer.
+minispec/data/rollouts.py makes them, in a separate process, which a training starts first. They lie in a
+folder of shards, DIR/train-0-128.safetensors and so on, which every variant, seed and number of prompts
+shares. Here they are read: the settings, a batch, and a run through all of them (`DrafterRun`).
 """
 import os
 import random
@@ -47,7 +47,8 @@ def add_answers(parser):
     add("--prompts", type=int, default=4000,
         help="number of training prompts; fewer are a prefix of more (default %(default)s)")
     add("--given", metavar="FILE",
-        help="JSON lines of prompts with given answers, which the target only reads")
+        help="JSON lines of prompts with given answers, which the target only reads: a fifth of the time of "
+             "an answer of its own (not counted in --minutes)")
     add("--heldout", type=int, default=40,
         help="number of held-out prompts for the estimates (default %(default)s)")
     add("--temperature", type=float,
@@ -99,14 +100,19 @@ class Batch(NamedTuple):
         return torch.cat([self.lower, self.hidden], -1) if config.feature_layers else self.hidden
 
 
-def padded(texts, target):
-    """The Batch of texts {field: tensor (S,)}, which the target reads now."""
+def padded(texts, device="cpu", target=None):
+    """The Batch of texts {field: tensor (S, ..)}. Where some have no states, the target reads them now."""
+    read = all("hidden" in text for text in texts)
     columns = {}
-    for name in ("ids", "learn"):
+    for name in Batch._fields if read else ("ids", "learn"):
         column = pad_sequence([text[name] for text in texts], batch_first=True)
-        columns[name] = F.pad(column, (0, -column.shape[1] % ROUND)).to(target.device)
-    temperature = torch.stack([text["temperature"] for text in texts]).to(target.device)
-    return Batch(**columns, **states(target, **columns, temperature=temperature))
+        more = -column.shape[1] % ROUND
+        columns[name] = F.pad(column, [0, 0] * (column.ndim - 2) + [0, more]).to(device)
+    if not read:
+        temperature = torch.stack([text["temperature"] for text in texts]).to(device)
+        columns |= states(target, **columns, temperature=temperature)
+    columns |= {name: columns[name].float() for name in ("lower", "hidden")}
+    return Batch(**columns)
 
 
 @torch.no_grad()
@@ -133,7 +139,7 @@ def states(target, ids, learn, temperature):
         out["log_p"][guesses] = torch.cat(log_p)
     # A probability stands at its token, a guess in front of it.
     out["log_p"] = F.pad(out["log_p"][:, :-1], (1, 0))
-    return {**out, "lower": features[..., :-width].float(), "hidden": features[..., -width:].float()}
+    return {**out, "lower": features[..., :-width], "hidden": features[..., -width:]}
 
 
 def texts_of(file, least=0):
@@ -240,7 +246,7 @@ class DrafterRun(training.Run):
         for step in self.steps():
             numbers, self.tokens = self.plan[step]
             self.used = self.tokens / self.plan[-1][1]
-            yield step, padded([self.texts[i] for i in numbers], self.model.target)
+            yield step, padded([self.texts[i] for i in numbers], self.args.device, self.model.target)
 
     @torch.no_grad()
     def heldout_mean(self, estimate):
@@ -249,6 +255,6 @@ class DrafterRun(training.Run):
         for i in range(0, len(self.heldout), 4):
             some = self.heldout[i:i + 4]
             with training.bf16(self.args.device):
-                means = estimate(padded(some, self.model.target))
+                means = estimate(padded(some, self.args.device, self.model.target))
             total.update({name: x * len(some) / len(self.heldout) for name, x in means.items()})
         return total

@@ -1,4 +1,4 @@
-"""Let a target answer prompts.
+"""Let a target answer prompts, and record its hidden states, argmax and log-probabilities at every token.
 
     python -m minispec.data.rollouts --target FOLDER --out DIR
 
@@ -6,8 +6,9 @@ It prints the files of all shards. Each shard is there as a whole or not at all,
 goes on where it was:
 
     own-00000.json             prompts that the target wrote itself (magpie.py)
-    train-0-128.safetensors    answers to 128 prompts (on a GPU 1024): the ids of each text, which of them are
-                               the answer's, and the temperature of the answer
+    train-0-128.safetensors    answers to 128 prompts: the ids of each text, and for every token the target's
+                               final hidden state and those of two lower layers; for the answer's tokens its
+                               argmax, and the token's log-probability. On a GPU the ids alone, of 1024
     heldout-0-40.safetensors   the same of held-out prompts, which no training reads
     given-0-128.safetensors    the same of answers that others wrote (--given)
 
@@ -28,7 +29,7 @@ from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data import loops, magpie, prompts, tasks
 from minispec.data.magpie import TOGETHER
-from minispec.data.recorded import LONGEST, OWN, add_answers, parsed
+from minispec.data.recorded import LONGEST, OWN, add_answers, parsed, states
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, training
 from minispec.tools.files import opened, replaced
@@ -89,14 +90,22 @@ def fitting(texts, tokenizer, context, left_out):
             left_out.append(text)
 
 
+# -- a text and the target's states -------------------------------------------------------------------------
+
+def read(target, prompt, answer, temperature):
+    """A text, cut to LONGEST tokens, as the fields of a Batch. The target reads it for its states; on a GPU
+    each training step does so."""
+    ids = torch.tensor((prompt + answer)[:LONGEST], device=target.device)
+    learn = torch.arange(len(ids), device=ids.device) >= len(prompt)
+    temperature = torch.tensor(float(temperature), device=ids.device)
+    text = {"ids": ids, "learn": learn, "temperature": temperature}
+    if not ids.is_cuda:
+        text |= {name: x[0] for name, x in states(target, ids[None], learn[None], temperature[None]).items()}
+    return {name: (x.bfloat16() if name in ("lower", "hidden") else x).cpu().contiguous()
+            for name, x in text.items()}
+
+
 # -- shards --------------------------------------------------------------------------------------------------
-
-def text_of(prompt, answer, temperature):
-    """A text, cut to LONGEST tokens, and the temperature of its answer, as a shard holds them."""
-    ids = torch.tensor((prompt + answer)[:LONGEST])
-    learn = torch.arange(len(ids)) >= len(prompt)
-    return {"ids": ids, "learn": learn, "temperature": torch.tensor(float(temperature))}
-
 
 def answer(args, engine, tokenizer, split, n):
     """Yields the files of the target's answers to n prompts, or to fewer, where the minutes are over. Of
@@ -130,10 +139,10 @@ def answers(args, engine, tokenizer, asked, first):
         temperature = TEMPERATURES[i % len(TEMPERATURES)] if args.temperature is None else args.temperature
         requests.append(Request(ids, room, Sampling(temperature, seed=i), tokenizer.ends))
     for request, g in zip(requests, loops.generate(engine, requests)):
-        yield text_of(g.prompt_ids, g.token_ids, request.sampling.temperature)
+        yield read(target, g.prompt_ids, g.token_ids, request.sampling.temperature)
 
 
-def given(args, tokenizer):
+def given(args, target, tokenizer):
     """Yields the files of --given: prompts with answers that somebody else wrote. The target's distributions
     at every token are as good to learn from, though it would seldom come there by itself. ValueError where an
     answer is missing."""
@@ -149,7 +158,7 @@ def given(args, tokenizer):
     for start in tqdm(range(part * SHARD, len(rows), parts * SHARD), desc="given answers", unit="shard"):
         some = rows[start:start + SHARD]
         file = f"{args.out}/given-{start}-{start + len(some)}.safetensors"
-        yield shard(file, [prompt + ids for prompt, ids, _ in some], (text_of(*row) for row in some))
+        yield shard(file, [prompt + ids for prompt, ids, _ in some], (read(target, *row) for row in some))
 
 
 def shard(file, begin, made):
@@ -177,7 +186,7 @@ def main():
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout),
              *answer(args, engine, tokenizer, "train", args.prompts)]
     if args.given:
-        files += given(args, tokenizer)
+        files += given(args, target, tokenizer)
     print(*files, sep="\n")
 
 
