@@ -26,7 +26,7 @@ from minispec import ROOT
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import results
 from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
-from minispec.studies.drafters import curves, tau
+from minispec.studies.drafters import tau
 from minispec.studies.rules import lossless, rules
 from minispec.studies.run import bounds, profile, run, speed, trace
 from minispec.studies.specgen import scheduler, serving
@@ -37,7 +37,7 @@ from minispec.tools.training import fast_dtype
 
 # A study is a function (settings, target, tokenizer) -> its result; see studies/results.py.
 STUDIES = {study.__name__: study for study in (
-    profile, trace, run, bounds, speed, tau, curves, lossless, rules, serving, scheduler, cdlm_accuracy,
+    profile, trace, run, bounds, speed, tau, lossless, rules, serving, scheduler, cdlm_accuracy,
     cdlm_curves,
 )}
 DEFAULT = ("profile", "trace", "run", "bounds")

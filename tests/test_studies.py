@@ -162,13 +162,6 @@ def test_tau_is_tokens_per_round_next_to_eagles(monkeypatch, shipped):
     assert (row["tau"], row["ratio"], row["ratio_range"]) == (4, 2, [2, 2])
 
 
-def test_curves_are_the_logs_of_the_shipped_drafters():
-    rows = drafters.curves(methods.settings(model="smollm2"), None, None)["rows"]
-    last = {(r["drafter"], r["run"]): r["greedy"] for r in rows}
-    assert last["prism", "two modules, from base"] > last["eagle", "base"]
-    assert all(r["point_mass"] < r["greedy"] for r in rows if r["drafter"] == "specdiff")
-
-
 def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped):
     """The same token for ever is a loop as soon as eight of them occur for the third time."""
     model, tokenizer = shipped

@@ -279,12 +279,12 @@ class Engine:
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
         if largest > slots:
             raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
-        if self.cache is None or self.fused and self.cache.n_slots < slots:
+        if self.cache is None:
             self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device,
                                  spare=int(self.fused))
-            self.graphs = None
         if self.cache.n_slots < slots:
             self.cache.enlarge(slots)                    # with the keys and values of earlier texts
+            self.graphs = None                           # they know the old addresses
         # A graph's tables have room for the longest request.
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
             kernels("kernels.rounds").accelerate(self, longest)
