@@ -1,6 +1,6 @@
 """How fast could speculative decoding be? The ladder of bounds of "Speculative Decoding: Performance or
-Illusion?" (Liu, Yu, Park, Stoica, Cheung, arXiv 2601.11580), from two files: accept traces and a cost table
-(traces.py describes both).
+Illusion?" (Liu, Yu, Park, Stoica, Cheung, arXiv 2601.11580), from two files: accept traces (traces.py) and a
+cost table (costs.py).
 
     python -m minispec.bounds --traces T.jsonl --cost C.json
 
@@ -52,10 +52,11 @@ import numpy as np
 from tqdm import tqdm
 
 from minispec import ROOT
+from minispec.costs import CostTable, read_costs
 from minispec.tools.files import write_json
 from minispec.tools.markdown import texts
 from minispec.tools.script import Parser, check_writable, positive, run_main, visible
-from minispec.traces import CostTable, read_costs, read_traces
+from minispec.traces import read_traces
 
 RUNGS = {
     "L0": "observed",
@@ -389,7 +390,7 @@ def parse_args(argv=None):
     add = p.add_argument
     add("--traces", required=True, metavar="FILE", help="accept traces, JSON lines (minispec/traces.py)")
     add("--cost", default=f"{ROOT}results/costs.json", metavar="FILE",
-        help="cost table (minispec/traces.py; default %(default)s; the paper's is "
+        help="cost table (minispec/costs.py; default %(default)s; the paper's is "
         "results/costs_h100.json)")
     add("--batches", type=sizes, default=BATCHES, metavar="N,N,..",
         help="batch sizes, like 1,8,64 (default %(default)s)")

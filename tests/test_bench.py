@@ -31,7 +31,7 @@ from minispec.data.tokenizer import Tokenizer
 from minispec.studies import measure, results, run
 from minispec.tools import checkpoints, methods
 from minispec.tools.files import write_json
-from minispec.traces import CostTable
+from minispec.costs import CostTable
 
 LINEAR = {"kind": "linear", "base": 1e-3}
 COSTS = {

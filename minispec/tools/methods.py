@@ -15,10 +15,10 @@ from minispec.core import drafters
 from minispec.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, SyncScheduler
+from minispec.costs import CostTable, read_costs
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, drafter_files
 from minispec.tools.script import add_device, positive
-from minispec.traces import CostTable, read_costs
 
 TRAINED = {                                      # methods with a trained drafter: the command that trains it
     "prism": "train_prism.py",
