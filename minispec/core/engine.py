@@ -40,7 +40,7 @@ from minispec.core.admission import Admission
 from minispec.core.attention import FullKeys, tree_mask
 from minispec.core.drafters import Drafter, NGram, with_lookup
 from minispec.core.kv_cache import KVCache, beside, whole_blocks
-from minispec.core.requests import Segment, check_k, check_lookup, check_requests, pack
+from minispec.core.requests import Segment, check_k, check_requests, pack
 
 PROMPT_ROWS = 2048  # prompt tokens a forward, all requests together: it bounds the memory of activations
 
@@ -347,7 +347,8 @@ class SyncScheduler(Scheduler):
     def __init__(self, engine, drafter=None, k=0, lookup=0):
         if drafter:
             check_k(k, drafter.width)
-        check_lookup(lookup)
+        if lookup < 0:
+            raise ValueError(f"lookup {lookup} is out of range; allowed is 0 or more rows")
         self.engine = engine
         self.drafter = drafter or Drafter()
         self.k = k

@@ -122,12 +122,6 @@ def check_k(k, width=1):
         raise ValueError(f"k {k} is out of range; allowed is 1 to {most} draft tokens a round")
 
 
-def check_lookup(rows):
-    """ValueError unless a forward may have this number of rows for prompt-lookup tokens."""
-    if rows < 0:
-        raise ValueError(f"lookup {rows} is out of range; allowed is 0 or more rows")
-
-
 def check_requests(requests, config):
     """ValueError for a request that a model of this config can never answer."""
     for r in requests:
