@@ -5,7 +5,7 @@
 
     python bench.py all --force         # all studies again, some hours on 2 CPU cores
     python bench.py run serving --device cpu                   # the results of a GPU go to results/gpu
-    python bench.py --pages             # only paste tables into the pages, and draw figures
+    python bench.py --pages             # only paste tables into the pages; docs/plots.py draws the figures
 
 If no study is named, the target is SmolLM2 if it is installed; else the puzzle model in checkpoints/target.
 The results of another target are in a folder of their own, results/smollm2. A study that has a result is
@@ -24,21 +24,20 @@ import torch
 
 from minispec import ROOT
 from minispec.data.tokenizer import Tokenizer
-from minispec.studies import figures, results
+from minispec.studies import results
 from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
-from minispec.studies.drafters import curves, tau
+from minispec.studies.drafters import tau
 from minispec.studies.rules import lossless, rules
 from minispec.studies.run import bounds, profile, run, speed, trace
 from minispec.studies.specgen import scheduler, serving
 from minispec.tools import checkpoints, gguf_file, methods
 from minispec.tools.files import naming, read_json, write_text
-from minispec.tools.plots import draw
 from minispec.tools.script import Parser, check_device, run_main, visible
 from minispec.tools.training import fast_dtype
 
 # A study is a function (settings, target, tokenizer) -> its result; see studies/results.py.
 STUDIES = {study.__name__: study for study in (
-    profile, trace, run, bounds, speed, tau, curves, lossless, rules, serving, scheduler, cdlm_accuracy,
+    profile, trace, run, bounds, speed, tau, lossless, rules, serving, scheduler, cdlm_accuracy,
     cdlm_curves,
 )}
 DEFAULT = ("profile", "trace", "run", "bounds")
@@ -56,7 +55,7 @@ def parse_args():
     p.add_argument("--quick", action="store_true",
                    help="a tenth of the work, to see that it runs; not written to results/")
     p.add_argument("--force", action="store_true", help="measure again what has a result already")
-    p.add_argument("--pages", action="store_true", help="measure nothing; paste tables and draw figures")
+    p.add_argument("--pages", action="store_true", help="measure nothing; paste tables into the pages")
     p.add_argument("--data", default=os.environ.get("MINISPEC_DATA"), metavar="DIR",
                    help="folder of real prompt files (default $MINISPEC_DATA)")
     methods.add_arguments(p)
@@ -155,9 +154,6 @@ def main():
     results.FOLDER = everything
     for page in pages():
         report(page)
-    drawings = f"{ROOT}docs/figures/"
-    draw(figures.FIGURES, figures.stored(everything), drawings)
-    draw(figures.FIGURES, figures.stored(os.path.join(everything, "smollm2")), drawings + "smollm2_")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import minispec  # noqa: F401  before torch: it tunes the allocator
 from minispec import prism
 from minispec.core.draft_head import feature_layers_of
 from minispec.data.recorded import DrafterRun, add_arguments, begin, parsed
-from minispec.tools import checkpoints
+from minispec.tools import drafter_files
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import bf16, locked
 
@@ -62,7 +62,7 @@ def drafter_of(args, target):
     model = prism.for_target(target, step_map, n_layer, layers)
     if not args.init:
         return model
-    source = checkpoints.load_drafter(args.init, target, prism.PrismConfig)
+    source = drafter_files.load_drafter(args.init, target, prism.PrismConfig)
     for name in ("n_layer", "feature_layers"):
         theirs, mine = getattr(source.config, name), getattr(model.config, name)
         if theirs != mine:
@@ -104,7 +104,7 @@ def main():
 
             if run.checkpoint_due():
                 tau = evaluate(run)                      # also sets the depth, which is saved
-                checkpoints.save_drafter(model, args.out, target)
+                drafter_files.save_drafter(model, args.out, target)
                 run.checkpoint(tokens=run.tokens, heldout_tau=tau)
 
 

@@ -26,10 +26,10 @@ point_mass and rejection, chains drawn from the drafter, under the answers' temp
 from dataclasses import replace
 
 import minispec  # noqa: F401  before torch: it tunes the allocator
-from minispec import prism, specdiff
+from minispec import specdiff
 from minispec.core.draft_head import feature_layers_of
 from minispec.data.recorded import DrafterRun, add_arguments, begin, parsed
-from minispec.tools import checkpoints
+from minispec.tools import drafter_files
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import bf16, generator_of, locked
 
@@ -60,11 +60,11 @@ def drafter_of(args, target):
         layers = () if args.last_layer or args.blind else feature_layers_of(target.config)
         return specdiff.for_target(target, n_layer, args.gamma, not args.blind, layers, args.markov)
 
-    if checkpoints.kind_of(args.init) == "prism":
-        head = checkpoints.load_drafter(args.init, target, prism.PrismConfig)
-        drafter = specdiff.from_prism(head, target, args.gamma, args.markov)
+    if drafter_files.kind_of(args.init) == "prism":
+        head = drafter_files.read_drafter(args.init, target, "prism")
+        drafter = specdiff.from_prism(*head, target, args.gamma, args.markov)
     else:
-        drafter = checkpoints.load_drafter(args.init, target, specdiff.SpecDiffConfig)
+        drafter = drafter_files.load_drafter(args.init, target, specdiff.SpecDiffConfig)
         drafter.config = replace(drafter.config, gamma=args.gamma, rank=args.markov or drafter.config.rank)
         drafter.markov = drafter.markov or specdiff.markov_head(drafter.config)
     if args.blind and drafter.config.reads:
@@ -100,7 +100,7 @@ def main():
             run.update(run.used, loss=loss)
 
             if run.checkpoint_due():
-                checkpoints.save_drafter(model, args.out, target)
+                drafter_files.save_drafter(model, args.out, target)
                 run.checkpoint(tokens=run.tokens, heldout_tau=evaluate(run))
 
 

@@ -8,9 +8,8 @@ Lesson: docs/prism.md draws the mask under "Training as in decoding".
    own keys from step 2 up to the present step, under one softmax.
 3. Logits are scaled by D ** -0.5. H query heads share G key heads: query head h reads key head h // (H / G).
 
-Shapes: B texts, S rows, D dimensions per head. Step 1: q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D).
-Later steps have only the rows that draft: q (N, H, D), k and v (N, G, D) -> (N, H, D). Row s of text b has
-the number b * S + s. Gradients must reach q, k and v.
+Shapes: B texts, S rows, D dimensions per head. Every step: q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H,
+D). Gradients must reach q, k and v.
 """
 import torch  # noqa: F401
 
@@ -21,7 +20,7 @@ TESTS = (
 )
 
 
-def unrolled_attend(rows):
+def unrolled_attend():
     """attend(layer, q, k, v) of unrolled drafting, a function that remembers the keys and values of each
-    layer's steps. rows (N,): the rows that draft, numbered along all texts."""
+    layer's steps."""
     raise NotImplementedError

@@ -21,6 +21,13 @@ except ImportError:
     def jit(function):
         return function
 
+SEEN = 64                               # newest positions of which a tree's row says what it sees
+
+
+def serve(model, tree):
+    """Whether the kernels run for this model, and for trees of so many rows."""
+    return tree <= SEEN and available(model.embed.weight) and supported(model.config.head_dim, model.dtype)
+
 
 def available(x):
     """Whether the kernels can run on tensor x: on a GPU, or in the interpreter."""

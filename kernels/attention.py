@@ -40,11 +40,10 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from . import jit, tl
+from . import SEEN, jit, tl
 
 SMALL, LARGE = 16, 64                   # packed rows of a tile; 16 is the least that tl.dot takes
 CHUNK = 512                             # entries one program reads; a constant, see above
-SEEN = 64                               # newest positions of which a tree's row says what it sees
 LOG2E = 1.4426950408889634              # kernels use exp2, as the hardware does
 
 

@@ -1,8 +1,8 @@
 """CUDA graphs of a forward on the kernels: captured once, then replayed for every mix of phases.
 
-SpecGen / SparseSpec (arXiv 2512.01278). A forward is about ten launches per layer, each a few microseconds of
-host work, and the kernels of a small model, or of a draft row's 5 % of attention, finish sooner than that. A
-graph replays all launches at once, but it fixes addresses, shapes, grids and every number that the host
+SpecGen / SparseSpec (arXiv 2512.01278). A forward is some twenty launches per layer, each a few microseconds
+of host work, and the kernels of a small model, or of a draft row's 5 % of attention, finish sooner than that.
+A graph replays all launches at once, but it fixes addresses, shapes, grids and every number that the host
 passed. Requests change phase from forward to forward, so everything that changes must be in memory at fixed
 addresses. The kernels read a request's rows, length and list from device tables, in which draft rows,
 verifications and prompts differ only in numbers, and return at once where a table contains -1. So a forward
@@ -25,8 +25,8 @@ All steps of a drafter's round are one graph: each step draws its token on the d
 reads it (core/drafters.py, Chained).
 
 The tests replace `capture` by a stand-in and run all the rest in Triton's interpreter. On an H100 the
-methods wrote the CPU's tokens (docs/gpu.md). The cost of padded grids and copies, against the saved launches, has not
-been measured.
+methods wrote the CPU's tokens (docs/gpu.md). The cost of padded grids and copies, against the saved launches,
+has not been measured.
 """
 import gc
 import time
@@ -35,10 +35,11 @@ from math import prod
 
 import torch
 
+from minispec.core.kv_cache import KVCache
 from minispec.core.requests import pack
 
-from .attention import CHUNK, LARGE, Plan, make_plan
-from .fused import decode
+from .attention import CHUNK, LARGE, Plan, attention, make_plan
+from .scores import scores
 
 # Rows; a larger forward reads prompts, which take long enough to hide its launches.
 SIZES = (1, 2, 4, 8, 16, 32, 64, *range(128, 641, 64))
@@ -52,7 +53,7 @@ class Inputs:
     of each request; slots (B, T) follow from it. selected (B, L, G, W), plan: see attention.py. which (R,):
     the requests whose scores are wanted; the forward writes them to `scores` (L, B, G, T). features (N, F) of
     each row, and more, {name: tensor with a row per request}: for drafters. how: settings that are no
-    tensors; a graph serves one value of them."""
+    tensors; a graph serves one value of them. As requests.Batch it has `attend`."""
     tokens: torch.Tensor
     positions: torch.Tensor
     new: torch.Tensor
@@ -64,7 +65,19 @@ class Inputs:
     scores: torch.Tensor
     features: torch.Tensor
     more: dict
+    cache: KVCache
     how: tuple = ()
+
+    def attend(self, layer, q, k, v):
+        """Write the rows' keys and values into the cache, and let the rows read. Nothing in here may wait for
+        the device or depend on anything but the contents of tensors, because it is captured."""
+        keys, values = self.cache.k[layer], self.cache.v[layer]
+        keys[:, self.new] = k.transpose(0, 1)
+        values[:, self.new] = v.transpose(0, 1)
+        out, lse = attention(q, keys, values, self.slots, self.selected[:, layer], self.plan)
+        if len(self.which):
+            scores(q, keys, lse, self.slots, self.plan, self.which, self.scores[layer])
+        return out
 
 
 def tables(buffer, shapes):
@@ -152,7 +165,7 @@ class Graphs:
         plan = Plan(t["requests"], t["sees"], t["items"], t["merges"], part_rows, CHUNK)
         features = self.cache.k.new_zeros(rows, self.features)
         x = Inputs(t["tokens"], t["positions"], t["new"], t["table"], None, self.selected, t["which"], plan,
-                   self.scores, features, {name: t[name] for name in self.more})
+                   self.scores, features, {name: t[name] for name in self.more}, self.cache)
         static = host, tables(host, shapes), buffer, x
         if rows in SIZES:
             self.statics[rows] = static
@@ -280,7 +293,6 @@ def target_graphs(engine, longest):
     model, cache, scheduler = engine.model, engine.cache, engine.scheduler
 
     def forward(x):
-        h = model.embed(x.tokens)
-        return [decode(model.blocks, model.norm, model.rope, h, x, cache, scheduler.feature_layers)]
+        return [model(x.tokens, x.positions, x.attend, scheduler.feature_layers)]
 
     return Graphs(forward, cache, engine.batch_size, longest, scheduler.widest(longest), cache.group)

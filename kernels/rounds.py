@@ -1,32 +1,26 @@
 """A drafter's round as one CUDA graph: all its draft steps are launched at once, and each step reads on the
 device the token that the step before it drew (core/drafters.py, Cached and Chained).
 
-`prepare` gives a drafter its graphs. From then on its keys and values lie in one pool, and `Rows` are what
-core/drafters.Rows are for torch's operators.
+`accelerate` gives an engine and its drafters their graphs. From then on a drafter's keys and values lie in
+one pool, and `Rows` are what requests.Batch is for torch's operators.
 """
 from dataclasses import dataclass, replace
 
 import torch
 
-from minispec.core.attention import TREE, can_fuse
 from minispec.core.drafters import Cached, Chained
 from minispec.core.kv_cache import KVCache, whole_blocks
 
+from . import serve
 from .attention import Plan, make_plan
-from .fused import decode
-from .graphs import Graphs, Inputs
+from .graphs import Graphs, Inputs, target_graphs
 
 
 @dataclass
 class Rows(Inputs):
-    """The rows of one draft step of all requests, on the kernels; see core/drafters.Rows."""
-    cache: KVCache = None
+    """The rows of one draft step of all requests, on the kernels; see requests.Batch."""
     later: Plan = None          # the plan of every step after the first
-    attend = None               # `decode` has its own
     ends_early = False          # a graph takes all steps
-
-    def body(self, module, rope, h, positions, attend):
-        return decode(module.blocks, module.norm, rope, h, self, self.cache)
 
     def next_rows(self, number, tokens, positions, sees=None):
         # Slots, lengths and masks, all on the device. Every step before wrote w rows.
@@ -68,7 +62,7 @@ class Rounds(Graphs):
                          more)
 
     def round(self, x):
-        return self.drafter.round(Rows(**vars(x), cache=self.cache, later=self.later))
+        return self.drafter.round(Rows(**vars(x), later=self.later))
 
     def reserve(self, state):
         """Let the DraftState of a request have all the slots that it may need. While requests are paused
@@ -88,10 +82,12 @@ class Rounds(Graphs):
         return super().__call__(work, more, how)
 
 
-def prepare(drafter, batch, longest):
-    """Make the graphs of a drafter, or of the drafters that it chooses among, where they have a cache and the
-    kernels serve them."""
+def accelerate(engine, longest):
+    """Let the target of an engine run in graphs, for requests of up to `longest` tokens, and its drafter, or
+    the drafters that it chooses among, where they have a cache and the kernels serve them."""
+    engine.graphs = target_graphs(engine, longest)
+    drafter = engine.scheduler.drafter
     for some in [drafter, *drafter.drafters.values()]:
-        tree_too_large = isinstance(some, Chained) and some.width > 1 and some.room > TREE
-        if isinstance(some, Cached) and can_fuse(some.target) and not tree_too_large:
-            some.graphs = Rounds(some, batch, longest)
+        tree = some.room if isinstance(some, Chained) and some.width > 1 else 0
+        if isinstance(some, Cached) and serve(some.target, tree):
+            some.graphs = Rounds(some, engine.batch_size, longest)

@@ -5,7 +5,7 @@ of drafts k with the most expected tokens per second:
     goodput(drafter, k) = E(alpha, k) / (T_step(B, k + 1) + T_draft(B, k))        (SmartSpec, 2406.14066)
     E(alpha, k) = 1 + alpha + .. + alpha^k                                        (2211.17192, eq. 1)
 
-T comes from a cost table (traces.CostTable) for the batch size B; k may be 0. alpha, the chance that a draft
+T comes from a cost table (costs.CostTable) for the batch size B; k may be 0. alpha, the chance that a draft
 is accepted, is estimated from counts: a request's estimate is shrunk to the one over all requests, which is
 shrunk to a prior, the drafter's acceptance on other texts. Counts decay, so a drafter that failed is tried
 again later. Prompt lookup costs nothing, so it runs in every round, next to any drafter. If a request decodes
@@ -19,7 +19,7 @@ from functools import cache, partial
 import numpy as np
 
 from minispec.core.drafters import Drafter, NGram, with_lookup
-from minispec.traces import expected_tokens
+from minispec.costs import expected_tokens
 
 MAX_PRIOR = 0.85            # a text may be new to every drafter
 WEIGHT = 4.0                # verified drafts that a prior counts for
@@ -35,7 +35,7 @@ def rate(count, prior):
 
 
 class Adaptive(Drafter):
-    """A drafter that chooses among `drafters`, which all have a price in `cost` (traces.CostTable). k: most
+    """A drafter that chooses among `drafters`, which all have a price in `cost` (costs.CostTable). k: most
     drafts per round. ValueError if there is no drafter, or if they read different layers of the target."""
     name = "adaptive"
 

@@ -1,6 +1,6 @@
 """How fast could speculative decoding be? The ladder of bounds of "Speculative Decoding: Performance or
-Illusion?" (Liu, Yu, Park, Stoica, Cheung, arXiv 2601.11580), from two files: accept traces and a cost table
-(traces.py describes both).
+Illusion?" (Liu, Yu, Park, Stoica, Cheung, arXiv 2601.11580), from two files: accept traces (traces.py) and a
+cost table (costs.py).
 
     python -m minispec.bounds --traces T.jsonl --cost C.json
 
@@ -47,18 +47,17 @@ of such positions.
 
 All times are seconds. numpy only, no torch.
 """
-import os
 from itertools import product
 
 import numpy as np
 from tqdm import tqdm
 
 from minispec import ROOT
+from minispec.costs import CostTable, read_costs
 from minispec.tools.files import write_json
 from minispec.tools.markdown import texts
-from minispec.tools.plots import draw, lines
 from minispec.tools.script import Parser, check_writable, positive, run_main, visible
-from minispec.traces import CostTable, read_costs, read_traces
+from minispec.traces import read_traces
 
 RUNGS = {
     "L0": "observed",
@@ -76,7 +75,6 @@ BATCHES = (1, 4, 16)
 CONTEXTS = (64, 512, 2048)       # tokens before a round
 COMBINED = "adaptive"            # the method that may use all drafters
 FEW = 0.05                       # the censored share of positions above which a bound is marked
-WINDOW = 10                      # positions of an output that are averaged in a figure
 LARGEST = 1000                   # a batch, or drafts in a round
 
 
@@ -439,53 +437,6 @@ def figures(values, censored=0.0):
     return " / ".join(f"{x:.2f}" + "*" * (censored > FEW) for x in values if x is not None)
 
 
-# -- drawings --------------------------------------------------------------------------------------
-
-def speedup_by_batch(axes, r):
-    """Observed speed-ups and the best of every rung, by total time, against the batch size: of the last
-    workload, which is all of them mixed if they were run."""
-    rows = []
-    for c in r["cells"]:
-        if c["workload"] != r["cells"][-1]["workload"]:
-            continue
-        total = c[AVERAGES[0]]
-        seen = total.get("L0", {})
-        rungs = {
-            "observed, adaptive": seen.get(COMBINED),
-            "observed, best single": max((seen[m] for m in total["L5"] if m in seen), default=None),
-            RUNGS["L2"]: max(x["speedup"] for x in total["L2"].values()),
-            RUNGS["L5"]: max(total["L5"].values()),
-            RUNGS["L6"]: total["L6"],
-            RUNGS["L7"]: total["L7"],
-        }
-        rows += [(name, c["batch"], x) for name, x in rungs.items() if x]
-    lines(axes, rows, "batch", "speed-up")
-
-
-def winners(axes, traces):
-    """By output position, the share of requests in which a round of one drafter would gain more than a round
-    of any other; the band is twice the standard error over requests."""
-    starts = range(1, max(t.n_out for t in traces) - WINDOW + 1, WINDOW)
-    for name in traces[0].accept:
-        wins = []                                        # by request: whether it gains most (n_out,)
-        for t in traces:
-            others = [accept for m, accept in t.accept.items() if m != name]
-            wins.append(t.accept[name] > np.max([*others, np.ones(t.n_out)], 0))
-        some = [np.array([w[start:start + WINDOW].mean() for w in wins if len(w) >= start + WINDOW])
-                for start in starts]
-        share = np.array([x.mean() for x in some])
-        error = np.array([2 * x.std() / len(x) ** 0.5 for x in some])
-        axes.plot(starts, share, label=visible(name).replace("$", r"\$"))         # no mathematics
-        axes.fill_between(starts, share - error, share + error, alpha=0.2)
-    axes.set(xlabel="position in the output", ylabel="share of positions where it gains most")
-
-
-FIGURES = {
-    "bounds.json": {"bounds_batch": speedup_by_batch},
-    "traces.jsonl": {"bounds_winners": winners},
-}
-
-
 # -- the command -----------------------------------------------------------------------------------
 
 def sizes(text):
@@ -498,13 +449,13 @@ def parse_args(argv=None):
     add = p.add_argument
     add("--traces", required=True, metavar="FILE", help="accept traces, JSON lines (minispec/traces.py)")
     add("--cost", default=f"{ROOT}results/costs.json", metavar="FILE",
-        help="cost table (minispec/traces.py; default %(default)s; the paper's is "
+        help="cost table (minispec/costs.py; default %(default)s; the paper's is "
         "results/costs_h100.json)")
     add("--batches", type=sizes, default=BATCHES, metavar="N,N,..",
         help="batch sizes, like 1,8,64 (default %(default)s)")
     add("--k-max", type=positive, metavar="K",
         help="most drafts in a round (default: the most that were accepted in a trace)")
-    add("--json", metavar="OUT", help="file for all figures as JSON; drawings are written next to it")
+    add("--json", metavar="OUT", help="file for all figures as JSON; docs/plots.py draws them")
     args = p.parse_args(argv)
     largest = max(*args.batches, args.k_max or 1)
     if largest > LARGEST:
@@ -523,7 +474,6 @@ def main(argv=None):
     about = " ".join(f"{name}: {value};" for name, value in result["about"].items())
     if args.json:
         write_json(args.json, result)
-        draw(FIGURES, {"bounds.json": result, "traces.jsonl": traces}, os.path.splitext(args.json)[0] + "_")
     print(visible(f"traces  {args.traces}: {len(traces):,} requests, {positions:,} positions\n"
                   f"prices  {args.cost} {about}\n"
                   f"rounds  of at most {longest} drafts\n\n{table(result)}\n\n"

@@ -95,14 +95,14 @@ class Prism(TrainedDrafter):
         self.apply(self._init)
         self.fuse = fusion(config)
 
-    def forward(self, step, e, a, positions, attend, body=gpt.body):
+    def forward(self, step, e, a, positions, attend):
         """Draft step 1, 2, ..: embeddings e and states a (..., C) at positions (...) -> states (..., C). In
-        step 1 the states are the target's features (..., (F + 1) * C). body: see Rows in core/drafters.py."""
+        step 1 the states are the target's features (..., (F + 1) * C)."""
         if step == 1 and self.fuse is not None:
             a = self.fuse(a)
         module = self.bank[self.config.module_of(step)]
         h = module.join(torch.cat([e, a], dim=-1))                             # (..., 2C) -> (..., C)
-        return body(module, self.rope, h, positions, attend)
+        return gpt.body(module, self.rope, h, positions, attend)
 
 
 def for_target(target, step_map=(0, 1), n_layer=1, feature_layers=()):
@@ -135,32 +135,19 @@ def copy_modules(prism, source):
 # EAGLE-3's "training-time test". Step k's query at row r sees the step-1 keys of rows up to r, then its own
 # row's later ones, each as the module that writes it in decoding wrote it. So states in training equal states
 # in drafting; a test says so to 1e-4. The released trainer of PRISM lets module m compute the context's keys
-# again with its own weights, which never happens in decoding. A row drafts if a token it guesses is one to
-# learn: rows of a prompt give keys in step 1, and later steps leave them out.
+# again with its own weights, which never happens in decoding.
 
-def unrolled_attend(rows):
-    """attend of unrolled drafting. Step 1 is causal, over whole texts (B, S). Later steps are those of `rows`
-    (N,) alone, numbered along all texts. At step k the query of row r sees the step-1 keys of its text up to
-    r, and of the steps since then the keys of row r alone: those its own drafts wrote. The next call for a
-    layer is its next step.
+def unrolled_attend():
+    """attend of unrolled drafting, over whole texts (B, S). Step 1 is causal. At step k the query of row r
+    sees the step-1 keys of its text up to r, and of the steps since then the keys of row r alone: those its
+    own drafts wrote. The next call for a layer is its next step.
 
     In single operators: a CPU's fused attention would compute S keys a step more, all but one of them hidden.
     """
     steps = {}                                           # layer -> the keys and values of its steps so far
 
-    def spread(x, like):
-        """Rows (N, heads, D) at their places in (B, S, heads, D)."""
-        out = x.new_zeros(like.shape[0] * like.shape[2], *x.shape[1:])
-        return out.index_copy(0, rows, x).unflatten(0, (like.shape[0], -1))
-
     def attend(layer, q, k, v):
-        """Step 1: q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D). Later: q (N, H, D), .."""
-        if layer in steps:
-            q, k, v = (spread(x, steps[layer][0][0]) for x in (q, k, v))
-            return causal(layer, q, k, v).flatten(0, 1)[rows]
-        return causal(layer, q, k, v)
-
-    def causal(layer, q, k, v):
+        """q (B, S, H, D), k and v (B, S, G, D) -> (B, S, H, D)."""
         s, h, d = q.shape[1:]
         group = h // k.shape[2]
         steps.setdefault(layer, []).append((k.transpose(1, 2), v.transpose(1, 2)))
@@ -180,20 +167,19 @@ def unrolled_attend(rows):
     return attend
 
 
-def unroll(prism, ids, features, steps, rows):
-    """The states (N, C) of draft steps 1 .. `steps` from `rows` (N,), numbered along all texts ids (B, S)
-    with features (B, S, (F + 1) * C), if the drafted tokens are those in ids. Row r of step k guesses
-    t_{r+k+1}; the last k rows of a text know too little and are to be ignored."""
-    attend = unrolled_attend(rows)
-    # Step 1 reads whole texts. Row r reads the next token, t_{r+1}, and the feature in front of it.
+def unroll(prism, ids, features, steps):
+    """The states (B, S, C) of draft steps 1 .. `steps` from every row of texts ids (B, S) with features
+    (B, S, (F + 1) * C), if the drafted tokens are those in ids. Row r of step k guesses t_{r+k+1}; the last k
+    rows of a text know too little and are to be ignored."""
+    attend = unrolled_attend()
     positions = torch.arange(ids.shape[1], device=ids.device).expand(len(ids), -1)
-    a = prism(1, prism.draft_head.embed(ids.roll(-1, 1)), features, positions, attend)
-    states = [a.flatten(0, 1)[rows]]
-    for step in range(2, steps + 1):
+    states, a = [], features
+    for step in range(1, steps + 1):
         # Row r reads the token drafted last, t_{r+k}, and the state that drafted it, one position further on.
-        e = prism.draft_head.embed(ids.roll(-step, 1).flatten()[rows])
-        at = (positions.flatten()[rows] + step - 1).clamp(max=prism.config.block_size - 1)
-        states.append(prism(step, e, states[-1], at, attend))
+        e = prism.draft_head.embed(ids.roll(-step, 1))
+        at = (positions + step - 1).clamp(max=prism.config.block_size - 1)
+        a = prism(step, e, a, at, attend)
+        states.append(a)
     return states
 
 
@@ -207,27 +193,22 @@ def unrolled_loss(prism, batch, steps):
     argmax. Their sum is the mean number of accepted drafts of a chain, if these tokens are what the target
     says.
     """
-    # 1. The target's row s = r + k sees t_s and predicts t_{s+1}, which is the label of row r at step k. The
-    # rows that guess any of the tokens to learn draft.
+    # 1. The target's row s = r + k sees t_s and predicts t_{s+1}, which is the label of row r at step k.
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))         # (B, S): is t_{s+1} one to learn?
     to_learn[:, :steps] = False                          # too near the beginning to be guessed at all steps
-    drafts = sum(to_learn.roll(-k, 1) for k in range(1, steps + 1)) > 0
     target_rows, n = numbers_of(to_learn.flatten())      # numbered along all texts; the first n count
-    rows, _ = numbers_of(drafts.flatten())
-    states = unroll(prism, batch.ids, batch.features(prism.config), steps, rows)
+    states = unroll(prism, batch.ids, batch.features(prism.config), steps)
     draft_head = prism.draft_head
 
     # 2. Both are distributions over the draft vocabulary, the target's renormalised, because that is the most
     # that the drafter can become.
     divergence = Divergence(draft_head.logits(batch.hidden.flatten(0, 1)[target_rows])[:n])  # of (n, N)
     best = batch.best.flatten()[target_rows[:n]]
-    place = torch.zeros_like(drafts.flatten(), dtype=torch.long)
-    place[rows] = torch.arange(len(rows), device=rows.device)
     loss, chains = 0.0, []
-    right = whole = rows >= 0  # are all guesses right, and all to be learned?
+    right = whole = torch.ones_like(to_learn).flatten()  # are all guesses right, and all to be learned?
     for k, a in enumerate(states, 1):
-        own = place[(target_rows - k).clamp(min=0)]     # where the rows r lie among `rows`
-        guess = draft_head.logits(a[own])[:n]
+        own = (target_rows - k).clamp(min=0)             # the rows r
+        guess = draft_head.logits(a.flatten(0, 1)[own])[:n]
         own = own[:n]
         loss = loss + divergence(guess).sum() / max(n, 1)
         # 3. How far the guesses of each row are the target's argmax.
@@ -296,7 +277,7 @@ class PrismDrafter(Chained):
     def step(self, number, x, states):
         """Draft step 1, 2, ..; see Chained. The first one's states are the target's features."""
         e = self.draft_head.embed(x.tokens)
-        return self.prism(number, e, states, x.positions, x.attend, x.body)
+        return self.prism(number, e, states, x.positions, x.attend)
 
     # -- trees -----------------------------------------------------------------------------------------------
 

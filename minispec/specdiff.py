@@ -100,11 +100,11 @@ class Drafter(TrainedDrafter):
         self.fuse = fusion(c)
         self.markov = markov_head(c)
 
-    def forward(self, tokens, positions, attend, features=None, body=gpt.body):
+    def forward(self, tokens, positions, attend, features=None):
         """Final states (..., C) of tokens (...), MASK for an open slot, at positions (...). features (...,
         (F + 1) * C): for a drafter that reads them, the target's states of the token before, or of the last
-        one that the target has seen. body: see Rows in core/drafters.py."""
-        return body(self, self.rope, self.embed(tokens, features), positions, attend)
+        one that the target has seen."""
+        return gpt.body(self, self.rope, self.embed(tokens, features), positions, attend)
 
     def embed(self, tokens, features):
         # An open slot has no token, but its own vector.
@@ -151,20 +151,16 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
 
 
 @torch.no_grad()
-def from_prism(prism, target, gamma, rank=0):
-    """A drafter that starts as module 0 of a trained drafter of prism.py: its first slot is drafted as an
-    EAGLE head drafts it, but for one more row at the beginning of the text, and only the others are to be
-    learned. A layer comes behind the module's, which adds nothing yet: there, open slots can read what the
-    row of t_n guesses."""
-    module = prism.bank[0]
-    n_layer = len(module.blocks)
-    drafter = for_target(target, n_layer + 1, gamma, True, prism.config.feature_layers, rank)
-    if drafter.fuse is not None:
-        drafter.fuse.load_state_dict(prism.fuse.state_dict())
-    drafter.norm.load_state_dict(module.norm.state_dict())
-    drafter.join.load_state_dict(module.join.state_dict())
-    for mine, trained in zip(drafter.blocks, module.blocks):
-        mine.load_state_dict(trained.state_dict())
+def from_prism(config, tensors, target, gamma, rank=0):
+    """A drafter that starts as module 0 of a trained drafter of prism.py, whose files hold config and
+    tensors: its first slot is drafted as an EAGLE head drafts it, but for one more row at the beginning of
+    the text, and only the others are to be learned. A layer comes behind the module's, which adds nothing
+    yet: there, open slots can read what the row of t_n guesses."""
+    n_layer = config["n_layer"]
+    drafter = for_target(target, n_layer + 1, gamma, True, config.get("feature_layers", ()), rank)
+    # Further modules, and the new layer, are on one side alone.
+    module = {name.removeprefix("bank.0."): x for name, x in tensors.items()}
+    drafter.load_state_dict(module, strict=False)
     drafter.blocks[n_layer].out.weight.zero_()
     drafter.blocks[n_layer].down.weight.zero_()
     return drafter
@@ -414,7 +410,7 @@ class SpecDiffDrafter(Cached):
 
     def round(self, x):
         """One forward of all windows: hidden states (N, C)."""
-        return [self.drafter(x.tokens, x.positions, x.attend, x.features, x.body)]
+        return [self.drafter(x.tokens, x.positions, x.attend, x.features)]
 
     def propose(self, requests, limits):
         """For every request, at most limits[i] drafts of one chain or of a trie; see drafters.py."""

@@ -34,8 +34,7 @@ Differences from the paper, and why:
     By default scores are passed on to the following positions and remembered (`look_ahead`); select="pillar"
     is the paper's rule.
     Selections are positions, not slots, so a request may be offloaded and restored to other slots.
-On a GPU draft rows are written to the cache as in the paper (kernels/fused.py), in CUDA graphs
-(kernels/graphs.py).
+On a GPU draft rows are written to the cache as in the paper, in CUDA graphs (kernels/graphs.py).
 """
 import math
 from dataclasses import dataclass, field

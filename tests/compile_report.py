@@ -25,14 +25,13 @@ sys.path.insert(0, ROOT)
 
 import torch  # noqa: E402
 
-from kernels import INTERPRETED, attention, fused, scores, supported, triton  # noqa: E402
+from kernels import INTERPRETED, attention, scores, supported, triton  # noqa: E402
 from minispec.tools.files import replaced  # noqa: E402
 
 GROUPS = (1, 4)
 HEADS = (32, 64, 128, 256)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}           # fp16 takes the same path as bf16
-GROUPED = ("packed_attention", "merge_parts", "pillar_scores")
-KERNELS = (*GROUPED, "add_rms_norm", "rope_and_store", "silu_mul")
+KERNELS = ("packed_attention", "merge_parts", "pillar_scores")
 
 # Of each architecture, from the CUDA programming guide's table of compute capabilities: the most shared
 # memory that a block may have and what a multiprocessor has, in KB, and the most threads and blocks of a
@@ -50,10 +49,7 @@ def variants(dtype, group, d):
     tiles = dict(SMALL=attention.SMALL, LARGE=attention.LARGE)
     return {"packed_attention": (attention.packed_attention, {**shape, **tiles, **attention.settings(dtype, d)}),
             "merge_parts": (attention.merge_parts, dict(**shape, M=attention.SMALL)),
-            "pillar_scores": (scores.pillar_scores, {**shape, **scores.settings(dtype, d)}),
-            "add_rms_norm": (fused.add_rms_norm_kernel, fused.norm_settings(32 * d)),
-            "rope_and_store": (fused.rope_and_store_kernel, dict(D=d, NORM=True, num_warps=1)),
-            "silu_mul": (fused.silu_mul_kernel, dict(BLOCK=fused.BLOCK))}
+            "pillar_scores": (scores.pillar_scores, {**shape, **scores.settings(dtype, d)})}
 
 
 def signature(kernel, dtype, constants):
@@ -146,8 +142,7 @@ def main():
                 if not supported(d, DTYPES[dtype]):
                     continue
                 for arch in ARCHS:
-                    groups = GROUPS if name in GROUPED else GROUPS[:1]
-                    line = [compile_one(name, dtype, group, d, arch) for group in groups]
+                    line = [compile_one(name, dtype, group, d, arch) for group in GROUPS]
                     cells = []
                     for r in line:
                         shared = r["shared_bytes"] / 1024

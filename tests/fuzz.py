@@ -40,7 +40,7 @@ import train_gpt
 import train_prism
 import train_specdiff
 from minispec import prism, specdiff
-from minispec.tools import checkpoints
+from minispec.tools import checkpoints, drafter_files
 from minispec import bounds, traces
 from minispec.studies import results
 from minispec.tools import files, script
@@ -117,7 +117,7 @@ def template(folder, runs=True):
     drafters = {"prism": prism.for_target(model, (0, 1)), "eagle": prism.for_target(model, (0,)),
                 "specdiff": specdiff.for_target(model)}
     for name, drafter in drafters.items():
-        checkpoints.save_drafter(drafter, path("checkpoints", name), model)
+        drafter_files.save_drafter(drafter, path("checkpoints", name), model)
     shutil.copytree(target, path("sharded"))
     os.rename(path("sharded", "model.safetensors"), path("sharded", "model-1.safetensors"))
     names = [name for _, parts, _ in checkpoints.weight_names(model.config) for name in parts]

@@ -1,7 +1,5 @@
-"""References of the kernels: attention and scores by definition, the small kernels of a layer
-(kernels/fused.py) in torch's operators; and the stand-in of a CUDA graph."""
+"""References of the kernels: attention and scores by definition; and the stand-in of a CUDA graph."""
 import torch
-import torch.nn.functional as F
 
 from kernels.attention import SEEN
 
@@ -54,32 +52,6 @@ def scores(q, k, lse, slots, plan, which, out):
                 total += logits.masked_fill(unseen, float("-inf")).softmax(-1).sum(0)
             out[b, group, :length] = total / (n_rows * h // groups)
     return out
-
-
-def add_rms_norm(x, delta, norm):
-    side_by_side(x, delta)
-    x = x + delta
-    return x, F.rms_norm(x, norm.weight.shape, norm.weight, norm.eps)
-
-
-def rope_and_store(qkv, block, rope, positions, new, keys, values):
-    side_by_side(qkv, positions, new)
-    c = block.config
-    q, k, v = qkv.unflatten(-1, (-1, c.head_dim)).split([c.n_head, c.n_kv_head, c.n_kv_head], dim=1)
-    if c.qk_norm:
-        q = block.q_norm(q)
-        k = block.k_norm(k)
-    cos, sin = rope(positions, qkv.dtype)
-    q, k = (x * cos + x.roll(c.head_dim // 2, -1) * sin for x in (q, k))
-    keys[:, new] = k.transpose(0, 1)
-    values[:, new] = v.transpose(0, 1)
-    return q
-
-
-def silu_mul(gate_up):
-    side_by_side(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 class Recorded:

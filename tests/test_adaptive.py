@@ -17,7 +17,7 @@ from minispec.core.requests import Request
 from minispec.core.draft_head import DraftHead
 from minispec.studies.measure import traces_of
 from minispec.tools import methods
-from minispec.traces import CostTable
+from minispec.costs import CostTable
 
 TARGET = toy_model()
 OTHER = toy_model(seed=1)

@@ -2,6 +2,7 @@ import pytest
 import torch
 from conftest import attend_alone, dense_logits, only_keys, seeded, toy_model
 
+import kernels
 from minispec.core import attention, cpu
 from minispec.core.attention import (FewRows, FullKeys, OneRequest, group_rows, packed_attend,
                                      tree_mask, ungroup_rows)
@@ -236,8 +237,8 @@ def test_recorded_attention_in_bf16_is_nearly_as_exact_as_unrecorded(n):
 def test_kernels_are_used_only_for_the_head_sizes_they_support(head_dim, fp32, bf16, monkeypatch):
     monkeypatch.setattr("kernels.available", lambda x: True)     # as on a GPU with triton
     model = toy_model(head_dim=head_dim)
-    assert attention.can_fuse(model) == fp32
-    assert attention.can_fuse(model.bfloat16()) == bf16
+    assert kernels.serve(model, 0) == fp32
+    assert kernels.serve(model.bfloat16(), 64) == bf16
 
 
 def test_cudnn_never_plans_attention():

@@ -17,7 +17,8 @@ from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import greedy_tree
-from minispec.traces import CostTable, Trace, read_costs, read_traces, write_traces
+from minispec.costs import CostTable, read_costs
+from minispec.traces import Trace, read_traces, write_traces
 
 
 def linear(**coefficients):

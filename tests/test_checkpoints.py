@@ -15,7 +15,7 @@ import decode
 from minispec import prism, specdiff
 from minispec.core import gpt
 from minispec.data import tasks
-from minispec.tools import answers, checkpoints, methods
+from minispec.tools import answers, checkpoints, drafter_files, methods
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 from minispec.data.tokenizer import TEXT_ALONE, Tokenizer
@@ -395,7 +395,7 @@ def test_a_drafter_of_another_target_is_refused_by_name(method, tmp_path):
     target = toy_model(seed=1)
     other = toy_model(seed=2)
     made = {"prism": prism.for_target(target), "specdiff": specdiff.for_target(target, n_layer=1, gamma=3)}
-    checkpoints.save_drafter(made[method], tmp_path, target)
+    drafter_files.save_drafter(made[method], tmp_path, target)
     settings = methods.settings(drafter=str(tmp_path))
     answer, = methods.make_engine(method, target, settings, 1).generate([Request([1, 2, 3], 4)])
     assert len(answer.token_ids) == 4

@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import toy_model
 
+from kernels import SEEN, serve
 from kernels.graphs import Graphs
 from minispec.core import engine as engine_module
-from minispec.core.attention import TREE
 from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.gpt import GPT
@@ -144,11 +144,13 @@ def test_the_targets_distributions_stay_on_its_device(monkeypatch):
     assert len(asked) >= 10 and max(asked) <= 3 * 7
 
 
-def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom():
+def test_trees_run_on_the_kernels_where_a_word_of_bits_shows_who_sees_whom(monkeypatch):
     tree = Drafter()
     tree.width = 4
-    assert [SyncScheduler(None, tree, k).fusable for k in (15, TREE - 1, TREE)] == [True, True, False]
-    assert SyncScheduler(None, Drafter(), 32).fusable and SyncScheduler(None).fusable
+    monkeypatch.setattr("kernels.available", lambda x: True)
+    rows = [SyncScheduler(None, tree, k).tree for k in (15, SEEN - 1, SEEN)]
+    assert [serve(TARGET, n) for n in rows] == [True, True, False]
+    assert SyncScheduler(None, Drafter(), 32).tree == SyncScheduler(None).tree == 0
 
 
 def test_a_draft_row_follows_its_request_to_other_blocks(monkeypatch):

@@ -18,8 +18,7 @@ from conftest import interpreted, tell, toy_model  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 
 from kernels import attention as att  # noqa: E402
-from kernels import fused, graphs, triton  # noqa: E402
-from kernels.fused import decode  # noqa: E402
+from kernels import graphs, triton  # noqa: E402
 from minispec import prism, specdiff  # noqa: E402
 from minispec.core import kv_cache  # noqa: E402
 from minispec.core.attention import FullKeys  # noqa: E402
@@ -27,7 +26,7 @@ from minispec.core.cpu import Linear  # noqa: E402
 from minispec.core.drafters import Cached, NGram, SmallLM  # noqa: E402
 from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
 from minispec.core.requests import Request, Segment  # noqa: E402
-from minispec.core.gpt import GPTConfig  # noqa: E402
+from minispec.core.gpt import GPTConfig, RMSNorm  # noqa: E402
 from minispec.core.kv_cache import Allocation, KVCache  # noqa: E402
 from minispec.core.verify import Sampling  # noqa: E402
 from minispec.specgen import PillarKeys, SpecGen  # noqa: E402
@@ -132,7 +131,7 @@ def replayed(steps, spoilt=lambda graphs: contextlib.nullcontext()):
         return real(*args)
 
     def forward(x):
-        return [decode(model.blocks, model.norm, model.rope, model.embed(x.tokens), x, cache)]
+        return [model(x.tokens, x.positions, x.attend)]
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(graphs, "capture", counted))
@@ -351,10 +350,10 @@ def counting(monkeypatch):
     monkeypatch.setattr("kernels.available", lambda x: True)
     product = mode.counted(lambda m, x: F.linear(x, m.weight, m.bias))
     monkeypatch.setattr(Linear, "forward", product)
-    monkeypatch.setattr(fused, "attention", mode.counted(references.attention))
-    monkeypatch.setattr(fused, "scores", mode.counted(references.scores))
-    for name in ("add_rms_norm", "rope_and_store", "silu_mul"):
-        monkeypatch.setattr(fused, name, mode.counted(getattr(references, name)))
+    monkeypatch.setattr(graphs, "attention", mode.counted(references.attention))
+    monkeypatch.setattr(graphs, "scores", mode.counted(references.scores))
+    norm = mode.counted(lambda m, x: F.rms_norm(x, m.weight.shape, m.weight, m.eps))
+    monkeypatch.setattr(RMSNorm, "forward", norm)          # one kernel on a GPU
     return mode
 
 
@@ -371,7 +370,7 @@ def test_a_layer_is_few_kernels(counting):
 
     # The parts of a long list are merged by one more.
     assert launches(1) > 5
-    assert (launches(3) - launches(1)) / 2 <= 11
+    assert (launches(3) - launches(1)) / 2 <= 19
 
 
 TARGET, SMALL = (toy_model(vocab=32, head_dim=16, seed=seed) for seed in (0, 1))
@@ -398,8 +397,8 @@ SAMPLED = [(name, 0.8) for name in ("specgen", "prism", "prism tree", "specdiff"
 
 def without_attention(monkeypatch):
     """Quick, where any number will do."""
-    monkeypatch.setattr(fused, "attention", lambda q, *rest: (q, q[..., 0]))
-    monkeypatch.setattr(fused, "scores", lambda *args: None)
+    monkeypatch.setattr(graphs, "attention", lambda q, *rest: (q, q[..., 0]))
+    monkeypatch.setattr(graphs, "scores", lambda *args: None)
 
 
 @pytest.mark.parametrize("name, temperature", [*AT_0, *SAMPLED])

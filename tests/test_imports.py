@@ -31,7 +31,7 @@ def room(file):
         return "kernels"
     if not folders:
         return "bench" if name == "bench" else "scripts"
-    rooms = {"bounds": "bounds", "traces": "bounds", "adaptive": "adaptive", "__main__": "scripts",
+    rooms = {"bounds": "bounds", "traces": "bounds", "costs": "bounds", "adaptive": "adaptive", "__main__": "scripts",
              "__init__": None}
     return rooms.get(name, "papers")
 

@@ -18,11 +18,11 @@ sys.path.insert(0, ROOT)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from conftest import interpreted, seeded, tell, toy_model  # noqa: E402
+from conftest import interpreted, seeded, tell  # noqa: E402
 
 import kernels  # noqa: E402
 from kernels import attention as att  # noqa: E402
-from kernels import fused, scores, triton  # noqa: E402
+from kernels import scores, triton  # noqa: E402
 import compile_report  # noqa: E402
 import references  # noqa: E402
 
@@ -160,29 +160,6 @@ def check_trees(g=2, d=64):
     assert torch.equal(att.attention(*batch.args(), chain)[0], causal)
 
 
-@torch.no_grad()
-def check_fused(qk_norm, n, width, d_ff, d):
-    """The small kernels of a layer against torch's operators, on sizes that fill no block."""
-    model = toy_model(head_dim=d, d_model=width, d_ff=d_ff, qk_norm=qk_norm)
-    block = model.blocks[0]
-    c = model.config
-    for p in model.parameters():
-        p.data += 0.1 * torch.rand_like(p)
-    x, delta = torch.randn(2, n, width)
-    args = x, delta, block.norm1
-    for got, want in zip(fused.add_rms_norm(*args), references.add_rms_norm(*args)):
-        close(got, want, 1e-5)
-    gate_up = 3 * torch.randn(n, 2 * d_ff)
-    close(fused.silu_mul(gate_up), references.silu_mul(gate_up), 1e-5)
-    qkv = torch.randn(n, (c.n_head + 2 * c.n_kv_head) * d)
-    new = torch.randperm(60)[:n]
-    args = qkv, block, model.rope, torch.randint(0, 500, (n,)), new
-    pools = torch.zeros(4, c.n_kv_head, 60, d)
-    close(fused.rope_and_store(*args, *pools[:2]), references.rope_and_store(*args, *pools[2:]), 1e-5)
-    close(pools[:2], pools[2:], 1e-5)
-    assert pools[1].abs().sum(-1).gt(0).sum() == n * c.n_kv_head, "other slots are left alone"
-
-
 def check_large_offsets(g=1, d=64):
     """Results of parts that begin 2^31 numbers into their buffer are written and read there. (72 requests
     that each read 512 tokens of a prompt of 8,192 need that many.) The buffer is address space, of which a
@@ -222,8 +199,6 @@ CHECKS |= {
     "large offsets": check_large_offsets,
     "trees": check_trees,
 }
-CHECKS |= {f"fused {shape}": lambda shape=shape: check_fused(*shape)
-           for shape in ((False, 5, 36, 70, 16), (True, 1, 300, 1030, 32))}
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +239,7 @@ def test_shipped_report_covers_every_configuration():
     rows = {(r["kernel"], r["dtype"], r["group"], r["head_dim"], r["arch"]) for r in report["rows"]}
     c = compile_report
     want = {(name, dtype, group, d, f"sm_{arch}")
-            for name in c.KERNELS for group in (c.GROUPS if name in c.GROUPED else c.GROUPS[:1])
+            for name in c.KERNELS for group in c.GROUPS
             for d in c.HEADS for dtype in c.DTYPES if c.supported(d, c.DTYPES[dtype]) for arch in c.ARCHS}
     assert rows == want
     assert len(rows) == len(report["rows"]) == report["compiled"]
@@ -332,7 +307,7 @@ def test_without_triton_everything_imports_and_nothing_is_available(monkeypatch)
     bare = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "bare", bare)
     spec.loader.exec_module(bare)
-    names = "attention", "scores", "fused", "graphs"
+    names = "attention", "scores", "graphs"
     kernel = {name: importlib.import_module(f"bare.{name}") for name in names}
     for name in kernel:
         monkeypatch.delitem(sys.modules, f"bare.{name}")

@@ -20,7 +20,7 @@ import decode
 import shown
 import train_gpt
 from minispec import prism, specdiff
-from minispec.tools import checkpoints, files, methods, script, training
+from minispec.tools import checkpoints, drafter_files, files, methods, script, training
 from minispec.core.requests import Request
 
 
@@ -36,7 +36,7 @@ def full_disk():
 
 def write_drafter(folder, n):
     target = toy_model(d_model=n // 25, vocab=9)
-    checkpoints.save_drafter(prism.for_target(target), folder, target)
+    drafter_files.save_drafter(prism.for_target(target), folder, target)
 
 
 WRITERS = {     # file: a writer of something small or large
@@ -229,7 +229,7 @@ KINDS = [(prism, prism.PrismConfig), (specdiff, specdiff.SpecDiffConfig)]
 @pytest.mark.parametrize("how", ["nan", "pickled", "truncated", "no object", *CONFIGS])
 def test_a_damaged_drafter_is_named(module, config_class, how, tmp_path):
     target = toy_model()
-    checkpoints.save_drafter(module.for_target(target), str(tmp_path), target)
+    drafter_files.save_drafter(module.for_target(target), str(tmp_path), target)
     file = tmp_path / "model.safetensors"
     config = tmp_path / "config.json"
     if how == "nan":
@@ -245,7 +245,7 @@ def test_a_damaged_drafter_is_named(module, config_class, how, tmp_path):
     else:
         config.write_text(json.dumps(json.loads(config.read_text()) | CONFIGS[how]))
     with pytest.raises(ValueError) as e:
-        checkpoints.load_drafter(str(tmp_path), target, config_class)
+        drafter_files.load_drafter(str(tmp_path), target, config_class)
     assert str(tmp_path) in str(e.value)
     assert "\n" not in str(e.value)
     assert not (tmp_path / "pwned").exists()

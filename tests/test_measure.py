@@ -17,7 +17,7 @@ from minispec.core.requests import Request
 from minispec.data import recorded, rollouts
 from minispec.specgen import SpecGen
 from minispec.studies import measure
-from minispec.traces import CostTable
+from minispec.costs import CostTable
 from test_bounds import DRAFT, TARGET, autoregressive, fixed, linear, time_of
 from test_trained import fit
 

@@ -1,4 +1,4 @@
-"""The two file formats of traces.py: prices between and beyond measured points; bad files are named with
+"""The file formats of traces.py and costs.py: prices between and beyond measured points; bad files are named with
 file, line and field."""
 
 import itertools
@@ -10,7 +10,8 @@ import pytest
 from test_bounds import PUBLISHED, linear, random_trace
 
 from minispec import traces
-from minispec.traces import CostTable, expected_tokens, read_costs, read_traces, write_traces
+from minispec.costs import CostTable, expected_tokens, read_costs
+from minispec.traces import read_traces, write_traces
 
 UNIT = {"verify": linear(base=1)}
 FIELDS = "accept", "censored", "offered"

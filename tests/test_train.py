@@ -155,25 +155,15 @@ def test_distillation_needs_its_teacher(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_without_file_locks_of_the_system_an_exclusive_file_is_the_lock(tmp_path, monkeypatch):
-    """As on Windows: nothing imports fcntl before it is used, a second training is refused, and nothing
-    is left behind."""
+def test_without_file_locks_of_the_system_a_training_runs_too(tmp_path, monkeypatch):
+    """As on Windows: nothing imports fcntl before it is used."""
     monkeypatch.setitem(sys.modules, "fcntl", None)  # an import of it fails
     scripts = "decode, bench, train_gpt, train_prism, train_specdiff, train_cdlm"
     code = f"import sys; sys.modules['fcntl'] = None; import {scripts}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     with training.locked(tmp_path):
-        message = (
-            f"{tmp_path} is in use by another training; if there is none, remove {tmp_path}/running"
-        )
-        with pytest.raises(ValueError, match=message), training.locked(tmp_path):
-            pass
-        assert sorted(os.listdir(tmp_path)) == [
-            "lock",
-            "running",
-        ]  # the refused one leaves the owner's
-    assert os.listdir(tmp_path) == ["lock"]
+        assert os.listdir(tmp_path) == ["lock"]
     with pytest.raises(KeyboardInterrupt), training.locked(tmp_path):
         raise KeyboardInterrupt
     with training.locked(tmp_path):

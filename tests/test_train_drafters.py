@@ -32,11 +32,12 @@ import train_prism
 import train_specdiff
 from minispec import prism, specdiff
 from minispec.core.draft_head import most_frequent
+from minispec.core.engine import Engine, SyncScheduler
 from minispec.data import magpie, recorded, rollouts, tasks
 from minispec.data.loops import loops
 from minispec.data.tokenizer import GPT2, TEXT_ALONE, Tokenizer, byte_letters
-from minispec.tools import checkpoints, methods, training
-from minispec.tools.checkpoints import load_drafter, save_drafter
+from minispec.tools import checkpoints, drafter_files, methods, training
+from minispec.tools.drafter_files import load_drafter, save_drafter
 
 KINDS = {
     "prism": SimpleNamespace(
@@ -385,22 +386,19 @@ def test_a_prompt_longer_than_the_context_is_left_out(folder, tmp_path, capfd):
     assert max(len(text["ids"]) for text in texts) < 100
 
 
-def test_recorded_texts_are_those_of_reading(folder):
-    """A batch of prompts of several lengths, greedy and sampled: the states of decoding are those of
-    reading the text, and log_p is the log-probability at the temperature of the answer."""
+def test_recorded_texts_have_the_states_of_the_target(folder):
+    """Prompts of several lengths, greedy and sampled: log_p is the log-probability at the temperature of the
+    answer."""
     target = checkpoints.load(folder / "target", "cpu", torch.float32)
     args = argparse.Namespace(max_new_tokens=12, temperature=None)
     tokenizer = Tokenizer.load(folder / "target")
     asked = [tokenizer.prompt_ids("word " * n) for n in (1, 3, 40, 7)]
-    for i, text in enumerate(rollouts.answers(args, rollouts.recording(target), tokenizer, asked, 0)):
+    for i, text in enumerate(rollouts.answers(args, Engine(target, SyncScheduler), tokenizer, asked, 0)):
         ids, n, temperature = text["ids"].tolist(), len(asked[i]), rollouts.TEMPERATURES[i]
-        want = rollouts.read(target, asked[i], ids[n:], temperature)
         assert ids[:n] == asked[i]
         assert len(ids) > n
-        assert all(torch.equal(text[name], want[name]) for name in ("ids", "learn", "best"))
-        for name in ("lower", "hidden"):
-            assert (text[name][:-1].float() - want[name][:-1].float()).abs().max() < 0.05
         assert text["lower"].shape[1] == 2 * text["hidden"].shape[1]
+        assert (target.logits(text["hidden"].float()) - dense_logits(target, ids)).abs().max() < 0.2
         logits = dense_logits(target, ids)[n - 1 : -1]
         assert torch.equal(text["best"][n - 1 : -1], logits.argmax(-1))
         log_p = torch.zeros(len(ids))
@@ -468,7 +466,7 @@ def test_a_greedy_answer_ends_where_it_loops(folder):
     tokenizer = Tokenizer.load(folder / "target")
     prompt = tokenizer.prompt_ids("word")
     args = argparse.Namespace(max_new_tokens=200, temperature=0)
-    [greedy] = rollouts.answers(args, rollouts.recording(target), tokenizer, [prompt], 0)
+    [greedy] = rollouts.answers(args, Engine(target, SyncScheduler), tokenizer, [prompt], 0)
     ids = greedy["ids"][len(prompt) :].tolist()
     assert len(ids) < 200
     assert loops(ids)
@@ -554,7 +552,7 @@ def test_one_command_for_an_own_target_and_what_it_writes(
     for module, name in [
         (magpie, "write_json"),
         (rollouts, "save_file"),
-        (checkpoints, "save_drafter"),
+        (drafter_files, "save_drafter"),
     ]:
         write = getattr(module, name)
         calls = []

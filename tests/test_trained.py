@@ -23,7 +23,8 @@ from minispec.core.draft_head import DraftHead, most_frequent
 from minispec.data import recorded, rollouts
 from minispec.prism import PrismConfig, PrismDrafter
 from minispec.specdiff import SpecDiffConfig, SpecDiffDrafter
-from minispec.tools.checkpoints import fingerprint, load_drafter, save_drafter
+from minispec.tools.checkpoints import fingerprint
+from minispec.tools.drafter_files import load_drafter, save_drafter
 
 FULL = bool(os.environ.get("MINISPEC_FULL"))
 # A small vocabulary, so that even random drafts are often right.

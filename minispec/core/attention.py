@@ -11,7 +11,7 @@ Decoding:  `packed_attend(segments)` serves one packed batch in which every requ
                FewRows       up to FEW rows each of several requests: block by block
                DraftPool     SpecGen's draft rows: a copy of the listed keys (specgen.py)
 
-On a GPU:  kernels/fused.py replaces packed_attend by one kernel per layer.
+On a GPU:  kernels/attention.py replaces packed_attend by one kernel per layer.
 
 Shapes, for one layer: N packed rows, n of them from one request; H query heads, G key/value heads, g = H /
 G query heads share a key head; D numbers a head; T positions that a request has cached, its new rows
@@ -237,16 +237,12 @@ class FewRows:
 def group_rows(q, n_groups):
     """(.., n, H, D) -> (.., G, g * n, D): the g = H / G heads that share a key head become rows of one
     product."""
-    if q.shape[-3] == 1:
-        return q.view(*q.shape[:-3], n_groups, -1, q.shape[-1])
-    return q.view(*q.shape[:-2], n_groups, -1, q.shape[-1]).movedim(-4, -2).flatten(-3, -2)
+    return q.unflatten(-2, (n_groups, -1)).movedim(-4, -2).flatten(-3, -2)
 
 
 def ungroup_rows(out, n):
     """(.., G, g * n, D) -> (.., n, H, D), the inverse of group_rows."""
-    if n == 1:
-        return out.reshape(*out.shape[:-3], 1, -1, out.shape[-1])
-    return out.view(*out.shape[:-2], -1, n, out.shape[-1]).movedim(-2, -4).flatten(-3, -2)
+    return out.unflatten(-2, (-1, n)).movedim(-2, -4).flatten(-3, -2)
 
 
 # -- trees of drafts -----------------------------------------------------------------------------------------
@@ -258,14 +254,3 @@ def tree_mask(parents):
     for i, parent in enumerate(parents, 1):
         sees[i] |= sees[parent]
     return sees
-
-
-# -- the same on a GPU: kernels/ -----------------------------------------------------------------------------
-
-TREE = 64                # rows of the largest tree that the kernels take (kernels/attention.py)
-
-
-def can_fuse(model):
-    """Whether the Triton kernels run for this model. Otherwise decoding uses torch's operators."""
-    from kernels import available, supported             # imported here: importing triton takes a second
-    return available(model.embed.weight) and supported(model.config.head_dim, model.dtype)

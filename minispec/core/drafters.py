@@ -19,7 +19,7 @@ import torch
 from minispec.core import gpt
 from minispec.core.attention import FullKeys
 from minispec.core.kv_cache import Allocation, KVCache
-from minispec.core.requests import MAX_K, Batch, Segment, pack
+from minispec.core.requests import MAX_K, Segment, pack
 from minispec.core.noise import stream
 from minispec.core.verify import graft, warp
 from minispec.core.draft_head import DraftHead
@@ -62,25 +62,6 @@ class Drafter:
 
 # -- what drafters with a cache share ------------------------------------------------------------------------
 
-class Rows(Batch):
-    """The rows of one draft step of all requests, on torch's operators. kernels/rounds.py has the same on a
-    GPU, where a whole round is one CUDA graph. `more`: tables of the requests, and `how`: a round's other
-    settings, see Chained.propose."""
-    body = staticmethod(gpt.body)
-    ends_early = True                                    # whether a round may stop before its last step
-
-    def next_rows(self, number, tokens, positions, sees=None):
-        """The rows of step `number` = 2, 3, ..: tokens (n, w) are the newest ones of n requests, at positions
-        (n * w,). sees (n, w, m): of a tree, see DraftState.rows."""
-        w = tokens.shape[1]
-        masks = [None] * len(tokens) if sees is None else sees
-        spans = []
-        for i, (mask, (_, _, before)) in enumerate(zip(masks, self.segments)):
-            keys = FullKeys(before.cache, before.blocks, before.start + before.n, w, tail=mask)
-            spans.append((i * w, (i + 1) * w, keys))
-        return Rows(tokens.flatten(), positions, spans, None, self.more, self.how)
-
-
 @dataclass
 class DraftState:
     """The state of a drafter for one request. Its cache is apart from the target's; position i there holds
@@ -105,8 +86,8 @@ class DraftState:
 
 
 class Cached(Drafter):
-    """A drafter with its own keys and values: a DraftState for every request, and one function round(Rows) ->
-    [tensors], a forward or several of them, which depends on nothing but its rows.
+    """A drafter with its own keys and values: a DraftState for every request, and one function round(Batch)
+    -> [tensors], a forward or several of them, which depends on nothing but its rows.
 
     config: of the cache; room: slots that a request may need more than its tokens."""
     graphs = None               # on a GPU: kernels.rounds.Rounds, which replays `round`
@@ -146,7 +127,7 @@ class Cached(Drafter):
     def run_round(self, work, more=None, how=()):
         """The tensors that `round` returns for `work`, a list of Segments."""
         if not self.in_pool(work):
-            return self.round(Rows(**vars(pack(work, self.target.device, more, how))))
+            return self.round(pack(work, self.target.device, more, how))
         out, seconds = self.graphs(work, more, how)
         self.seconds += seconds
         return out
@@ -157,7 +138,7 @@ class Chained(Cached):
     the token that the step before it drew, on the device.
 
     The drafter has `draft_head` (DraftHead); first_rows(request) -> Segment, or None if it cannot draft yet;
-    and step(number, x, states (N, C) or None) -> states (N, C), one forward of Rows x. width: rows of a
+    and step(number, x, states (N, C) or None) -> states (N, C), one forward of Batch x. width: rows of a
     request in every step but the first.
 
     Early end: a chain ends once the product of the drafter's probabilities of its drafts is below
@@ -235,7 +216,7 @@ class Chained(Cached):
         return q, q / self.draft_head.noise(x.more["streams"], x.more["at"] + number - 1)[:, None]
 
     def next_rows(self, x, number, tokens, sees=None):
-        """The rows of a later step, all of them one position further; arguments of Rows.next_rows."""
+        """The rows of a later step, all of them one position further; arguments of Batch.next_rows."""
         ends = x.more["ends"] + (number - 2)
         positions = ends.clamp(max=self.config.block_size - 1).repeat_interleave(tokens.shape[1])
         return x.next_rows(number, tokens, positions, sees)
@@ -263,7 +244,7 @@ class NGram(Drafter):
         return [(self.lookup(r, limit), None) for r, limit in zip(requests, limits)]
 
     def lookup(self, request, n):
-        """Up to n tokens that followed the most recent earlier occurrence of the text's end; none if n < 1."""
+        """Up to n tokens that followed the last earlier occurrence of the text's end; none if n < 1."""
         tokens = request.tokens
         # 1. Index what was committed since the last call. The n-grams that end at the very last token must
         #    wait, because they would find themselves.
@@ -319,7 +300,7 @@ class SmallLM(Chained):
     def step(self, number, x, states):
         """One step; see Chained. A token of the target alone is read as the last one of the small model."""
         tokens = x.tokens.clamp(max=self.config.vocab_size - 1)
-        return x.body(self.target, self.target.rope, self.draft_head.embed(tokens), x.positions, x.attend)
+        return gpt.body(self.target, self.target.rope, self.draft_head.embed(tokens), x.positions, x.attend)
 
     def first_rows(self, request):
         """The tokens committed since the last round, at least the last one: its logits are needed. Accepted

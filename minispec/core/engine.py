@@ -29,6 +29,7 @@ The output of a request does not depend on its neighbours in the batch, greedy o
 text before a position determine the target's token there (up to rounding: a forward with more rows may round
 differently).
 """
+import importlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -36,12 +37,17 @@ import torch
 
 from minispec.core import verify
 from minispec.core.admission import Admission
-from minispec.core.attention import TREE, FullKeys, can_fuse, tree_mask
+from minispec.core.attention import FullKeys, tree_mask
 from minispec.core.drafters import Drafter, NGram, with_lookup
 from minispec.core.kv_cache import KVCache, beside, whole_blocks
-from minispec.core.requests import Segment, check_k, check_lookup, check_requests, pack
+from minispec.core.requests import Segment, check_k, check_requests, pack
 
 PROMPT_ROWS = 2048  # prompt tokens a forward, all requests together: it bounds the memory of activations
+
+
+def kernels(name):
+    """A module of kernels/, by name and when it is needed: a GPU alone has a use for it."""
+    return importlib.import_module(name)
 
 
 class Engine:
@@ -71,7 +77,7 @@ class Engine:
         self.judging = 0.0                               # seconds of this iteration in verify.py
         self.on_read = None                              # called with the number of prompt tokens just read
         # On a GPU: Triton kernels, CUDA graphs of them, and a stream to verify on.
-        self.fused = model.device.type == "cuda" and self.scheduler.fusable and can_fuse(model)
+        self.fused = model.device.type == "cuda" and kernels("kernels").serve(model, self.scheduler.tree)
         self.graphs = None                               # of forwards on the kernels, see kernels/graphs.py
         self.thread = self.side = None
         if self.scheduler.delayed:
@@ -273,17 +279,15 @@ class Engine:
         slots = self.cache_tokens or largest * min(self.batch_size, len(requests))
         if largest > slots:
             raise ValueError(f"a cache of {slots} tokens cannot hold a request of {largest}")
-        if self.cache is None or self.fused and self.cache.n_slots < slots:
+        if self.cache is None:
             self.cache = KVCache(self.model.config, slots, self.model.dtype, self.model.device,
                                  spare=int(self.fused))
-            self.graphs = None
         if self.cache.n_slots < slots:
             self.cache.enlarge(slots)                    # with the keys and values of earlier texts
+            self.graphs = None                           # they know the old addresses
         # A graph's tables have room for the longest request.
         if self.fused and (self.graphs is None or self.graphs.longest < longest):
-            from kernels.graphs import target_graphs
-            self.graphs = target_graphs(self, longest)
-            self.scheduler.prepare(self.batch_size, longest)
+            kernels("kernels.rounds").accelerate(self, longest)
         self.waiting += requests
 
     def retire(self, everything=False):
@@ -302,8 +306,9 @@ class Scheduler:
     delayed = False                      # True: the engine verifies beside the next forward
     record = None                        # what FullKeys records of the attention probabilities,
     record_prompt = 0                    # and of how many last rows of a prompt
-    fusable = True                       # whether the kernels serve all of its rows
+    drafter = Drafter()
     rows = 1                             # the most rows of a verification
+    tree = 0                             # the most rows of a tree
     shares = True                        # whether requests may share the blocks of a common beginning
     feature_layers = ()                  # whose states `observe` gets besides the final ones
 
@@ -317,9 +322,6 @@ class Scheduler:
     def widest(self, length):
         """The most selected positions that a row reads, of `length`."""
         return 0
-
-    def prepare(self, batch, longest):
-        """On a GPU: make the scheduler's own graphs, for `batch` requests of up to `longest` tokens."""
 
     def observe(self, segment, rows):
         """Rows of a segment that stay in the cache: a chunk of a prompt, or the accepted drafts."""
@@ -345,7 +347,8 @@ class SyncScheduler(Scheduler):
     def __init__(self, engine, drafter=None, k=0, lookup=0):
         if drafter:
             check_k(k, drafter.width)
-        check_lookup(lookup)
+        if lookup < 0:
+            raise ValueError(f"lookup {lookup} is out of range; allowed is 0 or more rows")
         self.engine = engine
         self.drafter = drafter or Drafter()
         self.k = k
@@ -354,7 +357,7 @@ class SyncScheduler(Scheduler):
         self.rows = k + lookup + 1
         self.feature_layers = self.drafter.feature_layers
         self.shares = not self.drafter.uses_hidden_states  # the states of shared tokens are gone
-        self.fusable = self.drafter.width == 1 and not lookup or self.rows <= TREE
+        self.tree = self.rows if self.drafter.width > 1 or lookup else 0
 
     def schedule(self, ready):
         if not (self.k and ready):
@@ -383,10 +386,6 @@ class SyncScheduler(Scheduler):
     def observe(self, segment, rows):
         if self.drafter.uses_hidden_states:
             self.drafter.observe(segment.request, segment.features[list(rows)])
-
-    def prepare(self, batch, longest):
-        from kernels.rounds import prepare
-        prepare(self.drafter, batch, longest)
 
     def proposer(self, request):
         return self.drafter.proposer(request)

@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
 
 
 def llama3_scaling(turn, factor=1.0, low_freq_factor=1.0, high_freq_factor=4.0,
-              original_max_position_embeddings=8192, divisors=None):
+                   original_max_position_embeddings=8192, divisors=None):
     """Llama-3.1's scaling to a longer context: the frequencies turn (D/2,), in radians per position, with the
     slow ones reduced.
 
@@ -146,7 +146,7 @@ class GPTConfig:
     d_ff: int = 768             # inner width of the SwiGLU feed-forward layer
     block_size: int = 10240     # longest context, in tokens
     rope_theta: float = 500_000.0  # large: content look-ups over 8k tokens need many slow dimensions
-    rope_scaling: dict = None   # arguments of `stretched`: Llama-3.1 and later
+    rope_scaling: dict = None   # arguments of llama3_scaling: Llama-3.1 and later
     norm_eps: float = 1e-5
     qk_norm: bool = False       # True: Qwen3; it bounds attention logits
     qkv_bias: bool = False      # True: Qwen2
@@ -161,7 +161,6 @@ SIZES = {
     "tiny": dict(n_layer=2, n_head=4, n_kv_head=2, d_model=32, head_dim=8, d_ff=64),
     "micro": dict(n_layer=2, n_head=2, n_kv_head=1, d_model=96, head_dim=48, d_ff=256),
     "nano": dict(n_layer=6, n_head=4, n_kv_head=2, d_model=256, head_dim=64, d_ff=768),
-    "small": dict(n_layer=10, n_head=7, n_kv_head=7, d_model=448, head_dim=64, d_ff=1344),
 }
 
 

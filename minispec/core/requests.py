@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import torch
 
-from minispec.core.attention import packed_attend
+from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.verify import Sampling
 
 
@@ -122,12 +122,6 @@ def check_k(k, width=1):
         raise ValueError(f"k {k} is out of range; allowed is 1 to {most} draft tokens a round")
 
 
-def check_lookup(rows):
-    """ValueError unless a forward may have this number of rows for prompt-lookup tokens."""
-    if rows < 0:
-        raise ValueError(f"lookup {rows} is out of range; allowed is 0 or more rows")
-
-
 def check_requests(requests, config):
     """ValueError for a request that a model of this config can never answer."""
     for r in requests:
@@ -186,18 +180,31 @@ class Segment:
 class Batch:
     """Rows of several requests, packed for torch's operators (kernels.graphs.Inputs for the kernels): tokens
     (N,), positions (N,), and (first row, last row + 1, keys) of each request. Drafters also read features (N,
-    C) of each row, more: {name: tensor with a row per request}, and how: settings that are no tensors."""
+    C) of each row, more: {name: tensor with a row per request}, and how: settings that are no tensors.
+    ends_early: whether a round of drafts may stop before its last step."""
     tokens: torch.Tensor
     positions: torch.Tensor
     segments: list
     features: torch.Tensor = None
     more: dict = None
     how: tuple = ()
+    ends_early = True
 
     @cached_property
     def attend(self):
         """Every row sees the keys of its own request."""
         return packed_attend(self.segments, self.tokens.device)
+
+    def next_rows(self, number, tokens, positions, sees=None):
+        """The rows of draft step `number` = 2, 3, ..: tokens (n, w) are the newest ones of n requests, at
+        positions (n * w,). sees (n, w, m): of a tree, which of the last m rows each row sees."""
+        w = tokens.shape[1]
+        masks = [None] * len(tokens) if sees is None else sees
+        spans = []
+        for i, (mask, (_, _, before)) in enumerate(zip(masks, self.segments)):
+            keys = FullKeys(before.cache, before.blocks, before.start + before.n, w, tail=mask)
+            spans.append((i * w, (i + 1) * w, keys))
+        return Batch(tokens.flatten(), positions, spans, None, self.more, self.how)
 
 
 def pack(segments, device, more=None, how=()):

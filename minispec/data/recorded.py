@@ -7,6 +7,7 @@ folder of shards, DIR/train-0-128.safetensors and so on, which every variant, se
 shares. Here they are read: the settings, a batch, and a run through all of them (`DrafterRun`).
 """
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -27,10 +28,11 @@ from minispec.tools.files import naming, read_rows, read_tensors
 OWN = "own"                 # among prompt files: the prompts that the target writes itself
 LONGEST = 1536              # tokens of a training text; longer ones are cut
 LOGITS = 4096               # rows whose logits are computed at a time
+GROUP = 256                 # rows sorted by length at a time
 ROUND = 16                  # padded lengths are a multiple of this, so that few shapes occur
 # The settings of `add_answers`, which a training hands on.
-OF_ANSWERS = ("target", "prompt_file", "prompts", "given", "given_answers", "heldout", "temperature",
-              "max_new_tokens", "device")
+OF_ANSWERS = ("target", "prompt_file", "prompts", "given", "heldout", "temperature", "max_new_tokens",
+              "device")
 
 
 # -- settings ------------------------------------------------------------------------------------------------
@@ -47,7 +49,6 @@ def add_answers(parser):
     add("--given", metavar="FILE",
         help="JSON lines of prompts with given answers, which the target only reads: a fifth of the time of "
              "an answer of its own (not counted in --minutes)")
-    add("--given-answers", type=int, metavar="N", help="number of given answers to read (default: all)")
     add("--heldout", type=int, default=40,
         help="number of held-out prompts for the estimates (default %(default)s)")
     add("--temperature", type=float,
@@ -101,40 +102,31 @@ class Batch(NamedTuple):
 
 def padded(texts, device="cpu", target=None):
     """The Batch of texts {field: tensor (S, ..)}. Where some have no states, the target reads them now."""
-    fields = Batch._fields
     read = all("hidden" in text for text in texts)
     columns = {}
-    for name in fields if read else ("ids", "learn"):
+    for name in Batch._fields if read else ("ids", "learn"):
         column = pad_sequence([text[name] for text in texts], batch_first=True)
         more = -column.shape[1] % ROUND
-        column = F.pad(column, [0, 0] * (column.ndim - 2) + [0, more]).to(device)
-        columns[name] = column.float() if name in ("lower", "hidden") else column
+        columns[name] = F.pad(column, [0, 0] * (column.ndim - 2) + [0, more]).to(device)
     if not read:
         temperature = torch.stack([text["temperature"] for text in texts]).to(device)
-        columns |= {name: x.float() if name in ("lower", "hidden") else x
-                    for name, x in states(target, **columns, temperature=temperature).items()}
+        columns |= states(target, **columns, temperature=temperature)
+    columns |= {name: columns[name].float() for name in ("lower", "hidden")}
     return Batch(**columns)
 
 
 @torch.no_grad()
 def states(target, ids, learn, temperature):
-    """The other fields of a Batch, from a forward of the target over texts ids (..., S) whose answers were
-    sampled at temperature (...)."""
-    positions = torch.arange(ids.shape[-1], device=ids.device).expand(ids.shape)
-    features = target(ids, positions, dense_attend(), feature_layers_of(target.config))
-    return known(target, ids, learn, features, temperature)
-
-
-@torch.no_grad()
-def known(target, ids, learn, features, temperature):
-    """The same from features (..., S, (F + 1) * C) that a forward has already computed. At temperature 0 the
-    target is a point mass, and log_p is 0."""
+    """The other fields of a Batch, from a forward of the target over texts ids (B, S) whose answers were
+    sampled at temperature (B,). At temperature 0 the target is a point mass, and log_p is 0."""
     width = target.config.d_model
+    positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    features = target(ids, positions, dense_attend(), feature_layers_of(target.config))  # (B, S, (F + 1) * C)
     # The rows in front of the answer's tokens guess them.
-    guesses = F.pad(learn[..., 1:], (0, 1))
+    guesses = F.pad(learn[:, 1:], (0, 1))
     hidden = features[guesses][:, -width:]
-    tokens = ids.roll(-1, -1)[guesses]
-    heat = temperature[..., None].expand(ids.shape)[guesses]
+    tokens = ids.roll(-1, 1)[guesses]
+    heat = temperature[:, None].expand(ids.shape)[guesses]
     best, log_p = [], []
     for some, token, t in zip(*(x.split(LOGITS) for x in (hidden, tokens, heat))):
         logits = target.logits(some).float()
@@ -146,7 +138,7 @@ def known(target, ids, learn, features, temperature):
         out["best"][guesses] = torch.cat(best)
         out["log_p"][guesses] = torch.cat(log_p)
     # A probability stands at its token, a guess in front of it.
-    out["log_p"] = F.pad(out["log_p"][..., :-1], (1, 0))
+    out["log_p"] = F.pad(out["log_p"][:, :-1], (1, 0))
     return {**out, "lower": features[..., :-width], "hidden": features[..., -width:]}
 
 
@@ -181,6 +173,39 @@ def record(args):
     return done.stdout.splitlines()
 
 
+# -- batches -------------------------------------------------------------------------------------------------
+
+def schedule(seed, lengths, batch_tokens, tokens):
+    """The rows of every step until `tokens` are used up: [(row numbers, tokens so far)]. Batches hold texts
+    of similar length, because shorter ones are padded."""
+    rng = random.Random(seed)
+    plan = []
+    used = 0
+    while used < tokens:
+        for batch in _epoch(rng, lengths, batch_tokens):
+            if used < tokens:
+                used += sum(lengths[row] for row in batch)
+                plan.append((batch, used))
+    return plan
+
+
+def _epoch(rng, lengths, batch_tokens):
+    """Every row once, in batches of at most `batch_tokens` padded tokens, shuffled."""
+    order = rng.sample(range(len(lengths)), len(lengths))
+    batches = []
+    for i in range(0, len(order), GROUP):
+        # Not all rows are sorted, so that batches differ from epoch to epoch.
+        batch = []
+        for row in sorted(order[i:i + GROUP], key=lengths.__getitem__):
+            if batch and (len(batch) + 1) * lengths[row] > batch_tokens:
+                batches.append(batch)
+                batch = []
+            batch.append(row)
+        batches.append(batch)
+    rng.shuffle(batches)
+    return batches
+
+
 # -- the training --------------------------------------------------------------------------------------------
 
 def begin(args, drafter_of):
@@ -209,7 +234,7 @@ class DrafterRun(training.Run):
         model.restrict(most_frequent(answers, args.draft_vocab, model.config.vocab_size))
         # The batches of all steps.
         lengths = [len(text["ids"]) for text in self.texts]
-        self.plan = training.schedule(args.seed, lengths, args.batch_tokens, args.tokens)
+        self.plan = schedule(args.seed, lengths, args.batch_tokens, args.tokens)
         print(f"{len(lengths)} texts, {sum(lengths):,} tokens, {len(self.plan)} steps")
         super().__init__(args, args.out, model, len(self.plan), args.lr,
                          muon=training.fast_dtype(args.device) == torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Let a target answer prompts, and record its hidden states, argmax and log-probabilities on the way.
+"""Let a target answer prompts, and record its hidden states, argmax and log-probabilities at every token.
 
     python -m minispec.data.rollouts --target FOLDER --out DIR
 
@@ -19,19 +19,17 @@ import itertools
 import os
 import sys
 import time
-from functools import partial
 
 import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from minispec.core.drafters import Drafter
 from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
-from minispec.core.draft_head import feature_layers_of
 from minispec.data import loops, magpie, prompts, tasks
-from minispec.data.recorded import LONGEST, OWN, add_answers, known, parsed, states
+from minispec.data.magpie import TOGETHER
+from minispec.data.recorded import LONGEST, OWN, add_answers, parsed, states
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, training
 from minispec.tools.files import opened, replaced
@@ -94,36 +92,17 @@ def fitting(texts, tokenizer, context, left_out):
 
 # -- a text and the target's states -------------------------------------------------------------------------
 
-def read(target, prompt, answer, temperature, features=None):
-    """A text, cut to LONGEST tokens, as the fields of a Batch. features (n, (F + 1) * C) of its tokens:
-    without them the target reads the text, but on a GPU each training step reads its texts again."""
+def read(target, prompt, answer, temperature):
+    """A text, cut to LONGEST tokens, as the fields of a Batch. The target reads it for its states; on a GPU
+    each training step does so."""
     ids = torch.tensor((prompt + answer)[:LONGEST], device=target.device)
     learn = torch.arange(len(ids), device=ids.device) >= len(prompt)
     temperature = torch.tensor(float(temperature), device=ids.device)
     text = {"ids": ids, "learn": learn, "temperature": temperature}
-    if features is not None:
-        text |= known(target, ids, learn, features, temperature)
-    elif not ids.is_cuda:
+    if not ids.is_cuda:
         text |= {name: x[0] for name, x in states(target, ids[None], learn[None], temperature[None]).items()}
     return {name: (x.bfloat16() if name in ("lower", "hidden") else x).cpu().contiguous()
             for name, x in text.items()}
-
-
-class Recorder(Drafter):
-    """Keeps the target's states of every request that is decoded with it, and never drafts."""
-    uses_hidden_states = True
-
-    def __init__(self, target):
-        self.feature_layers = feature_layers_of(target.config)
-        self.rows = {}                                   # request -> [features]
-
-    def observe(self, request, features):
-        self.rows.setdefault(request, []).append(features.clone())
-
-    def features(self, request):
-        """Of all tokens (n, (F + 1) * C). No forward has read the last one, and nobody needs its states."""
-        features = torch.cat(self.rows.pop(request))
-        return torch.cat([features, features.new_zeros(1, features.shape[1])])[:LONGEST]
 
 
 # -- shards --------------------------------------------------------------------------------------------------
@@ -151,26 +130,16 @@ def answer(args, engine, tokenizer, split, n):
               file=sys.stderr)
 
 
-def recording(target):
-    """An engine that decodes for `answers`. Its forwards also yield the states; on a GPU these are not kept.
-    """
-    if target.device.type == "cuda":
-        return Engine(target, SyncScheduler, 2 * magpie.TOGETHER)
-    return Engine(target, partial(SyncScheduler, drafter=Recorder(target), k=1), magpie.TOGETHER)
-
-
 def answers(args, engine, tokenizer, asked, first):
     """The texts of the target's answers to prompts number `first` and following. A prompt's number is the
     seed of its answer."""
-    target, recorder = engine.model, engine.scheduler.drafter
-    requests = []
+    target, requests = engine.model, []
     for i, ids in enumerate(asked, first):
         room = min(args.max_new_tokens, target.config.block_size - len(ids))
         temperature = TEMPERATURES[i % len(TEMPERATURES)] if args.temperature is None else args.temperature
         requests.append(Request(ids, room, Sampling(temperature, seed=i), tokenizer.ends))
     for request, g in zip(requests, loops.generate(engine, requests)):
-        features = recorder.features(request) if recorder.uses_hidden_states else None
-        yield read(target, g.prompt_ids, g.token_ids, request.sampling.temperature, features)
+        yield read(target, g.prompt_ids, g.token_ids, request.sampling.temperature)
 
 
 def given(args, target, tokenizer):
@@ -185,7 +154,6 @@ def given(args, target, tokenizer):
         if not tasks.is_heldout(p.prompt):
             ids = tokenizer.encode(said) + tokenizer.ends[:1]
             rows.append((tokenizer.prompt_ids(p.prompt), ids[:args.max_new_tokens], 1))
-    rows = rows[:args.given_answers]
     part, parts = args.part
     for start in tqdm(range(part * SHARD, len(rows), parts * SHARD), desc="given answers", unit="shard"):
         some = rows[start:start + SHARD]
@@ -214,7 +182,7 @@ def main():
     # Answers in the folder must be the same target's.
     training.same_settings(args.out, target=checkpoints.fingerprint(target), temperature=args.temperature,
                            max_new_tokens=args.max_new_tokens)
-    engine = recording(target)
+    engine = Engine(target, SyncScheduler, TOGETHER if args.device == "cpu" else 2 * TOGETHER)
     files = [*answer(args, engine, tokenizer, "heldout", args.heldout),
              *answer(args, engine, tokenizer, "train", args.prompts)]
     if args.given:

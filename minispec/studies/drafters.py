@@ -1,20 +1,12 @@
-"""How good the trained drafters are, whatever a forward costs.
-
-    tau       tokens committed per round, of chains of five drafts, by workload
-    curves    held-out tau against the tokens of training, from the logs next to the drafters
-"""
-import os
-from functools import partial
-
+"""How good the trained drafters are, whatever a forward costs: tokens committed per round, of chains of five
+drafts, by workload."""
 import numpy as np
 
-from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.verify import Sampling
 from minispec.data import loops
-from minispec.studies.results import each_kept, interval, problems_of
+from minispec.studies.results import each_kept, engine_of, interval, problems_of
 from minispec.tools import methods
 from minispec.tools.answers import requests_of
-from minispec.tools.files import read_rows
 from minispec.tools.markdown import table
 
 DRAFTS = 5
@@ -22,8 +14,6 @@ NEW = 128                   # tokens of an answer
 TEMPERATURES = (0.0, 0.7)
 BASE = "eagle"              # the drafter that others are compared with
 
-
-# -- tau -------------------------------------------------------------------------------------------
 
 def tau(args, model, tokenizer):
     """Every round drafts five tokens, sure or not. A greedy answer ends where it begins to repeat itself."""
@@ -47,10 +37,8 @@ def tau(args, model, tokenizer):
 
 def rounds_of(name, problems, temperature, args, model, tokenizer):
     """[[tokens, rounds]] of each problem's answer with this drafter; the first token is no round's."""
-    settings = methods.settings(**{**vars(args), "depth": DRAFTS, "gamma": DRAFTS, "k_drafts": 1})
-    drafter = methods.METHODS[name](model, settings).keywords["drafter"]
-    drafter.min_confidence = 0.0
-    engine = Engine(model, partial(SyncScheduler, drafter=drafter, k=DRAFTS), 8)
+    engine = engine_of(name, model, args, 8, depth=DRAFTS, gamma=DRAFTS, k_drafts=1)
+    engine.scheduler.drafter.min_confidence = 0.0
     requests = requests_of(problems, tokenizer, model, NEW, Sampling(temperature))
     return [[len(g.token_ids) - 1, len(g.rounds)] for g in loops.generate(engine, requests)]
 
@@ -76,30 +64,4 @@ TAU = {
     "prompts": "{prompts}",
     "tau (95 %)": "{tau:.2f} ({tau_range[0]:.2f}-{tau_range[1]:.2f})",
     f"next to {BASE} (95 %)": "{ratio:.3f} ({ratio_range[0]:.3f}-{ratio_range[1]:.3f})",
-}
-
-
-# -- curves ----------------------------------------------------------------------------------------
-
-def curves(args, model, tokenizer):
-    """The checkpoints of each drafter's trainings, in order."""
-    rows = []
-    for name in methods.TRAINED:
-        folder = methods.folder_of(name, args)
-        if os.path.exists(f"{folder}/log.jsonl"):
-            for _, row in read_rows(f"{folder}/log.jsonl"):
-                held = row["heldout_tau"]
-                held = held if isinstance(held, dict) else {"greedy": held}
-                rows.append({"drafter": name, "run": row.get("run", ""), **row, **held})
-    return {"rows": rows, "table": table(rows, CURVES)}
-
-
-CURVES = {
-    "drafter": "{drafter}",
-    "training": "{run}",
-    "tokens": "{tokens:,}",
-    "loss": "{loss:.3f}",
-    "held-out tau, greedy": "{greedy:.3f}",
-    "point mass": "{point_mass:.3f}",
-    "rejection": "{rejection:.3f}",
 }

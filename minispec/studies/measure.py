@@ -4,7 +4,7 @@ position.
 Both use the decoding loop itself. Costs come from the engine's clock (`Engine.iterations`), on rounds of a
 chosen shape. Accept lengths come from drafters that the engine calls at every position of a known output:
 
-    cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for traces.CostTable
+    cost_table     {rows x drafts x context} -> seconds of draft, verify and the rest, for costs.CostTable
     traces_of      {id: (prompt, output)} -> accept[i], offered[i], censored[i] of every drafter (the paper's
                    section 3.2: advance by one token, however many drafts were accepted)
     acceptance     from traces: the probability that a draft is accepted, over all positions
@@ -32,7 +32,8 @@ from minispec.core.engine import Engine, SyncScheduler
 from minispec.core.kv_cache import KVCache, whole_blocks
 from minispec.core.requests import Request
 from minispec.core.verify import greedy_tree
-from minispec.traces import Trace, check_costs
+from minispec.costs import check_costs
+from minispec.traces import Trace
 
 # Tokens of each request of a batch.
 BATCHES = {"1 x 100": [100], "8 x 100": [100] * 8, "64 x 20 to 400": [20 + 6 * i for i in range(64)],
@@ -130,7 +131,7 @@ def prefill_seconds(model, rows, prompt_len, repeats):
 
 def cost_table(model, drafters, rows=(1, 4, 16), contexts=(64, 512, 2048), drafts=(0, 1, 2, 4, 8, 16),
                prompts=(32, 128, 512), passes=PASSES):
-    """The input of traces.CostTable for {name: drafter}: measured grids in seconds for verification (forward
+    """The input of costs.CostTable for {name: drafter}: measured grids in seconds for verification (forward
     and acceptance), for every drafter and for prompts, and the overhead by batch size. ValueError if no
     context fits into the model's.
 

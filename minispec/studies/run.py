@@ -19,6 +19,7 @@ from minispec import bounds as ladder_of
 from minispec import traces
 from minispec.bounds import COMBINED
 from minispec.core.verify import Sampling
+from minispec.costs import CostTable, read_costs
 from minispec.data import loops, tasks
 from minispec.studies import measure, results
 from minispec.studies.results import SAME, engine_of, identical, interval, suitable, time_interleaved
@@ -80,7 +81,7 @@ def profile(args, model, tokenizer):
     # By batch size, the number of drafts per round with the least time on these traces.
     best_k = {}
     for rows in costs["verify"]["rows"]:
-        fixed = ladder_of.ladder(some, traces.CostTable(costs), rows)["total time"]["L2"]
+        fixed = ladder_of.ladder(some, CostTable(costs), rows)["total time"]["L2"]
         best_k[str(rows)] = {name: best["k"] for name, best in fixed.items()}
     costs["about"] = {
         "device": results.device_name(args.device),
@@ -212,8 +213,8 @@ def speed(args, model, tokenizer):
 # Run at batch 1 only, because additional rows cost more in a batch.
 ALONE = ["eagle --tree 8", "prism --tree 8", *(f"{name} --prompt-lookup 8" for name in methods.TRAINED)]
 # Columns of the table in README.md.
-SHORT = ("method", "mean (95 %)", "mean, decoding", "mt_bench", "translation", "summarization", "math_reasoning", "humaneval",
-         "identical to ar")
+SHORT = ("method", "mean (95 %)", "mean, decoding", "mt_bench", "translation", "summarization",
+         "math_reasoning", "humaneval", "identical to ar")
 
 
 def observe(study, args, model, tokenizer, how, names, whole={}):
@@ -224,7 +225,7 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
     longest, cut = dict.fromkeys(problems, how.new), ""
     if not tokenizer.is_puzzle_model:
         longest, cut = before_loops(problems, tokenizer, model, args, how.new)
-    prices = traces.read_costs(args.cost) if os.path.exists(args.cost) else {}
+    prices = read_costs(args.cost) if os.path.exists(args.cost) else {}
     best_k = prices.get("about", {}).get("best_k", {})
 
     def build(name, workload, batch, ids, temperature):
@@ -280,7 +281,7 @@ def rows_of(timed, about, prices):
     """The result rows of a cell, one for each method. about: entries that all rows get. prices: a cost table,
     or {} if there is none."""
     plain = middle(timed["ar"])
-    cost = traces.CostTable(prices) if prices else None
+    cost = CostTable(prices) if prices else None
     rows = []
     for name, runs in timed.items():
         run = middle(runs)
@@ -393,7 +394,7 @@ def bounds(args, model, tokenizer):
     """The ladder of bounds, from the traces and the cost table measured here, next to the speed-ups of `run`.
     For other files: python -m minispec.bounds."""
     some = traces.read_traces(results.path("traces.jsonl"))
-    prices, file = traces.read_costs(args.cost), results.path("run.json")
+    prices, file = read_costs(args.cost), results.path("run.json")
     with naming(file):
         found = ladder_of.analyse(some, prices, read_json(file)["result"]["rows"])
     whole = ladder_of.table(found)

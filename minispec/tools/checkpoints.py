@@ -1,29 +1,22 @@
-"""Models on disk.
-
-A whole model is a Hugging Face folder (`load`, `save`, hf_config.py) or a GGUF file (`load`, gguf_file.py) of
-the Llama-3, Qwen2 or Qwen3 family. A trained drafter is a folder with `config.json`, which names the kind of
-drafter, and `model.safetensors`: `load_drafter`, `save_drafter`.
+"""Models on disk: a Hugging Face folder (`load`, `save`, hf_config.py) or a GGUF file (`load`, gguf_file.py)
+of the Llama-3, Qwen2 or Qwen3 family. (Trained drafters: drafter_files.py.)
 """
 import hashlib
 import math
 import os
 import shutil
-from dataclasses import asdict
 
 import torch
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from minispec.core.gpt import GPT
-from minispec.data.tokenizer import Tokenizer
 from minispec.tools import gguf_file
-from minispec.tools.files import naming, opened, read_json, read_tensors, replaced, write_json
+from minispec.tools.files import naming, opened, read_json, replaced, write_json
 from minispec.tools.hf_config import checked, from_hf_config, to_hf_config, weight_names
 
 TEMPLATE = "chat_template.jinja"         # in some folders it is part of tokenizer_config.json
 
-
-# -- whole models --------------------------------------------------------------------------------------------
 
 def save(model, folder, tokenizer_of=None):
     """Write `config.json`, `model.safetensors` and the tokenizer files of the folder `tokenizer_of`."""
@@ -32,7 +25,7 @@ def save(model, folder, tokenizer_of=None):
     tensors = {}
     for ours, theirs, rows in weight_names(model.config):
         tensors.update(zip(theirs, state[ours].split(rows)))
-    _write_folder(folder, tensors, to_hf_config(model.config, str(model.dtype).removeprefix("torch.")))
+    write_folder(folder, tensors, to_hf_config(model.config, str(model.dtype).removeprefix("torch.")))
     if tokenizer_of:
         for name in ("tokenizer.json", "tokenizer_config.json", TEMPLATE):
             source = os.path.join(tokenizer_of, name)
@@ -120,9 +113,13 @@ class Folder:
                 self.tensors = dict.fromkeys(tensors.keys(), file)
         # Some folders have a head although their config says tied.
         self.config.tied &= "lm_head.weight" not in self.tensors
+        words = os.path.join(path, "tokenizer.json")
         self.n_tokens = self.config.vocab_size
-        if os.path.exists(os.path.join(path, "tokenizer.json")):
-            self.n_tokens = Tokenizer.load(path).vocab_size
+        if os.path.exists(words):
+            with naming(words):
+                data = read_json(words)
+                added = [token["id"] for token in data["added_tokens"]]
+                self.n_tokens = 1 + max(*data["model"]["vocab"].values(), *added)
 
     def tensor(self, name):
         """The tensor as it is stored."""
@@ -131,47 +128,12 @@ class Folder:
             return tensors.get_tensor(name)
 
 
-def _write_folder(folder, tensors, config):
+def write_folder(folder, tensors, config):
+    """Write `config.json` and `model.safetensors`."""
     os.makedirs(folder, exist_ok=True)
     with replaced(os.path.join(folder, "model.safetensors")) as file:
         save_file(tensors, file, metadata={"format": "pt"})
     write_json(os.path.join(folder, "config.json"), config)
-
-
-# -- trained drafters ----------------------------------------------------------------------------------------
-
-def save_drafter(drafter, folder, target):
-    """Write a drafter of this target in bf16, which halves the file and does not change the output."""
-    tensors = drafter.state_dict()
-    for name, x in tensors.items():
-        if x.is_floating_point():
-            tensors[name] = x.bfloat16()
-    c = drafter.config
-    config = {"model_type": c.kind, **asdict(c), "target": fingerprint(target)}
-    _write_folder(folder, tensors, config)
-
-
-def load_drafter(folder, target, config_class):
-    """The drafter in a folder, on the device and in the dtype of its target.
-
-    ValueError names, in one line, what is missing, damaged or does not fit."""
-    file = os.path.join(folder, "model.safetensors")
-    config_file = os.path.join(folder, "config.json")
-    config = read_json(config_file)
-    with naming(config_file):
-        if config.pop("model_type", None) != config_class.kind:
-            raise ValueError(f"this is not a drafter made by train_{config_class.kind}.py")
-        config = checked(config_class(**config))
-        for name in ("d_model", "vocab_size", "block_size"):
-            needed, got = getattr(target.config, name), getattr(config, name)
-            if got != needed:
-                raise ValueError(f"{name} of the drafter must be {needed} as in the target, got {got}")
-        module = config.make(target)
-    try:
-        module.load_state_dict(read_tensors(file))
-    except RuntimeError as e:
-        raise ValueError(f"{file} does not fit config.json: {str(e).splitlines()[-1].strip()}") from None
-    return module.to(device=target.device, dtype=target.dtype).eval()
 
 
 @torch.no_grad()
@@ -189,10 +151,3 @@ def fingerprint(target):
     shape += [c.qk_norm, c.qkv_bias, c.tied]
     digest = hashlib.sha256(repr(shape).encode() + numbers.tobytes()).hexdigest()
     return f"{c.n_layer}x{c.d_model}-{digest[:12]}"
-
-
-def kind_of(folder):
-    """The kind of trained drafter in a folder, "prism", "specdiff", .., or None."""
-    file = os.path.join(folder, "config.json")
-    with naming(file):
-        return read_json(file, {}).get("model_type")

@@ -15,10 +15,10 @@ from minispec.core import drafters
 from minispec.adaptive import Adaptive
 from minispec.core.admission import POLICIES
 from minispec.core.engine import Engine, SyncScheduler
+from minispec.costs import CostTable, read_costs
 from minispec.data.tokenizer import Tokenizer
-from minispec.tools import checkpoints
+from minispec.tools import checkpoints, drafter_files
 from minispec.tools.script import add_device, positive
-from minispec.traces import CostTable, read_costs
 
 TRAINED = {                                      # methods with a trained drafter: the command that trains it
     "prism": "train_prism.py",
@@ -173,7 +173,7 @@ def _trained(name, config_class, model, settings):
     if not os.path.exists(folder):
         raise ValueError(f"there is no drafter for {settings.model} in {folder}; this trains one: python "
                          f"{TRAINED[name]} --target {settings.model} --out {folder} --minutes 60")
-    drafter = checkpoints.load_drafter(folder, model, config_class)
+    drafter = drafter_files.load_drafter(folder, model, config_class)
     trained_for, this = drafter.config.target, checkpoints.fingerprint(model)
     if trained_for != this:
         raise ValueError(f"the target of the drafter in {folder} must be {trained_for}, got {this}")

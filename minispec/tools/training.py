@@ -20,7 +20,6 @@ import contextlib
 import json
 import math
 import os
-import random
 import shlex
 import statistics
 import sys
@@ -44,7 +43,6 @@ MAY_BE_ZERO = ("lr", "seed", "minutes", "temperature", "draft_vocab", "markov")
 # Settings with which a training may go on: they change no weights, or the folder of answers is checked.
 INDIFFERENT = ("out", "device", "save_every", "responses", "target", "name")
 WARMUP = 0.02               # of a run, in which the learning rate rises
-GROUP = 256                 # rows sorted by length at a time
 TRIM = 100                  # steps between two returns of free memory
 
 
@@ -108,39 +106,6 @@ def bf16(device):
     return torch.autocast(device.split(":")[0], torch.bfloat16, fast_dtype(device) == torch.bfloat16)
 
 
-# -- batches -------------------------------------------------------------------------------------------------
-
-def schedule(seed, lengths, batch_tokens, tokens):
-    """The rows of every step until `tokens` are used up: [(row numbers, tokens so far)]. Batches hold texts
-    of similar length, because shorter ones are padded."""
-    rng = random.Random(seed)
-    plan = []
-    used = 0
-    while used < tokens:
-        for batch in _epoch(rng, lengths, batch_tokens):
-            if used < tokens:
-                used += sum(lengths[row] for row in batch)
-                plan.append((batch, used))
-    return plan
-
-
-def _epoch(rng, lengths, batch_tokens):
-    """Every row once, in batches of at most `batch_tokens` padded tokens, shuffled."""
-    order = rng.sample(range(len(lengths)), len(lengths))
-    batches = []
-    for i in range(0, len(order), GROUP):
-        # Not all rows are sorted, so that batches differ from epoch to epoch.
-        batch = []
-        for row in sorted(order[i:i + GROUP], key=lengths.__getitem__):
-            if batch and (len(batch) + 1) * lengths[row] > batch_tokens:
-                batches.append(batch)
-                batch = []
-            batch.append(row)
-        batches.append(batch)
-    rng.shuffle(batches)
-    return batches
-
-
 # -- one training in a folder --------------------------------------------------------------------------------
 
 @contextlib.contextmanager
@@ -149,26 +114,19 @@ def locked(folder):
 
     The lock on the file `lock` belongs to the operating system and ends with its process, even after kill -9,
     so a file that was left behind stops nobody; one that is not there says that the model in the folder is of
-    no training here. Windows has no such locks: there a second file is the lock. ValueError for a model that
-    would be replaced, and where another training is at work."""
+    no training here. ValueError for a model that would be replaced, and where another training is at work."""
     os.makedirs(folder, exist_ok=True)
-    lock, running = Path(folder, "lock"), Path(folder, "running")
+    lock = Path(folder, "lock")
     if Path(folder, "model.safetensors").exists() and not lock.exists():
         raise ValueError(f"{folder} holds a model already, and no training to continue; use another --out")
-    with lock.open("w") as file, contextlib.ExitStack() as at_end:
-        try:
-            if find_spec("fcntl"):
-                import fcntl
+    with lock.open("w") as file:
+        if find_spec("fcntl"):                           # not on Windows
+            import fcntl
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            else:
-                running.touch(exist_ok=False)
-                at_end.callback(running.unlink)
-        except BlockingIOError:
-            raise ValueError(f"{folder} is in use by another training; "
-                             "wait until it ends or use another --out") from None
-        except FileExistsError:
-            raise ValueError(f"{folder} is in use by another training; if there is none, remove "
-                             f"{running}") from None
+            except BlockingIOError:
+                raise ValueError(f"{folder} is in use by another training; "
+                                 "wait until it ends or use another --out") from None
         yield
 
 
@@ -242,7 +200,7 @@ class Run:
         self.started -= saved["seconds"]
         if not self.complete:
             settings = {k: v for k, v in vars(self.args).items() if k not in INDIFFERENT}
-            unchanged(saved.get("settings", settings), settings)     # older files have none
+            unchanged(saved["settings"], settings)
         self.model.load_state_dict(saved["model"])
         for part, state in zip(self.optimizer.parts, saved["optimizers"], strict=True):
             part.load_state_dict(state)

@@ -1,0 +1,129 @@
+"""Draws the lessons' figures, docs/figures/*.svg, from results/.
+
+    python docs/plots.py
+    python docs/plots.py OUT.json T.jsonl       # your traces; OUT.json: of minispec.bounds --json
+                                                # drawings are written next to it
+
+A figure is a function of (axes, result of a study). Every figure has its numbers in a file. Needs matplotlib."""
+import os
+import sys
+from collections import defaultdict
+
+DOCS = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(DOCS))
+
+import matplotlib  # noqa: E402
+import numpy as np  # noqa: E402
+matplotlib.use("svg")
+from matplotlib import pyplot  # noqa: E402
+
+from minispec import bounds  # noqa: E402
+from minispec.tools.files import naming, read_json, replaced  # noqa: E402
+from minispec.tools.script import run_main, visible  # noqa: E402
+from minispec.traces import read_traces  # noqa: E402
+
+STYLE = {
+    "svg.hashsalt": "minispec",
+    "svg.fonttype": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+WINDOW = 10                      # positions of an output that are averaged
+
+
+def lines(axes, rows, x, y):
+    """Rows (name of a line, x, y), a line for each name. x, y: the labels of the axes."""
+    points = defaultdict(list)
+    for name, *point in rows:
+        points[name].append(point)
+    for name, some in points.items():
+        axes.plot(*zip(*some), ".-", label=name)
+    axes.set(xlabel=x, ylabel=y)
+
+
+def by_steps(axes, r):
+    """Share of solved problems against steps per answer."""
+    rows = [("teacher, cut" if x.get("steps_a_block") else x["decoder"], x["steps"], x["solved"])
+            for x in r["rows"] if x.get("steps_a_block") or x.get("order") != "surest"]
+    lines(axes, rows, "steps", "solved")
+    axes.set(xscale="log")
+
+
+def speedup_by_batch(axes, r):
+    """Observed speed-ups and the best of every rung, by total time, against the batch size: of the last
+    workload, which is all of them mixed if they were run."""
+    rows = []
+    for c in r["cells"]:
+        if c["workload"] != r["cells"][-1]["workload"]:
+            continue
+        total = c[bounds.AVERAGES[0]]
+        seen = total.get("L0", {})
+        rungs = {
+            "observed, adaptive": seen.get(bounds.COMBINED),
+            "observed, best single": max((seen[m] for m in total["L5"] if m in seen), default=None),
+            bounds.RUNGS["L2"]: max(x["speedup"] for x in total["L2"].values()),
+            bounds.RUNGS["L5"]: max(total["L5"].values()),
+            bounds.RUNGS["L6"]: total["L6"],
+            bounds.RUNGS["L7"]: total["L7"],
+        }
+        rows += [(name, c["batch"], x) for name, x in rungs.items() if x]
+    lines(axes, rows, "batch", "speed-up")
+
+
+def winners(axes, traces):
+    """By output position, the share of requests in which a round of one drafter would gain more than a round
+    of any other; the band is twice the standard error over requests."""
+    starts = range(1, max(t.n_out for t in traces) - WINDOW + 1, WINDOW)
+    for name in traces[0].accept:
+        wins = []                                        # by request: whether it gains most (n_out,)
+        for t in traces:
+            others = [accept for m, accept in t.accept.items() if m != name]
+            wins.append(t.accept[name] > np.max([*others, np.ones(t.n_out)], 0))
+        some = [np.array([w[start:start + WINDOW].mean() for w in wins if len(w) >= start + WINDOW])
+                for start in starts]
+        share = np.array([x.mean() for x in some])
+        error = np.array([2 * x.std() / len(x) ** 0.5 for x in some])
+        axes.plot(starts, share, label=visible(name).replace("$", r"\$"))         # no mathematics
+        axes.fill_between(starts, share - error, share + error, alpha=0.2)
+    axes.set(xlabel="position in the output", ylabel="share of positions where it gains most")
+
+
+FIGURES = {                      # file of results/: (name, function)
+    "bounds.json": ("bounds_batch", speedup_by_batch),
+    "traces.jsonl": ("bounds_winners", winners),
+    "cdlm_curves.json": ("cdlm_steps", by_steps),
+}
+
+
+def draw(kind, path, prefix):
+    """Draw the figure of a kind of file, a key of FIGURES, as an SVG file whose name begins with `prefix`."""
+    name, figure = FIGURES[kind]
+    matplotlib.rcParams.update(STYLE)
+    canvas, axes = pyplot.subplots(figsize=(7, 3))
+    with naming(path):
+        if kind.endswith(".jsonl"):
+            figure(axes, read_traces(path))
+        else:
+            found = read_json(path)
+            figure(axes, found.get("result", found))         # results/ also say where they are from
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    with replaced(f"{prefix}{name}.svg") as file:
+        canvas.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(canvas)
+
+
+def main():
+    if len(sys.argv) == 3:
+        for kind, path in zip(FIGURES, sys.argv[1:]):
+            draw(kind, path, os.path.splitext(sys.argv[1])[0] + "_")
+        return
+    for folder, prefix in (("", ""), ("smollm2/", "smollm2_")):
+        for kind in FIGURES:
+            path = f"{DOCS}/../results/{folder}{kind}"
+            if os.path.exists(path):
+                draw(kind, path, f"{DOCS}/figures/{prefix}")
+
+
+if __name__ == "__main__":
+    run_main(main)
