@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from conftest import whole
+from conftest import near_toy, toy_model, whole
 
 from minispec import bounds, prism, traces
 from minispec.core.drafters import NGram, SmallLM
@@ -18,9 +18,11 @@ from minispec.data import recorded, rollouts
 from minispec.specgen import SpecGen
 from minispec.studies import measure
 from minispec.traces import CostTable
-from test_bounds import DRAFT, TARGET, autoregressive, fixed, linear, time_of
+from test_bounds import autoregressive, fixed, linear, time_of
 from test_trained import fit
 
+TARGET = toy_model()
+DRAFT = near_toy(0.4)
 K = 5
 NEW = 50
 PROMPTS = [random.Random(s).choices(range(64), k=n) for s, n in ((6, 24), (1, 2), (2, 7), (3, 40))]
