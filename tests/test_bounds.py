@@ -238,7 +238,12 @@ def test_a_perfect_drafter_has_a_closed_form(k):
 def test_figures_of_an_h100():
     """Step time in ms and the ceiling of k = 3 by batch, at context 600, as the paper's constants give
     them."""
-    for batch, want in {1: (7.14, 3.06), 32: (8.52, 2.68), 128: (12.80, 2.21), 512: (29.91, 1.84)}.items():
+    for batch, want in {
+        1: (7.14, 3.06),
+        32: (8.52, 2.68),
+        128: (12.80, 2.21),
+        512: (29.91, 1.84),
+    }.items():
         plain, three = H100.round("eagle3", 600 * batch, np.array([0, 3]), batch)
         assert (1e3 * plain, 4 * plain / three) == pytest.approx(want, abs=0.006)
 
@@ -246,12 +251,22 @@ def test_figures_of_an_h100():
 def test_a_price_of_one_point_is_paid_every_round():
     """A table measured at one k and one context is a natural one; 3 ms a round are 3 ms a round."""
     t = trace_of(100, mtp=[3] * 100)
-    point = {"kind": "grid", "rows": [1, 16], "tokens": [3], "kv": [512], "seconds": [[[3e-3]], [[3e-3]]]}
+    point = {
+        "kind": "grid",
+        "rows": [1, 16],
+        "tokens": [3],
+        "kv": [512],
+        "seconds": [[[3e-3]], [[3e-3]]],
+    }
     for draft in (point, linear(base=3e-3)):
         verify = linear(base=6e-3, token=2e-5)
         cost = CostTable({"verify": verify, "draft": {"mtp": draft}, **NO_PREFILL})
         got = seconds_of(t, cost, ["mtp"], 1, 2)
-        found = got["fixed", "mtp", 2], got["optimum", "mtp"], replay([fixed(t, "mtp", 2)], [100], cost, 1)
+        found = (
+            got["fixed", "mtp", 2],
+            got["optimum", "mtp"],
+            replay([fixed(t, "mtp", 2)], [100], cost, 1),
+        )
         # The last token needs no drafts.
         assert found == pytest.approx([33 * 9.06e-3 + 6.02e-3] * 3, rel=1e-9)
 
@@ -323,7 +338,9 @@ def test_the_ladder_is_made_of_the_rungs():
     plain = np.array([t["plain"] for t in times])
     assert out["seconds"] == pytest.approx(plain.sum() / 4)
     for by in AVERAGES:
-        of = lambda rung: bounds.speedup(by, np.array([17, 40]), plain, np.array([t[rung] for t in times]))
+        of = lambda rung: bounds.speedup(
+            by, np.array([17, 40]), plain, np.array([t[rung] for t in times])
+        )
         best = {m: max((of(("fixed", m, k)), k) for k in (1, 2, 3)) for m in "ab"}
         assert out[by]["L2"] == {m: {"k": k, "speedup": gain} for m, (gain, k) in best.items()}
         assert out[by]["L4"] == {group: of(("greedy", group)) for group in ("a", "b", "all")}
@@ -354,14 +371,27 @@ def test_censored_positions_are_counted():
 def test_a_bound_of_censored_traces_is_marked(share, mark):
     def average(x, k):
         best = {"a": {"k": k, "speedup": x + 0.25}}
-        return {"L2": best, "L4": {"a": 1.0, "all": 1.0}, "L5": {"a": x + 0.5}, "L6": x + 0.75, "L7": x + 1,
-                "L9": x + 2}
+        return {
+            "L2": best,
+            "L4": {"a": 1.0, "all": 1.0},
+            "L5": {"a": x + 0.5},
+            "L6": x + 0.75,
+            "L7": x + 1,
+            "L9": x + 2,
+        }
 
-    cell = {"workload": "w", "batch": 1, "censored": {"a": share, "all": share},
-            "total time": average(1, 2), "mean rate": average(3, 4)}
+    cell = {
+        "workload": "w",
+        "batch": 1,
+        "censored": {"a": share, "all": share},
+        "total time": average(1, 2),
+        "mean rate": average(3, 4),
+    }
     text = bounds.table({"model_error": None, "speedup_error": None, "left_out": [], "cells": [cell]})
-    row = (f"| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50{mark} / 3.50{mark} a | "
-           f"1.75{mark} / 3.75{mark} | 2.00{mark} / 4.00{mark} | 3.00 / 5.00 | {share:.0%} |")
+    row = (
+        f"| w | 1 | all | 1.25 / 3.25, k 2 / 4 a | 1.00 / 1.00 | 1.50{mark} / 3.50{mark} a | "
+        f"1.75{mark} / 3.75{mark} | 2.00{mark} / 4.00{mark} | 3.00 / 5.00 | {share:.0%} |"
+    )
     assert row.replace("%", " %") in text
     assert ("only bounds rounds" in text) == bool(mark)
 
