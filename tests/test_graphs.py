@@ -532,5 +532,22 @@ def test_a_round_in_a_graph_drafts_what_single_steps_do(name, temperature, count
     assert runs[0] == runs[1]
 
 
+def test_the_early_stop_is_a_table_of_the_graph(counting):
+    """A graph replays numbers: an attribute that it read when it was captured would stay as it was then."""
+    make, k = DRAFTERS["prism"]
+    drafter = make()
+
+    def round(x, real=drafter.round):
+        stop, drafter.min_confidence = drafter.min_confidence, None
+        out = real(x)
+        drafter.min_confidence = stop
+        return out
+
+    drafter.round = round
+    engine = on_kernels(TARGET, lambda e: SyncScheduler(e, drafter, k), 2)
+    engine.generate([Request([3, 1, 4, 1, 5], 6)])
+    assert drafter.graphs.graphs
+
+
 if __name__ == "__main__":
     tell(CHECKS)
