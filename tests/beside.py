@@ -61,7 +61,8 @@ class Parent:
         ends = self.tokens, sender.fileno()
         self.child = subprocess.Popen(
             [sys.executable, "-m", "pytest", *config.invocation_params.args], pass_fds=ends,
-            stdout=self.output, stderr=self.output, env={**os.environ, "MINISPEC_TESTS_BESIDE": "%d %d" % ends})
+            stdout=self.output, stderr=self.output,
+            env={**os.environ, "MINISPEC_TESTS_BESIDE": "%d %d" % ends})
         sender.close()
         # A thread reads, so that the child never waits for its parent.
         self.listener = threading.Thread(target=self.listen, args=[receiver], daemon=True)
@@ -94,5 +95,6 @@ class Parent:
         self.report()
         if code not in (0, 1):                           # neither all passed nor some failed
             self.output.seek(0)
-            pytest.exit(f"the tests beside these ended with {code}:\n{self.output.read()[-3000:]}", returncode=1)
+            said = self.output.read()[-3000:]
+            pytest.exit(f"the tests beside these ended with {code}:\n{said}", returncode=1)
         return True

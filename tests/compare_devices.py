@@ -26,8 +26,9 @@ from minispec.tools.script import Parser, check_device, run_main  # noqa: E402
 NEW = 40                    # tokens of an answer
 # method and options, as decode.py takes them
 CASES = [
-    "ar", "ngram", "draft", "prism", "prism --tree 15 --depth 6", "eagle", "eagle --tree 15 --prompt-lookup 4",
-    "specdiff", "specdiff --k-drafts 4", "specgen", "specgen --delayed", "specgen --select pillar",
+    "ar", "ngram", "draft", "prism", "prism --tree 15 --depth 6", "eagle",
+    "eagle --tree 15 --prompt-lookup 4", "specdiff", "specdiff --k-drafts 4", "specgen",
+    "specgen --delayed", "specgen --select pillar",
     "specgen --select window", "specgen --admission offload --cache-tokens 1024",
     "specgen --admission preempt --delayed --cache-tokens 1024", "adaptive", "cdlm", "dlm",
 ]
@@ -66,7 +67,8 @@ def main():
             want, got = (answers(case, device, args, batch, temperature) for device in ("cpu", args.device))
             same = sum(a == b for a, b in zip(want, got))
             differ += batch - same
-            print(f"{case}, batch {batch}, T {temperature:g}: {same} of {batch} answers are the same", flush=True)
+            print(f"{case}, batch {batch}, T {temperature:g}: {same} of {batch} answers are the same",
+                  flush=True)
     sys.exit(bool(differ))
 
 

@@ -29,36 +29,41 @@ from minispec.data.tokenizer import Tokenizer  # noqa: E402
 
 
 def compare(folder, new_tokens=128, repeats=5, n=5):
-    """Returns {"minispec": [tokens/s], "transformers": [tokens/s], "ratio", "logit_difference", "same_tokens"}."""
+    """Returns {"minispec": [tokens/s], "transformers": [tokens/s], "ratio", "logit_difference",
+    "same_tokens"}."""
     import transformers
     ours, tokenizer = checkpoints.load(folder), Tokenizer.load(folder)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompts = [tokenizer.prompt_ids(tasks.make(f, 900 + i, "heldout").prompt) for i, f in enumerate(tasks.FAMILIES[:n])]
-    difference = 0.0
-    for ids in prompts:
-        x = torch.tensor([ids])
-        with torch.inference_mode():
-            mine = ours.logits(ours(x, torch.arange(len(ids))[None], dense_attend()))
-            difference = max(difference, (theirs(x).logits - mine).abs().max().item())
+    problems = [tasks.make(f, 900 + i, "heldout") for i, f in enumerate(tasks.FAMILIES[:n])]
+    prompts = [tokenizer.prompt_ids(p.prompt) for p in problems]
+    new = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, eos_token_id=None,
+               pad_token_id=0)
 
-    def run_ours():
-        return [Engine(ours, SyncScheduler, 1).generate([Request(ids, new_tokens)])[0].token_ids for ids in prompts]
+    def difference(x):
+        mine = ours.logits(ours(x, torch.arange(x.shape[1])[None], dense_attend()))
+        return (theirs(x).logits - mine).abs().max().item()
 
-    def run_theirs():
-        settings = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0)
-        with torch.inference_mode():
-            return [theirs.generate(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), **settings)[0, len(ids):].tolist()
-                    for ids in prompts]
+    def run_ours(x):
+        request = Request(x[0].tolist(), new_tokens)
+        return Engine(ours, SyncScheduler, 1).generate([request])[0].token_ids
+
+    def run_theirs(x):
+        return theirs.generate(x, attention_mask=torch.ones_like(x), **new)[0, x.shape[1]:].tolist()
 
     rates, outputs = {"minispec": [], "transformers": []}, {}
-    for repeat in range(repeats + 1):
-        for name, run in (("minispec", run_ours), ("transformers", run_theirs)):
-            started = time.perf_counter()
-            outputs[name] = run()
-            if repeat:                                   # the first one warms up
-                rates[name].append(n * new_tokens / (time.perf_counter() - started))
-    return {**rates, "ratio": statistics.median(a / b for a, b in zip(rates["minispec"], rates["transformers"])),
-            "logit_difference": difference, "same_tokens": outputs["minispec"] == outputs["transformers"], "transformers_version": transformers.__version__}
+    with torch.inference_mode():
+        asked = [torch.tensor([ids]) for ids in prompts]
+        worst = max(map(difference, asked))
+        for repeat in range(repeats + 1):
+            for name, run in (("minispec", run_ours), ("transformers", run_theirs)):
+                started = time.perf_counter()
+                outputs[name] = list(map(run, asked))
+                if repeat:                               # the first one warms up
+                    rates[name].append(n * new_tokens / (time.perf_counter() - started))
+    ratio = statistics.median(a / b for a, b in zip(*rates.values()))
+    return {**rates, "ratio": ratio, "logit_difference": worst,
+            "transformers_version": transformers.__version__,
+            "same_tokens": outputs["minispec"] == outputs["transformers"]}
 
 
 if __name__ == "__main__":

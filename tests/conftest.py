@@ -102,6 +102,19 @@ def cached_kv(cache, blocks, n):
     return cache.kv[:, :, :, cache.slots_of(blocks, range(n))]
 
 
+def fresh_kv(model, tokens, *more):
+    """Keys and values of some tokens of a text, read in one forward of a new cache; more: other inputs."""
+    from minispec.core.kv_cache import KVCache
+    n = len(tokens)
+    cache = KVCache(model.config, n)
+    model(torch.tensor(tokens), torch.arange(n), attend_alone(only_keys(cache, 0, n)), *more)
+    return cached_kv(cache, cache.only, n)
+
+
+def ids_of(generations):
+    return [g.token_ids for g in generations]
+
+
 def chi_square(counts, probs):
     """p-value of the observed counts (n,) under probabilities (n,). Cells that expect fewer than 5 are
     pooled."""
@@ -165,12 +178,21 @@ def run_script(script, *args):
         script.main()
 
 
-def refusal(script, *args):
-    """The error of main() of a script with these words, which must be one line."""
+@contextlib.contextmanager
+def refused(*parts):
+    """Inside, a ValueError of one line that has these parts."""
     with pytest.raises(ValueError) as e:
-        run_script(script, *args)
-    assert "\n" not in str(e.value)
-    return str(e.value)
+        yield
+    line = str(e.value)
+    assert "\n" not in line and all(str(part) in line for part in parts), line
+
+
+def refusal(script, *args, **more):
+    """The line in which a script, given these words, says why it does not run."""
+    p = outcome(script, *args, **more)
+    name, _, line = p.stderr.partition(": ")
+    assert (p.returncode, name) == (2, f"{script.__name__}.py") and line.count("\n") == 1, p
+    return line[:-1]
 
 
 def outcome(script, *args, cwd=ROOT, out=None, **env):

@@ -29,8 +29,9 @@ import time
 import traceback
 from unittest import mock
 
-from conftest import ROOT, save_toy_target  # before torch: it tunes the allocator
+from conftest import ROOT, save_toy_target, table  # before torch: it tunes the allocator
 import torch
+from tqdm import tqdm
 
 import bench
 import decode
@@ -51,44 +52,63 @@ SCRIPTS = {module.__name__.split(".")[-1]: module for module in MODULES}
 SECONDS = 60
 WAIT = 600
 MEMORY = 6 << 30
-GSM8K = [{"question": f"What is {i} and {i}?", "answer": f"It is <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"}
-         for i in range(30)]
-PROMPTS = [
-    GSM8K[3], {"problem": "Half?", "solution": "\\boxed{2}", "answer": "2"},
-    {"prompt": "n \\boxed{}", "answer": 7}, {"text": "Do.", "code": "x", "test_list": ["assert True"]},
-    {"prompt": "def f():\n", "test": "def check(f):\n    assert f() == 1", "entry_point": "f"},
-    {"turns": ["one", "two"], "category": "writing"},
-    {"turns": ["three"], "category": "math_reasoning", "reference": ["4\n#### 5"]}]
-ACCEPT = {"ngram": [0, 4, 1, 1, 3, 1, 1], "draft": [0, 2, 3, 1, 2, 2, 1]}
-TRACES = [{"id": name, "prompt_len": 40, "n_out": 7, "accept": ACCEPT} for name in ("a/0", "a/1", "b/0")]
-COSTS = {"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8},
-         "overhead": {"kind": "linear", "base": 1e-3},
-         "draft": {"ngram": {"kind": "share", "of_verify": 0.006},
-                   "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
+GSM8K = "\n".join(json.dumps({"question": f"What is {i} and {i}?", "answer": f"<<{i}+{i}>>\n#### {2 * i}"})
+                  for i in range(30))
+PROMPTS = r"""
+{"question": "What is 3 and 3?", "answer": "It is <<3+3=6>>6\n#### 6"}
+{"problem": "Half?", "solution": "\\boxed{2}", "answer": "2"}
+{"prompt": "n \\boxed{}", "answer": 7}
+{"text": "Do.", "code": "x", "test_list": ["assert True"]}
+{"prompt": "def f():\n", "test": "def check(f):\n    assert f() == 1", "entry_point": "f"}
+{"turns": ["one", "two"], "category": "writing"}
+{"turns": ["three"], "category": "math_reasoning", "reference": ["4\n#### 5"]}
+""".strip()
+ACCEPT = '{"ngram": [0, 4, 1, 1, 3, 1, 1], "draft": [0, 2, 3, 1, 2, 2, 1]}'
+TRACES = "\n".join('{"id": "%s", "prompt_len": 40, "n_out": 7, "accept": %s}' % (name, ACCEPT)
+                   for name in ("a/0", "a/1", "b/0"))
+COSTS = """
+{"verify": {"kind": "linear", "base": 5e-3, "token": 2e-5, "kv": 4e-8},
+ "overhead": {"kind": "linear", "base": 1e-3},
+ "draft": {"ngram": {"kind": "share", "of_verify": 0.006},
+           "draft": {"kind": "linear", "base": 1e-3, "step": 7e-4}}}
+"""
 PRISM = "--out out --prompts 3 --heldout 1 --max-new-tokens 6 --tokens 300"
-SMALL = {name: line.split() for name, line in {      # arguments that keep a valid case short
-    "decode": "--model checkpoints/target --max-new-tokens 6",
-    "bench": "bounds --quick",
-    "train_gpt": "--out out --size tiny --tokens 4e3 --max-length 256",
-    "train_prism": PRISM,
-    "train_specdiff": PRISM,
-    "train_cdlm": "--out cdlm --steps 2 --batch 2 --prompts 2",
-    "bounds": "--traces traces.jsonl --cost costs.json"}.items()}
-GOOD = {option: values.split() for option, values in {      # valid values; of other options, NUMBERS
-    "--prompts": "prompts.jsonl 2", "--prompt-file": "many.jsonl",
-    "--model": "checkpoints/target", "--teacher": "checkpoints/target", "--target": "checkpoints/target",
-    "--drafter": "checkpoints/draft checkpoints/prism checkpoints/specdiff checkpoints/cdlm/student",
-    "--cost": "costs.json results/costs.json", "--traces": "traces.jsonl", "--data": "data",
-    "--json": "out.json", "--html": "out.html", "--size": "tiny 3", "--init": "checkpoints/prism checkpoints/draft",
-    "--out": "out runs/gpt", "--device": "cpu", "--responses": "responses",
-    "--name": "student", "--prompt": f"one {'🙂' * 50} {'a' * 100_000}"}.items()}
+# Arguments that keep a valid case short; valid values of options, of others NUMBERS.
+SMALL = {name: line.split() for name, line in table(f"""
+    decode | --model checkpoints/target --max-new-tokens 6
+    bench | bounds --quick
+    train_gpt | --out out --size tiny --tokens 4e3 --max-length 256
+    train_prism | {PRISM}
+    train_specdiff | {PRISM}
+    train_cdlm | --out cdlm --steps 2 --batch 2 --prompts 2
+    bounds | --traces traces.jsonl --cost costs.json
+""")}
+GOOD = {option: values.split() for option, values in table(f"""
+    --prompts | prompts.jsonl 2
+    --prompt-file | many.jsonl
+    --model | checkpoints/target
+    --teacher | checkpoints/target
+    --target | checkpoints/target
+    --drafter | checkpoints/draft checkpoints/prism checkpoints/specdiff checkpoints/cdlm/student
+    --cost | costs.json results/costs.json
+    --traces | traces.jsonl
+    --data | data
+    --json | out.json
+    --html | out.html
+    --size | tiny 3
+    --init | checkpoints/prism checkpoints/draft
+    --out | out runs/gpt
+    --device | cpu
+    --responses | responses
+    --name | student
+    --prompt | one {'🙂' * 50} {'a' * 100_000}
+""")}
 NUMBERS = "1 2 3 0.5 0.9 8".split()
 NASTY = ["", "\n", *"""-1 0 nan inf -inf 1e300 99999999999999999999 1.5 é 🙂 /proc/version . /proc -- - None []
 {} 1_0 %s nowhere checkpoints/target prompts.jsonl checkpoints/target/config.json loop \x1b[31m""".split(),
          "\udcff\udcfe", "a" * 5000]
 # Options whose large values are long work.
 LONG = "--n --steps --prompts --heldout --batch --batch-tokens --windows --unroll".split()
-LEFT_OUT = {"--help", "-h"}
 
 
 def template(folder, runs=True):
@@ -111,24 +131,22 @@ def template(folder, runs=True):
     traces.write_traces(path("results", "traces.jsonl"), [t for t in some if t.id in rows[0]["ids"]])
     # Toy models and drafters, and a model in shards.
     target = save_toy_target(path("checkpoints"), gain=1.0, block_size=2048)
-    for name in ("draft", "cdlm/student", "cdlm/teacher"):
-        shutil.copytree(target, path("checkpoints", name))
+    for name in ("checkpoints/draft", "checkpoints/cdlm/student", "checkpoints/cdlm/teacher", "sharded"):
+        shutil.copytree(target, path(name))
     model = checkpoints.load(target)
     drafters = {"prism": prism.for_target(model, (0, 1)), "eagle": prism.for_target(model, (0,)),
                 "specdiff": specdiff.for_target(model)}
     for name, drafter in drafters.items():
         drafter_files.save_drafter(drafter, path("checkpoints", name), model)
-    shutil.copytree(target, path("sharded"))
     os.rename(path("sharded", "model.safetensors"), path("sharded", "model-1.safetensors"))
     names = [name for _, parts, _ in checkpoints.weight_names(model.config) for name in parts]
     index = {"weight_map": dict.fromkeys(names, "model-1.safetensors")}
     files.write_json(path("sharded", "model.safetensors.index.json"), index)
     # Prompts, traces, prices, and a link to itself.
     os.makedirs(path("data", "gsm8k"))
-    for name, rows in {"prompts.jsonl": PROMPTS, "many.jsonl": GSM8K, "traces.jsonl": TRACES,
-                       "data/gsm8k/test.jsonl": GSM8K}.items():
-        files.write_text(path(name), "\n".join(map(json.dumps, rows)))
-    files.write_json(path("costs.json"), COSTS)
+    for name, text in {"prompts.jsonl": PROMPTS, "many.jsonl": GSM8K, "traces.jsonl": TRACES,
+                       "data/gsm8k/test.jsonl": GSM8K, "costs.json": COSTS}.items():
+        files.write_text(path(name), text)
     os.symlink("loop", path("loop"))
     if not runs:
         return
@@ -173,9 +191,8 @@ def run(folder, name, argv, show=False, drawing=False):
     def main():
         os.setsid()
         signal.alarm(WAIT)
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        for limit, n in (("CPU", SECONDS), ("AS", MEMORY), ("CORE", 0)):
+            resource.setrlimit(getattr(resource, f"RLIMIT_{limit}"), (n, n))
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         if not drawing:
             sys.modules["matplotlib"] = None
@@ -193,36 +210,33 @@ def run(folder, name, argv, show=False, drawing=False):
         with open(output, encoding="utf-8", errors="replace") as f:
             text = f.read()
         os.remove(output)
-    outcome = "hang" if code in (-signal.SIGALRM, -signal.SIGXCPU) else "killed" if code < 0 else code
-    return outcome, used.ru_utime + used.ru_stime, text
+    hang = -code in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL)
+    return "hang" if hang else "killed" if code < 0 else code, used.ru_utime + used.ru_stime, text
 
 
 # -- command lines ---------------------------------------------------------------------------------------
 
 def options():
-    """{script: [(option, its good values)]}, asked of the scripts' own parsers."""
+    """{script: [(option, its good values, values that it takes)]}, asked of the scripts' own parsers."""
     found = {}
 
     class Seen(Exception):
         pass
 
+    def see(parser, argv=None):
+        found[name] = [a for a in parser._actions if a.option_strings and "--help" not in a.option_strings]
+        raise Seen
+
     for name, module in SCRIPTS.items():
-        def see(parser, argv=None, name=name):
-            options = [a for a in parser._actions if a.option_strings]
-            found[name] = [a for a in options if not LEFT_OUT & set(a.option_strings)]
-            raise Seen
         with mock.patch.object(script.Parser, "parse_args", see), contextlib.suppress(Seen):
             module.main()
 
-    def values(action):
-        if action.nargs == 0:
-            return []
-        return list(action.choices or GOOD.get(action.option_strings[0], NUMBERS))
+    def known(a):
+        option = a.option_strings[0]
+        values = [] if a.nargs == 0 else list(a.choices or GOOD.get(option, NUMBERS))
+        return option, values, a.nargs if isinstance(a.nargs, int) else 1
 
-    def count(action):
-        return action.nargs if isinstance(action.nargs, int) else 1
-
-    return {name: [(a.option_strings[0], values(a), count(a)) for a in some] for name, some in found.items()}
+    return {name: list(map(known, some)) for name, some in found.items()}
 
 
 def command_line(rng, known):
@@ -235,8 +249,7 @@ def command_line(rng, known):
         option, values, n = rng.choice(known[name])
         nasty = [v for v in NASTY if option not in LONG or v not in ("1e300", "99999999999999999999")]
         argv.append(option)
-        if values:
-            argv += [rng.choice(values if rng.random() < 0.5 else nasty) for _ in range(n)]
+        argv += [rng.choice(values if rng.random() < 0.5 else nasty) for _ in values and range(n)]
     if rng.random() < 0.15:
         # Not in place of bench.py's study: all of them run for minutes.
         at = max(rng.randrange(len(argv) + 1), name == "bench")
@@ -250,36 +263,41 @@ TARGET = "--model checkpoints/target --max-new-tokens 4"
 DECODE = f"{TARGET} --prompt one"
 CDLM = "--steps 2 --batch 2 --prompts 2 --out runs/cdlm"
 FIRST = "--size tiny --tokens 4e3 --max-length 256 --out runs/first"
-FILES = [(weight, file, name, line.split()) for weight, file, name, line in [      # line: its arguments
-    (10, "prompts.jsonl", "decode", f"{TARGET} --prompts prompts.jsonl --batch 4"),
-    (6, "many.jsonl", "train_prism", f"--prompt-file many.jsonl {PRISM}"),
-    (8, "traces.jsonl", "bounds", "--traces traces.jsonl --cost costs.json"),
-    (8, "costs.json", "bounds", "--traces traces.jsonl --cost costs.json"),
-    (4, "costs.json", "decode", f"--method adaptive --cost costs.json {DECODE}"),
-    (8, "checkpoints/target/config.json", "decode", DECODE),
-    (6, "checkpoints/target/model.safetensors", "decode", f"--method specgen {DECODE}"),
-    (8, "checkpoints/target/tokenizer.json", "decode", f"--method ngram {DECODE}"),
-    (4, "sharded/model-1.safetensors", "decode", f"{DECODE} --model sharded"),
-    (5, "checkpoints/prism/config.json", "decode", f"--method prism {DECODE}"),
-    (3, "checkpoints/prism/model.safetensors", "decode", f"--method prism {DECODE}"),
-    (5, "checkpoints/specdiff/config.json", "decode", f"--method specdiff {DECODE}"),
-    (3, "checkpoints/specdiff/model.safetensors", "decode", f"--method specdiff {DECODE}"),
-    (3, "checkpoints/cdlm/student/config.json", "decode", "--method cdlm --prompt x --max-new-tokens 32"),
-    *[(2, f"results/{name}.json", "bench", "--pages")
-      for name in ("lossless", "scheduler", "bounds", "run", "checkpoints")],
-    (3, "results/run.json", "bench", "bounds --quick"),
-    (3, "results/trace.json", "bench", "bounds --quick"),
-    (8, "runs/first/resume.pt", "train_gpt", FIRST),
-    (4, "runs/first/log.jsonl", "train_gpt", FIRST),
-    (4, "data/gsm8k/test.jsonl", "decode", f"{TARGET} --prompts data/gsm8k/test.jsonl --n 3"),
-    (4, "runs/prism/resume.pt", "train_prism", f"{PRISM} --out runs/prism"),
-    (6, "runs/prism/responses/train-0-3.safetensors", "train_prism", f"{PRISM} --out runs/prism"),
-    (4, "runs/specdiff/responses/settings.json", "train_specdiff", f"{PRISM} --out runs/specdiff"),
-    (4, "runs/cdlm/trajectories/settings.json", "train_cdlm", CDLM),
-    (4, "runs/cdlm/trajectories/00000.safetensors", "train_cdlm", f"{CDLM} --name other"),
-]]
-WRONG = [None, True, -1, 0, 1, 2, 3, 1e308, -1e-9, float("nan"), float("inf"), 10 ** 30, 2 ** 31, 1 << 22, "",
-         "x", "🙂", "\ud800", "9" * 5000, [], {}, [[]], [None], {"a": 1}, [1, 2, 3], "nowhere", "float32"]
+# How often, a file, a script that reads it, its arguments.
+FILES = table(f"""
+    10 | prompts.jsonl | decode | {TARGET} --prompts prompts.jsonl --batch 4
+    6 | many.jsonl | train_prism | --prompt-file many.jsonl {PRISM}
+    8 | traces.jsonl | bounds | --traces traces.jsonl --cost costs.json
+    8 | costs.json | bounds | --traces traces.jsonl --cost costs.json
+    4 | costs.json | decode | --method adaptive --cost costs.json {DECODE}
+    8 | checkpoints/target/config.json | decode | {DECODE}
+    6 | checkpoints/target/model.safetensors | decode | --method specgen {DECODE}
+    8 | checkpoints/target/tokenizer.json | decode | --method ngram {DECODE}
+    4 | sharded/model-1.safetensors | decode | {DECODE} --model sharded
+    5 | checkpoints/prism/config.json | decode | --method prism {DECODE}
+    3 | checkpoints/prism/model.safetensors | decode | --method prism {DECODE}
+    5 | checkpoints/specdiff/config.json | decode | --method specdiff {DECODE}
+    3 | checkpoints/specdiff/model.safetensors | decode | --method specdiff {DECODE}
+    3 | checkpoints/cdlm/student/config.json | decode | --method cdlm --prompt x --max-new-tokens 32
+    2 | results/lossless.json | bench | --pages
+    2 | results/scheduler.json | bench | --pages
+    2 | results/bounds.json | bench | --pages
+    2 | results/run.json | bench | --pages
+    2 | results/checkpoints.json | bench | --pages
+    3 | results/run.json | bench | bounds --quick
+    3 | results/trace.json | bench | bounds --quick
+    8 | runs/first/resume.pt | train_gpt | {FIRST}
+    4 | runs/first/log.jsonl | train_gpt | {FIRST}
+    4 | data/gsm8k/test.jsonl | decode | {TARGET} --prompts data/gsm8k/test.jsonl --n 3
+    4 | runs/prism/resume.pt | train_prism | {PRISM} --out runs/prism
+    6 | runs/prism/responses/train-0-3.safetensors | train_prism | {PRISM} --out runs/prism
+    4 | runs/specdiff/responses/settings.json | train_specdiff | {PRISM} --out runs/specdiff
+    4 | runs/cdlm/trajectories/settings.json | train_cdlm | {CDLM}
+    4 | runs/cdlm/trajectories/00000.safetensors | train_cdlm | {CDLM} --name other
+""")
+WRONG = [*json.loads("""[null, true, -1, 0, 1, 2, 3, 1e308, -1e-9, NaN, Infinity, 2147483648, 4194304,
+ 1000000000000000000000000000000, "", "x", "🙂", "\\ud800", [], {}, [[]], [null], {"a": 1}, [1, 2, 3],
+ "nowhere", "float32"]"""), "9" * 5000]
 
 
 def damage_json(data, rng):
@@ -310,13 +328,13 @@ def damage_json(data, rng):
 
 def damage_bytes(data, rng):
     at = rng.randrange(max(len(data), 1))
-    kind = rng.randrange(7)
     some = rng.randbytes(rng.choice((1, 2, 8)))
     other = [b"", b"\xff\xfe", b"[" * 100_000, b"{}", b"null", b"\n", rng.randbytes(100),
              b"\x80\x04\x95c" + data]
-    return [data[:at], data[:at] + some + data[at + len(some):], data[:at] + some + data[at:],
-            data[:at] + data[at + rng.randrange(100):], data + data[:at],
-            data[:at] + b"\0" * 64 + data[at + 64:], rng.choice(other)][kind]
+    before, after = data[:at], data[at:]
+    return rng.choice([before, before + some + after[len(some):], before + some + after, data + before,
+                       before + after[rng.randrange(100):], before + b"\0" * 64 + after[64:],
+                       rng.choice(other)])
 
 
 def damage_safetensors(data, rng):
@@ -337,6 +355,7 @@ def damage_pt(file, rng):
     """A whole archive with other things in it, or a pickle that would run a program if it were believed."""
     saved = torch.load(file, weights_only=True)
     name = rng.choice(list(saved["model"]))
+    state = saved["optimizers"][0]["state"]
     kind = rng.randrange(8)
     if kind == 0:
         saved["model"][name] = torch.zeros(3)
@@ -345,11 +364,10 @@ def damage_pt(file, rng):
     elif kind == 2:
         del saved[rng.choice(list(saved))]
     elif kind == 3:
-        saved[rng.choice(list(saved))] = rng.choice([None, -1, "x", [], {}, 1e308])
+        saved[rng.choice(list(saved))] = rng.choice([*WRONG, torch.zeros(2)])
     elif kind == 4:
-        saved["optimizers"] = saved["optimizers"][::-1]
+        saved["optimizers"].reverse()
     elif kind == 5:
-        state = saved["optimizers"][0]["state"]
         state[rng.choice(list(state))] = rng.choice([{}, {"momentum_buffer": torch.zeros(2)}, None])
     elif kind == 6:
         saved = rng.choice([[], None, {}, torch.zeros(2)])
@@ -364,7 +382,8 @@ def damage_pt(file, rng):
 def damaged_file(rng, folder):
     """Damages one file; (script, arguments that read it, file)."""
     some = [f for f in FILES if os.path.exists(f"{folder}/runs") or not f[1].startswith("runs")]
-    _, file, name, argv = rng.choices(some, [f[0] for f in some])[0]
+    _, file, name, line = rng.choices(some, [int(f[0]) for f in some])[0]
+    chosen = name, line.split(), file
     path = os.path.join(folder, file)
     if not os.path.exists(path):                                # toys have no log
         shutil.copy(os.path.join(ROOT, file), path)
@@ -373,13 +392,13 @@ def damaged_file(rng, folder):
         data = f.read()
     kind = rng.random()
     ending = path.rsplit(".", 1)[1]
+    if 0.4 <= kind and ending == "pt":
+        damage_pt(path, rng)
+        return chosen
+    os.remove(path)                                             # it may be a link
     if kind < 0.03:
-        os.remove(path)
-        if rng.random() < 0.5:
-            os.mkdir(path)
-        elif rng.random() < 0.5:
-            os.symlink(os.path.basename(path), path)
-        return name, argv, file
+        rng.choice([lambda: None, lambda: os.mkdir(path), lambda: os.symlink(os.path.basename(path), path)])()
+        return chosen
     if kind < 0.4:
         data = damage_bytes(data, rng)
     elif ending == "json":
@@ -391,56 +410,46 @@ def damaged_file(rng, folder):
         data = "\n".join(map(json.dumps, rows)).encode()
     elif ending == "safetensors":
         data = damage_safetensors(data, rng)
-    elif ending == "pt":
-        damage_pt(path, rng)
-        return name, argv, file
-    os.remove(path)
     with open(path, "wb") as f:
         f.write(data)
-    return name, argv, file
+    return chosen
 
 
 # -- all together ----------------------------------------------------------------------------------------
 
 def verdict(folder, name, code, text):
     """What is wrong with the outcome of a case, or None."""
-    if code not in (0, 2):
-        return f"exit {code}"
-    if "Traceback" in text or "PWNED" in os.listdir(folder):
-        return "traceback" if "Traceback" in text else "unpickled"
+    left = [f for _, _, some in os.walk(folder) for f in some if f.endswith(".tmp") or f == "PWNED"]
     last = text.rstrip("\n").rpartition("\n")[2].rpartition("\r")[2]
-    if code == 2 and not last.startswith(name + ".py: "):
-        return "exit 2 without a line that says why"
-    left = [f for _, _, some in os.walk(folder) for f in some if f.endswith(".tmp")]
-    return f"left {left[0]}" if left else None
+    wrong = {
+        f"exit {code}": code not in (0, 2),
+        "traceback": "Traceback" in text,
+        "exit 2 without a line that says why": code == 2 and not last.startswith(name + ".py: "),
+        f"left {left}": left,
+    }
+    return next((what for what, true in wrong.items() if true), None)
 
 
 def one(kind, seed, i, source, known, show=False):
     """Case i of a kind in a copy of `source`: (what is wrong or None, code, seconds, description, output)."""
     rng = random.Random(f"{seed}/{kind}/{i}")
-    folder = tempfile.mkdtemp(dir=os.path.dirname(source))
-    try:
+    with tempfile.TemporaryDirectory(dir=os.path.dirname(source)) as folder:
         shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
-        file = None
-        if kind == "lines":
-            name, argv = command_line(rng, known)
-        else:
-            name, argv, file = damaged_file(rng, folder)
+        lines = kind == "lines"
+        name, argv, file = (*command_line(rng, known), "") if lines else damaged_file(rng, folder)
         code, seconds, text = run(folder, name, argv, show, drawing=rng.random() < 0.05)
         wrong = verdict(folder, name, code, text if not show else name + ".py: (shown above)")
-        what = f"{kind}:{i} {file or ''} {name}.py " + " ".join(map(repr, argv))[:300]
-        return wrong, code, seconds, what, text
-    finally:
-        shutil.rmtree(folder)
+    return wrong, code, seconds, f"{kind}:{i} {file} {name}.py " + " ".join(map(repr, argv))[:300], text
 
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--lines", type=int, default=2000, help="command lines")
-    p.add_argument("--files", type=int, default=2000, help="damaged files")
-    p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--only", metavar="KIND:NUMBER", help="one case, with its output")
-    p.add_argument("--no-results", action="store_true", help="write no results/knocks.json")
+    add = p.add_argument
+    add("--lines", type=int, default=2000, help="command lines")
+    add("--files", type=int, default=2000, help="damaged files")
+    add("--seed", type=int, default=1)
+    add("--only", metavar="KIND:NUMBER", help="one case, with its output")
+    add("--no-results", action="store_true", help="write no results/knocks.json")
     args = p.parse_args()
     torch.set_num_threads(1)                                    # a fork has no threads but its own
     out = {}
@@ -453,43 +462,43 @@ def main():
             kind, i = args.only.split(":")
             wrong, code, seconds, what, _ = one(kind, args.seed, int(i), source, known, show=True)
             return print(f"{what}\nexit {code} after {seconds:.1f} s: {wrong or 'fine'}")
-        for kind, n in (("files", args.files), ("lines", args.lines)):
-            codes = collections.Counter()
-            slowest = (0.0, "")
-            failures = []
-            started = time.monotonic()
-            for i in range(n):
-                wrong, code, seconds, what, text = one(kind, args.seed, i, source, known)
-                codes[str(code)] += 1
-                slowest = max(slowest, (seconds, what))
-                if wrong:
-                    failures.append(what)
-                    print(f"FAILED {wrong}: {what}\n{text[-1500:]}\n", flush=True)
-                if (i + 1) % 100 == 0:
-                    print(f"{kind}: {i + 1} of {n}, {dict(codes)}, {len(failures)} failures, "
-                          f"slowest {slowest[0]:.1f} s, {time.monotonic() - started:.0f} s", flush=True)
-            out[kind] = {"seed": args.seed, "cases": n, "exits": dict(sorted(codes.items())),
-                         "failures": len(failures), "slowest_seconds": round(slowest[0], 1),
-                         "slowest": slowest[1][:120]}
-            if n and not args.no_results:
-                note(kind, out[kind], time.monotonic() - started)
+        for kind in ("files", "lines"):
+            out[kind] = several(kind, getattr(args, kind), args.seed, source, known)
+            if not args.no_results:
+                note(kind, out[kind])
     print(json.dumps(out))
     return sum(x["failures"] for x in out.values()) > 0
 
 
-def note(part, result, seconds):
+def several(kind, n, seed, source, known):
+    """The part of results/knocks.json of n cases of a kind."""
+    codes = collections.Counter()
+    slowest = 0.0, ""
+    failures = 0
+    started = time.monotonic()
+    for i in tqdm(range(n)):
+        wrong, code, seconds, what, text = one(kind, seed, i, source, known)
+        codes[str(code)] += 1
+        slowest = max(slowest, (seconds, what))
+        if wrong:
+            failures += 1
+            print(f"FAILED {wrong}: {what}\n{text[-1500:]}\n", flush=True)
+    return {"seed": seed, "cases": n, "exits": dict(sorted(codes.items())), "failures": failures,
+            "slowest_seconds": round(slowest[0], 1), "slowest": slowest[1][:120],
+            "seconds": round(time.monotonic() - started, 1)}
+
+
+def note(part, result):
     """Put one part of results/knocks.json there, beside the others: "lines", "files", "kill"."""
     file = f"{ROOT}/results/knocks.json"
     parts = files.read_json(file)["result"] if os.path.exists(file) else {}
-    parts[part] = {**result, "seconds": round(seconds, 1)}
-    parts.pop("table", None)
-    total = round(sum(p["seconds"] for p in parts.values()), 1)
+    parts[part] = result
     if {"lines", "files", "kill"} <= set(parts):
         parts["table"] = shown.knocks(parts)
     files.write_json(file, {
         "command": "python tests/fuzz.py && python tests/kill.py", "device": results.device_name(),
         "python": platform.python_version(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"),
-        "seconds": total, "result": parts})
+        "seconds": round(sum(parts[p]["seconds"] for p in parts if p != "table"), 1), "result": parts})
 
 
 if __name__ == "__main__":

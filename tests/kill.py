@@ -24,6 +24,7 @@ import time
 
 import fuzz  # before torch: it tunes the allocator
 import torch
+from conftest import table
 from safetensors.torch import load_file
 
 import bench
@@ -31,13 +32,14 @@ from minispec.data import tasks
 from minispec.studies import measure, results, run
 from minispec.tools import files, methods, script
 
-DRAFTER = "--prompts 150 --heldout 20 --tokens 1e4 --batch-tokens 512 --save-every 2".split()
-LONGER = {      # arguments besides fuzz.SMALL
-    "train_gpt": "--tokens 4e4 --save-every 4".split(),
-    "train_prism": DRAFTER,
-    "train_specdiff": DRAFTER,
-    "train_cdlm": "--out out --steps 9 --batch 4 --prompts 20 --save-every 3".split()}
-CASES = {name: [*fuzz.SMALL[name], *more] for name, more in LONGER.items()}
+DRAFTER = "--prompts 150 --heldout 20 --tokens 1e4 --batch-tokens 512 --save-every 2"
+LONGER = table(f"""
+    train_gpt | --tokens 4e4 --save-every 4
+    train_prism | {DRAFTER}
+    train_specdiff | {DRAFTER}
+    train_cdlm | --out out --steps 9 --batch 4 --prompts 20 --save-every 3
+""")
+CASES = {name: [*fuzz.SMALL[name], *more.split()] for name, more in LONGER}
 CASES["bench"] = ["profile", "trace", "run", "bounds"]
 
 
@@ -78,18 +80,15 @@ def check_whole(paths):
     for path in paths:
         if path.endswith((".json", ".part")):
             files.read_json(path)
-        elif path.endswith(".jsonl"):
-            with open(path) as f:
-                text = f.read()
-            assert text.endswith("\n"), path
-            [json.loads(line) for line in text.splitlines()]
         elif path.endswith(".safetensors"):
             load_file(path)
         elif path.endswith(".pt"):
             torch.load(path, weights_only=True)
-        elif path.endswith("command.txt"):
+        elif path.endswith((".jsonl", "command.txt")):
             with open(path) as f:
                 assert f.read().endswith("\n"), path
+            if path.endswith(".jsonl"):
+                files.read_rows(path)
 
 
 def essence(folder, name):
@@ -117,8 +116,7 @@ def same(a, b):
     assert a.keys() == b.keys(), a.keys() ^ b.keys()
     for key in a:
         if key.endswith(".safetensors"):
-            assert a[key].keys() == b[key].keys(), key
-            assert all(torch.allclose(x, b[key][n], atol=1e-5) for n, x in a[key].items()), key
+            torch.testing.assert_close(a[key], b[key], atol=1e-5, rtol=0)
         else:
             assert a[key] == b[key], f"{key}: {str(a[key])[:300]} is not {str(b[key])[:300]}"
 
@@ -167,10 +165,11 @@ def torture(folder, name, kills, rng):
 
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--kills", type=int, default=50, help="of each script")
-    p.add_argument("--only", choices=CASES, help="one script")
-    p.add_argument("--seed", type=int, default=1)
-    p.add_argument("--no-results", action="store_true", help="write no results/knocks.json")
+    add = p.add_argument
+    add("--kills", type=int, default=50, help="of each script")
+    add("--only", choices=CASES, help="one script")
+    add("--seed", type=int, default=1)
+    add("--no-results", action="store_true", help="write no results/knocks.json")
     args = p.parse_args()
     torch.set_num_threads(1)                                     # a fork has no threads but its own
     out = {}
@@ -182,7 +181,7 @@ def main():
             out[name] = torture(folder, name, args.kills, random.Random(f"{args.seed}/{name}"))
             print(name, out[name], f"{time.monotonic() - began:.0f} s", flush=True)
     if not args.no_results:
-        fuzz.note("kill", {"seed": args.seed, "scripts": out}, time.monotonic() - began)
+        fuzz.note("kill", {"seed": args.seed, "scripts": out, "seconds": round(time.monotonic() - began, 1)})
 
 
 if __name__ == "__main__":

@@ -24,10 +24,7 @@ def transformers(r):
 
 def llamacpp(r):
     """The parts of tests/compare_llamacpp.py that were measured, a table each."""
-    def tokens(part):
-        seconds = "s of processor time" if part["cpu_time"] else "s"
-        return f"tokens/{seconds}, {part['threads']} threads, median (range)"
-
+    tokens = lambda part: f"tokens/s, {part['threads']} threads, median (range)"
     parts = []
     if "speed" in r:
         rows = [f"{x['loop']} | {x['dtype']} | {spread(x['tokens_per_second'], 1)} | {x['ratio']:.2f} | "
@@ -41,10 +38,8 @@ def llamacpp(r):
         rows = [f"{x['rows']} {x['how']}".strip() + f" | {x['dtype']} | {1000 * x['forward']:.1f} | "
                 f"{1000 * x['products']:.1f} | {x['bytes'] / x['products'] / 1e9:.0f}"
                 for x in r["rows"]["rows"]]
-        head = (f"rows at a context of {r['rows']['cached']} tokens | dtype | ms a forward | "
-                "ms of its products | GB/s that they read")
-        parts.append(lines(head, rows))
-
+        parts.append(lines(f"rows at a context of {r['rows']['cached']} tokens | dtype | ms a forward | "
+                           "ms of its products | GB/s that they read", rows))
     rows = []
     if "ids" in r:
         rows.append(f"texts with the ids of `tokenizers` | {r['ids']['same']:,} of {r['ids']['texts']:,}")
@@ -55,8 +50,7 @@ def llamacpp(r):
     for dtype, x in r.get("load", {}).items():
         memory = (x["peak"] - x["before"]) / x["bytes"]
         rows.append(f"loading as {dtype} | {x['seconds']:.1f} s, at most {memory:.2f} times the weights")
-    parts.append(lines("check | result", rows))
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, lines("check | result", rows)])
 
 
 def checkpoints(r):

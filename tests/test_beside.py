@@ -1,4 +1,5 @@
-"""The two processes of the tests: what the second one sees is reported, also when it dies. On files made here."""
+"""The two processes of the tests: what the second one sees is reported, also when it dies. On files made
+here."""
 import os
 import shutil
 import subprocess
@@ -8,10 +9,14 @@ import pytest
 from conftest import ROOT
 
 GOOD = "import time\ndef test_good():\n    time.sleep(0.2)\n"
-# However long the second process takes, the first one does not get to the last test before it: that begins with a
-# file for which the one before it waits.
+# However long the second process takes, the first one does not get to the last test before it: that begins
+# with a file for which the one before it waits.
 BEGIN = "import os\ndef test_d():\n    open('begun', 'w').close()\n"
-WAIT = "import os, time\ndef test_waits():\n    while not os.path.exists('begun'):\n        time.sleep(0.01)\n"
+WAIT = """import os, time
+def test_waits():
+    while not os.path.exists('begun'):
+        time.sleep(0.01)
+"""
 FAILS = BEGIN + "    assert 'MINISPEC_TESTS_BESIDE' not in os.environ\n"
 DIES = BEGIN + "    if 'MINISPEC_TESTS_BESIDE' in os.environ:\n        os._exit(9)\n"
 

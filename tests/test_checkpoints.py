@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, dense_logits, refusal, run_script, save_toy_target, table, toy_model, words
+from conftest import (ROOT, TARGET, dense_logits, refusal, refused, run_script, save_toy_target, table,
+                      toy_model, words)
 from safetensors.torch import load_file, save_file
 
 import compare_checkpoints as compare
@@ -64,9 +65,8 @@ def test_transformers_computes_the_same_logits_for_every_shape_we_write(tmp_path
     for i, shape in enumerate(WRITTEN):
         model = toy_model(gain=2.0, eos_id=None, **shape)
         folder = tmp_path / str(i)
-        if model.config.qkv_bias:
-            for block in model.blocks:
-                torch.nn.init.normal_(block.qkv.bias)
+        for block in model.blocks if model.config.qkv_bias else ():
+            torch.nn.init.normal_(block.qkv.bias)
         checkpoints.save(model, folder)
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         with torch.inference_mode():
@@ -91,23 +91,23 @@ def shards(folder):
     where = {name: f"model-{'mlp' in name:d}.safetensors" for name in tensors}
     for file in set(where.values()):
         save_file({name: x for name, x in tensors.items() if where[name] == file}, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    (folder / INDEX).write_text(json.dumps({"weight_map": where}))
 
 
-def change_weight(folder, change, name="model.layers.1.mlp.down_proj.weight"):
+def change_weight(folder, change, name):
     tensors = load_file(folder / "model.safetensors")
-    tensors[name] = change(tensors.get(name))
+    changed = change(tensors.pop(name, None))
+    tensors |= {} if changed is None else {name: changed.contiguous()}
     save_file(tensors, folder / "model.safetensors")
 
 
 WEIGHTS = [     # name, change, part of the line
-    ("layers.1.mlp.down_proj.weight", lambda x: x * float("nan"), "down_proj.weight must hold finite"),
-    ("layers.1.mlp.down_proj.weight", lambda x: x * float("-inf"), "must hold finite"),
-    ("layers.1.mlp.down_proj.weight", lambda x: x.to(torch.int8), "must hold finite floating-point numbers"),
-    ("layers.0.self_attn.k_proj.weight", lambda x: x[:, :3].contiguous(),
-     "k_proj.weight must be (16, 32) as in the config, got (16, 3)"),
-    ("layers.0.mlp.up_proj.bias", lambda _: torch.ones(64),
-     "holds model.layers.0.mlp.up_proj.bias, which this model does not use"),
+    ("1.mlp.down_proj.weight", lambda x: x * float("nan"), "down_proj.weight must hold finite"),
+    ("1.mlp.down_proj.weight", lambda x: x * float("-inf"), "must hold finite"),
+    ("1.mlp.down_proj.weight", lambda x: x.to(torch.int8), "must hold finite floating-point numbers"),
+    ("0.self_attn.k_proj.weight", lambda x: x[:, :3], "must be (16, 32) as in the config, got (16, 3)"),
+    ("0.mlp.up_proj.bias", lambda _: torch.ones(64), "0.mlp.up_proj.bias, which this model does not use"),
+    ("1.mlp.up_proj.weight", lambda _: None, "lacks model.layers.1.mlp.up_proj.weight"),
 ]
 # Changes of config.json, part of the line.
 CONFIGS = """
@@ -138,14 +138,17 @@ CONFIGS = """
 """
 INDEX = "model.safetensors.index.json"
 FILES = [       # file, its new bytes, part of the line
-    ("model.safetensors", b"", "model.safetensors is damaged"),
+    *((file, text.encode(), message) for file, text, message in table(f"""
+        model.safetensors | | model.safetensors is damaged
+        config.json | [] | config.json is damaged
+        config.json | {{ | config.json: not JSON
+        {INDEX} | [] | {INDEX} is damaged
+        {INDEX} | {{"weight_map": {{"a": 1}}}} | {INDEX} is damaged
+        tokenizer.json | {{}} | tokenizer.json is damaged
+    """)),
     ("model.safetensors", None, "(.bin and .pt are pickles, which could run anything and are never read)"),
     ("model.safetensors", pickle.dumps({}), "model.safetensors is damaged"),
-    ("config.json", b"[]", "config.json is damaged"),
     ("config.json", b"\xff\xfe", "config.json: 'utf-8' codec can't decode"),
-    (INDEX, b"[]", f"{INDEX} is damaged"),
-    (INDEX, b'{"weight_map": {"a": 1}}', f"{INDEX} is damaged"),
-    ("tokenizer.json", b"{}", "tokenizer.json is damaged"),
     ("model-1.safetensors", b"\xff" * 2000, "model-1.safetensors is damaged"),
     ("model-1.safetensors", None, "there is no "),
 ]
@@ -160,19 +163,15 @@ def test_damaged_folders_get_one_line(what, change, message, tmp_path):
     if what and "-1" in what:
         shards(tmp_path)
     if callable(change):
-        change_weight(tmp_path, change, f"model.{what}")
+        change_weight(tmp_path, change, f"model.layers.{what}")
     elif isinstance(change, dict):
-        config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        change_json(tmp_path / "config.json", lambda config: {**config, **change})
     elif change is None:
         os.remove(tmp_path / what)
     else:
         (tmp_path / what).write_bytes(change)
-    with pytest.raises(ValueError) as e:
+    with refused(message, tmp_path):
         checkpoints.load(str(tmp_path))
-    assert message in str(e.value)
-    assert "\n" not in str(e.value)
-    assert str(tmp_path) in str(e.value)
 
 
 def same(a, b):
@@ -201,8 +200,7 @@ def test_a_head_that_is_stored_is_the_head(head, tmp_path):
     """Also if the config calls it tied, as in some small Qwen3 models."""
     model = toy_model(tied=True)
     checkpoints.save(model, tmp_path)
-    embedding = model.embed.weight.data
-    change_weight(tmp_path, lambda _: head * embedding, "lm_head.weight")
+    change_weight(tmp_path, lambda _: head * model.embed.weight.data, "lm_head.weight")
     got = dense_logits(checkpoints.load(str(tmp_path)), [1, 2, 3])
     assert torch.allclose(got, head * dense_logits(model, [1, 2, 3]), atol=1e-4)
 
@@ -225,13 +223,10 @@ def test_ids_without_a_token_are_never_drawn(method, temperature, tmp_path):
     folder = save_padded(tmp_path / "target", 2176)
     draft = save_padded(tmp_path / "draft", 2112, seed=1)
     model = checkpoints.load(folder)
-    assert model.config.vocab_size == 2048
-    assert dense_logits(model, [1, 2]).shape == (2, 2048)
+    assert model.config.vocab_size == dense_logits(model, [1, 2]).shape[1] == 2048
     engine = methods.make_engine(method, model, methods.settings(model=folder, drafter=draft), 1)
-    request = Request([1, 2, 3], 60, Sampling(temperature))
-    got, = engine.generate([request])
-    assert max(got.token_ids) < 2048
-    assert len(got.token_ids) == 60
+    got, = engine.generate([Request([1, 2, 3], 60, Sampling(temperature))])
+    assert max(got.token_ids) < 2048 and len(got.token_ids) == 60
 
 
 def change_json(file, change):
@@ -242,16 +237,19 @@ def change_json(file, change):
 
 def test_a_drafter_of_another_vocabulary_is_refused(tmp_path, toy):
     """By the tokens that both tokenizers have. One may have more."""
-    save_toy_target(tmp_path)
-    draft = tmp_path / "target"
+    draft = save_toy_target(tmp_path)
     model = checkpoints.load(str(toy))
-    settings = methods.settings(model=str(toy), drafter=str(draft))
-    more = {"content": "<|more|>", "id": 2048, "special": True}
-    change_json(draft / "tokenizer.json", lambda d: {**d, "added_tokens": [*d["added_tokens"], more]})
+    settings = methods.settings(model=str(toy), drafter=draft)
+    file = tmp_path / "target" / "tokenizer.json"
+
+    def add(id, last=None):
+        more = {"content": "<|more|>", "id": id, "special": True}
+        change_json(file, lambda d: {**d, "added_tokens": [*d["added_tokens"][:last], more]})
+
+    add(2048)
     methods.make_engine("draft", model, settings, 1)
-    other = {**more, "id": 2047}
-    change_json(draft / "tokenizer.json", lambda d: {**d, "added_tokens": [*d["added_tokens"][:-2], other]})
-    with pytest.raises(ValueError, match="token 2047 differs"):
+    add(2047, -2)
+    with refused("token 2047 differs"):
         methods.make_engine("draft", model, settings, 1)
 
 
@@ -269,10 +267,8 @@ def test_every_end_that_a_file_declares_ends_an_answer(file, said, ends, tmp_pat
     folder = save_toy_target(tmp_path)
     change_json(tmp_path / "target" / file, lambda data: {**data, **json.loads(said)})
     tokenizer = Tokenizer.load(folder)
-    assert tokenizer.special["<|prompt|>"] == 2045
-    asked = [tasks.Problem("prompt", "hi")]
-    request, = answers.requests_of(asked, tokenizer, checkpoints.load(folder))
-    assert request.stop_ids == {tokenizer.special["<|eos|>"], *map(int, ends.split())} == set(tokenizer.ends)
+    request, = answers.requests_of([tasks.Problem("prompt", "hi")], tokenizer, checkpoints.load(folder))
+    assert request.stop_ids == {2042, *map(int, ends.split())} == set(tokenizer.ends)
 
 
 # -- text ------------------------------------------------------------------------------------------------
@@ -332,11 +328,8 @@ def test_tokenizers_that_tiktoken_cannot_be_are_refused(path, value, message, tm
 
     shutil.copy(f"{TARGET}/tokenizer.json", tmp_path)
     change_json(tmp_path / "tokenizer.json", change)
-    with pytest.raises(ValueError) as e:
+    with refused(message, "tokenizer.json"):
         Tokenizer.load(tmp_path)
-    assert message in str(e.value)
-    assert "\n" not in str(e.value)
-    assert "tokenizer.json" in str(e.value)
 
 
 # -- decode.py -------------------------------------------------------------------------------------------
@@ -352,18 +345,14 @@ def test_other_models_are_decoded(family, made, tmp_path):
     prompt = "🙂 <|im_end|>"
     got = run(made[family], tmp_path, "--method specgen --max-new-tokens 30 --compare --prompt", prompt)
     assert got["prompt_ids"] == Tokenizer.load(made[family]).prompt_ids(prompt)
-    assert got["identical"]
-    assert got["correct"] is None
+    assert got["identical"] and got["correct"] is None
     got = run(made[family], tmp_path, "--task story --n 2 --batch 2 --max-new-tokens 5")
-    assert got["correct"] is None
-    assert len(got["requests"]) == 2
+    assert got["correct"] is None and len(got["requests"]) == 2
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    checkpoints.save(toy_model(), tmp_path)
-    shutil.copy(f"{TARGET}/tokenizer.json", tmp_path)
-    with pytest.raises(ValueError, match="the vocabulary of this model is 0 to 63"):
-        run_script(decode, f"--model {tmp_path} --prompt x")
+    checkpoints.save(toy_model(), tmp_path, TARGET)
+    assert "the vocabulary of this model is 0 to 63" in refusal(decode, f"--model {tmp_path} --prompt x")
 
 
 LONG = ("a" * 100_000, "word " * 20_000, " " * 100_000, "🙂" * 100_000)
@@ -379,30 +368,24 @@ def test_prompts_that_cannot_be_answered_get_one_line(prompt, message, toy):
 def test_an_empty_prompt_without_a_template_is_refused():
     tokenizer = Tokenizer.load(TARGET)
     tokenizer.chat_template, tokenizer.bos, tokenizer.is_puzzle_model = TEXT_ALONE, "", False
-
-    def requests(text):
-        return answers.requests_of([tasks.Problem("prompt", text)], tokenizer, toy_model(vocab=2048), 2)
-
-    assert len(requests("x")[0].tokens) == 1
-    with pytest.raises(ValueError, match="an empty prompt"):
-        requests("")
+    ask = lambda text: answers.requests_of([tasks.Problem("", text)], tokenizer, toy_model(vocab=2048), 2)
+    assert len(ask("x")[0].tokens) == 1
+    with refused("an empty prompt"):
+        ask("")
 
 
 # -- fingerprints ----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("method", ["prism", "specdiff"])
 def test_a_drafter_of_another_target_is_refused_by_name(method, tmp_path):
-    target = toy_model(seed=1)
-    other = toy_model(seed=2)
-    made = {"prism": prism.for_target(target), "specdiff": specdiff.for_target(target, n_layer=1, gamma=3)}
-    drafter_files.save_drafter(made[method], tmp_path, target)
+    target, other = toy_model(seed=1), toy_model(seed=2)
+    drafter = {"prism": prism.for_target, "specdiff": specdiff.for_target}[method](target)
+    drafter_files.save_drafter(drafter, tmp_path, target)
     settings = methods.settings(drafter=str(tmp_path))
-    answer, = methods.make_engine(method, target, settings, 1).generate([Request([1, 2, 3], 4)])
-    assert len(answer.token_ids) == 4
-    with pytest.raises(ValueError) as e:
-        methods.make_engine(method, other, settings, 1)
+    methods.make_engine(method, target, settings, 1)
     needed, got = map(checkpoints.fingerprint, (target, other))
-    assert f"must be {needed}, got {got}" in str(e.value)
+    with refused(f"must be {needed}, got {got}"):
+        methods.make_engine(method, other, settings, 1)
 
 
 def test_fingerprints_tell_weights_apart_and_not_dtypes(tmp_path):

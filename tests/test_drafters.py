@@ -2,10 +2,8 @@ import pytest
 import torch
 from conftest import toy_model, whole
 
-from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.drafters import NGram, SmallLM
 from minispec.core.engine import Engine, SyncScheduler
-from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
 from minispec.core.verify import Sampling
 
@@ -63,32 +61,3 @@ def test_only_tokens_of_both_models_are_drafted(ours, theirs, temperature):
         assert got.token_ids == Engine(target, SyncScheduler, 1).generate([ask()])[0].token_ids
     elif theirs > 40:
         assert max(got.token_ids) >= 40  # the target says its other tokens all the same
-
-
-@torch.no_grad()
-def test_the_second_segment_of_a_request_reads_what_the_first_one_stores():
-    """As SpecDiff's windows do; whoever is served together."""
-    model = toy_model()
-    cache = KVCache(toy_model().config, 2048)
-    for sizes in (((6, 3), (3, 6)), ((3, 3), (4, 4))):
-        segments = []
-        ids = []
-        positions = []
-        alone = []
-        for i, some in enumerate(sizes):
-            blocks = cache.open(20)
-            apart = cache.open(20)
-            start = 0
-            for n in some:
-                rows = torch.arange(n) + 9 * i + start
-                at = torch.arange(start, start + n)
-                sees = torch.ones(n, n, dtype=torch.bool) if start else None
-                alone.append(
-                    model(rows, at, packed_attend([(0, n, FullKeys(cache, apart, start, n, tail=sees))]))
-                )
-                segments.append((len(ids), len(ids) + n, FullKeys(cache, blocks, start, n, tail=sees)))
-                ids += rows.tolist()
-                positions += at.tolist()
-                start += n
-        together = model(torch.tensor(ids), torch.tensor(positions), packed_attend(segments))
-        assert (together - torch.cat(alone)).abs().max() < 1e-4

@@ -9,18 +9,21 @@ from pkgutil import resolve_name
 
 import beside
 import pytest
-from conftest import ROOT, outcome
+from conftest import ROOT, outcome, table
 
 from exercises import __main__ as exercises
 
-MISTAKES = {                     # name: a part of the function, and what a student may write there
-    "best_path": ("score[parent] + reach[-1]", "reach[-1]"),              # the most probable last draft
-    "rejection": ("(left - of_q)", "left"),                               # p, not the residual
-    "rung_seconds": ("trace.n_out - position - 1", "trace.n_out - position"),        # no room for the bonus
-    "selection": ("accepted + 2", "accepted + 1"),                        # without the corrected token
-    "two_copies": ("key < row", "key <= row"),                            # sees the answer it is to predict
-    "unrolled_attend": ("*own = steps[layer]", "*own = steps[layer][:1] + steps[layer][1:][-1:]"),   # the newest own key
-}
+# A function, a part of it, what a student may write there, and so: takes the most probable last draft; takes
+# p, not the residual; leaves no room for the bonus; selects without the corrected token; sees the answer it
+# is to predict; reads the newest own key.
+MISTAKES = {name: parts for name, *parts in table("""
+    best_path | score[parent] + reach[-1] | reach[-1]
+    rejection | (left - of_q) | left
+    rung_seconds | trace.n_out - position - 1 | trace.n_out - position
+    selection | accepted + 2 | accepted + 1
+    two_copies | key < row | key <= row
+    unrolled_attend | *own = steps[layer] | *own = steps[layer][:1] + steps[layer][1:][-1:]
+""")}
 
 
 def ours(name):
@@ -39,8 +42,8 @@ def mistaken(name):
 
 @pytest.fixture
 def said(monkeypatch):
-    """said(name, function): code and text of `python -m exercises NAME` with this function in the stub. It runs in
-    this process, because importing torch takes seconds."""
+    """said(name, function): code and text of `python -m exercises NAME` with this function in the stub. It
+    runs in this process, because importing torch takes seconds."""
     monkeypatch.setattr(beside, "CHILD", None)           # the second process has no part in these tests
     monkeypatch.setitem(sys.modules, "conftest", sys.modules["conftest"])        # pytest imports it again
 
@@ -92,17 +95,21 @@ def test_the_lesson_of_a_stub_links_it():
             lesson, = re.findall(r"docs/[\w-]+\.md", f.read())
         with open(f"{ROOT}/{lesson}", encoding="utf-8") as f:
             page = f.read()
-        assert re.findall(r"\(../exercises/(\w+).py\)", page) == re.findall(r"`python -m exercises (\w+)`", page) == [name]
+        for link in (r"\(../exercises/(\w+).py\)", r"`python -m exercises (\w+)`"):
+            assert re.findall(link, page) == [name]
 
 
 def test_names():
     p = subprocess.run([sys.executable, "-m", "exercises", "two"], cwd=ROOT, capture_output=True, text=True)
-    assert p.returncode == 2 and p.stderr.count("\n") == 1 and all(name in p.stderr for name in exercises.NAMES)
+    assert p.returncode == 2 and p.stderr.count("\n") == 1
+    assert all(name in p.stderr for name in exercises.NAMES)
     p = outcome(exercises)
-    assert p.returncode == 0 and [line.split()[0] for line in p.stdout.splitlines()[:-1]] == exercises.NAMES
+    assert p.returncode == 0
+    assert [line.split()[0] for line in p.stdout.splitlines()[:-1]] == exercises.NAMES
 
 
 def test_a_file_without_the_function_is_wrong(monkeypatch):
     monkeypatch.delattr("exercises.best_path.best_path")
     p = outcome(exercises, "best_path")
-    assert p.returncode == 1 and p.stdout.startswith("best_path: wrong, exercises/best_path.py cannot be read: Attr")
+    assert p.returncode == 1
+    assert p.stdout.startswith("best_path: wrong, exercises/best_path.py cannot be read: Attr")

@@ -7,14 +7,13 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import TARGET, dense_logits, toy_model
+from conftest import TARGET, dense_logits, refused, toy_model
 
 gguf = pytest.importorskip("gguf")
 
 from gguf_writer import write_gguf  # noqa: E402
 
-from minispec.core.engine import Engine, SyncScheduler  # noqa: E402
-from minispec.core.requests import Request  # noqa: E402
+from minispec.core.gpt import llama3_scaling  # noqa: E402
 from minispec.data.tokenizer import Tokenizer  # noqa: E402
 from minispec.tools import checkpoints, gguf_file  # noqa: E402
 
@@ -54,35 +53,26 @@ def tokenizer_of(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", (True, False))
-def test_a_file_decodes_to_the_tokens_of_the_folder(family, tied, tmp_path):
+def test_a_file_holds_what_the_folder_does(family, tied, tmp_path):
     model, path = written(tmp_path / "x.gguf", tied=tied, **FAMILIES[family])
-    checkpoints.save(model, tmp_path / "folder")
-    runs = []
-    for source in (path, str(tmp_path / "folder")):
-        loaded = checkpoints.load(source)
-        runs.append(Engine(loaded, SyncScheduler, 1).generate([Request([1, 2, 3], 60)])[0].token_ids)
-    assert runs[0] == runs[1]
-    assert len(runs[0]) == 60
+    ids = [1, 2, 3, 700]
+    assert torch.allclose(dense_logits(checkpoints.load(path), ids), dense_logits(model, ids), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind, most", [("F16", 2e-3), ("BF16", 2e-2), ("Q8_0", 2e-2), ("Q4_1", 2e-1)])
 def test_quantised_weights_are_near_the_original(kind, most, tmp_path):
     model, path = written(tmp_path / "x.gguf", kind)
-    loaded = checkpoints.load(path)
-    a = model.blocks[1].qkv.weight
-    b = loaded.blocks[1].qkv.weight
+    a, b = (some.blocks[1].qkv.weight for some in (model, checkpoints.load(path)))
     assert 0 < (a - b).abs().max() <= most * a.abs().max()
     assert checkpoints.load(path, dtype=torch.bfloat16).embed.weight.dtype == torch.bfloat16
 
 
-def test_rotary_divisors_are_llama_3s_scaling(tmp_path):
+def test_rotary_divisors_are_llama_3s_scaling():
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 32}
-    plain = toy_model(**SHAPE)
-    scaled = toy_model(**SHAPE, rope_scaling=scaling)
+    plain, scaled = toy_model(**SHAPE), toy_model(**SHAPE, rope_scaling=scaling)
     ids = list(range(100))
     # The tensor of llama.cpp's converter: divisors of the rotary frequencies.
-    from minispec.core.gpt import llama3_scaling
     turn = plain.config.rope_theta ** -(torch.arange(0, 32, 2).float() / 32)
     plain.config.rope_scaling = {"divisors": (turn / llama3_scaling(turn, **scaling)).tolist()}
     plain.rope = type(plain.rope)(plain.config)
@@ -105,13 +95,10 @@ def test_vocabulary_and_template_come_from_the_file(tokenizer_of):
     ours = tokenizer_of(template=TEMPLATE)
     shipped = Tokenizer.load(TARGET)
     for text in ("the cat sat on 1234 mats", "naïve 東京 👍🏽\n\n", "a <|eos|> in the text"):
-        assert ours.decode(ours.encode(text)) == text
         assert ours.encode(text) == shipped.encode(text)
-    want = "<|bos|>[user] say <|eos|> now<|eos|>[assistant]"
     ids = ours.chat_ids([{"role": "user", "content": "say <|eos|> now"}])
-    assert ours.decode(ids) == want
-    assert ids[0] == 2041
-    assert ids.count(2042) == 1
+    assert ours.decode(ids) == "<|bos|>[user] say <|eos|> now<|eos|>[assistant]"
+    assert ids[0] == 2041 and ids.count(2042) == 1
 
 
 def test_a_vocabulary_that_lacks_bytes_drops_them(tokenizer_of):
@@ -135,11 +122,8 @@ def test_tokens_of_other_characters_than_byte_letters_are_never_used(tokenizer_o
 
 
 def test_a_file_without_token_types_still_has_its_begin_and_end(tokenizer_of):
-    ours = tokenizer_of(template=TEMPLATE, types=False)
-    ids = ours.prompt_ids("say <|eos|>")
-    assert ids[0] == 2041
-    assert ids.count(2042) == 1
-    assert ours.decode(ids) == "<|bos|>[user] say <|eos|><|eos|>[assistant]"
+    ids = tokenizer_of(template=TEMPLATE, types=False).prompt_ids("say <|eos|>")
+    assert ids[0] == 2041 and ids.count(2042) == 1
 
 
 def test_user_defined_tokens_are_found_in_prompts(tokenizer_of):
@@ -171,13 +155,11 @@ def test_text_without_a_template_begins_as_the_file_says(pre, add_bos, want, tok
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"pre": "deepseek-llm"}, "pre-tokenizer must be one of .*, got 'deepseek-llm'"),
-    ({"template": "{{ 1 / 0 }}"}, "does not render"),
-    ({"template": "{% if %}"}, "does not render"),
-    ({"template": "{{ ''.__class__.__mro__ }}"}, "does not render"),
-])
+    ({"pre": "deepseek-llm"}, "got 'deepseek-llm'"),
+    *(({"template": text}, "does not render") for text in
+      ("{{ 1 / 0 }}", "{% if %}", "{{ ''.__class__.__mro__ }}"))])
 def test_unsupported_text_settings_are_named(change, message, tokenizer_of):
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         tokenizer_of(**change).prompt_ids("hi")
 
 
@@ -213,27 +195,20 @@ def fewer_rotary_dimensions(writer):
 ])
 def test_unsupported_entries_of_a_file_are_errors(change, message, tmp_path, monkeypatch):
     _, path = changed(monkeypatch, tmp_path / "x.gguf", change)
-    with pytest.raises(ValueError) as e:
+    with refused(message, path):
         checkpoints.load(path)
-    assert message in str(e.value)
-    assert "\n" not in str(e.value)
-    assert path in str(e.value)
 
 
 def test_all_ends_of_a_file_end_an_answer(tmp_path, monkeypatch):
-    def change(writer):
-        writer.add_eot_token_id(2045)
-        writer.add_eom_token_id(7)
-
+    change = lambda writer: (writer.add_eot_token_id(2045), writer.add_eom_token_id(7))
     _, path = changed(monkeypatch, tmp_path / "x.gguf", change)
     assert set(Tokenizer.load(path).ends) == {2042, 2045, 7}
 
 
 def test_other_architectures_and_missing_models_are_named(tmp_path, monkeypatch):
     w = gguf.GGUFWriter(str(tmp_path / "x.gguf"), "mamba")
-    w.write_header_to_file()
-    w.write_kv_data_to_file()
-    w.write_tensors_to_file()
+    for part in ("header", "kv_data", "tensors"):
+        getattr(w, f"write_{part}_to_file")()
     w.close()
     monkeypatch.setattr(gguf_file, "PACKAGE", "no_such_package")
     for path, message in ((tmp_path / "x.gguf", "architecture must be one of llama, .*, got 'mamba'"),
@@ -248,9 +223,8 @@ def test_100_damaged_files_end_in_one_line(tmp_path):
     or fills the memory."""
     tokens, special, merges = vocabulary()
     shape = {**SHAPE, "vocab_size": 300, "bos_id": 298, "eos_id": 299}
-    tokens = [*tokens[:298], "<|bos|>", "<|eos|>"]
-    path = write_gguf(tmp_path / "whole.gguf", toy_model(**shape), tokens, {298, 299}, merges[:42],
-                      template=TEMPLATE, kind="Q8_0")
+    path = write_gguf(tmp_path / "whole.gguf", toy_model(**shape), [*tokens[:298], "<|bos|>", "<|eos|>"],
+                      {298, 299}, merges[:42], template=TEMPLATE, kind="Q8_0")
     whole = open(path, "rb").read()
     rng = random.Random(0)
     header = whole.index(b"blk.0.attn_norm")             # most damage goes to the part before the weights
@@ -275,11 +249,10 @@ def test_100_damaged_files_end_in_one_line(tmp_path):
                 Tokenizer.load(str(file)).prompt_ids("hi")
             except ValueError as e:
                 failed += 1
-                assert "\n" not in str(e)
-                assert str(file) in str(e)
-            finally:
-                signal.alarm(0)
-                file.unlink()
+                assert "\n" not in str(e) and str(file) in str(e)
+            signal.alarm(0)
+            file.unlink()
     finally:
+        signal.alarm(0)
         resource.setrlimit(resource.RLIMIT_AS, limit)
     assert failed > 33

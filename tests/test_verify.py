@@ -1,45 +1,60 @@
-"""The acceptance rules: a chi-square test of each over all outputs of length two, and controls that must fail.
+"""The acceptance rules: a chi-square test of each over all outputs of length two, and controls that must
+fail.
 
 A correct rule fails a chi-square test of this file with probability 1e-6. Seeds are fixed, so it never does
 by chance.
 """
+
 import pytest
 import torch
 from conftest import chi_square, seeded
 
 from minispec.core.noise import stream
-from minispec.core.verify import (LEAST_TEMPERATURE, Sampling, draw, greedy_tree, rejection,
-                                  scores, warp)
+from minispec.core.verify import LEAST_TEMPERATURE, Sampling, draw, rejection, scores, warp
 
 V = 6
 ROUNDS = 6_000
 
 
-@pytest.mark.parametrize("sampling, weights", [
-    (Sampling(1.0), [50, 25, 15, 10]),
-    (Sampling(0.5), [2500, 625, 225, 100]),
-    (Sampling(1.0, top_k=2), [2, 1, 0, 0]),
-    (Sampling(1.0, top_p=0.75), [2, 1, 0, 0]),                   # 0.5 + 0.25 reaches 0.75
-    (Sampling(1.0, top_p=0.76), [50, 25, 15, 0]),
-    (Sampling(1.0, top_p=0.01), [1, 0, 0, 0]),                   # at least one token stays
-    (Sampling(0.0), [1, 0, 0, 0]),
-], ids=str)
+@pytest.mark.parametrize(
+    "sampling, weights",
+    [
+        (Sampling(1.0), [50, 25, 15, 10]),
+        (Sampling(0.5), [2500, 625, 225, 100]),
+        (Sampling(1.0, top_k=2), [2, 1, 0, 0]),
+        (Sampling(1.0, top_p=0.75), [2, 1, 0, 0]),  # 0.5 + 0.25 reaches 0.75
+        (Sampling(1.0, top_p=0.76), [50, 25, 15, 0]),
+        (Sampling(1.0, top_p=0.01), [1, 0, 0, 0]),  # at least one token stays
+        (Sampling(0.0), [1, 0, 0, 0]),
+    ],
+    ids=str,
+)
 def test_warp_by_hand(sampling, weights):
     want = torch.tensor(weights) / sum(weights)
     got = warp(torch.tensor([0.5, 0.25, 0.15, 0.1]).log(), sampling)
     assert torch.allclose(got, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [
-    *(dict(temperature=t) for t in (-1, float("nan"), 1e-38, 1e-40)),
-    dict(top_k=-2), dict(top_p=0), dict(top_p=1.5), dict(seed=-1), dict(seed=1 << 63)])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        *(dict(temperature=t) for t in (-1, float("nan"), 1e-38, 1e-40)),
+        dict(top_k=-2),
+        dict(top_p=0),
+        dict(top_p=1.5),
+        dict(seed=-1),
+        dict(seed=1 << 63),
+    ],
+)
 def test_sampling_ranges(bad):
     with pytest.raises(ValueError, match="out of range; allowed is"):
         Sampling(**bad)
 
 
 def test_rules_are_named():
-    with pytest.raises(ValueError, match="one of coupled, rejection, point-mass, selection, walk, got fair"):
+    with pytest.raises(
+        ValueError, match="one of coupled, rejection, point-mass, selection, walk, got fair"
+    ):
         Sampling(rule="fair")
 
 
@@ -63,19 +78,14 @@ def test_noise_never_picks_a_token_without_weight(sampling):
     assert (scores(logits, sampling, [stream(1)] * 4000, range(4000)).argmax(-1) == 1).all()
 
 
-def test_greedy_on_a_chain():
-    assert greedy_tree([], [], [5]) == ([], 5)
-    assert greedy_tree([1, 2, 3], [0, 1, 2], [1, 2, 3, 4]) == ([1, 2, 3], 4)
-    assert greedy_tree([1, 9, 3], [0, 1, 2], [1, 2, 3, 4]) == ([1], 2)
-
-
 # -- the law: a Markov chain as target, another one as drafter -----------------------------------------------
+
 
 def tables(sampling):
     """Target and drafter as Markov chains: (p0 (V,), p1 (V, V)) and the same for q, warped alike."""
     g = seeded()
     p = torch.randn(V + 1, V, generator=g) * 1.2
-    q = p + torch.randn(V + 1, V, generator=g)                   # a drafter that has learned something
+    q = p + torch.randn(V + 1, V, generator=g)  # a drafter that has learned something
     p = warp(p, sampling)
     q = warp(q, sampling)
     return (p[V], p[:V]), (q[V], q[:V])
@@ -117,15 +127,15 @@ SAMPLINGS = [Sampling(t, 0, top_p) for t in (0.7, 1.0) for top_p in (1.0, 0.8)]
 def test_rejection_is_lossless(sampling, drafter):
     p_value, accepted = simulate(sampling, drafter)
     assert p_value > 1e-6
-    assert 0 < accepted.float().mean() < 2                       # drafts are accepted and rejected
+    assert 0 < accepted.float().mean() < 2  # drafts are accepted and rejected
     (p0, _), (q0, _) = tables(sampling)
-    if drafter == "sampled":                                     # one minus total variation
+    if drafter == "sampled":  # one minus total variation
         assert abs((accepted > 0).float().mean() - torch.minimum(p0, q0).sum()) < 0.03
 
 
-@pytest.mark.parametrize("drafter, share_coin", [
-    ("sampled", True),                                           # one coin for all drafts
-    ("argmax", False)])                                          # as if its drafts were drawn from q
+@pytest.mark.parametrize(
+    "drafter, share_coin", [("sampled", True), ("argmax", False)]  # one coin for all drafts
+)  # as if its drafts were drawn from q
 def test_control_mistakes_are_rejected(drafter, share_coin):
     assert simulate(Sampling(1.0), drafter, share_coin)[0] < 1e-6
 
