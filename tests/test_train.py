@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TARGET, outcome, refusal, refused, seeded, toy_model, words
+from conftest import ROOT, TARGET, outcome, refusal, seeded, toy_model, words
 from safetensors.torch import load_file
 
 import train_gpt
