@@ -146,7 +146,8 @@ def cdlm_speed(args, model, tokenizer):
 
     batches = {1: 1, 4: 4} if args.quick else BATCHES
     rows = sum(each_kept("cdlm_speed", args, model, list(batches.items()), measure), [])
-    return {"rows": rows, "table": table(rows, SPEED)}
+    brief = [row for row in rows if row["decoder"] in ("ar", "student") or row["ratio"] == 1]
+    return {"rows": rows, "table": table(rows, SPEED), "short": table(brief, SPEED)}
 
 
 SPEED = {
