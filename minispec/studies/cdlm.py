@@ -20,7 +20,6 @@ from minispec.tools.files import read_json
 from minispec.tools.markdown import table
 
 FIRST = 3000                    # seed of the first held-out problem used here
-FEW = 40                        # problems of each family, of 200 in `cdlm_accuracy`
 BF16 = torch.bfloat16           # takes half the time of fp32
 POINTS = (0.9, cdlm.THRESHOLD, 0.999)    # thresholds: the paper's, the default, and one for accuracy
 BATCHES = {1: 5, 4: 8, 16: 16}  # of the timed runs, and their problems
@@ -44,8 +43,8 @@ SAME = {"same answer as the teacher": "{same:.0%}"}
 # -- accuracy and steps ----------------------------------------------------------------------------
 
 def cdlm_accuracy(args, model, tokenizer):
-    """Many problems, solved by the target, by the teacher at a token a step, and by the student; the last two
-    also in the order of the papers, most confident slot first."""
+    """200 problems of each family, solved by the target, by the teacher at a token a step, and by the
+    student; the last two also in the order of the papers, most confident slot first."""
     cells = [("teacher", {}), ("ar", {})]
     cells += [("student", {"threshold": t}) for t in POINTS]
     cells += [("teacher", {"order": "surest"}), ("student", {"threshold": cdlm.THRESHOLD, "order": "surest"})]
@@ -58,12 +57,12 @@ def cdlm_accuracy(args, model, tokenizer):
 
 
 def cdlm_curves(args, model, tokenizer):
-    """Accuracy against steps: student, dual cache and teacher with thresholds; the student in blocks for
-    which it was not trained; the teacher cut to fewer steps a block."""
+    """Accuracy against steps, 20 problems of each family: student, dual cache and teacher with thresholds; the
+    student in blocks for which it was not trained; the teacher cut to fewer steps a block."""
     cells = [(name, {"threshold": t}) for name in ("student", "dual", "teacher") for t in POINTS]
     cells += [("student", {"threshold": cdlm.THRESHOLD, "block_size": n}) for n in (4, 8, 16)]
     cells += [("teacher", {"steps_a_block": n, "order": "surest"}) for n in (8, 4)]
-    rows = [row for row, _ in compare("cdlm_curves", args, model, tokenizer, cells, 4 if args.quick else FEW)]
+    rows = [row for row, _ in compare("cdlm_curves", args, model, tokenizer, cells, 4 if args.quick else 20)]
     return {"rows": rows, "table": table(rows, {**SETTINGS, **BY_FAMILY, **ACCURACY})}
 
 
@@ -188,14 +187,14 @@ def latency(run):
 # -- students of other trainings -------------------------------------------------------------------
 
 def cdlm_ablations(args, model, tokenizer):
-    """The students in the folder --drafter, at two thresholds, and how many problems they solve more than the
-    first one. NAME-2 is another seed of NAME."""
+    """The students in the folder --drafter, at two thresholds: 40 problems of each family, and how many more
+    they solve than the first student. NAME-2 is another seed of NAME."""
     arms = {}
     for log in sorted(Path(args.drafter or "").glob("*/log.jsonl")):
         arms.setdefault(log.parent.name.split("-")[0], []).append(log.parent)
     if not arms:
         raise ValueError("cdlm_ablations needs --drafter DIR, a folder of students that train_cdlm.py wrote")
-    problems = held_out(tokenizer, 4 if args.quick else FEW)
+    problems = held_out(tokenizer, 4 if args.quick else 40)
 
     def measure(arm, threshold):
         rows = []
