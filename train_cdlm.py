@@ -3,8 +3,8 @@
     python train_cdlm.py --out mine/cdlm                         # all three stages, hours
     # an ablation: another student from the same teacher and trajectories
     python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill
-    # students of the shipped teacher, here from trajectories in reading order
-    python train_cdlm.py --out mine/first --teacher checkpoints/cdlm/teacher --order first
+    # students of the shipped teacher, here from trajectories in reading order, recorded with a cache
+    python train_cdlm.py --out mine/first --teacher checkpoints/cdlm/teacher --order first --dual
     # another model: its answers to prompts, then the same
     python -m minispec.data.rollouts --target FOLDER --out mine/answers --prompt-file prompts.jsonl
     python train_cdlm.py --out mine/cdlm --target FOLDER --answers mine/answers

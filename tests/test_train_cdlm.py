@@ -317,8 +317,12 @@ def test_ablations_share_teacher_and_trajectories(trained, toy, name, options, l
 
 
 def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_cdlm, "SHARD", 2)
-    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0")
+    kinds = set()
+    window = cdlm.Decoder.window
+    monkeypatch.setattr(cdlm.Decoder, "window", lambda self, a: kinds.add(self.kind) or window(self, a))
+    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0 "
+          "--dual")
+    assert kinds == {"dual"}
     rank = recorded(tmp_path)["rank"]
     assert torch.equal(rank, torch.arange(160).expand(3, -1))
     assert not (tmp_path / "teacher").exists()

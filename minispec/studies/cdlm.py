@@ -139,7 +139,7 @@ def cdlm_speed(args, model, tokenizer):
     def measure(batch, n):
         problems = held_out(tokenizer, -(-n // len(tasks.FAMILIES)))[:n]
         builders = {i: partial(build, cell, batch, problems) for i, cell in enumerate(cells)}
-        timed = time_interleaved(builders, REPEATS, f"batch {batch}")
+        timed = time_interleaved(builders, REPEATS, f"batch {batch}", args.device != "cpu")
         rows = [speed_of(*cell, timed[i], timed[0], known) for i, cell in enumerate(cells)]
         return [{"batch": batch, **row} for row in rows]
 
