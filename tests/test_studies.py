@@ -182,8 +182,8 @@ def test_students_of_other_trainings_are_compared(toy, small, tmp_path):
     args.drafter = str(tmp_path / "arms")
     found = diffusion.cdlm_ablations(args, target, tokenizer)
     rows = found["rows"]
-    assert [(r["training"], r["seeds"]) for r in rows] == 2 * [("all", 2), ("other", 1)]
-    assert [r["threshold"] for r in rows] == [0.9, 0.9, 0.99, 0.99]
+    assert [(r["training"], r["seeds"]) for r in rows] == 2 * [("all", 2)] + 2 * [("other", 1)]
+    assert [r["threshold"] for r in rows] == [0.9, 0.99, 0.9, 0.99]
     assert all(r["more"] == 0 and r["more_range"] == [0, 0] for r in rows)  # the same model three times
     assert all(1 <= r["tau"] == pytest.approx(r["tokens"] / r["steps"]) for r in rows)
     assert whole(found["table"])

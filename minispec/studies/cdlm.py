@@ -206,10 +206,11 @@ def cdlm_ablations(args, model, tokenizer):
         return {"training": arm.replace("_", " "), "seeds": len(rows), "threshold": threshold,
                 "right": np.mean(runs[0], 0).tolist(), **figures(*runs)}
 
-    cells = [(arm, t) for t in POINTS[:2] for arm in arms]
+    points = POINTS[:2]
+    cells = [(arm, t) for arm in arms for t in points]
     rows = each_kept("cdlm_ablations", args, model, cells, measure)
     for i, row in enumerate(rows):
-        paired = np.array([row["right"], rows[i // len(arms) * len(arms)]["right"]])
+        paired = np.array([row["right"], rows[i % len(points)]["right"]])
         row["more"] = np.subtract(*paired.mean(-1)).item()
         row["more_range"] = interval(lambda a, b: (a - b).mean(-1), *paired)
     return {"rows": rows, "table": table(rows, ABLATIONS)}
