@@ -194,11 +194,11 @@ def test_students_of_other_trainings_are_compared(toy, small, tmp_path):
 
 def test_figures_of_seeds_are_means_and_their_interval_is_over_problems():
     right = [[True] * 50 + [False] * 50, [True] * 100]
-    found = diffusion.figures(right, [[2] * 100, [4] * 100], [[30] * 100] * 2)
+    found = diffusion.figures([[right[0], [2] * 100, [30] * 100], [right[1], [4] * 100, [30] * 100]])
     low, high = found.pop("solved_range")
     assert found == {"solved": 0.75, "steps": 3, "tokens": 30, "tau": 10}
     assert 0.68 < low < 0.72 and 0.78 < high < 0.82                        # 0.75 +- 2 * 0.25 / 10
-    assert diffusion.figures([[1] * 9], [[1] * 9], [[1] * 9])["solved_range"] == [1, 1]
+    assert diffusion.figures([[[1] * 9] * 3])["solved_range"] == [1, 1]
 
 
 # -- drafters --------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ def compare(study, args, model, tokenizer, cells, n):
 
     def measure(name, settings):
         row, answers = answer(decoder_of(name, settings, models, args, tokenizer, 16), problems, tokenizer)
+        del row["runs"]
         return {"decoder": name, **settings, **row}, answers
 
     return each_kept(study, args, model, cells, measure)
@@ -100,21 +101,20 @@ def held_out(tokenizer, n):
 
 
 def answer(decoder, problems, tokenizer):
-    """Decode and check answers. Returns (result row, the answers' token ids)."""
+    """Decode and check answers. Returns (result row, the answers' token ids). row["runs"]: for each problem
+    whether it is solved, its steps, its tokens."""
     generations = decoder.generate(requests_of(problems, tokenizer, decoder.model, cdlm.GEN_LENGTH))
     right = [verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
     by_family = {family: statistics.mean(r for r, p in zip(right, problems) if p.family == family)
                  for family in tasks.FAMILIES}
-    rounds = [len(g.rounds) for g in generations]
     answers = [g.token_ids for g in generations]
-    lengths = list(map(len, answers))
-    return {"problems": len(problems), "by_family": by_family, "right": right, "rounds": rounds,
-            "lengths": lengths, **figures([right], [rounds], [lengths])}, answers
+    runs = right, [len(g.rounds) for g in generations], list(map(len, answers))
+    return {"problems": len(problems), "by_family": by_family, "runs": runs, **figures([runs])}, answers
 
 
-def figures(right, rounds, lengths):
-    """Figures of runs (seeds, problems); the interval is over problems."""
-    right, rounds, lengths = map(np.array, (right, rounds, lengths))
+def figures(runs):
+    """Figures of the runs (seeds, 3, problems) of `answer`; the interval is over problems."""
+    right, rounds, lengths = np.array(runs).swapaxes(0, 1)
     steps, tokens = rounds.mean().item(), lengths.mean().item()
     return {"solved": right.mean().item(), "solved_range": interval(lambda x: x.mean(-1), right.mean(0)),
             "steps": steps, "tokens": tokens, "tau": tokens / steps}
@@ -197,22 +197,21 @@ def cdlm_ablations(args, model, tokenizer):
     problems = held_out(tokenizer, 4 if args.quick else 40)
 
     def measure(arm, threshold):
-        rows = []
+        runs = []
         for folder in arms[arm]:
             student = checkpoints.load(folder, model.device, BF16)
             decoder = cdlm.Decoder(student, tokenizer.mask_id, threshold=threshold, batch_size=16)
-            rows.append(answer(decoder, problems, tokenizer)[0])
-        runs = [[row[name] for row in rows] for name in ("right", "rounds", "lengths")]
-        return {"training": arm.replace("_", " "), "seeds": len(rows), "threshold": threshold,
-                "right": np.mean(runs[0], 0).tolist(), **figures(*runs)}
+            runs.append(answer(decoder, problems, tokenizer)[0]["runs"])
+        row = {"training": arm.replace("_", " "), "seeds": len(runs), "threshold": threshold, **figures(runs)}
+        return row, np.array(runs)[:, 0].mean(0).tolist()
 
     points = POINTS[:2]
     cells = [(arm, t) for arm in arms for t in points]
-    rows = each_kept("cdlm_ablations", args, model, cells, measure)
-    for i, row in enumerate(rows):
-        paired = np.array([row["right"], rows[i % len(points)]["right"]])
-        row["more"] = np.subtract(*paired.mean(-1)).item()
-        row["more_range"] = interval(lambda a, b: (a - b).mean(-1), *paired)
+    measured = each_kept("cdlm_ablations", args, model, cells, measure)
+    for i, (row, right) in enumerate(measured):
+        more = np.subtract(right, measured[i % len(points)][1])
+        row["more"], row["more_range"] = more.mean().item(), interval(lambda x: x.mean(-1), more)
+    rows = [row for row, _ in measured]
     return {"rows": rows, "table": table(rows, ABLATIONS)}
 
 
