@@ -145,7 +145,6 @@ def test_diffusion_models_are_compared(toy, small):
     assert ["same" in r for r in rows] == [False, False, *5 * [True]]
     assert all(0 <= r["solved_range"][0] <= r["solved"] <= r["solved_range"][1] <= 1 for r in rows)
     assert whole(found["table"])
-    assert whole(found["short"])
     curves = diffusion.cdlm_curves(*toy)
     rows = curves["rows"]
     assert [r["decoder"] for r in rows[::3]] == ["student", "dual", "teacher", "student", "teacher"]
@@ -172,6 +171,7 @@ def test_diffusion_models_are_timed(toy, small, tmp_path, monkeypatch):
         assert r["ratio_range"][0] <= r["ratio"] <= r["ratio_range"][1]
         assert r["tokens_per_second"] == pytest.approx(r["batch"] * 40 / r["latency"], rel=0.5)
     assert whole(found["table"])
+    assert whole(found["short"]) and found["short"].count("\n") == 1 + 8
 
 
 def test_students_of_other_trainings_are_compared(toy, small, tmp_path):
@@ -187,6 +187,7 @@ def test_students_of_other_trainings_are_compared(toy, small, tmp_path):
     assert all(r["more"] == 0 and r["more_range"] == [0, 0] for r in rows)  # the same model three times
     assert all(1 <= r["tau"] == pytest.approx(r["tokens"] / r["steps"]) for r in rows)
     assert whole(found["table"])
+    assert whole(found["short"]) and "| 0.9 |" not in found["short"]
     args.drafter = str(tmp_path)
     with pytest.raises(ValueError, match="cdlm_ablations needs --drafter DIR"):
         diffusion.cdlm_ablations(args, target, tokenizer)

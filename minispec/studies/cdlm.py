@@ -52,8 +52,7 @@ def cdlm_accuracy(args, model, tokenizer):
     rows = [row for row, _ in measured]
     for row, answers in measured[2:]:
         row["same"] = statistics.mean(a == b for a, b in zip(answers, measured[0][1]))
-    return {"rows": rows, "table": table(rows, {**SETTINGS, **BY_FAMILY, **ACCURACY, **SAME}),
-            "short": table(rows, {**SETTINGS, **ACCURACY, **SAME})}
+    return {"rows": rows, "table": table(rows, {**SETTINGS, **BY_FAMILY, **ACCURACY, **SAME})}
 
 
 def cdlm_curves(args, model, tokenizer):
@@ -145,8 +144,8 @@ def cdlm_speed(args, model, tokenizer):
 
     batches = {1: 1, 4: 4} if args.quick else BATCHES
     rows = sum(each_kept("cdlm_speed", args, model, list(batches.items()), measure), [])
-    brief = [row for row in rows if row["decoder"] in ("ar", "student") or row["ratio"] == 1]
-    return {"rows": rows, "table": table(rows, SPEED), "short": table(brief, SPEED)}
+    alone = [row for row in rows if row["batch"] == 1 and "steps_a_block" not in row]
+    return {"rows": rows, "table": table(rows, SPEED), "short": table(alone, SPEED)}
 
 
 SPEED = {
@@ -212,7 +211,8 @@ def cdlm_ablations(args, model, tokenizer):
         more = np.subtract(right, measured[i % len(points)][1])
         row["more"], row["more_range"] = more.mean().item(), interval(lambda x: x.mean(-1), more)
     rows = [row for row, _ in measured]
-    return {"rows": rows, "table": table(rows, ABLATIONS)}
+    usual = [row for row in rows if row["threshold"] == cdlm.THRESHOLD]
+    return {"rows": rows, "table": table(rows, ABLATIONS), "short": table(usual, ABLATIONS)}
 
 
 ABLATIONS = {"training": "{training}", "seeds": "{seeds}", "threshold": "{threshold:g}", **ACCURACY,
