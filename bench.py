@@ -25,7 +25,7 @@ import torch
 from minispec import ROOT
 from minispec.data.tokenizer import Tokenizer
 from minispec.studies import results
-from minispec.studies.cdlm import cdlm_accuracy, cdlm_curves
+from minispec.studies.cdlm import cdlm_ablations, cdlm_accuracy, cdlm_curves, cdlm_speed
 from minispec.studies.drafters import tau
 from minispec.studies.rules import lossless, rules
 from minispec.studies.run import bounds, profile, run, speed, trace
@@ -38,10 +38,11 @@ from minispec.tools.training import fast_dtype
 # A study is a function (settings, target, tokenizer) -> its result; see studies/results.py.
 STUDIES = {study.__name__: study for study in (
     profile, trace, run, bounds, speed, tau, lossless, rules, serving, scheduler, cdlm_accuracy,
-    cdlm_curves,
+    cdlm_curves, cdlm_speed, cdlm_ablations,
 )}
+ALL = list(STUDIES)[:-1]                # the last one needs a folder of students
 DEFAULT = ("profile", "trace", "run", "bounds")
-OWN_DTYPES = ("lossless", "cdlm_accuracy", "cdlm_curves")           # not that of the loaded model
+OWN_DTYPES = ("lossless", "cdlm_accuracy", "cdlm_curves", "cdlm_speed", "cdlm_ablations")
 MARKS = r"<!-- table (?:(\w+)/)?(\w+) ?(\w*) -->\n.*?<!-- end -->"  # model, study, which of its tables
 
 
@@ -73,7 +74,7 @@ def chosen(args):
     if args.quick and not args.studies:
         return DEFAULT[:-1]              # a quick run leaves no files to compute bounds from
     wanted = args.studies or DEFAULT
-    return [name for name in STUDIES if name in wanted or "all" in wanted]
+    return [name for name in STUDIES if name in wanted or "all" in wanted and name in ALL]
 
 
 def choose_target(args):

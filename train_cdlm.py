@@ -3,8 +3,8 @@
     python train_cdlm.py --out mine/cdlm                         # all three stages, hours
     # an ablation: another student from the same teacher and trajectories
     python train_cdlm.py --out mine/cdlm --weights 1 0 0 --name distill
-    # students of the shipped teacher, here from trajectories in reading order
-    python train_cdlm.py --out mine/first --teacher checkpoints/cdlm/teacher --order first
+    # students of the shipped teacher, here from trajectories in reading order, recorded with a cache
+    python train_cdlm.py --out mine/first --teacher checkpoints/cdlm/teacher --order first --dual
     # another model: its answers to prompts, then the same
     python -m minispec.data.rollouts --target FOLDER --out mine/answers --prompt-file prompts.jsonl
     python train_cdlm.py --out mine/cdlm --target FOLDER --answers mine/answers
@@ -67,6 +67,8 @@ def parse_args():
         help="of the trajectories of each prompt (default 0 0.5)")
     add("--order", choices=cdlm.ORDERS, default="surest",
         help="slot that a trajectory reveals next (default %(default)s)")
+    add("--dual", action="store_true",
+        help="trajectories with the dual cache of cdlm.Decoder: faster, approximate")
     add("--name", default="student", help="the student's folder in --out (default %(default)s)")
     add("--weights", type=float, nargs=3, default=[1.0, 0.5, 0.01], metavar=("DISTILL", "CONS", "DLM"),
         help="of the student's losses (default 1 0.5 0.01)")
@@ -133,9 +135,13 @@ def padded(prompts, width=0):
 
 
 def ready(batch, device):
-    """The tensors of a batch on the device, without the columns that are padding in all prompts."""
+    """The tensors of a batch on the device, without the columns that are padding in all prompts, and without
+    blocks that no trajectory opened."""
     batch = {name: x.to(device) for name, x in batch.items()}
     batch["prompt"] = batch["prompt"][:, (batch["prompt"] != cdlm.PADDING).any(0)]
+    if "live" in batch:
+        longest = batch["live"].max()
+        batch.update({name: batch[name][:, :longest] for name in ("tokens", "rank", "hidden")})
     return batch
 
 
@@ -143,6 +149,9 @@ def reference_batch(model, examples, block_causal, generator, in_order=0.0):
     """Examples with drawn masks, for `cdlm.dlm_loss`."""
     prompts, answers = zip(*examples)
     answer, block_size = torch.tensor(answers), cdlm.block_size_of(model)
+    if block_causal:                     # blocks behind the text are neither predicted nor seen
+        opened = cdlm.text_blocks(answer, model.config.eos_id, block_size).max()
+        answer = answer[:, :opened * block_size]
     states = cdlm.student_states if block_causal else cdlm.teacher_states
     rate, counted = states(answer, model.config.eos_id, block_size, generator)
     masked = cdlm.turns(answer.shape, block_size, generator, in_order) < rate
@@ -202,9 +211,9 @@ def collect_trajectories(args, tokenizer, example, folder, teacher):
     model = checkpoints.load(teacher, args.device, fast_dtype(args.device))
     # Students of all seeds share them: a problem's number is the seed of its answer.
     training.same_settings(folder, prompts=args.prompts, order=args.order, temperatures=args.temperatures,
-                           block_size=args.block_size, teacher=checkpoints.fingerprint(model))
-    decoder = cdlm.Decoder(model, tokenizer.mask_id, "teacher", order=args.order, batch_size=args.batch,
-                           record=True, block_size=args.block_size)
+                           dual=args.dual, block_size=args.block_size, teacher=checkpoints.fingerprint(model))
+    decoder = cdlm.Decoder(model, tokenizer.mask_id, "dual" if args.dual else "teacher", order=args.order,
+                           batch_size=args.batch, record=True, block_size=args.block_size)
     cells = [(number, temperature) for number in range(args.prompts) for temperature in args.temperatures]
     shards = []
     for start in tqdm(range(0, len(cells), SHARD), unit="shard", desc="trajectories"):
@@ -248,7 +257,7 @@ def train(args, mask_id, example, folder, source, lr, weights, data=None):
         losses = {}
         with bf16(args.device):
             if weights["distill"]:
-                k = cdlm.draw_states(batch["live"], cdlm.GEN_LENGTH, args.block_size, g)
+                k = cdlm.draw_states(batch["live"], batch["rank"].shape[1], args.block_size, g)
                 losses["distill"] = cdlm.distillation_loss(model, teacher_head, batch, k, mask_id,
                                                            args.reverse_kl)
             if weights["cons"]:

@@ -43,9 +43,13 @@ def lines(axes, rows, x, y):
 
 
 def by_steps(axes, r):
-    """Share of solved problems against steps per answer."""
-    rows = [("teacher, cut" if x.get("steps_a_block") else x["decoder"], x["steps"], x["solved"])
-            for x in r["rows"] if x.get("steps_a_block") or x.get("order") != "surest"]
+    """Share of solved problems against steps per answer: cut to steps, and with thresholds."""
+    rows = []
+    for x in r["rows"]:
+        if "steps_a_block" in x:
+            rows.append(("teacher, cut", x["steps"], x["solved"]))
+        elif "threshold" in x and "block_size" not in x:
+            rows.append((x["decoder"], x["steps"], x["solved"]))
     lines(axes, rows, "steps", "solved")
     axes.set(xscale="log")
 

@@ -21,10 +21,9 @@ What differs from the paper:
   - The threshold is 0.99, not 0.9, and if no slot is above it, the first masked slot is revealed, not the
     most confident: see `pick`. Trajectories are recorded most confident slot first, as in the paper.
   - The row of a slot predicts the token behind it, as in the autoregressive model that the weights come from
-    (and in Dream; in LLaDA it predicts its own slot). The row before a block predicts its first slot, so it
-    is fed once more with the block.
-  - L_distill and L_dlm train all blocks of an answer in one forward, each behind clean ones: see
-    `two_copies`. A part of the masks of L_dlm follows the text: see `turns`. No LoRA: all weights learn.
+    (and in Dream, not in LLaDA). So the row before a block is fed once more with the block.
+  - L_distill and L_dlm train all blocks of an answer in one forward: see `two_copies`. A part of the masks of
+    L_dlm follows the text: see `turns`. No LoRA: all weights learn.
   - The shipped student learned L_cons inside the block, with L_dlm at weight 1; here L_cons is as printed.
 """
 import time
@@ -123,8 +122,7 @@ def mask_rates(n, generator, low=1e-3):
 
 def text_blocks(answer, eos_id, block_size):
     """How many blocks (n,) of answers (n, L) decoding opens: up to the one with the first end of text."""
-    text = (answer != eos_id).sum(-1)
-    return text.clamp(max=answer.shape[1] - 1) // block_size + 1
+    return (answer != eos_id).sum(-1).clamp(max=answer.shape[1] - 1) // block_size + 1
 
 
 def student_states(answer, eos_id, block_size, generator):
@@ -268,7 +266,7 @@ def trajectory(a, eos_id):
     slots `live`, and hidden (L, C) in 16 bit, the head's input when it predicted each token. Behind the block
     that ends the text, tokens are ends of text, their rank is their place, and their hidden rows are 0."""
     tokens, rank = torch.tensor(a.tokens[a.prompt:]), torch.arange(len(a.tokens) - a.prompt)
-    slots, rows = list(a.revealed), torch.stack(list(a.revealed.values()))
+    slots, rows = list(a.revealed), torch.stack(list(a.revealed.values())).cpu()
     rank[slots] = torch.arange(len(slots))
     hidden = rows.new_zeros(len(tokens), rows.shape[1])
     hidden[slots] = rows
@@ -278,13 +276,16 @@ def trajectory(a, eos_id):
 
 # -- decoding: one loop for student, teacher and dual cache --------------------------------------------------
 
-def choose(logits, request, slots):
-    """A token for each row of logits (n, V) of these slots, and its probability at temperature 1. A sampling
-    request has the same noise for a slot in every step."""
-    streams = [stream(request.sampling.seed)] * len(slots)
-    tokens = scores(logits, request.sampling, streams, slots).argmax(-1)
+def choose(logits, answers):
+    """A token for each row of logits (n, V), which are of the masked slots of these answers, and its
+    probability at temperature 1. A sampling request has the same noise for a slot in every step."""
+    tokens = []
+    for a, rows in zip(answers, logits.split([len(a.masked()) for a in answers])):
+        how = a.request.sampling
+        tokens.append(scores(rows, how, [stream(how.seed)] * len(rows), a.masked()).argmax(-1))
+    tokens = torch.cat(tokens)
     confidence = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return tokens.tolist(), confidence.tolist()
+    return tokens.tolist(), confidence.tolist()          # this waits for a GPU
 
 
 def pick(confidence, n=1, threshold=None, order=ORDER):
@@ -309,8 +310,7 @@ class Decoder:
                  against the cached keys of all positions (Fast-dLLM's dual cache). Approximate.
     threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
     token each). order: see `pick`. record: for `trajectory`, keep hidden rows and complete every block.
-    block_size: None for the model's. on_step(answer, masked
-    positions, their most probable tokens, confidences, indices of the revealed) is called after every step.
+    on_step(answer, masked positions, their tokens, confidences, indices of the revealed) follows each step.
     """
     model: GPT
     mask_id: int
@@ -333,8 +333,7 @@ class Decoder:
 
     def generate(self, requests):
         """Answer the requests and return their generations, in order."""
-        for _ in self.stream(requests):
-            pass
+        list(self.stream(requests))
         return [r.generation for r in requests]
 
     @torch.inference_mode()
@@ -344,7 +343,6 @@ class Decoder:
         check_requests(requests, self.model.config)
         for r in requests:
             r.state = Answer(r, self.mask_id, self.block_size)
-            r.blocks = None
         # A cache for this stream alone: one that was left in the middle cannot be in the way.
         n_slots = whole_blocks(max((r.longest for r in requests), default=0))
         n_slots *= min(self.batch_size, len(requests))
@@ -358,9 +356,11 @@ class Decoder:
                 a.request.blocks = a.request.blocks or self.cache.open(len(a.tokens))
             # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
             hidden, logits, seconds = self.forward(active)
-            counts = [len(a.masked()) for a in active]
-            for a, *rows in zip(active, hidden.split(counts), logits.split(counts)):
-                self.reveal(a, *rows)
+            tokens, confidence = choose(logits, active)
+            end = 0
+            for a in active:
+                start, end = end, end + len(a.masked())
+                self.reveal(a, hidden[start:end], tokens[start:end], confidence[start:end])
             # 3. Hand on the tokens that became final.
             committed = [(a.request, self.commit(a, seconds / len(active))) for a in active]
             self.seconds["other"] += time.perf_counter() - started - seconds
@@ -411,18 +411,15 @@ class Decoder:
         self.counts["tokens_fed"] += len(x.tokens)
         return hidden, logits, seconds
 
-    def reveal(self, a, hidden, logits):
-        """One step of an open block: put tokens into some of its masked slots, given their rows."""
+    def reveal(self, a, hidden, tokens, confidence):
+        """One step of an open block: put tokens into some of its masked slots, given those of all."""
         masked = a.masked()
-        tokens, confidence = choose(logits, a.request, masked)
         # Without a threshold, the block's slots are spread over its steps, early steps first.
-        size = a.last - a.first
-        share, rest = divmod(size, self.steps_a_block or size)
+        share, rest = divmod(a.last - a.first, self.steps_a_block or a.last - a.first)
         picked = pick(confidence, share + (a.steps < rest), self.threshold, self.order)
         for i in picked:
             a.tokens[masked[i]] = tokens[i]
-            row = hidden[i].to("cpu", torch.float16, copy=True) if self.record else None
-            a.revealed[masked[i] - a.prompt] = row
+            a.revealed[masked[i] - a.prompt] = self.record and hidden[i].to(torch.float16, copy=True)
         # The tokens before the block were fed clean, so their keys are final.
         a.steps += 1
         a.n_cached = a.first
@@ -434,8 +431,8 @@ class Decoder:
         open its next block."""
         g, masked = a.request.generation, a.masked()
         gap = masked[0] if masked else a.last
-        ends = [i for i in range(a.prompt, a.last) if a.tokens[i] in a.request.stop_ids]
-        stop = min(ends, default=len(a.tokens))
+        ends = (i for i in range(a.prompt, a.last) if a.tokens[i] in a.request.stop_ids)
+        stop = next(ends, len(a.tokens))
         kept = a.tokens[len(a.request.tokens):min(gap, stop + 1)]
         g.rounds.append(Round(len(g.token_ids), 0, 0, len(kept), self.kind, 0.0, seconds))
         g.token_ids += kept

@@ -361,9 +361,14 @@ def test_bad_decoding_is_refused(model, settings, length, message):
 
 # -- trajectories (10, 11, 12) -------------------------------------------------------------------------------
 
-def collected(model, asked, order="surest"):
+def recorded(model, asked, order="surest"):
     decoder = cdlm.Decoder(model, MASK, "teacher", order=order, batch_size=2, record=True)
-    return train_cdlm.ready(train_cdlm.collect(decoder, asked), "cpu")
+    return train_cdlm.collect(decoder, asked)
+
+
+def collected(*args):
+    """Trajectories as a training batch."""
+    return train_cdlm.ready(recorded(*args), "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -420,7 +425,7 @@ def test_blocks_behind_the_end_of_text_are_not_decoded(model, monkeypatch):     
     eos = slots[B + 2]
     live = (slots.index(eos) // B + 1) * B
     monkeypatch.setattr(model.config, "eos_id", eos)
-    data = collected(model, requests(PROMPTS[:1], WHOLE, stop=[eos]), "first")
+    data = recorded(model, requests(PROMPTS[:1], WHOLE, stop=[eos]), "first")
     assert data["live"].tolist() == [live]
     assert data["tokens"][0].tolist() == slots[:live] + [eos] * (WHOLE - live)
     assert torch.equal(data["hidden"][0].any(-1), torch.arange(WHOLE) < live)

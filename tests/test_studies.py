@@ -146,21 +146,78 @@ def test_texts_are_long_enough(tmp_path):
 
 # -- diffusion models --------------------------------------------------------------------------------
 
-
-def test_diffusion_models_are_compared(toy, monkeypatch):
-    monkeypatch.setattr(diffusion, "BF16", torch.float32)  # a CPU may have no units for it
-    real = diffusion.requests_of  # random models never end
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(diffusion, "BF16", torch.float32)                  # a CPU may have no units for it
+    real = diffusion.requests_of                                           # random models never end
     monkeypatch.setattr(diffusion, "requests_of", lambda *args: real(*args[:-1], 40))
+
+
+def test_diffusion_models_are_compared(toy, small):
     found = diffusion.cdlm_accuracy(*toy)
     rows = found["rows"]
-    assert [r["decoder"] for r in rows] == ["ar", "teacher", *3 * ["student"], "teacher", "student"]
+    assert [r["decoder"] for r in rows] == ["teacher", "ar", *3 * ["student"], "teacher", "student"]
     assert [r.get("order") for r in rows] == 5 * [None] + 2 * ["surest"]
     assert all(r["problems"] == 8 and set(r["by_family"]) == {"revise", "arith"} for r in rows)
-    assert all(r["steps"] >= r["tokens"] for r in (rows[1], rows[5]))
-    assert ["same" in r for r in rows] == [False, False, *5 * [True]] and 0 <= rows[2]["same"] <= 1
+    assert all(r["steps"] == r["tokens"] == 40 for r in (rows[0], rows[5]))
+    assert ["same" in r for r in rows] == [False, False, *5 * [True]]
+    assert all(0 <= r["solved_range"][0] <= r["solved"] <= r["solved_range"][1] <= 1 for r in rows)
+    assert whole(found["table"])
     curves = diffusion.cdlm_curves(*toy)
-    assert {r["decoder"] for r in curves["rows"]} == {"teacher", "dual", "student"}
-    assert whole(found["table"]) and whole(found["short"]) and whole(curves["table"])
+    rows = curves["rows"]
+    assert [r["decoder"] for r in rows[::3]] == ["student", "dual", "student", "teacher"]
+    assert rows[-1]["steps"] == 16                                         # a block of 32 slots, and one of 8
+    assert all(r["tau"] == r["tokens"] / r["steps"] for r in rows)
+    assert whole(curves["table"])
+
+
+def test_diffusion_models_are_timed(toy, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(diffusion.results, "FOLDER", str(tmp_path))
+    known = {"decoder": "student", "threshold": 0.9, "order": "surest", "solved": 0.25}
+    known = [known, {**known, "order": None, "solved": 0.5}, {"decoder": "ar", "solved": 0.75}]
+    known[1].pop("order")
+    (tmp_path / "cdlm_accuracy.json").write_text(json.dumps({"result": {"rows": known}}))
+    found = diffusion.cdlm_speed(*toy)
+    rows = found["rows"]
+    assert [r["batch"] for r in rows] == 9 * [1] + 9 * [4]
+    names = [r["decoder"] for r in rows[:9]]
+    assert names == ["teacher", "ar", "prism", "teacher", "teacher", "dual", *3 * ["student"]]
+    assert [r["solved"] for r in rows[:9]] == [None, 0.75, 0.75, *3 * [None], 0.5, None, None]
+    assert rows[0]["ratio"] == rows[9]["ratio"] == 1
+    for r in rows:
+        assert r["latency"] > 0
+        assert r["ratio_range"][0] <= r["ratio"] <= r["ratio_range"][1]
+        assert r["tokens_per_second"] == pytest.approx(r["batch"] * 40 / r["latency"], rel=0.5)
+    assert whole(found["table"])
+    assert whole(found["short"]) and found["short"].count("\n") == 1 + 8
+
+
+def test_students_of_other_trainings_are_compared(toy, small, tmp_path):
+    args, target, tokenizer = toy
+    for name in ("all", "all-2", "other"):
+        checkpoints.save(target, tmp_path / "arms" / name, args.model)
+        (tmp_path / "arms" / name / "log.jsonl").touch()
+    args.drafter = str(tmp_path / "arms")
+    found = diffusion.cdlm_ablations(args, target, tokenizer)
+    rows = found["rows"]
+    assert [(r["training"], r["seeds"]) for r in rows] == 2 * [("all", 2)] + 2 * [("other", 1)]
+    assert [r["threshold"] for r in rows] == [0.9, 0.99, 0.9, 0.99]
+    assert all(r["more"] == 0 and r["more_range"] == [0, 0] for r in rows)  # the same model three times
+    assert all(1 <= r["tau"] == pytest.approx(r["tokens"] / r["steps"]) for r in rows)
+    assert whole(found["table"])
+    assert whole(found["short"]) and "| 0.9 |" not in found["short"]
+    args.drafter = str(tmp_path)
+    with pytest.raises(ValueError, match="cdlm_ablations needs --drafter DIR"):
+        diffusion.cdlm_ablations(args, target, tokenizer)
+
+
+def test_figures_of_seeds_are_means_and_their_interval_is_over_problems():
+    right = [[True] * 50 + [False] * 50, [True] * 100]
+    found = diffusion.figures([[right[0], [2] * 100, [30] * 100], [right[1], [4] * 100, [30] * 100]])
+    low, high = found.pop("solved_range")
+    assert found == {"solved": 0.75, "steps": 3, "tokens": 30, "tau": 10}
+    assert 0.68 < low < 0.72 and 0.78 < high < 0.82                        # 0.75 +- 2 * 0.25 / 10
+    assert diffusion.figures([[[1] * 9] * 3])["solved_range"] == [1, 1]
 
 
 # -- drafters --------------------------------------------------------------------------------------

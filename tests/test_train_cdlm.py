@@ -212,6 +212,28 @@ def test_mask_rates_cover_the_interval_evenly():
     assert ((rates - 1e-3) * 100 / 0.999).long().unique().tolist() == list(range(100))
 
 
+def test_blocks_that_no_text_opened_are_left_out_and_change_no_loss(model, trajectories, monkeypatch):
+    live = torch.tensor([2 * B, B, B, 2 * B])
+    short = {**trajectories, "live": live}
+    cut = train_cdlm.ready(short, "cpu")
+    assert {cut[name].shape[1] for name in ("tokens", "rank", "hidden")} == {2 * B}
+    k = STARTS + torch.where(STARTS < live[:, None], 3, B)
+    distill = [cdlm.distillation_loss(model, model.head.weight, batch, k[:, :n], MASK)
+               for batch, n in ((short, 4), (cut, 2))]
+    cons = [consistency(model, batch) for batch in (short, cut)]
+    # The same for reference answers: a whole block of ends of text behind them.
+    monkeypatch.setattr(model.config, "eos_id", EOS)
+    examples = [(prompt, [7] * n + [EOS] * (L - n)) for prompt, n in zip(PROMPTS, (3, 9, 7, 12))]
+    batch = train_cdlm.reference_batch(model, examples, True, seeded())
+    assert batch["answer"].shape == (4, 2 * B)
+    more = {name: torch.nn.functional.pad(batch[name], (0, B), value=value)
+            for name, value in (("answer", EOS), ("masked", False), ("counted", False), ("rate", 0.5))}
+    dlm = [cdlm.dlm_loss(model, x, MASK, True) for x in (batch, {**batch, **more})]
+    for one, other in (distill, cons, dlm):
+        assert one.item() == pytest.approx(other.item(), rel=1e-4) and one > 0
+    assert train_cdlm.reference_batch(model, examples, False, seeded())["answer"].shape == (4, L)
+
+
 # -- the script (12, 16, 17) ---------------------------------------------------------------------------------
 
 def test_student_learns_the_trajectories_in_a_third_of_the_steps():                # 16
@@ -295,8 +317,12 @@ def test_ablations_share_teacher_and_trajectories(trained, toy, name, options, l
 
 
 def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_cdlm, "SHARD", 2)
-    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0")
+    kinds = set()
+    window = cdlm.Decoder.window
+    monkeypatch.setattr(cdlm.Decoder, "window", lambda self, a: kinds.add(self.kind) or window(self, a))
+    train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0 "
+          "--dual")
+    assert kinds == {"dual"}
     rank = recorded(tmp_path)["rank"]
     assert torch.equal(rank, torch.arange(160).expand(3, -1))
     assert not (tmp_path / "teacher").exists()
@@ -386,6 +412,7 @@ def test_trajectory_files(trained):                                             
 @pytest.mark.parametrize("more, message", table(r"""
     --prompts 4 | begun with prompts 3, not 4; use another folder or the same settings
     --order first | begun with order surest, not first
+    --dual | begun with dual False, not True
     --temperatures 0 | begun with temperatures \[0.0, 0.5\], not \[0.0\]
     --teacher {toy} | trajectories.* was begun with teacher .*, not
 """))

@@ -1,84 +1,97 @@
-"""Diffusion models: accuracy against steps. The study `run` times these models next to plain decoding.
+"""Diffusion models: accuracy, steps and seconds of their decoders, and students of other trainings. The study
+`run` times the same models beside all other methods.
 
 All decoders answer the same held-out problems, whose answers fit into the slots. A step of a request is a
 forward in which it took part, at any batch size."""
 import statistics
+from functools import partial
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from minispec import cdlm
 from minispec.data import tasks
-from minispec.studies.results import each_kept, engine_of
+from minispec.studies import results
+from minispec.studies.results import each_kept, engine_of, interval, time_interleaved
 from minispec.tools import checkpoints, methods
 from minispec.tools.answers import requests_of, verdict
+from minispec.tools.files import read_json
 from minispec.tools.markdown import table
 
 FIRST = 3000                    # seed of the first held-out problem used here
 BF16 = torch.bfloat16           # takes half the time of fp32
-STRICT = 0.999                  # at this threshold the student solves nearly as much as its teacher
-THRESHOLDS = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99, STRICT)
-DECODERS = {
+POINTS = (0.9, cdlm.THRESHOLD, 0.999)    # thresholds: the paper's, the default, and one for accuracy
+BATCHES = {1: 5, 4: 8, 16: 16}  # of the timed runs, and their problems
+REPEATS = 3
+SETTINGS = {
     "decoder": "{decoder}",
     "steps a block": "{steps_a_block}",
+    "block": "{block_size}",
     "threshold": "{threshold:g}",
     "slot first": "{order}",
-    "problems": "{problems}",
-    "solved": "{solved:.1%}",
-    **{family: f"{{by_family[{family}]:.0%}}" for family in tasks.FAMILIES},
-    "steps an answer": "{steps:.1f}",
-    "tokens an answer": "{tokens:.0f}",
-    "same answer as the teacher": "{same:.0%}",
 }
+ACCURACY = {
+    "solved (95 %)": "{solved:.1%} ({solved_range[0]:.0%} to {solved_range[1]:.0%})",
+    "steps an answer": "{steps:.1f}",
+    "tokens a step": "{tau:.1f}",
+}
+BY_FAMILY = {family: f"{{by_family[{family}]:.0%}}" for family in tasks.FAMILIES}
+SAME = {"same answer as the teacher": "{same:.0%}"}
 
+
+# -- accuracy and steps ----------------------------------------------------------------------------
 
 def cdlm_accuracy(args, model, tokenizer):
-    """Held-out problems, 200 per family, solved by the target, by the teacher at one token per step, and by
-    the student at three thresholds: the default, a stricter one and the paper's. Then the order of the
-    papers: most confident slot first."""
-    cells = [("ar", {}), ("teacher", {})]
-    cells += [("student", {"threshold": t}) for t in (cdlm.THRESHOLD, STRICT, 0.9)]
+    """200 problems of each family, solved by the target, by the teacher at a token a step, and by the
+    student; the last two also in the order of the papers, most confident slot first."""
+    cells = [("teacher", {}), ("ar", {})]
+    cells += [("student", {"threshold": t}) for t in POINTS]
     cells += [("teacher", {"order": "surest"}), ("student", {"threshold": cdlm.THRESHOLD, "order": "surest"})]
-    found = compare("cdlm_accuracy", args, model, tokenizer, cells, 4 if args.quick else 200)
-    short = {head: form for head, form in DECODERS.items() if head not in ("steps a block", *tasks.FAMILIES)}
-    return {**found, "short": table(found["rows"], short)}
+    measured = compare("cdlm_accuracy", args, model, tokenizer, cells, 4 if args.quick else 200)
+    rows = [row for row, _ in measured]
+    for row, answers in measured[2:]:
+        row["same"] = statistics.mean(a == b for a, b in zip(answers, measured[0][1]))
+    return {"rows": rows, "table": table(rows, {**SETTINGS, **BY_FAMILY, **ACCURACY, **SAME})}
 
 
 def cdlm_curves(args, model, tokenizer):
-    """Accuracy against steps, 10 problems per family: the teacher cut to fewer steps per block, then the
-    teacher, its dual cache and the student with thresholds."""
-    cells = [("teacher", {"steps_a_block": s, "order": "surest"}) for s in (32, 16, 8, 6, 4, 3)]
-    cells += [(name, {"threshold": t}) for name in ("teacher", "dual", "student") for t in THRESHOLDS]
-    cells += [("student", {"threshold": t, "order": "surest"}) for t in THRESHOLDS]
-    if args.quick:
-        cells = cells[::4]
-    return compare("cdlm_curves", args, model, tokenizer, cells, 2 if args.quick else 10)
+    """Accuracy against steps, 20 problems of each family: student, dual cache and teacher with thresholds;
+    the student in blocks for which it was not trained; the teacher cut to fewer steps a block."""
+    cells = [(name, {"threshold": t}) for name in ("student", "dual") for t in POINTS]
+    cells += [("student", {"threshold": cdlm.THRESHOLD, "block_size": n}) for n in (4, 8, 16)]
+    cells += [("teacher", {"threshold": t}) for t in POINTS[:2]]
+    cells += [("teacher", {"steps_a_block": 8, "order": "surest"})]
+    rows = [row for row, _ in compare("cdlm_curves", args, model, tokenizer, cells, 4 if args.quick else 20)]
+    return {"rows": rows, "table": table(rows, {**SETTINGS, **BY_FAMILY, **ACCURACY})}
 
 
 def compare(study, args, model, tokenizer, cells, n):
-    """A result row for each of `cells` (decoder, settings), on n problems per family. "ar" is the target,
-    "teacher" and "student" are the shipped models, "dual" is the teacher with stale keys. "same" is the share
-    of answers that equal those of the first cell with the teacher."""
-    folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
-    folders["ar"] = args.model
-    models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
-    models["dual"] = models["teacher"]
+    """A (result row, answers) for each of `cells` (decoder, settings), on n problems of each family."""
+    models = models_of(args, model)
     problems = held_out(tokenizer, n)
 
     def measure(name, settings):
-        if name == "ar":
-            decoder = engine_of("ar", models["ar"], args, 16)
-        else:
-            decoder = cdlm.Decoder(models[name], tokenizer.mask_id, name, batch_size=16, **settings)
-        row, answers = answer(decoder, problems, tokenizer)
+        row, answers = answer(decoder_of(name, settings, models, args, tokenizer, 16), problems, tokenizer)
+        del row["runs"]
         return {"decoder": name, **settings, **row}, answers
 
-    measured = each_kept(study, args, model, cells, measure)
-    reference = next(answers for row, answers in measured if row["decoder"] == "teacher")
-    for row, answers in measured:
-        if answers is not reference and row["decoder"] != "ar":
-            row["same"] = statistics.mean(a == b for a, b in zip(answers, reference))
-    rows = [row for row, _ in measured]
-    return {"rows": rows, "table": table(rows, DECODERS)}
+    return each_kept(study, args, model, cells, measure)
+
+
+def models_of(args, model):
+    """The target ("ar"), the teacher and the student, in bf16. "dual" is the teacher with stale keys."""
+    folders = {kind: methods.folder_of(name, args) for name, kind in cdlm.METHODS.items()}
+    folders["ar"] = args.model
+    models = {name: checkpoints.load(folder, model.device, BF16) for name, folder in folders.items()}
+    return {**models, "dual": models["teacher"]}
+
+
+def decoder_of(name, settings, models, args, tokenizer, batch):
+    """The decoder of a diffusion model, or the engine of another method."""
+    if name in methods.METHODS:
+        return engine_of(name, models["ar"], args, batch)
+    return cdlm.Decoder(models[name], tokenizer.mask_id, name, batch_size=batch, **settings)
 
 
 def held_out(tokenizer, n):
@@ -88,13 +101,120 @@ def held_out(tokenizer, n):
 
 
 def answer(decoder, problems, tokenizer):
-    """Decode and check answers. Returns (result row with "problems", "solved", "by_family", "steps" and
-    "tokens"; the answers' token ids)."""
+    """Decode and check answers. Returns (result row, the answers' token ids). row["runs"]: for each problem
+    whether it is solved, its steps, its tokens."""
     generations = decoder.generate(requests_of(problems, tokenizer, decoder.model, cdlm.GEN_LENGTH))
     right = [verdict(p, g, tokenizer) for p, g in zip(problems, generations)]
-    answers = [g.token_ids for g in generations]
     by_family = {family: statistics.mean(r for r, p in zip(right, problems) if p.family == family)
                  for family in tasks.FAMILIES}
-    return {"problems": len(problems), "solved": statistics.mean(right), "by_family": by_family,
-            "steps": statistics.mean(len(g.rounds) for g in generations),
-            "tokens": statistics.mean(map(len, answers))}, answers
+    answers = [g.token_ids for g in generations]
+    runs = right, [len(g.rounds) for g in generations], list(map(len, answers))
+    return {"problems": len(problems), "by_family": by_family, "runs": runs, **figures([runs])}, answers
+
+
+def figures(runs):
+    """Figures of the runs (seeds, 3, problems) of `answer`; the interval is over problems."""
+    right, rounds, lengths = np.array(runs).swapaxes(0, 1)
+    steps, tokens = rounds.mean().item(), lengths.mean().item()
+    return {"solved": right.mean().item(), "solved_range": interval(lambda x: x.mean(-1), right.mean(0)),
+            "steps": steps, "tokens": tokens, "tau": tokens / steps}
+
+
+# -- speed -----------------------------------------------------------------------------------------
+
+def cdlm_speed(args, model, tokenizer):
+    """Seconds an answer by batch size: plain decoding without and with a drafter, the teacher, the student.
+    Solved problems are those of the other studies, if they have results."""
+    cells = [("teacher", {}), ("ar", {}), ("prism", {}), ("teacher", {"steps_a_block": 8, "order": "surest"})]
+    cells += [(name, {"threshold": cdlm.THRESHOLD}) for name in ("teacher", "dual")]
+    cells += [("student", {"threshold": t}) for t in POINTS]
+    models = models_of(args, model)
+    files = [Path(results.path(f"{study}.json")) for study in ("cdlm_accuracy", "cdlm_curves")]
+    known = [row for file in files if file.exists() for row in read_json(file)["result"]["rows"]]
+
+    def build(cell, batch, problems):
+        asked = requests_of(problems, tokenizer, models["ar"], cdlm.GEN_LENGTH)
+        return decoder_of(*cell, models, args, tokenizer, batch), asked
+
+    def measure(batch, n):
+        problems = held_out(tokenizer, -(-n // len(tasks.FAMILIES)))[:n]
+        builders = {i: partial(build, cell, batch, problems) for i, cell in enumerate(cells)}
+        timed = time_interleaved(builders, REPEATS, f"batch {batch}", args.device != "cpu")
+        rows = [speed_of(*cell, timed[i], timed[0], known) for i, cell in enumerate(cells)]
+        return [{"batch": batch, **row} for row in rows]
+
+    batches = {1: 1, 4: 4} if args.quick else BATCHES
+    rows = sum(each_kept("cdlm_speed", args, model, list(batches.items()), measure), [])
+    alone = [row for row in rows if row["batch"] == 1 and "steps_a_block" not in row]
+    return {"rows": rows, "table": table(rows, SPEED), "short": table(alone, SPEED)}
+
+
+SPEED = {
+    "batch": "{batch}",
+    "decoder": "{decoder}",
+    "steps a block": "{steps_a_block}",
+    "threshold": "{threshold:g}",
+    "seconds an answer": "{latency:.3f}",
+    "naive / this": "{ratio:.1f} ({ratio_range[0]:.1f} to {ratio_range[1]:.1f})",
+    "tokens/s": "{tokens_per_second:.0f}",
+    "steps an answer": "{steps:.1f}",
+    "solved": "{solved:.1%}",
+}
+
+
+def speed_of(name, settings, runs, naive, known):
+    """The result row of repeated runs, next to the naive decoder's. known: rows of other
+    studies. Drafts change no answer, so with a drafter the target solves as much as alone."""
+    mine, theirs = (np.array([latency(run) for run in some]) for some in (runs, naive))
+    cell = {"decoder": "ar" if name in methods.METHODS else name, **settings}
+    solved = [row["solved"] for row in known if cell == {key: row[key] for key in CELL & row.keys()}]
+    rounds = [len(g.rounds) for g in runs[0].generations]
+    return {"decoder": name, **settings, "latency": float(np.median(mine)),
+            "ratio": float(np.median(theirs / mine)),
+            "ratio_range": [float((theirs / mine).min()), float((theirs / mine).max())],
+            "tokens_per_second": statistics.median(run.tokens / run.seconds for run in runs),
+            "steps": statistics.mean(rounds), "solved": solved[0] if solved else None}
+
+
+CELL = {"decoder", "steps_a_block", "block_size", "threshold", "order"}
+
+
+def latency(run):
+    """Mean seconds of an answer, from its entry into the batch."""
+    return statistics.mean(len(g.token_ids) / rate for g, rate in zip(run.generations, run.rates))
+
+
+# -- students of other trainings -------------------------------------------------------------------
+
+def cdlm_ablations(args, model, tokenizer):
+    """The students in the folder --drafter, at two thresholds: 40 problems of each family, and how many more
+    they solve than the first student. NAME-2 is another seed of NAME."""
+    arms = {}
+    for log in sorted(Path(args.drafter or "").glob("*/log.jsonl")):
+        arms.setdefault(log.parent.name.split("-")[0], []).append(log.parent)
+    if not arms:
+        raise ValueError("cdlm_ablations needs --drafter DIR, a folder of students that train_cdlm.py wrote")
+    problems = held_out(tokenizer, 4 if args.quick else 40)
+
+    def measure(arm, threshold):
+        runs = []
+        for folder in arms[arm]:
+            student = checkpoints.load(folder, model.device, BF16)
+            decoder = cdlm.Decoder(student, tokenizer.mask_id, threshold=threshold, batch_size=16)
+            runs.append(answer(decoder, problems, tokenizer)[0]["runs"])
+        row = {"training": arm.replace("_", " "), "seeds": len(runs), "threshold": threshold, **figures(runs)}
+        return row, np.array(runs)[:, 0].mean(0).tolist()
+
+    points = POINTS[:2]
+    cells = [(arm, t) for arm in arms for t in points]
+    measured = each_kept("cdlm_ablations", args, model, cells, measure)
+    for i, (row, right) in enumerate(measured):
+        more = np.subtract(right, measured[i % len(points)][1])
+        row["more"], row["more_range"] = more.mean().item(), interval(lambda x: x.mean(-1), more)
+    rows = [row for row, _ in measured]
+    usual = [row for row in rows if row["threshold"] == cdlm.THRESHOLD]
+    return {"rows": rows, "table": table(rows, ABLATIONS), "short": table(usual, ABLATIONS)}
+
+
+ABLATIONS = {"training": "{training}", "seeds": "{seeds}", "threshold": "{threshold:g}", **ACCURACY,
+             "more than the first": "{more:+.1%} ({more_range[0]:+.0%} to {more_range[1]:+.0%})"}

@@ -186,12 +186,8 @@ def run(args, model, tokenizer):
     if how is REAL:
         names = [name for name in names if name != "specgen"]    # these texts are too short for it
     rows, cut = observe("run", args, model, tokenizer, how, names)
-    own_texts = [x for x in rows if x["workload"] == "story" and x["method"] in ("ar", *methods.DIFFUSION)]
-    found = {"new_tokens": how.new, "rows": rows, "table": phases_table(rows),
-             "methods": texts(methods_table(rows)) + cut}
-    if tokenizer.is_puzzle_model:
-        found["diffusion"] = table(own_texts or rows, DIFFUSION)
-    return found
+    return {"new_tokens": how.new, "rows": rows, "table": phases_table(rows),
+            "methods": texts(methods_table(rows)) + cut}
 
 
 def speed(args, model, tokenizer):
@@ -328,14 +324,6 @@ def phases_table(rows):
         **{phase: f"{{{phase}:.0%}}" for phase in PHASES},
         "identical to ar": SAME,
     })
-
-
-DIFFUSION = {
-    "method": "{method}",
-    "batch": "{batch}",
-    "tokens/s": "{tokens_per_second:.0f}",
-    "tau": "{tau:.2f}",
-}
 
 
 def methods_table(rows):
