@@ -135,8 +135,10 @@ SAMPLED = [Sampling(0.65), Sampling(1.0), Sampling(1.0, 0, 0.9), Sampling(0.65, 
 AT_1 = Sampling(1.0)
 
 
-@pytest.mark.parametrize("name", [*SCHEDULERS, *CASES])
-@pytest.mark.parametrize("sampling", SAMPLED, ids=str)
+SEEDED = [*itertools.product(SCHEDULERS, SAMPLED), *itertools.product(CASES, SAMPLED[2:])]
+
+
+@pytest.mark.parametrize("name, sampling", SEEDED, ids=str)
 def test_a_seed_is_a_text(name, sampling):
     """Whatever the method, the batch and the neighbours: token by token that of plain decoding."""
     want = plain(name, 17, 30, sampling)
@@ -314,6 +316,7 @@ TWO = [0, 1, 0, 3, 4]  # chains 1 2 and 3 4 5
         (TWO, [1, 2], 2, "bonus"),
         (TWO, [1], 2, "correction"),
         (TWO, [3], 3, "correction"),
+        (TWO, [], 3, "correction"),
         (None, [1, 2, 3, 4, 5], 5, "bonus"),
         (None, [1], 5, "correction"),
     ],
@@ -467,10 +470,10 @@ WINDOW = SpecDiffDrafter, "_chains"
         (specgen, "walk", likeliest, "sparse", 5_000),
         (verify, "rejection", as_drawn, "draft, copies", 15_000),
         (verify, "coins", one_coin, "draft", 5_000),
-        (*drafts(*PRISM, leave_out_the_improbable), "tiny prism chain", 8_000),
-        (*drafts(*WINDOW, leave_out_the_improbable), "tiny early stop", 8_000),
-        (*drafts(*PRISM, report_another_q), "tiny prism chain", 8_000),
-        (*drafts(*WINDOW, report_another_q), "tiny chain", 8_000),
+        (*drafts(*PRISM, leave_out_the_improbable), "tiny prism chain", 4_000),
+        (*drafts(*WINDOW, leave_out_the_improbable), "tiny early stop", 4_000),
+        (*drafts(*PRISM, report_another_q), "tiny prism chain", 2_000),
+        (*drafts(*WINDOW, report_another_q), "tiny chain", 2_000),
     ],
 )
 def test_control_mistakes_are_rejected(owner, attribute, mistake, name, rounds, monkeypatch):
@@ -487,7 +490,7 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
     kept = likely.argsort()[:4].sort().values
     drafter, settings = REJECTED[name]
     monkeypatch.setitem(REJECTED, name, (copy.deepcopy(drafter).restrict(kept), settings))
-    assert sampled(name, AT, ROUNDS // 2)[0] > 1e-6
+    assert sampled(name, AT, ROUNDS // 4)[0] > 1e-6
     if name == "tiny prism tree":
         real = verify.scores
         inside = torch.zeros(6).index_fill(0, kept, 1.0)
@@ -495,4 +498,4 @@ def test_a_draft_vocabulary_without_the_likeliest_tokens_loses_nothing(name, mon
     monkeypatch.setattr(
         DraftHead, "whole", lambda self, q: torch.nn.functional.pad(q, (0, 6 - len(kept)))
     )
-    assert sampled(name, AT, ROUNDS // 2)[0] < 1e-6
+    assert sampled(name, AT, ROUNDS // 4)[0] < 1e-6

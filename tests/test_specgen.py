@@ -3,7 +3,7 @@ sparse attention outlives a round; then the schedule."""
 
 import pytest
 import torch
-from conftest import Arbitrary, attend_alone, cached_kv, fresh_kv, ids_of, only_keys, toy_model
+from conftest import Arbitrary, attend_alone, cached_kv, dense_logits, fresh_kv, ids_of, only_keys, toy_model
 
 from minispec.core.attention import FullKeys, packed_attend
 from minispec.core.gpt import dense_attend
@@ -97,6 +97,15 @@ def test_requests_that_draft_together_see_what_each_sees_alone(cache):
     assert pool.taken == shared
     pool.give_back(shared[1])
     assert pool.taken == [shared[0], None, shared[2]] and shared[1].row is None
+
+
+@pytest.mark.parametrize(
+    "selected, recent", [(torch.arange(46).expand(2, 2, -1), 4), (None, 0)], ids=["all", "None"]
+)
+def test_a_list_of_everything_equals_dense_attention(cache, selected, recent):
+    keys = PillarKeys(DraftPool(cache, 2), read(cache, 50), 50, selected, recent)
+    got = MODEL.logits(draft_chain(keys, [9, 8]))
+    assert (got - dense_logits(MODEL, PROMPT[:50] + [9, 8])[50:]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
