@@ -229,7 +229,6 @@ class Full(io.StringIO):
 
 
 def test_results_are_kept_if_their_lines_cannot_be_printed(toy, tmp_path, monkeypatch):
-    monkeypatch.setattr(bounds, "draw", lambda *_: None)
     for script, line, part in (
             (decode_script, f"--model {toy} --prompt x --max-new-tokens 5", "text"),
             (bounds, f"--traces {ROOT}/results/traces.jsonl --batches 1", "cells")):
