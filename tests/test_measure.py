@@ -165,9 +165,11 @@ def test_attention_is_timed_by_what_a_forward_takes_longer(monkeypatch):
 
 def test_cost_table_is_one_that_the_analyzer_takes():
     drafters = {name: make() for name, make in DRAFTERS.items()}
+    lower = prism.for_target(TARGET, feature_layers=(0,))
+    drafters["lower layers"] = whole(prism.PrismDrafter(lower, TARGET, K))
     table = measure.cost_table(TARGET, drafters, (1, 2), (16,), (0, 1, 4))
     cost = CostTable(table)
-    assert set(cost.drafters) == set(table["read"]) == set(DRAFTERS)
+    assert set(cost.drafters) == set(table["read"]) == set(drafters)
     assert np.shape(table["verify"]["seconds"]) == (2, 3, 1)
     assert (table["verify"]["tokens"], table["draft"]["draft"]["tokens"]) == ([1, 2, 5], [1, 4])
     assert np.shape(table["prefill"]["seconds"]) == (2, len(table["prefill"]["tokens"]), 1)

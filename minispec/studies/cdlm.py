@@ -167,7 +167,8 @@ def speed_of(name, settings, runs, naive, known):
     studies. Drafts change no answer, so with a drafter the target solves as much as alone."""
     mine, theirs = (np.array([latency(run) for run in some]) for some in (runs, naive))
     cell = {"decoder": "ar" if name in methods.METHODS else name, **settings}
-    solved = [row["solved"] for row in known if cell == {key: row[key] for key in CELL & row.keys()}]
+    solved = [row["solved"] for row in known
+              if cell == {key: row[key] for key in CELL if row.get(key) is not None}]
     rounds = [len(g.rounds) for g in runs[0].generations]
     return {"decoder": name, **settings, "latency": float(np.median(mine)),
             "ratio": float(np.median(theirs / mine)),

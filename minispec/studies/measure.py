@@ -107,7 +107,8 @@ def _rounds(model, drafter, rows, context, order):
     for r in requests:
         r.n_cached = context
         if drafter.uses_hidden_states:
-            states = torch.zeros(context, c.d_model, dtype=model.dtype, device=model.device)
+            width = (len(drafter.feature_layers) + 1) * c.d_model
+            states = torch.zeros(context, width, dtype=model.dtype, device=model.device)
             drafter.observe(r, states)
     for _ in engine.stream(requests):
         done = len(engine.iterations)
