@@ -25,8 +25,8 @@ All steps of a drafter's round are one graph: each step draws its token on the d
 reads it (core/drafters.py, Chained).
 
 The tests replace `capture` by a stand-in and run all the rest in Triton's interpreter. On an H100 the
-methods wrote the CPU's tokens (docs/gpu.md). The cost of padded grids and copies, against the saved launches,
-has not been measured.
+methods wrote the CPU's tokens when the layers had kernels of their own (docs/gpu.md); the model's layers have
+not run there. The cost of padded grids and copies, against the saved launches, has not been measured.
 """
 import gc
 import time

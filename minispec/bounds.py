@@ -376,7 +376,8 @@ def drafts_table(rows):
     for row in rows:
         found = row["drafters"]
         best = max(found, key=lambda name: found[name]["speedup"])
-        line = {"batch": row["batch"], "context": row["context"], "best": best if found[best]["k"] else "none"}
+        line = {"batch": row["batch"], "context": row["context"]}
+        line["best"] = best if found[best]["k"] else "none"
         line |= {name: f"{x['speedup']:.2f}, k {x['k']}" if x["k"] else "none" for name, x in found.items()}
         if "clock" in row:
             line["fastest by the clock"] = "{}, {:.2f}".format(*row["clock"])

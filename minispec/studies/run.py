@@ -52,7 +52,8 @@ class Size:
 SMALL = Size(160, 16, {1: 4, 4: 8, 16: 16}, {1: 12, 4: 12, 16: 24}, {1: 12}, 16, {}, repeats=3)
 # For a real model: about ten minutes on two idle cores that multiply bf16. No round of the engine has more
 # than 32 drafts, so no round that can be decoded is censored.
-REAL = Size(64, 2, {1: 2}, {1: 9, 4: 8, 16: 16}, {}, 32, {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
+REAL = Size(64, 2, {1: 2}, {1: 9, 4: 8, 16: 16}, {}, 32,
+            {"contexts": ladder_of.CONTEXTS, "prompts": (32, 256)})
 ANSWERS = Size(256, 2, {1: 2}, {}, {}, 32, {})
 WHOLE = "mixed, whole answers"   # a workload: greedy answers are not cut where they repeat themselves
 QUICK = Size(32, 2, {1: 1}, {4: 8}, {4: 4}, 16,
@@ -200,7 +201,8 @@ def speed(args, model, tokenizer):
     whole = {} if tokenizer.is_puzzle_model else {1: len(results.problems_of(tokenizer, 1, args.data))}
     rows, cut = observe("speed", args, model, tokenizer, how, names, whole)
     lines = methods_table(rows)
-    found = {"new_tokens": how.new, "rows": rows, "table": texts(lines) + cut, "short": texts(lines, SHORT) + cut}
+    found = {"new_tokens": how.new, "rows": rows, "table": texts(lines) + cut,
+             "short": texts(lines, SHORT) + cut}
     if whole:
         found["loops"] = texts(loops_table(rows))
     return found
@@ -237,7 +239,8 @@ def observe(study, args, model, tokenizer, how, names, whole={}):
         for name in names:
             if name == "dlm" and workload.startswith("mixed") or batch > 1 and name in ("dlm", *ALONE):
                 continue
-            builders[name] = partial(build, name, workload, batch, ids[:1] if name == "dlm" else ids, temperature)
+            own = ids[:1] if name == "dlm" else ids
+            builders[name] = partial(build, name, workload, batch, own, temperature)
         # On a GPU a warm-up run compiles the kernels.
         timed = time_interleaved(builders, how.repeats, f"{workload}, batch {batch}", args.device != "cpu")
         about = {"workload": workload, "batch": batch, "ids": ids, "temperature": temperature}
@@ -371,7 +374,8 @@ def loops_table(rows):
     for method, x in whole.items():
         cut = statistics.mean(rate[method, i] / rate["ar", i] for i in x["ids"])
         uncut = statistics.mean(r / plain for r, plain in zip(x["rates"], whole["ar"]["rates"]))
-        lines.append({"method": method, "prompts": len(x["ids"]), "answers that end at the loop": f"{cut:.2f}",
+        lines.append({"method": method, "prompts": len(x["ids"]),
+                      "answers that end at the loop": f"{cut:.2f}",
                       "whole answers": f"{uncut:.2f}", "tau of whole answers": f"{x['tau']:.1f}"})
     return lines
 
@@ -389,7 +393,8 @@ def bounds(args, model, tokenizer):
     rows = [ladder_of.row_of(c, "all") for c in found["cells"] if c["workload"] in LADDERS]
     notes = whole.partition("\n\n")[2]
     drafts = ladder_of.drafts_table(found["best_drafts"])
-    return {**found, "table": f"{whole}\n\n{drafts}", "short": f"{texts(rows, RUNGS)}\n\n{notes}", "drafts": drafts}
+    return {**found, "table": f"{whole}\n\n{drafts}", "drafts": drafts,
+            "short": f"{texts(rows, RUNGS)}\n\n{notes}"}
 
 
 # Rows and columns of the table in docs/bounds.md.
