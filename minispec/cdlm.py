@@ -276,13 +276,13 @@ def trajectory(a, eos_id):
 
 # -- decoding: one loop for student, teacher and dual cache --------------------------------------------------
 
-def choose(logits, answers):
-    """A token for each row of logits (n, V), which are of the masked slots of these answers, and its
-    probability at temperature 1. A sampling request has the same noise for a slot in every step."""
+def choose(logits, answers, masked):
+    """A token for each row of logits (n, V), and its probability at temperature 1. masked: of each answer,
+    the slots of its rows. A sampling request has the same noise for a slot in every step."""
     tokens = []
-    for a, rows in zip(answers, logits.split([len(a.masked()) for a in answers])):
+    for a, slots, rows in zip(answers, masked, logits.split(list(map(len, masked)))):
         how = a.request.sampling
-        tokens.append(scores(rows, how, [stream(how.seed)] * len(rows), a.masked()).argmax(-1))
+        tokens.append(scores(rows, how, [stream(how.seed)] * len(rows), slots).argmax(-1))
     tokens = torch.cat(tokens)
     confidence = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
     return tokens.tolist(), confidence.tolist()          # this waits for a GPU
@@ -356,11 +356,11 @@ class Decoder:
                 a.request.blocks = a.request.blocks or self.cache.open(len(a.tokens))
             # 2. One forward predicts the masked slots of all open blocks; reveal some of them.
             hidden, logits, seconds = self.forward(active)
-            tokens, confidence = choose(logits, active)
-            end = 0
-            for a in active:
-                start, end = end, end + len(a.masked())
-                self.reveal(a, hidden[start:end], tokens[start:end], confidence[start:end])
+            masked, end = [a.masked() for a in active], 0
+            tokens, confidence = choose(logits, active, masked)
+            for a, slots in zip(active, masked):
+                start, end = end, end + len(slots)
+                self.reveal(a, slots, hidden[start:end], tokens[start:end], confidence[start:end])
             # 3. Hand on the tokens that became final.
             committed = [(a.request, self.commit(a, seconds / len(active))) for a in active]
             self.seconds["other"] += time.perf_counter() - started - seconds
@@ -411,9 +411,8 @@ class Decoder:
         self.counts["tokens_fed"] += len(x.tokens)
         return hidden, logits, seconds
 
-    def reveal(self, a, hidden, tokens, confidence):
+    def reveal(self, a, masked, hidden, tokens, confidence):
         """One step of an open block: put tokens into some of its masked slots, given those of all."""
-        masked = a.masked()
         # Without a threshold, the block's slots are spread over its steps, early steps first.
         share, rest = divmod(a.last - a.first, self.steps_a_block or a.last - a.first)
         picked = pick(confidence, share + (a.steps < rest), self.threshold, self.order)
