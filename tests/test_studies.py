@@ -156,16 +156,17 @@ def small(monkeypatch):
 def test_diffusion_models_are_compared(toy, small):
     found = diffusion.cdlm_accuracy(*toy)
     rows = found["rows"]
-    assert [r["decoder"] for r in rows] == ["teacher", "ar", *3 * ["student"], "teacher", "student"]
-    assert [r.get("order") for r in rows] == 5 * [None] + 2 * ["surest"]
+    assert [r["decoder"] for r in rows] == ["teacher", "ar", *4 * ["student"]]
+    assert [r.get("order") for r in rows] == 5 * [None] + ["surest"]
     assert all(r["problems"] == 8 and set(r["by_family"]) == {"revise", "arith"} for r in rows)
-    assert all(r["steps"] == r["tokens"] == 40 for r in (rows[0], rows[5]))
-    assert ["same" in r for r in rows] == [False, False, *5 * [True]]
+    assert all(r["steps"] == r["tokens"] == 40 for r in rows[:1])
+    assert ["same" in r for r in rows] == [False, False, *4 * [True]]
     assert all(0 <= r["solved_range"][0] <= r["solved"] <= r["solved_range"][1] <= 1 for r in rows)
     assert whole(found["table"])
     curves = diffusion.cdlm_curves(*toy)
     rows = curves["rows"]
-    assert [r["decoder"] for r in rows[::3]] == ["student", "dual", "student", "teacher"]
+    assert [r["decoder"] for r in rows[::3]] == ["student", "dual", "student", "teacher", "teacher"]
+    assert rows[-2]["order"] == "surest" and rows[-2]["steps"] == rows[-2]["tokens"] == 40
     assert rows[-1]["steps"] == 16                                         # a block of 32 slots, and one of 8
     assert all(r["tau"] == r["tokens"] / r["steps"] for r in rows)
     assert whole(curves["table"])
@@ -247,6 +248,18 @@ def test_a_real_models_greedy_answers_end_before_they_loop(monkeypatch, shipped)
     lengths, note = run.before_loops({"a": 0, "b": 1}, tokenizer, constant, args, 30)
     assert lengths == {"a": 10, "b": 6}
     assert "1 of 2 greedy answers" in note and "after 10 tokens" in note
+
+
+def test_the_short_table_has_both_models_and_marks_the_best_of_the_papers(tmp_path, monkeypatch):
+    (tmp_path / "results").mkdir()
+    means = {"result": {"means": {"prism": "2.50 (2-3)"}}}
+    (tmp_path / "results" / "speed.json").write_text(json.dumps(means))
+    monkeypatch.setattr(run, "ROOT", f"{tmp_path}/")
+    lines = [{"method": name, run.MEAN: f"{mean} (1-2)"} for name, mean in
+             (("eagle", "1.90"), ("prism", "1.50"), ("prism --tree 8", "1.70"), ("ngram", "1.40"))]
+    found = run.short(lines)
+    assert [x[run.MEAN] for x in found] == ["1.90 (1-2)", "1.50 (1-2)", "**1.70 (1-2)**", "1.40 (1-2)"]
+    assert [x[run.SMALL_MODEL] for x in found] == ["", "2.50 (2-3)", "", ""]
 
 
 def test_loops_are_compared_on_the_same_prompts():

@@ -218,6 +218,9 @@ def dtype_name(model):
 
 def write(name, result, seconds, device="cpu", dtype=""):
     """Write NAME.json, with the command, machine and date of the measurement, and remove NAME.part."""
+    part = path(name + ".part")
+    if os.path.exists(part):
+        seconds = read_json(part)["seconds"]     # of all runs, if the study was interrupted
     write_json(path(name + ".json"), {
         "command": "python " + " ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
         "device": device_name(device),
@@ -227,8 +230,8 @@ def write(name, result, seconds, device="cpu", dtype=""):
         "seconds": round(seconds, 1),
         "result": result,
     })
-    if os.path.exists(path(name + ".part")):
-        os.remove(path(name + ".part"))
+    if os.path.exists(part):
+        os.remove(part)
 
 
 def each_kept(name, args, model, cells, measure, **more):
@@ -242,15 +245,16 @@ def each_kept(name, args, model, cells, measure, **more):
         "target": [checkpoints.fingerprint(model), dtype_name(model)],
         "machine": [device_name(), torch.__version__],
     }
-    part, done = path(f"{name}.part"), []
+    part, done, spent = path(f"{name}.part"), [], 0
     if os.path.exists(part) and not args.quick:
         saved = read_json(part)
         with naming(part):
             if saved["about"] == about:
-                done = saved["cells"]
+                done, spent = saved["cells"], saved["seconds"]
 
+    started = time.perf_counter() - spent
     for cell in tqdm(cells[len(done):], desc=name):
         done.append(measure(*cell))
         if not args.quick:
-            write_json(part, {"about": about, "cells": done})
+            write_json(part, {"about": about, "cells": done, "seconds": time.perf_counter() - started})
     return done
