@@ -165,8 +165,7 @@ def test_diffusion_models_are_compared(toy, small):
     assert whole(found["table"])
     curves = diffusion.cdlm_curves(*toy)
     rows = curves["rows"]
-    assert [r["decoder"] for r in rows[::3]] == ["student", "dual", "student", "teacher", "teacher"]
-    assert rows[-2]["order"] == "surest" and rows[-2]["steps"] == rows[-2]["tokens"] == 40
+    assert [r["decoder"] for r in rows[::3]] == ["student", "dual", "student", "teacher"]
     assert rows[-1]["steps"] == 16                                         # a block of 32 slots, and one of 8
     assert all(r["tau"] == r["tokens"] / r["steps"] for r in rows)
     assert whole(curves["table"])
