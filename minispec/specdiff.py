@@ -487,7 +487,7 @@ class SpecDiffDrafter(Cached):
         """k chains from the states (n, C) of n slots: indices (n, k), and the distributions (n, k, N) that
         they were drawn from; at temperature 0 the argmax, and the softmax."""
         noise = self._noise(request, len(states), k, sampling)
-        logits = self.draft_head.logits(states)                                                # (n, N)
+        logits = self.draft_head.logits(states)                                           # (n, N)
         if self.drafter.markov is None:
             q = _distribution(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
             scores = q / noise
@@ -497,8 +497,8 @@ class SpecDiffDrafter(Cached):
             return drawn, q
 
         # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
-        top, among = logits.topk(min(CANDIDATES, self.draft_head.size))                        # (n, c)
-        of_head = self.draft_head.head.weight[among]                                           # (n, c, C)
+        top, among = logits.topk(min(CANDIDATES, self.draft_head.size))                   # (n, c)
+        of_head = self.draft_head.head.weight[among]                                      # (n, c, C)
         indices, qs, more = [], [], 0.0
         for slot in range(len(states)):
             q = _distribution((top[slot] + more).expand(k, -1), sampling)
@@ -507,7 +507,7 @@ class SpecDiffDrafter(Cached):
             qs.append(logits.new_zeros(k, self.draft_head.size, dtype=q.dtype).index_copy_(1, among[slot], q))
             if slot + 1 < len(states):
                 before = self.draft_head.tokens(indices[-1])
-                term = self.drafter.markov(self.draft_head.embed(before))                         # (k, C)
+                term = self.drafter.markov(self.draft_head.embed(before))                 # (k, C)
                 more = term @ of_head[slot + 1].mT                                        # (k, c)
         return torch.stack(indices), torch.stack(qs)
 
