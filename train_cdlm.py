@@ -64,14 +64,14 @@ def parse_args():
     add("--batch", type=int, default=16, help="answers a step (default %(default)s)")
     add("--prompts", type=int, default=4000, help="prompts with trajectories (default %(default)s)")
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.5], metavar="T",
-        help="of the trajectories of each prompt (default 0 0.5)")
+        help="temperatures of each prompt's trajectories (default 0 0.5)")
     add("--order", choices=cdlm.ORDERS, default="surest",
         help="slot that a trajectory reveals next (default %(default)s)")
     add("--dual", action="store_true",
         help="trajectories with the dual cache of cdlm.Decoder: faster, approximate")
     add("--name", default="student", help="the student's folder in --out (default %(default)s)")
     add("--weights", type=float, nargs=3, default=[1.0, 0.5, 0.01], metavar=("DISTILL", "CONS", "DLM"),
-        help="of the student's losses (default 1 0.5 0.01)")
+        help="weights of the student's losses (default 1 0.5 0.01)")
     add("--reverse-kl", action="store_true", help="distillation and consistency by KL(student || goal)")
     args = training.parsed(p)
     if not any(args.weights):
@@ -82,7 +82,7 @@ def parse_args():
 # -- data: an example is (prompt ids, answer ids (L,), filled up with ends of text) --------------------------
 
 def examples_of(args, tokenizer):
-    """example(n, split="train"): number n, for ever, of the --answers or of our families' problems."""
+    """example(n, split="train"): the n-th example, always the same, of --answers or of our own problems."""
     if args.answers:
         return answered(args, tokenizer)
     if not tokenizer.is_puzzle_model:
@@ -145,15 +145,15 @@ def ready(batch, device):
     return batch
 
 
-def reference_batch(model, examples, block_causal, generator, in_order=0.0):
+def reference_batch(model, examples, blockwise, generator, in_order=0.0):
     """Examples with drawn masks, for `cdlm.dlm_loss`."""
     prompts, answers = zip(*examples)
     answer, block_size = torch.tensor(answers), cdlm.block_size_of(model)
-    if block_causal:                     # blocks behind the text are neither predicted nor seen
+    if blockwise:                        # blocks behind the text are neither predicted nor seen
         opened = cdlm.text_blocks(answer, model.config.eos_id, block_size).max()
         answer = answer[:, :opened * block_size]
-    states = cdlm.student_states if block_causal else cdlm.teacher_states
-    rate, counted = states(answer, model.config.eos_id, block_size, generator)
+    rates = cdlm.student_rates if blockwise else cdlm.teacher_rates
+    rate, counted = rates(answer, model.config.eos_id, block_size, generator)
     masked = cdlm.turns(answer.shape, block_size, generator, in_order) < rate
     batch = {"prompt": padded(prompts), "answer": answer, "masked": masked, "rate": rate, "counted": counted}
     return ready(batch, model.device)
@@ -195,7 +195,7 @@ def collect(decoder, requests, width=0):
     answers = [r.state for r in requests]
     rows = [cdlm.trajectory(a, decoder.model.config.eos_id) for a in answers]
     data = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    return {"prompt": padded([a.tokens[:a.prompt] for a in answers], width), **data}
+    return {"prompt": padded([a.tokens[:a.n_prompt] for a in answers], width), **data}
 
 
 def passed_over(rank, live):
@@ -237,19 +237,19 @@ def train(args, mask_id, example, folder, source, lr, weights, data=None):
     """Train the model in the folder `source`. weights: of the three losses; data: a student's trajectories.
 
     A teacher has the last loss alone. It begins block-causally, all blocks of an answer in one forward,
-    because most of what a mask must learn is the same when every slot sees all others; then with its own
-    attention."""
+    because most that a mask must learn is the same with either attention; then with its own, in which every
+    slot sees all others."""
     model = checkpoints.load(source, args.device, torch.float32)
     model.config.diffusion_block_size = args.block_size
     if cdlm.GEN_LENGTH + args.prompt_length > model.config.block_size:
         raise ValueError(f"prompts of {args.prompt_length} and answers of {cdlm.GEN_LENGTH} tokens exceed "
                          f"the context of {model.config.block_size}")
     weights = dict(zip(("distill", "cons", "dlm"), weights))
-    teacher_head = model.head.weight.detach().clone()
+    teacher_head = model.head.weight.detach().clone()    # a student starts as its teacher
     run = Run(args, folder, model, args.steps, args.lr or lr, muon=True)
     for step in run.steps():
         g = generator_of(args, step)
-        block_causal = bool(data) or step < args.steps * BLOCK_WARMUP
+        blockwise = bool(data) or step < args.steps * BLOCK_WARMUP
         if data:
             numbers = torch.randint(len(data["live"]), (args.batch,), generator=g)
             batch = ready({name: x[numbers] for name, x in data.items()}, args.device)
@@ -264,23 +264,23 @@ def train(args, mask_id, example, folder, source, lr, weights, data=None):
                 losses["cons"] = cdlm.consistency_loss(model, batch, mask_id, g, args.reverse_kl)
             if weights["dlm"]:
                 numbers = torch.randint(1 << 40, (args.batch,), generator=g).tolist()
-                references = reference_batch(model, map(example, numbers), block_causal, g, IN_ORDER)
-                losses["dlm"] = cdlm.dlm_loss(model, references, mask_id, block_causal)
+                references = reference_batch(model, map(example, numbers), blockwise, g, IN_ORDER)
+                losses["dlm"] = cdlm.dlm_loss(model, references, mask_id, blockwise)
         # One step of the optimiser on their weighted sum.
         loss = sum(weights[name] * x for name, x in losses.items())
         loss.backward()
         run.update((step + 1) / args.steps, **losses, loss=loss)
         if run.checkpoint_due():
             checkpoints.save(model, folder, source)
-            run.checkpoint(heldout=evaluate(model, example, mask_id, block_causal))
+            run.checkpoint(heldout=evaluate(model, example, mask_id, blockwise))
 
 
 @torch.no_grad()
-def evaluate(model, example, mask_id, block_causal):
+def evaluate(model, example, mask_id, blockwise):
     """The masked loss of held-out examples, always the same ones with the same masks."""
     examples = [example(n, "heldout") for n in range(HELDOUT)]
-    batch = reference_batch(model, examples, block_causal, torch.Generator().manual_seed(0))
-    return round(cdlm.dlm_loss(model, batch, mask_id, block_causal).item(), 4)
+    batch = reference_batch(model, examples, blockwise, torch.Generator().manual_seed(0))
+    return round(cdlm.dlm_loss(model, batch, mask_id, blockwise).item(), 4)
 
 
 def main():

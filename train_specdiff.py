@@ -33,14 +33,14 @@ from minispec.tools import drafter_files
 from minispec.tools.script import Parser, run_main
 from minispec.tools.training import bf16, generator_of, locked
 
-LAYERS = 2                  # first layers of the target that a new drafter starts as
+LAYERS = 2                  # first layers of the target, from which a new drafter starts
 
 
 def parse_args():
     p = Parser(__doc__)
     add_arguments(p)
     p.add_argument("--objective", default="kl", choices=specdiff.OBJECTIVES,
-                   help="training objective, see specdiff.objective (default %(default)s)")
+                   help="training objective, see docs/specdiff.md (default %(default)s)")
     p.add_argument("--init", metavar="DIR",
                    help="drafter to start from; its shape is kept, except for --gamma. "
                         "A drafter of train_prism.py drafts the first slot already, and learns the others")
@@ -61,8 +61,8 @@ def drafter_of(args, target):
         return specdiff.for_target(target, n_layer, args.gamma, not args.blind, layers, args.markov)
 
     if drafter_files.kind_of(args.init) == "prism":
-        head = drafter_files.read_drafter(args.init, target, "prism")
-        drafter = specdiff.from_prism(*head, target, args.gamma, args.markov)
+        config, tensors = drafter_files.read_drafter(args.init, target, "prism")
+        drafter = specdiff.from_prism(config, tensors, target, args.gamma, args.markov)
     else:
         drafter = drafter_files.load_drafter(args.init, target, specdiff.SpecDiffConfig)
         drafter.config = replace(drafter.config, gamma=args.gamma, rank=args.markov or drafter.config.rank)

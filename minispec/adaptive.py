@@ -71,10 +71,10 @@ class Adaptive(Drafter):
         seconds = self.prices(len(requests), context // BUCKET)
         out, asked = [], defaultdict(list)               # asked: drafter -> [(index of a request, drafts)]
         for i, (r, limit, (found, _)) in enumerate(zip(requests, limits, lookups)):
-            name, k, copies = self._choose(r, limit, len(found), seconds)
+            name, k, n_lookup = self._choose(r, limit, len(found), seconds)
             self.chosen[r] = name
             self.drafted[r] = [(self.lookup.name, found, len(r.tokens))]
-            out.append((found[:copies], None))
+            out.append((found[:n_lookup], None))
             if name not in (self.lookup.name, "target"):
                 asked[name].append((i, k))
         # 3. Each drafter drafts for the requests that chose it.
@@ -101,15 +101,16 @@ class Adaptive(Drafter):
             for counts in (self.history[r], self.counts):
                 counts[name] += accepted, min(accepted + 1, len(right))
 
-    def _choose(self, r, limit, found, seconds):
-        """(drafter, number of drafts, prompt-lookup tokens to verify); lookup found `found` tokens."""
+    def _choose(self, r, limit, n_found, seconds):
+        """(drafter, number of drafts, number of prompt-lookup tokens to verify, of n_found). seconds: of
+        `_prices`."""
         own = self.history[r]
         best = {"target": [0, 1.0, 1 / seconds["target"][0]]}    # drafter -> drafts, tokens, tokens/s
         for name, drafter in self.drafters.items():
             is_lookup = drafter is self.lookup
             prior = min(MAX_PRIOR, self.cost.accept.get(name, MAX_PRIOR))
             alpha = rate(own[name], rate(self.counts[name], prior))
-            tokens = expected_tokens(alpha, found if is_lookup else min(limit, drafter.gamma))
+            tokens = expected_tokens(alpha, n_found if is_lookup else min(limit, drafter.gamma))
             price = seconds[name][:len(tokens)]
             # A drafter reads the prompt before its first draft. All tokens to come share that price.
             if not is_lookup and not own[name][1]:
@@ -119,8 +120,8 @@ class Adaptive(Drafter):
             best[name] = [k, float(tokens[k]), float(goodput[k])]
         self.considered[r] = best
         name = max(best, key=lambda name: best[name][2])
-        k, copies = best[name][0], best[self.lookup.name][0]
-        return name if k else "target", k, copies
+        k, n_lookup = best[name][0], best[self.lookup.name][0]
+        return name if k else "target", k, n_lookup
 
     def promises(self, request):
         """Expectations of the last choice: {drafter: [drafts, tokens, tokens/s]}."""

@@ -7,8 +7,8 @@ cost table (costs.py).
 docs/own-traces.md has a converter for the logs of an engine. The file reads from one request to the table of
 a study:
 
-    rung_seconds     the time of a request on every rung; `least` is the dynamic program
-    ladder           the rungs of a set of requests
+    rung_seconds     the seconds of a request on every rung; `least` is the dynamic program
+    ladder           the rungs of a set of requests, as speed-ups
     replay           seconds of known rounds of different requests that share forwards
     analyse          the ladder of every workload and batch size, next to the observed speed-ups
     best_drafts      the best number of drafts by batch and context, or that none pays
@@ -38,8 +38,8 @@ What differs from the paper, and why:
   keeps only the second of them.
 - Its batch is B copies of one request, and so is `batch` here. With linear costs, 1/B of that time, summed
   over requests, also bounds from below the time of a batch of at most B different requests. Observed batches
-  hold different requests: their modelled time is exact, their bounds are 1/B of the bounds of a batch of
-  copies.
+  hold different requests: their recorded rounds are priced as they were, their bounds are 1/B of the bounds
+  of a batch of copies.
 
 The optimum and the free drafters are bounds for rounds of at most k_max drafts. At a *censored* position all
 drafts that the trace asked for were accepted, so longer rounds might gain more. Every cell reports the share
@@ -87,8 +87,9 @@ def rung_seconds(trace, cost, names, batch, k_max):
 
     A round may draft nothing, at no draft cost, or let a drafter propose 1 .. k_max tokens, also more than
     will be accepted: with a measured table that can be faster."""
-    # 1. Every round there is, by drafter, position and number of drafts (M, N, k_max + 1): its price and its
-    #    gain. One token of the output is left to the bonus.
+    # 1. Every possible round, by drafter, position and number of drafts (M, N, k_max + 1): its price, and the
+    #    tokens that it gains. The last token of the output cannot be a draft, because a round ends with one
+    #    of the target's.
     position = np.arange(trace.n_out)
     room = np.maximum(trace.n_out - position - 1, 0)
     drafts = np.arange(k_max + 1)
@@ -108,8 +109,9 @@ def rung_seconds(trace, cost, names, batch, k_max):
         paid = np.where(room > 0, price[i, position, proposed], plain)
         out["fixed", m, k] = follow(paid, gain[i, position, proposed])
 
-    # 3. The greedy oracle proposes the longest accept (of equals the first drafter's), and is charged even if
-    #    that is no draft. The optimum chooses among all rounds.
+    # 3. The greedy oracle proposes the drafts that will be accepted, by the drafter with most of them (of
+    #    equals the first), and pays for drafting even if there are none. The optimum chooses among all
+    #    rounds.
     groups["all"] = list(range(len(names)))
     for group, own in groups.items():
         who = np.array(own)[accept[own].argmax(0)]
@@ -159,9 +161,9 @@ def ladder(traces, cost, batch=1, k_max=None):
     """The rungs of a set of requests (one workload, one batch size), as a dict that JSON can hold: {average:
     {rung: speed-up}}, and next to the averages
 
-    "seconds": plain decoding's time for all requests by the model, each as 1/batch of a lock-step batch of
-        copies. By total time, seconds / speed-up is the time of any rung, and for the bounds with linear
-        costs a lower bound for batches of different requests.
+    "seconds": plain decoding's modelled time for all requests, each as 1/batch of a batch of copies. Divided
+        by a rung's speed-up by total time, it is the rung's time. For a bound with linear costs, no batch of
+        different requests takes less.
     "censored": {drafter, or "all": share of positions where all drafts that were asked for were accepted}.
         Above a few percent the bounds only hold for rounds of at most k_max drafts.
 
@@ -207,8 +209,7 @@ def deepest(traces, names):
 
 
 def censored_share(traces, names):
-    """The share of positions at which some of these drafters might have got more drafts accepted than it was
-    asked for."""
+    """The share of positions that are censored for one of these drafters or more."""
     hit = [np.any([t.censored.get(m, np.zeros(t.n_out, bool)) for m in names], 0)[1:].sum() for t in traces]
     return float(sum(hit) / max(1, sum(t.n_out - 1 for t in traces)))
 
@@ -227,11 +228,11 @@ def by_workload(traces):
 def replay(plans, prompts, cost, batch):
     """Seconds that an engine needs for different requests that share forwards: up to `batch` requests at
     once, the next one enters when one is done, and every iteration is one round of each active request.
-    plans[i] are the rounds of a request (core/requests.Step), prompts[i] the tokens of its prompt. A round
-    without drafts of its drafter does not ask it."""
+    plans[i] are the rounds (core/requests.Round) of request i, prompts[i] the number of its prompt tokens. A
+    round without drafts of a drafter pays for no drafting."""
     total = sum(float(cost.prefill(tokens)) for tokens in prompts)
 
-    # A drafter reads the text in front of its first draft for a request. The bounds leave this out.
+    # Before its first draft for a request, a drafter reads the text so far. The bounds leave this out.
     for plan, tokens in zip(plans, prompts):
         first = {r.proposer: tokens + r.position for r in reversed(plan) if r.drafted}
         total += sum(float(cost.read(name, text)) for name, text in first.items())
@@ -335,7 +336,7 @@ def best_drafts(traces, cost, cells, k_max=None):
     its speed-up over plain decoding; k is 0 where drafting never pays. The rounds are those in which the
     drafter writes the traces' outputs with k drafts, or fewer if it finds fewer; they are priced as if the
     context were always the same. cells: {batch: a cell}, whose fastest drafter by the clock is shown at the
-    context next to its requests'."""
+    context nearest to that of its requests."""
     names = compared(traces, cost)
     drafts = np.arange((k_max or deepest(traces, names)) + 1)
     rounds = {name: rounds_by_drafts(traces, name, drafts[-1]) for name in names}
@@ -358,7 +359,7 @@ def best_drafts(traces, cost, cells, k_max=None):
 
 
 def rounds_by_drafts(traces, name, k_max):
-    """How many rounds have how many drafts (k_max + 1, k_max + 1), if k drafts (first axis) are asked for."""
+    """How many rounds (k_max + 1, k_max + 1) have j drafts (second axis) if k are asked for (first axis)."""
     counts = np.zeros((k_max + 1, k_max + 1))
     for t, k in product(traces, range(k_max + 1)):
         position = 1
@@ -405,7 +406,8 @@ def table(r):
 
 
 def row_of(c, m):
-    """{head: text} of a cell's drafter, or of "all" together, next to the best single one."""
+    """{head: text} of a cell's drafter, or of "all": the bounds of all, beside those of the best single
+    one."""
     averages = [c[by] for by in AVERAGES]
     total = averages[0]
     row = {"workload": c["workload"], "batch": c["batch"], "drafter": m}

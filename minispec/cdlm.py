@@ -8,14 +8,14 @@ all masked slots at once. One GPT body decodes in three ways, which differ in th
     student         a row sees the prompt, the     several tokens a forward,        exact cache of prompt and
                     finished and its own block     B rows                           finished blocks
 
-The student starts from the teacher's weights. From an early state of a block it learns to predict the
-distributions from which the teacher revealed its tokens later, when it saw more of the block.
+The student starts from the teacher's weights. At an early state of a block it learns the distributions from
+which the teacher revealed the block's tokens later, when fewer masks were left.
 
 Glossary: P prompt tokens, L answer slots (`gen_length`), B slots of a block (`block_size`), n answers in a
-batch, C model width, V vocabulary. rank (n, L): the order in which slots were revealed. y: state k of a
-trajectory, in which the slots of rank < k hold their tokens and the others are masked. y*: the state in which
-the block that is open in y is complete. U_y: slots masked in y but not in y*. S_y: slots masked in y*. q: the
-student. The paper's tau is `threshold`.
+batch, T prompt and slots, C model width, V vocabulary. rank (n, L): the order in which slots were revealed.
+y: state k of a trajectory, in which the slots of rank < k hold their tokens and the others are masked. y*:
+the state in which the block that is open in y is complete. U_y: slots masked in y but not in y*. S_y: slots
+masked in y*. q: the student. The paper's tau is `threshold`.
 
 What differs from the paper:
   - The threshold is 0.99, not 0.9, and if no slot is above it, the first masked slot is revealed, not the
@@ -43,9 +43,9 @@ GEN_LENGTH = 256
 BLOCK_SIZE = 32                  # of a model whose config names none
 PADDING = -1                     # in place of a token, left of prompts in a batch of training
 THRESHOLD = 0.99                 # the paper decodes at 0.9
-ORDERS = ("first", "surest")
+ORDERS = ("first", "surest")     # see `pick`
 ORDER = "first"                  # the paper: surest
-METHODS = {"cdlm": "student", "dlm": "teacher"}
+METHODS = {"cdlm": "student", "dlm": "teacher"}          # the command line's names of a Decoder's kinds
 
 
 def mask_free(logits, mask_id):
@@ -54,7 +54,7 @@ def mask_free(logits, mask_id):
 
 
 def block_size_of(model):
-    """B, with which the model was trained."""
+    """B of the model's training."""
     return model.config.diffusion_block_size or BLOCK_SIZE
 
 
@@ -71,7 +71,7 @@ def layout(prompt, gen_length, block_size):
 
 
 def bidirectional(blocks):
-    """Mask (n, 1, T, T) of the teacher: a row sees all but padding, and itself, so that none is empty."""
+    """Mask (n, 1, T, T) of the teacher: a row sees all but padding, and itself, so no softmax is empty."""
     own = torch.eye(blocks.shape[1], dtype=torch.bool, device=blocks.device)
     return ((blocks >= 0)[:, None, :] | own)[:, None]
 
@@ -101,13 +101,13 @@ def answer_hidden(model, prompt, answer, mask=block_causal):
 
 
 def blocks_hidden(model, prompt, clean, noisy):
-    """Hidden states (n, L, C) from which a block-causal model predicts the noisy slots (n, L), each block
-    behind clean ones. A clean row predicts a block's first slot, as in decoding."""
+    """Hidden states (n, L, C) that predict the noisy slots (n, L), each block behind clean blocks."""
     length, block_size = clean.shape[1], block_size_of(model)
     positions, blocks = layout(prompt, length, block_size)
     positions = torch.cat([positions, positions[:, -length:]], 1)
     tokens = torch.cat([prompt.clamp(min=0), clean, noisy], 1)
     hidden = model(tokens, positions, dense_attend(two_copies(blocks, length)))
+    # The row before a slot predicts it: a clean one at the start of a block, else a noisy one, L rows on.
     slot = torch.arange(length, device=clean.device)
     return hidden[:, prompt.shape[1] + slot - 1 + length * (slot % block_size > 0)]
 
@@ -125,7 +125,7 @@ def text_blocks(answer, eos_id, block_size):
     return (answer != eos_id).sum(-1).clamp(max=answer.shape[1] - 1) // block_size + 1
 
 
-def student_states(answer, eos_id, block_size, generator):
+def student_rates(answer, eos_id, block_size, generator):
     """For `two_copies`: mask rates (n, L), one a block, and the slots (n, L) to predict: blocks with text."""
     n, length = answer.shape
     rate = mask_rates(n * length // block_size, generator, 1 / block_size).view(n, -1)
@@ -133,11 +133,10 @@ def student_states(answer, eos_id, block_size, generator):
     return rate.repeat_interleave(block_size, 1), counted.repeat_interleave(block_size, 1)
 
 
-def teacher_states(answer, eos_id, block_size, generator):
+def teacher_rates(answer, eos_id, block_size, generator):
     """Mask rates (n, L), and the slots (n, L) to predict. Every second answer is in a state of decoding: one
     block is masked at a rate and to be predicted, the blocks before it are clean, those behind it all masks.
-    The others have one rate for all slots, with the ends of text that fill up an answer: they teach the model
-    how long its answer will be."""
+    The others have one rate for all slots, ends of text included, which teaches the length of an answer."""
     n, length = answer.shape
     opened = torch.rand(n, generator=generator) * text_blocks(answer, eos_id, block_size)
     rate = mask_rates(n, generator, 1 / block_size)[:, None]
@@ -150,9 +149,9 @@ def teacher_states(answer, eos_id, block_size, generator):
 
 
 def turns(shape, block_size, generator, in_order=0.0):
-    """When, from 1 down to 0, each slot (n, L) is revealed: a slot is masked if its turn is below its rate.
-    Turns are random numbers, but in a share `in_order` of the blocks they follow the text more or less, from
-    left to right. So does decoding, and random masks hardly ever show such a block."""
+    """The turn (n, L) of each slot: while the mask rate falls from 1 to 0, the slot is masked as long as its
+    turn is below the rate. Turns are uniform random numbers, but in a share `in_order` of the blocks they
+    roughly fall from left to right, because decoding fills a block so, and random masks hardly ever do."""
     turn = torch.rand(shape, generator=generator).unflatten(1, (-1, block_size))         # (n, L / B, B)
     loose, ordered = torch.rand(2, *turn.shape[:2], 1, generator=generator)
     overtake = 0.75 * block_size * loose ** 2            # places by which a slot may come too early
@@ -162,8 +161,8 @@ def turns(shape, block_size, generator, in_order=0.0):
 
 
 def draw_states(live, length, block_size, generator):
-    """A step k (n, L / B) of each block of trajectories of `live` (n,) decoded slots, uniform over the
-    block's steps. Blocks behind them were never opened: their state is the complete one."""
+    """A state k (n, L / B) for each block of trajectories with `live` (n,) decoded slots, uniform over the
+    block's steps. A block behind these slots was never opened; its state is the complete one."""
     first = torch.arange(0, length, block_size)
     step = (torch.rand(len(live), len(first), generator=generator) * block_size).long()
     return first + torch.where(first < live.cpu()[:, None], step, block_size)
@@ -180,26 +179,26 @@ def kl(goal, q, reverse=False):
 
 
 def distillation_loss(model, teacher_head, batch, k, mask_id, reverse=False):
-    """L_distill: mean over the slots U_y of KL(p_teacher || q(y)). y: the state k (n, L / B) of every block,
-    all blocks at once, so U_y is every masked slot. p_teacher is rebuilt by the teacher's head (V, C) from
-    the hidden row that revealed the token: the student learns to decide as early as y."""
+    """L_distill: KL(p_teacher || q(y)), the mean over the slots U_y of a block, then over blocks. y: state k
+    (n, L / B) of every block, all blocks at once, so U_y is every masked slot. p_teacher: by the teacher's
+    head (V, C) from the hidden row that revealed the slot. So the student learns to decide as early as y."""
     tokens, block_size = batch["tokens"], block_size_of(model)
-    k = k.to(tokens.device).repeat_interleave(block_size, 1)             # of each slot
+    k = k.to(tokens.device).repeat_interleave(block_size, 1)             # of each slot's block
     u_y = batch["rank"] >= k
     hidden = blocks_hidden(model, batch["prompt"], tokens, tokens.masked_fill(u_y, mask_id))
     q = mask_free(model.logits(hidden[u_y]), mask_id)
     with torch.autocast(tokens.device.type, enabled=False):
         p_teacher = mask_free(batch["hidden"][u_y].to(teacher_head.dtype) @ teacher_head.T, mask_id)
-    masked = block_size - k % block_size                         # slots of the block
+    masked = block_size - k % block_size                         # masked slots of each slot's block
     return (kl(p_teacher, q, reverse) / masked[u_y]).sum() / (batch["live"] // block_size).sum()
 
 
 def consistency_loss(model, batch, mask_id, generator, reverse=False):
-    """L_cons: mean over the slots S_y of KL(stop(q(y*)) || q(y)). S_y are slots of later blocks: while one
-    block of each answer is half done, predict the later blocks as you will once it is complete."""
+    """L_cons: KL(stop(q(y*)) || q(y)), the mean over the slots S_y of an answer, then over answers. At y
+    the student learns to predict the later blocks, S_y, as it does at y*, with the open block complete."""
     tokens, rank, live = batch["tokens"], batch["rank"], batch["live"][:, None]
     block_size = block_size_of(model)
-    # The steps (n, 1) of y and y*, and the slots that are masked in both.
+    # The numbers (n, 1) of the states y and y*, and the slots that are masked in both.
     k = (torch.rand(len(tokens), 1, generator=generator).to(live.device) * live).long()
     k_star = (k // block_size + 1) * block_size
     s_y = (rank >= k_star) & (rank < live)
@@ -214,15 +213,15 @@ def consistency_loss(model, batch, mask_id, generator, reverse=False):
     return (kl(goal, q(k), reverse) / size[s_y]).sum() / len(tokens)
 
 
-def dlm_loss(model, batch, mask_id, block_causal):
-    """L_dlm on reference answers, where the slots `masked` (n, L) are masks; `rate` (n, L) is t, with which
-    each became one. The mean over answers of the summed cross-entropies of masked slots, each divided by t
-    and by the number of `counted` slots (n, L). With all counted and one t an answer, this bounds the
-    answer's negative log-likelihood per slot. block_causal: a student's attention, else a teacher's."""
+def dlm_loss(model, batch, mask_id, blockwise):
+    """L_dlm of reference answers: the sum of cross-entropy / t over the slots that are `masked` and `counted`
+    (n, L), divided by the number of counted slots; the mean over answers. t is `rate` (n, L), the probability
+    of a mask. With all slots counted, at one t, this bounds an answer's negative log-likelihood per slot.
+    blockwise: the student's attention, all blocks at once; else the teacher's."""
     answer = batch["answer"]
     where = batch["masked"] & batch["counted"]
     noisy = answer.masked_fill(batch["masked"], mask_id)
-    if block_causal:
+    if blockwise:
         hidden = blocks_hidden(model, batch["prompt"], answer, noisy)
     else:
         hidden = answer_hidden(model, batch["prompt"], noisy, bidirectional)
@@ -236,19 +235,20 @@ def dlm_loss(model, batch, mask_id, block_causal):
 
 @dataclass
 class Answer:
-    """The answer of a request while it is filled in. tokens: prompt and slots. [first, last): the positions
-    of the open block, `steps` steps old. n_cached: positions whose cached keys are final. revealed: {slot:
-    the hidden row (C,) that predicted it, if recorded}, in the order of the reveals."""
+    """The answer of a request while it is filled in. tokens: n_prompt of the prompt, then the slots. [first,
+    last): the positions of the open block, `steps` steps old. n_cached: positions with final cached keys.
+    revealed: slots in the order of the reveals. hidden: if recorded, each step's predicting rows (.., C)."""
     request: Request
     mask_id: int
     block_size: int
 
     def __post_init__(self):
-        self.prompt = len(self.request.tokens)
+        self.n_prompt = len(self.request.tokens)
         self.tokens = self.request.tokens + [self.mask_id] * self.request.max_new_tokens
-        self.revealed = {}
+        self.revealed = []
+        self.hidden = []
         self.n_cached = 0
-        self.last = self.prompt
+        self.last = self.n_prompt
         self.open_block()
 
     def open_block(self):
@@ -263,42 +263,43 @@ class Answer:
 
 def trajectory(a, eos_id):
     """How a recording decoder filled in an answer: its tokens (L,), their rank (L,), the number of decoded
-    slots `live`, and hidden (L, C) in 16 bit, the head's input when it predicted each token. Behind the block
-    that ends the text, tokens are ends of text, their rank is their place, and their hidden rows are 0."""
-    tokens, rank = torch.tensor(a.tokens[a.prompt:]), torch.arange(len(a.tokens) - a.prompt)
-    slots, rows = list(a.revealed), torch.stack(list(a.revealed.values())).cpu()
-    rank[slots] = torch.arange(len(slots))
-    hidden = rows.new_zeros(len(tokens), rows.shape[1])
-    hidden[slots] = rows
+    slots `live`, and hidden (L, C) in fp16, the head's input when it predicted each token. Behind the block
+    that ends the text, tokens are ends of text, rank is the slot's number, and hidden is 0."""
+    tokens = torch.tensor(a.tokens[a.n_prompt:])
     tokens[tokens == a.mask_id] = eos_id
-    return {"tokens": tokens, "rank": rank, "live": torch.tensor(len(slots)), "hidden": hidden}
+    rows = torch.cat(a.hidden).cpu()
+    rank = torch.arange(len(tokens))
+    rank[a.revealed] = torch.arange(len(rows))
+    hidden = rows.new_zeros(len(tokens), rows.shape[1])
+    hidden[a.revealed] = rows
+    return {"tokens": tokens, "rank": rank, "live": torch.tensor(len(rows)), "hidden": hidden}
 
 
 # -- decoding: one loop for student, teacher and dual cache --------------------------------------------------
 
 def choose(logits, answers, masked):
-    """A token for each row of logits (n, V), and its probability at temperature 1. masked: of each answer,
-    the slots of its rows. A sampling request has the same noise for a slot in every step."""
+    """A token for each row of logits (n, V), and its probability at temperature 1. masked: for each answer,
+    the positions of its rows. A sampling request has the same noise for a position in every step."""
     tokens = []
-    for a, slots, rows in zip(answers, masked, logits.split(list(map(len, masked)))):
+    for a, positions, rows in zip(answers, masked, logits.split(list(map(len, masked)))):
         how = a.request.sampling
-        tokens.append(scores(rows, how, [stream(how.seed)] * len(rows), slots).argmax(-1))
+        tokens.append(scores(rows, how, [stream(how.seed)] * len(rows), positions).argmax(-1))
     tokens = torch.cat(tokens)
     confidence = logits.softmax(-1).gather(-1, tokens[:, None])[:, 0]
     return tokens.tolist(), confidence.tolist()          # this waits for a GPU
 
 
 def pick(confidence, n=1, threshold=None, order=ORDER):
-    """The masked slots to reveal, by index into `confidence`: all above the threshold; without a threshold,
-    n, and if none is above it, 1: the most confident ("surest"), or the leftmost ("first"). Behind an open
-    choice, such as the start of a sentence, slots are predicted from a mixture of all continuations, and the
-    most confident of them is not reliable."""
-    slots = list(range(len(confidence)))
+    """The masked slots to reveal, as indices into `confidence`: all above the threshold, or one if none is;
+    without a threshold, n. The order "surest" begins with the most confident slot, "first" with the leftmost.
+    Behind an open choice, such as the start of a sentence, slots are predicted from a mixture of all
+    continuations, and the most confident of them is not reliable."""
+    indices = list(range(len(confidence)))
     if order == "surest":
-        slots.sort(key=lambda i: -confidence[i])                 # ties to the left
+        indices.sort(key=lambda i: -confidence[i])               # ties to the left
     if threshold is None:
-        return slots[:n]
-    return [i for i in slots if confidence[i] > threshold] or slots[:1]
+        return indices[:n]
+    return [i for i in indices if confidence[i] > threshold] or indices[:1]
 
 
 @dataclass
@@ -308,10 +309,9 @@ class Decoder:
         teacher  feeds the prompt and all slots, every time.
         dual     the teacher with stale keys: one whole forward when a block opens, then the block alone,
                  against the cached keys of all positions (Fast-dLLM's dual cache). Approximate.
-    threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
-    token each). order: see `pick`. record: for `trajectory`, keep hidden rows and complete every block.
-    on_step(answer, masked positions, their tokens, confidences, indices of the revealed) follows each step.
-    """
+    threshold: reveal all slots of higher confidence; None: `steps_a_block` forwards a block (default: one for
+    each slot). order: see `pick`. record: for `trajectory`, keep hidden rows and complete every block.
+    on_step: called with (answer, masked positions, tokens, confidences, indices of the revealed)."""
     model: GPT
     mask_id: int
     kind: str = "student"
@@ -343,7 +343,7 @@ class Decoder:
         check_requests(requests, self.model.config)
         for r in requests:
             r.state = Answer(r, self.mask_id, self.block_size)
-        # A cache for this stream alone: one that was left in the middle cannot be in the way.
+        # A cache for this stream alone, because another one may have been left in the middle.
         n_slots = whole_blocks(max((r.longest for r in requests), default=0))
         n_slots *= min(self.batch_size, len(requests))
         self.cache = KVCache(self.model.config, n_slots, self.model.dtype, self.model.device)
@@ -358,9 +358,9 @@ class Decoder:
             hidden, logits, seconds = self.forward(active)
             masked, end = [a.masked() for a in active], 0
             tokens, confidence = choose(logits, active, masked)
-            for a, slots in zip(active, masked):
-                start, end = end, end + len(slots)
-                self.reveal(a, slots, hidden[start:end], tokens[start:end], confidence[start:end])
+            for a, positions in zip(active, masked):
+                start, end = end, end + len(positions)
+                self.reveal(a, positions, hidden[start:end], tokens[start:end], confidence[start:end])
             # 3. Hand on the tokens that became final.
             committed = [(a.request, self.commit(a, seconds / len(active))) for a in active]
             self.seconds["other"] += time.perf_counter() - started - seconds
@@ -371,9 +371,8 @@ class Decoder:
                     self.cache.close(a.request.blocks)
             left = [a for a in left if not a.request.finished]
 
-    def window(self, a):
-        """[(first position fed, end, end of the keys that these rows see)]: here alone student, teacher and
-        dual cache differ."""
+    def spans(self, a):
+        """[(first position fed, end, end of the keys that these rows see)]; here alone the kinds differ."""
         everything = len(a.tokens)
         if self.kind == "teacher" or (self.kind == "dual" and a.steps == 0):
             return [(0, everything, everything)]
@@ -384,9 +383,9 @@ class Decoder:
         return [(min(a.n_cached, a.first - 1), a.first, a.first), (a.first, a.last, a.last)]
 
     def segments(self, a):
-        """The rows that this answer feeds now, as Segments. Those of clean tokens alone are "prefill"."""
-        for start, end, seen in self.window(a):
-            sees = torch.ones(end - start, seen, dtype=torch.bool)       # all rows alike, also behind them
+        """The spans as Segments. Of the engine's kinds, "prefill": clean rows alone, "verify": a block."""
+        for start, end, seen in self.spans(a):
+            sees = torch.ones(end - start, seen, dtype=torch.bool)       # not causal
             keys = FullKeys(self.cache, a.request.blocks, start, end - start, tail=sees)
             kind = "prefill" if end == a.first else "verify"
             yield Segment(a.request, a.tokens[start:end], start, keys, kind)
@@ -396,11 +395,11 @@ class Decoder:
         started = time.perf_counter()
         segments = [s for a in active for s in self.segments(a)]
         x = pack(segments, self.model.device)
-        # The row before a slot predicts it.
+        # The row before a slot predicts it; before a student's first slot, the last row of its clean segment.
         rows = []
         for s, (first, _, _) in zip(segments, x.segments):
             if s.kind == "verify":
-                rows += [first + slot - 1 - s.start for slot in s.request.state.masked()]
+                rows += [first + position - 1 - s.start for position in s.request.state.masked()]
         hidden = self.model(x.tokens, x.positions, x.attend)[rows]
         logits = mask_free(self.model.logits(hidden), self.mask_id)
         check_numbers(logits)                            # this waits for a GPU
@@ -412,13 +411,15 @@ class Decoder:
         return hidden, logits, seconds
 
     def reveal(self, a, masked, hidden, tokens, confidence):
-        """One step of an open block: put tokens into some of its masked slots, given those of all."""
+        """One step of an open block: fill in some of its masked slots, given those of all."""
         # Without a threshold, the block's slots are spread over its steps, early steps first.
         share, rest = divmod(a.last - a.first, self.steps_a_block or a.last - a.first)
         picked = pick(confidence, share + (a.steps < rest), self.threshold, self.order)
         for i in picked:
             a.tokens[masked[i]] = tokens[i]
-            a.revealed[masked[i] - a.prompt] = self.record and hidden[i].to(torch.float16, copy=True)
+            a.revealed.append(masked[i] - a.n_prompt)
+        if self.record:
+            a.hidden.append(hidden[picked].half())
         # The tokens before the block were fed clean, so their keys are final.
         a.steps += 1
         a.n_cached = a.first
@@ -430,7 +431,7 @@ class Decoder:
         open its next block."""
         g, masked = a.request.generation, a.masked()
         gap = masked[0] if masked else a.last
-        ends = (i for i in range(a.prompt, a.last) if a.tokens[i] in a.request.stop_ids)
+        ends = (i for i in range(a.n_prompt, a.last) if a.tokens[i] in a.request.stop_ids)
         stop = next(ends, len(a.tokens))
         kept = a.tokens[len(a.request.tokens):min(gap, stop + 1)]
         g.rounds.append(Round(len(g.token_ids), 0, 0, len(kept), self.kind, 0.0, seconds))

@@ -116,8 +116,8 @@ class CostTable:
         return seconds(self.table["verify"], batch, queries / batch, kv)
 
     def step(self, kv, queries, batch=1):
-        """Every round's part: verification and the overhead T_ovh, which is the rest of a round besides the
-        two models, sampling included."""
+        """A round without its drafting: verification and the overhead T_ovh, which is the time of neither
+        model, sampling included."""
         return self.verify(kv, queries, batch) + seconds(self.table["overhead"], batch, 1, 0)
 
     def draft(self, name, kv, drafts, batch=1):
@@ -128,8 +128,8 @@ class CostTable:
         return seconds(entry, batch, drafts, kv)
 
     def round(self, name, kv, drafts, batch=1):
-        """One round in which drafter `name` proposes `drafts` tokens (k + 1,) for each request. 0 drafts cost
-        no drafting, nor does a round of drafter None."""
+        """Rounds in which drafter `name` proposes `drafts` tokens (k + 1,) for each request. 0 drafts cost no
+        drafting. name None: a drafter without cost, such as prompt lookup."""
         step = self.step(kv, batch * (1 + drafts), batch) + 0.0 * drafts
         return step if name is None else step + self.draft(name, kv, drafts, batch) * (drafts > 0)
 

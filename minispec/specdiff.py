@@ -28,10 +28,10 @@ as in DSpark, 2607.05147) adds a low-rank term of that token to the slot's logit
 so slots are drawn one after the other, among the CANDIDATES likeliest tokens of each marginal, without
 another forward. Such a chain has a known q, and every rule verifies it like the marginals' chains.
 
-A row guesses the token after its own, as the target does, whose weights the drafter starts from: t_n guesses
-slot 1 and gamma - 1 masks the others. The reading form joins the ideas of DFlash (2602.06036), a diffusion
-drafter that reads the target, and of EAGLE, which pairs the state of a token with the next token: the row of
-t_n has what an EAGLE head has.
+A row guesses the token after its own, as in the target, whose weights the drafter starts from: the row of t_n
+guesses slot 1, and gamma - 1 masks guess the other slots. The reading form joins the ideas of DFlash
+(2602.06036), a diffusion drafter that reads the target, and of EAGLE, which pairs the state of a token with
+the next token: the row of t_n reads the same as in an EAGLE head.
 
 What differs from the paper and why: the released drafter sees its prefix bidirectionally and encodes it again
 every round; ours is causal, so that a cache is exact and many windows of a text train in one forward. The
@@ -83,10 +83,10 @@ class SpecDiffConfig(DrafterConfig):
 
     def make(self, target):
         """An untrained drafter of this shape."""
-        return Drafter(self, target)
+        return SpecDiff(self, target)
 
 
-class Drafter(TrainedDrafter):
+class SpecDiff(TrainedDrafter):
     """Blocks of a GPT, one vector for an open slot, and, if it reads the target's states, a projection of a
     token's embedding and a state to one vector."""
 
@@ -128,9 +128,9 @@ def markov_head(c):
 
 
 def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), rank=0):
-    """A drafter that starts as the first n_layer layers (default: all) of the target. An open slot starts as
-    the mean of all tokens. If it reads the target's states, these pass the projection as they are, and
-    embeddings, small next to states in most models, are scaled to weigh as much."""
+    """A drafter that starts as the first n_layer layers (default: all) of the target. The vector of an open
+    slot starts as the mean of all embeddings; the projection of a drafter that reads the target's states, as
+    the sum of state and embedding, scaled because embeddings are smaller than states in most models."""
     shape = {**asdict(target.config), "n_layer": n_layer or target.config.n_layer}
     config = SpecDiffConfig(**shape, gamma=gamma, reads=reads, feature_layers=feature_layers, rank=rank)
     drafter = config.make(target).to(target.device)
@@ -153,12 +153,12 @@ def for_target(target, n_layer=None, gamma=8, reads=False, feature_layers=(), ra
 @torch.no_grad()
 def from_prism(config, tensors, target, gamma, rank=0):
     """A drafter that starts as module 0 of a trained drafter of prism.py, whose files hold config and
-    tensors: its first slot is drafted as an EAGLE head drafts it, but for one more row at the beginning of
-    the text, and only the others are to be learned. A layer comes behind the module's, which adds nothing
-    yet: there, open slots can read what the row of t_n guesses."""
+    tensors. It drafts the first slot as an EAGLE head does, except for one more row at the beginning of the
+    text, so only the other slots are to be learned. One more layer, whose output starts as 0, follows the
+    module's: there the masks can read the guess of the row of t_n."""
     n_layer = config["n_layer"]
     drafter = for_target(target, n_layer + 1, gamma, True, config.get("feature_layers", ()), rank)
-    # Further modules, and the new layer, are on one side alone.
+    # Not strict: further modules have no place here, and the new layer has no tensors there.
     module = {name.removeprefix("bank.0."): x for name, x in tensors.items()}
     drafter.load_state_dict(module, strict=False)
     drafter.blocks[n_layer].out.weight.zero_()
@@ -167,15 +167,11 @@ def from_prism(config, tensors, target, gamma, rank=0):
 
 
 # -- the loss: many windows of a text in one forward ---------------------------------------------------------
-# The expected number of accepted drafts of a window is J = sum_m c_m with c_m = q_1(x_1) .. q_m(x_m), x being
-# the target's tokens and q_j the marginal of slot j. That fits point-mass acceptance; `streak-rs` is the same
-# for rejection. Prefixes are causal, so that all windows of a text share one. Shapes: B texts, S tokens, W
-# windows per text, r rows of a window, N tokens to draft.
 
 def window_mask(n, seen, rows):
-    """Who sees whom among n tokens of a text, followed by W windows of `rows` rows each: bool (B, 1, n + W r,
-    n + W r). The text is causal. A row of window w sees the first seen[b, w] (B, W) tokens and all rows of
-    its own window."""
+    """Which row sees which among n tokens of a text, followed by W windows of r = `rows` rows each: bool (B,
+    1, n + W r, n + W r). The text is causal, so all windows share it. A row of window w sees the first
+    seen[b, w] (B, W) tokens and all rows of its own window."""
     # How many tokens of the text each row sees.
     text = torch.arange(1, n + 1, device=seen.device).expand(len(seen), -1)
     limit = torch.cat([text, seen.repeat_interleave(rows, 1)], 1)                         # (B, n + W r)
@@ -192,7 +188,7 @@ def window_states(drafter, ids, starts, features=None, shown=None):
 
     shown: the contents of the slots (B, W, gamma), MASK where they are open (default: all are). features (B,
     S, (F + 1) * C): the target's states of every token, for a drafter that reads them. Texts are padded on
-    the right; no window may begin after that. """
+    the right; no window may begin in the padding."""
     c = drafter.config
     n = ids.shape[1]
     rows = c.gamma - 1                              # the last committed token guesses slot 1
@@ -216,16 +212,16 @@ def window_states(drafter, ids, starts, features=None, shown=None):
 
 
 def markov_terms(drafter, tokens):
-    """What the Markov head adds to the states of windows whose right tokens (B, W, gamma) are known; nothing
-    in the first slot, whose row has read the token before."""
+    """What the Markov head adds to the states of windows with the right tokens (B, W, gamma): (B, W, gamma,
+    C), 0 in the first slot, whose row has read the token before."""
     if drafter.markov is None:
         return 0.0
     return F.pad(drafter.markov(drafter.draft_head.embed(tokens[..., :-1])), (0, 0, 1, 0))
 
 
 def draw_windows(learn, n, generator):
-    """The first tokens of n windows of each text, (B, n): spread evenly over its tokens to learn (bool (B,
-    S)) from one random offset."""
+    """The positions (B, n) where n windows of each text begin: spread evenly over its tokens to learn, bool
+    (B, S), from one random offset."""
     first = learn.int().argmax(1)
     count = learn.sum(1)
     u = (torch.rand(len(learn), 1, generator=generator) + torch.arange(n) / n) % 1
@@ -238,7 +234,7 @@ def places_of(starts, gamma):
 
 
 def at_places(x, places):
-    """x (B, S, ..) at places (B, ..) of each text, where they lie in it."""
+    """x (B, S, ..) at places (B, ..) of each text; a place behind its end reads the last one."""
     text = torch.arange(len(x), device=x.device)[:, None]
     rows = x[text, places.flatten(1).clamp(max=x.shape[1] - 1)]
     return rows.unflatten(1, places.shape[1:])
@@ -260,8 +256,8 @@ def log_probability(logits, labels):
 
 
 def log_streak(log_q, valid):
-    """log c_m (..., gamma), the log-probability that the first m drafts are all right, from those of each
-    one; -inf from the first slot on that is not valid. log J is its logsumexp, J the sum of its exp: in fp32
+    """log c_m (..., gamma), the log-probability that the first m drafts are all right, from the log q (...,
+    gamma) of each; -inf from the first invalid slot on. log J is its logsumexp, J the sum of its exp: in fp32
     log space, where no product underflows."""
     return log_q.cumsum(-1).masked_fill(valid.long().cumprod(-1) == 0, float("-inf"))
 
@@ -292,17 +288,17 @@ def objective(name, logits, labels, valid, log_p=None, weight=None):
     return -(log_q * counts).sum() / valid.sum()
 
 
-def _mask_at_random(labels, generator):
-    """Masked diffusion: a rate per window, every slot masked with that probability. (shown, weight), see
-    `objective`."""
-    gamma = labels.shape[-1]
-    u = torch.rand(*labels.shape[:-1], 1, generator=generator)
+def _mask_at_random(tokens, generator):
+    """Masked diffusion of windows (B, W, gamma): a rate for each window, with which its slots are masked.
+    Returns what the slots show, for `window_states`, and their weights in `objective`."""
+    gamma = tokens.shape[-1]
+    u = torch.rand(*tokens.shape[:-1], 1, generator=generator)
     rate = (1 + (gamma - 1) * u) / gamma                           # at least one slot, on average
-    masked = torch.rand(labels.shape, generator=generator) < rate
+    masked = torch.rand(tokens.shape, generator=generator) < rate
     weight = masked / rate
     weight[..., -1] = 1                                            # no row could show the last slot's token
-    shown = labels.masked_fill(masked.to(labels.device), MASK)
-    return shown, weight.to(labels.device)
+    shown = tokens.masked_fill(masked.to(tokens.device), MASK)
+    return shown, weight.to(tokens.device)
 
 
 def training_loss(drafter, name, batch, n_windows, generator):
@@ -328,10 +324,10 @@ def distillation(drafter, batch, starts, windows, text, valid):
     fewer answers. windows and text: from window_states."""
     gamma = drafter.config.gamma
     logits = drafter.draft_head.logits
-    # Every row of an answer is the first slot of a window.
+    # The first slot: the text's rows predict it, so every row of an answer can learn.
     to_learn = F.pad(batch.learn[:, 1:], (0, 1))                                          # (B, S)
     first = Divergence(logits(batch.hidden[to_learn]))(logits(text[to_learn])).mean()
-    # The other rows belong to the windows.
+    # The others, slot by slot.
     goal = at_places(batch.hidden, places_of(starts - 1, gamma))                          # (B, W, gamma, C)
     slots = Divergence(logits(goal))(logits(windows)) * valid                             # (B, W, gamma)
     mean = slots.sum((0, 1)) / valid.sum((0, 1)).clamp(min=1)
@@ -409,7 +405,7 @@ class SpecDiffDrafter(Cached):
         self.feature_layers = drafter.config.feature_layers
 
     def round(self, x):
-        """One forward of all windows: hidden states (N, C)."""
+        """One forward of all windows: the hidden states (.., C) of their rows."""
         return [self.drafter(x.tokens, x.positions, x.attend, x.features)]
 
     def propose(self, requests, limits):
@@ -454,8 +450,8 @@ class SpecDiffDrafter(Cached):
         return fed
 
     def _chains(self, request, states, limit):
-        """The proposal for one request, see Drafter.propose: a chain, or the trie of several chains, drawn
-        from the states (n, C) of the slots."""
+        """The proposal for one request, see drafters.Drafter.propose: a chain, or the trie of several chains,
+        drawn from the states (n, C) of the slots."""
         sampling = request.sampling.drafting
         temperature = self.temperature
         if temperature is None and self.width > 1 and sampling.rule != "coupled":
@@ -466,15 +462,15 @@ class SpecDiffDrafter(Cached):
         n = len(states)
         k = min(self.width, limit // n, CANDIDATES, self.draft_head.size)
         drawn, q = self._draw(request, states, k, sampling)                               # (n, k), (n, k, N)
-        known = sampling.temperature and sampling.rule == "rejection"
+        needs_q = sampling.temperature > 0 and sampling.rule == "rejection"
         if k == 1:
             chain = self._cut(drawn[:, 0], q[:, 0])
-            return chain, self.draft_head.whole(q[:len(chain), 0]) if known else None
+            return chain, self.draft_head.whole(q[:len(chain), 0]) if needs_q else None
 
         # Merge them to a trie.
         tokens, parents = [], []
         rows = [graft(chain, tokens, parents) for chain in self.draft_head.tokens(drawn).T.tolist()]
-        if known:
+        if needs_q:
             return tokens, None, parents, list(zip(rows, self.draft_head.whole(q).unbind(1)))  # k of (n, V)
         return tokens, None, parents
 
@@ -491,7 +487,7 @@ class SpecDiffDrafter(Cached):
         """k chains from the states (n, C) of n slots: indices (n, k), and the distributions (n, k, N) that
         they were drawn from; at temperature 0 the argmax, and the softmax."""
         noise = self._noise(request, len(states), k, sampling)
-        logits = self.draft_head.logits(states)                                                # (n, N)
+        logits = self.draft_head.logits(states)                                           # (n, N)
         if self.drafter.markov is None:
             q = _distribution(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
             scores = q / noise
@@ -501,8 +497,8 @@ class SpecDiffDrafter(Cached):
             return drawn, q
 
         # With a Markov head one slot follows the other, among the likeliest tokens of its marginal.
-        top, among = logits.topk(min(CANDIDATES, self.draft_head.size))                        # (n, c)
-        of_head = self.draft_head.head.weight[among]                                           # (n, c, C)
+        top, among = logits.topk(min(CANDIDATES, self.draft_head.size))                   # (n, c)
+        of_head = self.draft_head.head.weight[among]                                      # (n, c, C)
         indices, qs, more = [], [], 0.0
         for slot in range(len(states)):
             q = _distribution((top[slot] + more).expand(k, -1), sampling)
@@ -511,7 +507,7 @@ class SpecDiffDrafter(Cached):
             qs.append(logits.new_zeros(k, self.draft_head.size, dtype=q.dtype).index_copy_(1, among[slot], q))
             if slot + 1 < len(states):
                 before = self.draft_head.tokens(indices[-1])
-                term = self.drafter.markov(self.draft_head.embed(before))                         # (k, C)
+                term = self.drafter.markov(self.draft_head.embed(before))                 # (k, C)
                 more = term @ of_head[slot + 1].mT                                        # (k, c)
         return torch.stack(indices), torch.stack(qs)
 
@@ -524,8 +520,7 @@ class SpecDiffDrafter(Cached):
 
 
 def _distribution(logits, sampling):
-    """The probabilities q that drafts are drawn from; at temperature 0, the softmax whose largest is drafted.
-    """
+    """The probabilities q that drafts are drawn from, at temperature 0 the softmax, of logits (.., N)."""
     return warp(logits, sampling) if sampling.temperature else logits.float().softmax(-1)
 
 

@@ -38,22 +38,22 @@ def modules(model, tokenizer):
 
 class Stale(cdlm.Decoder):
     """CDLM 2: the keys of the last denoising pass are kept."""
-    def window(self, a):
-        if a.n_cached >= a.prompt:
+    def spans(self, a):
+        if a.n_cached >= a.n_prompt:
             a.n_cached = a.first
-        return super().window(a)
+        return super().spans(a)
 
 
-def margin(logits, answers):
+def margin(logits, *rows):
     """CDLM 3: by how much the best token is ahead of the second."""
     best = logits.softmax(-1).topk(2, -1).values
-    return CHOOSE(logits, answers)[0], (best[:, 0] - best[:, 1]).tolist()
+    return CHOOSE(logits, *rows)[0], (best[:, 0] - best[:, 1]).tolist()
 
 
-def entropy(logits, answers):
+def entropy(logits, *rows):
     """CDLM 3: exp(-entropy), 1 where one token has everything."""
     logs = logits.log_softmax(-1)
-    return CHOOSE(logits, answers)[0], (logs.exp() * logs).sum(-1).exp().tolist()
+    return CHOOSE(logits, *rows)[0], (logs.exp() * logs).sum(-1).exp().tolist()
 
 
 CHOOSE = cdlm.choose

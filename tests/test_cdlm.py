@@ -64,7 +64,7 @@ def at(trajectories, k):
 
 def filled(asked):
     """All slots of the answers, also those behind an end of text."""
-    return [r.state.tokens[r.state.prompt:] for r in asked]
+    return [r.state.tokens[r.state.n_prompt:] for r in asked]
 
 
 def dense(model, prompt, slots, mask=cdlm.block_causal, block_size=B):
@@ -142,8 +142,8 @@ class Compared(cdlm.Decoder):
         hidden, logits, seconds = super().forward(active)
         want = []
         for a in active:
-            whole = dense(self.model, a.tokens[:a.prompt], a.tokens[a.prompt:], block_size=self.block_size)
-            want.append(whole[[i - a.prompt for i in a.masked()]])
+            whole = dense(self.model, a.tokens[:a.n_prompt], a.tokens[a.n_prompt:], block_size=self.block_size)
+            want.append(whole[[i - a.n_prompt for i in a.masked()]])
         self.worst = max(self.worst, (logits - torch.cat(want)).abs().max().item())
         return hidden, logits, seconds
 
@@ -151,10 +151,10 @@ class Compared(cdlm.Decoder):
 class Stale(Compared):
     """The mistake: keep the keys of a block's last step, in which some of its slots were still masks."""
 
-    def window(self, a):
-        if a.n_cached >= a.prompt:
+    def spans(self, a):
+        if a.n_cached >= a.n_prompt:
             a.n_cached = a.first
-        return super().window(a)
+        return super().spans(a)
 
 
 def worst(decoder, model, **settings):

@@ -138,12 +138,12 @@ def test_dlm_loss_by_hand(model, trajectories, block_causal):                   
     assert got == pytest.approx(want, rel=1e-3)
 
 
-@pytest.mark.parametrize("states, block_causal", [(cdlm.student_states, True), (cdlm.teacher_states, False)])
-def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories, states, block_causal):                     # 15
+@pytest.mark.parametrize("rates, block_causal", [(cdlm.student_rates, True), (cdlm.teacher_rates, False)])
+def test_dlm_loss_of_a_uniform_model_is_log_v(trajectories, rates, block_causal):                     # 15
     flat = toy_model(gain=0.0)
     g = seeded()
     big = {name: x.repeat(16, *[1] * (x.ndim - 1)) for name, x in trajectories.items()}
-    losses = [dlm_loss(flat, big, *states(big["answer"], EOS, B, g), g, block_causal) for _ in range(30)]
+    losses = [dlm_loss(flat, big, *rates(big["answer"], EOS, B, g), g, block_causal) for _ in range(30)]
     assert sum(losses) / 30 == pytest.approx(math.log(63), rel=0.04)     # the mask is never predicted
 
 
@@ -161,21 +161,21 @@ def answers():
     return answer
 
 
-def test_student_states(answers):
+def test_student_rates(answers):
     assert cdlm.text_blocks(answers, EOS, B).tolist() == OPENED
     assert cdlm.text_blocks(torch.full((1, L), 7), EOS, B).tolist() == [4]
-    rate, counted = cdlm.student_states(answers, EOS, B, seeded())
+    rate, counted = cdlm.student_rates(answers, EOS, B, seeded())
     assert counted.sum(-1).tolist() == [B * n for n in OPENED]
     assert (rate.unflatten(1, (4, B)).diff() == 0).all()
     assert len(rate.unique()) == 16
 
 
-def test_teacher_states(answers):
+def test_teacher_rates(answers):
     seen = [set() for _ in OPENED]
     slots = torch.arange(L)
     g = seeded()
     for _ in range(60):
-        rate, counted = cdlm.teacher_states(answers.repeat_interleave(2, 0), EOS, B, g)
+        rate, counted = cdlm.teacher_rates(answers.repeat_interleave(2, 0), EOS, B, g)
         assert counted[1::2].all()
         assert (rate[1::2] == rate[1::2, :1]).all()
         for row, (rates, block) in enumerate(zip(rate[::2], counted[::2])):
@@ -318,8 +318,8 @@ def test_ablations_share_teacher_and_trajectories(trained, toy, name, options, l
 
 def test_other_trajectories_of_the_same_teacher(trained, toy, tmp_path, monkeypatch, capsys):
     kinds = set()
-    window = cdlm.Decoder.window
-    monkeypatch.setattr(cdlm.Decoder, "window", lambda self, a: kinds.add(self.kind) or window(self, a))
+    spans = cdlm.Decoder.spans
+    monkeypatch.setattr(cdlm.Decoder, "spans", lambda self, a: kinds.add(self.kind) or spans(self, a))
     train(monkeypatch, toy, tmp_path, f"--teacher {trained}/teacher --steps 2 --order first --temperatures 0 "
           "--dual")
     assert kinds == {"dual"}
