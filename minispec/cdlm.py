@@ -24,7 +24,7 @@ What differs from the paper:
     (and in Dream, not in LLaDA). So the row before a block is fed once more with the block.
   - L_distill and L_dlm train all blocks of an answer in one forward: see `two_copies`. A part of the masks of
     L_dlm follows the text: see `turns`. No LoRA: all weights learn.
-  - The shipped student learned L_cons inside the block, with L_dlm at weight 1; here L_cons is as printed.
+  - The shipped student was trained with L_dlm at weight 1.
 """
 import time
 from dataclasses import dataclass
