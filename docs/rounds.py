@@ -75,7 +75,7 @@ def read_share(request):
     width = request["longest"] / BINS
     first = torch.arange(BINS) * width
     rows = []
-    for a in request["rounds"]:
+    for a in request["heard"]:
         if "selected" in a:
             newest = a["cached"] - a["recent"]
             recent = (first + width).clamp(max=a["cached"]) - first.clamp(min=newest)

@@ -56,7 +56,7 @@ class Adaptive(Drafter):
         self.history = defaultdict(partial(defaultdict, zeros))          # the same by request
         self.drafted = {}                                # request -> [(drafter, drafts, tokens before them)]
         self.chosen = {}                                 # request -> name of its drafter
-        self.considered = {}                             # request -> see `promises`
+        self.promises = {}                               # request -> {drafter: drafts, tokens, tokens/s}
         self.prices, self.read = cache(self._prices), cache(cost.read)
 
     def propose(self, requests, limits):
@@ -118,14 +118,10 @@ class Adaptive(Drafter):
             goodput = tokens / price
             k = int(goodput.argmax())
             best[name] = [k, float(tokens[k]), float(goodput[k])]
-        self.considered[r] = best
+        self.promises[r] = best
         name = max(best, key=lambda name: best[name][2])
         k, n_lookup = best[name][0], best[self.lookup.name][0]
         return name if k else "target", k, n_lookup
-
-    def promises(self, request):
-        """Expectations of the last choice: {drafter: [drafts, tokens, tokens/s]}."""
-        return {name: self.considered[request][name] for name in self.drafters}
 
     def _prices(self, batch, bucket):
         """{drafter: seconds of a round (k + 1,), by number of drafts} of a batch."""
@@ -148,7 +144,7 @@ class Adaptive(Drafter):
         return self.chosen[request]
 
     def release(self, request):
-        for notes in (self.history, self.drafted, self.chosen, self.considered):
+        for notes in (self.history, self.drafted, self.chosen, self.promises):
             notes.pop(request, None)
         for drafter in self.drafters.values():
             drafter.release(request)

@@ -309,9 +309,9 @@ class Decoder:
         teacher  feeds the prompt and all slots, every time.
         dual     the teacher with stale keys: one whole forward when a block opens, then the block alone,
                  against the cached keys of all positions (Fast-dLLM's dual cache). Approximate.
-    threshold: reveal all slots of higher confidence; None: `steps_a_block` forwards a block (default: one for
-    each slot). order: see `pick`. record: for `trajectory`, keep hidden rows and complete every block.
-    on_step: called with (answer, masked positions, tokens, confidences, indices of the revealed)."""
+    threshold: reveal all slots of higher confidence. None: `steps_a_block` forwards a block (default: a
+    token each). order: see `pick`. record: for `trajectory`, keep hidden rows and complete every block.
+    """
     model: GPT
     mask_id: int
     kind: str = "student"
@@ -321,7 +321,6 @@ class Decoder:
     batch_size: int = 1
     record: bool = False
     block_size: int = None
-    on_step = None
 
     def __post_init__(self):
         if self.threshold is not None and not 0 <= self.threshold <= 1:
@@ -411,7 +410,8 @@ class Decoder:
         return hidden, logits, seconds
 
     def reveal(self, a, masked, hidden, tokens, confidence):
-        """One step of an open block: fill in some of its masked slots, given those of all."""
+        """One step of an open block: put tokens into some of its masked slots, given those of all. Returns
+        the indices of these slots."""
         # Without a threshold, the block's slots are spread over its steps, early steps first.
         share, rest = divmod(a.last - a.first, self.steps_a_block or a.last - a.first)
         picked = pick(confidence, share + (a.steps < rest), self.threshold, self.order)
@@ -423,8 +423,7 @@ class Decoder:
         # The tokens before the block were fed clean, so their keys are final.
         a.steps += 1
         a.n_cached = a.first
-        if self.on_step:
-            self.on_step(a, masked, tokens, confidence, picked)
+        return picked
 
     def commit(self, a, seconds):
         """Hand on the tokens that are final, up to the first mask or end of text; then end the answer, or

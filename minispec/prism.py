@@ -223,8 +223,8 @@ def unrolled_loss(prism, batch, steps):
 
 # -- drafting: chains and trees ------------------------------------------------------------------------------
 
-def prune(tokens, parents, scores, n):
-    """The n nodes of largest score of a tree as (tokens, None, parents) for the engine; see drafters.py.
+def prune(tokens, parents, scores, n, q=None):
+    """The n nodes of largest score of a tree as (tokens, q, parents) for the engine; see drafters.py.
     Nodes are in order of creation, each with the one it hangs from (-1: the last committed token) and its
     score.
 
@@ -234,7 +234,7 @@ def prune(tokens, parents, scores, n):
     kept = sorted(by_score[:n])
     # The target's row 0 is the last committed token, the kept nodes follow.
     row = {node: i for i, node in enumerate([-1, *kept])}
-    return [int(tokens[node]) for node in kept], None, [row[parents[node]] for node in kept]
+    return [int(tokens[node]) for node in kept], q, [row[parents[node]] for node in kept]
 
 
 class PrismDrafter(Chained):
@@ -288,10 +288,11 @@ class PrismDrafter(Chained):
         n = self.width + (min(self.depth, limit) - 1) * self.width ** 2
         tokens, parents, scores = (some[:n] for some in drafts)
         worth = sum(math.exp(score) >= self.min_confidence / 4 for score in scores)
-        return prune(tokens, parents, scores, max(min(limit, worth), 1))
+        return prune(tokens, parents, scores, max(min(limit, worth), 1), q)
 
     def round(self, x):
-        """All steps: of trees token, parent and score (B, 3, n) of all n nodes."""
+        """All steps: of trees token, parent and score (B, 3, n) of all n nodes, and q (B, 1, N) of the first
+        step."""
         if self.width == 1:
             return super().round(x)
         steps, _ = x.how
@@ -301,7 +302,7 @@ class PrismDrafter(Chained):
         states = self.step(1, x, x.features)[x.more["last"]][:, None]          # (B, open nodes, C)
         sees = states.new_empty(len(states), 1, 0, dtype=torch.bool)           # (B, open nodes, rows so far)
         so_far = states.new_zeros(states.shape[:2], dtype=torch.double)
-        tokens, scores = self._children(1, x, states, so_far)                  # (B, new nodes)
+        tokens, scores, q = self._children(1, x, states, so_far)               # (B, new nodes)
         out = [torch.stack([tokens.double(), torch.full_like(scores, -1), scores], 1)]
         n_nodes = 0                                                            # before the new ones
 
@@ -321,15 +322,15 @@ class PrismDrafter(Chained):
             # Their children are the next new ones.
             parents = (best + n_nodes)[..., None].expand(-1, -1, width).flatten(1)
             n_nodes += tokens.shape[1]
-            tokens, scores = self._children(number, x, states, scores.gather(1, best))
+            tokens, scores, _ = self._children(number, x, states, scores.gather(1, best))
             scores = scores.masked_fill(ended[:, None], float("-inf"))
             out.append(torch.stack([tokens.double(), parents.double(), scores], 1))
-        return [torch.cat(out, 2)]
+        return [torch.cat(out, 2), q]
 
     def _children(self, number, x, states, so_far):
         """The best children of all open nodes, whose scores are so_far (B, open nodes): tokens and scores (B,
-        open nodes * width)."""
-        _, scores = self.guess(number, x, states)
+        open nodes * width), and the distributions q (B, open nodes, N)."""
+        q, scores = self.guess(number, x, states)
         top = (scores / scores.sum(-1, keepdim=True)).topk(self.width)
         scores = so_far[..., None] + top.values.log().clamp(max=0)
-        return self.draft_head.tokens(top.indices).flatten(1), scores.flatten(1)
+        return self.draft_head.tokens(top.indices).flatten(1), scores.flatten(1), q

@@ -44,6 +44,7 @@ Glossary: window <-> draft block; gamma <-> window length; chains <-> K drafts; 
 self-selection; J <-> E[streak]. Shapes: B texts, S tokens, W windows per text, r rows of a window, V tokens
 of the vocabulary, N of the draft vocabulary."""
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -462,17 +463,17 @@ class SpecDiffDrafter(Cached):
         n = len(states)
         k = min(self.width, limit // n, CANDIDATES, self.draft_head.size)
         drawn, q = self._draw(request, states, k, sampling)                               # (n, k), (n, k, N)
-        needs_q = sampling.temperature > 0 and sampling.rule == "rejection"
+        qs = [partial(self.draft_head.whole, own) for own in q.unbind(1)]                 # k of (n, V)
         if k == 1:
-            chain = self._cut(drawn[:, 0], q[:, 0])
-            return chain, self.draft_head.whole(q[:len(chain), 0]) if needs_q else None
+            # The argmax was chosen without chance, so rejection cannot verify it.
+            known = sampling.temperature or not request.sampling.rejects
+            return self._cut(drawn[:, 0], q[:, 0]), qs[0] if known else None
 
         # Merge them to a trie.
         tokens, parents = [], []
         rows = [graft(chain, tokens, parents) for chain in self.draft_head.tokens(drawn).T.tolist()]
-        if needs_q:
-            return tokens, None, parents, list(zip(rows, self.draft_head.whole(q).unbind(1)))  # k of (n, V)
-        return tokens, None, parents
+        chains = [list(zip(rows, qs))] if sampling.rejects else []
+        return tokens, qs[0], parents, *chains
 
     def _noise(self, request, n, k, sampling):
         """The noise (n, k, N) of n slots: under the rule `coupled` the target's, else one for each chain."""
@@ -489,7 +490,7 @@ class SpecDiffDrafter(Cached):
         noise = self._noise(request, len(states), k, sampling)
         logits = self.draft_head.logits(states)                                           # (n, N)
         if self.drafter.markov is None:
-            q = _distribution(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
+            q = warp(logits, sampling)[:, None].expand(-1, k, -1)                # (n, k, N)
             scores = q / noise
             drawn = scores.argmax(-1)                                                     # (n, k)
             if k > 1 and sampling.rule == "coupled":
@@ -501,7 +502,7 @@ class SpecDiffDrafter(Cached):
         of_head = self.draft_head.head.weight[among]                                      # (n, c, C)
         indices, qs, more = [], [], 0.0
         for slot in range(len(states)):
-            q = _distribution((top[slot] + more).expand(k, -1), sampling)
+            q = warp((top[slot] + more).expand(k, -1), sampling)
             index = _best(q, noise[slot][:, among[slot]], slot, sampling)
             indices.append(among[slot][index])                                            # (k,)
             qs.append(logits.new_zeros(k, self.draft_head.size, dtype=q.dtype).index_copy_(1, among[slot], q))
@@ -517,11 +518,6 @@ class SpecDiffDrafter(Cached):
         reach = q.gather(-1, index[:, None])[:, 0].cumprod(0)
         n = 1 + int((reach[:-1] >= self.min_confidence).sum())
         return self.draft_head.tokens(index[:n]).tolist()
-
-
-def _distribution(logits, sampling):
-    """The probabilities q that drafts are drawn from, at temperature 0 the softmax, of logits (.., N)."""
-    return warp(logits, sampling) if sampling.temperature else logits.float().softmax(-1)
 
 
 def _best(q, noise, slot, sampling):

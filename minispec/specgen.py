@@ -63,8 +63,8 @@ class SpecGenState:
     selected (L, G, c): the positions that its drafts read, None for all. recent: the number of newest
     positions that they read besides. memory (L, G, T): scores that the next selection remembers. phase: of
     the schedule, 0 .. k, in which the round starts; None for the first round of a request, until it
-    starts. k: drafts of this round, set when it starts. q: the distributions that the drafts were drawn from,
-    for rejection. keys: PillarKeys of the round, once it drafts.
+    starts. k: drafts of this round, set when it starts. logits: rows (V,) that the drafts were drawn from.
+    keys: PillarKeys of the round, once it drafts.
     """
     selected: torch.Tensor = None
     recent: int = 0
@@ -72,7 +72,7 @@ class SpecGenState:
     phase: int = None
     k: int = None
     drafts: list = field(default_factory=list)
-    q: list = field(default_factory=list)
+    logits: list = field(default_factory=list)
     keys: object = None
 
     @property
@@ -187,18 +187,17 @@ class SpecGen(Scheduler):
         self.pool.give_back(state.keys)                    # the drafts' list is not needed any more
         rows = [r.tokens[-1], *state.drafts]
         keys = FullKeys(self.engine.cache, r.blocks, r.n_cached, len(rows), record=self.record)
-        q = torch.stack(state.q) if state.q else None
-        return Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts, q)
+        q = lambda: warp(torch.stack(state.logits), r.sampling)
+        return Segment(r, rows, r.n_cached, keys, "verify", len(rows), state.drafts,
+                       q if state.drafts else None)
 
     # -- after the forward of a draft step -------------------------------------------------------------------
 
     def take_drafts(self, segments, logits):
         """Draw the next draft of each request from its row of the logits (n, V)."""
         for s, own, (_, token) in zip(segments, logits, walk(segments, logits, drafting=True)):
-            state, sampling = s.request.state, s.request.sampling
-            state.drafts.append(token)
-            if sampling.temperature > 0 and sampling.rule == "rejection":
-                state.q.append(warp(own, sampling))
+            s.request.state.drafts.append(token)
+            s.request.state.logits.append(own)
 
     def release(self, r):
         if r.state:

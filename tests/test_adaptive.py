@@ -100,7 +100,7 @@ class CherryPicker(Adaptive):
         other = lambda self, streams, positions: noise(streams + (1 << 40), positions, self.size)
         with mock.patch.object(DraftHead, "noise", other):
             second = super().propose(requests, limits)
-        likes = lambda draft: float(draft[1][0, draft[0][0]]) if draft[1] is not None else 0.0
+        likes = lambda draft: float(draft[1]()[0, draft[0][0]]) if draft[1] else 0.0
         return [max(pair, key=likes) for pair in zip(first, second)]
 
 

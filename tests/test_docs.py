@@ -48,7 +48,8 @@ def round_of(address):
     """The recorded round of an address #run/request/round; all count from 1."""
     run, request, number = map(int, address.split("/"))
     assert min(run, request, number) > 0
-    return recorded()[1][run - 1]["requests"][request - 1]["rounds"][number - 1]
+    request = recorded()[1][run - 1]["requests"][request - 1]
+    return request["heard"][number - 1] | request["rounds"][number - 1]
 
 
 # -- form ------------------------------------------------------------------------------------------------
@@ -186,23 +187,23 @@ def test_linked_rounds_show_what_the_lessons_say():
     a = round_of("3/2/11")
     assert len(a["path"]) == 2 and len(a["rows"]) == 9 and not a["coins"]
     a = round_of("3/2/10")
-    assert len(a["path"]) == len(a["drafts"])
+    assert len(a["path"]) == len(a["tokens"]) - 1
     # 00-start and SpecDiff-2: three chains with other first tokens.
     a = round_of("2/1/15")
-    first = [token for token, parent in zip(a["drafts"], a["parents"]) if parent == 0]
+    first = [token for token, parent in zip(a["tokens"], a["parents"]) if parent == 0]
     assert len(set(first)) == 3 and len(a["path"]) == 4
-    assert word(2, a["drafts"][4]) == "8" and word(2, a["token"]) == "7"
+    assert word(2, a["tokens"][4]) == "8" and word(2, a["tokens"][-1]) == "7"
     # PRISM: two children, both wrong.
     a = round_of("1/1/17")
     last = a["path"][-1]
-    children = [word(1, token) for token, parent in zip(a["drafts"], a["parents"]) if parent == last]
-    assert len(a["path"]) == 3 and children == ["9", "8"] and word(1, a["token"]) == "7"
-    rounds = recorded()[1][0]["requests"][0]["rounds"]
-    assert sum(b["parents"] == list(range(len(b["drafts"]))) for b in rounds) > 0.8 * len(rounds)
+    children = [word(1, token) for token, parent in zip(a["tokens"], a["parents"]) if parent == last]
+    assert len(a["path"]) == 3 and children == ["9", "8", "7"]
+    rounds = recorded()[1][0]["requests"][0]["heard"]
+    assert sum(b["parents"][:-1] == list(range(len(b["rows"]) - 1)) for b in rounds) > 0.8 * len(rounds)
     # README: every draft is accepted once the text repeats itself.
-    looping = recorded()[1][2]["requests"][2]["rounds"][6:]
-    assert len(looping) == 5 and all(len(b["path"]) == len(b["drafts"]) for b in looping)
-    assert looping[0] == round_of("3/3/7")
+    looping = recorded()[1][2]["requests"][2]["heard"][6:]
+    assert len(looping) == 5 and all(len(b["path"]) == len(b["tokens"]) - 1 for b in looping)
+    assert looping[0]["path"] == round_of("3/3/7")["path"]
     # CDLM: no slot above the threshold, so the first one is revealed.
     a = round_of("4/1/1")
     assert a["picked"] == [0] and max(sure for *_, sure in a["slots"]) < recorded()[1][3]["threshold"]

@@ -445,14 +445,14 @@ def one_coin(segment, real=verify.coins):
 def leave_out_the_improbable(result):
     """To end before the draft that was improbable is to have chosen among the draws."""
     chain, q = result
-    n = len(chain) - (len(chain) > 0 and q[len(chain) - 1, chain[-1]].item() < 0.2)
-    return chain[:n], q[:n]
+    n = len(chain) - (len(chain) > 0 and q()[len(chain) - 1, chain[-1]].item() < 0.2)
+    return chain[:n], q
 
 
 def report_another_q(result):
     """The argmax, judged as if it had been drawn from the softmax."""
-    _, q = result
-    return q.argmax(-1).tolist(), q
+    chain, q = result
+    return q()[: len(chain)].argmax(-1).tolist(), q
 
 
 def drafts(owner, method, wrong):

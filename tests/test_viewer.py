@@ -35,6 +35,10 @@ def runs_of(page):
         return json.loads(f.read().split('id="data">')[1].split("</script>")[0])
 
 
+def rounds_of(request):
+    return [a | step for a, step in zip(request["heard"], request["rounds"], strict=True)]
+
+
 def decoded(line):
     run_script(decode, f"--model {TARGET} --task revise {line}")
 
@@ -58,7 +62,7 @@ def recorded(tmp_path_factory):
 
 def chosen(row):
     """The target's choice of a recorded row."""
-    return int(max(row, key=lambda token: row[token][2]))
+    return int(max(row, key=lambda token: row[token][0]))
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -69,32 +73,35 @@ def test_a_recorded_run_is_the_run(name, recorded):
     for request, r in zip(run["requests"], result):
         assert all(request[key] == r[key] for key in ("prompt_ids", "token_ids", "who"))
         assert set(map(str, [*r["prompt_ids"], *r["token_ids"]])) <= set(run["words"])
-        steps = [{key: a[key] for key in step} for a, step in zip(request["rounds"], r["rounds"])]
-        assert steps == r["rounds"]
-        assert len(request["rounds"]) == len(steps)
+        assert request["rounds"] == r["rounds"]
+        assert len(request["heard"]) == len(r["rounds"])
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "cdlm"])
 def test_verdicts_follow_from_what_is_recorded(name, recorded):
     run, _, _ = recorded[name]
     for request in run["requests"]:
-        for a in request["rounds"]:
-            gained = [*(a["drafts"][row - 1] for row in a["path"]), a["token"]][:a["committed"]]
+        for a in rounds_of(request):
+            *drafts, token = a["tokens"]
+            gained = [*(drafts[row - 1] for row in a["path"]), token][:a["committed"]]
             assert request["token_ids"][a["position"]:a["position"] + a["committed"]] == gained
-            assert len(a["rows"]) == 1 + len(a["drafts"]) == 1 + len(a["parents"])
+            assert len(a["rows"]) == len(a["tokens"]) == len(a["parents"]) == len(a["numbers"])
+            for row, key, numbers in zip(a["parents"], map(str, a["tokens"]), a["numbers"]):
+                assert a["rows"][row].get(key, numbers) == numbers
             if not a["coins"]:
                 # The walk: from row 0 to the draft that is the target's choice.
                 at = 0
                 path = []
-                for row, (draft, parent) in enumerate(zip(a["drafts"], a["parents"]), 1):
+                for row, (draft, parent) in enumerate(zip(drafts, a["parents"]), 1):
                     if parent == at and draft == chosen(a["rows"][parent]):
                         at = row
                         path = [*path, row]
                 assert path == a["path"]
-                assert a["token"] == chosen(a["rows"][at])
-            elif a["parents"] == list(range(len(a["drafts"]))):
-                for row, draft in enumerate(a["drafts"][:len(a["path"]) + 1]):
-                    p, q, _ = a["rows"][row][str(draft)]
+                assert a["parents"][-1] == at
+                assert token == chosen(a["rows"][at])
+            elif a["parents"][:-1] == list(range(len(drafts))):
+                for row in range(min(len(a["path"]) + 1, len(drafts))):
+                    _, p, q = a["numbers"][row]
                     coin = a["coins"][row]
                     assert abs(coin * q - p) < 0.001 or (coin * q < p) == (row < len(a["path"]))
 
@@ -113,32 +120,32 @@ KNOWN = {       # the least share of drafts whose q is recorded
 @pytest.mark.parametrize("name, known", KNOWN.items())
 def test_q_is_what_the_draft_was_drawn_from(name, known, recorded):
     """A chain has q at all of its drafts, a tree at the first ones."""
-    steps = [a for request in recorded[name][0]["requests"] for a in request["rounds"]]
-    drafts = [(a, i) for a in steps for i in range(len(a["drafts"]))]
-    q = [a["rows"][a["parents"][i]][str(a["drafts"][i])][1] for a, i in drafts]
+    steps = [a for request in recorded[name][0]["requests"] for a in request["heard"]]
+    drafts = [(a, i) for a in steps for i in range(len(a["tokens"]) - 1)]
+    q = [a["numbers"][i][2] for a, i in drafts]
     assert all(x == -1 or 0 <= x <= 1 for x in q)
     assert sum(x >= 0 for x in q) >= known * len(q)
     assert known or max(q) < 0
     for a, i in drafts if "specgen" in name else []:     # greedy: the draft is the argmax of q
         row = a["rows"][a["parents"][i]]
-        assert row[str(a["drafts"][i])][1] == max(q for _, q, _ in row.values())
+        assert a["numbers"][i][2] == max(q for _, _, q in row.values())
 
 
 def test_specgen_records_its_selection_and_its_schedule(recorded):
     run = recorded["specgen"][0]
     for i, request in enumerate(run["requests"]):
-        kinds = [kind for forward in run["forwards"] for number, kind, _ in forward if number == i]
+        kinds = [kind for _, kind, _ in request["fed"]]
         assert kinds.count("verify") == len(request["rounds"])
-        assert kinds.count("draft") == sum(len(a["drafts"]) for a in request["rounds"])
-        chosen = [a for a in request["rounds"] if "selected" in a]
+        assert kinds.count("draft") == sum(len(a["tokens"]) - 1 for a in request["heard"])
+        chosen = [a for a in request["heard"] if "selected" in a]
         assert chosen
         assert all(len(a["selected"]) == 240 for a in chosen)
         assert all(sum(a["selected"]) == a["heads"] * (20 - a["recent"]) for a in chosen)
 
 
 def test_adaptive_records_what_each_drafter_promised(recorded):
-    for a in recorded["adaptive"][0]["requests"][0]["rounds"]:
-        assert {"ngram", "draft", "prism", "eagle", "specdiff"} == set(a["promises"])
+    for a in rounds_of(recorded["adaptive"][0]["requests"][0]):
+        assert {"target", "ngram", "draft", "prism", "eagle", "specdiff"} == set(a["promises"])
         best = max(a["promises"], key=lambda name: a["promises"][name][2])
         assert a["proposer"] in (best, "target")
 
@@ -148,7 +155,7 @@ def test_steps_of_a_diffusion_model_fill_its_answer(recorded):
     request, = run["requests"]
     first = len(request["prompt_ids"])
     slots = {}
-    for a in request["rounds"]:
+    for a in request["heard"]:
         revealed = [a["slots"][i] for i in a["picked"]]
         assert revealed
         assert not any(position in slots for position, _, _ in a["slots"])
@@ -167,15 +174,19 @@ def test_explain_is_the_recording_as_text(method, tmp_path, capsys):
     page = tmp_path / "run.html"
     decoded(f"--method {method} {RUNS[method]} --max-new-tokens 24 --batch 1 --n 1 --explain 2 --html {page}")
     rounds = capsys.readouterr().out.split("\nat ")[1:]
-    steps = [a for a in runs_of(page)[0]["requests"][0]["rounds"] if a["drafts"]]
+    run, = runs_of(page)
+    steps = [a for a in run["requests"][0]["heard"] if len(a["tokens"]) > 1]
     assert len(rounds) == 2
     for shown, a in zip(rounds, steps):
         drafts = re.findall(r"^ +(\d+) after (\d+) .* (coin|target's choice)(.*)$", shown, re.M)
-        assert [int(parent) for _, parent, *_ in drafts] == a["parents"]
+        assert [int(parent) for _, parent, *_ in drafts] == a["parents"][:-1]
         accepted = [int(row) for row, _, _, rest in drafts if rest.endswith("accepted")]
         assert accepted == a["path"]
         assert all((kind == "coin") == bool(a["coins"]) for _, _, kind, _ in drafts)
-        end = "correction" if [0, *accepted][-1] in a["parents"] else "bonus"
+        for _, parent, kind, rest in drafts:
+            choice = run["words"][str(chosen(a["rows"][int(parent)]))].encode("latin-1").decode("utf-8", "replace")
+            assert kind == "coin" or rest.removesuffix("accepted").strip() == repr(choice)
+        end = "correction" if [0, *accepted][-1] in a["parents"][:-1] else "bonus"
         rows = f"the cache keeps {len(accepted) + 1} of {len(drafts) + 1} rows"
         assert re.search(f"^ +{end} .*; {rows}$", shown, re.M)
 
@@ -258,7 +269,7 @@ def check(runs, report):
     """The page counts as the recording does."""
     for run, shown in zip(runs, report, strict=True):
         for request, r in zip(run["requests"], shown, strict=True):
-            steps = request["rounds"]
+            steps = rounds_of(request)
             diffusion = "slots" in steps[0]
             assert r["rounds"] == len(steps)
             assert r["key"] == f"{'step' if diffusion else 'round'} {min(2, len(steps))} of {len(steps)}"
@@ -267,7 +278,7 @@ def check(runs, report):
                 assert where.endswith(f" {i} of {len(steps)}")
                 assert beyond <= 0
                 assert now == (len(a["picked"]) if diffusion else a["committed"])
-                assert diffusion or (nodes, kept) == (len(a["drafts"]) + 2, len(a["path"]) + 1)
+                assert diffusion or (nodes, kept) == (len(a["tokens"]) + 1, len(a["path"]) + 1)
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium")

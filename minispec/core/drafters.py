@@ -12,6 +12,7 @@ A drafter finds the accepted tokens in `request.tokens`. Committed tokens never 
 with its own earlier drafts to find which of its keys and values are still right.
 """
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -40,12 +41,14 @@ class Drafter:
     select = None           # of trees under the rule `selection`: see specdiff.best_path
     seconds = 0.0           # that captures of CUDA graphs took
     drafters = {}           # name -> the drafters that this one chooses among
+    promises = {}           # request -> what it expected of them
 
     def propose(self, requests, limits):
-        """For every request (tokens, q): at most limits[i] draft tokens, and None, or, if rejection is
-        to verify them, the distributions (k, V) that they were drawn from. A tree has a third part, parents:
-        the row that each draft hangs from (verify.py). It may have a fourth: its chains, if rejection is to
-        verify it; and a fifth: the number of last drafts that are prompt-lookup tokens."""
+        """For every request (tokens, q): at most limits[i] draft tokens, and a function without arguments for
+        the distributions (k, V) that the first ones were drawn from, None if they are unknown. A tree has a
+        third part, parents: the row that each draft hangs from (verify.py). It may have a fourth: its chains
+        (rows, q), if rejection is to verify it; and a fifth: the number of last drafts that are prompt-lookup
+        tokens."""
         return [([], None)] * len(requests)
 
     def observe(self, request, features):
@@ -171,15 +174,15 @@ class Chained(Cached):
                 "min_confidence": [self.min_confidence] * len(some),
             }
             more = {name: torch.tensor(x) for name, x in tables.items()}
-            drafts, *q = self.run_round(work, more, (steps, settings))
+            drafts, q = self.run_round(work, more, (steps, settings))
             # 3. The drafts as the engine wants them.
-            for row, (i, tokens) in enumerate(zip(numbers, drafts.tolist())):
-                out[i] = self.result(tokens, q[0][row] if q else None, limits[i])
+            for i, tokens, own in zip(numbers, drafts.tolist(), q):
+                out[i] = self.result(tokens, partial(self.draft_head.whole, own), limits[i])
         return out
 
     def round(self, x):
-        """All steps of chains: the drafts (B, steps), PAD_DRAFT after a chain that ended early, and, for
-        rejection, the distributions (B, steps, V) that they were drawn from."""
+        """All steps of chains: the drafts (B, steps), PAD_DRAFT after a chain that ended early, and the
+        distributions (B, steps, N) that they were drawn from."""
         steps, settings = x.how
         # The first step reads all new rows of a request; its last one guesses.
         states = self.step(1, x, x.features)[x.more["last"]]
@@ -199,10 +202,7 @@ class Chained(Cached):
             token = self.draft_head.tokens(index[:, 0])
             tokens.append(token.where(~ended, PAD_DRAFT))
             reach = reach * q.gather(-1, index[..., None])[:, 0, 0]
-        out = [torch.stack(tokens, 1)]
-        if settings.temperature > 0 and settings.rule == "rejection":
-            out.append(self.draft_head.whole(torch.cat(qs, 1)))
-        return out
+        return [torch.stack(tokens, 1), torch.cat(qs, 1)]
 
     def guess(self, number, x, states):
         """The drafter's distributions q (B, w, N) of a step with states (B, w, C), and the scores whose
@@ -225,7 +225,7 @@ class Chained(Cached):
         """A chain of at most `limit` drafts, see Drafter.propose."""
         drafts = drafts[:min(limit, self.depth)]
         n = drafts.index(PAD_DRAFT) if PAD_DRAFT in drafts else len(drafts)
-        return drafts[:n], None if q is None else q[:n]
+        return drafts[:n], q
 
 
 # -- drafters ------------------------------------------------------------------------------------------------
@@ -276,9 +276,9 @@ def with_lookup(proposal, lookup):
     if not new:
         return proposal
     chains = None
-    if q is not None:
+    if q and not tree:
         chains = [(list(range(1, len(drafts) + 1)), q), (rows, None)]
-    return tokens, None, parents, chains, new
+    return tokens, q, parents, chains, new
 
 
 class SmallLM(Chained):

@@ -145,9 +145,9 @@ class Segment:
     kind: str = "draft"                  # "prefill", "draft", "verify" (plain decoding verifies no drafts)
     n_logits: int = 0                    # the number of last rows whose logits are wanted
     drafts: list = field(default_factory=list)
-    q: torch.Tensor = None               # (k, V) that a chain was drawn from, for rejection
+    q: object = None                     # () -> (n, V): what the first drafts were drawn from, if known
     parents: list = None                 # the parent row of each draft of a tree (verify.py); None: a chain
-    chains: list = None                  # of a tree, for rejection: see verify.rejection
+    chains: list = None                  # of a tree, for rejection: pairs (rows, q), see verify.py
     lookup: int = 0                      # the number of last drafts of a tree that are prompt-lookup tokens
     select: object = None                # of a tree under the rule `selection`: see specdiff.best_path
     features: torch.Tensor = None        # (n, C) the target's states, set by its forward, read by drafters
@@ -161,6 +161,15 @@ class Segment:
         for parent in self.parents:
             out.append(out[parent] + 1)
         return out
+
+    @property
+    def drawn(self):
+        """The chains, if rejection is to verify them."""
+        if not self.request.sampling.rejects:
+            return None
+        if self.q and self.parents is None:
+            return [(list(range(1, len(self.drafts) + 1)), self.q)]
+        return self.chains
 
     @property
     def above(self):

@@ -77,6 +77,11 @@ class Sampling:
         return replace(self, temperature=0.0) if self.rule == "point-mass" else self
 
     @property
+    def rejects(self):
+        """Whether rejection verifies chains whose q is known."""
+        return self.temperature > 0 and self.rule == "rejection"
+
+    @property
     def lane(self):
         """The stream of noise that drafts are drawn with."""
         return TARGET if self.rule == "coupled" else OWN
@@ -85,12 +90,12 @@ class Sampling:
 def warp(logits, sampling):
     """logits (..., V) -> probabilities (..., V) in fp32 after temperature, then top-k, then top-p.
 
-    Temperature 0 gives the point mass on the argmax. top-p keeps the smallest set of most likely tokens that
-    reaches top_p.
+    Temperature 0 gives the softmax, whose largest is the choice. top-p keeps the smallest set of most likely
+    tokens that reaches top_p.
     """
     logits = logits.float()
     if sampling.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+        return logits.softmax(-1)
     logits = logits / sampling.temperature
     if 0 < sampling.top_k < logits.shape[-1]:
         kth = logits.topk(sampling.top_k, dim=-1).values[..., -1:]
@@ -246,10 +251,8 @@ def verify(segments, logits):
     verdicts = walk(segments, logits)
     rows = logits.split([len(s.drafts) + 1 for s in segments])
     for i, s in enumerate(segments):
-        chains = s.chains
-        if s.q is not None:
-            chains = [(list(range(1, len(s.drafts) + 1)), s.q)]
-        if chains and s.request.sampling.temperature > 0:
+        if s.drawn:
             p = warp(rows[i], s.request.sampling)
+            chains = [(path, q and q()) for path, q in s.drawn]
             verdicts[i] = rejection(chains, s.drafts, p, coins(s))
     return verdicts

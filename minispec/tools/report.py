@@ -27,6 +27,7 @@ def figures(args, tokenizer, engine, problems, generations, first_token):
     result["correct"] = sum(known) if known else None
     if hasattr(engine, "counts"):                        # a diffusion model's decoder
         result["counts"] = engine.counts
+        result["threshold"] = engine.threshold
     if args.method == "specgen":
         result["schedule"] = schedule_view(engine)
     return result
@@ -40,7 +41,7 @@ def compare(result, plain, model, sampling):
     for speedup, name in rates.items():
         result["ar_" + name] = plain[name]
         result[speedup] = ratio(result[name], plain[name])
-    if sampling.temperature == 0 or sampling.rule != "rejection":
+    if not sampling.rejects:
         pairs = [(g["prompt_ids"], a["token_ids"], g["token_ids"], replace(sampling, seed=sampling.seed + i))
                  for i, (a, g) in enumerate(zip(plain["requests"], result["requests"]))]
         result["identical"] = all(a == b for _, a, b, _ in pairs)
