@@ -158,8 +158,8 @@ def unrolled_attend():
         q = q.transpose(1, 2).unflatten(1, (-1, group)) * d ** -0.5            # (B, G, g, S, D)
 
         # 1. The weights of the step-1 keys up to each row, and of the row's own later ones.
-        hidden = torch.full((s, s), float("-inf"), device=q.device).triu(1)
-        logits = (q.flatten(2, 3) @ first_k.mT).unflatten(2, (group, s)) + hidden
+        causal = torch.full((s, s), float("-inf"), device=q.device).triu(1)
+        logits = (q.flatten(2, 3) @ first_k.mT).unflatten(2, (group, s)) + causal
         later = [(q * k[:, :, None]).sum(-1, keepdim=True) for k, _ in own]    # (B, G, g, S, 1)
         weights = torch.cat([logits, *later], -1).float().softmax(-1).to(v.dtype)
         # 2. The weighted values.
@@ -203,19 +203,19 @@ def unrolled_loss(prism, batch, steps):
     states = unroll(prism, batch.ids, batch.features(prism.config), steps)
     draft_head = prism.draft_head
 
-    # 2. Both are distributions over the draft vocabulary. The target's is renormalised, because the drafter
-    # cannot come closer to it.
+    # 2. Both are distributions over the draft vocabulary, the target's renormalised: no drafter with this
+    # vocabulary can come closer to the target.
     divergence = Divergence(draft_head.logits(batch.hidden.flatten(0, 1)[target_rows])[:n])  # of (n, N)
     best = batch.best.flatten()[target_rows[:n]]
     loss, chains = 0.0, []
     right = counted = torch.ones_like(to_learn).flatten()    # are all guesses right, and all to be learned?
     for k, a in enumerate(states, 1):
         own = (target_rows - k).clamp(min=0)             # the rows r
-        guess = draft_head.logits(a.flatten(0, 1)[own])[:n]
+        logits = draft_head.logits(a.flatten(0, 1)[own])[:n]
         own = own[:n]
-        loss = loss + divergence(guess).sum() / max(n, 1)
+        loss = loss + divergence(logits).sum() / max(n, 1)
         # 3. How far the guesses of each row are the target's argmax.
-        hits = draft_head.tokens(argmax(guess)) == best
+        hits = draft_head.tokens(argmax(logits)) == best
         guessed = torch.zeros_like(counted).index_fill(0, own, True)
         right = right.index_copy(0, own, right[own] & hits)
         counted = counted & guessed

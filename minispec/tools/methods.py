@@ -44,7 +44,7 @@ def ngram(model, settings):
 
 
 def draft(model, settings):
-    """a small model drafts, rejection sampling"""
+    """a small model drafts"""
     small = loaded(folder_of("draft", settings), model, settings)
     return partial(SyncScheduler, drafter=drafters.SmallLM(small, model), k=settings.k or 4,
                    lookup=settings.lookup)
